@@ -109,7 +109,7 @@ $(KERNELS_INSTALLED): pyproject.toml constraints.txt
 	$(KERNELS_VENV)/bin/python -m pip install -q --no-deps --target $(KERNELS_VENV)/oldest triton==3.6.0 numpy==2.2.6
 	@touch $@
 
-test-models: $(INTEGRATIONS_INSTALLED)  ## routing of 145 models of transformers, timm, torchvision and PEFT
+test-models: $(INTEGRATIONS_INSTALLED)  ## routing of 147 models of transformers, timm, torchvision and PEFT
 	OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m models tests/models
 
 test-integrations: $(INTEGRATIONS_INSTALLED)  ## the optimizers in Trainer, Lightning, torchtitan, DeepSpeed and others

@@ -366,6 +366,50 @@ def diffusion_transformer_of_pixels():
 
 
 @idiom
+def diffusion_transformer_of_large_patches():
+    """A patch has twice as many values as the model is wide, like a fused projection; the DiT is a submodule."""
+    return holds(net=diffusion_transformer_with_modulation_last(outputs=32))
+
+
+@idiom
+def diffusion_transformer_as_wide_as_modulation():
+    """A patch has as many values as the blocks' modulation, which nothing reads whole."""
+    return diffusion_transformer_with_modulation_last(outputs=96)
+
+
+@idiom
+def final_layer_of_two_maps():
+    final = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 32))
+    return holds(blocks=nn.ModuleList([nn.Linear(16, 16)]), final=final)
+
+
+@idiom
+def flow_inside_a_predictor():
+    """The duration predictor of VITS: each flow computes 29 parameters of a spline."""
+    flows = [holds(conv_pre=nn.Conv1d(2, 16, 1), conv_proj=nn.Conv1d(16, 29, 1)) for _ in range(4)]
+    lists = {"flows": nn.ModuleList(flows[:2]), "post_flows": nn.ModuleList(flows[2:])}
+    return holds(duration_predictor=holds(conv_pre=nn.Conv1d(12, 16, 1), **lists), proj=nn.Linear(12, 5))
+
+
+@idiom
+def positions_from_coordinates():
+    """As in Swin v2, CoAtNet, timm's own Swin v2 and ConViT."""
+
+    def mlp(heads):
+        return nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, heads, bias=False))
+
+    block = holds(cpb_mlp=mlp(2), meta_mlp=mlp(4), rel_pos=holds(mlp=mlp(4)), pos_proj=nn.Linear(3, 4))
+    block.qkv, block.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+    return holds(blocks=nn.ModuleList([block]), pos_encoder=mlp(16), head=nn.Linear(16, 10))
+
+
+@idiom
+def a_network_of_coordinates():
+    """Coordinates as the model's own input: nothing is called a position, so these are hidden matrices."""
+    return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+@idiom
 def autoencoder():
     return nn.Sequential(
         nn.Linear(48, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 48)

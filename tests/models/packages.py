@@ -313,6 +313,7 @@ TRANSFORMERS = {
     "musicgen-decoder": ("MusicgenForCausalLM", "MusicgenDecoderConfig", MUSICGEN),
     "perceiver": ("PerceiverForMaskedLM", "PerceiverConfig", PERCEIVER),
     "vits": ("VitsModel", "VitsConfig", VITS),
+    "vits-stochastic": ("VitsModel", "VitsConfig", VITS | {"use_stochastic_duration_prediction": True}),
     "encodec": ("EncodecModel", "EncodecConfig", ENCODEC),
     "patchtst": ("PatchTSTForPrediction", "PatchTSTConfig", PATCHTST),
     "time-series-transformer": ("TimeSeriesTransformerForPrediction", "TimeSeriesTransformerConfig", SERIES),

@@ -19,6 +19,8 @@ def find_head(subject: Subject, survey: Survey) -> tuple[str, str] | None:
         return None
     if any(within(layer.path, path) and not survey.is_read(layer, path) for path in survey.heads):
         return "head", "the model declares it as its output layer"
+    if names.MODULATION.search(layer.path.lower()) and any((layer.gives or 0) / n in survey.reading for n in FUSED):
+        return None  # scale and shift for a layer beside it
     paired = survey.in_block(layer.path) and _has_twin(layer, survey)
     if layer.gives == survey.vocabulary and not survey.is_read(layer) and not paired:
         return "head", "it gives one number for each row of the largest embedding"
@@ -59,8 +61,8 @@ def _in_a_block(layer: Layer, survey: Survey) -> tuple[str, str] | None:
 def _outside_blocks(layer: Layer, subject: Subject, survey: Survey) -> tuple[str, str] | None:
     if sum(other.gives is not None for other in survey.layers) == 1:
         return None  # a model of one layer has no inside and no outside
-    if names.MODULATION.search(layer.path.lower()) and any((layer.gives or 0) / n in survey.reading for n in FUSED):
-        return None  # scale and shift for a layer beside it
+    if _ends_final_layer(layer, survey):
+        return "head", f"it is the last map of {holder_of(layer.path)}"
     last = layer is [other for other in survey.layers if other.gives is not None][-1]
     if last and _gives_alone(layer, survey):
         return "head", f"it is the last layer of the model and the only one that gives {layer.gives} features"
@@ -70,9 +72,15 @@ def _outside_blocks(layer: Layer, subject: Subject, survey: Survey) -> tuple[str
         return _fused_or_head(layer, survey)
     if last and _may_be_output(layer, survey):
         return "unclear", f"it is the last layer, but others read {layer.gives} features too"
-    if names.FINAL.match(holder_of(layer.path)):
-        return "unclear", f"{holder_of(layer.path)} is called final, but others read {layer.gives} features too"
     return None
+
+
+def _ends_final_layer(layer: Layer, survey: Survey) -> bool:
+    """Whether it is the last map of a module called final; modulation beside it reads the condition, not its result."""
+    holder = holder_of(layer.path)
+    later = (other for other in survey.layers if other.order > layer.order and within(other.path, holder))
+    feeds = any(layer.gives in other.reads and not names.MODULATION.search(other.path.lower()) for other in later)
+    return bool(names.FINAL.match(holder.rpartition(".")[2])) and not feeds
 
 
 def _may_be_output(layer: Layer, survey: Survey) -> bool:
@@ -114,9 +122,14 @@ def _neighbourhood(layer: Layer, survey: Survey) -> str:
 
 
 def _output_around(subject: Subject, survey: Survey) -> str | None:
-    """The innermost module around the parameter that is called an output, by its name or its class."""
+    """The innermost module around the parameter that is called an output, by its name or its class.
+
+    The maps of a normalizing flow inside it are no outputs: they give parameters of a transformation.
+    """
     for path, module in survey.ancestors(subject.path):
         word = path.rpartition(".")[2]
+        if names.FLOW.search(word):
+            return None
         if names.says_head(word) or (not word.isdigit() and _is_head_class(module)):
             return path
     return None

@@ -21,6 +21,7 @@ from muonsw.routing.survey import (
     has_row_for_each_expert,
     is_in_out,
     is_norm,
+    within,
 )
 
 View = dict[str, Any]
@@ -32,6 +33,10 @@ ROLES = (*MATRIX_ROLES, *OTHER_ROLES)
 
 # Blocks in the weights of torch's recurrent layers, one for each gate, as torch documents them.
 GATES = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
+
+# The most coordinates that a network of positions reads, and the most linear maps that it has (CrossFormer's: four).
+COORDINATES = 3
+POSITION_MAPS = 4
 
 LENGTHS = "the lengths of a weight's rows (weight norm)"
 
@@ -135,6 +140,23 @@ def embedding(subject: Subject, known: ModelFacts) -> Decision | None:
     declared = id(subject.owner) in known.survey.tables and subject.own == "weight"
     if not mapping and subject.long_axes == 2 and (declared or kind.endswith(("embedding", "embeddings"))):
         return Decision("embedding", "its module is an embedding", {})
+    return None
+
+
+def position(subject: Subject, known: ModelFacts) -> Decision | None:
+    """Small MLPs from coordinates to position biases (`cpb_mlp` of Swin v2), which replace a table of positions.
+
+    They read two or three coordinates, not features. Models declare them without decay, and Muon's updates, which do
+    not shrink with the gradient, would then let them grow during the whole run.
+    """
+    if not isinstance(subject.owner, nn.Linear):
+        return None
+    for path, _ in known.survey.ancestors(subject.path):
+        if names.POSITION.search(path.rpartition(".")[2].lower()):
+            maps = [layer for layer in known.survey.layers if layer.gives and within(layer.path, path)]
+            if 0 < len(maps) <= POSITION_MAPS and max(maps[0].reads) <= COORDINATES:
+                reason = f"{path} computes positions from {max(maps[0].reads)} coordinates, in place of a table"
+                return Decision("embedding", reason, _plain_view(subject, known))
     return None
 
 
@@ -272,6 +294,7 @@ RULES: tuple[Rule, ...] = (
     bias,
     norm,
     embedding,
+    position,
     router,
     head,
     vector,
