@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW
-from muonsw.orthogonalize import COEFFICIENT_SETS, ORTHOGONALIZERS, singular_value_map
+from muonsw.orthogonalize import COEFFICIENT_SETS, ORTHOGONALIZERS, CoefficientSet, singular_value_map
 from tests.common.problems import matrices, run
 from tests.family.references import coefficients as reference
 
@@ -19,8 +19,15 @@ recorded = pytest.mark.parametrize("name", RECORD["sets"])
 SIGMA = torch.logspace(-2.8239, 0, 200_001, dtype=torch.float64)
 
 
-def test_all_but_nanochats_division_are_recorded():
-    assert RECORD["sets"].keys() == COEFFICIENT_SETS.keys() - {"polar_express_nanochat"}
+def test_every_recorded_and_copied_set_is_one_of_ours():
+    assert RECORD["sets"].keys() <= reference.SETS.keys() <= COEFFICIENT_SETS.keys()
+
+
+def test_a_new_set_needs_its_own_line_alone(monkeypatch):
+    monkeypatch.setitem(COEFFICIENT_SETS, "cubic", CoefficientSet(((1.5, -0.5, 0.0),), steps=9, divisor=1.1))
+    U, S, Vh = torch.linalg.svd(INPUTS[0], full_matrices=False)
+    mapped = singular_value_map(COEFFICIENT_SETS["cubic"].schedule(9))(S / S.norm())
+    torch.testing.assert_close(reference.orthogonalize("cubic", INPUTS[0]), (U * mapped) @ Vh, rtol=0, atol=1e-12)
 
 
 @recorded

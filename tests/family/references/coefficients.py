@@ -2,6 +2,8 @@
 
 import torch
 
+from muonsw.orthogonalize import COEFFICIENT_SETS
+
 EXPRESS = [(8.28721201814563, -23.595886519098837, 17.300387312530933)]
 EXPRESS += [(4.107059111542203, -2.9478499167379106, 0.5448431082926601)]
 EXPRESS += [(3.9486908534822946, -2.908902115962949, 0.5518191394370137)]
@@ -18,7 +20,8 @@ FIVE += [(3.8916678022926607, -2.772484153217685, 0.5060648178503393)]
 FIVE += [(3.285753657755655, -2.3681294933425376, 0.46449024233003106)]
 FIVE += [(2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
 
-# by what the Frobenius norm is multiplied before it divides, the polynomials, the number of steps
+# Copied from their authors: by what the Frobenius norm is multiplied before it divides, the polynomials, the number of
+# steps. A set without a copy here is computed with the library's own numbers.
 SETS = {
     "newton_schulz": (1.0, [(3.4445, -4.7750, 2.0315)], 5),
     "newton_schulz_you": (1.0, YOU, 5),
@@ -30,7 +33,8 @@ SETS = {
 
 
 def orthogonalize(name, M, steps=None):
-    divisor, polynomials, default = SETS[name]
+    entry = COEFFICIENT_SETS[name]
+    divisor, polynomials, default = SETS.get(name, (entry.divisor, entry.polynomials, entry.steps))
     U, S, Vh = torch.linalg.svd(M.double(), full_matrices=False)
     s = S / (divisor * S.norm()) if S.norm() > 0 else S
     for k in range(steps or default):
