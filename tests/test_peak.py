@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.swa_utils import SWALR
 
-from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning
+from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning, drive_weight_decay
 from muonsw.peak import resolve_before_capture, scheduler_peaks
 from muonsw.step import check, collect, final_rates
 
@@ -83,6 +83,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the scheduler cycles betas")
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("optimizer_class", [MuonSW, AdamWSW, SGDSW])
 def test_decay_follows_the_schedulers_own_peak(name, optimizer_class):
@@ -1015,6 +1016,25 @@ def test_a_peak_that_rises_in_a_run_with_its_rate_in_a_tensor_is_followed(how):
         optimizer.state_dict()
     assert [str(entry.message)[:33] for entry in caught] == ["a scheduler raised the peak learn"] * (how != "setting")
     assert_scaled_by(seen, 0.5)
+
+
+@pytest.mark.parametrize("how", ["float", "tensor", "driven"])
+def test_peaks_that_a_scheduler_raises_are_one_warning_that_names_the_groups_with_decay(how):
+    params = [{"params": [weight()], "weight_decay": lam} for lam in (0.1, 0.0, 0.2)]
+    if how == "driven":
+        optimizer = torch.optim.AdamW(params, lr=0.1)
+        drive_weight_decay(optimizer, "scaled")
+    else:
+        optimizer = SGDSW(params, lr=torch.tensor(0.1) if how == "tensor" else 0.1)
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.zeros_like(group["params"][0])
+    optimizer.step()
+    OneCycleLR(optimizer, max_lr=0.5, total_steps=20, cycle_momentum=False)
+    with pytest.warns(PeakLRWarning) as caught:
+        optimizer.step()
+    (message,) = [str(entry.message) for entry in caught]
+    assert [f"of param group {number} from 0.1 to 0.5" in message for number in range(3)] == [True, False, True]
+    assert [group["resolved_peak_lr"] for group in optimizer.param_groups] == [0.5] * 3
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])

@@ -196,7 +196,7 @@ def test_the_table_shows_every_group_and_count():
 def test_one_scheduler_drives_the_whole_model():
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 10))
     optimizer = MuonSW.for_model(model, lr=0.02)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20, cycle_momentum=False)
     loss_of = lambda: nn.functional.cross_entropy(model(torch.arange(10)), torch.arange(10))  # noqa: E731
     first = loss_of().item()
     for _ in range(19):

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 from muonsw import AdamWSW, MuonSW, NonFiniteGradientError, NonFiniteGradientWarning, PeakLRError, PeakLRWarning
 from muonsw.apply import apply_update
@@ -610,6 +611,22 @@ def test_momentum_of_zero_set_in_mid_run_is_refused_where_nesterov_needs_one():
     optimizer.param_groups[0]["momentum"] = 0.0
     with pytest.raises(ValueError, match="needs a momentum above zero"):
         run(optimizer, params, 1, start=1)
+
+
+def test_a_momentum_that_a_scheduler_leaves_alone_while_it_cycles_betas_is_warned_of_once():
+    """torch's OneCycleLR cycles either betas or momentum, in all groups alike."""
+    params = matrices((4, 6), (6,))
+    groups = [{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}]
+    optimizer = MuonSW(groups, lr=0.05)
+    scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
+    with pytest.warns(UserWarning, match=r"momentum.*stays at 0\.95; pass cycle_momentum=False"):
+        run(optimizer, params, 1)
+    scheduler.step()
+    run(optimizer, params, 1, start=1)  # without a warning, which would be an error
+    for part, options, cycle in ((params[:1], {}, False), (params[1:], {"algorithm": "adamw"}, True)):
+        optimizer = MuonSW([{"params": part, **options}], lr=0.05)
+        OneCycleLR(optimizer, max_lr=0.05, total_steps=10, cycle_momentum=cycle)
+        run(optimizer, part, 1)
 
 
 def test_a_peak_that_rises_before_the_first_gradient_is_taken():

@@ -158,6 +158,14 @@ class Counters:
         """Groups that a framework has made may all say no to the decay that the optimizer was built with."""
         self._warn("no decay", _NO_DECAY)
 
+    def momentum_not_cycled(self, group: Group) -> None:
+        """OneCycleLR and CyclicLR cycle the first beta of an optimizer that has betas, and nothing else."""
+        self._warn(
+            "momentum not cycled",
+            f"the scheduler cycles betas, and algorithm={group['algorithm']!r} has momentum instead, which stays at "
+            f"{group['momentum']:g}; pass cycle_momentum=False to the scheduler",
+        )
+
     def never_reached(self, message: str) -> None:
         """Warn of a schedule that has turned down well below its peak."""
         self._warn("peak never reached", message, PeakLRWarning)

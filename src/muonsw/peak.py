@@ -186,8 +186,8 @@ def eta_max(group: Group) -> float | None:
     return float(peak) / float(group["lr_multiplier"])
 
 
-def update_peak(group: Group, label: str) -> None:
-    """Bring `resolved_peak_lr` and `highest_lr` up to date before a step, from a learning rate that the host knows.
+def update_peak(group: Group, label: str) -> str | None:
+    """Bring `resolved_peak_lr` and `highest_lr` up to date before a step; return the warning if a scheduler changed it.
 
     The peak is resolved at the first step with a learning rate above zero: distributed checkpointing
     steps a fresh optimizer at zero before it loads the real state.
@@ -197,19 +197,20 @@ def update_peak(group: Group, label: str) -> None:
     if group["peak_lr"] == RUNNING_MAX:
         group["resolved_peak_lr"] = max(lr, group["resolved_peak_lr"] or 0.0) or None
     elif group["peak_lr"] is not None or group["resolved_peak_lr"] is not None:
-        follow_peak(group, label)
+        return follow_peak(group, label)
     elif lr > 0:
         set_resolved_peak(group, expected_peak(group))
     else:
         group["peak_record"] = scheduler_record(group)  # a graph that is captured now cannot read it any more
+    return None
 
 
-def follow_peak(group: Group, label: str) -> None:
+def follow_peak(group: Group, label: str) -> str | None:
     """Bring a peak up to date that the user has set, or that was resolved before; reads no learning rate."""
     if group["peak_lr"] is None:
-        _follow_record(group, label)
-    else:
-        group["resolved_peak_lr"] = float(group["peak_lr"])
+        return _follow_record(group, label)
+    group["resolved_peak_lr"] = float(group["peak_lr"])
+    return None
 
 
 def resolve_before_capture(group: Group, label: str) -> None:
@@ -233,11 +234,11 @@ def set_resolved_peak(group: Group, peak: float | None) -> None:
     group["peak_record"] = scheduler_record(group)
 
 
-def _follow_record(group: Group, label: str) -> None:
+def _follow_record(group: Group, label: str) -> str | None:
     """A scheduler that starts later may raise the peak; it may not lower it."""
     record, peak = scheduler_record(group), group["resolved_peak_lr"]
     if record is None or (record == group["peak_record"] and "lr_scale" not in group):
-        return
+        return None
     implied = _after_lr_scale(group, record)
     if implied > peak * (1 + PEAK_TOLERANCE):
         message = f"a scheduler raised the peak learning rate of {label} from {peak:.8g} to {implied:.8g}"
@@ -249,9 +250,16 @@ def _follow_record(group: Group, label: str) -> None:
         )
     else:
         group["peak_record"] = record
-        return
+        return None
     set_resolved_peak(group, peak)
-    warnings.warn(message, PeakLRWarning, stacklevel=users_line())
+    return message
+
+
+def warn_of_changes(messages: Sequence[str | None]) -> None:
+    """Warn once of all peaks that a scheduler has changed before this step."""
+    found = [message for message in messages if message is not None]
+    if found:
+        warnings.warn("; ".join(found), PeakLRWarning, stacklevel=users_line())
 
 
 def join_in_mid_run(group: Group, others: list[Group], label: str, *, needed: bool) -> None:

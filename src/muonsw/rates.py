@@ -48,20 +48,22 @@ def needs_peak(group: Group) -> bool:
     return DECAY_RULES[group["decay"]].uses_peak and decays(group)
 
 
-def check(number: int, group: Group, label: str, counters: Counters) -> None:
-    """Bring a group's peak up to date, and refuse a learning rate that no step could be taken with."""
+def check(number: int, group: Group, label: str, counters: Counters) -> str | None:
+    """Bring a group's peak up to date and refuse an invalid learning rate; return the warning of a changed peak."""
     if isinstance(group["lr"], Tensor) or DECAY_RULES[group["decay"]].uses_gradient:
         _place(group, label)
     if isinstance(group["lr"], Tensor):
-        _check_tensor(number, group, label, counters)
-        return
+        changed = _check_tensor(number, group, label, counters)
+        return changed if needs_peak(group) else None
     _check_lr(group, label)
-    peak.update_peak(group, label)
-    if needs_peak(group):
-        peak.check_lr(group, label)
-        message = peak.never_reached(group, label)
-        if message is not None:
-            counters.never_reached(message)
+    changed = peak.update_peak(group, label)
+    if not needs_peak(group):
+        return None
+    peak.check_lr(group, label)
+    message = peak.never_reached(group, label)
+    if message is not None:
+        counters.never_reached(message)
+    return changed
 
 
 def check_on_device(groups: Sequence[Group], counters: Counters) -> None:
@@ -97,7 +99,7 @@ def _refuse_lr(lr: float, least: float, group: Group, label: str) -> None:
         raise ValueError(f"the learning rate of {label} is {group['lr']!r}; it must be a finite number of at least 0")
 
 
-def _check_tensor(number: int, group: Group, label: str, counters: Counters) -> None:
+def _check_tensor(number: int, group: Group, label: str, counters: Counters) -> str | None:
     """The peak of a learning rate in a tensor: resolved once, raised by schedulers, frozen in a captured graph."""
     lr = group["lr"]
     if lr.numel() != 1 or not lr.is_floating_point():
@@ -109,14 +111,14 @@ def _check_tensor(number: int, group: Group, label: str, counters: Counters) -> 
             raise RuntimeError(f"{label} does something else every few steps, which a CUDA graph would freeze")
         if group["resolved_peak_lr"] is None and needs_peak(group):
             peak.resolve_before_capture(group, label)
-        return
+        return None
     before, is_new = group["resolved_peak_lr"], counters.is_new_record(number, group)
     if before is None:
-        peak.update_peak(group, label)
-    elif is_new or group["peak_lr"] is not None:
-        peak.follow_peak(group, label)
-        if group["resolved_peak_lr"] > before:
-            counters.forget_highest(number)
+        return peak.update_peak(group, label)
+    changed = peak.follow_peak(group, label) if is_new or group["peak_lr"] is not None else None
+    if group["resolved_peak_lr"] > before:
+        counters.forget_highest(number)
+    return changed
 
 
 def _capturing(tensor: Tensor) -> bool:

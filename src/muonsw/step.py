@@ -313,8 +313,7 @@ def check(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     labels = [label_of(group, number) for number, group in enumerate(groups)]
     for number, group in enumerate(groups):
         _check_options(optimizer, number, group, labels[number])
-    for number, group in enumerate(groups):
-        rates.check(number, group, labels[number], counters)
+    peak.warn_of_changes([rates.check(number, group, labels[number], counters) for number, group in enumerate(groups)])
     if optimizer._loaded_rates:
         before, optimizer._loaded_rates = optimizer._loaded_rates, []
         if "step" not in vars(optimizer):  # which schedulers replace; they record peaks of their own
@@ -387,6 +386,8 @@ def _check_options(optimizer: ScaledDecayOptimizer, number: int, group: Group, l
     changed = optimizer._option_check.changed(number, group, label)
     if not changed:
         return
+    if "max_momentum" in group and group["momentum"] and "betas" not in ALGORITHMS[group["algorithm"]].defaults:
+        optimizer._counters.momentum_not_cycled(group)
     rates.require_run(group, label)
     norms.refuse(group, label)
     names, params = group.get("param_names") or (), group["params"]

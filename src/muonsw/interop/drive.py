@@ -161,7 +161,9 @@ class DecayDriver:
             )
         before = [dict(group) for group in groups]
         try:
-            decays = [self._decay_of(group, f"param group {number}") for number, group in enumerate(groups)]
+            changes: list[str | None] = []
+            decays = [self._decay_of(group, f"param group {number}", changes) for number, group in enumerate(groups)]
+            peak.warn_of_changes(changes)
         except BaseException:  # a peak of a step that is not taken would stay
             for group, old in zip(groups, before, strict=True):
                 group.clear()
@@ -171,16 +173,17 @@ class DecayDriver:
             group["weight_decay"] = group["driven_weight_decay"] = decay
             group["step_count"] += 1
 
-    def _decay_of(self, group: dict[str, Any], label: str) -> float:
-        """The `weight_decay` with which the next step follows the rule."""
+    def _decay_of(self, group: dict[str, Any], label: str, changes: list[str | None]) -> float:
+        """The `weight_decay` with which the next step follows the rule; warnings of changed peaks go to `changes`."""
         if "base_weight_decay" not in group:
             _adopt_group(group, self.decay, self.peak_lr)
             self._join(group, label)
         group["base_weight_decay"] = float(own_weight_decay(group))
         group["decay"] = self.decay
-        peak.update_peak(group, label)
+        changed = peak.update_peak(group, label)
         lam, eta = group["base_weight_decay"], float(group["lr"])
         if DECAY_RULES[self.decay].uses_peak and lam:
+            changes.append(changed)
             peak.check_lr(group, label)
             self._warn_if_never_reached(group, label)
         step, top = group["step_count"] + 1, group["resolved_peak_lr"]
