@@ -308,6 +308,17 @@ def test_steps_counted_in_plain_numbers_load():
     assert_same(resumed, params)
 
 
+def test_a_state_of_torch_for_another_number_of_groups_names_the_class_that_resumes_it():
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10))
+    model(torch.arange(4)).square().mean().backward()
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
+    theirs.step()
+    optimizer = MuonSW.for_model(model, lr=0.1)
+    with pytest.raises(ValueError, match=r"1 param group and this optimizer 4; .* load it into AdamWSW\(model\."):
+        optimizer.load_state_dict(theirs.state_dict())
+    AdamWSW(model.parameters(), lr=0.1).load_state_dict(theirs.state_dict())  # as the message says
+
+
 @pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
 def test_repr_names_the_class_and_the_rule(cls):
     """As torch shows groups, and the routing below."""

@@ -23,7 +23,7 @@ from muonsw.slots import EMPTY_SLOTS
 from muonsw.state import as_state, in_form, own_shape, placed, state_keys
 from muonsw.stored import refuse_shards
 from muonsw.stored.codes import is_code
-from muonsw.text import users_line
+from muonsw.text import counted, users_line
 from muonsw.work import Group, label_of
 
 StateDict = dict[str, Any]
@@ -177,9 +177,15 @@ def _refuse_mixture(one: SavedParameter, other: SavedParameter) -> None:
 def _by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
     """The saved groups one by one, as torch matches them; names that both sides know must not contradict it."""
     if len(saved) != len(groups):
+        remedy = "build it with the same groups"
+        if len(saved) == 1 and "peak_lr" not in saved[0] and "algorithm" in saved[0]:  # of torch
+            same = {"muon": "MuonSW", "adamw": "AdamWSW", "sgd": "SGDSW"}[saved[0]["algorithm"]]
+            remedy = (
+                f"to resume that run, load it into {same}(model.parameters(), lr=...) with the parameters in the same "
+                f"order; to train with these groups, start without the saved state"
+            )
         raise ValueError(
-            f"the saved state has {len(saved)} param groups and this optimizer {len(groups)}; "
-            f"build it with the same groups"
+            f"the saved state has {counted(len(saved), 'param group')} and this optimizer {len(groups)}; {remedy}"
         )
     known, wanted = ({name for group in side for name in _names(group)} for side in (saved, groups))
     for old, own in zip(saved, groups, strict=True):
