@@ -61,7 +61,10 @@ def weights():
         (AdamWSW, {"state_dtype": "float16"}, "cannot hold the average squared gradient of parameter 0 of group 0"),
         (MuonSW, {"name": "matrices"}, "unknown option 'name'; known: algorithm, aurora_beta"),
         (MuonSW, {"adjust_lr_fn": "original"}, "it is called scale here"),
-        (MuonSW, {"decya": "scaled"}, r"unknown option 'decya' \(did you mean 'decay'\?\)"),
+        (MuonSW, {"decya": "scaled"}, r"unknown option 'decya' \(did you mean 'decay'\?\)$"),
+        (MuonSW, {"wd": 0.1}, r"unknown option 'wd' \(did you mean 'weight_decay'\?\)$"),
+        (SGDSW, {"learning_rate": 0.1}, r"unknown option 'learning_rate' \(did you mean 'lr'\?\)$"),
+        (MuonSW, {"beta1": 0.9}, r"unknown option 'beta1' \(did you mean 'betas'\?\)$"),
         (SGDSW, {"nesterov": True}, "nesterov=True needs a momentum above zero"),
         (SGDSW, {"lr_multiplier": 0.0}, "lr_multiplier"),
         (MuonSW, {"betas": (0.8, 0.9)}, r"'betas' is an option of adamw.*, not of muon; set it in a param group"),
@@ -77,6 +80,7 @@ def test_bad_settings(cls, options, message):
     ("group", "message"),
     [
         ({"weight_deacy": 0.1}, r"unknown option 'weight_deacy' \(did you mean 'weight_decay'\?\)"),
+        ({"wd": 0.1}, r"unknown option 'wd' \(did you mean 'weight_decay'\?\)$"),
         ({"algorithm": "adam"}, r"unknown algorithm 'adam' \(did you mean 'adamw'\?\)"),
         ({"lr": -0.1}, "lr"),
         ({"nonfinite": "raise"}, "nonfinite='raise' is said of a whole optimizer, not of a group; pass it beside lr"),
@@ -91,6 +95,32 @@ def test_bad_groups_leave_the_optimizer_as_it_was(group, message):
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": weights(), **group})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_must_have_names_where_the_others_have_them():
+    named, plain = [("a", *weights())], weights()
+    for first, second, advice in (
+        (
+            named,
+            plain,
+            r"param group 1 has parameters without names.*write \{'params': \[\('name', parameter\), \.\.\.\]\}",
+        ),
+        (
+            plain,
+            named,
+            r"param group 1 has parameters with names.*write \{'params': \[parameter, \.\.\.\] without names\}",
+        ),
+    ):
+        optimizer = MuonSW(first, lr=0.1)
+        with pytest.raises(ValueError, match=advice):
+            optimizer.add_param_group({"params": iter(second)})
+        assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
+def test_for_model_without_a_learning_rate_says_what_to_write(cls):
+    with pytest.raises(TypeError, match=rf"write {cls.__name__}\.for_model\(model, lr=\.\.\.\)"):
+        cls.for_model(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("again", [lambda groups: groups, lambda groups: [{**groups[0], "algorithm": "adamw"}]])

@@ -29,6 +29,7 @@ from muonsw.options import (
     refuse_parameter,
     refuse_running_max,
     refuse_settings,
+    require_alike_names,
     require_model,
     validate_option,
     warn_of_rounding,
@@ -102,7 +103,7 @@ class ScaledDecayOptimizer(Optimizer):
     def for_model(
         cls,
         model: torch.nn.Module,
-        lr: float | Tensor,
+        lr: float | Tensor | None = None,
         weight_decay: float | Tensor = 0.1,
         *,
         preset: str | None = None,
@@ -118,7 +119,7 @@ class ScaledDecayOptimizer(Optimizer):
 
         Args:
             model: the model; frozen parameters are left out, tied ones are seen once.
-            lr: learning rate of every group that has none of its own.
+            lr: learning rate of every group that has none of its own; there is no default.
             weight_decay: lambda of the decayed groups.
             preset: options of a member of the family as its authors have them, a name of `PRESETS` ("normuon", "soap",
                 ...); what is given beside it wins.
@@ -138,6 +139,10 @@ class ScaledDecayOptimizer(Optimizer):
             >>> [(g["role"], g["algorithm"], g["weight_decay"]) for g in optimizer.param_groups]
             [('hidden', 'muon', 0.1), ('embedding', 'adamw', 0.0), ('bias', 'adamw', 0.0), ('head', 'adamw', 0.0)]
         """
+        if lr is None:
+            raise TypeError(
+                f"{cls.__name__}.for_model needs a learning rate: write {cls.__name__}.for_model(model, lr=...)"
+            )
         routing, rest = cls._route(model, preset, patterns, adamw, options)
         return cls._routed(model, routing, lr=lr, weight_decay=weight_decay, **rest)
 
@@ -190,6 +195,7 @@ class ScaledDecayOptimizer(Optimizer):
         """
         group = completed(dict(param_group), self.defaults)
         label = f"param group {len(self.param_groups)}"
+        require_alike_names(group, self.param_groups, label)
         rates.require_run(group, label)
         norms.refuse(group, label)
         if group["offload"] and self._ranks.momentum_on_owner:

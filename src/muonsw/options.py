@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
@@ -184,6 +184,9 @@ NOT_NEEDED = {
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
 }
 
+# What else people call our options.
+_ALIASES = {"wd": "weight_decay", "learning_rate": "lr", "beta1": "betas", "beta2": "betas", "epsilon": "eps"}
+
 
 def algorithm_defaults(algorithm: str) -> Group:
     """Every option of a group with this algorithm, at its default."""
@@ -231,8 +234,8 @@ def validate_option(key: str, value: Any) -> Any:
     if check is None:
         if key in NOT_NEEDED and value:
             raise ValueError(f"{key!r} is not an option: {NOT_NEEDED[key]}")
-        if _looks_misspelt(key):
-            raise ValueError(unknown("option", key, sorted(CHECKS)))
+        if key in _ALIASES or _looks_misspelt(key):
+            raise ValueError(unknown_option(key, CHECKS))
         return value
     return _checked(key, value, check)
 
@@ -253,6 +256,13 @@ def require_number(key: str, value: Any) -> None:
 def require_whole(key: str, value: Any, low: int, high: float = math.inf) -> None:
     """Refuse an argument that is no whole number from `low` to `high`, with its name."""
     _checked(key, value, _whole(low, high))
+
+
+def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
+    """The message for a key that is no option: what was probably meant, or else all options that there are."""
+    options = sorted(known)
+    close = [_ALIASES[key]] if key in _ALIASES else difflib.get_close_matches(key, options, n=1)
+    return f"unknown {kind} {key!r} (did you mean {close[0]!r}?)" if close else unknown(kind, key, options)
 
 
 def _looks_misspelt(key: str) -> bool:
@@ -303,7 +313,7 @@ def refuse_options_of_others(options: Group, algorithm: str) -> None:
         if key not in known:
             owners = _owners(key)
             if not owners:
-                raise ValueError(unknown("option", key, sorted(known - NOT_NEEDED.keys())))
+                raise ValueError(unknown_option(key, known - NOT_NEEDED.keys()))
             raise ValueError(
                 f"{key!r} is an option of {listed(owners)}, not of {algorithm}; set it in a param "
                 f"group with that algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
@@ -363,6 +373,19 @@ def refuse_parameter(name: str, param: Tensor) -> None:
         raise ValueError(
             f"{name} is a flattened parameter of FullyShardedDataParallel, in which matrices are no longer matrices; "
             f"use fully_shard (FSDP2) or DistributedDataParallel instead"
+        )
+
+
+def require_alike_names(group: Group, others: Sequence[Group], label: str) -> None:
+    """Refuse parameters without names beside named ones, and the other way round: states follow names or places."""
+    if not isinstance(group["params"], Tensor | set):  # torch takes the one, and refuses the other
+        group["params"] = list(group["params"])
+    named = "param_names" in group or any(isinstance(entry, tuple) for entry in group["params"])
+    if others and named != ("param_names" in others[0]):
+        wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
+        raise ValueError(
+            f"{label} has parameters {'with' if named else 'without'} names, unlike those of the groups before it; "
+            f"write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
         )
 
 
