@@ -16,6 +16,7 @@ from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.apply import Observer
 from muonsw.counters import Counters
+from muonsw.decay import decays
 from muonsw.distributed import Ranks
 from muonsw.interop import load
 from muonsw.interop.unwrap import unwrap_optimizer, unwrap_scheduler
@@ -24,6 +25,7 @@ from muonsw.options import (
     BOOKKEEPING,
     algorithm_defaults,
     completed,
+    differing_options,
     refuse_model,
     refuse_options_of_others,
     refuse_parameter,
@@ -42,7 +44,8 @@ from muonsw.step import BeforeUpdate, OptionCheck, collect, drop_empty_state, mi
 from muonsw.stored import refuse_shards
 from muonsw.stored.offload import wait_for_host
 from muonsw.summary import LastStep, Summary, state_line, summarize
-from muonsw.work import Group, names_of
+from muonsw.text import counted
+from muonsw.work import Group, label_of, names_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -388,7 +391,8 @@ class ScaledDecayOptimizer(Optimizer):
         super().__setstate__(state)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()}\n{self.routing()}"
+        lines = [_group_line(group, number) for number, group in enumerate(self.param_groups)]
+        return "\n  ".join([f"{type(self).__name__} (", *lines]) + "\n)"
 
     def _patch_step_function(self) -> None:
         """Leave `step` alone, which torch would wrap again in every subclass.
@@ -410,3 +414,14 @@ class ScaledDecayOptimizer(Optimizer):
         self._loaded_rates: list[float | Tensor | None] = []  # beside a loaded peak, until the next step
         self._replay = Replay()
         self._before_update: BeforeUpdate | None = None
+
+
+def _group_line(group: Group, number: int) -> str:
+    """A group in one line: algorithm, number of tensors, rates, and options that are not at their defaults."""
+    defaults = algorithm_defaults(group["algorithm"])
+    always = dict.fromkeys(("lr", "weight_decay", *(["decay"] if decays(group) else [])))
+    given = {key: group.get(key) for key in defaults}
+    shown = differing_options(given, {**defaults, **always}, ignored=("algorithm", "role"))
+    options = [f"{key}={shown[key][0]!r}" for key in [*always, *sorted(shown.keys() - always)]]
+    parts = [group["algorithm"], counted(len(group["params"]), "tensor"), *options]
+    return f"{label_of(group, number)}: {', '.join(parts)}"
