@@ -34,6 +34,11 @@ def test_help_lists_every_decay_rule(command, capsys, monkeypatch):
     assert ", ".join(DECAY_RULES) in " ".join(help_of([command], capsys, monkeypatch).split())
 
 
+@pytest.mark.parametrize("words", [["train"], ["compare"], ["task", "check"]], ids=" ".join)
+def test_help_says_that_a_task_file_is_executed(words, capsys, monkeypatch):
+    assert "which is executed as you" in " ".join(help_of(words, capsys, monkeypatch).split())
+
+
 def test_the_list_of_commands_is_short_and_names_them_all(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out

@@ -150,7 +150,8 @@ class Compare:
         assert self.task is not None
         refuse_with_task(self, "--preset", "--data", "--text")
         chosen = given(self, "lr", "weight_decay", "steps")
-        base, checked = self.own.run_config(self.task, **chosen, **self._changes())
+        runs = sorted((self.out / "runs").glob("*"))
+        base, checked = self.own.run_config(self.task, runs, **chosen, **self._changes())
         introduce(console, base, checked)
         return base
 

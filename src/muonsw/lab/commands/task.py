@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -26,8 +27,10 @@ from muonsw.lab.commands.parsing import changed, given, require_at_least_one
 from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import on_cpu
 from muonsw.lab.tasks.check import Checked, check_task
-from muonsw.lab.tasks.functions import TaskConfig, fingerprint
+from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks.user import with_file
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import recorded_code
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.presets import task_run
@@ -35,7 +38,10 @@ from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import Training, open_task
 from muonsw.text import counted
 
-TASK_HELP = "Train this instead of a preset: a Python file, or dotted module; `muonsw task new FILE` writes one."
+TASK_HELP = (
+    "Train this instead of a preset: a Python file, or dotted module, which is executed as you; `muonsw task new FILE` "
+    "writes one."
+)
 ARMS = 2
 FEWEST_UPDATES, TIMED_SECONDS = 3, 5.0
 
@@ -56,19 +62,24 @@ class TaskOptions:
         for option in changed(self):
             raise UsageError(f"{option} needs a task: give --task FILE")
 
-    def run_config(self, path: str, seed: int = 0, **chosen: Any) -> tuple[RunConfig, Checked]:
+    def run_config(
+        self, path: str, runs: Iterable[Path] = (), seed: int = 0, **chosen: Any
+    ) -> tuple[RunConfig, Checked]:
         """The run of the task, and what calling its functions showed.
 
         Raises:
-            UsageError: If it cannot be trained, before anything is.
+            UsageError: If it cannot be trained, before anything is; or before any of it is run, if its code has changed
+                since one of `runs` began.
         """
         try:
             task = TaskConfig(path, tuple(sorted(self.task_options)), None, self.eval_batches)
         except ValueError as error:
             raise UsageError(str(error)) from error
+        for begun in runs:
+            with_file(replace(task, fingerprint=recorded_code(begun, task)))
+        task = with_file(task)
         checked = check_task(task, seed)
-        settings = {**chosen, **given(self, "eval_every")}
-        return task_run(replace(task, fingerprint=fingerprint(task.path)), checked, seed=seed, **settings), checked
+        return task_run(task, checked, seed=seed, **chosen, **given(self, "eval_every")), checked
 
 
 def refuse_with_task(command: object, *options: str) -> None:
@@ -132,7 +143,7 @@ class Check:
     """Call every function of a task and look at what it returns; say how long a comparison will take here."""
 
     file: Annotated[str, Positional, arg(metavar="FILE")]
-    """Python file, or dotted module."""
+    """Python file, or dotted module, which is executed as you."""
     own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
     """Options of the task."""
     steps: int | None = None

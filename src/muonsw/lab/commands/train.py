@@ -62,7 +62,8 @@ class Train:
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     """Folder of the run; default out/train/ with the name of the preset, the task or the config."""
     config: Annotated[Path | None, arg(metavar="FILE")] = None
-    """A complete config file, such as a run's config.json, instead of all other settings but --out and --strategy."""
+    """A complete config file, such as a run's config.json, instead of all other settings but --out and --strategy; a
+    task that it names is executed as you."""
     steps: int | None = None
     """Updates, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
     batch: int | None = None
@@ -119,10 +120,11 @@ class Train:
         """Check a task, say how it is routed, and train it."""
         refuse_with_task(self, "--preset", "--data", "--text", "--config", "--batch")
         settings = {**self._changes(), **self._optimizer(), **given(self, "steps")}
-        config, checked = self.own.run_config(task, **settings)
+        folder = self.out or Path("out/train") / Path(task).stem
+        config, checked = self.own.run_config(task, [folder], **settings)
         if speaker() is None:
             introduce(Console(), config, checked)
-        return run(self._divided(config), self.out or Path("out/train") / Path(task).stem)
+        return run(self._divided(config), folder)
 
     def _changes(self) -> dict[str, Any]:
         names = ("batch", "accumulation", "checkpoint_every", "telemetry_every", "precision")

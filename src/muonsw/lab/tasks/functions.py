@@ -17,6 +17,7 @@ from types import ModuleType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.tasks.sources import hash_sources, module_file
 from muonsw.registry import unknown
 
 # What a task consists of, with the arguments that the engine passes; further ones are options.
@@ -37,7 +38,7 @@ class TaskConfig:
 
     path: str  # a Python file, or the dotted name of a module
     options: tuple[str, ...] = ()  # its options that differ from their defaults, as `name=value`
-    # A hash of the file; None takes the file's, and a run writes it down and insists on it.
+    # A hash of its code; None takes that of its files, and a run writes it down and insists on it.
     fingerprint: str | None = None
     # Validation batches; None takes all of a list, and the first 16 of anything without a length.
     eval_batches: int | None = None
@@ -200,29 +201,36 @@ def load_functions(config: TaskConfig) -> Functions:
 
 
 def fingerprint(path: str) -> str:
-    """A hash of a task's file."""
-    source = Path(_module(path).__file__ or "")
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source.is_file() else ""
+    """Hash a task's file and the local modules that it imports, without executing any of them."""
+    source = _file(path) or module_file(path) or Path(_module(path).__file__ or "")
+    try:
+        return hash_sources(source) if source.is_file() else ""
+    except OSError as error:
+        raise UsageError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+
+
+def _file(path: str) -> Path | None:
+    """The file that a path names; None if it is the name of a module."""
+    file = Path(path)
+    if file.suffix != ".py" and (file.is_file() or len(file.parts) > 1):
+        raise UsageError(f"{path} is no task: give a Python file, which ends in .py, or a dotted module")
+    if file.suffix != ".py":
+        return None
+    if not file.is_file():
+        raise UsageError(
+            f"there is no task file {path}: check the path, or write one with `muonsw task new {shlex.quote(path)}`"
+        )
+    return file.resolve()
 
 
 def _module(path: str) -> ModuleType:
-    file = Path(path)
+    file = _file(path)
     try:
-        if file.suffix != ".py" and (file.is_file() or len(file.parts) > 1):
-            raise UsageError(f"{path} is no task: give a Python file, which ends in .py, or a dotted module")
-        if file.suffix != ".py":
-            return importlib.import_module(path)
-        if not file.is_file():
-            raise UsageError(
-                f"there is no task file {path}: check the path, or write one with `muonsw task new {shlex.quote(path)}`"
-            )
-        return _imported(file.resolve())
+        return importlib.import_module(path) if file is None else _imported(file)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # the last of a script that runs when it is imported
-        frames = [
-            one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file.resolve())
-        ]
+        frames = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file)]
         line = f", line {frames[-1]}" if frames else ""
         raise UsageError(f"{path} cannot be imported{line}: {type(error).__name__}: {error}") from error
 

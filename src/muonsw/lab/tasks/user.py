@@ -270,13 +270,13 @@ def generators_seeded(*key: object) -> Iterator[None]:
 
 
 def with_file(task: TaskConfig) -> TaskConfig:
-    """The task with the hash of its file.
+    """The task with the hash of its code, of which nothing has run yet.
 
     Raises:
-        UsageError: If it is another file than the run was started with.
+        UsageError: If it is not the code that the run was started with.
     """
     found = fingerprint(task.path)
     if task.fingerprint not in (None, found):
-        other = f"{task.path} has changed since this run was started ({found}, not {task.fingerprint})"
-        raise UsageError(f"{other}: put it back, or choose another folder for the run")
+        other = f"{task.path} has changed since this run was started, or a module that it imports"
+        raise UsageError(f"{other} ({found}, not {task.fingerprint}): put it back, or choose another folder")
     return replace(task, fingerprint=found)

@@ -19,11 +19,13 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
 from muonsw.lab.base.settings import differences, flatten
 from muonsw.lab.base.storage import locked, read_object, refuse_folder, require_writable, write_json
+from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
 CHECKPOINTS = "checkpoints"
+REMEDY = "put the run's own back, or delete it: checkpoints know their settings"
 
 # Settings that change what is kept or shown, and never a number of the run. Data may move: their hash is compared.
 # How ranks share the work, like their number, changes sums in their last digits alone.
@@ -68,13 +70,25 @@ def _held(folder: Path, config: RunConfig) -> Iterator[None]:
     with locked(folder, f"another process is training in {folder}: wait for it, or choose another folder"):
         require_writable(folder / CHECKPOINTS)
         refuse_folder(folder / RESULT)
-        begun = (folder / CHECKPOINTS).exists() or (folder / METRICS).exists()
-        if os.path.lexists(folder / CONFIG) and begun:
+        if _has_begun(folder):
             refuse_other_settings(folder, config)
         for path in checkpoint.newest_first(folder / CHECKPOINTS):
             with suppress(checkpoint.CheckpointError):  # a damaged one belongs to no run
                 refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
         yield
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether the config in a folder is that of a run, and not of one that never took an update."""
+    return os.path.lexists(folder / CONFIG) and any((folder / name).exists() for name in (CHECKPOINTS, METRICS))
+
+
+def recorded_code(folder: Path, task: TaskConfig) -> str | None:
+    """The hash of the code of a task that a run in a folder was begun with; None if there is no run of this task."""
+    found = read_object(folder / CONFIG, remedy=REMEDY).get("task") if _has_begun(folder) else None
+    if not isinstance(found, Mapping) or Path(str(found.get("path"))).name != task.name:
+        return None
+    return found.get("fingerprint")
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:
@@ -83,8 +97,7 @@ def refuse_other_settings(folder: Path, config: RunConfig) -> None:
     Raises:
         UsageError: If it is not, with the differences.
     """
-    remedy = "put the run's own back, or delete it: checkpoints know their settings"
-    refuse_changes(folder, read_object(folder / CONFIG, remedy=remedy), config)
+    refuse_changes(folder, read_object(folder / CONFIG, remedy=REMEDY), config)
 
 
 def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
