@@ -54,7 +54,7 @@ class Watchdog:
         asking.start()
         asking.join(5.0)
         here = f"rank {self.rank} has made no progress for {self.patience:g} s, in: {self._doing}"
-        behind = "; ".join(lines) or "the other ranks cannot be asked"
+        behind = "; ".join(lines) or "rank 0 does not answer"  # its process holds the store
         longer = "if updates may take that long, raise parallel.timeout"
         sentence = f"muonsw: {here} ({behind}); {AGAIN}; {longer}"
         report_error(sentence)
