@@ -313,6 +313,44 @@ def test_two_processes_cannot_share_a_folder(tmp_path):
     train(small_run(steps=2), tmp_path, Watch(started=start_another))
 
 
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_run_whose_folder_is_deleted_fails_and_leaves_the_next_one_alone(tmp_path, monkeypatch, late, again):
+    folder, result = tmp_path / "run", loop._result
+
+    def delete():
+        shutil.rmtree(folder)
+        if again:
+            stop_at(2, small_run(seed=1, checkpoint_every=1, eval_every=12), folder)
+
+    def look(record):
+        if (record["kind"], record["step"], late) == ("train", 2, False):
+            delete()
+
+    def conclude(training):
+        delete()
+        return result(training)
+
+    if late:
+        monkeypatch.setattr(loop, "_result", conclude)
+    with pytest.raises(UsageError, match="run was deleted or replaced while a run was training in it"):
+        train(small_run(), folder, Watch(record=look))
+    kept = {checkpoint.step_of(path) for path in checkpoint.newest_first(folder / "checkpoints")}
+    assert kept == ({1, 2} if again else set())
+    assert not (folder / "result.json").exists()
+
+
+def test_checkpoints_of_another_run_are_not_counted_as_older_ones(tmp_path):
+    def empty(step):
+        return checkpoint.Checkpoint(step, {}, {"latest": None})
+
+    shelf = checkpoint.Shelf(tmp_path, keep=1, note=print)
+    shelf.save(empty(4))
+    checkpoint.save(tmp_path, empty(100))
+    shelf.save(empty(8))
+    assert [checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path)] == [100, 8]
+
+
 @pytest.mark.parametrize("linked", [True, False])
 def test_checkpoints_that_cannot_be_written_are_named_before_the_first_update(tmp_path, linked):
     train(small_run(), tmp_path / "run")

@@ -142,20 +142,30 @@ def test_a_rank_that_hangs_ends_itself_and_the_others_follow(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_whose_process_stands_still_is_named_by_the_others(tmp_path):
+@pytest.mark.parametrize(("victim", "named"), [(1, "rank 1 is behind"), (0, "rank 0 does not answer")])
+def test_a_rank_whose_process_stands_still_is_named_by_the_others(victim, named, tmp_path):
     def stand_still(_training):
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    started = start(2, config(timeout=8.0), tmp_path / "run", at_update(4, 1, stand_still))
+    started = start(2, config(timeout=8.0), tmp_path / "run", at_update(4, victim, stand_still))
     time.sleep(0.2)
-    started.children[0].join(60)
-    assert started.children[0].exitcode is not None
-    started.children[1].kill()  # as torchrun does in the end
-    started.children[1].join()
-    said = started.outputs[0].read_text(encoding="utf-8")
-    assert "rank 0 has made no progress for 8 s" in said
-    assert "rank 1 is behind" in said
+    other = 1 - victim
+    started.children[other].join(60)
+    assert started.children[other].exitcode is not None
+    started.children[victim].kill()  # as torchrun does in the end
+    started.children[victim].join()
+    said = started.outputs[other].read_text(encoding="utf-8")
+    assert f"rank {other} has made no progress for 8 s" in said
+    assert named in said
     assert_goes_on(tmp_path / "run")
+
+
+def test_ranks_whose_folder_is_deleted_do_not_make_it_again(tmp_path):
+    folder = tmp_path / "run"
+    ended = run(2, config(), folder, at_update(2, 0, lambda _training: shutil.rmtree(folder)))
+    assert [one.code for one in ended] == [2, 2], ended
+    assert "was deleted or replaced" in ended[0].text
+    assert not folder.exists()
 
 
 def spoil(victim, number, how):

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from itertools import count
@@ -78,11 +78,14 @@ def _try_to_write(folder: Path, *, make: bool) -> None:
 
 
 @contextmanager
-def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
+def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[Callable[[], None]]:
     """Make a folder if it is missing, and hold it while the block runs.
 
     The lock is the system's, so a process that is killed leaves none behind; the files that such a one was writing are
     removed. What `busy` says is raised where another process holds it for longer than `wait` seconds.
+
+    Yields:
+        What raises a `UsageError` once the folder is no longer the one that is held.
     """
     prepare_folder(folder)
     path = folder / LOCK
@@ -96,10 +99,19 @@ def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"{path} cannot be locked: {error.strerror or error}; choose another folder") from error
     try:
+        held = path.stat()
         remove_leftovers(folder)
-        yield
+        yield lambda: _require_same(path, held)
     finally:
         lock.release()
+
+
+def _require_same(lock: Path, held: os.stat_result) -> None:
+    with suppress(OSError):
+        if os.path.samestat(lock.stat(), held):
+            return
+    lost = f"{lock.parent} was deleted or replaced while a run was training in it"
+    raise UsageError(f"{lost}: what came after its last checkpoint is lost; start it again in another folder")
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -161,7 +161,7 @@ def prepare(
         return _fill(folder, record, documents, tokenizer, threads, finished)
 
 
-def locked(folder: Path, *, wait: float = 0.0) -> AbstractContextManager[None]:
+def locked(folder: Path, *, wait: float = 0.0) -> AbstractContextManager[object]:
     """Make the folder and keep other processes from preparing it, as `storage.locked` does."""
     fix = "wait for it to end, or choose another folder"
     return storage.locked(folder, f"{folder} is being prepared by another process: {fix}", wait=wait)

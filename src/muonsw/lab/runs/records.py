@@ -142,7 +142,7 @@ class Records:
         return Run(settings.get("arm") or "", self.path, settings, {}, dict(line["result"]), tables)
 
 
-def _held(path: Path) -> AbstractContextManager[None]:
+def _held(path: Path) -> AbstractContextManager[object]:
     busy = f"another process holds the folder of {path}: end it, then run the same command again"
     return locked(path.parent, busy, wait=PATIENCE)
 

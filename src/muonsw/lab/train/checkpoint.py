@@ -221,14 +221,21 @@ class Shelf:
     folder: Path  # where they are
     keep: int  # how many to keep besides the best
     note: Callable[[str], None]  # called with what was put aside or could not be deleted
+    require_held: Callable[[], None] = lambda: None  # raises if the folder has been lost to another run
     _whole: set[Path] = field(default_factory=set)
+    # Those of this run: there when it started, which refuses others, or its own.
+    _known: set[Path] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._known.update(newest_first(self.folder))
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Add a checkpoint, then delete older ones and what killed processes left behind.
 
         Raises:
-            UsageError: If it cannot be written.
+            UsageError: If it cannot be written, or the folder is another run's by now.
         """
+        self.require_held()
         self.wrote(save(self.folder, checkpoint))
 
     def look(self) -> None:
@@ -252,7 +259,8 @@ class Shelf:
     def wrote(self, new: Path) -> None:
         """Count a new checkpoint, then delete older ones."""
         self._whole.add(new)
-        whole = [path for path in newest_first(self.folder) if self._is_whole(path)]
+        self._known.add(new)
+        whole = [path for path in newest_first(self.folder) if path in self._known and self._is_whole(path)]
         best = best_saved(whole)
         for path in whole[self.keep :]:
             if step_of(path) != best:

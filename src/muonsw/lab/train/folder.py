@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -42,15 +42,15 @@ def identity(config: RunConfig) -> str:
 
 
 @contextmanager
-def claimed(folder: Path, config: RunConfig) -> Iterator[None]:
-    """Hold a run's folder while the block runs, for this config alone.
+def claimed(folder: Path, config: RunConfig) -> Iterator[Callable[[], None]]:
+    """Hold a run's folder while the block runs, for this config alone; yields what raises once it is lost.
 
     Raises:
         UsageError: If another process holds it, or it belongs to a run with another config.
     """
-    with _held(folder, config):
+    with _held(folder, config) as require_held:
         write_json(folder / CONFIG, config.as_data())
-        yield
+        yield require_held
 
 
 def require_free(folder: Path, config: RunConfig) -> None:
@@ -66,8 +66,9 @@ def require_free(folder: Path, config: RunConfig) -> None:
 
 
 @contextmanager
-def _held(folder: Path, config: RunConfig) -> Iterator[None]:
-    with locked(folder, f"another process is training in {folder}: wait for it, or choose another folder"):
+def _held(folder: Path, config: RunConfig) -> Iterator[Callable[[], None]]:
+    busy = f"another process is training in {folder}: wait for it, or choose another folder"
+    with locked(folder, busy) as require_held:
         require_writable(folder / CHECKPOINTS)
         refuse_folder(folder / RESULT)
         if _has_begun(folder):
@@ -75,7 +76,7 @@ def _held(folder: Path, config: RunConfig) -> Iterator[None]:
         for path in checkpoint.newest_first(folder / CHECKPOINTS):
             with suppress(checkpoint.CheckpointError):  # a damaged one belongs to no run
                 refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
-        yield
+        yield require_held
 
 
 def _has_begun(folder: Path) -> bool:

@@ -84,13 +84,15 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     world.leading(lambda: require_free(folder, config))
     with stop_requests() as request, torch_threads(None):
         training = _usable(config, world)  # what cannot be trained must leave no trace in the folder
-        with _held(folder, config, world):
-            return _train(training, folder, watch, request)
+        with _held(folder, config, world) as require_held:
+            return _train(training, folder, watch, request, require_held)
 
 
-def _train(training: Training, folder: Path, watch: Watch, request: StopRequest) -> dict[str, Any]:
+def _train(
+    training: Training, folder: Path, watch: Watch, request: StopRequest, require_held: Callable[[], None]
+) -> dict[str, Any]:
     """Train in a folder that is held."""
-    shelf = _shelf(folder, watch, training)
+    shelf = _shelf(folder, watch, training, require_held)
     resume(training, shelf, watch)
     if training.step < training.config.steps:
         training.world.leading(lambda: require_room(folder, training.saved_bytes()))
@@ -105,17 +107,18 @@ def _train(training: Training, folder: Path, watch: Watch, request: StopRequest)
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
             raise Diverged(f"{error}; {kept}", error.step) from error
     result = _result(training)
+    training.world.leading(require_held)
     training.world.leading(lambda: write_json(folder / RESULT, result))
     return result
 
 
 @contextmanager
-def _held(folder: Path, config: RunConfig, world: World) -> Iterator[None]:
-    """Hold the folder for all ranks, by rank 0."""
+def _held(folder: Path, config: RunConfig, world: World) -> Iterator[Callable[[], None]]:
+    """Hold the folder for all ranks, by rank 0; yields what raises there once it is lost."""
     with ExitStack() as stack:
-        world.leading(lambda: stack.enter_context(claimed(folder, config)))
+        require_held = world.leading(lambda: stack.enter_context(claimed(folder, config)))
         world.together(lambda: _require_shared(folder, world))
-        yield
+        yield require_held or (lambda: None)
 
 
 def _require_shared(folder: Path, world: World) -> None:
@@ -123,8 +126,8 @@ def _require_shared(folder: Path, world: World) -> None:
         raise UsageError(f"{folder} is not the same on rank {world.rank} as on rank 0: choose one that all ranks share")
 
 
-def _shelf(folder: Path, watch: Watch, training: Training) -> Shelf | SharedShelf:
-    shelf = Shelf(folder / CHECKPOINTS, training.config.keep, watch.note)
+def _shelf(folder: Path, watch: Watch, training: Training, require_held: Callable[[], None]) -> Shelf | SharedShelf:
+    shelf = Shelf(folder / CHECKPOINTS, training.config.keep, watch.note, require_held)
     return shelf if training.world.alone else SharedShelf(shelf, training.world)
 
 

@@ -70,10 +70,12 @@ class SharedShelf:
 
         Raises:
             MachineError: On all ranks, if the folder or an earlier checkpoint cannot be written.
+            UsageError: On all ranks, if the folder is another run's by now.
         """
         self.finish()
         rank, size = self.world.rank, self.world.size
         beside = self.folder / f".{PREFIX}{checkpoint.step:08d}.{size}-ranks"
+        self.world.leading(self.shelf.require_held)
         self.world.leading(lambda: _make(beside))
         parts = {part: checkpoint.tensors[part] for part in ("model", "optimizer")}
         pieces = {part: own_pieces(tensors, rank, size) for part, tensors in parts.items()}
@@ -141,6 +143,7 @@ class SharedShelf:
         self, pending: PendingCheckpoint, gathered: list[tuple[dict[str, str], dict[str, dict[str, Region]]]]
     ) -> None:
         """Write what all pieces have in common, and give the folder its name."""
+        self.shelf.require_held()
         saved, final = pending.checkpoint, final_name(self.folder, pending.checkpoint.step)
         index = {
             part: merged(
