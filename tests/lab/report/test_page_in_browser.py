@@ -116,6 +116,9 @@ def test_the_theme_follows_the_reader_and_the_button(visit, scheme):
 
 def test_tools_change_the_axes_and_hovering_shows_values(visit):
     page = visit()
+    shown = page.locator("#validation-loss .modebar-btn").evaluate_all("(all) => all.map((one) => one.dataset.title)")
+    assert "Zoom" in shown
+    assert [title for title in shown if "share" in title.lower()] == []
     box = page.locator("#validation-loss .draglayer .nsewdrag").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] * 0.9)
     page.wait_for_function("() => document.querySelectorAll('#validation-loss .hovertext').length > 0")

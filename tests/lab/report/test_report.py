@@ -97,6 +97,9 @@ def test_the_page_asks_the_network_for_nothing(written):
     assert "http" not in policy
     ours = [script for attrs, script in tags.scripts if len(script) < 1_000_000]
     assert not any(re.search(r"https?://", script) for script in ours)
+    # Without a list of its own the page has plotly's buttons, one of which uploads the chart.
+    (buttons,) = re.findall(r"modeBarButtons: (.*),\n", ours[-1])
+    assert "sendChartToCloud" not in buttons
     assert len(text) < 6_000_000
 
 

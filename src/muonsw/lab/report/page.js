@@ -6,7 +6,8 @@
   const coarse = window.matchMedia("(pointer: coarse)").matches;
   const config = {
     responsive: true, displaylogo: false, scrollZoom: false, displayModeBar: coarse ? true : "hover",
-    modeBarButtonsToRemove: ["select2d", "lasso2d"],
+    // All buttons: among plotly's own is one that uploads the chart.
+    modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "autoScale2d", "resetScale2d"]],
   };
   let theme = window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   let grouping = "arm";
