@@ -102,6 +102,16 @@ def test_every_rule_has_both_tests_and_a_paragraph_in_the_guide():
         assert f"**{name}**" in guide
 
 
+def test_one_run_is_not_told_to_raise_and_to_lower_lambda(tmp_path):
+    """Too short for decay to act, and decay is fast against momentum already."""
+    found = examine(make_history(tmp_path / "run", lam=1.0, steps=20, warmup=2, every=1))
+    text = " ".join(finding.text for finding in found)
+    assert {"decay-idle", "fast-decay"} <= {finding.rule for finding in found}
+    assert "smaller lambda" in text
+    assert "raise lambda" not in text
+    assert "times as long" in text
+
+
 def test_a_healthy_run_has_nothing_to_worry_about(tmp_path):
     findings = examine(make_history(tmp_path / "run", **SCALED | {"lam": 0.4}))
     assert [finding.rule for finding in findings] == ["norm-held"]

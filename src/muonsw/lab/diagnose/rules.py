@@ -288,10 +288,14 @@ def decay_idle(history: History) -> Answer:
         return Severity.NOTE, text, numbers
     if history.run.in_progress:
         return None
+    times = f"{1.0 / total:.0f} times"
+    more = f"raise lambda about {times}, or train longer"
+    if _decay_speed(history) / total > SLOW:  # such a lambda would be too large
+        more = f"train about {times} as long"
     text = (
         f"Decay has hardly any effect on {words(history.scope)} in a run of this length: the sum of its factors phi is "
         f"{total:.2g}, so decay alone would have kept {percent(numbers['kept'])} of them. Here it does not matter "
-        f"which rule is used. For decay to act, raise lambda about {1.0 / total:.0f} times, or train longer."
+        f"which rule is used. For decay to act, {more}."
     )
     return Severity.WARNING, text, numbers
 
@@ -397,8 +401,7 @@ def large_updates(history: History) -> Answer:
 @rule("fast-decay")
 def fast_decay(history: History) -> Answer:
     """Decay is not slow against momentum, as the theory of the norm assumes."""
-    peak, forgetting = history.highest("decay"), 1.0 - history.momentum
-    ratio = peak / forgetting
+    peak, forgetting, ratio = history.highest("decay"), 1.0 - history.momentum, _decay_speed(history)
     # At the limit itself rounding must not decide.
     if not ratio > SLOW * (1.0 + 1e-6):
         return None
@@ -409,6 +412,11 @@ def fast_decay(history: History) -> Answer:
         "a smaller lambda and more steps."
     )
     return severity, text, {"phi_peak": peak, "ratio": ratio}
+
+
+def _decay_speed(history: History) -> float:
+    """The largest decay factor of a step, as a share of what momentum forgets in one."""
+    return history.highest("decay") / (1.0 - history.momentum)
 
 
 @rule("defect", parts=True, samples=MIN_SAMPLES)
