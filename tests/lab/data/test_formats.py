@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 import sys
+import tracemalloc
 
 import pytest
 
@@ -82,6 +83,21 @@ def test_memory_does_not_grow_with_a_parquet_file(tmp_path):
         most = max(most, arrow.total_allocated_bytes() - before)
     assert size > 35e6
     assert 0 < most < size / 10
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_memory_does_not_grow_with_a_text_file(tmp_path, name):
+    text = "Zwölf Wörter.\r\n\r\n" * 2_000_000
+    (tmp_path / name).write_bytes(gzip.compress(text.encode(), 1) if name.endswith(".gz") else text.encode())
+    whole = list(pieces(text))
+    tracemalloc.start()
+    try:
+        for found, piece in zip(text_documents([tmp_path / name]), whole, strict=True):
+            assert found == piece
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < len(text)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst", ".parquet"])

@@ -11,7 +11,8 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,8 +86,10 @@ def _opened(path: Path) -> IO[bytes]:
     return file
 
 
-def pieces(text: str) -> Iterator[str]:
+def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
     r"""A long text in about 64 pieces of 2,048 to 65,536 characters, cut after a blank line, a line or a word.
+
+    Where `more` follows, `text` has at least 64 of the largest.
 
     Examples:
         >>> text = "One paragraph.\n\n" * 1000
@@ -96,11 +99,13 @@ def pieces(text: str) -> Iterator[str]:
     """
     smallest, largest = _PIECE_CHARACTERS
     size, start = min(max(len(text) // _PIECES, smallest), largest), 0
-    while len(text) - start > size:
-        end = _cut(text, start + size // 2, start + size)
-        yield text[start:end]
-        start = end
-    yield text[start:]
+    for following in chain(more, [""]):
+        while len(text) - start > size:
+            end = _cut(text, start + size // 2, start + size)
+            yield text[start:end]
+            start = end
+        text, start = text[start:] + following, 0
+    yield text
 
 
 def _cut(text: str, first: int, last: int) -> int:
@@ -111,9 +116,11 @@ def _cut(text: str, first: int, last: int) -> int:
     return last
 
 
-def _whole(path: Path) -> Iterator[str]:
-    with _opened(path) as file:
-        yield from pieces(file.read().decode("utf-8-sig"))
+def _text(path: Path) -> Iterator[str]:
+    with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as stream:
+        # So many characters decide the size of the pieces, however many follow.
+        blocks = iter(lambda: stream.read(_PIECES * max(_PIECE_CHARACTERS)), "")
+        yield from pieces(next(blocks, ""), blocks)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -150,8 +157,8 @@ def _rows(path: Path) -> Iterator[str]:
 
 
 _READERS: dict[str, Callable[[Path], Iterator[str]]] = {
-    ".txt": _whole,
-    ".md": _whole,
+    ".txt": _text,
+    ".md": _text,
     ".jsonl": _lines,
     ".parquet": _rows,
 }
