@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -380,6 +381,16 @@ def test_a_changed_config_is_refused_with_the_differences(tmp_path):
         train(small_run(steps=2, optimizer={"lr": 0.01}), tmp_path)
     assert losses(tmp_path) == before
     train(small_run(steps=2, keep=5), tmp_path)
+
+
+def test_a_damaged_key_is_found_also_where_its_value_is_null(tmp_path):
+    train(small_run(steps=2), tmp_path)
+    path = tmp_path / "config.json"
+    text = path.read_text(encoding="utf-8")
+    (name,) = re.findall(r'"(\w+)": null', text)[:1]
+    path.write_text(text.replace(f'"{name}": null', f'"{name}x": null'), encoding="utf-8")
+    with pytest.raises(UsageError, match=rf"{name}x: None there, 'missing' now"):
+        train(small_run(steps=2), tmp_path)
 
 
 def test_settings_can_be_mended_before_anything_was_trained(tmp_path):

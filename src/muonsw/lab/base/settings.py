@@ -62,15 +62,15 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings, by dotted name, in which two nested mappings differ; None where one has none.
+    """The settings, by dotted name, in which two nested mappings differ; "missing" where one has none.
 
     Examples:
         >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
         {'a.b': (1, 3)}
     """
     one, other = flatten(first), flatten(second)
-    names = dict.fromkeys((*one, *other))
-    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+    pairs = {name: (one.get(name, "missing"), other.get(name, "missing")) for name in (*one, *other)}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
 def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
