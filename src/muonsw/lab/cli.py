@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 
 from muonsw import __version__
-from muonsw.lab.base.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, install_line
+from muonsw.lab.base.errors import INTERRUPTED, MACHINE, OK, Interrupted, UsageError, needed
 from muonsw.lab.base.launcher import end, report_error
 from muonsw.lab.base.terminal import enduring, harmless
 
@@ -24,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"muonsw {__version__}")
         return OK
     try:
-        return _run(given)
+        return int(needed("muonsw.lab.commands", "the lab needs", "lab").run(given))
     except (UsageError, Interrupted) as error:
         report_error(f"muonsw: {harmless(error)}")
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
@@ -35,17 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("muonsw: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _run(arguments: Sequence[str]) -> int:
-    try:
-        commands = importlib.import_module("muonsw.lab.commands")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "muonsw":
-            raise
-        print(f"muonsw: the lab needs the package {error.name}: {install_line('lab')}", file=sys.stderr)
-        return USAGE
-    return int(commands.run(arguments))
 
 
 if __name__ == "__main__":

@@ -157,6 +157,14 @@ def test_a_missing_extra_is_said_in_one_line(monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_missing_package_of_one_command_is_said_in_one_line():
+    code = "import sys; sys.modules['numpy'] = None; from muonsw.lab.cli import main; sys.exit(main(['train']))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "muonsw: the lab needs the package numpy: run pip install '.[lab]'" in ended.stderr  # torch warns as well
+    assert "Traceback" not in ended.stderr
+
+
 def test_one_experiment_of_a_study():
     assert [experiment.name for experiment in find_study("theory/scalar").experiments] == ["scalar"]
     with pytest.raises(ValueError, match="unknown study"):

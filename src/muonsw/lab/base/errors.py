@@ -53,7 +53,7 @@ class Interrupted(Exception):  # noqa: N818 (not a fault: the work was saved and
 
 
 def needed(name: str, who: str, extra: str) -> Any:
-    """A module of an optional package.
+    """A module of an optional package, or one that needs such packages.
 
     Args:
         name: The module.
@@ -61,12 +61,14 @@ def needed(name: str, who: str, extra: str) -> Any:
         extra: Which extra of this package installs it.
 
     Raises:
-        UsageError: If it is not installed, with the command that installs it.
+        UsageError: If a package is not installed, with the command that installs it.
     """
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
+        package = (error.name or name).partition(".")[0]
+        if package == "muonsw":
+            raise
         raise UsageError(f"{who} the package {package}: {install_line(extra)}") from error
 
 

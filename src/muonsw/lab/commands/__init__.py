@@ -6,7 +6,6 @@ that is run is imported.
 
 from __future__ import annotations
 
-import importlib
 import io
 import sys
 import textwrap
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import NamedTuple, cast
 
-from muonsw.lab.base.errors import USAGE
+from muonsw.lab.base.errors import USAGE, needed
 from muonsw.lab.base.terminal import harmless
 from muonsw.lab.commands.parsing import Command, parse, width
 from muonsw.registry import unknown
@@ -69,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
 def load(name: str) -> type[Command]:
     """The class of a command."""
     module, _, kind = COMMANDS[name].place.partition(":")
-    return cast("type[Command]", getattr(importlib.import_module(f"{__name__}.{module}"), kind))
+    return cast("type[Command]", getattr(needed(f"{__name__}.{module}", "the lab needs", "lab"), kind))
 
 
 def overview() -> str:
