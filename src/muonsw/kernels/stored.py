@@ -33,6 +33,14 @@ def _place(blocks, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 
 @triton.jit
+def _permitted(count, ok, HAS_FLAG: tl.constexpr):
+    """All of them or none; in a mask, a flag is no bool to the interpreter of Triton 3.9."""
+    if HAS_FLAG:
+        count = count * (tl.load(ok) != 0).to(tl.int64)
+    return count
+
+
+@triton.jit
 def _fourth(x):
     square = x * x
     return square * square
@@ -107,9 +115,7 @@ def _encode(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    rows, positions, inside = _place(blocks, LENGTH, ROWS, COLUMNS)
-    if HAS_FLAG:
-        inside = inside & (tl.load(ok) != 0)
+    rows, positions, inside = _place(_permitted(blocks, ok, HAS_FLAG), LENGTH, ROWS, COLUMNS)
     value = tl.load(x + positions, mask=inside, other=0.0)
     step = tl.load(counter)
     encoded(value, codes, scales, rows, positions, inside, step, key, origin, LEVELS, POWER, SIGNED, NOISY)
@@ -133,9 +139,7 @@ def _decode(
 @triton.jit(do_not_specialize=["key", "origin"])  # where `elements` is a multiple of 16, loads are vectors
 def _round(x, rounded, counter, ok, elements, key, origin, HAS_FLAG: tl.constexpr, BLOCK: tl.constexpr):
     positions = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = positions < elements
-    if HAS_FLAG:
-        inside = inside & (tl.load(ok) != 0)
+    inside = positions < _permitted(elements, ok, HAS_FLAG)
     value = tl.load(x + positions, mask=inside, other=0.0)
     value = stochastic_round(value, tl.load(counter), key, positions + origin, tl.bfloat16)
     tl.store(rounded + positions, value.to(tl.bfloat16), mask=inside)
