@@ -43,7 +43,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch.cuda._sleep": "a kernel that waits, so that the host is ahead of what is timed",
         "torch._compile._disable_dynamo": "as torch.compiler.disable, but the compiler is imported only when it runs",
         "torch.utils._python_dispatch.TorchDispatchMode": "sees each operation of a capture; no public module has it",
-        "torch.distributed.distributed_c10d._world": "how many groups a rank is in, by which torch names another",
         "torch.nn.modules.batchnorm._NormBase": "the one parent of all batch and instance norms",
         "torch.nn.modules.conv._ConvNd": "the one parent of all convolutions, transposed ones included",
         "torch.nn.modules.conv._ConvTransposeNd": "the one parent of transposed convolutions: (in, out)",
