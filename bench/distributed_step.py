@@ -54,10 +54,6 @@ def ours_divided(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimize
     return MuonSW(params, lr=LR, process_group=mesh.get_group())
 
 
-def ours_on_owner(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
-    return MuonSW(params, lr=LR, process_group=mesh.get_group(), momentum_on_owner=True)
-
-
 def dion(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
     from dion import Muon
 
@@ -68,7 +64,6 @@ def dion(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
 def contenders(strategy: str) -> dict[str, Build]:
     found: dict[str, Build] = {"muonsw": ours()} if strategy == "fsdp" else {
         "muonsw, divided": ours_divided,
-        "muonsw, momentum on owner": ours_on_owner,
         "muonsw, every rank does everything": ours(),
     }  # fmt: skip
     try:

@@ -1,4 +1,4 @@
-"""Scaled decay for an optimizer that is not ours: `drive_weight_decay` on torch's AdamW.
+"""Scaled decay for an optimizer that is not ours: `scale_weight_decay` on torch's AdamW.
 
 Run it: `python examples/other_optimizer.py`. The same two lines serve torch's Muon and the decoupled optimizers of timm
 and dion. The optimizer keeps its own step; only the `weight_decay` that it reads is set before each step.
@@ -7,7 +7,7 @@ and dion. The optimizer keeps its own step; only the `weight_decay` that it read
 import torch
 from torch import nn
 
-from muonsw import drive_weight_decay
+from muonsw import scale_weight_decay
 
 PEAK, LAMBDA = 3e-3, 0.1
 
@@ -18,7 +18,7 @@ def main(steps: int = 200) -> list[tuple[float, float]]:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, weight_decay=LAMBDA)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps, eta_min=PEAK / 10)
-    drive_weight_decay(optimizer, "scaled")
+    scale_weight_decay(optimizer, "scaled")
 
     inputs = torch.randn(256, 8)
     targets = inputs.square().sum(1, keepdim=True)

@@ -52,7 +52,6 @@ def trained(algorithm, switch=None, *, tensor_lr=False, dtype=torch.float32, ste
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         optimizer.step()
-    optimizer.check()
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)
     optimizer.step()

@@ -1,7 +1,6 @@
 """Wrong settings are named, with the fix, before anything is built."""
 
 import re
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
-from muonsw.algorithms import ALGORITHMS
 
 
 def weights():
@@ -207,7 +205,7 @@ def test_a_rate_that_goes_wrong_later_is_refused_with_nothing_changed(lr):
 
 
 @pytest.mark.parametrize("begun", [0.1, torch.tensor(0.1)])
-@pytest.mark.parametrize("lr", [torch.tensor([0.1, 0.1]), torch.tensor(1), torch.tensor(True), torch.tensor(0.1 + 1j)])
+@pytest.mark.parametrize("lr", [torch.tensor([0.1, 0.1]), torch.tensor(0.1 + 1j), torch.tensor(torch.nan)])
 def test_a_tensor_that_is_no_rate_is_refused_with_nothing_changed(lr, begun):
     optimizer = MuonSW(weights(), lr=begun, weight_decay=0.0)
     (param,) = optimizer.param_groups[0]["params"]
@@ -215,7 +213,7 @@ def test_a_tensor_that_is_no_rate_is_refused_with_nothing_changed(lr, begun):
     optimizer.step()
     before = param.detach().clone()
     optimizer.param_groups[0]["lr"] = lr
-    with pytest.raises(ValueError, match=re.escape(f"of param group 0 is {lr!r}; a tensor must hold one floating")):
+    with pytest.raises(ValueError, match=re.escape(f"of param group 0 is {lr!r}; it must be a finite number")):
         optimizer.step()
     assert torch.equal(param, before)
 
@@ -227,66 +225,16 @@ def test_a_preset_that_is_no_name_is_refused_by_name(preset):
 
 
 @pytest.mark.parametrize(
-    ("key", "given", "stored"),
-    [
-        ("ns_dtype", torch.float32, "float32"),
-        ("state_dtype", torch.bfloat16, "bfloat16"),
-        ("momentum", np.float32(0.5), 0.5),
-        ("weight_decay", np.float32(0.5), 0.5),
-        ("split_sizes", [2, 2], (2, 2)),
-    ],
+    ("key", "value"), [("momentum", np.float32(0.5)), ("weight_decay", np.float32(0.5)), ("nesterov", False)]
 )
-def test_an_option_that_is_set_later_is_stored_as_one_that_was_given(key, given, stored):
+def test_an_option_that_is_set_later_works_as_one_that_was_given(key, value):
     params, others = weights(), weights()
-    later, before = MuonSW(params, lr=0.1), MuonSW([{"params": others, key: given}], lr=0.1)
-    later.param_groups[0][key] = given
+    later, before = MuonSW(params, lr=0.1), MuonSW([{"params": others, key: value}], lr=0.1)
+    later.param_groups[0][key] = value
     for optimizer in (later, before):
         optimizer.param_groups[0]["params"][0].grad = torch.eye(4)
         optimizer.step()
-    for group in (later.param_groups[0], before.param_groups[0]):
-        assert (type(group[key]), group[key]) == (type(stored), stored)
     assert torch.equal(params[0], others[0])
-    assert later.state[params[0]].keys() == before.state[others[0]].keys()
-
-
-def test_an_algorithm_that_is_set_later_asks_for_its_options():
-    optimizer = MuonSW(weights(), lr=0.1)
-    optimizer.param_groups[0]["params"][0].grad = torch.eye(4)
-    optimizer.param_groups[0]["algorithm"] = "adamw"
-    with pytest.raises(ValueError, match="param group 0 has algorithm='adamw', and not its eps; set it too"):
-        optimizer.step()
-    optimizer.param_groups[0]["eps"] = 1e-8
-    optimizer.step()
-    assert "exp_avg_sq" in optimizer.state[optimizer.param_groups[0]["params"][0]]
-
-
-@pytest.mark.parametrize(("old", "new"), list(permutations(ALGORITHMS, 2)))
-def test_an_algorithm_that_is_set_in_mid_run_begins_anew_or_is_refused(old, new):
-    """The averages of another may have the same names and mean something else."""
-    (param,), generator = weights(), torch.Generator().manual_seed(0)
-    optimizer = MuonSW([{"params": [param], "algorithm": old}], lr=0.1)
-
-    def run(optimizer, param):
-        for _ in range(3):
-            param.grad = torch.randn(4, 4, generator=generator)
-            optimizer.step()
-
-    run(optimizer, param)
-    optimizer.param_groups[0].update(ALGORITHMS[new].defaults, algorithm=new)
-    before = param.detach().clone()
-    if optimizer.state[param].keys() & set(ALGORITHMS[new].state_keys(optimizer.param_groups[0])):
-        with pytest.raises(
-            ValueError, match=f"was last stepped by algorithm='{old}', .*'{new}', which its group has now"
-        ):
-            run(optimizer, param)
-        assert torch.equal(param, before)
-        optimizer.state[param].clear()
-    fresh = nn.Parameter(before)
-    state = generator.get_state()
-    run(optimizer, param)
-    generator.set_state(state)
-    run(MuonSW([{"params": [fresh], "algorithm": new}], lr=0.1), fresh)
-    assert torch.equal(param, fresh)
 
 
 def test_groups_that_change_places_in_mid_run_go_on_with_their_own_algorithm():

@@ -244,8 +244,8 @@ def test_cpus_reported_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, i
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "sgd"])
-@pytest.mark.parametrize(("capturable", "large"), [(False, 10**9), (True, 10**9), (True, 1)])
-def test_many_small_decays_are_not_rounded_to_one_side(algorithm, capturable, large, monkeypatch):
+@pytest.mark.parametrize("large", [10**9, 1])
+def test_many_small_decays_are_not_rounded_to_one_side(algorithm, large, monkeypatch):
     """A step of decay rounds a weight, once and to either side; `1 - phi` in float32 rounds to the same side always.
 
     phi lies in the middle between two float32 numbers of the kind `1 - phi`, so that each step would lose 2^-25 of
@@ -256,7 +256,7 @@ def test_many_small_decays_are_not_rounded_to_one_side(algorithm, capturable, la
     start = torch.rand(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).add_(0.5).float()
     param = nn.Parameter(start.clone())
     group = {"params": [param], "algorithm": algorithm, "momentum": 0.5}
-    optimizer = MuonSW([group], lr=1e-3, weight_decay=phi, decay="fixed", capturable=capturable, ns_steps=1)
+    optimizer = MuonSW([group], lr=1e-3, weight_decay=phi, decay="fixed", ns_steps=1)
     param.grad = torch.zeros_like(param)
     for _ in range(steps):
         optimizer.step()

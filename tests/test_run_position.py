@@ -56,7 +56,7 @@ def test_the_average_over_steps_is_the_mean_of_adams_own():
     optimizer = AdamWSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
     run(optimizer, params, 7)
     squares = sum(float(optimizer.state[p]["exp_avg_sq"].sum()) for p in params) / sum(p.numel() for p in params)
-    total, weight = optimizer.param_groups[0]["gradient_average"].tolist()
+    total, weight = optimizer.param_groups[0]["gradient_average"]
     assert total == pytest.approx(squares, rel=1e-12)
     assert weight == pytest.approx(1 - 0.999**7, rel=1e-12)
     assert optimizer.summary().groups[0].decay == pytest.approx(0.01 * 0.05 / (squares / (1 - 0.999**7)) ** 0.5)
@@ -78,25 +78,14 @@ def test_a_snapshot_does_not_change_with_the_steps_that_follow(rule):
 
 
 @rules
-def test_a_learning_rate_in_a_tensor_counts_in_tensors(rule):
-    """So that a captured graph counts; the weights are those of a plain learning rate, and a state goes over."""
+def test_a_learning_rate_in_a_tensor_is_a_number(rule):
     params, others = matrices((4, 6)), matrices((4, 6))
     options = {"weight_decay": 0.3, "decay": rule, **OF_THE_RUN[rule]}
     plain, tensor = MuonSW(params, lr=0.05, **options), MuonSW(others, lr=torch.tensor(0.05), **options)
     run(plain, params, 5)
     run(tensor, others, 5)
     torch.testing.assert_close(params[0].detach(), others[0].detach(), rtol=1e-5, atol=1e-7)
-    held = tensor.param_groups[0]["step_count"]
-    if rule != "gradient_norm":
-        assert isinstance(held, torch.Tensor)
-        assert held == 5
-        plain.param_groups[0]["step_count"] = 9
-        tensor.load_state_dict(plain.state_dict())
-        assert tensor.param_groups[0]["step_count"] is held
-        assert held == 9
-        plain.load_state_dict(tensor.state_dict())
-        assert plain.param_groups[0]["step_count"] == 9
-        assert isinstance(plain.param_groups[0]["step_count"], int)
+    assert tensor.param_groups[0]["step_count"] == 5
 
 
 @torch._dynamo.config.patch(recompile_limit=4)  # pytest's own patching would delete the setting when it undoes it
@@ -132,19 +121,19 @@ def test_an_infinite_gradient_does_not_enter_the_average(known_by, monkeypatch):
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
     run(optimizer, params, 2)
-    before = optimizer.param_groups[0]["gradient_average"].clone()
+    before = optimizer.param_groups[0]["gradient_average"]
     set_gradients(params, 2)
     params[0].grad[0, 0] = torch.inf
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    assert torch.equal(optimizer.param_groups[0]["gradient_average"], before)
+    assert optimizer.param_groups[0]["gradient_average"] == before
 
 
 def test_a_step_at_zero_leaves_no_gradient_in_the_average():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
     run(optimizer, params, 1, schedule=lambda _: 0.0)
-    assert optimizer.param_groups[0]["gradient_average"].tolist() == [0.0, 0.0]
+    assert optimizer.param_groups[0]["gradient_average"] == [0.0, 0.0]
 
 
 def test_a_step_that_raises_is_not_counted():
@@ -157,7 +146,7 @@ def test_a_step_that_raises_is_not_counted():
     optimizer = MuonSW(params, lr=0.05, weight_decay=1e3, decay="gradient_norm")
     with pytest.raises(ValueError, match="times the weight in one step"):
         optimizer.step()
-    assert optimizer.param_groups[0]["gradient_average"] is None
+    assert optimizer.param_groups[0]["gradient_average"] == [0.0, 0.0]
 
 
 def test_the_length_must_be_known_where_a_rule_ends_with_the_run():
@@ -183,9 +172,9 @@ def test_the_points_must_be_known_where_a_rule_goes_through_them():
     MuonSW(params, decay="piecewise", weight_decay=0.0)
     optimizer = MuonSW(params, decay="piecewise", total_steps=30, decay_points=[[0, 1], [1, 2]])
     assert optimizer.param_groups[0]["decay_points"] == ((0.0, 1.0), (1.0, 2.0))
-    optimizer.param_groups[0]["decay_points"] = ((0.5, 1.0), (0.2, 1.0))
+    optimizer.param_groups[0]["decay_points"] = None
     set_gradients(params, 0)
-    with pytest.raises(ValueError, match=r"decay_points=.*fractions rising"):
+    with pytest.raises(ValueError, match="goes through points; pass decay_points="):
         optimizer.step()
 
 
@@ -259,23 +248,12 @@ def test_a_rule_that_is_chosen_on_resume_knows_the_step(before, rule, lr):
     torch.testing.assert_close(other.detach(), (1 - phi) * was, rtol=1e-6, atol=0)
 
 
-def test_every_rule_counts_where_the_learning_rate_is():
-    """In a tensor, if that is one: a captured graph counts, and a compiled step is not compiled again."""
-    params = matrices((4, 6))
-    optimizer = MuonSW(params, lr=torch.tensor(0.05))
-    run(optimizer, params, 3)
-    held = optimizer.param_groups[0]["step_count"]
-    run(optimizer, params, 2, start=3)
-    assert held == 5
-    assert optimizer.state_dict()["param_groups"][0]["step_count"] == 5
-
-
 def test_rules_that_do_not_ask_average_no_gradient():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05)
     run(optimizer, params, 3)
     assert optimizer.param_groups[0]["step_count"] == 3
-    assert optimizer.param_groups[0]["gradient_average"] is None
+    assert optimizer.param_groups[0]["gradient_average"] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])

@@ -154,7 +154,6 @@ def test_memory_on_the_device(form, bytes_an_element):
 
 
 def test_a_group_that_has_left_host_memory_saves_what_the_last_step_returned_to_it():
-    """As an error asks for where only `offload` was set back."""
     params, optimizer = problem("adamw", ((4096, 4096),), offload=True)
     steps(params, optimizer, 2)
     optimizer.param_groups[0]["offload"] = False

@@ -57,7 +57,6 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "_parameters": "a module's own parameters under all their names, tied ones included",
         },
         "scheduler": {
-            "_initial_step": "the first rate of a scheduler that is tried out",
             "_step_count": "a scheduler that resumes must not warn that it came before the optimizer",
         },
     }
@@ -70,7 +69,6 @@ OVERRIDDEN: Mapping[str, str] = MappingProxyType(
 PROBED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "_schedulers": ("torch.optim.lr_scheduler.SequentialLR", "the schedulers inside one, for their peaks"),
-        "_milestones": ("torch.optim.lr_scheduler.SequentialLR", "the steps at which the next of them begins"),
         "_is_amx_tile_supported": ("torch.cpu", "whether this CPU multiplies bfloat16"),
         "_is_avx512_bf16_supported": ("torch.cpu", "the same"),
         "_is_flat_param": ("torch.distributed.fsdp._flat_param.FlatParameter", "FSDP1's vectors, which are refused"),

@@ -41,19 +41,19 @@ _HOMES = {
     "clip_optimizer_grads_": "clipping",
     "convert_weight_decay": "decay",
     "decay_factor": "decay",
-    "drive_weight_decay": "interop.drive",
     "max_attention_logits": "qk_clip",
+    "scale_weight_decay": "addons.scale_weight_decay",
 }
 __all__ = list(_HOMES)
 __all__ += ["__version__"]
 
 if TYPE_CHECKING:
+    from muonsw.addons.scale_weight_decay import scale_weight_decay as scale_weight_decay
     from muonsw.algorithms import ALGORITHMS as ALGORITHMS
     from muonsw.clipping import clip_optimizer_grads_ as clip_optimizer_grads_
     from muonsw.decay import DECAY_RULES as DECAY_RULES
     from muonsw.decay import convert_weight_decay as convert_weight_decay
     from muonsw.decay import decay_factor as decay_factor
-    from muonsw.interop.drive import drive_weight_decay as drive_weight_decay
     from muonsw.matrices import SHAPE_SCALES as SHAPE_SCALES
     from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
     from muonsw.nonfinite import NonFiniteGradientWarning as NonFiniteGradientWarning

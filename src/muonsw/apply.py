@@ -13,7 +13,7 @@ from muonsw import kernels, norms
 from muonsw.algorithms.base import FusedUpdate, Rates, Update, kernel_weights, rounding_key, subtract
 from muonsw.matrices import Part, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
-from muonsw.work import Group, copied_to, copy_flattened_, flattened
+from muonsw.work import Group, copy_flattened_, flattened
 
 ROUNDINGS = ("stochastic", "nearest")
 
@@ -119,7 +119,7 @@ def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], rates:
         return  # whatever the rule, up to rounding
     assert update.norms is not None
     eta, phi = rates.applied(weights[0].dtype)
-    ok, lam = rates.ok, group["weight_decay"]
+    ok = rates.ok
     if isinstance(rates.eta, Tensor):
         ok = rates.eta != 0 if ok is None else ok & (rates.eta != 0)
     lengths: Sequence[float | Tensor] = update.lengths or [update.scale] * len(weights)
@@ -128,11 +128,7 @@ def _apply_norm_rule(group: Group, update: Update, weights: list[Tensor], rates:
         low = weight.dtype in LOW_PRECISION
         wide = weight.float() if low else weight
         a, b = rule.coefficients(known, eta * length, phi, group)
-        taken, moved_by = 1 - a, b
-        if isinstance(lam, Tensor):  # only the device knows whether it is zero, which leaves norms free
-            acts = copied_to(lam != 0, weight.device, torch.float64).reshape(())
-            taken, moved_by = acts * taken, acts * moved_by + (1 - acts) * eta * known.scale
-        taken, moved_by = ((one * torch.ones_like(known.W)).to(wide.dtype) for one in (taken, moved_by))
+        taken, moved_by = ((one * torch.ones_like(known.W)).to(wide.dtype) for one in (1 - a, b))
         moved = torch.addcmul(wide, wide, taken, value=-1).addcmul_(direction.to(wide.dtype), moved_by, value=-1)
         _store(group, [part], [weight], moved.reshape(-1), ok)
 

@@ -27,13 +27,9 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from muonsw.peak import PEAK_TOLERANCE
 from muonsw.registry import Registry
 
-Number = float | Tensor
 # (fraction of the run, multiple of lambda), fractions rising from 0 to 1; linear between points, flat outside them.
 Points = tuple[tuple[float, float], ...]
 
@@ -50,18 +46,18 @@ class RunPosition(NamedTuple):
         points: (fraction of the run, multiple of lambda), of a piecewise decay.
     """
 
-    eta: Number
+    eta: float
     eta_max: float = 0.0
-    step: Number = 1
+    step: float = 1
     steps: int = 1
-    gradient: Number = 1.0
+    gradient: float = 1.0
     points: Points = ()
 
 
 class DecayRule(NamedTuple):
     """How lambda and the position in the run make phi, linear in lambda; and what of the position it uses."""
 
-    phi: Callable[[Number, RunPosition], Number]
+    phi: Callable[[float, RunPosition], float]
     uses_peak: bool = False
     uses_step: bool = False
     uses_length: bool = False
@@ -74,65 +70,56 @@ class DecayRule(NamedTuple):
         return self.uses_step or self.uses_length or self.uses_gradient
 
 
-def constant(lam: Number, at: RunPosition) -> Number:
+def constant(lam: float, at: RunPosition) -> float:
     """Phi = lambda eta."""
     return lam * at.eta
 
 
-def scaled(lam: Number, at: RunPosition) -> Number:
+def scaled(lam: float, at: RunPosition) -> float:
     """Phi = lambda eta^2 / eta_max."""
     return lam * at.eta * (at.eta / at.eta_max)
 
 
-def squared(lam: Number, at: RunPosition) -> Number:
+def squared(lam: float, at: RunPosition) -> float:
     """Phi = lambda eta^2."""
     return lam * at.eta * at.eta
 
 
-def independent(lam: Number, at: RunPosition) -> Number:
+def independent(lam: float, at: RunPosition) -> float:
     """Phi = lambda eta / eta_max."""
     return lam * (at.eta / at.eta_max)
 
 
-def fixed(lam: Number, at: RunPosition) -> Number:
+def fixed(lam: float, at: RunPosition) -> float:
     """Phi = lambda, and 0 where the learning rate is: such a step changes nothing."""
-    if isinstance(at.eta, Tensor):
-        return lam * (at.eta > 0).to(at.eta.dtype)
     return lam if at.eta > 0 else 0.0
 
 
-def cosine(lam: Number, at: RunPosition) -> Number:
+def cosine(lam: float, at: RunPosition) -> float:
     """Phi = lambda eta (1 + cos(pi (t - 1)/T)) / 2, and 0 beyond T."""
-    if isinstance(at.step, Tensor):
-        done = ((at.step - 1) / at.steps).clamp(max=1.0)
-        return lam * at.eta * ((1 + torch.cos(math.pi * done)) / 2)
     return lam * at.eta * ((1 + math.cos(math.pi * min((at.step - 1) / at.steps, 1.0))) / 2)
 
 
-def piecewise(lam: Number, at: RunPosition) -> Number:
+def piecewise(lam: float, at: RunPosition) -> float:
     """Phi = lambda eta m((t - 1)/T), where m goes through the points."""
     done = (at.step - 1) / at.steps
-    multiple: Number = at.points[0][1]
+    multiple: float = at.points[0][1]
     for (x0, y0), (x1, y1) in pairwise(at.points):
-        share = (done - x0) / (x1 - x0)
-        share = share.clamp(0.0, 1.0) if isinstance(share, Tensor) else min(max(share, 0.0), 1.0)
-        multiple = multiple + (y1 - y0) * share
+        multiple += (y1 - y0) * min(max((done - x0) / (x1 - x0), 0.0), 1.0)
     return lam * at.eta * multiple
 
 
-def log_time(lam: Number, at: RunPosition) -> Number:
+def log_time(lam: float, at: RunPosition) -> float:
     """Phi = (lambda / t) eta / eta_max: each doubling of t takes the same share of the weight."""
     return lam / at.step * (at.eta / at.eta_max)
 
 
-def gradient_norm(lam: Number, at: RunPosition) -> Number:
+def gradient_norm(lam: float, at: RunPosition) -> float:
     """Phi = lambda eta / g; without any gradient so far, 0."""
-    if isinstance(at.gradient, Tensor):
-        return torch.where(at.gradient > 0, lam * at.eta / at.gradient, 0.0)
     return lam * at.eta / at.gradient if at.gradient else 0.0
 
 
-def none(lam: Number, at: RunPosition) -> Number:  # noqa: ARG001
+def none(lam: float, at: RunPosition) -> float:  # noqa: ARG001
     """Phi = 0."""
     return 0.0
 
@@ -168,9 +155,8 @@ def validated_points(given: Any) -> Points:
 
 
 def decays(group: dict[str, Any]) -> bool:
-    """Whether a param group asks for decay; a lambda in a tensor may be anything."""
-    lam = group["weight_decay"]
-    return isinstance(lam, Tensor) or lam != 0
+    """Whether a param group asks for decay."""
+    return float(group["weight_decay"]) != 0
 
 
 def refuse_unknown_run(rule: str, label: str, total_steps: int | None, points: Points | None) -> None:
@@ -183,15 +169,15 @@ def refuse_unknown_run(rule: str, label: str, total_steps: int | None, points: P
 
 def decay_factor(
     rule: str,
-    lam: Number,
-    eta: Number,
+    lam: float,
+    eta: float,
     eta_max: float | None,
     *,
-    step: Number | None = None,
+    step: float | None = None,
     steps: int | None = None,
-    gradient: Number | None = None,
+    gradient: float | None = None,
     points: Points | None = None,
-) -> Number:
+) -> float:
     """The fraction of a weight that a step at learning rate `eta` takes away.
 
     A peak that is zero or not known yet (no step with a learning rate above zero has been taken) means

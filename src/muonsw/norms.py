@@ -31,7 +31,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import FusedUpdate, Rates, Update
 from muonsw.decay import decays
 from muonsw.distributed.layout import SHARDS, Layouts
-from muonsw.distributed.shards import as_dtensor, beside, cutting_order, offset
+from muonsw.distributed.shards import as_dtensor, beside, offset
 from muonsw.distributed.sums import ShardedWeights, Term, all_reduce_sums, shard_numbers
 from muonsw.matrices import FLATTEN, STACK, Part, Region, box, views
 from muonsw.registry import Registry
@@ -129,17 +129,6 @@ def refuse(group: Group, label: str) -> None:
     """Refuse options that a norm rule gives no meaning to."""
     if acting(group) is not None and group["cautious"]:
         raise ValueError(f"norm={group['norm']!r} of {label} acts on whole weights; cautious=True is for norm='free'")
-
-
-def refuse_interleaved(group: Group, items: Sequence[Item]) -> None:
-    """Refuse shards that are no boxes of the whole: which weights their elements belong to is not known."""
-    sharded = [(item.name, as_dtensor(item.whole)) for item in items if item.whole is not None]
-    for name, whole in sharded if acting(group) is not None else ():
-        if cutting_order(whole.placements, whole.device_mesh.shape) is None:
-            raise ValueError(
-                f"norm={group['norm']!r} needs contiguous shards, but {name} has placements {whole.placements}; use "
-                f"Shard and Replicate, or norm='free'"
-            )
 
 
 # norms of weights, and of shards of them

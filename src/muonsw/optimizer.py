@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -29,7 +27,6 @@ from muonsw.options import (
     refuse_model,
     refuse_options_of_others,
     refuse_parameter,
-    refuse_running_max,
     refuse_settings,
     require_alike_names,
     require_model,
@@ -39,8 +36,8 @@ from muonsw.options import (
 from muonsw.presets import PRESETS
 from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
-from muonsw.state import keep, state_bytes, zeros
-from muonsw.step import BeforeUpdate, OptionCheck, collect, drop_empty_state, missing_shards, take_step
+from muonsw.state import state_bytes
+from muonsw.step import BeforeUpdate, take_step
 from muonsw.stored import refuse_shards
 from muonsw.stored.offload import wait_for_host
 from muonsw.summary import LastStep, Summary, state_line, summarize
@@ -70,7 +67,6 @@ class ScaledDecayOptimizer(Optimizer):
         chunk_bytes: int | None,
         replay: bool | None = None,
         process_group: ProcessGroup | None = None,
-        momentum_on_owner: bool = False,
     ) -> None:
         refuse_model(params, type(self).__name__)
         refuse_settings(nonfinite, chunk_bytes, replay, process_group)
@@ -78,7 +74,7 @@ class ScaledDecayOptimizer(Optimizer):
         self.chunk_bytes = chunk_bytes
         self.replay = replay
         self._reset()
-        self._ranks = Ranks(process_group, momentum_on_owner=momentum_on_owner)
+        self._ranks = Ranks(process_group)
         checked = {key: validate_option(key, value) for key, value in options.items()}
         algorithm = checked.get("algorithm", self.algorithm)
         if algorithm != self.algorithm:
@@ -86,7 +82,6 @@ class ScaledDecayOptimizer(Optimizer):
         refuse_options_of_others(checked, algorithm)
         given: Any = params if isinstance(params, Tensor) else list(params)
         super().__init__(given, {**algorithm_defaults(algorithm), **BOOKKEEPING, **checked})
-        peak.share(self.defaults["peak_lr"], self.param_groups, given)
 
     def _given(self, options: Group) -> Group:
         """Options without the class's own that are at their defaults, which mean nothing to another algorithm."""
@@ -194,36 +189,25 @@ class ScaledDecayOptimizer(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with options of their own; what they leave open comes from the constructor.
 
-        In the middle of a run, a group whose learning rate is the current one of another group gets its peak as well.
+        In the middle of a run, give the group its `peak_lr` if its learning rate is not at its peak.
         """
         group = completed(dict(param_group), self.defaults)
         label = f"param group {len(self.param_groups)}"
         require_alike_names(group, self.param_groups, label)
         rates.require_run(group, label)
         norms.refuse(group, label)
-        if group["offload"] and self._ranks.momentum_on_owner:
-            raise ValueError(f"{label}: momentum_on_owner=True sends state from GPU to GPU; leave out offload or that")
-        if "peak_lr" not in param_group:
-            peak.inherit(group, self.param_groups)
-        self._counters.read_rates()
-        peak.join_in_mid_run(group, self.param_groups, label, needed=rates.needs_peak(group))
         rates.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
         try:
+            self._refuse_shared_peak()
             for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
                 refuse_shards(name, group, param)
-            self._place_lr(group)
             warn_of_rounding(group)
         except BaseException:
             self.param_groups.pop()
             raise
-
-    def _place_lr(self, group: Group) -> None:
-        """A capturable group's learning rate is a scalar on its device, which schedulers fill in place."""
-        if group["capturable"] and group["params"] and not isinstance(group["lr"], Tensor):
-            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -240,66 +224,49 @@ class ScaledDecayOptimizer(Optimizer):
         take_step(self)
         return loss
 
-    def check(self) -> None:
-        """Raise if a learning rate held in a tensor was above its peak, negative or not finite since the last check.
-
-        It also warns of what only the device knew until now: skipped steps, and a schedule that has turned down
-        without coming near its peak. It waits for the device, so a training loop calls it now and then; telemetry
-        calls it too. `state_dict` warns of all of it, and raises nothing.
-        """
-        self._warn_of_device()
-        self._counters.check()
-
-    def _warn_of_device(self) -> None:
-        """Warn of what only the device knew until now; waits for it."""
-        rates.check_on_device(self.param_groups, self._counters)
-        self._counters.warn_of_skips()
-
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped for gradients that were not finite; waits for the device. Not saved."""
         return self._counters.skipped_steps
 
-    def set_peak_lr(self, peak_lr: Any, *, group: int | None = None, total_steps: int | None = None) -> None:
-        """Set eta_max: a number, None or "running_max" for all groups (or one), or from a scheduler object.
+    def set_peak_lr(self, peak_lr: Any, *, group: int | None = None) -> None:
+        """Set eta_max: a number, None or "running_max" for all groups or one, or from a scheduler.
 
         Args:
-            peak_lr: the highest learning rate of the run, or a torch scheduler that knows it. A scheduler is not
-                asked about groups that have a number of their own. A number for all groups is the peak of the group
-                with the highest rate; the others get the same fraction of it as their rate is of that one, and
-                `lr_multiplier` multiplies it as it does `lr`.
-            group: the number of the only group to change; a number for it is its own peak.
-            total_steps: length of the run, over which a LambdaLR, a scheduler that grows, or several inside another are
-                tried out.
+            peak_lr: the highest learning rate of the run, or a scheduler, whose own `max_lrs` or `base_lrs` are taken
+                for groups without a number of their own. One number needs groups with equal rates.
+            group: the number of the only group to change.
         """
         if group is not None and group not in range(len(self.param_groups)):
             raise ValueError(f"group={group!r}: this optimizer has param groups 0 to {len(self.param_groups) - 1}")
-        chosen = range(len(self.param_groups)) if group is None else [group]
-        self._loaded_rates.clear()
+        chosen = self.param_groups if group is None else [self.param_groups[group]]
         scheduler = unwrap_scheduler(peak_lr)
         if hasattr(scheduler, "step") and hasattr(scheduler, "optimizer"):
             if unwrap_optimizer(scheduler.optimizer) is not self:
                 raise ValueError(
                     f"this {type(scheduler).__name__} schedules another optimizer; hand over this one's own"
                 )
-            found = peak.scheduler_peaks(scheduler, validate_option("total_steps", total_steps))
-            for number in chosen:
-                if self.param_groups[number]["peak_lr"] is None:
-                    peak.set_resolved_peak(self.param_groups[number], found[number])
-            return
-        setting = validate_option("peak_lr", peak_lr)
-        for number in chosen:
-            refuse_running_max({**self.param_groups[number], "peak_lr": setting})
-        peaks = peak.shared_peaks(setting, self.param_groups) if group is None else [setting]
-        for number, own in zip(chosen, peaks, strict=True):
-            self.param_groups[number]["peak_lr"] = own
-            peak.set_resolved_peak(self.param_groups[number], own if isinstance(own, float) else None)
+            peaks = peak.scheduler_peaks(scheduler)
+            for one in [one for one in chosen if one["peak_lr"] is None]:
+                peak.set_resolved_peak(one, peaks[self.param_groups.index(one)])
+        else:
+            setting = validate_option("peak_lr", peak_lr)
+            peak.refuse_shared(setting, [one for one in chosen if rates.needs_peak(one)])
+            for one in chosen:
+                one["peak_lr"] = setting
+                peak.set_resolved_peak(one, setting if isinstance(setting, float) else None)
+        self._loaded_rates.clear()
+
+    def _refuse_shared_peak(self) -> None:
+        """Refuse the constructor's number where groups that take it have different rates."""
+        number = self.defaults["peak_lr"]
+        takers = [group for group in self.param_groups if group["peak_lr"] == number and rates.needs_peak(group)]
+        peak.refuse_shared(number, takers)
 
     def summary(self) -> Summary:
         """What the last step did: matrices orthogonalized, parameters moved by each algorithm, decay and peak.
 
-        It reads learning rates and flags from the device. A rate held in a tensor is shown as it is now: call it
-        before the scheduler moves on.
+        It reads flags from the device.
 
         Examples:
             >>> import torch
@@ -313,46 +280,18 @@ class ScaledDecayOptimizer(Optimizer):
             >>> optimizer.summary().parameters
             {'muon': 128, 'adamw': 24}
         """
-        self._counters.read_rates()
         skipped = bool(self._last_skipped.bad) if isinstance(self._last_skipped, Flag) else self._last_skipped
         return summarize(self.param_groups, self._last, skipped, self.skipped_steps)
-
-    def gather_state(self) -> None:
-        """Bring the momenta that other ranks keep (`momentum_on_owner`) to this one; every rank must call it.
-
-        They stay until the next step. A fresh optimizer gets the state with which it would begin, so that a checkpoint
-        can be loaded into it. Without `momentum_on_owner` there is nothing to do.
-        """
-        if not self._ranks.momentum_on_owner:
-            return
-        if not self.state:
-            trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-            try:
-                work = collect(self, trainable)
-                radii = norms.missing_radii(work, norms.ShardedNorms(work, self._ranks.layouts))
-                keep(radii + missing_shards(self, work))
-            finally:
-                drop_empty_state(self)  # a norm rule may have refused a weight
-        for group in self.param_groups:
-            for param in group["params"]:
-                if self._ranks.has_owner(param):
-                    fresh = partial(zeros, group=group, param=param, parameter=param)
-                    self._ranks.fetch(group, param, self.state[param], fresh)
 
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`.
 
-        It raises nothing: of a learning rate that was wrong, of skipped steps and of state that other ranks keep or
-        no param group has any more it warns, since a checkpoint with a flaw is worth more than none.
+        It raises nothing: it warns of skipped steps and of state that no param group has any more, since a checkpoint
+        with a flaw is worth more than none.
         """
-        try:
-            self._ranks.require_whole_state()
-        except RuntimeError as error:
-            warnings.warn(f"this state is not whole: {error}", stacklevel=2)
-        self._warn_of_device()
-        self._counters.warn_of_wrong_rates()
+        self._counters.warn_of_skips()
         self._wait_for_host()
-        with load.saved_as_numbers(self), load.saved_by_groups(self):
+        with load.saved_by_groups(self):
             return super().state_dict()
 
     def _wait_for_host(self) -> None:
@@ -368,19 +307,15 @@ class ScaledDecayOptimizer(Optimizer):
         peak learning rate wins over this optimizer's own, with a warning where they differ. Nothing is changed when it
         raises.
         """
-        before = peak.peaks_before_load(self.defaults["peak_lr"], self.param_groups)
+        before = [(g["constructor_lr"], g["resolved_peak_lr"] or peak.expected_peak(g)) for g in self.param_groups]
         with load.undone_on_error(self):
             with load.through_hooks(self):
                 super().load_state_dict(state_dict)
             load.settle_peaks(self, before, state_dict)
-        self._counters.replace_groups(self.param_groups)
-        self._ranks.elsewhere.clear()
-        self._loaded_rates[:] = [group["lr"] if group["resolved_peak_lr"] else None for group in self.param_groups]
+        self._loaded_rates[:] = [float(g["lr"]) if g["resolved_peak_lr"] else None for g in self.param_groups]
         self._replay = Replay()  # its graph would keep the old state alive
 
     def __getstate__(self) -> dict[str, Any]:
-        self._ranks.require_whole_state()
-        self._counters.read_rates()  # which a copy has in its groups alone
         self._wait_for_host()
         settings = {"nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes, "replay": self.replay}
         return {**super().__getstate__(), **settings, "_reasons": self._reasons}
@@ -404,14 +339,13 @@ class ScaledDecayOptimizer(Optimizer):
     def _reset(self) -> None:
         self._counters = Counters()
         self._observer: Observer | None = None
-        self._option_check = OptionCheck()
         self._last: LastStep = []
         self._last_skipped: bool | Flag = False
         # by module: torch swaps no tensor that has a weak reference, as `model.to` does with tensor subclasses
         self._left_out: list[tuple[str, weakref.ref[torch.nn.Module], str]] = []
         self._reasons: dict[str, str] = {}
         self._ranks = Ranks()
-        self._loaded_rates: list[float | Tensor | None] = []  # beside a loaded peak, until the next step
+        self._loaded_rates: list[float | None] = []  # beside a loaded peak, until the next step
         self._replay = Replay()
         self._before_update: BeforeUpdate | None = None
 

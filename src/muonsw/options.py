@@ -62,7 +62,6 @@ class GroupOptions(TypedDict, total=False):
         maximize: climb instead of descend.
         fused: False computes with torch's plain operations alone, to compare or to search for an error; None and True
             take fused kernels wherever there are some.
-        capturable: keep the learning rate in a tensor on the device, so that a CUDA graph can be captured.
         role: a label for tables and telemetry.
     """
 
@@ -79,7 +78,6 @@ class GroupOptions(TypedDict, total=False):
     rounding_seed: int
     maximize: bool
     fused: bool | None
-    capturable: bool
     role: str | None
 
 
@@ -149,7 +147,6 @@ COMMON: Group = {
     "rounding_seed": 0,
     "maximize": False,
     "fused": None,
-    "capturable": False,
     "role": None,
 }
 
@@ -171,11 +168,12 @@ BOOKKEEPING: Group = {
 _KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
 # What is said once, to the constructor or to for_model, and means nothing in a group.
-_OF_THE_WHOLE = ("nonfinite", "chunk_bytes", "replay", "process_group", "momentum_on_owner", "preset")
+_OF_THE_WHOLE = ("nonfinite", "chunk_bytes", "replay", "process_group", "preset")
 
 # Options of torch's optimizers that people will try, and what to do instead.
 NOT_NEEDED = {
     "differentiable": "steps are not differentiable",
+    "capturable": "capture forward and backward; small steps are replayed as CUDA graphs by themselves",
     "amsgrad": "AdamW here has no AMSGrad variant",
     "dampening": "use momentum_form='ema' for dampening equal to momentum",
     "decoupled_weight_decay": "decay is always decoupled",
@@ -214,13 +212,12 @@ def completed(group: Group, defaults: Group) -> Group:
         filled["lr"] = filled["lr"] * filled["lr_multiplier"]
     if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has options of all kinds
         _refuse_in_group(group, filled)
-    refuse_running_max(filled)
     if filled.get("foreach") is False and not filled["fused"]:  # torch's third implementation: a loop over tensors
         raise ValueError("foreach=False: equal shapes are always one batch; leave it out, or say fused=True or False")
-    if filled["offload"] and filled["capturable"]:
-        raise ValueError("offload=True copies state from the host, which no graph can; leave out capturable")
     if filled["constructor_lr"] is None:
         filled["constructor_lr"] = float(filled["lr"])
+    if filled["gradient_average"] is None and DECAY_RULES[filled["decay"]].uses_gradient:
+        filled["gradient_average"] = [0.0, 0.0]  # a distributed checkpoint is loaded into values of the same kinds
     return filled
 
 
@@ -338,12 +335,6 @@ def _refuse_in_group(given: Group, filled: Group) -> None:
 def _owners(key: str) -> list[str]:
     """The algorithms that have an option."""
     return [name for name, entry in ALGORITHMS.items() if key in entry.defaults]
-
-
-def refuse_running_max(group: Group) -> None:
-    """Refuse to follow the highest learning rate where the host does not know it."""
-    if group["peak_lr"] == RUNNING_MAX and (group["capturable"] or isinstance(group["lr"], Tensor)):
-        raise ValueError("peak_lr='running_max' needs a learning rate that the host knows, not a tensor")
 
 
 def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
@@ -545,7 +536,6 @@ CHECKS: dict[str, Check] = {
     "maximize": _flag,
     "fused": _optional(_flag),
     "foreach": _optional(_flag),
-    "capturable": _flag,
     "role": _optional(_role),
     "momentum": _number(0.0, 1.0, open_end=True),
     "momentum_form": _one_of(*MOMENTUM_FORMS),

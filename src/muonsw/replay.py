@@ -130,8 +130,7 @@ def _forms(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 def _options(group: Group) -> tuple[Any, ...]:
     """The options of a group that a graph freezes, and of which kind those are that reach it as numbers."""
-    kinds = (decays(group), isinstance(group["lr"], Tensor), isinstance(group["weight_decay"], Tensor))
-    return (id(group), len(group["params"]), *kinds, *_frozen_options(group["algorithm"])(group))
+    return (id(group), len(group["params"]), decays(group), *_frozen_options(group["algorithm"])(group))
 
 
 @cache
@@ -341,7 +340,6 @@ def is_ours_alone(group: Group) -> bool:
         and ORTHOGONALIZERS.get(polar_name(group)) in ITERATIONS
         and group["norm"] == FREE
         and group["fused"] is not False
-        and not isinstance(group["lr"], Tensor)
         and not rates.counts_steps(group)
     )
 
@@ -365,8 +363,6 @@ def obstacle(work: Sequence[Batch], nonfinite: str) -> str:
             return "offload=True copies state from the host and back"
         if rates.counts_steps(group):
             return f"algorithm={group['algorithm']!r} does something else every few steps"
-        if isinstance(group["lr"], Tensor) or isinstance(group["weight_decay"], Tensor):
-            return "a learning rate or a weight decay is a tensor, which the host does not know"
         if DECAY_RULES[group["decay"]].uses_gradient and decays(group):
-            return f"decay={group['decay']!r} is decided on the device"
+            return f"decay={group['decay']!r} waits for the device"
     return ""

@@ -233,13 +233,6 @@ class ScheduleFree(Optimizer):
             for group, lr in zip(self.param_groups, rates, strict=True):
                 group["lr"] = lr
 
-    def gather_state(self) -> None:
-        """Bring the momenta that other ranks keep to this one, as the optimizer inside does; a fresh z begins too."""
-        fresh = not self.state
-        self.optimizer.gather_state()
-        for param in self.state if fresh else ():
-            self.state[param]["z"] = param.detach().clone()
-
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside, with z, the weights of the average, and the mode.
 
@@ -272,10 +265,6 @@ class ScheduleFree(Optimizer):
     def _refuse_groups(self) -> None:
         """Refuse what cannot be averaged."""
         for number, group in enumerate(self.param_groups):
-            if isinstance(group["lr"], Tensor):
-                raise ValueError(
-                    f"param group {number}: Schedule-Free weighs steps by learning rates that the host knows"
-                )
             if self.decay_at == "y" and (group["norm"] != "free" or group["cautious"]):
                 raise ValueError(f"param group {number}: norm rules and cautious decay act on z; leave decay_at='z'")
             for param in group["params"]:
@@ -298,7 +287,7 @@ class ScheduleFree(Optimizer):
 
     def _step_weight(self, group: Group) -> tuple[float, float]:
         """The weight of the next step in the average of a group, and the highest learning rate with it."""
-        highest = max(group["averaging_lr"], group["lr"] * self._warmup(group))
+        highest = max(group["averaging_lr"], float(group["lr"]) * self._warmup(group))
         return (group["averaged_steps"] + 1) ** self.r * highest**self.weight_lr_power, highest
 
     def _count(self, group: Group, weight_and_rate: tuple[float, float]) -> float | Tensor:
@@ -331,8 +320,7 @@ class ScheduleFree(Optimizer):
 
     def _go_to_z(self, work: list[Batch], rates: list[Rates]) -> None:
         """Put z into the parameters that the optimizer is about to move, and b x where z was kept."""
-        known = [float(one.phi) for one in rates if not isinstance(one.phi, Tensor) or one.phi.is_cpu]
-        if self.decay_at == "y" and 1.0 in known:
+        if self.decay_at == "y" and 1.0 in [one.phi for one in rates]:
             raise ValueError("decay would take all of y in one step; lower lr or weight_decay, or leave decay_at='z'")
         for batch in work:  # the model may have been converted since
             _refuse_coarse(batch.number, batch.group, batch.dtype)

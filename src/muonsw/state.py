@@ -32,11 +32,10 @@ from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, state_dtype
 from muonsw.slots import wide_dtype
 from muonsw.stored import average_keys, code_dtype, is_offloaded, refuse_shards, rounds_state
 from muonsw.stored.codes import decode, encode, is_code, scale_shape
-from muonsw.text import listed
 from muonsw.work import Group, Item, MissingState
 
-# The dtypes of state that is not computed with as it is, where it is rounded with noise.
-_STORED_DTYPES = (torch.int8, torch.uint8, torch.bfloat16)
+# State laid out like its parameter, of which every algorithm that keeps any has one.
+_LIKE_PARAMETER = ("momentum_buffer", "exp_avg")
 # What honest rounding of a low-precision weight remembers.
 _ROUNDING_KEYS = {"stochastic": ("step",), "nearest": ()}
 
@@ -83,46 +82,11 @@ def _codes_of(key: str, group: Group, param: Tensor) -> str | None:
     return None if codes == key or code_dtype(codes, group, param) is None else codes
 
 
-def refuse_unfit_state(group: Group, name: str, param: Tensor, state: dict[str, Any], algorithm: str) -> None:
-    """Refuse options with which state does not fit, as after a change in mid-run; `algorithm` took the last step."""
-    refuse_shards(name, group, param)
-    shared = [key for key in ALGORITHMS[group["algorithm"]].state_keys(group) if key in state]
-    if shared and algorithm != group["algorithm"]:
-        raise ValueError(
-            f"{name} was last stepped by algorithm={algorithm!r}, and to {group['algorithm']!r}, which its group has "
-            f"now, its {listed(shared)} would be of another kind or out of date; begin anew with "
-            f"optimizer.state[param].clear()"
-        )
-    for key in [key for key in state_keys(group, param) if key in state]:
-        if local(state[key]).device != local(param).device and not group["offload"]:
-            raise ValueError(
-                f"{key} of {name} is on {local(state[key]).device} and the parameter on {local(param).device}; set "
-                f"offload=True in its group again, or load optimizer.state_dict(), which brings it to the parameter"
-            )
-        kept, wanted = state[key].dtype, dtype_of(key, group, param)
-        if kept != wanted and not {kept, wanted}.isdisjoint(_STORED_DTYPES):
-            raise ValueError(
-                f"{key} of {name} is kept in {str(kept).removeprefix('torch.')}, and state_dtype of its "
-                f"group is now {group['state_dtype']!r}; to change it in mid-run, set it in the param_groups of "
-                f"optimizer.state_dict() and load that"
-            )
-        shape = own_shape(key, group, param)
-        if shape is None and key not in ("step", "radius") and state[key].shape != param.shape:
-            raise ValueError(
-                f"{key} of {name} has shape {tuple(state[key].shape)}, and the parameter is now {tuple(param.shape)}; "
-                f"begin anew with optimizer.state[param].clear()"
-            )
-        if shape is not None and state[key].shape != shape:
-            raise ValueError(
-                f"{key} of {name} has shape {tuple(state[key].shape)}, but the options of its group now ask for "
-                f"{tuple(shape)}; set them back, or begin anew with optimizer.state[param].clear()"
-            )
-
-
 def missing_state(group: Group, items: Sequence[Item], leave_out: tuple[str, ...] = ()) -> MissingState:
     """What the state of these parameters of one dtype lacks, except for keys that are left out.
 
     It is made for all parameters before any keeps it: memory may run out, and a norm rule may refuse a weight.
+    State must have the shape of its parameter: kernels read and write as many elements as the parameter has.
     """
     if group["state_dtype"] == INT8 and len(items) > 1:  # the keys then depend on the shape
         return [one for item in items for one in missing_state(group, [item], leave_out)]
@@ -130,6 +94,14 @@ def missing_state(group: Group, items: Sequence[Item], leave_out: tuple[str, ...
     for key in state_keys(group, items[0].parameter) if items else ():
         if key not in leave_out:
             found += [(item.state, key, _fresh(key, group, item)) for item in items if key not in item.state]
+        if key in _LIKE_PARAMETER:
+            for item in items:
+                misfit = key in item.state and item.state[key].shape != item.param.shape
+                if misfit and own_shape(key, group, item.parameter) is None:
+                    raise ValueError(
+                        f"{key} of {item.name} has shape {tuple(item.state[key].shape)}, and the parameter is now "
+                        f"{tuple(item.param.shape)}; begin anew with optimizer.state[param].clear()"
+                    )
     return found
 
 
@@ -227,6 +199,7 @@ def _fresh(key: str, group: Group, item: Item) -> Tensor:
         )
     if key == "radius":
         return norms.initial_radius(group, item.name, item.param)
+    refuse_shards(item.name, group, item.parameter)  # frameworks put DTensors into groups after construction
     return zeros(key, group, item.param, item.parameter)
 
 

@@ -1,7 +1,7 @@
 """One step: six phases, and the three ways to walk them.
 
     collect   the parameters that have gradients, in batches of one group, device and dtype
-    check     options and learning rates, against each other and against the peak
+    check     learning rates and weight decays, and rates against the peak
     agree     whether the step is taken: gradients are finite and, on many ranks, all would do the same
     rates     learning rate and decay of each batch
     update    state and directions, a chunk at a time (`algorithms/`), exchanged where matrices are sharded
@@ -17,9 +17,9 @@ and the finite check in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,14 +31,13 @@ from muonsw.algorithms import ALGORITHMS, Budget, Update
 from muonsw.algorithms.base import FusedUpdate, Rates
 from muonsw.apply import apply_update
 from muonsw.decay import decays
-from muonsw.distributed import exchanged_updates, redistributed_updates
+from muonsw.distributed import exchanged_updates
 from muonsw.distributed.agreement import asked_by
-from muonsw.distributed.shards import is_dtensor, local_item
+from muonsw.distributed.shards import is_dtensor, local_item, refuse_interleaved
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
-from muonsw.options import algorithm_defaults, validate_option
 from muonsw.precision import STORED
-from muonsw.state import keep, missing_state, refuse_unfit_state
-from muonsw.stored import as_computed, average_keys, finish, put_back, updates_in_place
+from muonsw.state import keep, missing_state
+from muonsw.stored import as_computed, finish, put_back, updates_in_place
 from muonsw.work import Batch, Group, Item, MissingState, any_dtensor, items_of, label_of, rows_of
 
 if TYPE_CHECKING:
@@ -62,17 +61,15 @@ REPLAYED_CHUNK_BYTES = 9 * 2**24
 def take_step(optimizer: ScaledDecayOptimizer) -> None:
     """Take one step; roll back peaks, counts and empty state on error."""
     last, groups = (optimizer._last, optimizer._last_skipped), optimizer.param_groups
-    kept = [[v.clone() if isinstance(v, Tensor) else v for v in _kept_of(group)] for group in groups]
+    kept = [_kept_of(group) for group in groups]
     try:
         _walk(optimizer)
         rates.count_steps(groups)
     except BaseException:
         optimizer._last, optimizer._last_skipped = last
         for group, values in zip(groups, kept, strict=True):
-            for key, value in zip(_KEPT, values, strict=True):
-                group[key] = group[key].copy_(value) if isinstance(value, Tensor) else value
+            group.update(zip(_KEPT, values, strict=True))
         drop_empty_state(optimizer)
-        optimizer._counters.forget_records()
         raise
 
 
@@ -82,7 +79,7 @@ def drop_empty_state(optimizer: Optimizer) -> None:
         del optimizer.state[param]
 
 
-# What steps keep in a group; they write to tensors in place.
+# What steps keep in a group.
 _KEPT = (*peak.KEPT, *rates.KEPT)
 _kept_of = itemgetter(*_KEPT)
 
@@ -139,19 +136,16 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
     try:
         work = collect(optimizer)
         check(optimizer, work)
-        for batch in work:
-            norms.refuse_interleaved(batch.group, batch.items)
-        ok = finite(optimizer, work)
-        # whose owners are settled once all ranks agree
-        missing = None if optimizer._ranks.momentum_on_owner else missing_shards(optimizer, work)
+        _check_placements(work)
+        ok, missing = finite(optimizer, work), missing_shards(work)
     except Exception:
         agree(optimizer, asked, False)  # the other ranks skip this step instead of waiting for ever
         raise
     agreement = agree(optimizer, asked, ok)
     if agreement.absent:
-        missing = None
         drop_empty_state(optimizer)  # ranks make it in one order, in which a checkpoint gathers it
         work = collect(optimizer, agreement.absent)
+        missing = missing_shards(work)
         remember(optimizer, work)
     if not work:
         optimizer._counters.no_gradient()
@@ -160,9 +154,6 @@ def sharded_step(optimizer: ScaledDecayOptimizer) -> None:
         return
     sharded = norms.ShardedNorms(work, optimizer._ranks.layouts)
     radii = agreed_radii(optimizer, asked, work, sharded)
-    optimizer._ranks.settle_owners(optimizer.param_groups)
-    if missing is None:
-        missing = missing_shards(optimizer, work)
     update_sharded(optimizer, work, final_rates(optimizer, work, None, radii + missing), sharded)
 
 
@@ -243,8 +234,9 @@ def _items(places: Sequence[int], names: Sequence[str], params: Sequence[Tensor]
     """The parameters that have a gradient; no Python function runs for each of them."""
     columns = zip(places, names, params, [param.grad for param in params], strict=True)
     rows = [(place, name, param, grad, state[param], None) for place, name, param, grad in columns if grad is not None]
-    for name, grad in [(row[1], row[3]) for row in rows if row[3].layout is not torch.strided]:
-        _refuse_layout(name, grad)
+    for _, name, param, grad, *_ in rows:
+        if grad.layout is not torch.strided or grad.shape != param.shape:
+            _refuse_gradient(name, param, grad)
     return rows_of(Item, rows)
 
 
@@ -257,8 +249,8 @@ def _shards(
         grad = param.grad
         if grad is None and id(param) not in zero:
             continue
-        if grad is not None:
-            _refuse_layout(name, grad)
+        if grad is not None and (grad.layout is not torch.strided or grad.shape != param.shape):
+            _refuse_gradient(name, param, grad)
         if is_dtensor(param):
             items.append(local_item(place, name, param, grad, state[param]))
         else:
@@ -266,9 +258,13 @@ def _shards(
     return items
 
 
-def _refuse_layout(name: str, grad: Tensor) -> None:
+def _refuse_gradient(name: str, param: Tensor, grad: Tensor) -> NoReturn:
     if grad.layout != torch.strided:
         raise ValueError(f"the gradient of {name} is sparse; make it dense, or freeze the parameter")
+    raise ValueError(
+        f"{name} has shape {tuple(param.shape)} and its gradient {tuple(grad.shape)}; call zero_grad() when you change "
+        f"a parameter, and backward() after it"
+    )
 
 
 def _batches(number: int, group: Group, items: list[Item]) -> list[Batch]:
@@ -281,7 +277,11 @@ def _batches(number: int, group: Group, items: list[Item]) -> list[Batch]:
         for kind, item in zip(kinds, items, strict=True):
             by_kind.setdefault(kind, []).append(item)
     batches = [Batch(number, group, *kind, _whole_parameters(of_kind), of_kind) for kind, of_kind in by_kind.items()]
+    rule = ALGORITHMS[group["algorithm"]]
     for batch in batches:
+        for item in batch.items if rule.matrices is not None else ():
+            if item.param.dim() < 2:
+                rule.count_matrices(group, item.param)  # raises: a framework has flattened the matrix
         if batch.device.type == "meta":
             raise ValueError(
                 f"{batch.items[0].name} is on the meta device and has no values to change; give the model memory with "
@@ -298,118 +298,40 @@ def _whole_parameters(items: Sequence[Item]) -> list[Tensor]:
 
 
 def check(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
-    """Check options and learning rates of all groups and resolve peaks, on the host and before anything changes."""
-    remember(optimizer, work)
+    """Check the rates of all groups and resolve peaks, on the host and before anything changes.
+
+    Other options are checked where they are given: by the constructor, add_param_group and load_state_dict.
+    """
     groups, counters = optimizer.param_groups, optimizer._counters
-    device = work[0].device if work else counters.device
-    if counters.placed != (device, *map(id, groups)):
-        counters.place(groups, device)
-        optimizer._option_check = OptionCheck()
+    if work:
+        counters.place(work[0].device)
     if not work and not is_shared(optimizer):  # else other ranks may have gradients
         counters.no_gradient()
     _warn_of_unfrozen(optimizer)
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
         counters.no_decay()
-    labels = [label_of(group, number) for number, group in enumerate(groups)]
-    for number, group in enumerate(groups):
-        _check_options(optimizer, number, group, labels[number])
-    peak.warn_of_changes([rates.check(number, group, labels[number], counters) for number, group in enumerate(groups)])
+    for group in groups:
+        if "max_momentum" in group and group["momentum"] and "betas" not in ALGORITHMS[group["algorithm"]].defaults:
+            counters.momentum_not_cycled(group)
+    peak.warn_of_changes([rates.check(g, label_of(g, number), counters) for number, g in enumerate(groups)])
     if optimizer._loaded_rates:
         before, optimizer._loaded_rates = optimizer._loaded_rates, []
         if "step" not in vars(optimizer):  # which schedulers replace; they record peaks of their own
             peak.warn_after_load([group if rates.needs_peak(group) else None for group in groups], before)
+    remember(optimizer, work)
 
 
-class OptionCheck:
-    """Validates options and shapes that were changed in the middle of a run; those that stayed are only compared."""
-
-    def __init__(self) -> None:
-        self._right: dict[int, tuple[Any, tuple[Any, ...], list[torch.Size]]] = {}
-        self.algorithms: dict[int, str] = {}  # that took the last step of each group, by its number
-
-    def changed(self, number: int, group: Group, label: str) -> set[str]:
-        """The options of a group that have changed since it was last found right, now as the group is to hold them.
-
-        `params` is among them where a parameter has another shape than it had.
-        """
-        names, read = _rate_free_options(group["algorithm"])
-        try:
-            lam, others = group["weight_decay"], read(group)
-        except KeyError:
-            missing = ", ".join(name for name in names if name not in group)
-            raise ValueError(
-                f"{label} has algorithm={group['algorithm']!r}, and not its {missing}; set it too"
-            ) from None
-        if isinstance(lam, Tensor) and lam.is_cpu:  # it may have been filled; a GPU would have to be waited for
-            _checked("weight_decay", lam, label)
-        known, shapes = self._right.get(number), _shapes(group)
-        if known is not None and known[0] is lam and known[1] == others and known[2] == shapes:
-            return set()
-        before = [] if known is None else [known[0], *known[1]]
-        if len(before) != 1 + len(others):  # the first check, or another algorithm
-            before = [self] * (1 + len(others))  # an option is never `self`
-        pairs = zip(("weight_decay", *names), (lam, *others), before, strict=True)
-        changed = {key: now for key, now, old in pairs if now is not old}
-        group.update({key: _checked(key, value, label) for key, value in changed.items()})
-        return {*changed, "params"} if known is None or known[2] != shapes else set(changed)
-
-    def found_right(self, number: int, group: Group) -> None:
-        """Remember a group's options as right."""
-        self._right[number] = group["weight_decay"], _rate_free_options(group["algorithm"])[1](group), _shapes(group)
-        self.algorithms[number] = group["algorithm"]
-
-
-def _shapes(group: Group) -> list[torch.Size]:
-    return [param.shape for param in group["params"]]
-
-
-@cache
-def _rate_free_options(algorithm: str) -> tuple[tuple[str, ...], Callable[[Group], tuple[Any, ...]]]:
-    """Every option but the rates: `lr` is checked at each step, and a lambda in a tensor must not be compared."""
-    names = tuple(sorted(algorithm_defaults(algorithm).keys() - {"lr", "weight_decay"}))
-    return names, itemgetter(*names)
-
-
-def _checked(key: str, value: Any, label: str) -> Any:
-    try:
-        return validate_option(key, value)
-    except ValueError as error:
-        raise ValueError(f"{label} has {error}") from None
-
-
-# What schedulers change in every step; whether it fits a parameter does not depend on the parameter.
-_SCHEDULED = {"weight_decay", "momentum", "betas"}
-
-
-def _check_options(optimizer: ScaledDecayOptimizer, number: int, group: Group, label: str) -> None:
-    """Refuse options that were set since the last step and are wrong, or do not fit the parameters."""
-    changed = optimizer._option_check.changed(number, group, label)
-    if not changed:
-        return
-    if "max_momentum" in group and group["momentum"] and "betas" not in ALGORITHMS[group["algorithm"]].defaults:
-        optimizer._counters.momentum_not_cycled(group)
-    rates.require_run(group, label)
-    norms.refuse(group, label)
-    names, params = group.get("param_names") or (), group["params"]
-    before = optimizer._option_check.algorithms.get(number) or group["algorithm"]
-    for place, param in enumerate(params if changed - _SCHEDULED else params[:1]):
-        name = names[place] if place < len(names) else f"parameter {place} of {label}"
-        ALGORITHMS[group["algorithm"]].count_matrices(group, param)  # says of what it was if ZeRO has flattened it
-        ALGORITHMS[group["algorithm"]].validate(group, name, param)
-        refuse_unfit_state(group, name, param, optimizer.state.get(param, {}), before)
-        if param.grad is not None and param.grad.shape != param.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(param.shape)} and its gradient {tuple(param.grad.shape)}; call zero_grad() "
-                f"when you change a parameter, and backward() after it"
-            )
-    if before != group["algorithm"]:
-        group["update_count"] = 0
-    optimizer._option_check.found_right(number, group)
+def _check_placements(work: list[Batch]) -> None:
+    """Refuse DTensors without an exchange, for rules that see whole matrices or weights; others move any shard."""
+    for batch in work:
+        if ALGORITHMS[batch.group["algorithm"]].matrices is not None or norms.acting(batch.group) is not None:
+            for item in [item for item in batch.items if item.whole is not None]:
+                refuse_interleaved(item.name, item.parameter)
 
 
 def remember(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
     """Keep what `summary` shows of this step."""
-    optimizer._last = [(batch.group, batch.parameters, batch.group["lr"]) for batch in work]
+    optimizer._last = [(batch.group, batch.parameters, float(batch.group["lr"])) for batch in work]
     optimizer._last_skipped = False
 
 
@@ -496,7 +418,7 @@ def final_rates(
     """Learning rate and decay of each batch, for which all state is there; from here on the step is taken."""
     if missing is None:
         missing = [one for batch in work for one in missing_state(batch.group, batch.items)]
-    found = rates.rates_of(work, optimizer.param_groups, flag, optimizer._counters)
+    found = rates.rates_of(work, optimizer.param_groups, flag)
     if flag is not None:
         optimizer._last_skipped = flag
     if optimizer._before_update is not None:  # which may refuse the step
@@ -505,16 +427,9 @@ def final_rates(
     return found
 
 
-def missing_shards(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> MissingState:
-    """What state lacks on this rank; radii are agreed on, and momenta may be on other ranks."""
-    found: MissingState = []
-    for batch in work:
-        group, away = batch.group, [item for item in batch.items if optimizer._ranks.is_elsewhere(item.parameter)]
-        here = [item for item in batch.items if not optimizer._ranks.is_elsewhere(item.parameter)]
-        found += missing_state(group, here, ("radius",))
-        for item in away:
-            found += missing_state(group, [item], ("radius", *average_keys(group, item.parameter)))
-    return found
+def missing_shards(work: list[Batch]) -> MissingState:
+    """What state lacks on this rank, without radii, which ranks agree on."""
+    return [one for batch in work for one in missing_state(batch.group, batch.items, ("radius",))]
 
 
 # update and apply
@@ -573,24 +488,16 @@ def sharded_updates(
     optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[Rates]
 ) -> Iterator[tuple[Group, Update | FusedUpdate, Rates]]:
     """Updates of parameters that ranks share: those whose matrices are whole here, then those that are exchanged."""
-    ranks = optimizer._ranks
     exchanged: list[tuple[ExchangeBatch, Rates]] = []
     for batch, batch_rates in zip(work, all_rates, strict=True):
         group = batch.group
-        sorted_items = ranks.sort(group, batch.items)
-        if sorted_items.here:
-            for here in updates_here(optimizer, group, sorted_items.here, batch_rates):
-                yield group, here, batch_rates
-        if sorted_items.redistributed is not None:
-            _count(sorted_items.redistributed.items, batch_rates.flag)
-            for one in redistributed_updates(_computed(optimizer, sorted_items.redistributed)):
-                yield group, one, batch_rates
-                if _is_stored(group):
-                    put_back(one.parts, None)
-        if sorted_items.exchanged is not None:
-            ranks.release(group, sorted_items.exchanged.items)
-            _count(sorted_items.exchanged.items, batch_rates.flag)
-            exchanged.append((_computed(optimizer, sorted_items.exchanged), batch_rates))
+        here, sent = optimizer._ranks.sort(group, batch.items)
+        if here:
+            for local in updates_here(optimizer, group, here, batch_rates):
+                yield group, local, batch_rates
+        if sent is not None:
+            _count(sent.items, batch_rates.flag)
+            exchanged.append((_computed(optimizer, sent), batch_rates))
     for number, one in _exchange(optimizer, exchanged):
         sent, batch_rates = exchanged[number]
         yield sent.group, one, batch_rates

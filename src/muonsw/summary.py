@@ -15,7 +15,7 @@ from muonsw.text import counted, sized, text_table
 from muonsw.work import Group
 
 # The group, the parameters and the learning rate of each batch.
-LastStep = list[tuple[Group, list[Tensor], float | Tensor]]
+LastStep = list[tuple[Group, list[Tensor], float]]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def state_line(state: dict[str, int]) -> str:
 
 
 def summarize(groups: Sequence[Group], last: LastStep, skipped: bool, skipped_steps: int) -> Summary:
-    """What the last step did to these groups; waits for the device where a rate is in a tensor."""
+    """What the last step did to these groups."""
     found = [_summarize_group(number, group, last, skipped) for number, group in enumerate(groups)]
     return Summary(tuple(found), skipped, skipped_steps, state_bytes(groups))
 

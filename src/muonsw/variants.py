@@ -28,10 +28,9 @@ class MuonSW(ScaledDecayOptimizer):
         weight_decay: lambda.
         decay: the decay rule: "scaled" (lambda lr^2/peak), "constant" (lambda lr, as torch has it), or another name of
             `DECAY_RULES`.
-        peak_lr: the highest learning rate of the run. None finds it from what the scheduler wrote into the group, or
-            from `lr`; "running_max" takes the highest so far. A step above the peak is an error. A number for all
-            groups is the peak of the group with the highest rate, and the others get the same fraction of theirs;
-            in a group it is that group's own.
+        peak_lr: the highest learning rate of the run. None takes what the scheduler wrote into the group, else `lr`;
+            "running_max" follows the highest so far. A step above the peak is an error. Groups with different rates
+            need a number each.
         peak: "group" divides by the group's own peak, "base" by the peak before `lr_multiplier`.
         momentum: beta.
         nesterov: look ahead along the momentum.
@@ -66,8 +65,6 @@ class MuonSW(ScaledDecayOptimizer):
             and warns where it cannot; False never. The graph keeps the step's temporary memory.
         process_group: ranks that hold the same plain parameters, as under DistributedDataParallel: each then
             orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
-        momentum_on_owner: keep the momentum of such a parameter on the rank that orthogonalizes it alone; call
-            `gather_state` on every rank before `state_dict`.
         **options: see `MuonOptions`; `algorithm`, a name of `ALGORITHMS`, is the update rule of groups that name none.
 
     Examples:
@@ -111,7 +108,6 @@ class MuonSW(ScaledDecayOptimizer):
         chunk_bytes: int | None = None,
         replay: bool | None = None,
         process_group: ProcessGroup | None = None,
-        momentum_on_owner: bool = False,
         **options: Unpack[MuonOptions],
     ) -> None:
         own = {
@@ -143,7 +139,6 @@ class MuonSW(ScaledDecayOptimizer):
             chunk_bytes=chunk_bytes,
             replay=replay,
             process_group=process_group,
-            momentum_on_owner=momentum_on_owner,
         )
 
 

@@ -42,13 +42,12 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(x))) + torch.einsum("eoi,bi->bo", self.experts, x)
 
 
-def build(mesh=None, owner_group=None, **options):
+def build(mesh=None, process_group=None, **options):
     torch.manual_seed(3)
     model = Net().double()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
-    own = {} if owner_group is None else {"process_group": owner_group, "momentum_on_owner": True}
-    optimizer = MuonSW.for_model(model, lr=0.05, **{"weight_decay": 0.5, **own, **options})
+    optimizer = MuonSW.for_model(model, lr=0.05, **{"weight_decay": 0.5, "process_group": process_group, **options})
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 
 
@@ -79,7 +78,6 @@ def uninterrupted(**options):
 
 def template(parts, flatten):
     model, optimizer, scheduler = parts
-    optimizer.gather_state()
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     return {
         "model": get_model_state_dict(model),
@@ -90,7 +88,7 @@ def template(parts, flatten):
 
 def save(folder, flatten, kind, **options):
     mesh = mesh_of(dist.get_world_size()) if kind == "shards" else None
-    parts = build(mesh, dist.group.WORLD if kind == "owners" else None, **options)
+    parts = build(mesh, dist.group.WORLD if kind == "copies" else None, **options)
     train(parts, 0, BEFORE)
     momentum = next((s["momentum_buffer"] for s in parts[1].state.values() if "momentum_buffer" in s), None)
     dcp.save(template(parts, flatten), checkpoint_id=folder)
@@ -102,7 +100,7 @@ def resume(folder, flatten, kind, ranks, **options):
     mesh, group = mesh_of(ranks), group_of(ranks)
     if group is None:
         return 0.0
-    parts = build(mesh if kind == "shards" else None, group if kind == "owners" else None, **options)
+    parts = build(mesh if kind == "shards" else None, group if kind == "copies" else None, **options)
     found = template(parts, flatten)
     dcp.load(found, checkpoint_id=folder, process_group=group)
     model, optimizer, scheduler = parts
@@ -115,7 +113,7 @@ def resume(folder, flatten, kind, ranks, **options):
 
 
 @pytest.mark.parametrize(("saved", "resumed", "flatten"), [
-    ("shards", "shards", False), ("shards", "shards", True), ("owners", "owners", True), ("owners", "plain", False),
+    ("shards", "shards", False), ("shards", "shards", True), ("copies", "copies", True), ("copies", "plain", False),
 ])  # fmt: skip
 def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, saved, resumed, flatten):
     folder = str(tmp_path / "checkpoint")
@@ -125,8 +123,8 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, saved, re
 
 
 @pytest.mark.parametrize(("rule", "kind", "flatten"), [
-    ("gradient_norm", "shards", True), ("gradient_norm", "owners", False),
-    ("piecewise", "shards", False), ("piecewise", "owners", True),
+    ("gradient_norm", "shards", True), ("gradient_norm", "copies", False),
+    ("piecewise", "shards", False), ("piecewise", "copies", True),
 ])  # fmt: skip
 def test_what_rules_know_of_the_run_is_of_one_kind_before_and_after_the_first_step(pool, tmp_path, rule, kind, flatten):
     """A distributed checkpoint is read into what a fresh optimizer holds, tensor for tensor and number for number."""
@@ -135,7 +133,7 @@ def test_what_rules_know_of_the_run_is_of_one_kind_before_and_after_the_first_st
     assert max(pool.run(resume, folder, flatten, kind, 4, **options)) < CLOSE
 
 
-@pytest.mark.parametrize(("kind", "flatten"), [("shards", False), ("owners", True)])
+@pytest.mark.parametrize(("kind", "flatten"), [("shards", False), ("copies", True)])
 def test_norms_that_weights_are_to_keep_are_saved_and_cut_anew(pool, tmp_path, kind, flatten):
     folder = str(tmp_path / "checkpoint")
     options = {"norm": "hyperball", "patterns": {"up.weight": {"split_sizes": (3, 4)}}}

@@ -1,7 +1,6 @@
 """The planner's cost model, held to what ranks really hold and send."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -52,13 +51,13 @@ def local_bytes(tensor):
     return getattr(tensor, "_local_tensor", tensor).nbytes
 
 
-def measured(config, layout, on_owner=False):
+def measured(config, layout):
     """Bytes that a rank holds after a step and received in the second one, by the planner's names."""
     model = Decoder(config, seed=0)
     group = shard_model(model, layout)
     if group is None:
         return None
-    own = {"process_group": group, "momentum_on_owner": on_owner} if layout.strategy == "ddp" else {}
+    own = {"process_group": group} if layout.strategy == "ddp" else {}
     optimizer = MuonSW.for_model(model, lr=0.05, ns_dtype=torch.bfloat16, **own)
     give = give_plain if layout.strategy == "ddp" else give_sharded
     take_step(optimizer, 0, give)
@@ -114,11 +113,3 @@ def test_where_experts_do_not_divide_the_rank_with_most_of_them_counts(pool):
     found = pool.run(measured, uneven, layout)
     planned = plan_update(uneven, layout)
     assert max(one["muon_state"] for one in found) == planned.memory.muon_state > 1.2 * mean_of(found, "muon_state")
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_momenta_on_their_owners_take_their_share(pool, ranks):
-    layout = Setup(ranks, "ddp")
-    found = [answer for answer in pool.run(measured, MODEL, layout, on_owner=True) if answer]
-    planned = plan_update(MODEL, replace(layout, momentum_on_owner=True))
-    assert mean_of(found, "muon_state") == pytest.approx(planned.memory.muon_state, rel=1e-9)

@@ -1,7 +1,6 @@
 """Parameters that every rank holds: matrices are divided over ranks, and every rank ends with the same weights."""
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -12,22 +11,18 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from muonsw import NORM_RULES, MuonSW
-from muonsw.distributed.shards import is_dtensor, whole
 from tests.distributed.problems import (
     GROUPS,
     PEAK,
     STEPS,
     build,
     give_plain,
-    give_sharded,
     gradient,
     group_of,
     groups_of,
     mesh_of,
     parameters,
     plain,
-    shard0,
-    sharded_over,
     take_step,
     trained_alone,
     worst,
@@ -40,58 +35,42 @@ def divided(ranks, steps=STEPS, absent=(), chosen=tuple(GROUPS), **options):
     group = group_of(ranks)
     if group is None:
         return 0.0
-    own = {key: options.pop(key) for key in ("momentum_on_owner",) if key in options}
     options = {"lr": PEAK, "weight_decay": 0.5, **options}
-    together = build(chosen, plain, torch.float64, options, process_group=group, **own)
+    together = build(chosen, plain, torch.float64, options, process_group=group)
     for step in range(steps):
         take_step(together, step, give_plain, absent)
     return worst(together, trained_alone(chosen, steps, absent, torch.float64, options))
 
 
-@pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_divided_work_gives_the_steps_of_one_process(pool, ranks, owner):
-    assert max(pool.run(divided, ranks, momentum_on_owner=owner)) < CLOSE
+def test_divided_work_gives_the_steps_of_one_process(pool, ranks):
+    assert max(pool.run(divided, ranks)) < CLOSE
 
 
 @pytest.mark.parametrize("options", [{"cautious": True}, {"nesterov": False}, {"chunk_bytes": 256}], ids=str)
-@pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
-def test_options_mean_the_same_where_work_is_divided(pool, options, owner):
-    assert max(pool.run(divided, 3, steps=2, momentum_on_owner=owner, absent=(2, 8), **options)) < CLOSE
+def test_options_mean_the_same_where_work_is_divided(pool, options):
+    assert max(pool.run(divided, 3, steps=2, absent=(2, 8), **options)) < CLOSE
 
 
-def every_norm(owner):
+def every_norm():
     rules = [{"norm": norm} for norm in NORM_RULES]
-    return [
-        divided(3, steps=2, momentum_on_owner=owner, **rule)
-        for rule in (*rules, {"norm": "target", "target_norm": 0.1})
-    ]
+    return [divided(3, steps=2, **rule) for rule in (*rules, {"norm": "target", "target_norm": 0.1})]
 
 
-@pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
-def test_norm_rules_act_on_copies(pool, owner):
-    assert all(max(answers) < CLOSE for answers in pool.run(every_norm, owner))
+def test_norm_rules_act_on_copies(pool):
+    assert all(max(answers) < CLOSE for answers in pool.run(every_norm))
 
 
-def owned_state():
-    world = dist.group.WORLD
-    optimizer = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5, process_group=world, momentum_on_owner=True)
+def resumed_elsewhere():
+    """A state of four ranks goes on alone and on two ranks; the largest difference to the four."""
+    options = {"lr": PEAK, "weight_decay": 0.5}
+    optimizer = MuonSW(groups_of(GROUPS, plain), process_group=dist.group.WORLD, **options)
     for step in range(2):
         take_step(optimizer, step, give_plain)
-    kept = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.state_dict()
-    warned = str(caught[0].message)
-    optimizer.gather_state()
-    saved = copy.deepcopy(optimizer.state_dict())
-    alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
-    half = group_of(2)
-    resumed = [alone]
+    saved, half = copy.deepcopy(optimizer.state_dict()), group_of(2)
+    resumed = [MuonSW(groups_of(GROUPS, plain), **options)]
     if half is not None:
-        resumed.append(
-            MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5, process_group=half, momentum_on_owner=True)
-        )
+        resumed.append(MuonSW(groups_of(GROUPS, plain), process_group=half, **options))
     for other in resumed:
         other.load_state_dict(copy.deepcopy(saved))
         for mine, theirs in zip(parameters(other), parameters(optimizer), strict=True):
@@ -99,57 +78,11 @@ def owned_state():
     for step in range(2, 4):
         for one in (optimizer, *resumed):
             take_step(one, step, give_plain)
-    return kept, warned, max(worst(one, optimizer) for one in resumed)
+    return max(worst(one, optimizer) for one in resumed)
 
 
-def test_momentum_is_on_its_owner_alone_and_comes_back_for_a_checkpoint(pool):
-    answers = pool.run(owned_state)
-    muon = sum(
-        torch.Size(s).numel() for shapes, options in GROUPS.values() if "algorithm" not in options for s in shapes
-    )
-    sgd = 9  # whose momentum is not Muon's and is kept everywhere
-    assert sum(kept for kept, _, _ in answers) == muon + 4 * sgd
-    assert max(kept for kept, _, _ in answers) < muon / 2
-    for _, warned, difference in answers:
-        assert "not whole: " in warned
-        assert "call optimizer.gather_state() on every rank first" in warned
-        assert difference < CLOSE
-
-
-def gathered_of_a_weight_of_zeros():
-    """What a fresh optimizer holds after `gather_state` was refused, and once there is a weight to gather."""
-    params, world = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.zeros(4, 3))], dist.group.WORLD
-    optimizer = MuonSW(params, lr=PEAK, norm="hyperball", process_group=world, momentum_on_owner=True)
-    with pytest.raises(ValueError, match="a weight of norm zero"):
-        optimizer.gather_state()
-    refused = len(optimizer.state)
-    params[1].data.fill_(1.0)
-    optimizer.gather_state()
-    return refused, [sorted(optimizer.state[param]) for param in params]
-
-
-def test_a_gather_that_is_refused_begins_no_state(pool):
-    assert pool.run(gathered_of_a_weight_of_zeros) == [(0, [["momentum_buffer", "radius"]] * 2)] * 4
-
-
-def radii_of_a_fresh_optimizer(norm):
-    """Whether `gather_state` begins with the radii of the first step, of shards beside copies."""
-    found = []
-    for begin in (MuonSW.gather_state, lambda optimizer: take_step(optimizer, 0, give)):
-        groups = [*groups_of(("matrices",), sharded_over(mesh_of(4), shard0)), *groups_of(("heads",), plain)]
-        optimizer = MuonSW(groups, lr=PEAK, norm=norm, process_group=dist.group.WORLD, momentum_on_owner=True)
-        begin(optimizer)
-        found.append([whole(optimizer.state[param]["radius"]) for param in parameters(optimizer)])
-    return all(map(torch.equal, *found))
-
-
-def give(param, grad):
-    return give_sharded(param, grad) if is_dtensor(param) else grad
-
-
-@pytest.mark.parametrize("norm", ["target", "hyperball"])
-def test_a_fresh_optimizer_gathers_the_radii_of_sharded_weights(pool, norm):
-    assert pool.run(radii_of_a_fresh_optimizer, norm) == [True] * 4
+def test_a_state_of_divided_work_goes_on_alone_and_on_fewer_ranks(pool):
+    assert max(pool.run(resumed_elsewhere)) < CLOSE
 
 
 class Model(nn.Module):
@@ -183,7 +116,7 @@ def loss_of(model, tokens, use):
     return nn.functional.cross_entropy(model(tokens, use).flatten(0, 1), tokens.flatten())
 
 
-def ddp(owner):
+def ddp():
     """Two micro-batches a step, clipping, a schedule; each rank sees one sequence of each batch."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
@@ -192,7 +125,7 @@ def ddp(owner):
     options = {"lr": PEAK, "weight_decay": 0.5}
     optimizers = [
         MuonSW.for_model(alone, **options),
-        MuonSW.for_model(wrapped, process_group=dist.group.WORLD, momentum_on_owner=owner, **options),
+        MuonSW.for_model(wrapped, process_group=dist.group.WORLD, **options),
     ]
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS) for o in optimizers]
     for step in range(STEPS):
@@ -219,9 +152,8 @@ def ddp(owner):
     return worst(optimizers[1], optimizers[0]), same, summary.matrices == optimizers[0].summary().matrices
 
 
-@pytest.mark.parametrize("owner", [False, True], ids=["everywhere", "on owner"])
-def test_ddp_trains_as_one_process_does(pool, owner):
-    for difference, same, counted in pool.run(ddp, owner):
+def test_ddp_trains_as_one_process_does(pool):
+    for difference, same, counted in pool.run(ddp):
         assert difference < CLOSE
         assert same
         assert counted
@@ -229,8 +161,7 @@ def test_ddp_trains_as_one_process_does(pool, owner):
 
 def rounded_copies():
     """bfloat16 weights under the noise of stochastic rounding, whose seed counts steps on every rank."""
-    options = {"process_group": dist.group.WORLD, "momentum_on_owner": True}
-    optimizer = MuonSW(groups_of(["matrices"], plain, torch.bfloat16), lr=PEAK, **options)
+    optimizer = MuonSW(groups_of(["matrices"], plain, torch.bfloat16), lr=PEAK, process_group=dist.group.WORLD)
     for step in range(3):
         take_step(optimizer, step, give_plain)
     return [p.detach() for p in parameters(optimizer)]
@@ -288,8 +219,3 @@ def test_a_rank_that_is_not_in_its_process_group_is_told_so(pool):
     answers = pool.attempt(a_group_of_others)
     assert [ok for ok, _ in answers] == [True, True, False, False]
     assert "rank 3 is not in process_group" in answers[3][1]
-
-
-def test_momenta_need_ranks_to_be_divided_among():
-    with pytest.raises(ValueError, match="needs process_group="):
-        MuonSW([nn.Parameter(torch.ones(2, 2))], lr=PEAK, momentum_on_owner=True)

@@ -23,13 +23,11 @@ BEFORE, AFTER = 3, 3
 CASES = [((2, 2), {}), *(((4,), own) for own in ({"decay_at": "y"}, {"norm": "target"}, {"normalize": "normuon"}))]
 
 
-def build(mesh=None, decay_at="z", owners=None, **options):
+def build(mesh=None, decay_at="z", **options):
     torch.manual_seed(3)
     model = Net().double()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
-    if owners is not None:
-        options |= {"process_group": owners, "momentum_on_owner": True}
     inner = MuonSW.for_model(model, lr=0.05, weight_decay=0.5, decay="constant", **options)
     return model, ScheduleFree(inner, warmup_steps=2, decay_at=decay_at, model=model)
 
@@ -70,7 +68,6 @@ def test_shards_are_averaged_as_one_process_does(pool, ranks, options):
 
 def template(parts, flatten):
     layout = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    parts[1].gather_state()
     return {
         "model": get_model_state_dict(parts[0]),
         "optimizer": get_optimizer_state_dict(*parts, options=layout),
@@ -79,7 +76,7 @@ def template(parts, flatten):
 
 def save(folder, flatten, kind):
     everyone = dist.get_world_size()
-    parts = build(mesh_of(everyone)) if kind == "shards" else build(owners=group_of(everyone))
+    parts = build(mesh_of(everyone)) if kind == "shards" else build(process_group=group_of(everyone))
     train(parts, 0, BEFORE)
     dcp.save(template(parts, flatten), checkpoint_id=folder)
 
@@ -88,7 +85,7 @@ def resume(folder, flatten, kind, ranks):
     mesh, group = mesh_of(ranks), group_of(ranks)
     if mesh is None:
         return 0.0
-    parts = build(mesh) if kind == "shards" else build(owners=group)
+    parts = build(mesh) if kind == "shards" else build(process_group=group)
     found = template(parts, flatten)
     dcp.load(found, checkpoint_id=folder, process_group=group)
     set_model_state_dict(parts[0], found["model"])
@@ -98,7 +95,7 @@ def resume(folder, flatten, kind, ranks):
     return distance(parts[0], uninterrupted())
 
 
-@pytest.mark.parametrize("kind", ["shards", "owners"])
+@pytest.mark.parametrize("kind", ["shards", "copies"])
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
 def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, flatten, kind):
     folder = str(tmp_path / "checkpoint")
@@ -107,17 +104,16 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, flatten, 
         assert max(pool.run(resume, folder, flatten, kind, ranks)) < CLOSE
 
 
-def from_owners_to_shards():
-    """A whole state of owners, which torch distributes over shards in the order that each rank's state has."""
+def from_copies_to_shards():
+    """A whole state of copies, which torch distributes over shards in the order that each rank's state has."""
     kept = StateDictOptions(full_state_dict=True)
-    before, after = build(owners=dist.group.WORLD), build(mesh_of(dist.get_world_size()))
+    before, after = build(process_group=dist.group.WORLD), build(mesh_of(dist.get_world_size()))
     train(before, 0, BEFORE)
-    before[1].gather_state()
     set_model_state_dict(after[0], get_model_state_dict(before[0], options=kept), options=kept)
     set_optimizer_state_dict(*after, get_optimizer_state_dict(*before, options=kept), options=kept)
     train(after, BEFORE, AFTER)
     return distance(after[0], uninterrupted())
 
 
-def test_a_whole_state_of_owners_goes_on_over_shards(pool):
-    assert max(pool.run(from_owners_to_shards)) < CLOSE
+def test_a_whole_state_of_copies_goes_on_over_shards(pool):
+    assert max(pool.run(from_copies_to_shards)) < CLOSE

@@ -1,7 +1,6 @@
 """Parameters that are sharded over ranks take the steps that they would take on one."""
 
 import contextlib
-import warnings
 from unittest import mock
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, AdamWSW, MuonSW, clip_optimizer_grads_, rates
@@ -350,60 +349,48 @@ def test_a_group_may_mix_plain_sharded_and_replicated_parameters(pool):
         assert (matrices, moved) == (4, {"muon": 120})
 
 
-def interleaved(options=None):
-    """Shards that are no boxes: rows 0 and 2 here, 1 and 3 there."""
-    mesh = mesh_of(2, 2)
-    value = torch.randn(8, 5, dtype=torch.float64)
-    placements = [Shard(0), _StridedShard(0, split_factor=2)]
-
-    def shard(whole):
-        mine = whole.chunk(2)[mesh.get_coordinate()[0]][mesh.get_coordinate()[1] :: 2]
-        return DTensor.from_local(mine.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=(5, 1))
-
-    options = {"lr": PEAK, "weight_decay": 0.5, "split_sizes": (3, 5), **(options or {})}
-    alone = MuonSW([nn.Parameter(value.clone())], **options)
-    together = MuonSW([("odd", nn.Parameter(shard(value)))], **options)
-    said = []
-    for step in range(2):
-        take_step(alone, step, give_plain)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            take_step(together, step, lambda _, g: shard(g))
-        said += [str(w.message) for w in caught]
-    mine = shard(parameters(alone)[0].detach()).to_local()
-    return (parameters(together)[0].to_local() - mine).abs().max().item(), said
+def odd(kind):
+    """A parameter of ones whose shards are no boxes (rows 0 and 2 here, 1 and 3 there), or are terms of a sum."""
+    placements = {
+        "interleaved": [Shard(0), _StridedShard(0, split_factor=2)],
+        "other stride": [_StridedShard(0, split_factor=3), Shard(0)],
+        "partial": [Shard(0), Partial()],
+    }[kind]
+    mine = torch.ones(4 if kind == "partial" else 2, 5, dtype=torch.float64)
+    shape = torch.Size((8, 5))
+    return DTensor.from_local(mine, mesh_of(2, 2), placements, run_check=False, shape=shape, stride=(5, 1))
 
 
-def interleaved_difference(options):
-    return interleaved(options)[0]
-
-
-@pytest.mark.skipif(
-    torch.__version__ < (2, 12), reason="older versions of torch cannot gather such a tensor themselves"
-)
-def test_other_placements_take_the_slow_way_and_say_so_once(pool):
-    for difference, said in pool.run(interleaved):
-        assert difference < CLOSE
-        assert len(said) == 1
-        assert "odd lie over ranks in a way that has no fast exchange" in said[0]
-
-
-def interleaved_with_a_norm_rule():
-    mesh = mesh_of(2, 2)
-    placements = [Shard(0), _StridedShard(0, split_factor=3)]
-    mine = torch.ones(2, 5, dtype=torch.float64)
-    odd = DTensor.from_local(mine, mesh, placements, run_check=False, shape=torch.Size((8, 5)), stride=(5, 1))
-    optimizer = MuonSW([("odd", nn.Parameter(odd))], lr=PEAK, norm="hyperball")
-    parameters(optimizer)[0].grad = odd.clone()
+def step_of_odd_shards(kind, options):
+    param = nn.Parameter(odd(kind))
+    optimizer = MuonSW([{"params": [("odd", param)], **options}], lr=PEAK, weight_decay=0.5)
+    optimizer.routing()
+    before = param.to_local().clone()
+    param.grad = odd(kind)
     try:
         optimizer.step()
     except ValueError as error:
-        return "needs contiguous shards, but odd has placements" in str(error)
-    return "taken"
+        return str(error), torch.equal(param.to_local(), before) and not optimizer.state
+    return "taken", not torch.equal(param.to_local(), before)
 
 
-def test_a_norm_rule_refuses_shards_that_are_no_boxes(pool):
-    assert pool.run(interleaved_with_a_norm_rule) == [True] * 4
+@pytest.mark.parametrize("kind", ["interleaved", "other stride", "partial"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalize": "normuon"}, {"algorithm": "soap"}, {"algorithm": "adamw", "norm": "hyperball"}],
+    ids=str,
+)
+def test_placements_without_an_exchange_are_refused_before_anything_changes(pool, kind, options):
+    for error, unchanged in pool.run(step_of_odd_shards, kind, options):
+        assert error.startswith("odd has placements (")
+        assert "Partial" in error or "_StridedShard" in error
+        assert "FSDP2, HSDP, tensor or expert parallelism" in error
+        assert unchanged
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd", "lion"])
+def test_elementwise_rules_take_any_placement(pool, algorithm):
+    assert pool.run(step_of_odd_shards, "interleaved", {"algorithm": algorithm}) == [("taken", True)] * 4
 
 
 def low_precision(norm):

@@ -28,9 +28,8 @@ def built(kind, **options):
     options = {"lr": PEAK, "weight_decay": 0.5, **options}
     if kind == "alone":
         return MuonSW(groups_of(GROUPS, plain), **options), give_plain
-    if kind in ("copies", "owners"):
-        own = {"process_group": dist.group.WORLD, "momentum_on_owner": kind == "owners"}
-        return MuonSW(groups_of(GROUPS, plain), **own, **options), give_plain
+    if kind == "copies":
+        return MuonSW(groups_of(GROUPS, plain), process_group=dist.group.WORLD, **options), give_plain
     mesh, placements = {
         "rows": (mesh_of(4), along(0)),
         "columns": (mesh_of(4), along(1)),
@@ -70,13 +69,12 @@ def both(kind, **options):
     return records("alone", **options), records(kind, **options)
 
 
-KINDS = ["rows", "columns", "hybrid", "both", "copies", "owners"]
+KINDS = ["rows", "columns", "hybrid", "both", "copies"]
 
 
 OPTIONS = {"plain": {}, "cautious": {"cautious": True}, "skipped": {"skip": True}, "ball": {"norm": "hyperball"}}
 # Each kind and each option once in the quick tests, all of them together in the slow ones.
-QUICK = {("rows", "plain"), ("both", "cautious"), ("hybrid", "skipped"), ("owners", "cautious"), ("copies", "plain")}
-QUICK |= {("columns", "ball")}
+QUICK = {("rows", "plain"), ("both", "cautious"), ("hybrid", "skipped"), ("copies", "plain"), ("columns", "ball")}
 CASES = [
     pytest.param(kind, options, id=f"{kind}-{name}", marks=() if (kind, name) in QUICK else pytest.mark.slow)
     for kind in KINDS
@@ -131,9 +129,8 @@ def measured_on_one_rank(kind):
     return ""
 
 
-@pytest.mark.parametrize("kind", ["rows", "owners"])
-def test_telemetry_on_one_rank_alone_is_an_error_and_no_hang(pool, kind):
-    for message in pool.run(measured_on_one_rank, kind, timeout=20):
+def test_telemetry_on_one_rank_alone_is_an_error_and_no_hang(pool):
+    for message in pool.run(measured_on_one_rank, "rows", timeout=20):
         assert "telemetry would measure this step on some ranks only" in message
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from muonsw import MuonSW
 from muonsw.replay import obstacle
 from muonsw.step import collect
-from tests.common.problems import assert_same, clones, matrices, run, set_gradients
+from tests.common.problems import matrices, run, set_gradients
 from tests.family.algorithms import OPTIONS
 
 every_algorithm = pytest.mark.parametrize("name", OPTIONS)
@@ -61,20 +61,6 @@ def test_parameters_that_were_flattened_are_shown_and_refused(name):
     set_gradients(params, 0)
     with pytest.raises(ValueError, match="something has flattened the parameters"):
         optimizer.step()
-
-
-def test_options_that_decide_the_shape_of_state_cannot_change_in_mid_run():
-    params = matrices((4, 6), (6, 6))
-    optimizer = build("shampoo", params)
-    run(optimizer, params, 2)
-    weights = clones(params)
-    optimizer.param_groups[0]["block_size"] = 8
-    with pytest.raises(ValueError, match=r"factors_left of parameter 0 .* has shape \(8, 5\), .* ask for \(4, 5\)"):
-        run(optimizer, params, 1, start=2)
-    assert_same(params, weights)
-    for param in params:
-        optimizer.state[param].clear()
-    run(optimizer, params, 3, start=2)
 
 
 def test_a_side_that_is_too_long_has_no_factor_and_two_are_refused():

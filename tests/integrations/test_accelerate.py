@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
 
-from muonsw import MuonSW, Telemetry, clip_optimizer_grads_, drive_weight_decay
+from muonsw import MuonSW, Telemetry, clip_optimizer_grads_, scale_weight_decay
 from muonsw.integrations.shared import routing_counts
 from tests.integrations.models import MODELS, Tokens
 
@@ -130,7 +130,7 @@ def test_driving_takes_the_wrapper(accelerator):
     model = MODELS["llama"]()
     plain = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     model, optimizer = accelerator.prepare(model, plain)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     optimizer.param_groups[0]["lr"] = 0.05
     accelerator.backward(model(**{key: value[None] for key, value in Tokens()[0].items()}).loss)
     optimizer.step()

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("megatron.core")
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from muonsw import MuonSW, drive_weight_decay
+from muonsw import MuonSW, scale_weight_decay
 
 LR, LAMBDA, STEPS = 0.02, 0.1, 8
 
@@ -64,7 +64,7 @@ def test_driving_follows_the_rule_although_its_scheduler_writes_decay_at_every_s
     weight = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = theirs([megatrons_group(weight)], lr=LR, weight_decay=LAMBDA)
     scheduler = scheduler_of(optimizer)
-    drive_weight_decay(optimizer, "scaled")
+    scale_weight_decay(optimizer, "scaled")
     for _ in range(STEPS):
         weight.grad = torch.zeros_like(weight)
         before, lr = weight.detach().clone(), optimizer.param_groups[0]["lr"]

@@ -10,7 +10,7 @@ import timm
 from timm.optim import create_optimizer_v2, list_optimizers, param_groups_layer_decay
 from timm.scheduler import create_scheduler_v2
 
-from muonsw import SGDSW, AdamWSW, MuonSW, drive_weight_decay
+from muonsw import SGDSW, AdamWSW, MuonSW, scale_weight_decay
 from muonsw.integrations.timm import layer_decay, register
 
 LR, STEPS = 0.01, 8
@@ -135,12 +135,12 @@ def test_its_optimizers_are_driven_refused_or_warned_of(name):
     optimizer = timm.optim.create_optimizer_v2(vit(), name, lr=LR, weight_decay=0.1)
     if COUPLED[name] == "refused":
         with pytest.raises(ValueError, match="adds its decay to the gradient"):
-            drive_weight_decay(optimizer)
+            scale_weight_decay(optimizer)
     elif COUPLED[name] == "warned":
         with pytest.warns(UserWarning, match="does not shrink weights"):
-            drive_weight_decay(optimizer)
+            scale_weight_decay(optimizer)
     else:
-        drive_weight_decay(optimizer)
+        scale_weight_decay(optimizer)
 
 
 def test_what_timm_does_not_decay_is_not_decayed():

@@ -123,14 +123,14 @@ def zero(_):
 
 def own_muon(_):
     """DeepSpeed's own Muon, driven, against the same with its decay set by hand: lambda lr / peak before each step."""
-    from muonsw import drive_weight_decay
+    from muonsw import scale_weight_decay
 
     settings = {"lr": LR, "weight_decay": LAMBDA, "momentum": 0.95, "torch_adam": True}
     equals, decays = [], []
     for stage in (0, 1, 2):
         config = {"optimizer": {"type": "Muon", "params": copy.deepcopy(settings)}}
         driven = engine(stage, **copy.deepcopy(config))
-        drive_weight_decay(driven.optimizer, "scaled", peak_lr=LR)
+        scale_weight_decay(driven.optimizer, "scaled", peak_lr=LR)
         found = train(driven, 0, STEPS)
         decays.append([group["weight_decay"] for group in driven.basic_optimizer.param_groups])
 

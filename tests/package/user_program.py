@@ -16,9 +16,9 @@ from muonsw import (
     Telemetry,
     clip_optimizer_grads_,
     convert_weight_decay,
-    drive_weight_decay,
+    scale_weight_decay,
 )
-from muonsw.interop.drive import DecayDriver
+from muonsw.addons.scale_weight_decay import ScaledWeightDecay
 from muonsw.lab.diagnose.live import Findings
 from muonsw.lab.recipes import Recipe, recipe
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
@@ -81,8 +81,8 @@ def around_it() -> None:
     assert_type(convert_weight_decay(0.1, "independent", "scaled", 0.02), float)
     assert_type(peak_lr_for_horizon(20_000, base_lr=0.02), float)
     other = torch.optim.AdamW(small_model().parameters(), lr=0.1)
-    driver = drive_weight_decay(other, "scaled")
-    assert_type(driver, DecayDriver)
+    driver = scale_weight_decay(other, "scaled")
+    assert_type(driver, ScaledWeightDecay)
     driver.remove()
     assert_type(muonsw.__version__, str)
     assert_type(Findings().history, list[tuple[int, str]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import ALGORITHMS, DECAY_RULES, MuonSW, Telemetry, drive_weight_decay
+from muonsw import ALGORITHMS, DECAY_RULES, MuonSW, Telemetry, scale_weight_decay
 from muonsw.lab.theory.steady_state import next_norm
 from tests.common.problems import RULE_OPTIONS, matrices, mean_square, phi_of, set_gradients
 from tests.telemetry.float64_telemetry import Step, assert_values, defects, directions
@@ -132,7 +132,7 @@ def test_a_driven_optimizer_shows_the_rules_decay_and_its_peak():
     params = matrices((12, 8))
     optimizer = torch.optim.AdamW(params, lr=0.05, weight_decay=0.3)
     telemetry = Telemetry(optimizer, every=1)
-    drive_weight_decay(optimizer, "scaled")
+    scale_weight_decay(optimizer, "scaled")
     for lr in (0.05, 0.02):
         optimizer.param_groups[0]["lr"] = lr
         set_gradients(params, 0)

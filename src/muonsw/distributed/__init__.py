@@ -7,6 +7,5 @@ shards. Which exchange a parameter takes follows from how it lies over the ranks
 
 from muonsw.distributed.exchange import exchanged_updates as exchanged_updates
 from muonsw.distributed.ranks import Ranks as Ranks
-from muonsw.distributed.redistribute import redistributed_updates as redistributed_updates
 
-__all__ = ["Ranks", "exchanged_updates", "redistributed_updates"]
+__all__ = ["Ranks", "exchanged_updates"]

@@ -125,34 +125,22 @@ class Agreement:
         missing = [int(member.param.grad is None) for member in watched]
         header = [1, digest, -digest, int(measured), -int(measured), int(is_new)]
         values = [*header, *missing, *(-lack for lack in missing)]
-        tensors = _tensors(groups)
-        values = self._reduced(ok, values, [value for _, value in tensors], local(watched[0].param).device)
+        values = self._reduced(ok, values, local(watched[0].param).device)
         self._check(values, chosen, groups)
-        self._compare_tensors(tensors, values[len(header) + 2 * len(missing) :])
         if values[5]:
             self._compare_copies(watched)
         return StepAgreement(bool(values[0]), _absent(watched, missing, values[len(header) :]))
 
-    def _reduced(
-        self, ok: Tensor | bool, values: list[int], tensors: Sequence[Tensor], device: torch.device
-    ) -> list[int]:
-        """The smallest of all ranks for each value; the first is whether the step may be taken.
-
-        Tensors follow as their bits, and again inverted, so that both the smallest and the largest are found.
-        """
+    def _reduced(self, ok: Tensor | bool, values: list[int], device: torch.device) -> list[int]:
+        """The smallest of all ranks for each value; the first is whether the step may be taken."""
         values[0] = 1 if isinstance(ok, Tensor) else int(ok)
-        used = len(values) + 2 * len(tensors)
-        message = torch.zeros(math.ceil(used / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
+        message = torch.zeros(math.ceil(len(values) / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
         message[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
         if isinstance(ok, Tensor):
             message[0] = copied_to(ok, device)
-        if tensors:
-            numbers = [copied_to(tensor.detach(), device, torch.float64).reshape(()) for tensor in tensors]
-            bits = torch.stack(numbers).view(torch.int64)
-            message[len(values) : used] = torch.cat([bits, ~bits])
         for group in self._groups:
             dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
-        return message[:used].tolist()
+        return message[: len(values)].tolist()
 
     def _check(self, values: Sequence[int], chosen: Sequence[Group], groups: Sequence[Group]) -> None:
         """Where the smallest value and the smallest negative value are not opposite, ranks differ."""
@@ -164,11 +152,6 @@ class Agreement:
                 "telemetry would measure this step on some ranks only; attach it on every rank, with the same `every` "
                 "and `start_step`, and give the sink to one of them"
             )
-
-    def _compare_tensors(self, tensors: Sequence[tuple[str, Tensor]], bits: Sequence[int]) -> None:
-        for place, (name, value) in enumerate(tensors):
-            if bits[place] != ~bits[place + len(tensors)]:
-                self._refuse([f"{name}={float(value)!r}" for name, value in tensors])
 
     def _look(self, members: Sequence[Member], watched: Sequence[Member]) -> bool:
         """Notice whether parameters have changed since the last step."""
@@ -260,27 +243,17 @@ def _settings(group: Group) -> Sequence[str]:
 
 
 def asked_by(group: Group) -> Group:
-    """What a group asks for, as plain data; of what is held in a tensor, only that it is."""
+    """What a group asks for, as plain data."""
     chosen: Group = {}
     for key in (*_settings(group), *ALGORITHMS[group["algorithm"]].defaults):
         value: Any = group.get(key)
-        if isinstance(value, Tensor):
-            value = "a tensor"
-        elif key in _RATES:
-            with suppress(TypeError, ValueError):  # `check` refuses what is no number, once the others can be told
+        if key in _RATES:
+            with suppress(
+                TypeError, ValueError, RuntimeError
+            ):  # `check` refuses what is no number, once the others can be told
                 value = float(value)
         chosen[key] = value
     return chosen
-
-
-def _tensors(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
-    """Settings that are held in tensors, each with its name and its group."""
-    return [
-        (f"{label_of(group, number)}: {key}", value)
-        for number, group in enumerate(groups)
-        for key in _settings(group)
-        if isinstance(value := group.get(key), Tensor)
-    ]
 
 
 def _described(chosen: Sequence[Group], groups: Sequence[Group]) -> list[str]:

@@ -137,17 +137,14 @@ def _scatter(one: Round, results: list[Tensor], kept: list[Tensor]) -> Transfers
     if one.beside is None:
         return Transfers(returning)
     send = _packed(exchange.cut(one, kept, _beside(one, returning=True)), one.wire.beside, one)
-    return Transfers(
-        returning, Transfer(send, []) if one.wire.owner_keeps else exchange.scatter(one, send, one.beside[1])
-    )
+    return Transfers(returning, exchange.scatter(one, send, one.beside[1]))
 
 
 def _returned(batches: Sequence[ExchangeBatch], one: Round, returning: Transfers) -> Iterator[tuple[int, Update]]:
     """Keep the state that has come back, and hand on the directions."""
     if returning.beside is not None:
         arrived = returning.beside.wait()
-        units = one.owned[one.wire.me] if one.wire.owner_keeps else one.units
-        mine = _held_beside(batches, units, returning=True)
+        mine = _held_beside(batches, one.units, returning=True)
         pieces = arrived.split_with_sizes([tensor.numel() for tensor in mine]) if mine else []
         for tensor, piece in zip(mine, pieces, strict=True):
             tensor.copy_(piece.view(tensor.shape))
@@ -214,7 +211,7 @@ class Copies:
     """Every rank holds the same matrices: nothing is sent there, and the owners' results go to all."""
 
     def gather(self, batches: Sequence[ExchangeBatch], one: Round) -> Transfer:
-        """Advance the momenta that are kept here, and lay the owned ones side by side."""
+        """Advance all momenta, and lay the owned ones side by side."""
         me = one.wire.me
         buffer = torch.empty(one.sizes.held[me], dtype=one.wire.there, device=one.wire.device)
         _advance(batches, one.owned[me], buffer, me)
@@ -290,15 +287,12 @@ def _updates(batches: Sequence[ExchangeBatch], one: Round, arrived: Tensor) -> I
 
 
 def _advance(batches: Sequence[ExchangeBatch], units: Iterable[Unit], buffer: Tensor | None, me: int) -> None:
-    """Advance the momenta of units, and write what they look ahead to into a buffer, one after another.
-
-    A momentum that is not kept here is left to its owner.
-    """
+    """Advance the momenta of units, and write what they look ahead to into a buffer, one after another."""
     chosen: dict[int, tuple[list[Part], list[Tensor]]] = {}
     start = 0
     for unit in units:
-        batch, size, part = batches[unit.shape.batch], unit.held(me), _part(batches, unit)
-        if size and all(key in part.item.state for key in batch.keys):
+        size, part = unit.held(me), _part(batches, unit)
+        if size:
             parts, targets = chosen.setdefault(unit.shape.batch, ([], []))
             parts.append(part)
             if buffer is not None:

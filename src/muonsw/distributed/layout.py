@@ -24,8 +24,6 @@ HERE = "here"
 SHARDS = "shards"
 # Every rank holds the same matrices: each orthogonalizes its share, and all get the results.
 COPIES = "copies"
-# Anything else: every rank gets every matrix, which is slow and right.
-OTHER = "other"
 
 
 class Layout(NamedTuple):
@@ -71,7 +69,9 @@ class Layouts:
         return self._on_mesh(shape, like.device_mesh, placements, first_matrix_axis)
 
     def sharding_groups(self, param: Tensor) -> tuple[ProcessGroup, ...]:
-        """The process groups over which, one after another, the parts of a parameter add up."""
+        """The process groups over which, one after another, the shards of a parameter add up; none for a whole one."""
+        if not is_dtensor(param):
+            return ()
         like = as_dtensor(param)
         mesh = like.device_mesh
         dims = [dim for dim, one in enumerate(like.placements) if not one.is_replicate() and mesh.shape[dim] > 1]
@@ -86,8 +86,7 @@ class Layouts:
 
     def _on_mesh(self, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any], first: int) -> Layout:
         order = cutting_order(placements, mesh.shape)
-        if order is None:
-            return Layout(OTHER, shape)
+        assert order is not None, "the step refuses other placements"
         if not order:
             grid = _grid(mesh, range(mesh.ndim))
             return self._copies(shape, grid.groups[grid.shape.index(max(grid.shape))])  # along the longest axis

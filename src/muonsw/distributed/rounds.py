@@ -6,7 +6,7 @@ A plan follows from global shapes, placements and settings, which are the same o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -30,12 +30,11 @@ GRADIENT = "grad"
 
 
 class ExchangeBatch(NamedTuple):
-    """Parameters of one batch whose matrices are sharded or divided over ranks, and the keys of their state."""
+    """Parameters of one batch whose matrices are sharded or divided over ranks."""
 
     group: Group
     rule: MatrixRule
     view: MatrixView
-    keys: tuple[str, ...]
     items: list[Item]
     layouts: list[Layout]
 
@@ -100,10 +99,7 @@ class Unit(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """What units must share to travel together: ranks, kind of exchange, and dtypes at home, there and back.
-
-    `owner_keeps` says that the owner alone has the state.
-    """
+    """What units must share to travel together: ranks, kind of exchange, and dtypes at home, there and back."""
 
     grid: Grid
     kind: str
@@ -111,7 +107,6 @@ class Wire(NamedTuple):
     home: torch.dtype
     there: torch.dtype
     back: torch.dtype
-    owner_keeps: bool = False
 
     @property
     def beside(self) -> torch.dtype:
@@ -166,35 +161,24 @@ class Round(NamedTuple):
         return (unit for units in self.owned for unit in units)
 
 
-Owners = Mapping[tuple[int, int], int]
-
-
 # The layout of a tensor of state of a parameter, by its shape and its first axis that the parameter has not.
 StateLayout = Callable[[Tensor, torch.Size, int], Layout]
 
 
-def make_rounds(
-    batches: Sequence[ExchangeBatch], chunk_bytes: int, state_layout: StateLayout, owners: Owners
-) -> list[Round]:
+def make_rounds(batches: Sequence[ExchangeBatch], chunk_bytes: int, state_layout: StateLayout) -> list[Round]:
     """All units in rounds.
 
     Args:
         batches: what has to be exchanged.
         chunk_bytes: how much of whole matrices one rank may own in a round.
         state_layout: how state with a shape of its own lies over the ranks.
-        owners: the rank that owns a parameter, by batch and place in it, where that is settled already; other units
-            stay with the rank that holds all of them, if there is one, or go to the rank with the least to do, most
-            expensive first.
     """
     wires: dict[Wire, list[Unit]] = {}
     for number, batch in enumerate(batches):
         for place, (item, layout) in enumerate(zip(batch.items, batch.layouts, strict=True)):
-            wire = _wire(batch, item, layout)._replace(owner_keeps=(number, place) in owners)
             units = _units(number, place, batch, layout, chunk_bytes, state_layout)
-            wires.setdefault(wire, []).extend(units)
-    return [
-        one for wire, units in wires.items() for one in _rounds(wire, _with_owners(wire, units, owners), chunk_bytes)
-    ]
+            wires.setdefault(_wire(batch, item, layout), []).extend(units)
+    return [one for wire, units in wires.items() for one in _rounds(wire, _with_owners(wire, units), chunk_bytes)]
 
 
 def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -> list[int]:
@@ -268,9 +252,9 @@ def _mine(cell: MatrixCell, here: Region) -> Iterator[tuple[int, int, int]]:
     return (cut for cut in cell.region.within(here).cuts if cut[0] in cut_axes)
 
 
-def _with_owners(wire: Wire, units: list[Unit], owners: Owners) -> list[Unit]:
-    """Units with their owners: the settled one, else the one rank that holds all of it, else shared by cost."""
-    fixed = [owners.get((unit.shape.batch, unit.place), _holder(unit)) for unit in units]
+def _with_owners(wire: Wire, units: list[Unit]) -> list[Unit]:
+    """Units with their owners: the one rank that holds all of it if there is one, else shared by cost."""
+    fixed = [_holder(unit) for unit in units]
     loads = [sum(u.cost for u, owner in zip(units, fixed, strict=True) if owner == rank) for rank in range(wire.ranks)]
     free = [unit.cost for unit, owner in zip(units, fixed, strict=True) if owner is None]
     shared = iter(share_by_cost(free, wire.ranks, loads))

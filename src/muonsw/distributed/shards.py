@@ -76,10 +76,9 @@ def state_placements(param: Tensor, axis: int) -> tuple[Any, ...]:
     from torch.distributed.tensor import Replicate, Shard
 
     like = as_dtensor(param)
-    places = [one if one.is_replicate() or _axis_of(one) < axis else Shard(axis) for one in like.placements]
-    if cutting_order(places, like.device_mesh.shape) is None:
-        return (Replicate(),) * len(places)
-    return tuple(places)
+    if cutting_order(like.placements, like.device_mesh.shape) is None:  # shown and loaded, but never stepped
+        return (Replicate(),) * len(like.placements)
+    return tuple(one if one.is_replicate() or _axis_of(one) < axis else Shard(axis) for one in like.placements)
 
 
 def _axis_of(placement: Any) -> int:
@@ -145,6 +144,18 @@ def cutting_order(placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[
     return plain + strided
 
 
+def refuse_interleaved(name: str, param: Tensor) -> None:
+    """Refuse a DTensor whose shards are not boxes of the whole: there is no exchange for them."""
+    like = as_dtensor(param)
+    if cutting_order(like.placements, like.device_mesh.shape) is None:
+        raise ValueError(
+            f"{name} has placements {like.placements} on a mesh of {tuple(like.device_mesh.shape)}, whose shards are "
+            f"not contiguous blocks; Muon, other rules of whole matrices and norm rules need Shard or Replicate on "
+            f"each mesh axis (copies as under DDP, FSDP2, HSDP, tensor or expert parallelism) or the strided shards "
+            f"that FSDP2 makes over tensor parallelism"
+        )
+
+
 def box_at(
     coordinate: Sequence[int],
     shape: Sequence[int],
@@ -184,8 +195,9 @@ def shard_misfit(param: Tensor, axis: int) -> str:
     `DTensor.from_local` makes such tensors; their pieces would get into wrong places.
     """
     mine, shape = _box_here(param), tuple(local(param).shape)
-    is_cut = any(not one.is_replicate() and _axis_of(one) >= axis for one in as_dtensor(param).placements)
-    if mine is None or not is_cut or mine.lengths == shape:
+    if mine is None or mine.lengths == shape:
+        return ""
+    if all(one.is_replicate() or _axis_of(one) < axis for one in as_dtensor(param).placements):
         return ""
     here = f"rank {dist.get_rank()}"  # other ranks have another remark, or none, so that all refuse the step
     return f", on {here} a shard of {shape} instead of {mine.lengths}: make it with distribute_tensor or fully_shard"
@@ -218,10 +230,6 @@ class LocalState(dict[str, Tensor]):
         super().__init__((key, local(value)) for key, value in state.items())
         self._state = state
         self._param = param
-
-    def kept(self, key: str) -> Tensor:
-        """The DTensor of which this rank holds a shard."""
-        return cast("Tensor", self._state[key])
 
     def __setitem__(self, key: str, value: Tensor) -> None:
         super().__setitem__(key, local(value))

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from muonsw import norms, peak, rates
+from muonsw.addons.scale_weight_decay import LAMBDA_KEYS, own_weight_decay
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import decays
-from muonsw.interop.drive import LAMBDA_KEYS, own_weight_decay
-from muonsw.options import BOOKKEEPING, CHECKS, differing_options, refuse_running_max, require_whole, validate_option
+from muonsw.options import BOOKKEEPING, CHECKS, differing_options, require_whole, validate_option
 from muonsw.orthogonalize import NS5
-from muonsw.peak import PeakBeforeLoad, PeakLRWarning
+from muonsw.peak import PeakLRWarning
 from muonsw.precision import SCALE
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
@@ -29,7 +29,7 @@ from muonsw.work import Group, label_of
 StateDict = dict[str, Any]
 
 # What may be held in a tensor of the group that a graph knows.
-_KINDS = ("lr", "weight_decay", "step_count", "gradient_average")
+_KINDS = ("lr", "weight_decay")
 
 # What groups are called, which says nothing of how their parameters are trained.
 _LABELS = ("name", "role")
@@ -106,17 +106,21 @@ def _refuse_regrouped(group: Group) -> None:
         )
 
 
+# Options that older versions, or torch's optimizers, saved.
+_REMOVED = ("capturable", "update_floor", "radial_brake")
+
+
 def _completed(saved: Group, own: Group) -> Group:
     """A saved group with every key that this optimizer needs, under its names for the parameters."""
     settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
     fresh = {**BOOKKEEPING, "constructor_lr": own["constructor_lr"]}
     names = {"param_names": own["param_names"]} if "param_names" in own else {}
+    saved = {key: value for key, value in saved.items() if key not in _REMOVED}
     return {
         **settings,
         **fresh,
         **saved,
         **names,
-        "capturable": own["capturable"],  # as the kind of its rate is its own
         "offload": own["offload"],
     }
 
@@ -207,7 +211,6 @@ def _refuse_unfit(group: Group, own: Group, label: str) -> None:
     """Refuse loaded options that could not have been given to this optimizer, before anything is replaced."""
     rates.require_run(group, label)
     norms.refuse(group, label)
-    refuse_running_max({**group, "lr": own["lr"]})
     names = own.get("param_names") or [f"parameter {place} of {label}" for place in range(len(own["params"]))]
     for name, param in zip(names, own["params"], strict=True):
         ALGORITHMS[group["algorithm"]].validate(group, name, param)
@@ -351,20 +354,6 @@ def _was_left(key: str, value: Tensor, group: Group, param: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def saved_as_numbers(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a state that is saved meanwhile hold numbers where groups hold tensors that a graph changes."""
-
-    def plain(_: torch.optim.Optimizer, saved: StateDict) -> None:
-        saved["param_groups"] = [rates.saved_position(group) for group in saved["param_groups"]]
-
-    handle = optimizer.register_state_dict_post_hook(plain, prepend=True)  # before those of the user
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextlib.contextmanager
 def saved_by_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let a state that is saved meanwhile hold only what param groups have; torch would raise a KeyError for more."""
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -415,8 +404,6 @@ def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for group, own in zip(optimizer.param_groups, before_load, strict=True):
             if not isinstance(own["lr"], Tensor):
                 group["lr"] = float(group["lr"])
-            for key in ("step_count", "gradient_average"):
-                group[key] = rates.loaded_position(group[key], own[key])
 
     handles = (
         optimizer.register_load_state_dict_pre_hook(before),
@@ -445,11 +432,14 @@ def fill_tensors(key: str, groups: list[Group], own: list[float | Tensor]) -> No
             group[key] = filled.setdefault((id(before), value), tensor).fill_(value)
 
 
-def settle_peaks(optimizer: torch.optim.Optimizer, before: list[PeakBeforeLoad], saved: StateDict) -> None:
-    """Warn of loaded peaks that surprise, and complete those that were not saved."""
+def settle_peaks(optimizer: torch.optim.Optimizer, before: list[tuple[float, float]], saved: StateDict) -> None:
+    """Warn of loaded peaks that surprise, and complete those that were not saved.
+
+    `before` has the constructor's rate and the peak that each group was built for.
+    """
     surprises: dict[str, list[str]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        message = peak.surprise_after_load(before[number], group) if rates.needs_peak(group) else None
+    for number, (group, own) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+        message = peak.surprise_after_load(*own, group) if rates.needs_peak(group) else None
         if message is not None:
             surprises.setdefault(message, []).append(label_of(group, number))
     if not any("highest_lr" in group for group in saved["param_groups"]):  # assume that the peak was reached
@@ -457,5 +447,3 @@ def settle_peaks(optimizer: torch.optim.Optimizer, before: list[PeakBeforeLoad],
             group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
     for message, labels in surprises.items():
         warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
-    if not any("peak_lr" in group for group in saved["param_groups"]):  # rates of another optimizer
-        peak.share_anew(optimizer.defaults["peak_lr"], optimizer.param_groups, [one.is_inherited for one in before])

@@ -16,15 +16,7 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import FusedUpdate, whole_parts
-from muonsw.distributed.shards import (
-    LocalState,
-    as_dtensor,
-    cutting_order,
-    is_dtensor,
-    noise_place,
-    position,
-    shard_like,
-)
+from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, noise_place, position
 from muonsw.matrices import Part, Region
 from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise
 from muonsw.stored.codes import block_length, decode, encode, is_code, round_bfloat16
@@ -136,13 +128,6 @@ class StoredState(dict[str, Tensor]):
             copies, number = self._copies
             self._near = copies.fetch(number)
         return self._near[key]
-
-    def kept(self, key: str) -> Tensor:
-        """A tensor of the state of a DTensor as it lies over ranks."""
-        if key in self._rounded:
-            return shard_like(self._item.parameter, self[key])
-        assert isinstance(self._kept, LocalState)
-        return self._kept.kept(key)
 
     def moved(self, elements: int, ok: Tensor | None) -> None:
         """Count elements whose weights have moved, and put the state back after the last."""

@@ -97,7 +97,7 @@ class AnyOptimizerObserver:
 def known_decay(optimizer: Optimizer, group: Group) -> float | Tensor | None:
     """The fraction of a weight that this group's step takes away, or None where the group does not say.
 
-    Known are groups without decay, torch's decoupled optimizers, and groups under `drive_weight_decay`.
+    Known are groups without decay, torch's decoupled optimizers, and groups under `scale_weight_decay`.
     """
     lam, lr = group.get("weight_decay"), group.get("lr")
     if isinstance(lam, int | float) and lam == 0:

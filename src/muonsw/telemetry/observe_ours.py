@@ -196,8 +196,6 @@ class OurOptimizerObserver:
         Matrices of a sharded parameter have the same numbers on every rank.
         """
         item, weight = part.item, part.region.of(part.item.param)
-        if self.optimizer._ranks.is_elsewhere(item.parameter):
-            return []  # its owner measures it
         size = weight.numel()
         view = ALGORITHMS[group["algorithm"]].view(group)
         if view is not None:
@@ -222,7 +220,7 @@ class OurOptimizerObserver:
     def _measure_weights(self) -> None:
         """Measure the weights alone: the update was skipped on the host before anything was computed."""
         for group, params, _ in self.optimizer._last:
-            for param in (param for param in params if not self.optimizer._ranks.is_elsewhere(param)):
+            for param in params:
                 held = local(param.detach())
                 if held.numel():
                     area, numbers = self._area(group, param)
@@ -233,7 +231,7 @@ class OurOptimizerObserver:
         """The parameters of which other ranks measure other parts."""
         found = {}
         for group, _, _, param in members(self.optimizer):
-            groups = self.optimizer._ranks.measuring_groups(param)
+            groups = self.optimizer._ranks.layouts.sharding_groups(param)
             if groups:
                 matrices = ALGORITHMS[group["algorithm"]].count_matrices(group, param)
                 stack = math.prod(param.shape[:-2])  # how other rules see a stack, at most

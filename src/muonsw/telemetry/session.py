@@ -172,7 +172,7 @@ class Telemetry:
         for sink in self.sinks:
             sink(record)
         if isinstance(optimizer, ScaledDecayOptimizer):
-            optimizer.check()
+            optimizer._counters.warn_of_skips()
 
     @torch.no_grad()
     def _measure_spectra(self, optimizer: Optimizer, closure: bool) -> Spectra:

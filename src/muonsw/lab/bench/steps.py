@@ -193,7 +193,6 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "muonsw": ours(),
         "muonsw plain": ours("newton_schulz"),
         "muonsw unchecked": ours(nonfinite="propagate"),
-        "muonsw captured": captured(ours(capturable=True)),
         "muonsw eager": ours(replay=False),
         "muonsw gram": ours("gram_newton_schulz"),
         "normuon": ours(normalize="normuon"),

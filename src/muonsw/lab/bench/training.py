@@ -83,7 +83,7 @@ class TimedTraining:
     def update(self) -> None:
         """One update, noted as the trainer notes it."""
         lr = self.training.base_lr()
-        losses, norm = self.training.update(self.batches, measured=False)
+        losses, norm, _ = self.training.update(self.batches)
         self.journal.note_update(lr, losses, norm)
 
     def check(self) -> float:
@@ -109,7 +109,7 @@ class TimedTraining:
 
     def measure(self) -> dict[str, Any]:
         """Speed and memory of updates."""
-        for _ in range(WARM_CALLS + 2 if self.training.replayed_update else 2):
+        for _ in range(WARM_CALLS + 2 if self.training.replayed_gradients else 2):
             self.update()
         self.journal.catch_up()
         if self.device.type == "cuda":

@@ -100,9 +100,6 @@ class Setup:
     tflops: float = 400.0
     """What one GPU sustains in the model, in 1e12 FLOP a second: not what a data sheet says."""
 
-    momentum_on_owner: bool = False
-    """Under ddp: each momentum on one GPU alone."""
-
     recompute: bool = False
     """Keep the inputs of layers alone, and compute the rest again: a third more FLOPs."""
 
@@ -334,11 +331,10 @@ def _memory(model: ModelConfig, parts: ModelParts, setup: Setup) -> Memory:
     experts, others, _ = setup.shardings(parts)
     muon = experts.held(parts.experts) + others.held(parts.hidden)
     rest = others.held(parts.rest)
-    on_owner = setup.momentum_on_owner and setup.strategy == "ddp"
     return Memory(
         weights=FLOAT32 * (muon + rest),
         gradients=FLOAT32 * (muon + rest),
-        muon_state=FLOAT32 * (parts.muon / setup.gpus if on_owner else muon),
+        muon_state=FLOAT32 * muon,
         adamw_state=2 * FLOAT32 * rest,
         activations=_activations(model, setup),
         gathered=_gathered(model, parts, setup),

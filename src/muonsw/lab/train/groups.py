@@ -46,7 +46,7 @@ def build_optimizer(
         >>> sorted({(g["role"], g["algorithm"], g["lr"]) for g in optimizer.param_groups})[:2]
         [('embedding', 'adamw', 0.01), ('experts', 'muon', 0.02)]
     """
-    shared: Options = {"decay": config.decay, "peak": config.peak, "capturable": _on_accelerator(model)}
+    shared: Options = {"decay": config.decay, "peak": config.peak}
     shared |= {"norm": config.norm, "target_norm": config.target_norm}
     shared |= {"total_steps": steps, "decay_points": config.decay_points}
     own = model if isinstance(model, Decoder) else None
@@ -130,8 +130,3 @@ def _split(model: Decoder, name: str, config: OptimizerConfig) -> Options:
     matching = (sizes for pattern, sizes in model.fused_projections().items() if name.endswith(pattern.lstrip("*")))
     sizes = next(matching, None)
     return {} if sizes is None else {"split_sizes": sizes}
-
-
-def _on_accelerator(model: nn.Module) -> bool:
-    parameter: torch.Tensor = next(model.parameters())
-    return parameter.device.type != "cpu"

@@ -171,9 +171,7 @@ def _updates(
             lr = training.base_lr()
             if telemetry is not None and training.step == config.steps - 1:
                 telemetry.every = 1
-            losses, norm = training.update(batches, measured=telemetry is not None and telemetry.due)
-            if telemetry is not None:
-                telemetry.step = training.step  # a replayed graph calls no hooks
+            losses, norm, _ = training.update(batches)
             journal.note_update(lr, losses, norm)
             shelf.look()
 

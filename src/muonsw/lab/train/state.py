@@ -28,7 +28,6 @@ from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
 from muonsw.lab.train.parallel import place_model, require_division
 from muonsw.lab.train.world import World
-from muonsw.rates import counts_steps
 from muonsw.state import state_bytes
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
@@ -49,11 +48,12 @@ class Evaluation(NamedTuple):
         return cls(step, math.nan if loss is None else loss)
 
 
-class UpdateResult(NamedTuple):
-    """What an update leaves on the device: its losses, and the gradients' norm before clipping."""
+class Gradients(NamedTuple):
+    """What a backward pass leaves on the device: losses, the gradients' norm before clipping, and the gradients."""
 
     losses: LossParts
     norm: Tensor
+    grads: list[Tensor | None]
 
 
 class Training:
@@ -99,8 +99,7 @@ class Training:
         group = self.placed.process_group
         self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, group, patterns)
         graphs = self.world.alone and uses_graphs(config)
-        same = not any(map(counts_steps, self.optimizer.param_groups))  # else a graph would repeat one step's work
-        self.replayed_update = GraphedFunction(self.plain_update, self.device) if graphs and same else None
+        self.replayed_gradients = GraphedFunction(self.gradients, self.device) if graphs else None
         self.replayed_score = GraphedFunction(self.score, self.device) if graphs else None
         multiple = config.schedule.multiple(config.steps)
         self.scheduler = lr_scheduler(self.optimizer, multiple)
@@ -153,33 +152,29 @@ class Training:
         means = (torch.stack([value.detach() for value in values]).mean(0) for values in zip(*parts, strict=True))
         return type(parts[0])(*means)
 
-    def update(self, batches: list[Batch], *, measured: bool) -> UpdateResult:
-        """Take an update: forward, backward, clip, step; `measured` if telemetry looks at it."""
-        take = self.replayed_update.eager if measured and self.replayed_update else self.replayed_update
-        with self._blamed():
-            update = (take or self.plain_update)(batches)
-        self.scheduler.step()
-        self.step += 1
-        return update
-
-    def plain_update(self, batches: list[Batch]) -> UpdateResult:
-        """The kernels of an update, which a graph may capture.
+    def update(self, batches: list[Batch]) -> Gradients:
+        """Take an update: forward, backward, clip, step.
 
         Raises:
             UsageError: If the optimizer refuses its learning rate or its decay; nothing is changed then.
         """
-        try:
-            losses, norm = self.forward_backward(batches), self.clip()
-            self._take_step()
-        finally:  # a capture that fails must leave no gradients to the next update
-            self.optimizer.zero_grad(set_to_none=True)
-        return UpdateResult(losses, norm)
-
-    def _take_step(self) -> None:
+        with self._blamed():
+            found = (self.replayed_gradients or self.gradients)(batches)
+        for parameter, grad in zip(self.model.parameters(), found.grads, strict=True):
+            parameter.grad = grad  # a graph writes to its own, wherever an eager pass has left others
         try:
             self.optimizer.step()
         except ValueError as error:
             raise UsageError(f"update {self.step + 1} cannot be taken: {error}") from error
+        self.scheduler.step()
+        self.step += 1
+        return found
+
+    def gradients(self, batches: list[Batch]) -> Gradients:
+        """The forward and backward pass of an update, which a graph may capture."""
+        self.optimizer.zero_grad(set_to_none=True)
+        losses, norm = self.forward_backward(batches), self.clip()
+        return Gradients(losses, norm, [parameter.grad for parameter in self.model.parameters()])
 
     def clip(self) -> Tensor:
         """Scale the gradients down to the largest norm allowed; returns the norm before, on the device."""

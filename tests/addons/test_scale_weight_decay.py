@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from muonsw import DECAY_RULES, AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, drive_weight_decay
+from muonsw import DECAY_RULES, AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, scale_weight_decay
 from tests.common.cuda import OnAGPU
 from tests.common.problems import POINTS, RULE_OPTIONS, clones, matrices, run
 
@@ -31,7 +31,7 @@ def test_a_driven_adamw_is_ours(rule):
     of_the_run = RULE_OPTIONS.get(rule, {})
     mine = AdamWSW(ours, lr=0.01, weight_decay=lam, decay=rule, **of_the_run)
     driven = torch.optim.AdamW(theirs, lr=0.01, weight_decay=lam)
-    drive_weight_decay(driven, rule, **of_the_run)
+    scale_weight_decay(driven, rule, **of_the_run)
     for optimizer, params in ((mine, ours), (driven, theirs)):
         scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=41, cycle_momentum=False)
         run(optimizer, params, 40, scheduler=scheduler)
@@ -44,7 +44,7 @@ def test_a_driven_muon_is_ours():
     theirs = clones(ours)
     mine = MuonSW(ours, lr=0.05, weight_decay=0.3, ns_dtype="bfloat16")
     driven = torch.optim.Muon(theirs, lr=0.05, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
-    drive_weight_decay(driven)
+    scale_weight_decay(driven)
     for optimizer, params in ((mine, ours), (driven, theirs)):
         run(optimizer, params, 40, scheduler=CosineAnnealingLR(optimizer, 40))
     for a, b in zip(ours, theirs, strict=True):
@@ -55,13 +55,13 @@ def test_a_driven_muon_is_ours():
 def test_lambda_peak_and_count_survive_a_save_and_load(rule):
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    driver = drive_weight_decay(optimizer, rule)
+    driver = scale_weight_decay(optimizer, rule)
     run(optimizer, params, 5, scheduler=CosineAnnealingLR(optimizer, 10))
     saved = copy.deepcopy(optimizer.state_dict())
     assert saved["param_groups"][0]["weight_decay"] != 0.3
     resumed = clones(params)
     other = torch.optim.AdamW(resumed, lr=0.003, weight_decay=0.3)
-    drive_weight_decay(other, rule)
+    scale_weight_decay(other, rule)
     other.load_state_dict(saved)
     run(optimizer, params, 1, start=5)
     run(other, resumed, 1, start=5)
@@ -76,7 +76,7 @@ def test_our_optimizer_goes_on_from_a_driven_one_with_its_lambda(rule, edit):
     params = [nn.Parameter(param.detach().double()) for param in matrices((4, 4), (3,))]
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     scheduler = CosineAnnealingLR(optimizer, 10)
-    drive_weight_decay(optimizer, rule)
+    scale_weight_decay(optimizer, rule)
     run(optimizer, params, 5, scheduler=scheduler)
     if edit is not None:
         optimizer.param_groups[0]["weight_decay"] = edit
@@ -95,36 +95,33 @@ def test_our_optimizer_goes_on_from_a_driven_one_with_its_lambda(rule, edit):
 def test_driving_refuses_what_it_cannot_know():
     optimizer = torch.optim.AdamW(matrices((4, 6)), lr=0.05)
     with pytest.raises(ValueError, match="'gradient_norm' follows the gradients, which AdamW keeps to itself"):
-        drive_weight_decay(optimizer, "gradient_norm")
+        scale_weight_decay(optimizer, "gradient_norm")
     with pytest.raises(ValueError, match=r"decay=\['scaled'\]: must be one of 'constant', 'scaled'"):
-        drive_weight_decay(optimizer, ["scaled"])
+        scale_weight_decay(optimizer, ["scaled"])
     with pytest.raises(ValueError, match="'cosine' ends with the run; pass total_steps="):
-        drive_weight_decay(optimizer, "cosine")
+        scale_weight_decay(optimizer, "cosine")
     with pytest.raises(ValueError, match="'piecewise' goes through points; pass decay_points="):
-        drive_weight_decay(optimizer, "piecewise", total_steps=30)
+        scale_weight_decay(optimizer, "piecewise", total_steps=30)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_a_copy_says_that_it_is_not_driven_and_goes_on_once_it_is(copier):
+def test_a_copy_goes_on_once_it_is_scaled_too(copier):
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    driver = drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     run(optimizer, params, 5, scheduler=CosineAnnealingLR(optimizer, 10))
-    with pytest.warns(UserWarning, match="a copy of this AdamW is not driven"):
-        copied, other = copier((params, optimizer))
-    drive_weight_decay(other)
+    copied, other = copier((params, optimizer))
+    scale_weight_decay(other)
     for one, its in ((optimizer, params), (other, copied)):
         one.param_groups[0]["lr"] = 0.02
         run(one, its, 1, start=5)
     assert torch.equal(params[0], copied[0])
-    driver.remove()
-    copier(optimizer)
 
 
 def test_the_peak_is_checked():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     scheduler = CyclicLR(optimizer, base_lr=0.1, max_lr=0.4, step_size_up=3, cycle_momentum=False)
     run(optimizer, params, 1, scheduler=scheduler)
     with pytest.raises(PeakLRError, match="above its peak"):
@@ -134,7 +131,7 @@ def test_the_peak_is_checked():
 def test_a_group_added_later_is_driven_too():
     first, second = matrices((4, 4), (4, 4))
     optimizer = torch.optim.AdamW([first], lr=0.1, weight_decay=0.3)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     optimizer.add_param_group({"params": [second], "weight_decay": 0.7, "lr": 0.2})
     optimizer.param_groups[1]["lr"] = 0.1
     run(optimizer, [first, second], 1)
@@ -145,7 +142,7 @@ def test_removing_the_driver_gives_lambda_back():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     keys = set(optimizer.param_groups[0])
-    driver = drive_weight_decay(optimizer)
+    driver = scale_weight_decay(optimizer)
     optimizer.param_groups[0]["lr"] = 0.05
     run(optimizer, params, 1)
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.15)
@@ -157,7 +154,7 @@ def test_removing_the_driver_gives_lambda_back():
 def test_removing_the_driver_right_after_adding_a_group():
     first, second = matrices((4, 4), (4, 4))
     optimizer = torch.optim.AdamW([first], lr=0.1, weight_decay=0.3)
-    driver = drive_weight_decay(optimizer)
+    driver = scale_weight_decay(optimizer)
     optimizer.add_param_group({"params": [second], "weight_decay": 0.7})
     driver.remove()
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.7]
@@ -166,7 +163,7 @@ def test_removing_the_driver_right_after_adding_a_group():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "SGD adds its decay to the gradient.*use SGDSW"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "SGD adds its decay to the gradient.*SGDSW"),
         (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1), "Adam adds its decay to the gradient"),
         (torch.optim.LBFGS, "has no weight_decay"),
         (lambda p: MuonSW(p, lr=0.1), "is one of ours; pass decay= to it"),
@@ -174,7 +171,7 @@ def test_removing_the_driver_right_after_adding_a_group():
 )
 def test_optimizers_that_cannot_be_driven(make, message):
     with pytest.raises(ValueError, match=message):
-        drive_weight_decay(make([nn.Parameter(torch.ones(4, 4))]))
+        scale_weight_decay(make([nn.Parameter(torch.ones(4, 4))]))
 
 
 def test_a_state_that_was_not_driven_leaves_the_peak_where_it_was():
@@ -185,7 +182,7 @@ def test_a_state_that_was_not_driven_leaves_the_peak_where_it_was():
     plain.param_groups[0]["lr"] = 0.01  # a hand-written schedule leaves no record
     params = clones(plain_params)
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.7)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     optimizer.load_state_dict(plain.state_dict())
     run(optimizer, params, 1, start=2)
     group = optimizer.param_groups[0]
@@ -198,7 +195,7 @@ def test_groups_of_a_state_that_was_not_driven_keep_peaks_of_their_own():
     first, second = matrices((4, 4), (4, 4))
     groups = [{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.03}]
     plain, driven = (torch.optim.AdamW(copy.deepcopy(groups), weight_decay=0.3) for _ in range(2))
-    drive_weight_decay(driven)
+    scale_weight_decay(driven)
     for group in plain.param_groups:
         group["lr"] /= 10
     driven.load_state_dict(plain.state_dict())
@@ -211,7 +208,7 @@ def test_layer_decay_is_part_of_the_peak_of_a_driven_optimizer():
     first, second = matrices((4, 4), (4, 4))
     groups = [{"params": [first], "lr_scale": 1.0}, {"params": [second], "lr_scale": 0.25}]
     optimizer = torch.optim.AdamW(groups, lr=0.2, weight_decay=0.3)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     for multiple in (0.5, 1.0, 0.2):
         for group in optimizer.param_groups:
             group["initial_lr"] = 0.2
@@ -223,7 +220,7 @@ def test_layer_decay_is_part_of_the_peak_of_a_driven_optimizer():
 def test_a_schedule_that_never_comes_near_its_peak_is_reported_of_once():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=1.0, weight_decay=0.3)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     noam = LambdaLR(optimizer, lambda t: 0.01 * min((t + 1) / 4, ((t + 1) / 4) ** -0.5))
     with pytest.warns(PeakLRWarning, match=r"turned down at 0\.01 without coming near its peak 1") as caught:
         run(optimizer, params, 10, scheduler=noam)
@@ -239,7 +236,7 @@ class Wrapped(torch.optim.Optimizer):
 
 def test_a_wrapped_optimizer_is_unwrapped():
     optimizer = torch.optim.AdamW(matrices((4, 4)), lr=0.1, weight_decay=0.3)
-    assert drive_weight_decay(Wrapped(optimizer)).optimizer is optimizer
+    assert scale_weight_decay(Wrapped(optimizer)).optimizer is optimizer
     assert Telemetry(Wrapped(optimizer)).optimizer is optimizer
 
 
@@ -274,7 +271,7 @@ def test_a_driver_may_join_a_run_under_way(schedule, joined):
     params = matrices((4, 4))
     optimizer, scheduler = scheduled(schedule, params)
     run(optimizer, params, joined, scheduler=scheduler)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     assert_decayed_to_the_end(optimizer, scheduler, params, joined)
 
 
@@ -286,18 +283,18 @@ def test_a_driver_joins_again_after_a_resume(schedule, joined, order):
     optimizer, scheduler = scheduled(schedule, params)
     run(optimizer, params, joined // 2, scheduler=scheduler)
     if order == "saved by a driver":
-        drive_weight_decay(optimizer)
+        scale_weight_decay(optimizer)
     run(optimizer, params, joined - joined // 2, start=joined // 2, scheduler=scheduler)
     saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
 
     resumed = clones(params)
     other, other_scheduler = scheduled(schedule, resumed)
     if order == "driven before the load":
-        drive_weight_decay(other)
+        scale_weight_decay(other)
     other.load_state_dict(saved[0])
     other_scheduler.load_state_dict(saved[1])
     if order != "driven before the load":
-        drive_weight_decay(other)
+        scale_weight_decay(other)
     assert_decayed_to_the_end(other, other_scheduler, resumed, joined)
 
 
@@ -305,10 +302,10 @@ def test_a_driver_joins_again_after_a_resume(schedule, joined, order):
 def test_a_driver_that_joins_late_counts_on(rule):
     params, others = matrices((4, 4), (4, 4)), matrices((4, 4), (4, 4))
     early, late = (torch.optim.AdamW(p, lr=0.1, weight_decay=0.3) for p in (params[:1], others[:1]))
-    drive_weight_decay(early, rule, total_steps=20, decay_points=POINTS)
+    scale_weight_decay(early, rule, total_steps=20, decay_points=POINTS)
     run(early, params[:1], 5)
     run(late, others[:1], 5)
-    drive_weight_decay(late, rule, total_steps=20, decay_points=POINTS, peak_lr=0.1)
+    scale_weight_decay(late, rule, total_steps=20, decay_points=POINTS, peak_lr=0.1)
     for optimizer, own in ((early, params), (late, others)):
         optimizer.add_param_group({"params": [own[1]]})
         run(optimizer, own, 2, start=5)
@@ -322,25 +319,25 @@ def test_a_driver_that_joins_late_asks_for_a_peak_that_was_not_recorded():
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     run(optimizer, params, 5, schedule=lambda t: 0.1 / (t + 1))  # by hand, so that no scheduler leaves a record
     with pytest.raises(ValueError, match=r"is now 0\.02; pass peak_lr="):
-        drive_weight_decay(optimizer)
-    drive_weight_decay(optimizer, "constant")
+        scale_weight_decay(optimizer)
+    scale_weight_decay(optimizer, "constant")
 
 
 def test_a_peak_that_is_given_to_a_late_driver_counts():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     run(optimizer, params, 5, schedule=lambda t: 0.1 / (t + 1))
-    drive_weight_decay(optimizer, peak_lr=0.1)
+    scale_weight_decay(optimizer, peak_lr=0.1)
     run(optimizer, params, 1, start=5)
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.3 * 0.02 / 0.1)
 
 
-def test_a_group_that_joins_a_driven_run_has_the_peak_of_its_neighbours():
+def test_a_group_that_joins_a_scaled_run_may_say_its_peak():
     first, second = matrices((4, 4), (4, 4))
     optimizer = torch.optim.AdamW([first], lr=0.1, weight_decay=0.3)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     run(optimizer, [first], 3, schedule=lambda t: 0.1 / (t + 1))
-    optimizer.add_param_group({"params": [second], "lr": optimizer.param_groups[0]["lr"]})
+    optimizer.add_param_group({"params": [second], "lr": optimizer.param_groups[0]["lr"], "peak_lr": 0.1})
     run(optimizer, [first, second], 1, start=3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
 
@@ -348,7 +345,7 @@ def test_a_group_that_joins_a_driven_run_has_the_peak_of_its_neighbours():
 def test_a_group_without_decay_joins_a_driven_run_without_a_warning():
     first, second = matrices((4, 4), (4, 4))
     optimizer = torch.optim.AdamW([first], lr=0.1, weight_decay=0.3)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     run(optimizer, [first], 3, schedule=lambda t: 0.1 / (t + 1))
     optimizer.add_param_group({"params": [second], "lr": 0.05, "weight_decay": 0.0})
     run(optimizer, [first, second], 1, start=3)  # warnings are errors here
@@ -358,7 +355,7 @@ def test_a_group_without_decay_joins_a_driven_run_without_a_warning():
 def test_a_weight_decay_that_is_set_later_is_the_lambda_from_then_on():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    driver = drive_weight_decay(optimizer)
+    driver = scale_weight_decay(optimizer)
     group = optimizer.param_groups[0]
     group["weight_decay"] = 0.6  # before the first step
     for step, (lr, given, lam) in enumerate([(0.1, None, 0.6), (0.05, None, 0.6), (0.05, 0.2, 0.2), (0.02, None, 0.2)]):
@@ -369,7 +366,7 @@ def test_a_weight_decay_that_is_set_later_is_the_lambda_from_then_on():
         assert group["weight_decay"] == pytest.approx(lam * lr / 0.1), step
     resumed = clones(params)
     other = torch.optim.AdamW(resumed, lr=0.1, weight_decay=0.9)
-    drive_weight_decay(other)
+    scale_weight_decay(other)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run(other, resumed, 1, start=4)
     assert other.param_groups[0]["weight_decay"] == pytest.approx(0.2 * 0.02 / 0.1)
@@ -381,11 +378,11 @@ def test_a_weight_decay_that_is_set_later_is_the_lambda_from_then_on():
 def test_a_second_driver_is_refused_until_the_first_is_removed():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    driver = drive_weight_decay(optimizer)
-    with pytest.raises(ValueError, match=r"driven already.*remove\(\)"):
-        drive_weight_decay(Wrapped(optimizer), "cosine", total_steps=10)
+    driver = scale_weight_decay(optimizer)
+    with pytest.raises(ValueError, match=r"scaled already.*remove\(\)"):
+        scale_weight_decay(Wrapped(optimizer), "cosine", total_steps=10)
     driver.remove()
-    drive_weight_decay(optimizer, "cosine", total_steps=10)
+    scale_weight_decay(optimizer, "cosine", total_steps=10)
     run(optimizer, params, 3)
     assert optimizer.param_groups[0]["step_count"] == 3
 
@@ -395,7 +392,7 @@ def test_a_step_that_is_refused_changes_no_group(peak_lr):
     first, second = matrices((4, 4), (4, 4))
     groups = [{"params": [first], "weight_decay": 0.3}, {"params": [second], "weight_decay": 30.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
-    drive_weight_decay(optimizer, peak_lr=peak_lr)
+    scale_weight_decay(optimizer, peak_lr=peak_lr)
     optimizer.param_groups[0]["lr"] = 0.05
     before = [dict(group) for group in optimizer.param_groups]
     with pytest.raises(ValueError, match="3 times the weight"):
@@ -421,31 +418,42 @@ def theirs(name, **keys):
 )
 def test_what_says_that_it_decays_otherwise_is_refused(keys, message):
     with pytest.raises(ValueError, match=message):
-        drive_weight_decay(theirs("Theirs", **keys))
-    drive_weight_decay(theirs("Theirs", **{key: not value for key, value in keys.items()}))
+        scale_weight_decay(theirs("Theirs", **keys))
+    scale_weight_decay(theirs("Theirs", **{key: not value for key, value in keys.items()}))
 
 
 @pytest.mark.parametrize("name", ["Lars", "Lamb", "MADGRAD", "NAdamLegacy", "NvNovoGrad", "SGDP"])
 def test_what_is_known_to_decay_otherwise_and_does_not_say_so_is_warned_of(name):
     with pytest.warns(UserWarning, match=f"{name} does not shrink weights by lr \\* weight_decay"):
-        drive_weight_decay(theirs(name))
-    drive_weight_decay(theirs(name, decoupled_decay=True))
+        scale_weight_decay(theirs(name))
+    scale_weight_decay(theirs(name, decoupled_decay=True))
 
 
-def test_one_peak_for_groups_of_several_rates_is_that_of_the_highest():
+def test_one_peak_for_groups_of_several_rates_is_refused():
     first, second = matrices((4, 4), (4, 4))
-    groups = [{"params": [first]}, {"params": [second], "lr": 3e-4}]
-    optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.3)
-    drive_weight_decay(optimizer, peak_lr=0.1)
-    for multiple in (5.0, 1.0):
-        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.02 * multiple, 3e-4 * multiple
-        run(optimizer, [first, second], 1)
-        assert [g["weight_decay"] for g in optimizer.param_groups] == pytest.approx([0.3 * multiple / 5] * 2)
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": [second], "lr": 3e-4}], lr=0.02, weight_decay=0.3)
+    with pytest.raises(ValueError, match="give each group its own peak_lr"):
+        scale_weight_decay(optimizer, peak_lr=0.1)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+
+
+def test_a_tensor_that_a_graph_reads_is_filled_in_place():
+    params, lam = matrices((4, 4)), torch.tensor(0.3)
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.0)
+    optimizer.param_groups[0]["weight_decay"] = lam
+    handle = scale_weight_decay(optimizer)
+    for multiple in (1.0, 0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = 0.1 * multiple
+        run(optimizer, params, 1)
+        assert float(lam) == pytest.approx(0.3 * multiple)
+    assert optimizer.param_groups[0]["weight_decay"] is lam
+    handle.remove()
+    assert float(lam) == pytest.approx(0.3)
 
 
 def test_a_graph_that_would_freeze_the_decay_is_refused(monkeypatch):
     optimizer = torch.optim.AdamW(matrices((4, 4)), lr=0.1, weight_decay=0.5)
-    drive_weight_decay(optimizer)
+    scale_weight_decay(optimizer)
     optimizer.param_groups[0]["params"] = [torch.ones(4, 4).as_subclass(OnAGPU)]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="a CUDA graph would freeze the weight_decay"):
@@ -455,4 +463,4 @@ def test_a_graph_that_would_freeze_the_decay_is_refused(monkeypatch):
 
 def test_a_model_in_the_place_of_its_optimizer_is_refused_by_name():
     with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer, not a Linear"):
-        drive_weight_decay(torch.nn.Linear(2, 2))
+        scale_weight_decay(torch.nn.Linear(2, 2))
