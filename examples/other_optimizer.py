@@ -18,7 +18,7 @@ def main(steps: int = 200) -> list[tuple[float, float]]:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, weight_decay=LAMBDA)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps, eta_min=PEAK / 10)
-    scale_weight_decay(optimizer, "scaled")
+    scale_weight_decay(optimizer)
 
     inputs = torch.randn(256, 8)
     targets = inputs.square().sum(1, keepdim=True)

@@ -184,7 +184,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model, opt
 
 
 def test_the_trainer_by_itself_leaves_experts_unrestored_whatever_the_optimizer(tmp_path):
-    """Of transformers 5.22, with torch's AdamW: experts are saved under other names, which its resume does not read.
+    """Of transformers 5.23, with torch's AdamW: experts are saved under other names, which its resume does not read.
 
     The guide says to build the model from the checkpoint. When this test fails, it need not say so any more.
     """

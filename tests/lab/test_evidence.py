@@ -1019,3 +1019,82 @@ def test_gains_of_both_peaks_are_judged_against_constant_decay_and_their_own_con
     assert grown["width-256-scaled, group peak-constant, group peak's total"] == "holds"
     for arm in ("scaled", "scaled, group peak"):
         assert (grown[f"{arm}-constant-grows"], shrunk[f"{arm}-constant-grows"]) == ("holds", "fails")
+
+
+def recorded_lines():
+    """Every record on fresh text as plain settings, loss curve and final loss, read without the lab's own code."""
+    lines = [json.loads(line) for line in (ROOT / "evidence/enwiki-123M.jsonl").read_text("utf-8").splitlines()]
+
+    def flat(settings, prefix=""):
+        for key, value in settings.items():
+            yield from flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+
+    usual = dict(flat(lines[0]["config"]))
+    return [(usual | line["settings"], line["losses"], line["result"].get("final_loss")) for line in lines[1:]]
+
+
+def test_the_short_answer_is_what_the_records_say():
+    """Recomputed from the lines of the file; three seeds, so that half an interval is 4.303 standard errors."""
+    found = {}
+    for settings, curve, final in recorded_lines():
+        if settings["optimizer.algorithm"] != "muon" or settings["schedule.shape"] != "cosine":
+            continue
+        names = ("model.width", "steps", "batch", "optimizer.weight_decay", "optimizer.decay", "optimizer.peak")
+        key = (*(settings[name] for name in names), settings["telemetry_every"], settings["optimizer.lr"])
+        found.setdefault(key, {})[settings["seed"]] = (curve, final)
+
+    def runs(width, steps, batch, lam, rule, peak, every, lr):
+        matching = {key: own for key, own in found.items() if math.isclose(key[3], lam, rel_tol=5e-3)}
+        (own,) = [
+            own for key, own in matching.items() if (*key[:3], *key[4:]) == (width, steps, batch, rule, peak, every, lr)
+        ]
+        return [own[seed] for seed in range(3)]
+
+    def saved(constant, scaled):
+        best_step, best = min(constant[0], key=lambda row: row[1])[:2]
+        for (x0, y0, *_), (x1, y1, *_) in pairwise(scaled[0]):
+            if y1 <= best:
+                return 1 - (x0 + (y0 - best) / (y0 - y1) * (x1 - x0)) / best_step
+        return math.nan
+
+    def shown(values, digits):
+        half = 4.303 * np.std(values, ddof=1) / math.sqrt(len(values))
+        return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
+
+    def steps_saved(*cell, peak, every, lr):
+        pairs = zip(runs(*cell, "constant", "group", every, lr), runs(*cell, "scaled", peak, every, lr), strict=True)
+        mean, half = map(float, shown([100 * saved(*pair) for pair in pairs], 0).split(" ± "))
+        return f"{mean:.0f}% ± {half:.0f}"
+
+    page = (ROOT / "evidence" / evidence.TEMPLATE).read_text("utf-8")
+    table = page[: page.index("## What to conclude")]
+    long_lr = next(key[-1] for key in found if key[:3] == (128, 25_600, 8))
+    assert steps_saved(256, 1600, 16, 2.19, peak="base", every=160, lr=0.02) + " at width 256" in table
+    assert steps_saved(256, 1600, 16, 2.19, peak="group", every=160, lr=0.02) + " with the group" in table
+    assert steps_saved(128, 1600, 16, 1.09, peak="base", every=160, lr=0.02) + " at width 128" in table
+    assert steps_saved(128, 25_600, 8, 0.08, peak="group", every=2560, lr=long_lr) + " in 25,600 steps" in table
+    ends = {
+        (rule, lam): [final for _, final in runs(128, 25_600, 8, lam, rule, "group", 2560, long_lr)]
+        for rule in ("constant", "scaled")
+        for lam in (0.01, 0.08)
+    }
+    gap = np.subtract(ends["scaled", 0.08], ends["constant", 0.01])
+    assert f"ends {shown(gap, 3)} nats below scaled decay at 0.08" in table
+    losses = [shown(np.subtract(ends[rule, 0.08], ends[rule, 0.01]), 3) for rule in ("constant", "scaled")]
+    assert f"constant decay loses {losses[0]} nats against its best, scaled decay {losses[1]}" in table
+
+
+def test_tuned_rules_differ_by_what_the_short_answer_says(found):
+    """Best of means against best of means, one mean for each of 19 settings."""
+    gaps = {}
+    for name in ("regret", "long", "lambda-scaling", "schedules"):
+        for arms in found.results[name].values():
+            scaled, constant = (regret.losses_of(arms, rule) for rule in ("scaled", "constant"))
+            lowest = tuple(min(losses.values()) for losses in (*scaled, *constant))  # a setting of two axes counts once
+            gaps[lowest] = np.mean(best_gaps(scaled, constant))
+    interval = over_seeds(list(gaps.values()))
+    assert len(gaps) == 19
+    shown = f"{interval.value:.3f} ± {interval.interval.high - interval.value:.3f} nats"
+    page, readme = ((ROOT / path).read_text("utf-8") for path in ("evidence/evidence.md.in", "README.md"))
+    assert f"no difference: {shown}, the mean over 19 settings" in page
+    assert shown.replace("-", "\N{MINUS SIGN}") in readme
