@@ -114,7 +114,7 @@ def test_telemetry_sees_the_fused_update_and_leaves_it_alone(name, monkeypatch):
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_measured_steps_are_cut_and_make_the_same_weights(name, dtype):
+def test_measured_steps_make_the_same_weights(name, dtype):
     def trained(every):
         params = matrices((40, 50), (30,), (7, 9), dtype=dtype)
         optimizer = BUILD[name](params, weight_decay=0.1, chunk_bytes=512)

@@ -151,7 +151,7 @@ def test_small_sets_move_as_large_ones_do(algorithm, options, dtype, monkeypatch
 @pytest.mark.parametrize("below", [kernels.TORCH_BELOW, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
-def test_measured_steps_are_cut_and_make_the_same_weights(algorithm, dtype, below, monkeypatch):
+def test_measured_steps_make_the_same_weights(algorithm, dtype, below, monkeypatch):
     monkeypatch.setattr(kernels, "TORCH_BELOW", below)
 
     def trained(every):

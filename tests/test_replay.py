@@ -474,16 +474,19 @@ def test_a_replay_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch)
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
-def test_measured_steps_are_written_and_change_nothing():
+def test_measured_steps_are_replayed_and_change_nothing():
     optimizer, params = run_over(1, [0] * 8)
     other, twins = run_over(1, [0] * 8)
     feed(params, 99)
     feed(twins, 99)
+    replays, before = other._replay._replays, [p.detach().clone() for p in twins]
     with Telemetry(other, every=1) as telemetry:
         optimizer.step()
         other.step()
-        assert telemetry.last is not None
+    assert other._replay._replays == replays + 1
     assert_same(tensors_of(optimizer, params), tensors_of(other, twins))
+    change = torch.cat([(p.detach() - old).flatten() for p, old in zip(twins, before, strict=True)])
+    assert telemetry.last["all"]["applied_rms"] == pytest.approx(change.square().mean().sqrt().item(), rel=1e-5)
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
@@ -503,7 +506,6 @@ def test_measured_steps_have_the_rates_that_were_handed_over():
 @pytest.mark.usefixtures("graphs_on_cpus")
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 def test_a_step_that_the_device_skipped_is_none_in_summary_and_telemetry(monkeypatch):
-    """Whether it was replayed, or taken eagerly because it was measured."""
     monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     optimizer, params = run_over(1, [0] * 8, algorithm="muon")
     assert not optimizer.summary().skipped

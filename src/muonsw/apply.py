@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +18,6 @@ ROUNDINGS = ("stochastic", "nearest")
 
 # Elements of small weights that a CPU rounds in one buffer: it fits in the cache, and larger weights stay alone.
 ROUNDED_TOGETHER = 2**18
-
-
-class Observer(Protocol):
-    """Applies updates in the place of `apply_update`, to measure them; the weights must not differ."""
-
-    def apply(self, group: Group, update: Update | FusedUpdate, rates: Rates) -> None:
-        """Apply an update with `apply_update`."""
 
 
 def apply_update(group: Group, update: Update | FusedUpdate, rates: Rates) -> None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from muonsw import norms, peak, rates
 from muonsw.algorithms import ALGORITHMS
-from muonsw.apply import Observer
 from muonsw.counters import Counters
 from muonsw.decay import decays
 from muonsw.distributed import Ranks
@@ -338,7 +337,6 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _reset(self) -> None:
         self._counters = Counters()
-        self._observer: Observer | None = None
         self._last: LastStep = []
         self._last_skipped: bool | Flag = False
         # by module: torch swaps no tensor that has a weak reference, as `model.to` does with tensor subclasses

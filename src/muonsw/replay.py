@@ -222,25 +222,23 @@ class Replay:
         with self._handed_over(rates):
             self._chosen.replay(self._now)
 
-    def take(self, work: list[Batch], rates: list[Rates], step: StepTaker, *, asked: bool, measured: bool) -> None:
+    def take(self, work: list[Batch], rates: list[Rates], step: StepTaker, *, asked: bool) -> None:
         """Take a step that is not ready: eagerly, or by capturing it first.
 
-        `asked` says that the user wants replays, also by graphs that are bound to the places of gradients, `measured`
-        that the step is observed, and so must be eager.
+        `asked` says that the user wants replays, also by graphs that are bound to the places of gradients.
         """
         self._place_scalars(work)
-        self._steps_without += not measured
+        self._steps_without += 1
         self._steps_taken += 1
 
         def program() -> None:
-            scalars = list(map(Tensor.clone, self._scalars)) if measured else self._scalars  # read after the step
-            pairs = zip(scalars[::2], scalars[1::2], strict=True)
+            pairs = zip(self._scalars[::2], self._scalars[1::2], strict=True)
             handed = [known._replace(eta=eta, phi=phi) for known, (eta, phi) in zip(rates, pairs, strict=True)]
             self.flag = step(work, handed)
             torch._foreach_zero_(self._scalars)
 
         with self._handed_over(rates):
-            captured = None if measured or not self._settled() else self._capture(program, work, asked=asked)
+            captured = self._capture(program, work, asked=asked) if self._settled() else None
             if captured is None:
                 program()
             else:

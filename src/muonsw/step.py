@@ -168,15 +168,12 @@ def captured_step(optimizer: ScaledDecayOptimizer, work: list[Batch]) -> None:
         return flag
 
     on_host = final_rates(optimizer, work, None)
-    asked, measured = bool(optimizer.replay), optimizer._observer is not None
-    optimizer._replay.take(work, on_host, program, asked=asked, measured=measured)
+    optimizer._replay.take(work, on_host, program, asked=bool(optimizer.replay))
     optimizer._last_skipped = optimizer._replay.flag or False
 
 
 def _replayed(optimizer: ScaledDecayOptimizer) -> bool:
     """Take the step by a graph, if one is bound to exactly what is there now."""
-    if optimizer._observer is not None:
-        return False
     settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
     batches = optimizer._replay.ready(optimizer.param_groups, optimizer.state, settings)
     if batches is None:
@@ -365,8 +362,7 @@ def agree(optimizer: ScaledDecayOptimizer, asked: list[Group], ok: Flag | bool) 
     settings = {"nonfinite": optimizer.nonfinite, "chunk_bytes": optimizer.chunk_bytes}
     settings["without radius"] = norms.without_radius(optimizer.param_groups, optimizer.state)
     known = ok.ok if isinstance(ok, Flag) else ok
-    measured = optimizer._observer is not None
-    return optimizer._ranks.agree(optimizer.param_groups, known, asked=asked, settings=settings, measured=measured)
+    return optimizer._ranks.agree(optimizer.param_groups, known, asked=asked, settings=settings)
 
 
 def agreed_radii(
@@ -439,7 +435,7 @@ def update(optimizer: ScaledDecayOptimizer, work: list[Batch], all_rates: list[R
     """Update parameters whose matrices are whole on this rank."""
     for batch, batch_rates in zip(work, all_rates, strict=True):
         for one in updates_here(optimizer, batch.group, batch.items, batch_rates):
-            _apply(optimizer, batch.group, one, batch_rates)
+            _apply(batch.group, one, batch_rates)
             del one  # its directions need not outlive it
 
 
@@ -454,8 +450,7 @@ def updates_here(
     """Updates of parameters whose matrices are whole on this rank, each to be applied before the next."""
     _count(items, batch_rates.flag)
     stored, budget = _is_stored(group), _budget(optimizer, group, items, batch_rates)
-    observed = optimizer._observer is not None  # by telemetry, which wants averages as they are computed with
-    if stored and not budget.plain and not observed:
+    if stored and not budget.plain:
         whole, items = updates_in_place(group, items, budget.chunk_bytes)
         yield from whole
         if not items:
@@ -478,10 +473,10 @@ def update_sharded(
         if isinstance(one, Update) and sharded.concern(one):
             waiting.append((group, one, batch_rates))
         else:
-            _apply(optimizer, group, one, batch_rates)
+            _apply(group, one, batch_rates)
     if sharded.weights:  # also where this rank holds nothing of them
         for group, one, batch_rates in sharded.prepared(waiting):
-            _apply_prepared(optimizer, group, one, batch_rates)
+            apply_update(group, one, batch_rates)
 
 
 def sharded_updates(
@@ -539,19 +534,8 @@ def _count(items: list[Item], flag: Flag | None) -> None:
         torch._foreach_add_(counters, counters[0].new_ones(()), alpha=1)
 
 
-def _apply(optimizer: ScaledDecayOptimizer, group: Group, one: Update | FusedUpdate, batch_rates: Rates) -> None:
-    _apply_prepared(
-        optimizer, group, one if batch_rates.norm is None else norms.prepared(group, one, batch_rates), batch_rates
-    )
-
-
-def _apply_prepared(
-    optimizer: ScaledDecayOptimizer, group: Group, one: Update | FusedUpdate, batch_rates: Rates
-) -> None:
-    if optimizer._observer is None:
-        apply_update(group, one, batch_rates)
-    else:
-        optimizer._observer.apply(group, one, batch_rates)
+def _apply(group: Group, one: Update | FusedUpdate, batch_rates: Rates) -> None:
+    apply_update(group, one if batch_rates.norm is None else norms.prepared(group, one, batch_rates), batch_rates)
 
 
 def _budget(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], batch_rates: Rates) -> Budget:
@@ -561,8 +545,7 @@ def _budget(optimizer: ScaledDecayOptimizer, group: Group, items: list[Item], ba
         most = REPLAYED_CHUNK_BYTES  # which a graph keeps, and the user has not asked for one
     if plain and ALGORITHMS[group["algorithm"]].matrices is None:
         most = max(most, *(item.param.numel() * item.param.element_size() for item in items))
-    cut = optimizer._observer is not None or _is_stored(group)
-    return Budget(most, batch_rates.flag, batch_rates.on_host, plain or group["fused"] is False, cut)
+    return Budget(most, batch_rates.flag, batch_rates.on_host, plain or group["fused"] is False, _is_stored(group))
 
 
 def chunk_bytes(optimizer: ScaledDecayOptimizer, device: torch.device) -> int:

@@ -76,7 +76,6 @@ def test_when_it_samples():
     assert due == [True, False, True, False, False, True, False]
     assert telemetry.step == 7
     assert not optimizer._optimizer_step_pre_hooks
-    assert optimizer._observer is None
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped():

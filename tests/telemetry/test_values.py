@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import ALGORITHMS, DECAY_RULES, MuonSW, Telemetry, scale_weight_decay
+from muonsw import ALGORITHMS, DECAY_RULES, AdamWSW, MuonSW, ScheduleFree, Telemetry, scale_weight_decay
 from muonsw.lab.theory.steady_state import next_norm
 from tests.common.problems import RULE_OPTIONS, matrices, mean_square, phi_of, set_gradients
 from tests.telemetry.float64_telemetry import Step, assert_values, defects, directions
@@ -172,23 +172,17 @@ def test_stacked_experts_equal_separate_matrices():
     assert single["alignment_update_mean"] == left["alignment_update_mean"] != left["alignment_update"]
 
 
-@pytest.mark.parametrize("chunk_bytes", [None, 64, 4 * 17])
-def test_large_stacks_are_measured_in_pieces(chunk_bytes):
-    """Elementwise rules cut tensors anywhere; experts are put together again."""
-
-    def measured(limit):
-        params = matrices((5, 4, 6), (7, 3), (40,))
-        groups = [{"params": params[:1], "matrix": "stack", "role": "experts"}, {"params": params[1:]}]
-        groups = [{**group, "algorithm": "adamw"} for group in groups]
-        optimizer = MuonSW(groups, lr=0.02, weight_decay=0.1, chunk_bytes=limit)
-        telemetry = Telemetry(optimizer, every=1)
-        for number in range(2):
-            set_gradients(params, number)
-            step = Step(optimizer, params)
-        return telemetry.last, step
-
-    record, step = measured(chunk_bytes)
-    phis = [0.002] * 3
+@pytest.mark.parametrize("chunk_bytes", [None, 64])
+def test_experts_of_an_elementwise_rule_are_measured_one_by_one(chunk_bytes):
+    params = matrices((5, 4, 6), (7, 3), (40,))
+    groups = [{"params": params[:1], "matrix": "stack", "role": "experts"}, {"params": params[1:]}]
+    groups = [{**group, "algorithm": "adamw"} for group in groups]
+    optimizer = MuonSW(groups, lr=0.02, weight_decay=0.1, chunk_bytes=chunk_bytes)
+    telemetry = Telemetry(optimizer, every=1)
+    for number in range(2):
+        set_gradients(params, number)
+        step = Step(optimizer, params)
+    record, phis = telemetry.last, [0.002] * 3
     assert_values(record["all"], step.expected(phis))
     assert record["all"]["alignment_update_mean"] == pytest.approx(step.mean_cosine(step.updates(phis)), abs=1e-6)
 
@@ -235,6 +229,63 @@ def test_intended_and_applied_differ_in_low_precision():
     assert values["update_rms"] == pytest.approx(intended, rel=0.01)  # the twin's weights are rounded as well
     assert values["applied_rms"] == pytest.approx((step.after[0] - step.before[0]).square().mean().sqrt().item())
     assert values["applied_rms"] > 1.2 * values["update_rms"]
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.filterwarnings("ignore:rounding='nearest' loses")
+def test_intended_updates_of_low_precision_weights(algorithm, rounding):
+    """They are those of a twin with the same gradients and float32 weights, which are not part of an update."""
+
+    def record(dtype):
+        params = matrices((12, 8), (3, 6, 4), dtype=torch.bfloat16)
+        params = [nn.Parameter(p.detach().to(dtype)) for p in params]
+        groups = [{"params": params[:1]}, {"params": params[1:], "matrix": "stack"}]
+        groups = [{**group, "algorithm": algorithm, "momentum": 0.9} for group in groups]
+        optimizer = MuonSW(groups, lr=1e-4, weight_decay=0.1, ns_dtype="float32", rounding=rounding, cautious=True)
+        telemetry = Telemetry(optimizer, every=3)
+        for number in range(3):
+            set_gradients(params, number)
+            for param in params:
+                param.grad = param.grad.bfloat16().to(dtype)
+            optimizer.step()
+        return telemetry.last["parameters"]
+
+    found, expected = record(torch.bfloat16), record(torch.float32)
+    for name, values in expected.items():
+        assert found[name]["update_rms"] == pytest.approx(values["update_rms"], rel=1e-3)
+        # weights have moved by an eps of bfloat16 at most
+        assert found[name]["alignment_update"] == pytest.approx(values["alignment_update"], abs=0.01)
+        assert found[name]["decay"] == pytest.approx(values["decay"], rel=0.05)
+
+
+@pytest.mark.parametrize("decay_at", ["z", "y"])
+def test_schedule_free_is_measured_at_z(decay_at):
+    params = matrices((12, 8), dtype=torch.float64)
+    inside = AdamWSW(params, lr=0.02, weight_decay=0.5, decay="constant")
+    optimizer = ScheduleFree(inside, decay_at=decay_at)
+    optimizer.train()
+    telemetry = Telemetry(optimizer, every=1)
+    for number in range(3):
+        set_gradients(params, number)
+        y, z = (t.detach().clone() for t in (params[0], inside.state[params[0]].get("z", params[0])))
+        optimizer.step()
+    after = inside.state[params[0]]["z"]
+    values = telemetry.last["all"]
+    assert values["weight_rms"] == pytest.approx(z.square().mean().sqrt().item())
+    assert values["applied_rms"] == pytest.approx((after - z).square().mean().sqrt().item())
+    assert values["decay"] == pytest.approx(0.01)
+    assert not torch.equal(y, z)
+
+
+def test_an_update_that_rounding_hides_is_none():
+    params = matrices((12, 8))
+    optimizer = torch.optim.SGD(params, lr=1e-9)
+    telemetry = Telemetry(optimizer, every=1)
+    set_gradients(params, 0)
+    optimizer.step()
+    assert telemetry.last["all"]["update_rms"] == 0
+    assert telemetry.last["all"]["alignment_update"] is None
 
 
 def test_cautious_decay_is_what_it_takes_along_the_weight():

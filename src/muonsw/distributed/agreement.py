@@ -101,7 +101,7 @@ class Agreement:
         *,
         asked: Sequence[Group],
         settings: Group,
-        measured: bool,
+        announced: Sequence[str],
     ) -> StepAgreement:
         """Tell the others whether the gradients here are finite and complete, and hear the same from them.
 
@@ -111,23 +111,25 @@ class Agreement:
             ok: whether the gradients on this rank are finite, and it can take the step.
             asked: what each group asks for (`asked_by`), as it was when the step began.
             settings: settings of the whole optimizer, which must be the same on all ranks.
-            measured: whether telemetry measures this step together with other ranks.
+            announced: what hooks of this step will do, in words; it must be the same on all ranks.
 
         Raises:
-            RuntimeError: if the ranks have different parameters, shapes or settings, or some measure and some do not.
+            RuntimeError: if the ranks have different parameters, shapes or settings, or have announced something else.
             ValueError: if copies of a parameter differ, or have gradients on some ranks only.
         """
         # of which other ranks hold parts, or copies that must stay the same
         watched = [member for member in members if self._process_group is not None or is_dtensor(member.param)]
         is_new = self._look(members, watched)
         chosen = [settings, *asked]
-        digest = _number(self._digest + repr([list(one.values()) for one in chosen]).encode())
+        digest = _number(self._digest + repr([*(list(one.values()) for one in chosen), announced]).encode())
         missing = [int(member.param.grad is None) for member in watched]
-        header = [1, digest, -digest, int(measured), -int(measured), int(is_new)]
+        header = [1, digest, -digest, int(is_new)]
         values = [*header, *missing, *(-lack for lack in missing)]
         values = self._reduced(ok, values, local(watched[0].param).device)
-        self._check(values, chosen, groups)
-        if values[5]:
+        # where the smallest value and the smallest negative value are not opposite, ranks differ
+        if values[1] != -values[2]:
+            self._refuse([*_described(chosen, groups), *self._param_lines, *announced])
+        if values[3]:
             self._compare_copies(watched)
         return StepAgreement(bool(values[0]), _absent(watched, missing, values[len(header) :]))
 
@@ -141,17 +143,6 @@ class Agreement:
         for group in self._groups:
             dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
         return message[: len(values)].tolist()
-
-    def _check(self, values: Sequence[int], chosen: Sequence[Group], groups: Sequence[Group]) -> None:
-        """Where the smallest value and the smallest negative value are not opposite, ranks differ."""
-        _, digest, minus_digest, measured, minus_measured, *_ = values
-        if digest != -minus_digest:
-            self._refuse([*_described(chosen, groups), *self._param_lines])
-        if measured != -minus_measured:
-            raise RuntimeError(
-                "telemetry would measure this step on some ranks only; attach it on every rank, with the same `every` "
-                "and `start_step`, and give the sink to one of them"
-            )
 
     def _look(self, members: Sequence[Member], watched: Sequence[Member]) -> bool:
         """Notice whether parameters have changed since the last step."""

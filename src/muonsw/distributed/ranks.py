@@ -12,7 +12,6 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.agreement import Agreement, Member, StepAgreement
 from muonsw.distributed.layout import HERE, Layouts
 from muonsw.distributed.rounds import ExchangeBatch, Round, make_rounds
-from muonsw.distributed.shards import is_dtensor
 from muonsw.work import Group, Item, names_of
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ class Ranks:
             )
         self.process_group = process_group
         self.agreement = Agreement(process_group)
+        self.announced: list[str] = []  # what a hook will do around this step together with all other ranks
         self.layouts = Layouts(process_group)
         self._rounds: dict[Any, list[Round]] = {}
 
@@ -48,16 +48,14 @@ class Ranks:
         *,
         asked: Sequence[Group],
         settings: Group,
-        measured: bool,
     ) -> StepAgreement:
-        """Agree with the other ranks on this step, and on whether telemetry measures it where that takes them all."""
+        """Agree with the other ranks on this step, and on what hooks have announced."""
         every = [
             Member(group, name, param)
             for number, group in enumerate(groups)
             for name, param in zip(names_of(group, number), group["params"], strict=True)
         ]
-        together = any(is_dtensor(member.param) for member in every)
-        return self.agreement.reach(groups, every, ok, asked=asked, settings=settings, measured=measured and together)
+        return self.agreement.reach(groups, every, ok, asked=asked, settings=settings, announced=self.announced)
 
     def sort(self, group: Group, items: Sequence[Item]) -> tuple[list[Item], ExchangeBatch | None]:
         """The items whose matrices are whole on this rank, and those that are exchanged."""

@@ -1,10 +1,9 @@
 """From what was measured at one update to its record: one pipeline, top to bottom.
 
 1. **Measurements** are norms and inner products of weights with what moves them, one column for each matrix (an expert
-   of a stack, a part of a fused projection, or a whole tensor), kept on the device until a sample is complete. Columns
-   of one matrix, where a large tensor was measured in pieces, add up.
+   of a stack, a part of a fused projection, or a whole tensor), kept on the device until a sample is complete.
 2. **Rows** hold sums (squares, inner products, values times the number of elements), so that the row of a larger part
-   is the sum of the rows of its smaller parts: from pieces to matrices, over ranks, to parameters, roles and layers.
+   is the sum of the rows of its smaller parts: over ranks, to parameters, roles and layers.
 3. **The record** has means and cosines: of each parameter, and of all, the decayed, each role and each layer together.
 """
 
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,108 +28,62 @@ Rows = dict[str, Tensor]
 
 # 1. measurements
 
-# The Euclidean norms of the weight before the update, of those entries of it that decay acts on, of the direction, the
-# gradient, the momentum and the change of the stored weight; then inner products of the weight with the direction, the
-# gradient and the momentum.
-NORMS = ("weight", "decayed", "direction", "gradient", "momentum", "change")
-PRODUCTS = ("weight_direction", "weight_gradient", "weight_momentum")
-ROWS = (*NORMS, *PRODUCTS)
+# w is the weight before the update, u the update, g the gradient, m the momentum after the update, d the change of the
+# stored weight, `decayed` those elements of w that decay acts on. Measured are the roots of squares, and products.
+SQUARES = ("ww", "decayed", "uu", "gg", "mm", "dd")
+PRODUCTS = ("wu", "wg", "wm")
 
 # Rows of more elements than this are summed in pieces: float32 sums lose digits with their length.
 LONGEST = 2**16
 
 
-class Piece(NamedTuple):
-    """Which matrices of a parameter one block of columns describes, and how many entries of each.
+class Measured(NamedTuple):
+    """Matrices of a parameter, by their numbers in it, of each of which `area` elements were measured here.
 
-    `side` is min(m, n) where the direction was orthogonalized, else 0. The update is `lr * scale * direction`, and
-    `phi` the decay factor, None where it is not known. Where `change_follows`, the change of the weight was not
-    measured: it is decay and update together.
+    `orthogonal` are the norms that their updates would have if their directions were orthogonal, 0 where they are not
+    orthogonalized; `phi` is the decay factor, None where it is not known. `values` are vectors by the names in
+    `SQUARES` and `PRODUCTS`, with one element for each matrix.
     """
 
     param: Tensor
     numbers: Sequence[int]
     area: int
-    side: int = 0
-    has_momentum: bool = False
-    lr: float | Tensor = 1.0
-    scale: float = 1.0
-    phi: float | Tensor | None = 0.0
-    change_follows: bool = False
+    orthogonal: Sequence[float]
+    phi: float | None
+    values: dict[str, Tensor]
 
 
-class Measurements:
-    """Collects columns during one update and brings them to the host together.
+class MeasuringRanks(NamedTuple):
+    """The ranks that measure parts of a parameter, where they reduce, and how many matrices it has in all."""
 
-    `shared` are the parameters of which other ranks measure other parts.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[torch.device, list[tuple[list[Piece], dict[str, Tensor]]]] = {}
-        self.shared: dict[Tensor, MeasuringRanks] = {}
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """What was measured, in the order of the columns."""
-        return [piece for found in self._found.values() for pieces, _ in found for piece in pieces]
-
-    def add(self, pieces: list[Piece], rows: dict[str, Tensor]) -> None:
-        """Add a block of columns: by the names in `ROWS`, vectors with one entry for each matrix of the pieces."""
-        self._found.setdefault(rows["weight"].device, []).append((pieces, rows))
-
-    def to_host(self) -> dict[str, Tensor]:
-        """All columns by row, as float64 on the CPU; one transfer for each device."""
-        tables = []
-        for found in self._found.values():
-            zeros = [torch.zeros_like(rows["weight"]) for _, rows in found]
-            entries = [rows.get(name, zero) for name in ROWS for (_, rows), zero in zip(found, zeros, strict=True)]
-            tables.append(torch.cat(entries).cpu().double().view(len(ROWS), -1))
-        none = torch.zeros(len(ROWS), 0, dtype=torch.float64, device="cpu")
-        table = torch.cat(tables, dim=1) if tables else none
-        return dict(zip(ROWS, table, strict=True))
+    groups: tuple[ProcessGroup, ...]
+    device: torch.device
+    matrices: int
 
 
-def to_floats(values: Sequence[float | Tensor]) -> list[float]:
-    """Numbers of which some are scalars on devices, as floats; one transfer for each device.
+class Sample(NamedTuple):
+    """What was measured at one update; `shared` are the parameters of which other ranks measure other parts."""
 
-    Examples:
-        >>> to_floats([0.5, torch.tensor(0.25)])
-        [0.5, 0.25]
-    """
-    by_device: dict[torch.device, dict[int, Tensor]] = {}
-    for value in values:
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, {})[id(value)] = value.detach().reshape(())
-    known: dict[int, float] = {}
-    for tensors in by_device.values():
-        known.update(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
-    return [known[id(value)] if isinstance(value, Tensor) else value for value in values]
+    measured: list[Measured]
+    shared: dict[Tensor, MeasuringRanks]
+    skipped: int
+    was_skipped: bool
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
-    """Inner products of the rows of two (rows, entries) tensors.
-
-    Examples:
-        >>> inner(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[1.0, 1.0], [2.0, 5.0]]))
-        tensor([3., 6.])
-    """
+    """Inner products of the rows of two (rows, elements) tensors."""
     products: Tensor = torch.linalg.vecdot(x, y)
     return products
 
 
 def norm(x: Tensor) -> Tensor:
-    """Euclidean norms of the rows of a (rows, entries) tensor.
-
-    Examples:
-        >>> norm(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
-        tensor([5., 1.])
-    """
-    rows, entries = x.shape
-    pieces = entries // LONGEST
+    """Euclidean norms of the rows of a (rows, elements) tensor."""
+    rows, elements = x.shape
+    pieces = elements // LONGEST
     norms: Tensor
-    if entries <= LONGEST or x.dtype == torch.float64:
+    if elements <= LONGEST or x.dtype == torch.float64:
         norms = torch.linalg.vector_norm(x, dim=1)
-    elif entries % pieces == 0:
+    elif elements % pieces == 0:
         norms = torch.linalg.vector_norm(torch.linalg.vector_norm(x.reshape(rows, pieces, -1), dim=2), dim=1)
     else:
         norms = inner(x, x).sqrt()  # slower, but its sums lose no digits
@@ -149,172 +102,119 @@ ALIGNMENTS = {
 # What only matrices have: rows hold the sum over matrices, and how many there are under `count_`.
 PER_MATRIX = ("defect", "spectral_norm", "condition")
 
-# More matrices than any parameter has, to number those of all parameters at once.
-_STRIDE = 2**40
+
+def _device(entry: Measured) -> str:
+    return str(entry.values["ww"].device)
+
+
+def _measured_rows(measured: Sequence[Measured]) -> Rows:
+    """One column for each matrix in turn, as float64 on the CPU; one transfer for each device."""
+    names, constants = (*SQUARES, *PRODUCTS), ("numel", "orthogonal", "phi", "count_decay", "has_momentum")
+    tables = [torch.zeros(len(names), 0, dtype=torch.float64, device="cpu")]
+    for _, same in groupby(measured, _device):
+        found = [entry.values for entry in same]
+        zeros = [torch.zeros_like(values["ww"]) for values in found]
+        columns = [values.get(name, zero) for name in names for values, zero in zip(found, zeros, strict=True)]
+        tables.append(torch.cat(columns).cpu().double().view(len(names), -1))
+    table = torch.cat(tables, dim=1)
+    table[: len(SQUARES)].square_()
+    known = [
+        (e.area, length * e.area, (e.phi or 0.0) * e.area, (e.phi is not None) * e.area, "mm" in e.values)
+        for e in measured
+        for length in e.orthogonal
+    ]
+    # What has overflowed is NaN: over infinity an alignment or a relative size would be zero.
+    rows = dict(zip(names, torch.where(table.isfinite(), table, torch.nan), strict=True))
+    rows |= zip(
+        constants, torch.tensor(known, dtype=torch.float64, device="cpu").view(-1, len(constants)).T, strict=True
+    )
+    rows["ww_momentum"] = torch.where(rows.pop("has_momentum") > 0, rows["ww"], 0.0)
+    return rows
+
+
+def _matrix_columns(sample: Sample, params: Sequence[Tensor]) -> tuple[Tensor, Rows]:
+    """One column for each matrix, summed over ranks: the number of its parameter in `params`, and its rows."""
+    measured = sorted(sample.measured, key=_device)
+    counts = dict.fromkeys(params, 0)
+    for entry in measured:
+        counts[entry.param] = max(counts[entry.param], 1 + max(entry.numbers))
+    counts |= {param: ranks.matrices for param, ranks in sample.shared.items()}
+    firsts = dict(zip(params, accumulate(counts.values(), initial=0), strict=False))
+    rows = _measured_rows(measured)
+    table = torch.zeros(len(rows), sum(counts.values()), dtype=torch.float64, device="cpu")
+    table[:, _indices(firsts[entry.param] + n for entry in measured for n in entry.numbers)] = torch.stack(
+        [*rows.values()]
+    )
+
+    together: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+    for param in [param for param in params if param in sample.shared]:
+        together.setdefault(sample.shared[param].groups, []).append(param)
+    for groups, of_groups in together.items():
+        columns = _indices(firsts[param] + n for param in of_groups for n in range(counts[param]))
+        total = table[:, columns].to(sample.shared[of_groups[0]].device)
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        table[:, columns] = total.cpu()
+
+    there = table[list(rows).index("numel")] > 0
+    owners = torch.repeat_interleave(_indices(counts.values()))
+    return owners[there], dict(zip(rows, table[:, there], strict=True))
 
 
 def parameter_columns(
-    measured: Measurements, infos: Mapping[Tensor, ParameterInfo], spectra: Spectra
+    sample: Sample, infos: Mapping[Tensor, ParameterInfo], spectra: Spectra
 ) -> tuple[Rows, list[ParameterInfo]]:
     """One column for each parameter that was measured, in the order of the optimizer, and what is known of each."""
-    seen = {piece.param for piece in measured.pieces} | measured.shared.keys()
+    seen = {entry.param for entry in sample.measured} | sample.shared.keys()
     params = [param for param in infos if param in seen]
-    owners, matrices = _matrix_columns(measured, {param: number for number, param in enumerate(params)})
-    anywhere, owners = torch.unique(owners, return_inverse=True)
-    params = [params[number] for number in anywhere.tolist()]
+    owners, matrices = _matrix_columns(sample, params)
+    present, owners = torch.unique(owners, return_inverse=True)
+    params = [params[number] for number in present.tolist()]
+
     matrices["matrices"] = torch.ones_like(matrices["numel"])
-    for name, terms in ALIGNMENTS.items():
-        matrices[name], matrices[f"count_{name}"] = _cosine(matrices, terms)
+    orthogonal = matrices.pop("orthogonal") / matrices["numel"]
+    matrices["count_defect"] = (orthogonal > 0).double()
+    matrices["defect"] = torch.where(orthogonal > 0, matrices["uu"].sqrt() / orthogonal, 0.0)
+    for name, (product, left, right) in ALIGNMENTS.items():
+        defined = ~((matrices[left] == 0) | (matrices[right] == 0))  # a NaN is defined: it must show
+        cosines = _cosine(matrices[product], matrices[left], matrices[right])
+        matrices[name], matrices[f"count_{name}"] = torch.where(defined, cosines, 0.0), defined.double()
+
     rows = _summed(matrices, owners, len(params))
     for name in ALIGNMENTS:
         cosines, count = rows.pop(name), rows.pop(f"count_{name}")
         rows[f"{name}_mean"] = torch.where(count > 0, cosines / count, 0.0)
         rows[f"count_{name}_mean"] = (count > 0).double()
     found = [infos[param] for param in params]
-    _add_settings(rows, found)
-    _add_spectra(rows, params, spectra)
+    # Decay, learning rate and peak, each times the number of elements that have one.
+    acted_on = torch.where(rows["ww"] == 0, 1.0, rows["decayed"] / rows["ww"])
+    rows["decay"] = torch.where(rows["count_decay"] > 0, rows["phi"] * acted_on, 0.0)
+    rows["lr"], rows["count_lr"] = _column([info.lr for info in found]) * rows["numel"], rows["numel"]
+    rows["peak_lr"] = _column([info.peak_lr or 0.0 for info in found]) * rows["numel"]
+    rows["count_peak_lr"] = _column([info.peak_lr is not None for info in found]) * rows["numel"]
+    for name in ("spectral_norm", "condition"):
+        spectrum = [spectra.get(name, {}).get(param) for param in params]
+        rows[name] = _column([0.0 if v is None else float(v.sum()) for v in spectrum])
+        rows[f"count_{name}"] = _column([0 if v is None else len(v) for v in spectrum])
     return rows, found
 
 
-def pooled(rows: Rows, members: Sequence[list[int]]) -> Rows:
-    """One column for each list of columns: their sum."""
-    chosen = torch.tensor([column for columns in members for column in columns], dtype=torch.int64, device="cpu")
-    target = torch.tensor([i for i, columns in enumerate(members) for _ in columns], dtype=torch.int64, device="cpu")
-    return _summed(rows, target, len(members), chosen)
+def _cosine(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return (product / (left.sqrt() * right.sqrt())).clamp(-1.0, 1.0)  # rounding may lead beyond
 
 
-def _summed(rows: Rows, target: Tensor, size: int, chosen: Tensor | None = None) -> Rows:
-    """The rows with their columns, or those chosen, added up into `size` new ones."""
-    table = torch.stack(list(rows.values()))
-    table = table if chosen is None else table[:, chosen]
+def _summed(rows: Rows, target: Tensor, size: int) -> Rows:
+    """The rows with their columns added up into `size` new ones."""
+    table = torch.stack([*rows.values()])
     return dict(zip(rows, table.new_zeros(len(rows), size).index_add(1, target, table), strict=True))
-
-
-def _matrix_columns(measured: Measurements, index: dict[Tensor, int]) -> tuple[Tensor, Rows]:
-    """One column for each matrix: which parameter it belongs to, and its rows."""
-    pieces = measured.pieces
-    piece_of = torch.repeat_interleave(
-        torch.tensor([len(piece.numbers) for piece in pieces], dtype=torch.int64, device="cpu")
-    )
-
-    def per_matrix(values: Sequence[float]) -> Tensor:
-        return _column(values)[piece_of]
-
-    factors = to_floats([piece.lr for piece in pieces] + [0.0 if piece.phi is None else piece.phi for piece in pieces])
-    lrs, phis = factors[: len(pieces)], factors[len(pieces) :]
-    rows = _additive(measured.to_host(), per_matrix([lr * piece.scale for lr, piece in zip(lrs, pieces, strict=True)]))
-    phi = per_matrix(phis)
-    both = phi.square() * rows["ww"] + 2 * phi * rows["wu"] + rows["uu"]  # the square of phi W + u
-    rows["dd"] = torch.where(per_matrix([piece.change_follows for piece in pieces]) > 0, both.clamp(min=0), rows["dd"])
-    rows["numel"] = per_matrix([piece.area for piece in pieces])
-    rows["side_numel"] = per_matrix([piece.side for piece in pieces]) * rows["numel"]
-    rows["ww_momentum"] = torch.where(per_matrix([piece.has_momentum for piece in pieces]) > 0, rows["ww"], 0.0)
-    rows["phi_numel"] = phi * rows["numel"]
-    rows["count_decay"] = per_matrix([piece.phi is not None for piece in pieces]) * rows["numel"]
-
-    keys = [index[piece.param] * _STRIDE + number for piece in pieces for number in piece.numbers]
-    unique, inverse = torch.unique(torch.tensor(keys, dtype=torch.int64, device="cpu"), return_inverse=True)
-    matrices = _summed(rows, inverse, len(unique))
-    if measured.shared:
-        shared = {index[param] * _STRIDE: entry for param, entry in measured.shared.items() if param in index}
-        unique, matrices = sum_over_ranks(unique, matrices, shared)
-
-    side = matrices.pop("side_numel") / matrices["numel"]
-    matrices["count_defect"] = (side > 0).double()
-    matrices["defect"] = torch.where(side > 0, (matrices["oo"] / side).sqrt(), 0.0)
-    return unique // _STRIDE, matrices
-
-
-def _additive(measured: Rows, move: Tensor) -> Rows:
-    """Squares and inner products, of which those of a matrix are the sum of those of its pieces.
-
-    w is the weight before the update, u the update, o its direction, g the gradient, m the momentum, d the change. What
-    has overflowed is NaN: over infinity an alignment or a relative size would be zero.
-    """
-    rows = {
-        "ww": measured["weight"].square(),
-        "decayed": measured["decayed"].square(),
-        "oo": measured["direction"].square(),
-        "uu": (measured["direction"] * move).square(),
-        "gg": measured["gradient"].square(),
-        "mm": measured["momentum"].square(),
-        "dd": measured["change"].square(),
-        "wu": measured["weight_direction"] * move,
-        "wg": measured["weight_gradient"],
-        "wm": measured["weight_momentum"],
-    }
-    return {name: torch.where(row.isfinite(), row, torch.nan) for name, row in rows.items()}
-
-
-def _cosine(matrices: Rows, terms: tuple[str, str, str]) -> tuple[Tensor, Tensor]:
-    """The cosine of each matrix, and 1 where there is one; matrices of norm zero have none."""
-    product, left, right = (matrices[term] for term in terms)
-    size = left.sqrt() * right.sqrt()
-    defined = ~(size == 0)  # a NaN is defined: it must show
-    return torch.where(defined, product / size, 0.0), defined.double()
-
-
-def _add_settings(rows: Rows, infos: list[ParameterInfo]) -> None:
-    """Decay, learning rate and peak, each times the number of entries that have one."""
-    acted_on = torch.where(rows["ww"] == 0, 1.0, rows["decayed"] / rows["ww"])
-    rows["decay"] = torch.where(rows["count_decay"] > 0, rows["phi_numel"] * acted_on, 0.0)
-    rows["lr"], rows["count_lr"] = _column([info.lr for info in infos]) * rows["numel"], rows["numel"]
-    rows["peak_lr"] = _column([info.peak_lr or 0.0 for info in infos]) * rows["numel"]
-    rows["count_peak_lr"] = _column([info.peak_lr is not None for info in infos]) * rows["numel"]
-
-
-def _add_spectra(rows: Rows, params: list[Tensor], spectra: Spectra) -> None:
-    for name in ("spectral_norm", "condition"):
-        found = [spectra.get(name, {}).get(param) for param in params]
-        rows[name] = _column([0.0 if v is None else float(v.sum()) for v in found])
-        rows[f"count_{name}"] = _column([0 if v is None else len(v) for v in found])
 
 
 def _column(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
-class MeasuringRanks(NamedTuple):
-    """The ranks that measure parts of a parameter, where they reduce, and how many matrices it has in all."""
-
-    groups: tuple[ProcessGroup, ...]
-    device: torch.device
-    matrices: int
-
-
-def sum_over_ranks(
-    keys: Tensor, rows: dict[str, Tensor], shared: Mapping[int, MeasuringRanks]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Columns of matrices by their keys, those of shared parameters summed over ranks; a collective.
-
-    Args:
-        keys: the key of each column, ascending.
-        rows: sums, each with one entry for each key; `numel` is above zero in every column that means something.
-        shared: the first key of each shared parameter, whose matrices have the keys that follow.
-    """
-    table = torch.stack(list(rows.values()))
-    found_keys, found = [], []
-    alone = torch.ones(len(keys), dtype=torch.bool, device="cpu")
-    by_groups: dict[tuple[ProcessGroup, ...], list[int]] = {}
-    for first in sorted(shared):
-        by_groups.setdefault(shared[first].groups, []).append(first)
-    for groups, firsts in by_groups.items():
-        numbers = [range(first, first + shared[first].matrices) for first in firsts]
-        wanted = torch.tensor([*chain.from_iterable(numbers)], dtype=torch.int64, device="cpu")
-        mine = torch.isin(keys, wanted)
-        sums = table.new_zeros(len(rows), len(wanted))
-        sums[:, torch.searchsorted(wanted, keys[mine])] = table[:, mine]
-        device = shared[firsts[0]].device
-        total = sums.to(device)
-        for group in groups:
-            dist.all_reduce(total, group=group)
-        total = total.cpu()
-        measured = total[list(rows).index("numel")] > 0
-        found_keys.append(wanted[measured])
-        found.append(total[:, measured])
-        alone &= ~mine
-    every = torch.cat([table[:, alone], *found], dim=1)
-    return torch.cat([keys[alone], *found_keys]), dict(zip(rows, every, strict=True))
+def _indices(values: Iterable[int]) -> Tensor:
+    return torch.tensor([*values], dtype=torch.int64, device="cpu")
 
 
 # 3. the record
@@ -327,37 +227,36 @@ _KNOWN_WHEN_SKIPPED = ("weight_rms", "lr", "peak_lr", "spectral_norm", "conditio
 
 
 def build(
-    step: int,
-    measured: Measurements,
-    infos: Mapping[Tensor, ParameterInfo],
-    spectra: Spectra,
-    *,
-    skipped: int,
-    was_skipped: bool,
-    parameters: bool,
+    step: int, sample: Sample, infos: Mapping[Tensor, ParameterInfo], spectra: Spectra, *, parameters: bool
 ) -> Record:
     """The record of update number `step`."""
-    rows, found = parameter_columns(measured, infos, spectra)
+    rows, found = parameter_columns(sample, infos, spectra)
     members: dict[tuple[str, ...], list[int]] = {
         ("all",): list(range(len(found))),
         ("decayed",): [i for i, info in enumerate(found) if info.decayed],
         **{("roles", role): chosen for role, chosen in _collect(info.role for info in found).items()},
         **{("layers", layer): chosen for layer, chosen in _collect(info.layer for info in found).items()},
     }
+    chosen = _indices(column for columns in members.values() for column in columns)
+    target = _indices(number for number, columns in enumerate(members.values()) for _ in columns)
+    pooled = _summed({name: row[chosen] for name, row in rows.items()}, target, len(members))
     record: Record = {"kind": "telemetry", "step": step, "all": {}, "decayed": {}, "roles": {}, "layers": {}}
-    for (first, *rest), values in zip(members, describe(pooled(rows, list(members.values()))), strict=True):
+    for (first, *rest), values in zip(members, describe(pooled), strict=True):
         if rest:
             record[first][rest[0]] = values
         else:
             record[first] = values
     if parameters:
-        described = describe(rows)
-        record["parameters"] = dict(
-            zip((info.name for info in found), map(_own, described, rows["matrices"].tolist()), strict=True)
-        )
-    if was_skipped:
-        _forget_update(record)
-    return {**record, "skipped": skipped, "was_skipped": was_skipped}
+        record["parameters"] = {}
+        for info, values, matrices in zip(found, describe(rows), rows["matrices"].tolist(), strict=True):
+            # means over matrices say nothing new where there is one
+            own = values if matrices > 1 else {k: v for k, v in values.items() if not k.endswith("_mean")}
+            record["parameters"][info.name] = own
+    if sample.was_skipped:  # it has no size and no direction; zeros would claim otherwise
+        nested = (v for key in ("roles", "layers", "parameters") for v in record.get(key, {}).values())
+        for values in (record["all"], record["decayed"], *nested):
+            values.update(dict.fromkeys(values.keys() - _KNOWN_WHEN_SKIPPED))
+    return {**record, "skipped": sample.skipped, "was_skipped": sample.was_skipped}
 
 
 def describe(rows: Rows) -> list[Values]:
@@ -372,32 +271,17 @@ def describe(rows: Rows) -> list[Values]:
     }
     values |= {name: rows[name] / rows[f"count_{name}"] for name in ("decay", "lr", "peak_lr")}
     for name, (product, left, right) in ALIGNMENTS.items():
-        values[name] = rows[product] / (rows[left].sqrt() * rows[right].sqrt())
+        values[name] = _cosine(rows[product], rows[left], rows[right])
         values[f"{name}_mean"] = rows[f"{name}_mean"] / rows[f"count_{name}_mean"]
     values |= {name: rows[name] / rows[f"count_{name}"] for name in PER_MATRIX}
-    columns = zip(*(column.tolist() for column in values.values()), strict=True)
-    described: list[Values] = [dict(zip(values, map(_finite, column), strict=True)) for column in columns]
-    for name in PER_MATRIX:
-        for entry, count in zip(described, rows[f"count_{name}"].tolist(), strict=True):
-            if not count:
-                del entry[name]
-    for entry, count in zip(described, numel.tolist(), strict=True):
-        entry["numel"] = int(count)
+    described: list[Values] = []
+    columns = zip(*(row.tolist() for row in values.values()), strict=True)
+    counts = zip(*(rows[f"count_{name}"].tolist() for name in PER_MATRIX), strict=True)
+    for column, count, elements in zip(columns, counts, numel.tolist(), strict=True):
+        lacking = {name for name, number in zip(PER_MATRIX, count, strict=True) if not number}
+        entry = {name: _finite(value) for name, value in zip(values, column, strict=True) if name not in lacking}
+        described.append({**entry, "numel": int(elements)})
     return described
-
-
-def _own(values: Values, matrices: float) -> Values:
-    """The values of one parameter; means over its matrices say nothing new where it is one."""
-    return values if matrices > 1 else {name: v for name, v in values.items() if not name.endswith("_mean")}
-
-
-def _forget_update(record: Record) -> None:
-    """A skipped update has no size and no direction; zeros would claim otherwise."""
-    nested = (v for key in ("roles", "layers", "parameters") for v in record.get(key, {}).values())
-    for values in (record["all"], record["decayed"], *nested):
-        for name in values:
-            if name not in _KNOWN_WHEN_SKIPPED:
-                values[name] = None
 
 
 def _collect(keys: Iterable[str | None]) -> dict[str, list[int]]:

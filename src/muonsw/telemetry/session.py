@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -18,8 +17,7 @@ from muonsw.clipping import clipped_share
 from muonsw.distributed.shards import is_dtensor, local, whole
 from muonsw.interop.unwrap import required_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.telemetry.observe_any import AnyOptimizerObserver
-from muonsw.telemetry.observe_ours import OurOptimizerObserver
+from muonsw.telemetry.observe import Observer
 from muonsw.telemetry.parameters import matrices, members, model_view, parameter_infos
 from muonsw.telemetry.record import Record, build
 from muonsw.telemetry.spectrum import Spectra, SpectralNorms, condition_numbers
@@ -91,9 +89,7 @@ class Telemetry:
         self.sinks = _as_sinks(sink)
         self._records: deque[Record] = deque(maxlen=keep)
         self._view = model_view(model)
-        self._observer: OurOptimizerObserver | AnyOptimizerObserver = AnyOptimizerObserver(optimizer, self._view)
-        if isinstance(optimizer, ScaledDecayOptimizer):
-            self._observer = OurOptimizerObserver(optimizer, self._view)
+        self._observer = Observer(optimizer, self._view)
         self._norms = SpectralNorms(seed=seed) if spectral_norm else None
         self._condition = condition
         self._spectra: Spectra = {}
@@ -127,9 +123,7 @@ class Telemetry:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     @_disable_dynamo  # a compiled step calls hooks as they are, and its own graphs stay the same
@@ -150,19 +144,12 @@ class Telemetry:
             return
         self.step += 1
         self._sampling = False
+        summary = optimizer.summary() if isinstance(optimizer, ScaledDecayOptimizer) else None
         with torch.no_grad():
-            was_skipped = self._observer.finish()
-            record = build(
-                self.step,
-                self._observer.measured,
-                parameter_infos(optimizer, self._view),
-                self._spectra,
-                skipped=self._observer.skipped,
-                was_skipped=was_skipped,
-                parameters=self.parameters,
-            )
-        if isinstance(optimizer, ScaledDecayOptimizer):
-            summary = optimizer.summary()
+            sample = self._observer.finish(summary)
+            infos = parameter_infos(optimizer, self._view)
+            record = build(self.step, sample, infos, self._spectra, parameters=self.parameters)
+        if isinstance(optimizer, ScaledDecayOptimizer) and summary is not None:
             roundings = [group["rounding"] for group in optimizer.param_groups]
             groups = [asdict(group) | {"rounding": own} for group, own in zip(summary.groups, roundings, strict=True)]
             record |= {"matrices": summary.matrices, "groups": groups}
