@@ -71,7 +71,7 @@ def _fused_update(group: Group, makers: list[Maker], parts: list[Part]) -> Fused
     for make in makers:
         take = make(group, parts, tensors)
         if take is not None:
-            return FusedUpdate(parts, take, partial(_directions, group, parts, tensors))
+            return FusedUpdate(parts, take)
     return None
 
 
@@ -111,11 +111,7 @@ def in_place(group: Group, parts: list[Part], kept: dict[str, list[Kept]]) -> Fu
         options = group["betas"], group["eps"], group["maximize"]
         adamw_stored(weights, grads, averages, squares, counters, *options, motion)
 
-    return FusedUpdate(parts, take, _not_asked)
-
-
-def _not_asked() -> list[Tensor]:
-    raise AssertionError("telemetry takes steps of decoded state")
+    return FusedUpdate(parts, take)
 
 
 def _torch_kernel(group: Group, parts: list[Part], tensors: AdamWTensors) -> Take | None:

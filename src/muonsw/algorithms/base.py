@@ -99,14 +99,11 @@ Take = Callable[[Rates], None]
 class FusedUpdate(NamedTuple):
     """An update that one kernel makes whole: it advances the state, decays and moves.
 
-    `take` does it, with the learning rate and the decay of the step. What the direction was is only asked by
-    telemetry, after it: `directions` computes it from the advanced state.
+    `take` does it, with the learning rate and the decay of the step.
     """
 
     parts: list[Part]
     take: Take
-    directions: Callable[[], list[Tensor]]
-    scale: float = 1.0
 
 
 class Budget(NamedTuple):
@@ -115,8 +112,7 @@ class Budget(NamedTuple):
     `flag` is None where the host has already checked; where it forbids the step, state and weights must stay exactly
     as they are. `on_host` says that learning rate and decay are numbers that the host knows, and the learning rate is
     not zero, as torch's fused kernels want. `plain` asks for directions and no fused update, because something is to be
-    done with them; `cut` asks for chunks even where a kernel needs none, because telemetry copies the weights or state
-    is decoded for each.
+    done with them; `cut` asks for chunks even where a kernel needs none, because state is decoded for each.
     """
 
     chunk_bytes: int

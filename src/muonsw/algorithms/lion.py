@@ -47,7 +47,7 @@ class LionTensors(NamedTuple):
 
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
     """Directions sign(beta1 M + (1 - beta1) G), or the whole step in one kernel where there is one."""
-    fused, plain = partial(_fused_update, group, budget), partial(_plain_update, group, budget)
+    fused, plain = partial(_fused_update, group), partial(_plain_update, group, budget)
     return elementwise_updates(items, KEYS, budget, fused, plain)
 
 
@@ -60,7 +60,7 @@ def _plain_update(group: Group, budget: Budget, parts: list[Part]) -> Update:
     return Update(parts, directions)
 
 
-def _fused_update(group: Group, budget: Budget, parts: list[Part]) -> FusedUpdate | None:
+def _fused_update(group: Group, parts: list[Part]) -> FusedUpdate | None:
     """The whole step by our kernel; None where it does not take these tensors."""
     tensors = LionTensors(*columns(parts, KEYS))
     if not kernels.available(tensors.weights[0].device) or not group["betas"][1]:
@@ -76,16 +76,7 @@ def _fused_update(group: Group, budget: Budget, parts: list[Part]) -> FusedUpdat
         motion = Motion(rates.eta, rates.phi, rates.flag, 1.0, group["cautious"])
         lion(weights, tensors.grads, tensors.averages, group["betas"], group["maximize"], motion)
 
-    return FusedUpdate(parts, take, partial(_directions, group, budget, tensors))
-
-
-def _directions(group: Group, budget: Budget, tensors: LionTensors) -> list[Tensor]:
-    """Where the last step went, from the advanced average: `b1 M + (1-b1) G = (b1/b2) M' + (1 - b1/b2) G`."""
-    beta1, beta2 = group["betas"]
-    grads = clean(tensors.grads, tensors.averages, group["maximize"], budget.ok)
-    directions = list(torch._foreach_lerp(grads, tensors.averages, beta1 / beta2))
-    torch._foreach_sign_(directions)
-    return directions
+    return FusedUpdate(parts, take)
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:

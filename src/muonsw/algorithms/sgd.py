@@ -57,7 +57,7 @@ def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update 
     makers: list[Maker] = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
     if torch_is_quicker(items) and not _takes_torch_two_passes(group):
         makers.reverse()
-    fused, plain = partial(_fused_update, group, budget, makers), partial(_plain_update, group, budget)
+    fused, plain = partial(_fused_update, group, makers), partial(_plain_update, group, budget)
     return elementwise_updates(items, state_keys(group), budget, fused, plain)
 
 
@@ -74,20 +74,14 @@ def _plain_update(group: Group, budget: Budget, parts: list[Part]) -> Update:
     return Update(parts, _look_ahead(group, grads, tensors.momenta))
 
 
-def _fused_update(group: Group, budget: Budget, makers: list[Maker], parts: list[Part]) -> FusedUpdate | None:
+def _fused_update(group: Group, makers: list[Maker], parts: list[Part]) -> FusedUpdate | None:
     """The whole step by the first kernel that takes these tensors; None where there is none."""
     tensors = _tensors(group, parts)
     for make in makers:
         take = make(group, parts, tensors)
         if take is not None:
-            return FusedUpdate(parts, take, partial(_directions, group, budget, tensors))
+            return FusedUpdate(parts, take)
     return None
-
-
-def _directions(group: Group, budget: Budget, tensors: SGDTensors) -> list[Tensor]:
-    """Where the last step went, from the advanced momentum."""
-    _, grads, momenta = tensors
-    return _look_ahead(group, clean(grads, momenta or grads, group["maximize"], budget.ok), momenta)
 
 
 def _look_ahead(group: Group, grads: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
