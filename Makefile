@@ -72,7 +72,7 @@ test-again: install  ## the same tests as on another machine and in a random ord
 	PYTHONHASHSEED=2 $(BIN)/pytest -q --collect-only -p no:randomly > $(VENV)/collected-twice
 	@grep -h :: $(VENV)/collected-once > $(VENV)/names && grep -h :: $(VENV)/collected-twice | diff $(VENV)/names - \
 	  || { echo "the tests above have other names at each collection: give their parameters ids"; exit 1; }
-	MUONSW_MACHINE="$$($(BIN)/python -m tests.other_machine)" FORCE_COLOR=1 COLUMNS=40 \
+	TEST_MACHINE="$$($(BIN)/python -m tests.other_machine)" CUDA_VISIBLE_DEVICES= FORCE_COLOR=1 COLUMNS=40 \
 	  ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK)
 
 test-browser: install  ## the pages of reports in a real Chromium

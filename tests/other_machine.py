@@ -1,6 +1,7 @@
-"""Prints, for MUONSW_MACHINE, another answer to every question than this machine's own, where it can be lived with.
+"""Other answers of `muonsw.machine` than this machine's own, for `make test-again`.
 
-A GPU and Triton can be done without, and not made up; what a GPU is like matters to the tests of GPUs alone.
+`python -m tests.other_machine` prints them as `name=number` words, which conftest.py reads from TEST_MACHINE. A GPU and
+Triton can be done without, and not made up; what a GPU is like matters to the tests of GPUs alone.
 """
 
 from muonsw import machine
@@ -13,6 +14,12 @@ def other_answers() -> dict[str, int]:
         "triton": 0,
         "gpus": 0,
     }
+
+
+def pretend(answers: str, monkeypatch) -> None:
+    """Patch the functions of `muonsw.machine` that `name=number` words name."""
+    for name, _, value in (word.partition("=") for word in answers.split()):
+        monkeypatch.setattr(machine, name, lambda *_, answer=int(value): answer)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
-"""One place asks what the machine has, and can be answered for."""
+"""One place asks what the machine has, and tests can answer for it."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +8,7 @@ import torch
 
 import muonsw
 from muonsw import machine
-from tests.other_machine import other_answers
+from tests.other_machine import other_answers, pretend
 
 SOURCE = Path(muonsw.__file__).parent
 # Ways to ask about hardware and installed packages.
@@ -30,24 +27,11 @@ def test_nothing_else_in_the_source_asks():
     assert asking == {"machine.py"}
 
 
-@pytest.mark.parametrize("name", machine.QUESTIONS)
-def test_a_test_can_answer(name, monkeypatch):
-    given = (torch.device("cpu"),) if name == "gpu_capability" else ()
-    monkeypatch.setitem(machine.FORCED, name, 70)
-    assert getattr(machine, name)(*given) == 70
-
-
-def test_a_variable_answers_for_a_process():
-    code = "from muonsw import machine; print(machine.cores(), machine.fast_bfloat16())"
-    environment = {**os.environ, machine.VARIABLE: "cores=77 fast_bfloat16=1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["77", "1"]
-
-
-@pytest.mark.parametrize("text", ["core=1", "cores", "cores=", "cores=-1", "cores=yes"])
-def test_an_answer_that_is_none_is_refused(text):
-    with pytest.raises(ValueError, match=re.escape(f"MUONSW_MACHINE holds {text!r}; write name=number")):
-        machine.read_forced(text)
+def test_words_answer_for_the_machine(monkeypatch):
+    pretend("cores=77 fast_bfloat16=1 gpu_capability=70", monkeypatch)
+    assert (machine.cores(), machine.fast_bfloat16(), machine.gpu_capability(torch.device("cpu"))) == (77, 1, 70)
+    with pytest.raises(AttributeError, match="no attribute 'core'"):
+        pretend("core=1", monkeypatch)
 
 
 def test_the_other_machine_has_other_answers():

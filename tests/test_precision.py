@@ -226,7 +226,7 @@ def test_automatic_product_dtype(monkeypatch):
     assert product_dtype("auto", torch.float64, cpu) == torch.float64
     assert product_dtype("auto", torch.float32, mps) == torch.float32
     for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setitem(machine.FORCED, "fast_bfloat16", fast)
+        monkeypatch.setattr(machine, "fast_bfloat16", lambda fast=fast: fast)
         assert product_dtype("auto", torch.float32, cpu) == dtype
     assert product_dtype("float16", torch.float32, cpu) == torch.float16
 

@@ -1,72 +1,45 @@
-"""What this machine has, and computes in: the only place that asks, so that a test or a variable can answer instead.
-
-`MUONSW_MACHINE="fast_bfloat16=0 cores=1"` answers for a process and those it starts, an entry of `FORCED` for a test.
-"""
+"""What this machine has, and computes in: the only place that asks, so that tests can patch the answers."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from muonsw.precision import AUTO, DTYPES
 
-VARIABLE = "MUONSW_MACHINE"
-FORCED: dict[str, int] = {}
-QUESTIONS: dict[str, Callable[..., int]] = {}
 
-Given = ParamSpec("Given")
-
-
-def _question(ask: Callable[Given, int]) -> Callable[Given, int]:
-    name = ask.__name__
-
-    @functools.wraps(ask)
-    def answer(*given: Given.args, **named: Given.kwargs) -> int:
-        return FORCED[name] if name in FORCED else ask(*given, **named)
-
-    QUESTIONS[name] = answer
-    return answer
-
-
-@_question
-def fast_bfloat16() -> int:
+def fast_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32."""
     return _CPU_HAS_BFLOAT16_UNITS
 
 
-@_question
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@_question
-def triton() -> int:
+def triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
-@_question
 def gpus() -> int:
     """GPUs (CUDA or ROCm) that this process may use."""
     return torch.cuda.device_count()
 
 
-@_question
-def gpu_fast_bfloat16(device: torch.device) -> int:
+def gpu_fast_bfloat16(device: torch.device) -> bool:
     """Whether a GPU multiplies bfloat16 without emulation."""
     with torch.cuda.device(device):  # torch answers for the current one
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-@_question
 def gpu_capability(device: torch.device) -> int:
     """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for any other device."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -90,25 +63,6 @@ def cpu_has_bfloat16_units() -> bool:
 _CPU_HAS_BFLOAT16_UNITS = cpu_has_bfloat16_units()  # asked once: torch.compile cannot trace the probes
 
 
-def read_forced(text: str) -> dict[str, int]:
-    """The answers that a text of `name=number` words gives.
-
-    Examples:
-        >>> read_forced("cores=1 triton=0")
-        {'cores': 1, 'triton': 0}
-    """
-    forced = {}
-    for word in text.split():
-        name, _, value = word.partition("=")
-        if name not in QUESTIONS or not value.isdecimal():
-            raise ValueError(f"{VARIABLE} holds {word!r}; write name=number, with a name of {', '.join(QUESTIONS)}")
-        forced[name] = int(value)
-    return forced
-
-
-FORCED.update(read_forced(os.environ.get(VARIABLE, "")))
-
-
 def product_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the orthogonalizer's products: the fastest that this hardware multiplies without emulation."""
     if setting != AUTO:
@@ -129,7 +83,7 @@ _FASTEST: dict[torch.device, torch.dtype] = {}
 def _ask(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         has_tensor_cores = gpu_capability(device) >= 70
-        return cuda_dtype(bool(gpu_fast_bfloat16(device)), has_tensor_cores=has_tensor_cores)
+        return cuda_dtype(gpu_fast_bfloat16(device), has_tensor_cores=has_tensor_cores)
     return torch.float32 if device.type == "mps" else torch.bfloat16
 
 

@@ -125,10 +125,18 @@ def along_the_second_axis():
     return differences(optimizer, alone)[1]
 
 
-def test_shards_that_cut_through_blocks_are_refused(pool):
-    """37 x 128 is one block a row, which two ranks would halve."""
+def swapped_in_after_construction():
+    optimizer, mesh = build("adamw"), mesh_of(4)
+    (group,) = optimizer.param_groups
+    group["params"] = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(1)])) for p in group["params"]]
+    steps(optimizer, 0, 1)
+
+
+@pytest.mark.parametrize("case", [along_the_second_axis, swapped_in_after_construction])
+def test_shards_that_cut_through_blocks_are_refused(pool, case):
+    """37 x 128 is one block a row, which ranks would divide."""
     with pytest.raises(CaseError, match=r"blocks of 128 along its rows, through which .*Shard\(dim=1\).* cuts"):
-        pool.run(along_the_second_axis)
+        pool.run(case)
 
 
 def from_float_state_and_back():

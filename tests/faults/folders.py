@@ -12,7 +12,7 @@ from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizers import BPETokenizer
 from muonsw.lab.model import ModelConfig
-from muonsw.lab.train.config import DataConfig, RunConfig
+from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from muonsw.lab.train.export import export
 from muonsw.lab.train.loop import train
 
@@ -39,6 +39,7 @@ def fill_data(folder: Path) -> Path:
 
 def config(data: Path, **settings) -> RunConfig:
     chosen = {"steps": 6, "batch": 2, "eval_every": 2, "checkpoint_every": 2, "keep": 3, "telemetry_every": 1}
+    chosen["optimizer"] = OptimizerConfig(ns_dtype="float32")  # bits are compared with those of other processes
     return RunConfig(MODEL, DataConfig(str(data), eval_windows=2), threads=1, **{**chosen, **settings})
 
 

@@ -129,7 +129,7 @@ def test_no_gpu_is_given_to_a_second_process_before_all_have_one():
     ],
 )
 def test_the_gpus_of_this_process_keep_the_names_that_it_was_given(environment, number, names, monkeypatch):
-    monkeypatch.setitem(machine.FORCED, "gpus", number)
+    monkeypatch.setattr(machine, "gpus", lambda: number)
     if environment is None:
         monkeypatch.delenv(VISIBLE, raising=False)
     else:

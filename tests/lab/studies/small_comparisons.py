@@ -12,7 +12,9 @@ from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop
 from muonsw.lab.train.config import DataConfig, OptimizerConfig
 from tests.lab.train.small_runs import MODEL, small_run, tokens
 
-ARMS = tuple(Arm(rule, OptimizerConfig(decay=rule, weight_decay=1.0)) for rule in ("constant", "scaled"))
+ARMS = tuple(
+    Arm(rule, OptimizerConfig(decay=rule, weight_decay=1.0, ns_dtype="float32")) for rule in ("constant", "scaled")
+)
 KEY = Key("comparison")
 WILD = Arm("wild", OptimizerConfig(lr=50.0, weight_decay=0.0))
 QUIET = Console(quiet=True)

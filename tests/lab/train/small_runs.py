@@ -28,7 +28,7 @@ def small_run(*, model=None, optimizer=None, **settings):
     return RunConfig(
         model=replace(MODEL, **(model or {})),
         data=DataConfig(tokens(), eval_windows=8),
-        optimizer=OptimizerConfig(**(optimizer or {})),
+        optimizer=OptimizerConfig(**{"ns_dtype": "float32", **(optimizer or {})}),
         **{**defaults, **settings},
     )
 
