@@ -243,10 +243,10 @@ def with_a_rank_that_skips_its_decay():
     together = MuonSW(groups_of(GROUPS, sharded_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
     decays, rates_of = [group["weight_decay"] for group in together.param_groups], rates.rates_of
 
-    def rates_without_decay(work, groups, flag, counters):
+    def rates_without_decay(work, groups, flag):
         for group in groups:
             group["weight_decay"] = 0.0
-        return rates_of(work, groups, flag, counters)
+        return rates_of(work, groups, flag)
 
     for step in range(STEPS):
         take_step(alone, step, give_plain)
