@@ -451,3 +451,34 @@ def test_tensor_rates_of_two_patterns_stay_two(values):
 @pytest.mark.parametrize("model", [nn.ParameterList([torch.ones(3, 2)]), nn.ParameterDict({"w": torch.ones(3, 2)})])
 def test_a_model_that_is_a_bare_list_of_parameters_is_routed(model):
     assert [found.name for found in classify(model)] == [name for name, _ in model.named_parameters()]
+
+
+def attention_of(library, name):
+    """A module with a fused projection, of a class that a library seems to define."""
+    attention = type("Attention", (nn.Module,), {"__module__": library})()
+    setattr(attention, name, nn.Linear(8, 24, bias=False))
+    attention.out = nn.Linear(8, 8, bias=False)
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "parts"),
+    [
+        ("timm.layers.attention", "qkv", (8, 8, 8)),
+        ("transformers.models.sam.modeling_sam", "qkv", (8, 8, 8)),
+        ("my_gpt", "c_attn", (8, 8, 8)),
+        ("timm.models.maxxvit", "qkv", None),  # head by head
+        ("my_vit", "qkv", None),
+        ("transformers.models.falcon", "query_key_value", None),
+    ],
+)
+def test_only_fused_projections_of_a_certain_layout_are_split(library, name, parts):
+    model = nn.Module()
+    model.blocks = nn.ModuleList(attention_of(library, name) for _ in range(2))
+    optimizer = MuonSW.for_model(model, lr=0.02)
+    assert by_name(optimizer)[f"blocks.0.{name}.weight"]["split_sizes"] == parts
+    assert ("muon, 3 parts" in optimizer.routing()) == (parts is not None)
+    line = next(line for line in optimizer.routing(reasons=True).splitlines() if f"0.{name}" in line)
+    assert ("3 parts" in line) == (parts is not None)
+    whole = MuonSW.for_model(model, lr=0.02, patterns={f"*.{name}.weight": {"split_sizes": None}})
+    assert by_name(whole)[f"blocks.0.{name}.weight"]["split_sizes"] is None

@@ -120,7 +120,7 @@ def router_as_parameter():
 def tall_experts():
     experts = holds(w1=parameter(96, 16), w2=parameter(96, 16))
     experts.num_experts = 4
-    return holds(gate=nn.Linear(16, 4, bias=False), experts=experts)
+    return holds(gate=nn.Linear(16, 4, bias=False), experts=experts, body=nn.Linear(16, 16, bias=False))
 
 
 @idiom
@@ -249,6 +249,7 @@ def heads_on_an_axis():
     attention.per_head_weight, attention.per_head_bias = parameter(4, 8, 8), parameter(4, 8)
     attention.in_out_weight, attention.in_out_bias = parameter(4, 8, 6), parameter(4, 6)
     attention.num_heads, attention.head_dim, attention.width = 4, 8, 24
+    attention.body = nn.Linear(24, 24, bias=False)
     return attention
 
 

@@ -1,4 +1,4 @@
-"""Param groups for a whole model: the role of each parameter, what patterns say, and one group for each outcome."""
+"""Param groups for a whole model: roles, patterns, one group for each set of options, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.options import COMMON, unknown_option, validate_option
 from muonsw.routing.names import aliases
 from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
-from muonsw.text import users_line
+from muonsw.text import text_table, users_line
 from muonsw.work import Group
 
 ROLE_PREFIX = "role:"
@@ -40,30 +40,56 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
     routed = list(classify(model))
     if not routed:
         raise ValueError("the model has no parameter that requires a gradient")
-    chosen = {entry.name: _first_match(patterns, entry) for entry in routed}
-    found: list[tuple[Group, list[tuple[str, Tensor]]]] = []
-    adamw_used = False
+
+    found: list[Group] = []
+    reasons: dict[str, str] = {}
+    used: set[str | None] = set()
     for entry in routed:
-        pattern = patterns.get(chosen[entry.name] or "", {})
-        takes_adamw = _takes_adamw(entry, algorithm, pattern)
-        adamw_used |= takes_adamw
-        options = _role_options(entry, algorithm, pattern) | (adamw if takes_adamw else {}) | pattern
-        members = next((members for other, members in found if _same(other, options)), None)
-        if members is None:
-            found.append((options, members := []))
-        members.append((entry.name, entry.param))
-    groups = [{**options, "params": members} for options, members in found]
-    ordered = sorted(groups, key=lambda group: group["role"] not in MATRIX_ROLES)
-    _name(ordered)
-    _refuse_unused(patterns, set(chosen.values()), routed)
-    _refuse_idle(adamw, adamw_used)
-    if _needs_matrices(algorithm):
-        _warn_without_matrices(ordered)
-    return Routing(ordered, {entry.name: _reason(entry, chosen[entry.name]) for entry in routed})
+        pattern = next((pattern for pattern in patterns if _matches(pattern, entry)), None)
+        options = _options(entry, algorithm, {} if pattern is None else patterns[pattern], adamw)
+        group = next((group for group in found if _same(group["options"], options)), None)
+        if group is None:
+            found.append(group := {"options": options, "params": []})
+        group["params"].append((entry.name, entry.param))
+        reasons[entry.name] = entry.reason + ("" if pattern is None else f"; options from the pattern {pattern!r}")
+        used.add(pattern)
+    groups = [{**group["options"], "params": group["params"]} for group in found]
+    groups.sort(key=lambda group: group["role"] not in MATRIX_ROLES)
+    _name(groups)
+    _refuse_unused(patterns, used, routed)
+    if adamw and not any(_takes_adamw(group["role"], group["algorithm"], algorithm) for group in groups):
+        raise ValueError(
+            f"adamw={adamw!r} applies to nothing: no parameter of this model goes to AdamW; leave it out, or give the "
+            f"options to the class itself or in patterns"
+        )
+    if _needs_matrices(algorithm) and not any(_needs_matrices(group["algorithm"]) for group in groups):
+        _warn_without_matrices(groups)
+    return Routing(groups, reasons)
+
+
+def _options(entry: RoutedParameter, algorithm: str, pattern: Group, adamw: Group) -> Group:
+    """The options of one parameter: what its role gives, then `adamw` if it ends there, then its pattern."""
+    usual = ADAMW if _needs_matrices(algorithm) and entry.role not in MATRIX_ROLES else algorithm
+    final = pattern.get("algorithm", usual)
+    options: Group = {"role": entry.role, "algorithm": usual}
+    if not entry.decayed:
+        options["weight_decay"] = 0.0
+    if entry.role in MATRIX_ROLES or _needs_matrices(final):
+        options |= {"matrix": None, **entry.view}
+    return options | (adamw if _takes_adamw(entry.role, final, algorithm) else {}) | pattern
+
+
+def _takes_adamw(role: str, final: str, algorithm: str) -> bool:
+    """Whether the options for AdamW apply: to everything that ends there, except the matrices of AdamW's own class."""
+    return final == ADAMW and not (algorithm == ADAMW and role in MATRIX_ROLES)
+
+
+def _needs_matrices(algorithm: str) -> bool:
+    return ALGORITHMS[algorithm].matrices is not None
 
 
 def _same(one: Group, other: Group) -> bool:
-    """Whether two sets of options are equal; a tensor equals itself alone, as each may be filled with another rate."""
+    """Whether two sets of options are equal; a tensor equals only itself, because its value may change later."""
     return one.keys() == other.keys() and all(
         value is other[key] if isinstance(value, Tensor) or isinstance(other[key], Tensor) else value == other[key]
         for key, value in one.items()
@@ -71,10 +97,7 @@ def _same(one: Group, other: Group) -> bool:
 
 
 def _name(groups: list[Group]) -> None:
-    """Give each group a `name` that no other has, for loggers: its role, or what a pattern calls it.
-
-    Several groups of one name are numbered in their order, which follows from model and options alone.
-    """
+    """Give each group a unique `name` for loggers: its role or the name from its pattern, numbered if taken."""
     taken: set[str] = set()
     for group in groups:
         wanted = str(group.get("name") or group["role"])
@@ -83,8 +106,36 @@ def _name(groups: list[Group]) -> None:
         taken.add(group["name"])
 
 
+def patterns_within(model: nn.Module, patterns: dict[str, Group]) -> dict[str, Group]:
+    """The patterns that match something in this model; one stage of a pipeline need not match them all."""
+    routed = list(classify(model))
+    return {key: options for key, options in patterns.items() if any(_matches(key, entry) for entry in routed)}
+
+
+def _matches(pattern: str, entry: RoutedParameter) -> bool:
+    if pattern.startswith(ROLE_PREFIX):
+        return pattern.removeprefix(ROLE_PREFIX) == entry.role
+    return any(fnmatchcase(name, pattern) for name in aliases(entry.name))
+
+
+def check_adamw(adamw: Group) -> None:
+    """Check that every key is an option of AdamW with a valid value."""
+    _require_options("adamw", adamw)
+    known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
+    for key, value in adamw.items():
+        if key not in known:
+            raise ValueError(f"adamw={{{key!r}: ...}}: {unknown_option(key, known, 'option of AdamW')}")
+        validate_option(key, value)
+
+
+def _require_options(label: str, options: Any) -> None:
+    if not isinstance(options, Mapping):
+        example = '{"role:embedding": {"lr": 0.001}}' if label == "patterns" else '{"lr": 0.001}'
+        raise TypeError(f"{label}={options!r}: must be a dict, such as {example}")
+
+
 def _refuse_shapeless(model: nn.Module) -> None:
-    """Refuse parameters that have no shape yet, and those that FSDP1 has laid out as vectors."""
+    """Refuse parameters without a shape, and those that FSDP1 has flattened."""
     for name, param in model.named_parameters():
         path, _, own = name.rpartition(".")
         if isinstance(param, UninitializedParameter):
@@ -99,76 +150,6 @@ def _refuse_shapeless(model: nn.Module) -> None:
             )
 
 
-def _role_options(entry: RoutedParameter, algorithm: str, pattern: Group) -> Group:
-    """What the role gives: an algorithm, no decay outside matrices, and the matrix view where one is needed."""
-    usual = _usual_algorithm(entry, algorithm)
-    options: Group = {"role": entry.role, "algorithm": usual}
-    if not entry.decayed:
-        options["weight_decay"] = 0.0
-    if entry.role in MATRIX_ROLES or _needs_matrices(pattern.get("algorithm", usual)):
-        options |= {"matrix": None, **entry.view}
-    return options
-
-
-def _usual_algorithm(entry: RoutedParameter, algorithm: str) -> str:
-    return ADAMW if _needs_matrices(algorithm) and entry.role not in MATRIX_ROLES else algorithm
-
-
-def _needs_matrices(algorithm: str) -> bool:
-    return ALGORITHMS[algorithm].matrices is not None
-
-
-def _takes_adamw(entry: RoutedParameter, algorithm: str, pattern: Group) -> bool:
-    """Whether the options for AdamW apply: to what ends there, except the matrices of AdamW's own class."""
-    final = pattern.get("algorithm", _usual_algorithm(entry, algorithm))
-    return final == ADAMW and not (algorithm == ADAMW and entry.role in MATRIX_ROLES)
-
-
-def patterns_within(model: nn.Module, patterns: dict[str, Group]) -> dict[str, Group]:
-    """Those patterns that match something here; of one stage of a pipeline not all of them need to."""
-    routed = list(classify(model))
-    return {key: options for key, options in patterns.items() if any(_matches(key, entry) for entry in routed)}
-
-
-def _first_match(patterns: dict[str, Group], entry: RoutedParameter) -> str | None:
-    return next((pattern for pattern in patterns if _matches(pattern, entry)), None)
-
-
-def _matches(pattern: str, entry: RoutedParameter) -> bool:
-    if pattern.startswith(ROLE_PREFIX):
-        return pattern.removeprefix(ROLE_PREFIX) == entry.role
-    return any(fnmatchcase(name, pattern) for name in aliases(entry.name))
-
-
-def _reason(entry: RoutedParameter, pattern: str | None) -> str:
-    return entry.reason if pattern is None else f"{entry.reason}; options from the pattern {pattern!r}"
-
-
-def check_adamw(adamw: Group) -> None:
-    """Every key must be an option that AdamW knows, with a value that it takes."""
-    _require_options("adamw", adamw)
-    known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
-    for key, value in adamw.items():
-        if key not in known:
-            raise ValueError(f"adamw={{{key!r}: ...}}: {unknown_option(key, known, 'option of AdamW')}")
-        validate_option(key, value)
-
-
-def _require_options(label: str, options: Any) -> None:
-    """Refuse a number or a name where options are expected."""
-    if not isinstance(options, Mapping):
-        example = '{"role:embedding": {"lr": 0.001}}' if label == "patterns" else '{"lr": 0.001}'
-        raise TypeError(f"{label}={options!r}: must be a dict, such as {example}")
-
-
-def _refuse_idle(adamw: Group, used: bool) -> None:
-    if adamw and not used:
-        raise ValueError(
-            f"adamw={adamw!r} applies to nothing: no parameter of this model goes to AdamW; leave it out, or give the "
-            f"options to the class itself or in patterns"
-        )
-
-
 def _refuse_unused(patterns: dict[str, Group], used: set[str | None], routed: list[RoutedParameter]) -> None:
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
@@ -180,8 +161,6 @@ def _refuse_unused(patterns: dict[str, Group], used: set[str | None], routed: li
 
 
 def _warn_without_matrices(groups: list[Group]) -> None:
-    if any(_needs_matrices(group["algorithm"]) for group in groups):
-        return
     roles = sorted({group["role"] for group in groups})
     lora = " Low-rank factors get Muon with patterns={'role:lora': {'algorithm': 'muon'}}." if "lora" in roles else ""
     warnings.warn(
@@ -189,3 +168,53 @@ def _warn_without_matrices(groups: list[Group]) -> None:
         f"{', '.join(roles)}). Look at optimizer.routing(reasons=True).{lora}",
         stacklevel=users_line(),
     )
+
+
+def routing_table(groups: list[Group]) -> str:
+    """Groups as a table: role, algorithm, decay, learning rate, sizes and the first names."""
+    rows = [("group", "role", "algorithm", "decay", "lr", "tensors", "parameters", "names")]
+    for number, group in enumerate(groups):
+        names, lam = group.get("param_names") or [], float(group["weight_decay"])
+        slots = (group["algorithm"], group.get("precondition"), group.get("normalize"))
+        rows.append(
+            (
+                str(number),
+                group["role"] or "-",
+                ", ".join([" + ".join(slot for slot in slots if slot), *_cuts(group)]),
+                f"{group['decay']} {lam:g}" if lam else "none",
+                f"{float(group['lr']):g}",
+                str(len(group["params"])),
+                f"{sum(p.numel() for p in group['params']):,}",
+                ", ".join(names[:2]) + (f", ... ({len(names) - 2} more)" if len(names) > 2 else ""),
+            )
+        )
+    return text_table(rows)
+
+
+def reasons_table(groups: list[Group], reasons: dict[str, str]) -> str:
+    """Every parameter: its group, role, algorithm, shape, how Muon sees it, and why."""
+    rows = [("group", "role", "algorithm", "shape", "seen as", "name", "reason")]
+    for number, group in enumerate(groups):
+        names = group.get("param_names") or ["-"] * len(group["params"])
+        for name, param in zip(names, group["params"], strict=True):
+            shape = "x".join(map(str, param.shape)) or "scalar"
+            reason = reasons.get(name, "put into this group by hand")
+            rows.append((str(number), group["role"] or "-", group["algorithm"], shape, _view(group), name, reason))
+    return text_table(rows)
+
+
+def _view(group: Group) -> str:
+    """The options by which Muon finds matrices in a parameter, in words."""
+    view = ALGORITHMS[group["algorithm"]].view(group)
+    if view is None:
+        return "-"
+    words = [view.matrix or "", "(in, out)" if view.transposed else "", *_cuts(group)]
+    return " ".join(filter(None, words)) or "matrix"
+
+
+def _cuts(group: Group) -> list[str]:
+    """Into how many pieces each matrix is cut, if any."""
+    view = ALGORITHMS[group["algorithm"]].view(group)
+    if view is None or not (view.heads or view.split_sizes):
+        return []
+    return [f"{view.heads} blocks" if view.heads else f"{len(view.split_sizes or ())} parts"]

@@ -1,9 +1,8 @@
-"""What names tell, and which parts of a name tell nothing. Names are asked last, after structure."""
+"""What names tell, and which parts of a name tell nothing. The rules look at names last, after structure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from torch import nn
 
@@ -15,6 +14,7 @@ WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "FullySh
 PEFT_PREFIX = "base_model.model."
 PEFT_WORDS = frozenset({"base_layer", "modules_to_save"})
 
+EXPERT_COUNT = re.compile(r"^((num|n|moe)_)?(\w+_)?experts?$")
 ROUTER = re.compile(r"(^|_|k)(router|routing)($|_)")
 GATE = re.compile(r"^(gate|gating|gate_network|wg|w_gate|switch|selector)(_weight)?$")
 MIXTURE = re.compile(r"(^|_)(moe|mixture)($|_)")
@@ -23,12 +23,11 @@ SHARED = re.compile(r"shared_?experts?")
 DOWN = re.compile(r"(^|_)(down|w2|wo|o|out|output|fc2|post|c_proj)($|_|\d)")
 HEAD = re.compile(
     r"(^|_)(heads?|classifiers?|logits?|scores?|predictors?|predictions?|pred|outputs|class_embed|bbox_(embed|reg))"
-    r"(_(dist\w*|aux|\d+))?$|^(output|embed_out|unembed|unembedding)$"
+    r"(_(dist\w*|aux|\d+))?$|^(output|embed_out|unembed|unembedding|final(_layer)?)$"
 )
-NOT_HEAD = re.compile(r"^[qkvor]_heads?$")
-FINAL = re.compile(r"^final(_layer)?$")
+# The queries, keys or values of one attention: q_proj, to_k, wv, value.
+QUERY_KEY_VALUE = re.compile(r"(?:^|_|w)(q|k|v)(?:uer(?:y|ies)|eys?|alues?)?(?:$|_)")
 MODULATION = re.compile(r"modulation|ada_?(ln|norm)|film")
-FLOW = re.compile(r"(^|_)flows?$")
 POSITION = re.compile(r"(^|_)(cpb|rel_?pos|pos|position|positional|meta)($|_)")
 ADAPTER = re.compile(r"(^|_)(lora|hada|lokr)_", re.IGNORECASE)
 BIAS = re.compile(r"(^|_)bias(es)?($|_)|bias$")
@@ -47,23 +46,14 @@ FUSED = re.compile(r"qkv|query_key_value|queries_keys_values|c_attn|(^|_)kv($|_)
 
 
 def clean_name(model: nn.Module, name: str) -> str:
-    """A parameter's name without the words of wrappers, so that patterns and saved names outlive them.
-
-    Examples:
-        >>> import torch
-        >>> model = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-        >>> clean_name(model, "module.0.weight")
-        '0.weight'
-    """
-    return ".".join(_own_words(model, name.split(".")))
-
-
-def _own_words(model: nn.Module, words: list[str]) -> Iterator[str]:
+    """A parameter's name without the words of wrappers, so that patterns and saved names do not depend on them."""
     module: object = model
-    for word in words:
+    words = []
+    for word in name.split("."):
         if not _is_wrappers(module, word):
-            yield word
+            words.append(word)
         module = getattr(module, word, None) if isinstance(module, nn.Module) else None
+    return ".".join(words)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -73,7 +63,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _is_wrappers(module: object, word: str) -> bool:
-    """Whether a wrapper keeps what it wraps under this word."""
+    """Whether a wrapper keeps its content under this word."""
     classes = {cls.__name__ for cls in type(module).__mro__}
     return word in WRAPPER_WORDS or (word == "module" and bool(classes & WRAPPER_CLASSES))
 
@@ -84,34 +74,32 @@ def aliases(name: str) -> tuple[str, ...]:
 
 
 def meaningful(words: list[str]) -> list[str]:
-    """The words of a module's path that its author chose: not PEFT's, and no adapter names after them."""
-    kept: list[str] = []
-    for previous, word in zip(["", *words], words, strict=False):
-        if word not in PEFT_WORDS and previous != "modules_to_save":
-            kept.append(word)
-    return kept
-
-
-def says_head(word: str) -> bool:
-    """Whether a module's name is one that people give to outputs; `q_head` is a projection of queries."""
-    return bool(HEAD.search(word.lower())) and not NOT_HEAD.match(word.lower())
+    """The words of a path that its author chose: not PEFT's, and not the adapter names after them."""
+    pairs = zip(["", *words], words, strict=False)
+    return [word for previous, word in pairs if word not in PEFT_WORDS and previous != "modules_to_save"]
 
 
 def says_expert(word: str) -> bool:
-    """Whether a module's name or class speaks of routed experts; a shared expert is an ordinary layer."""
+    """Whether a name or class is one for routed experts; a shared expert is an ordinary layer."""
     return bool(EXPERT.search(snake_case(word))) and not SHARED.search(snake_case(word))
 
 
 def says_router(word: str) -> bool:
-    """Whether a module's name or class is one that routers have; `gate` alone may also be half of a SwiGLU."""
+    """Whether a name or class is one for routers."""
     return bool(ROUTER.search(snake_case(word)))
 
 
-def snake_case(word: str) -> str:
-    """A class name in the form of a module's name, without what fully_shard puts before it.
+def says_gate(path: str) -> bool:
+    """Whether the last word of a path is one for routers or gates; `gate` may also be half of a SwiGLU."""
+    word = path.rpartition(".")[2]
+    return bool(GATE.match(word)) or says_router(word)
 
-    Examples:
-        >>> snake_case("MixtralTopKRouter")
-        'mixtral_top_krouter'
-    """
+
+def says_linear(word: str) -> bool:
+    """Whether a parameter's name is one for linear maps, such as `w1` or `c_proj`."""
+    return bool(LINEAR.search(word)) and not TABLE.search(word)
+
+
+def snake_case(word: str) -> str:
+    """A class name in the form of a module's name, without the prefix of fully_shard: `top_krouter` for TopKRouter."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word.removeprefix("FSDP")).lower()

@@ -1,0 +1,276 @@
+"""What the rules need to know about a model: its layers, its blocks, and what it declares about itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
+
+from muonsw.routing import names
+
+TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase, nn.LocalResponseNorm)
+RECURRENT = nn.RNNBase | nn.RNNCellBase
+TABLES = nn.Embedding | nn.EmbeddingBag
+# Parametrizations of torch that only rescale the trained tensor: it is still the layer's matrix.
+RESCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
+
+
+class Subject(NamedTuple):
+    """A parameter, the layer that owns it, and its name there."""
+
+    name: str
+    param: Tensor
+    own: str
+    path: str
+    owner: nn.Module
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter, also if it is sharded."""
+        return tuple(self.param.shape)
+
+    @property
+    def words(self) -> list[str]:
+        """The parts of the owner's path that the model's author chose."""
+        return names.meaningful(self.path.split(".")) if self.path else []
+
+    @property
+    def long_axes(self) -> int:
+        """How many axes are longer than one."""
+        return sum(size > 1 for size in self.shape)
+
+
+class Layer(NamedTuple):
+    """A layer or bare matrix: how many features it reads, and how many it gives (None for norms)."""
+
+    order: int
+    path: str
+    reads: tuple[int, ...]
+    gives: int | None
+    weight: Tensor | None = None
+    in_out: bool = False
+
+
+class ModelFacts:
+    """Everything that the rules look up. Wrappers such as torch.compile's appear neither in paths nor in names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # A wrapper and its content have the same clean name; the content comes later and stays.
+        self.modules = {names.clean_name(model, path): module for path, module in model.named_modules()}
+        self.parameters = [(names.clean_name(model, name), param) for name, param in model.named_parameters()]
+        self.owners: dict[Tensor, list[nn.Module]] = {}
+        self._weights: dict[str, Tensor] = {}  # what is trained as each layer's `weight`
+        for path, module in self.modules.items():
+            for own, param in module._parameters.items():
+                if param is not None:
+                    layer, name = self._place(path, own)
+                    self.owners.setdefault(param, []).append(self.modules[layer])
+                    if name == "weight":
+                        self._weights[layer] = param
+        self._find_layers()
+        self._find_declarations()
+        originals = (path for path in self.modules if "original_module" not in path.split("."))  # PEFT's frozen copies
+        self._classes = Counter(type(self.modules[path]) for path in originals)
+        self._in_block = {"": False}
+        self.outside = {layer.gives for layer in self.maps if not self.in_block(layer.path)}
+        tables = (module for module in self.modules.values() if isinstance(module, nn.Embedding))
+        self.vocabulary = max((table.num_embeddings for table in tables), default=None)
+
+    def subjects(self) -> Iterator[Subject]:
+        """Every trainable parameter once, under its first name."""
+        for name, param in self.parameters:
+            if param.requires_grad:
+                path, own = self._place(*name.rpartition(".")[::2])
+                yield Subject(name, param, own, path, self.modules[path])
+
+    def _place(self, path: str, own: str) -> tuple[str, str]:
+        """The layer a parameter belongs to and its name there, looking through torch's lists and parametrizations."""
+        while path and isinstance(self.modules[path], nn.ParameterList | nn.ParameterDict):
+            path, _, own = path.rpartition(".")
+        module = self.modules[path]
+        if isinstance(module, ParametrizationList) and own == _trained_matrix(module):
+            layer, _, own = f".{path}".rpartition(".parametrizations.")
+            return layer[1:], own
+        if own.endswith("_v") and f"{own[:-2]}_g" in module._parameters:  # the older weight norm
+            return path, own[:-2]
+        if own.endswith("_orig") and own[:-5] not in module._parameters:  # spectral norm and pruning
+            return path, own[:-5]
+        return path, own
+
+    def _find_layers(self) -> None:
+        """List the layers in order, with bare matrices oriented by the widths that the others read."""
+        layers, bare = [], []
+        self.widths: dict[str, dict[int, None]] = {}  # what is read under each path, in order
+        for order, (path, module) in enumerate(self.modules.items()):
+            if "original_module" in path.split(".") or names.ADAPTER.search(path):
+                continue
+            if (sizes := _declared_sizes(module)) is not None:
+                is_map = isinstance(module, nn.Linear | _ConvNd)
+                layers.append(Layer(order, path, *sizes, self._weights.get(path) if is_map else None))
+                for around in outwards(path):
+                    self.widths.setdefault(around, {}).update(dict.fromkeys(sizes[0]))
+            elif not isinstance(module, ParametrizationList) and not is_table(module):
+                own = [(name, p) for name, p in module._parameters.items() if p is not None and p.dim() > 1]
+                bare += [(order, path, name, p) for name, p in own if p.shape[0] > 1]
+        for order, path, own, param in bare:
+            if param.dim() > 2:
+                layers.append(Layer(order, path, tuple(param.shape[-2:]), None))
+            elif is_linear(self.modules[path], own, param):
+                in_out = self.stored_in_out(path, own, param)
+                gives, reads = reversed(param.shape) if in_out else param.shape
+                layers.append(Layer(order, path, (reads,), gives, param, in_out))
+        self.layers = sorted(layers, key=lambda layer: layer.order)
+        self.maps = [layer for layer in self.layers if layer.gives is not None]
+        self.layer_of = {layer.weight: layer for layer in self.layers if layer.weight is not None}
+        self.reading: dict[int, list[Layer]] = {}
+        self.held_by: dict[str, list[Layer]] = {}
+        for layer in self.layers:
+            self.held_by.setdefault(holder_of(layer.path), []).append(layer)
+            for size in set(layer.reads):
+                self.reading.setdefault(size, []).append(layer)
+
+    def stored_in_out(self, path: str, own: str, weight: Tensor) -> bool:
+        """Whether a module's own matrix is (in, out): its class or bias tells, or the widths read around it."""
+        module, (rows, columns) = self.modules[path], weight.shape[-2:]
+        if hasattr(module, "nf") and hasattr(module, "nx"):  # the Conv1D of GPT-2
+            return True
+        bias = bias_of(module, own)
+        if bias is not None and rows != columns:
+            return bool(bias.shape[-1] == columns)
+        if (getattr(module, "out_features", None), getattr(module, "in_features", None)) == (rows, columns):
+            return False
+        is_down = any(names.DOWN.search(word.lower()) for word in (own, path.rpartition(".")[2]))
+        for around in outwards(path):
+            for width in self.widths.get(around, ()):
+                if (rows == width) != (columns == width):
+                    return (columns == width) == is_down
+        return False
+
+    def _find_declarations(self) -> None:
+        """Ask the model for its outputs, its input tables and what it wants without decay."""
+        outputs: list[Any] = [m for m in self.modules.values() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
+        tables = []
+        self.without_decay = {name for name, p in self.parameters if getattr(p, "_no_weight_decay", False)}
+        for path, module in self.modules.items():
+            for method in ("get_output_embeddings", "get_classifier"):
+                answer = _ask(module, method)
+                outputs.extend(answer if isinstance(answer, tuple | list) else [answer])
+            tables.append(_ask(module, "get_input_embeddings"))
+            listed = _ask(module, "no_weight_decay")
+            if isinstance(listed, set | frozenset | list | tuple | dict):
+                self.without_decay |= {f"{path}.{name}" if path else str(name) for name in listed}
+        declared = {names.unwrapped(module) for module in outputs if isinstance(module, nn.Module)}
+        self.heads = [path for path, module in self.modules.items() if module in declared and path]
+        self.tables = {names.unwrapped(module) for module in tables if isinstance(module, nn.Module)}
+
+    def in_block(self, path: str) -> bool:
+        """Whether a module lies in a repeated part of the model: an element of a list, or a class used twice."""
+        if path not in self._in_block:
+            module, holder = self.modules[path], self.modules[holder_of(path)]
+            repeated = bool(module._modules) and self._classes[type(module)] > 1
+            repeated &= not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+            if isinstance(holder, nn.ModuleList | nn.ModuleDict) and not isinstance(module, nn.ModuleList):
+                repeated = bool(module._modules) and "modules_to_save" not in path.split(".")[-2:]
+            self._in_block[path] = repeated or self.in_block(holder_of(path))
+        return self._in_block[path]
+
+    def is_read(self, layer: Layer, scope: str = "") -> bool:
+        """Whether another layer under `scope` reads as many features as this one gives."""
+        readers = self.reading.get(layer.gives or 0, ())
+        return any(other is not layer and within(other.path, scope) for other in readers)
+
+
+def holder_of(path: str) -> str:
+    """The path of the module that holds the one at `path`."""
+    return path.rpartition(".")[0]
+
+
+def outwards(path: str) -> Iterator[str]:
+    """A path and those around it, up to the model itself."""
+    while path:
+        yield path
+        path = holder_of(path)
+    yield ""
+
+
+def within(path: str, scope: str) -> bool:
+    """Whether a path lies under another one, or equals it."""
+    return not scope or path == scope or path.startswith(scope + ".")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is one of torch's norms, or its class name ends like theirs."""
+    return isinstance(module, TORCH_NORMS) or type(module).__name__.lower().rstrip("0123d").endswith("norm")
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether a module is an embedding by type or class name."""
+    return isinstance(module, TABLES) or type(module).__name__.lower().endswith(("embedding", "embeddings"))
+
+
+def bias_of(module: nn.Module, own: str) -> Tensor | None:
+    """The bias that belongs to a weight of the same module: `bias` to `weight`, `x_bias` to `x` and `x_weight`."""
+    candidates = [own.replace("weight", "bias"), f"{own}_bias"] if "weight" in own else [f"{own}_bias"]
+    return next((bias for name in candidates if (bias := module._parameters.get(name)) is not None), None)
+
+
+def expert_counts(module: nn.Module) -> set[int]:
+    """How many experts a module's attributes declare; a router declares them too, but has none."""
+    if names.says_router(type(module).__name__):
+        return set()
+    counts = (value for key, value in vars(module).items() if names.EXPERT_COUNT.match(key))
+    return {value for value in counts if isinstance(value, int) and value > 1}
+
+
+def is_linear(module: nn.Module, own: str, weight: Tensor) -> bool:
+    """Whether a bare matrix is a linear map: its module knows its sizes, a bias fits, or class or name say so."""
+    if is_norm(module) or weight.shape[0] in expert_counts(module):  # one flat row for each expert
+        return False
+    sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
+    bias = bias_of(module, own)
+    fits = bias is not None and bias.dim() == 1 and bias.shape[0] in weight.shape
+    kind = type(module).__name__.lower()
+    called = any(word in kind for word in ("linear", "dense", "conv1d"))
+    return sizes == tuple(weight.shape) or fits or called or names.says_linear(own)
+
+
+def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | None:
+    """How many features a module of torch or a norm reads and gives; None for anything else."""
+    if isinstance(module, nn.Linear):
+        return (module.in_features,), module.out_features
+    if isinstance(module, _ConvNd):
+        return (module.in_channels,), module.out_channels
+    if isinstance(module, RECURRENT):
+        return (module.input_size,), module.hidden_size * (1 + getattr(module, "bidirectional", False))
+    if isinstance(module, nn.MultiheadAttention):
+        return (module.embed_dim, module.kdim, module.vdim), module.embed_dim
+    if is_norm(module):
+        found: list[Any] = [size for param in module._parameters.values() if param is not None for size in param.shape]
+        for key in ("normalized_shape", "num_features", "num_channels"):
+            value = getattr(module, key, ())
+            found += value if isinstance(value, tuple | list) else [value]
+        return tuple(size for size in found if isinstance(size, int)), None
+    return None
+
+
+def _trained_matrix(parametrized: ParametrizationList) -> str | None:
+    """The name under which a rescaled weight is trained; None if the weight is computed in another way."""
+    kinds = {type(part).__name__ for part in parametrized}
+    if not kinds <= RESCALING:
+        return None
+    return "original1" if "_WeightNorm" in kinds else "original"
+
+
+def _ask(module: nn.Module, method: str) -> Any:
+    """What a method of the model answers; None if it is missing or not implemented."""
+    if not callable(getattr(type(module), method, None)):
+        return None
+    try:
+        return getattr(module, method)()
+    except (NotImplementedError, AttributeError, TypeError):
+        return None
