@@ -242,7 +242,7 @@ def test_a_rate_on_the_device_is_read_at_each_step():
         for optimizer, own in ((held, params), (plain, others)):
             feed(own, t)
             optimizer.step()
-    assert torch.equal(params[0], others[0])
+    torch.testing.assert_close(params[0], others[0], rtol=1e-6, atol=1e-7)  # the peak is float32's 0.05
     lr.fill_(torch.nan)
     with pytest.raises(ValueError, match="must be a finite number"):
         held.step()

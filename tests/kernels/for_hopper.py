@@ -9,7 +9,7 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from muonsw import MuonSW, kernels, step
+from muonsw import MuonSW, kernels, rates, step
 from muonsw.kernels import adamw, elementwise, finite, lion, momentum, move, normalize, sgd, stored, symmetric
 from muonsw.lab.model import kernels as model
 from muonsw.nonfinite import Flag
@@ -46,13 +46,19 @@ class NoGPU:
 
 
 def steps(dtype, on_device):
-    """One step of everything that has kernels; nothing is computed."""
-    rate = torch.tensor(0.01) if on_device else 0.01
+    """One step of everything that has kernels, with rates on the device as replay passes them; nothing is computed."""
+    rates_of = rates.rates_of
+
+    def as_scalars(*args):
+        return [one._replace(eta=torch.tensor(one.eta), phi=torch.tensor(one.phi)) for one in rates_of(*args)]
+
+    rates.rates_of = as_scalars if on_device else rates_of
     for options in (*SLOTS, *ELEMENTS):
         params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((512, 512), (512, 1024), (96, 64))]
         for param in params:
             param.grad = torch.randn_like(param)
-        MuonSW([{"params": params, **options}], lr=rate, ns_dtype="float16", replay=False).step()
+        MuonSW([{"params": params, **options}], lr=0.01, ns_dtype="float16", replay=False).step()
+    rates.rates_of = rates_of
 
 
 def others():
@@ -82,11 +88,14 @@ def main():
     driver.set_active(NoGPU())
     launched = set()
 
-    def compile_only(kernel, grid, arguments, options):
+    def compile_only(_device, kernel, grid, *arguments, **options):
         kernel.warmup(*arguments, grid=grid, **options)
         launched.add(kernel)
 
-    kernels._launch, kernels.available, kernels.TORCH_BELOW = compile_only, lambda _: True, 0
+    for module in MODULES:
+        if hasattr(module, "launch_on"):
+            module.launch_on = compile_only
+    kernels.available, kernels.TORCH_BELOW = lambda _: True, 0
     step.finite_flag = lambda *_: Flag(torch.zeros(()))
     for dtype, on_device in ((torch.float32, False), (torch.bfloat16, True), (torch.float16, False)):
         steps(dtype, on_device)

