@@ -175,7 +175,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         reference=regret.BEYOND.reference,
         comparisons=paper_regime.longest,
         claims=paper_regime.judge_longest,
-        own_tables=regret.map_tables,
+        own_tables=paper_regime.longest_tables,
         charts=regret.map_charts,
     ),
     TrainingStudy(

@@ -129,6 +129,12 @@ def judge_longest(results: Results, scale: Scale) -> list[Claim]:
     ]
 
 
+def longest_tables(results: Results, scale: Scale) -> list[Table]:
+    """The runs at 300 tokens per parameter; those of `long` have tables of their own."""
+    own = longest(scale)[-1].key
+    return map_tables({own: results[own]}, scale) if own in results else []
+
+
 def _best_totals(cells: Sequence[Runs], rule: str) -> dict[float, list[float]]:
     """By tokens per parameter, the total of every seed's best lambda, where the best of means is inside its grid."""
     found = {}
