@@ -735,3 +735,17 @@ def test_what_distributed_checkpoints_make_of_other_groups_is_refused(flat, save
     """torch takes the options of one saved group for those that it joins, and forgets them for those it divides."""
     with pytest.raises(ValueError, match="was saved in another param group"):
         in_another_order_by_checkpoint(flat, saved, built)
+
+
+@pytest.mark.parametrize(("algorithm", "old", "new"), [
+    ("muon", "precondition_period", "precondition_frequency"), ("soap", "max_precond_dim", "precondition_max_dim"),
+])  # fmt: skip
+def test_options_that_were_renamed_are_read(algorithm, old, new):
+    options = {"precondition": "soap"} if algorithm == "muon" else {"algorithm": algorithm}
+    saved = MuonSW(matrices((4, 6)), lr=0.05, **options).state_dict()
+    del saved["param_groups"][0][new]
+    saved["param_groups"][0][old] = 7
+    optimizer = MuonSW(matrices((4, 6)), lr=0.05, **options)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0][new] == 7
+    assert old not in optimizer.param_groups[0]

@@ -87,7 +87,7 @@ class MuonOptions(GroupOptions, total=False):
     Attributes:
         precondition_beta2: decay rate of the averages of squared gradients.
         precondition_eps: added to their root, or the least root.
-        precondition_period: steps from one change of SOAP's bases to the next.
+        precondition_frequency: steps from one change of bases to the next, of SOAP and Shampoo.
         precondition_max_dim: the longest side that SOAP rotates.
         aurora_iterations: calls of the orthogonalizer inside Aurora.
         aurora_beta: how far each of them corrects the lengths of rows.
@@ -99,8 +99,6 @@ class MuonOptions(GroupOptions, total=False):
         betas: decay rates of the averages of gradients and of their squares, of algorithms that have them.
         eps: added to the root of the averages of squares, or to eigenvalues.
         shampoo_beta: decay rate of the factors of "soap" and "shampoo"; None is the second of `betas`.
-        precondition_frequency: steps from one decomposition of these factors to the next.
-        max_precond_dim: the longest side that "soap" rotates.
         block_size: the longest side of a block of "shampoo".
         grafting: whose step lengths "shampoo" takes.
         grafting_eps: added to the root of the averages of squares that give them.
@@ -109,7 +107,7 @@ class MuonOptions(GroupOptions, total=False):
 
     precondition_beta2: float | None
     precondition_eps: float | None
-    precondition_period: int | None
+    precondition_frequency: int | None
     precondition_max_dim: int | None
     aurora_iterations: int | None
     aurora_beta: float | None
@@ -121,8 +119,6 @@ class MuonOptions(GroupOptions, total=False):
     betas: tuple[float, float]
     eps: float
     shampoo_beta: float | None
-    precondition_frequency: int
-    max_precond_dim: int
     block_size: int
     grafting: str
     grafting_eps: float
@@ -543,8 +539,6 @@ CHECKS: dict[str, Check] = {
     "betas": _two(_number(0.0, 1.0, open_end=True)),
     "eps": _number(0.0),
     "shampoo_beta": _optional(_number(0.0, 1.0)),
-    "precondition_frequency": _whole(1),
-    "max_precond_dim": _whole(1),
     "block_size": _whole(1),
     "grafting": _one_of(*GRAFTINGS),
     "grafting_eps": _number(0.0),
@@ -566,7 +560,7 @@ CHECKS: dict[str, Check] = {
     "precondition_beta2": _optional(_number(0.0, 1.0, open_end=True)),
     "precondition_eps": _optional(_number(0.0)),
     "precondition_max_dim": _optional(_whole(1)),
-    "precondition_period": _optional(_whole(1)),
+    "precondition_frequency": _optional(_whole(1)),
     "matrix": _one_of(None, STACK, FLATTEN),
     "split_sizes": _optional(_split_sizes),
     "split_dim": _one_of(0, 1),  # type: ignore[arg-type]

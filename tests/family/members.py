@@ -24,7 +24,7 @@ MEMBERS = {
     "equalize": ({"precondition": "equalize"}, Equalized),
     "soap": ({"precondition": "soap"}, SoapMuon),
     "soap, every third step": (
-        {"precondition": "soap", "precondition_period": 3, "precondition_beta2": 0.95},
+        {"precondition": "soap", "precondition_frequency": 3, "precondition_beta2": 0.95},
         partial(SoapMuon, period=3, beta2=0.95),
     ),
     "muon_plus": ({"normalize": "muon_plus"}, Snapped),

@@ -65,14 +65,14 @@ def test_parameters_that_were_flattened_are_shown_and_refused(name):
 
 def test_a_side_that_is_too_long_has_no_factor_and_two_are_refused():
     param = nn.Parameter(torch.randn(3, 12))
-    optimizer = MuonSW([{"params": [param], "algorithm": "soap", "max_precond_dim": 8}], lr=0.01)
+    optimizer = MuonSW([{"params": [param], "algorithm": "soap", "precondition_max_dim": 8}], lr=0.01)
     param.grad = torch.randn_like(param)
     optimizer.step()
     shapes = {key: tuple(value.shape) for key, value in optimizer.state[param].items()}
     assert shapes["basis_left"] == (3, 3)
     assert shapes["basis_right"] == shapes["factor_right"] == (1, 1)
-    with pytest.raises(ValueError, match=r"max_precond_dim=2 leaves both sides of .* a matrix of 3 x 12"):
-        MuonSW([{"params": [param], "algorithm": "soap", "max_precond_dim": 2}], lr=0.01)
+    with pytest.raises(ValueError, match=r"precondition_max_dim=2 leaves both sides of .* a matrix of 3 x 12"):
+        MuonSW([{"params": [param], "algorithm": "soap", "precondition_max_dim": 2}], lr=0.01)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_steps_of_members_are_those_that_the_authors_code_took(name):
 
 def recorded_runs():
     """The options of each recorded run, its shape, and the weights after each step without decay."""
-    renamed = {"frequency": "precondition_frequency"}
+    renamed = {"frequency": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
     for module in (soap, shampoo, kl_shampoo, asgo):
         data = json.loads(module.RECORDED.read_text(encoding="utf-8"))
         for recorded in data["runs"]:

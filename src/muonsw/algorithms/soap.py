@@ -125,7 +125,7 @@ def sides(longest: int) -> Specs:
 def state(group: Group) -> Specs:
     """Two averages, and a factor with its basis for each side."""
     averages = {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE}
-    return {**averages, **sides(group["max_precond_dim"]), "moves": MatrixState(lambda *_: (1, 1))}
+    return {**averages, **sides(group["precondition_max_dim"]), "moves": MatrixState(lambda *_: (1, 1))}
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
@@ -133,11 +133,11 @@ def validate(group: Group, name: str, param: Tensor) -> None:
     validate_matrices(group, name, param)
     if group["eps"] == 0:
         raise ValueError("eps=0: SOAP begins with averages of zero and would divide by them; give it more than zero")
-    longest = group["max_precond_dim"]
+    longest = group["precondition_max_dim"]
     for cell in MatrixView.of(group).cells(param.shape):
         if min(cell.rows, cell.columns) > longest:
             raise ValueError(
-                f"max_precond_dim={longest} leaves both sides of {name} alone, a matrix of {cell.rows} x "
+                f"precondition_max_dim={longest} leaves both sides of {name} alone, a matrix of {cell.rows} x "
                 f"{cell.columns}; raise it, or give the parameter a group with algorithm='adamw'"
             )
 
@@ -148,7 +148,7 @@ SOAP = matrix_algorithm(
         "shampoo_beta": None,
         "eps": 1e-8,
         "precondition_frequency": 10,
-        "max_precond_dim": 10000,
+        "precondition_max_dim": 10000,
     },
     state=state,
     directions=soap,

@@ -70,7 +70,7 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
         matched = _by_place(theirs, groups)
     if not any("algorithm" in group for group in saved["param_groups"]):
         _refuse_other_algorithms(matched, groups)
-    adopted = [_completed(_checked(old), own) for old, own in zip(matched, groups, strict=True)]
+    adopted = [_completed(_checked(_with_todays_options(old)), own) for old, own in zip(matched, groups, strict=True)]
     for number, (group, own) in enumerate(zip(adopted, groups, strict=True)):
         _refuse_unfit(group, own, f"param group {number}")
         _check_states(states, group, own)
@@ -106,8 +106,17 @@ def _refuse_regrouped(group: Group) -> None:
         )
 
 
-# Options that older versions, or torch's optimizers, saved.
+# Options that older versions, or torch's optimizers, saved, and today's names of those that are called otherwise now.
 _REMOVED = ("capturable", "update_floor", "radial_brake")
+_RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
+
+
+def _with_todays_options(saved: Group) -> Group:
+    group = {key: value for key, value in saved.items() if key not in (*_REMOVED, *_RENAMED)}
+    for old, new in _RENAMED.items():
+        if old in saved and group.get(new) is None:  # older groups had options of other algorithms too
+            group[new] = saved[old]
+    return group
 
 
 def _completed(saved: Group, own: Group) -> Group:
@@ -115,7 +124,6 @@ def _completed(saved: Group, own: Group) -> Group:
     settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
     fresh = {**BOOKKEEPING, "constructor_lr": own["constructor_lr"]}
     names = {"param_names": own["param_names"]} if "param_names" in own else {}
-    saved = {key: value for key, value in saved.items() if key not in _REMOVED}
     return {
         **settings,
         **fresh,

@@ -25,7 +25,7 @@ def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     """Whiten momentum in the bases of the last step, then let the bases follow the gradient.
 
     Args:
-        options: `beta2` of squares and factors; `eps`; `period`, the steps from one change of the bases to the
+        options: `beta2` of squares and factors; `eps`; `frequency`, the steps from one change of the bases to the
             next; `max_dim`, the longest side that is rotated; and the number of the step.
         X: momentum (count, m, n).
         state: squares, factors, bases and the gradient.
@@ -35,7 +35,7 @@ def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     dtype = state["basis_left"].dtype  # which `state_dtype` does not change, as it does that of squares and momentum
     X, G, squares = (tensor.to(dtype) for tensor in (X, state["grad"], state[SQUARES]))
     kept = {"exp_avg_sq": squares, **{key: state[key] for key in _state(options) if key != SQUARES}}
-    refresh = (options["step"] - 1) % options["period"] == 0
+    refresh = (options["step"] - 1) % options["frequency"] == 0
     first = options["step"] == 1
     X, new = whitened_momentum(X, G, kept, options["beta2"], options["eps"], refresh=refresh, first=first)
     return X, {SQUARES: new.pop("exp_avg_sq"), **new}
@@ -49,7 +49,7 @@ def _state(options: Options) -> Specs:
 
 SOAP = SlotMember(
     soap,
-    {"beta2": 0.9, "eps": 1e-8, "period": 1, "max_dim": 10000},
+    {"beta2": 0.9, "eps": 1e-8, "frequency": 1, "max_dim": 10000},
     _state,
     uses_gradient=True,
     counts_steps=True,
