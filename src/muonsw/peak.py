@@ -58,8 +58,13 @@ def expected_peak(group: Group) -> float:
     setting = group["peak_lr"]
     if setting is not None and setting != RUNNING_MAX:
         return float(setting)
+    return _scaled(group, _base_rate(group))
+
+
+def _base_rate(group: Group) -> float:
+    """The rate that a schedule multiplies: the scheduler's record, else the rate that the group was made with."""
     record, made_with = scheduler_record(group), group.get("constructor_lr")
-    return _scaled(group, record if record is not None else float(group["lr"] if made_with is None else made_with))
+    return record if record is not None else float(group["lr"] if made_with is None else made_with)
 
 
 def _scaled(group: Group, base: float) -> float:
@@ -73,7 +78,7 @@ def _scaled(group: Group, base: float) -> float:
 
 def refuse_shared(peak_lr: Any, groups: Sequence[Group]) -> None:
     """Refuse one number for groups whose rates differ: a schedule multiplies rates, so their peaks differ too."""
-    rates = sorted({expected_peak({**group, "peak_lr": None}) for group in groups}, reverse=True)
+    rates = sorted({_base_rate(group) * float(group.get("lr_scale", 1.0)) for group in groups}, reverse=True)
     if isinstance(peak_lr, float) and len(rates) > 1:
         raise ValueError(
             f"peak_lr={peak_lr:.8g} is one number for param groups with learning rates {rates[0]:.8g} and "

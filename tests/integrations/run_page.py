@@ -23,7 +23,7 @@ def main(stem, folder):
         exec(compile(code, page.name, "exec"), scope)
     result = {
         "stage_0": scope["optimizer"].summary().matrices,
-        "driven": [group["base_weight_decay"] for group in scope["driver"].optimizer.param_groups],
+        "driven": [group["base_weight_decay"] for group in scope["handle"].optimizer.param_groups],
         "megatron": sorted({group["weight_decay"] for group in scope["ours"].param_groups}),
         "peaks": sorted({group["resolved_peak_lr"] for group in scope["ours"].param_groups}),
     }

@@ -94,7 +94,7 @@ def scale_weight_decay(
                 f"this optimizer has taken steps, no scheduler has left its peak in the groups, and the learning rate "
                 f"is now {float(group['lr']):g}; pass peak_lr=<the highest learning rate of the run>"
             )
-    peak.refuse_shared(setting, [{**group, "peak_lr": None} for group in groups if group["weight_decay"]])
+    peak.refuse_shared(setting, [group for group in groups if group["weight_decay"]])
     names = {cls.__name__ for cls in type(optimizer).__mro__} & _KNOWN_OTHERWISE
     if names and not any(group.get(key) for group in groups for key in _DECOUPLED):
         warnings.warn(
