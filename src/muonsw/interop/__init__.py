@@ -1,1 +1,1 @@
-"""Other optimizers and their states: loaded, driven by our decay rules, unwrapped."""
+"""States of other optimizers, and what frameworks wrap around ours."""

@@ -55,7 +55,7 @@ class SavedParameter(NamedTuple):
     group: Group
 
 
-def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
+def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
     """A copy of a saved state in this optimizer's groups, whose options are those that each parameter was saved with.
 
     What the saved groups do not say, this optimizer's own settings do; a peak they do not know is found anew.
@@ -70,11 +70,11 @@ def adopt(saved: StateDict, groups: list[Group]) -> StateDict:
         matched = _by_place(theirs, groups)
     if not any("algorithm" in group for group in saved["param_groups"]):
         _refuse_other_algorithms(matched, groups)
-    adopted = [_completed(_checked(_with_todays_options(old)), own) for old, own in zip(matched, groups, strict=True)]
-    for number, (group, own) in enumerate(zip(adopted, groups, strict=True)):
+    completed = [_completed(_checked(_with_todays_options(old)), own) for old, own in zip(matched, groups, strict=True)]
+    for number, (group, own) in enumerate(zip(completed, groups, strict=True)):
         _refuse_unfit(group, own, f"param group {number}")
         _check_states(states, group, own)
-    return {**saved, "state": states, "param_groups": adopted}
+    return {**saved, "state": states, "param_groups": completed}
 
 
 def _refuse_no_state(saved: StateDict) -> None:
@@ -397,12 +397,12 @@ def undone_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Adopt a state after the user's hooks before loading, and restore dtypes before those after it."""
+    """Translate a state after the user's hooks before loading, and restore dtypes before those after it."""
     before_load = [{key: group[key] for key in _KINDS} for group in optimizer.param_groups]
     loaded: list[StateDict] = []
 
     def before(_: torch.optim.Optimizer, saved: StateDict) -> StateDict:
-        loaded.append(adopt(saved, optimizer.param_groups))
+        loaded.append(translated_state(saved, optimizer.param_groups))
         return loaded[0]
 
     def after(_: torch.optim.Optimizer) -> None:
