@@ -27,9 +27,13 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from muonsw.peak import PEAK_TOLERANCE
 from muonsw.registry import Registry
 
+# Under `scale_weight_decay`: a group's lambda, and the `weight_decay` that was set last.
+LAMBDA_KEYS = ("base_weight_decay", "driven_weight_decay")
 # (fraction of the run, multiple of lambda), fractions rising from 0 to 1; linear between points, flat outside them.
 Points = tuple[tuple[float, float], ...]
 
@@ -157,6 +161,16 @@ def validated_points(given: Any) -> Points:
 def decays(group: dict[str, Any]) -> bool:
     """Whether a param group asks for decay."""
     return float(group["weight_decay"]) != 0
+
+
+def own_weight_decay(group: dict[str, Any]) -> Any:
+    """A group's lambda, scaled or not: a `weight_decay` that was not set here was set by the user.
+
+    A tensor is ours once it was filled, and is not read again: a GPU would have to be waited for.
+    """
+    now = group["weight_decay"]
+    ours = isinstance(now, Tensor) or now == group.get("driven_weight_decay")
+    return group["base_weight_decay"] if ours and "base_weight_decay" in group else now
 
 
 def refuse_unknown_run(rule: str, label: str, total_steps: int | None, points: Points | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonsw import peak
-from muonsw.decay import DECAY_RULES, Points, decay_factor, refuse_unknown_run
+from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, Points, decay_factor, own_weight_decay, refuse_unknown_run
 from muonsw.interop.unwrap import required_optimizer
 from muonsw.options import validate_option
 from muonsw.text import users_line
@@ -37,9 +37,7 @@ _OTHERWISE = ("corrected_weight_decay", "unscaled_wd", "fixed_decay")
 # is divided by 1 - momentum (SGDP).
 _KNOWN_OTHERWISE = frozenset({"Lars", "Lamb", "MADGRAD", "NAdamLegacy", "NvNovoGrad", "SGDP"})
 
-# A group's lambda, and the `weight_decay` that was set last.
-LAMBDA_KEYS = ("base_weight_decay", "driven_weight_decay")
-# What else is kept in a group.
+# What is kept in a group beside its lambda.
 _KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr", "step_count")
 _HANDLE = "_scaled_weight_decay"
 
@@ -197,16 +195,6 @@ class ScaledWeightDecay:
         if not phi <= 1:
             raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
         return phi / eta if eta else 0.0
-
-
-def own_weight_decay(group: dict[str, Any]) -> Any:
-    """A group's lambda, scaled or not: a `weight_decay` that was not set here was set by the user.
-
-    A tensor is ours once it was filled, and is not read again: a GPU would have to be waited for.
-    """
-    now = group["weight_decay"]
-    ours = isinstance(now, Tensor) or now == group.get("driven_weight_decay")
-    return group["base_weight_decay"] if ours and "base_weight_decay" in group else now
 
 
 def _set(group: dict[str, Any], value: float) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from muonsw import norms, peak, rates
-from muonsw.addons.scale_weight_decay import LAMBDA_KEYS, own_weight_decay
 from muonsw.algorithms import ALGORITHMS
-from muonsw.decay import decays
+from muonsw.decay import LAMBDA_KEYS, decays, own_weight_decay
 from muonsw.options import BOOKKEEPING, CHECKS, differing_options, require_whole, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakLRWarning
