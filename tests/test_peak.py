@@ -542,10 +542,17 @@ class Wrapped:
         self.scheduler.step()
 
 
+HANDED_OVER = {
+    "CyclicLR": lambda o: CyclicLR(o, base_lr=0.1, max_lr=0.4, step_size_up=5, cycle_momentum=False),
+    "OneCycleLR": lambda o: OneCycleLR(o, max_lr=0.4, total_steps=21, cycle_momentum=False),
+}
+
+
 @pytest.mark.parametrize("wrap", [lambda scheduler: scheduler, Wrapped], ids=["plain", "wrapped"])
-def test_a_scheduler_that_is_handed_over_says_its_peak(wrap):
+@pytest.mark.parametrize("make", HANDED_OVER)
+def test_a_scheduler_that_is_handed_over_says_its_peak(wrap, make):
     optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
-    scheduler = wrap(CyclicLR(optimizer, base_lr=0.1, max_lr=0.4, step_size_up=5, cycle_momentum=False))
+    scheduler = wrap(HANDED_OVER[make](optimizer))
     optimizer.set_peak_lr(scheduler)  # warnings are errors here
     assert_scaled_by(decay_only(optimizer, scheduler, 20), 0.4)
 
