@@ -448,12 +448,13 @@ def test_going_on_far_below_a_loaded_peak_is_no_surprise(go_on):
     optimizer = loaded_run([0.1, 0.05, 0.012])
     go_on(optimizer)
     shrinks(optimizer)  # warnings are errors here
+    assert {group["resolved_peak_lr"] for group in optimizer.param_groups} == {0.1}
 
 
 def test_a_warmup_by_hand_after_a_load_without_a_peak_is_no_surprise():
     optimizer = loaded_run([])
     optimizer.param_groups[0]["lr"] = 1e-3
-    shrinks(optimizer)  # warnings are errors here
+    assert shrinks(optimizer)[0] == pytest.approx(LAMBDA * 1e-3**2 / 0.1)  # warnings are errors here
 
 
 def test_several_groups_with_another_peak_are_reported_in_one_warning():

@@ -163,7 +163,7 @@ BOOKKEEPING: Group = {
 # Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
 _KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
-# What is said once, to the constructor or to for_model, and means nothing in a group.
+# Arguments of the constructor and of for_model that a group cannot have.
 _OF_THE_WHOLE = ("nonfinite", "chunk_bytes", "replay", "process_group", "preset")
 
 # Options of torch's optimizers that people will try, and what to do instead.
@@ -196,7 +196,7 @@ def completed(group: Group, defaults: Group) -> Group:
     """
     for key in group.keys() - {"params", "param_names"}:
         if key in _OF_THE_WHOLE:
-            raise ValueError(f"{key}={group[key]!r} is said of a whole optimizer, not of a group; pass it beside lr")
+            raise ValueError(f"{key}={group[key]!r} is an optimizer-level argument; pass it to the constructor")
         group[key] = validate_option(key, group[key])
     algorithm = group["algorithm"] if "algorithm" in group else defaults["algorithm"]
     inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)

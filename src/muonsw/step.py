@@ -93,8 +93,8 @@ def _walk(optimizer: ScaledDecayOptimizer) -> None:
 
 
 def _replays(optimizer: ScaledDecayOptimizer) -> bool:
-    """Whether steps are replayed if they can be: as the user says, else where the host would be what takes long."""
-    if optimizer._before_update is not None:  # it puts other weights into the parameters, which a graph does not know
+    """Whether to replay steps if possible: as the user chose, else when the step is CPU-bound."""
+    if optimizer._before_update is not None:  # Schedule-Free swaps weights, which is incompatible with graphs
         return False
     if optimizer.replay is not None:
         return optimizer.replay

@@ -270,7 +270,7 @@ def generators_seeded(*key: object) -> Iterator[None]:
 
 
 def with_file(task: TaskConfig) -> TaskConfig:
-    """The task with the hash of its code, of which nothing has run yet.
+    """The task with the hash of its code, before any of it runs.
 
     Raises:
         UsageError: If it is not the code that the run was started with.
