@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
-from muonsw.lab.studies.theory.chains import CONSTANT, SCALED, Rules
-from muonsw.lab.studies.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE
-from muonsw.lab.studies.theory.muon import DETERMINISTIC, MUON
-from muonsw.lab.studies.theory.noise import EQUILIBRIUM
-from muonsw.lab.studies.theory.scalar import SCALAR, SCALAR_FIGURE
-from muonsw.lab.studies.theory.sgd import NONCONVEX, STRONGLY_CONVEX
+from muonsw.lab.theory.chains import CONSTANT, SCALED, Rules
+from muonsw.lab.theory.fixed_rate import FIXED_RATE
+from muonsw.lab.theory.matrix import MATRIX, MATRIX_FIGURE
+from muonsw.lab.theory.muon_deterministic import DETERMINISTIC
+from muonsw.lab.theory.muon_noise import MUON
+from muonsw.lab.theory.noise_equilibrium import EQUILIBRIUM
+from muonsw.lab.theory.nonconvex import NONCONVEX
+from muonsw.lab.theory.scalar import SCALAR, SCALAR_FIGURE
+from muonsw.lab.theory.strongly_convex import STRONGLY_CONVEX
 
 SWAPPED = Rules(constant=SCALED, scaled=CONSTANT)
 

@@ -62,12 +62,9 @@ def test_every_schedule_stays_in_the_unit_interval_and_takes_its_peak(
     assert max(values) == 1.0
 
 
-def test_linear_warmup_is_the_fraction_of_steps_taken() -> None:
+def test_warmup_is_the_fraction_of_steps_taken_or_half_a_cosine_from_its_start() -> None:
     values = [warmup_cosine(t, total_steps=100, warmup_steps=8) for t in range(8)]
     assert values == [(t + 1) / 8 for t in range(8)]
-
-
-def test_cosine_warmup_follows_half_a_cosine_from_its_start() -> None:
     for t in range(10):
         value = warmup_cosine(t, total_steps=100, warmup_steps=10, warmup_shape="cosine", warmup_start=0.01)
         expected = 0.01 + 0.99 * math.sin(math.pi * (t + 1) / 20) ** 2
@@ -128,12 +125,7 @@ def test_joints_have_no_jump_larger_than_a_step_of_the_schedule(shape: Any) -> N
     for schedule in (warmup_cosine, warmup_stable_decay):
         values = [schedule(t, total_steps=total, warmup_steps=warmup, warmup_shape=shape) for t in range(total + 10)]
         assert max(abs(a - b) for a, b in pairwise(values)) <= slope
-        assert values[0] <= slope
-
-
-def test_no_step_of_a_run_has_a_zero_rate_by_default() -> None:
-    for schedule in (warmup_cosine, warmup_stable_decay):
-        assert all(schedule(t, total_steps=50, warmup_steps=10) > 0 for t in range(60))
+        assert 0.0 < values[0] <= slope
 
 
 def test_a_run_of_one_step_takes_it_at_the_peak() -> None:
@@ -154,19 +146,6 @@ def test_the_optimizer_sees_the_schedule_at_every_step_and_group() -> None:
     for step, rates in enumerate(used):
         multiple = warmup_cosine(step, total_steps=60, warmup_steps=12)
         assert rates == [0.02 * multiple, 0.005 * multiple]
-
-
-def test_sgd_travels_the_sum_of_the_schedule() -> None:
-    weight = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    scheduler = lr_scheduler(optimizer, warmup_stable_decay, total_steps=30, warmup_steps=5)
-    for _ in range(30):
-        optimizer.zero_grad()
-        weight.backward()
-        optimizer.step()
-        scheduler.step()
-    distance = 0.5 * sum(warmup_stable_decay(t, total_steps=30, warmup_steps=5) for t in range(30))
-    assert -weight.item() == pytest.approx(distance, rel=30 * ROUNDING)
 
 
 def test_without_warmup_it_equals_torchs_cosine_annealing() -> None:
@@ -209,11 +188,11 @@ def test_a_resumed_run_follows_the_settings_it_is_given() -> None:
     assert after_load == [[warmup_cosine(t, total_steps=100)] for t in range(21, 50)]
 
 
-def test_the_schedulers_function_pickles_and_copies() -> None:
+def test_the_schedulers_function_pickles() -> None:
     scheduler = lr_scheduler(sgd(1.0), warmup_cosine, total_steps=50, warmup_steps=10)
     (multiple,) = scheduler.lr_lambdas
-    for twin in (pickle.loads(pickle.dumps(multiple)), copy.deepcopy(multiple)):
-        assert [twin(t) for t in range(60)] == [multiple(t) for t in range(60)]
+    twin = pickle.loads(pickle.dumps(multiple))
+    assert [twin(t) for t in range(60)] == [multiple(t) for t in range(60)]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +239,6 @@ def test_peaks_of_the_papers_horizons(steps: int, printed: str) -> None:
 
 
 def test_the_horizon_rule_is_a_cube_root_capped_at_the_tuned_peak() -> None:
-    assert peak_lr_for_horizon(8 * 5000) == pytest.approx(0.01, rel=ROUNDING)
     assert peak_lr_for_horizon(27 * 700, base_lr=0.3, base_steps=700) == pytest.approx(0.1, rel=ROUNDING)
     assert {peak_lr_for_horizon(steps) for steps in (1, 600, 4999, 5000)} == {0.02}
 
