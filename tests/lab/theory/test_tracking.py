@@ -105,7 +105,15 @@ def test_memory_and_alignment_are_two_ways_to_say_the_same():
     assert theory.steady_state_norm(s=s, phi=phi, a=a) == pytest.approx(r, rel=1e-12)
 
 
-@pytest.mark.parametrize("every", [1, 5, 25, 100])
+def test_a_prediction_with_memory_is_the_same_in_strides():
+    assert theory.norms_with_memory(1.0, s=[0.0] * 2, phi=[0.1] * 2, memory=4.0) == pytest.approx([1.0, 0.9, 0.81])
+    for phi in (0.01, 0.0):
+        steps = theory.norms_with_memory(1.0, s=[0.25] * 99, phi=[phi] * 99, memory=1.0)[-1]
+        stride = theory.norms_with_memory(1.0, s=[0.25], phi=[phi], memory=1.0, stride=99)[-1]
+        assert stride == pytest.approx(steps, rel=1e-9)
+
+
+@pytest.mark.parametrize("every", [1, 25, 100])
 def test_prediction_from_sparse_samples_follows_a_smooth_run(every):
     steps = 4001
     coefficients = [(2e-3 * cosine(t, steps), 5e-3 * cosine(t, steps), -0.1 * cosine(t, steps)) for t in range(steps)]
@@ -173,9 +181,9 @@ def test_a_target_that_stops_ends_the_ratio_but_not_the_lag():
 def test_a_run_that_never_gets_there_is_reported_from_one_that_leaves():
     tracking = theory.track(history_of(recursion([(0.01, 1e-4, 0.0)] * 200, start=0.05), 2))
     assert not tracking.followed
-    noisy = torch.tensor([0.5, 0.5, 0.5, 1.2, 1.4])
-    assert tracking_break(torch.arange(5), noisy) == 3
-    assert tracking_break(torch.arange(5), noisy, lasting=2) is None
+    lag = torch.tensor([0.4, 0.1, -0.1, -0.25, -0.3])
+    assert tracking_break(torch.arange(5), lag, after=0, lasting=1) == 3
+    assert tracking_break(torch.arange(5), lag, after=0, lasting=2) is None
 
 
 def test_a_step_without_decay_or_update_has_no_target():

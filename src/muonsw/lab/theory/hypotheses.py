@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -11,14 +10,12 @@ Number = TypeVar("Number", float, torch.Tensor)
 Steps = Iterable[float] | torch.Tensor
 # Relative rounding that a learning rate at its limit may have.
 ROUNDING = 1e-12
-NO_LIMITS: Mapping[str, float] = MappingProxyType({})
 
 
 class HypothesisError(ValueError):
     """A closed form was used where its hypothesis does not hold.
 
-    Attributes:
-        hypothesis: The hypothesis as it reads in the message, for example `"lambda > 0"`.
+    `hypothesis` holds it as it reads in the message, for example `"lambda > 0"`.
     """
 
     def __init__(self, hypothesis: str, values: str = "") -> None:
@@ -46,7 +43,7 @@ def require_at_least(name: str, value: float, least: float) -> None:
     require(f"{name} >= {least:g}", least <= value < math.inf, **{name: value})
 
 
-def check_rates(etas: Steps, limits: Mapping[str, float] = NO_LIMITS) -> list[float]:
+def check_rates(etas: Steps, limits: Mapping[str, float] | None = None) -> list[float]:
     """Return the learning rates as floats; none may be negative or exceed a limit, which is named by its hypothesis.
 
     A rate of zero is allowed: such a step changes nothing.
@@ -55,7 +52,7 @@ def check_rates(etas: Steps, limits: Mapping[str, float] = NO_LIMITS) -> list[fl
     for step, eta in enumerate(rates):
         require("eta >= 0", 0.0 <= eta < math.inf, eta=eta, step=step)
     largest = max(rates, default=0.0)
-    for hypothesis, limit in limits.items():
+    for hypothesis, limit in (limits or {}).items():
         require(hypothesis, largest <= limit * (1.0 + ROUNDING), largest_eta=largest, limit=limit)
     return rates
 
@@ -64,10 +61,6 @@ def robbins_monro(steps: int, eta0: float, p: float = 1.0) -> list[float]:
     """The learning rates `eta0 (1 + t)^-p`: their sum is infinite, the sum of their squares is not.
 
     Hypotheses: eta0 > 0, and 1/2 < p <= 1, which is when both hold.
-
-    Examples:
-        >>> robbins_monro(3, 0.6)
-        [0.6, 0.3, 0.19999999999999998]
     """
     require_positive("eta0", eta0)
     require("sum eta = infinity", p <= 1.0, p=p)

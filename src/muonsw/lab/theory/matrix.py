@@ -49,10 +49,6 @@ def muon_loss_floor(singular_values: Iterable[float] | Tensor, *, lam: float) ->
     """The loss below which constant decay does not let Muon settle: `1/2 sum (sigma_i(A) - 1/lambda)_+^2`.
 
     Hypotheses: lambda > 0, eta lambda <= 1, learning rates of infinite sum.
-
-    Examples:
-        >>> muon_loss_floor([12.0, 11.0, 3.0], lam=0.1)
-        2.5
     """
     require_positive("lambda", lam)
     sigmas = singular_values.tolist() if isinstance(singular_values, Tensor) else singular_values

@@ -33,12 +33,7 @@ def tracking_error_limit(*, sigma: float, beta: float, B: float) -> float:
 
 
 def noise_floor(*, sigma: float, beta: float, r: int, B: float) -> float:
-    """Theorem 3.3: where the eta-weighted nuclear norm of the gradient falls to, `2 sigma sqrt((1 - beta) r / B)`.
-
-    Examples:
-        >>> noise_floor(sigma=2.0, beta=0.75, r=4, B=4)
-        2.0
-    """
+    """Theorem 3.3: where the eta-weighted nuclear norm of the gradient falls to, `2 sigma sqrt((1 - beta) r / B)`."""
     require_at_least("r", r, 1)
     return 2.0 * math.sqrt(r * tracking_error_limit(sigma=sigma, beta=beta, B=B))
 

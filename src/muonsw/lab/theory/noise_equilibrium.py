@@ -32,10 +32,6 @@ def noise_equilibrium(*, phi: float, beta: float) -> tuple[float, float, float]:
     norm: the effective learning rate, which depends on the decay of a step alone.
 
     Hypotheses: 0 < phi <= 1, 0 <= beta < 1, and updates that have the cosine `beta^k` k steps apart.
-
-    Examples:
-        >>> [round(value, 4) for value in noise_equilibrium(phi=0.01, beta=0.95)]
-        [40.4829, -0.3944, 0.0227]
     """
     require("0 < phi <= 1", 0.0 < phi <= 1.0, phi=phi)
     require("0 <= beta < 1", 0.0 <= beta < 1.0, beta=beta)
@@ -135,7 +131,9 @@ def settle(
         for weight in weights.values():
             gradient(weight).copy_(gaussian(shape, generator))
         optimizer.step()
-        for rule, weight in weights.items() if t >= s.burn else ():
+        if t < s.burn:
+            continue
+        for rule, weight in weights.items():
             W, U = before[rule], (1.0 - s.phi(s.rules[rule])) * before[rule] - weight.detach()
             products[rule].append(torch.stack([(W * W).sum((-2, -1)), (U * U).sum((-2, -1)), (W * U).sum((-2, -1))]))
             updates[rule].append(U.flatten().float())
@@ -145,15 +143,11 @@ def settle(
         norm, size = WW.sqrt(), UU.sqrt()
         alignment = WU / (norm * size)
         rotation = size * (1.0 - alignment.square()).sqrt() / norm
-        cosines = correlations(torch.stack(updates[rule]), s.lags)
-        settled[rule] = Equilibrium(s.phi(rule), norm / size, alignment, rotation, cosines)
+        U = torch.stack(updates[rule])
+        lagged = torch.stack([(U[: len(U) - k] * U[k:]).sum(1).mean() for k in range(s.lags + 1)])
+        correlation = (lagged / lagged[0]).double()
+        settled[rule] = Equilibrium(s.phi(rule), norm / size, alignment, rotation, correlation)
     return settled
-
-
-def correlations(U: Tensor, lags: int) -> Tensor:
-    """The mean cosine of vectors k steps apart for k up to `lags`, given (steps, elements)."""
-    means = torch.stack([(U[: len(U) - k] * U[k:]).sum(1).mean() for k in range(lags + 1)])
-    return (means / means[0]).double()
 
 
 def closed_form_claims(

@@ -24,11 +24,6 @@ def windowed_line(steps: Tensor, values: Tensor, window: float) -> tuple[Tensor,
     Towards either end of the run the window is cut off there, so that the slope is that of a time up to a
     quarter of a window further inside. Samples that are not finite are left out; where fewer than three remain
     both are not a number.
-
-    Examples:
-        >>> height, slope = windowed_line(torch.arange(4), torch.tensor([1.0, 3.0, 5.0, 7.0]), window=3.0)
-        >>> height.round(decimals=6).tolist(), slope.round(decimals=6).tolist()
-        ([nan, 3.0, 5.0, nan], [nan, 2.0, 2.0, nan])
     """
     known, nothing = values.isfinite(), torch.full_like(values, torch.nan, dtype=torch.float64)
     x, y = steps[known].double(), values[known].double()

@@ -71,10 +71,6 @@ def frozen_point(w0: Number, etas: Steps, *, a: float, c: float, lam: float) -> 
     If eta has a finite sum the product stays positive, and this is where the iterate freezes.
 
     Hypotheses: a > 0, lambda > 0, 0 <= eta <= 1/(a + lambda).
-
-    Examples:
-        >>> frozen_point(0.0, [0.5, 0.25], a=0.75, c=1.0, lam=0.25)
-        0.46875
     """
     wbar = constant_decay_fixed_point(a=a, c=c, lam=lam)
     rates = check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (a + lam)})
@@ -88,10 +84,6 @@ def scaled_decay_error(t: float, *, a: float, c: float, lam: float, gamma: float
     ((a gamma - 1)(t + t0))` solves `e_{t+1} = (1 - a eta - q eta^2) e_t + q eta^2 c` up to order `1/t^2`.
 
     Hypotheses: a > 0, lambda > 0, t0 > 0, and a gamma > 1, as the start is forgotten like `t^(-a gamma)`.
-
-    Examples:
-        >>> f"{scaled_decay_error(100_000, a=1.0, c=1.0, lam=0.1, gamma=2.0, t0=4.0):.2e}"
-        '8.00e-06'
     """
     for name, value in {"a": a, "lambda": lam, "t0": t0, "gamma": gamma}.items():
         require_positive(name, value)

@@ -10,9 +10,8 @@ all of them:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -38,8 +37,8 @@ def _half_cosine(x: float) -> float:
 
 
 # Curves that rise from 0 to 1 together with their argument.
-_WARMUP_SHAPES: Mapping[str, _Curve] = MappingProxyType({"linear": _linear, "cosine": _half_cosine})
-_DECAY_SHAPES: Mapping[str, _Curve] = MappingProxyType({"linear": _linear, "sqrt": math.sqrt})
+_WARMUP_SHAPES: dict[str, _Curve] = {"linear": _linear, "cosine": _half_cosine}
+_DECAY_SHAPES: dict[str, _Curve] = {"linear": _linear, "sqrt": math.sqrt}
 
 
 def constant(step: int) -> float:
@@ -232,7 +231,7 @@ def _decay(step: int, start: int, end: int, final_fraction: float, curve: _Curve
     return _between(1.0, final_fraction, curve((step - start) / (end - start)))
 
 
-def _shape(argument: str, name: str, shapes: Mapping[str, _Curve]) -> _Curve:
+def _shape(argument: str, name: str, shapes: dict[str, _Curve]) -> _Curve:
     if name not in shapes:
         raise ValueError(f"{argument} must be one of {', '.join(map(repr, shapes))}, got {name!r}")
     return shapes[name]

@@ -28,28 +28,17 @@ BLOCK = 2**16
 
 @dataclass(frozen=True, eq=False)
 class NormHistory:
-    """Samples of the norm in the order of their steps, every step or every few.
+    """Samples of the norm in the order of their steps, every step or every few."""
 
-    Attributes:
-        steps: Which updates were sampled, increasing.
-        r: RMS of the weight before the update.
-        s: RMS of the update.
-        phi: Decay factor of the step.
-        a: Cosine between weight and update.
-    """
-
-    steps: Tensor
-    r: Tensor
-    s: Tensor
-    phi: Tensor
-    a: Tensor
+    steps: Tensor  # which updates were sampled, increasing
+    r: Tensor  # RMS of the weight before the update
+    s: Tensor  # RMS of the update
+    phi: Tensor  # decay factor of the step
+    a: Tensor  # cosine between weight and update
 
     @classmethod
     def of(cls, steps: Samples, *, r: Samples, s: Samples, phi: Samples, a: Samples) -> "NormHistory":
-        """From numbers or tensors, as float64 on the CPU.
-
-        Hypotheses: at least one sample, equally many of each, whole increasing steps, values that are finite.
-        """
+        """From numbers or tensors, as float64 on the CPU."""
         columns = [torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (steps, r, s, phi, a)]
         require("equally many samples of each", len({len(x) for x in columns}) == 1)
         require("at least one sample", len(columns[0]) > 0)
@@ -64,27 +53,16 @@ class NormHistory:
 
 @dataclass(frozen=True, eq=False)
 class Tracking:
-    """What theory says about a history, sample by sample; see `track`.
+    """What theory says about a history, sample by sample; see `track`."""
 
-    Attributes:
-        target: The quasi-steady norm r*; not a number where the step did not decay or did not move.
-        smooth_target: The same with the noise of single alignments averaged out.
-        ratio: Adiabatic ratio `tau |d ln r*/dt|` with the relaxation time of an alignment that follows s/r.
-        ratio_fixed: Adiabatic ratio with that of an alignment that does not react to r.
-        lag: `ln(r / smooth_target)`: how far the norm is from where it would settle.
-        broke_at: Step from which the lag exceeds a fifth to the end; None if the norm still follows.
-        followed: Whether the norm was ever within a fifth of its target after the peak.
-        predicted: The recursion from the first observed norm.
-    """
-
-    target: Tensor
-    smooth_target: Tensor
-    ratio: Tensor
-    ratio_fixed: Tensor
-    lag: Tensor
-    broke_at: int | None
-    followed: bool
-    predicted: Tensor
+    target: Tensor  # the quasi-steady norm r*; not a number where the step did not decay or did not move
+    smooth_target: Tensor  # the same with the noise of single alignments averaged out
+    ratio: Tensor  # adiabatic ratio `tau |d ln r*/dt|`, with tau for an alignment that follows s/r
+    ratio_fixed: Tensor  # the same with tau for an alignment that does not react to r
+    lag: Tensor  # `ln(r / smooth_target)`: how far the norm is from where it would settle
+    broke_at: int | None  # step from which the lag exceeds a fifth to the end; None if the norm still follows
+    followed: bool  # whether the norm was ever within a fifth of its target after the peak
+    predicted: Tensor  # the recursion from the first observed norm
 
 
 def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
@@ -102,18 +80,16 @@ def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
     """
     target, width = target_norms(history), window_in_steps(history.steps, window)
     smooth, slope = windowed_line(history.steps, target.log(), width)
-    ratio, ratio_fixed = torch.full_like(slope, torch.nan), torch.full_like(slope, torch.nan)
-    defined = target.isfinite()
-    tau, tau_fixed = relaxation_times(s=history.s[defined], phi=history.phi[defined], a=history.a[defined])
-    ratio[defined], ratio_fixed[defined] = tau * slope[defined].abs(), tau_fixed * slope[defined].abs()
+    # Where decay or update is zero, the slope and the ratios are not a number.
+    tau, tau_fixed = relaxation_times(s=history.s, phi=history.phi, r_star=target)
     lag, after = history.r.log() - smooth, peak_decay_step(history)
     return Tracking(
         target=target,
         smooth_target=smooth.exp(),
-        ratio=ratio,
-        ratio_fixed=ratio_fixed,
+        ratio=tau * slope.abs(),
+        ratio_fixed=tau_fixed * slope.abs(),
         lag=lag,
-        broke_at=tracking_break(history.steps, lag.abs(), limit=LAG, after=after, lasting=width / 2),
+        broke_at=tracking_break(history.steps, lag, after=after, lasting=width / 2),
         followed=bool((lag.abs()[history.steps >= after] <= LAG).any()),
         predicted=predict_norms(history),
     )
@@ -133,17 +109,15 @@ def peak_decay_step(history: NormHistory) -> int:
     return int(history.steps[at_peak][0])
 
 
-def tracking_break(
-    steps: Tensor, measure: Tensor, *, limit: float = 1.0, after: int = 0, lasting: float = 0.0
-) -> int | None:
-    """The step from which a measure stays above its limit to the end; None if there is none.
+def tracking_break(steps: Tensor, lag: Tensor, *, after: int, lasting: float) -> int | None:
+    """The step from which the lag stays above a fifth to the end; None if there is none.
 
-    Samples that are not a number are left out, and so are steps up to `after`: during warmup the target moves by
-    design. The measure must have stayed above for `lasting` steps. Half the window of the fit keeps a few noisy samples
-    at the end, whose windows overlap, from counting as a break.
+    Steps up to `after` do not count: during warmup the target moves by design. The lag must have stayed above for
+    `lasting` steps. Half the window of the fit keeps a few noisy samples at the end, whose windows overlap, from
+    counting as a break.
     """
-    counts = measure.isfinite() & (steps > after)
-    steps, above = steps[counts], measure[counts] > limit
+    counts = lag.isfinite() & (steps > after)
+    steps, above = steps[counts], lag[counts].abs() > LAG
     below = (~above).nonzero().flatten()
     first = int(below[-1]) + 1 if len(below) else 0
     if first >= len(steps) or float(steps[-1] - steps[first]) < lasting:
@@ -155,11 +129,6 @@ def predict_norms(history: NormHistory) -> Tensor:
     """Replay the recursion from the first observed norm; between samples s, phi and a are interpolated linearly.
 
     Only the first observed norm enters, so an error of the recursion adds up instead of being forgiven.
-
-    Examples:
-        >>> history = NormHistory.of([1, 3], r=[1.0, 0.8], s=[0.0, 0.0], phi=[0.1, 0.1], a=[0.0, 0.0])
-        >>> [round(r, 6) for r in predict_norms(history).tolist()]
-        [1.0, 0.81]
     """
     sampled, last = set(history.steps.tolist()), int(history.steps[-1])
     norms, norm = [], float(history.r[0])
@@ -181,10 +150,6 @@ def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> flo
     it does not depend on where the norm is, so this answers what another decay would do.
 
     Hypotheses: s >= 0, phi > 0, memory >= 0.
-
-    Examples:
-        >>> steady_state_norm_with_memory(s=0.25, phi=0.5, memory=4.0)
-        0.5
     """
     require_at_least("s", s, 0)
     require_positive("phi", phi)
@@ -201,10 +166,6 @@ def norms_with_memory(
     stands for `stride` steps, over which the recursion of the square is summed in closed form.
 
     Hypotheses: start > 0, s >= 0, 0 <= phi <= 1, memory >= 1, stride >= 1.
-
-    Examples:
-        >>> [round(r, 6) for r in norms_with_memory(1.0, s=[0.0] * 2, phi=[0.1] * 2, memory=4.0)]
-        [1.0, 0.9, 0.81]
     """
     require_positive("start", start)
     require_at_least("memory", memory, 1)
