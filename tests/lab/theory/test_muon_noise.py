@@ -64,7 +64,7 @@ def test_tracking_error_stays_under_its_bound_and_reaches_its_limit(beta):
     # Late in the run the error is noise alone, and independent noise averages to this over all beta.
     limit = tracking_error_limit(sigma=sigma, beta=beta, B=B)
     floor = (1 - beta) / (1 + beta) * sigma**2 / B
-    assert floor <= limit
+    assert limit == pytest.approx((1 + beta) * floor)
     assert squares[-20:].mean().item() == pytest.approx(floor, rel=0.2)
     assert noise_floor(sigma=sigma, beta=beta, r=2, B=B) == pytest.approx(2 * math.sqrt(2 * limit))
 
