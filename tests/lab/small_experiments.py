@@ -2,32 +2,26 @@
 
 from dataclasses import replace
 
-from muonsw.lab.studies.theory.chains import CONSTANT, SCALED, Rules
-from muonsw.lab.studies.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE
-from muonsw.lab.studies.theory.muon import DETERMINISTIC, MUON
-from muonsw.lab.studies.theory.noise import EQUILIBRIUM
-from muonsw.lab.studies.theory.scalar import SCALAR, SCALAR_FIGURE
-from muonsw.lab.studies.theory.sgd import NONCONVEX, STRONGLY_CONVEX
+from muonsw.lab.theory import EXPERIMENTS
+from muonsw.lab.theory.chains import CONSTANT, SCALED, Rules
 
 SWAPPED = Rules(constant=SCALED, scaled=CONSTANT)
+SIZES = {
+    "scalar": {"steps": 2000, "chains": 5, "freeze_steps": 500},
+    "scalar-figure": {"steps": 2000, "chains": 5, "points": 40},
+    "matrix": {"rows": 6, "columns": 12, "steps": 200, "chains": 2, "betas": (0.0, 0.9)},
+    "matrix-figure": {"rows": 6, "columns": 12, "steps": 300, "chains": 3, "bins": 30},
+    "sgd-nonconvex": {"steps": 2000, "chains": 200},
+    "sgd-strongly-convex": {"steps": 2000, "chains": 400},
+    "muon-noise": {"steps": 500, "chains": 4, "betas": (0.0, 0.9), "batches": (1, 16), "ranks": (4,)},
+    "muon-deterministic": {"rows": 4, "columns": 8, "steps": 300, "chains": 2, "betas": (0.0, 0.9)},
+    "fixed-rate": {"rows": 4, "columns": 8, "steps": 300, "chains": 2, "fixed_steps": 50},
+    "noise-equilibrium": {"steps": 900, "burn": 300, "chains": 8, "lags": 120, "rows": 12, "columns": 24},
+}
 
 
 def smaller(experiment, **settings):
     return replace(experiment, settings=replace(experiment.settings, **settings))
 
 
-SMALL = {
-    experiment.name: experiment
-    for experiment in (
-        smaller(SCALAR, steps=2000, chains=5, freeze_steps=500),
-        smaller(SCALAR_FIGURE, steps=2000, chains=5, points=40),
-        smaller(MATRIX, rows=6, columns=12, steps=200, chains=2, betas=(0.0, 0.9)),
-        smaller(MATRIX_FIGURE, rows=6, columns=12, steps=300, chains=3, bins=30),
-        smaller(NONCONVEX, steps=2000, chains=200),
-        smaller(STRONGLY_CONVEX, steps=2000, chains=400),
-        smaller(MUON, steps=500, chains=4, betas=(0.0, 0.9), batches=(1, 16), ranks=(4,)),
-        smaller(DETERMINISTIC, rows=4, columns=8, steps=300, chains=2, betas=(0.0, 0.9)),
-        smaller(FIXED_RATE, rows=4, columns=8, steps=300, chains=2, fixed_steps=50),
-        smaller(EQUILIBRIUM, steps=900, burn=300, chains=8, lags=120, rows=12, columns=24),
-    )
-}
+SMALL = {experiment.name: smaller(experiment, **SIZES[experiment.name]) for experiment in EXPERIMENTS}

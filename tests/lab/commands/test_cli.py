@@ -15,8 +15,8 @@ from muonsw.lab.cli import main
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
-from muonsw.lab.studies.experiment import Experiment, seed_for
 from muonsw.lab.studies.study import ExperimentStudy
+from muonsw.lab.theory.experiment import Experiment, seed_for
 from muonsw.registry import Registry
 from tests.lab.small_experiments import SMALL, SWAPPED, smaller
 

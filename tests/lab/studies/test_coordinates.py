@@ -10,7 +10,6 @@ import torch
 from muonsw.lab.claims.claim import Criterion
 from muonsw.lab.model import Decoder
 from muonsw.lab.report.study_figures import WIDTH_ARMS, draw_coordinates
-from muonsw.lab.studies.experiment import Context
 from muonsw.lab.studies.mup import (
     COORDINATES,
     EXPERIMENTS,
@@ -23,6 +22,7 @@ from muonsw.lab.studies.mup import (
     measure,
     measure_widths,
 )
+from muonsw.lab.theory.experiment import Context
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.matrices import match_rms_adamw
 

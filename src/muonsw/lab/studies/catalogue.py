@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from muonsw.lab import paper
+from muonsw.lab import paper, theory
 from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
-from muonsw.lab.studies import mup, theory
+from muonsw.lab.studies import mup
 from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
 from muonsw.lab.studies.training import (
     best_rules,

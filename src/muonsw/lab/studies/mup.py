@@ -24,7 +24,7 @@ from muonsw.lab.model import MUON_LR_POWERS, Decoder, ModelConfig, MuP
 from muonsw.lab.model.grouped import grouped_linear
 from muonsw.lab.model.moe import MoE, plan_routes
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.studies.experiment import Context, Experiment
+from muonsw.lab.theory.experiment import Context, Experiment
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
 

@@ -31,10 +31,10 @@ from muonsw.lab.claims.table import Claims, any_failed
 from muonsw.lab.report.report import write_report
 from muonsw.lab.report.sections import Chart
 from muonsw.lab.studies.arms import Comparison, Results
-from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.outcome import arms_table, compare, completed, divergences, pairs_table
 from muonsw.lab.studies.scales import CPU, Scale
 from muonsw.lab.studies.workshop import ExperimentResult, Workshop
+from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
 from muonsw.registry import Registry
 

@@ -22,8 +22,8 @@ from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.studies.arms import Arm, Comparison, Results
 from muonsw.lab.studies.cluster import Cluster, run_on_cluster
-from muonsw.lab.studies.experiment import Experiment
 from muonsw.lab.studies.jobs import Job, train_job, write_divergence
+from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT, identity, refuse_other_settings
 from muonsw.lab.train.progress import numbers_of

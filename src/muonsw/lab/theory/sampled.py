@@ -1,14 +1,9 @@
 """Curves that were sampled every few steps: lines through a moving window, and values in between."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
-
 import torch
 from torch import Tensor
 
 from muonsw.lab.theory.hypotheses import require
-
-Samples: TypeAlias = Sequence[float] | Tensor
 
 # Share of the run that a window covers.
 WINDOW = 0.1
@@ -16,14 +11,7 @@ MIN_SAMPLES = 3
 
 
 def window_in_steps(steps: Tensor, share: float = WINDOW) -> float:
-    """The window as a number of steps: a share of the run, but wide enough for five samples.
-
-    Hypotheses: 0 < share <= 1.
-
-    Examples:
-        >>> window_in_steps(torch.arange(1, 1002, 10)), window_in_steps(torch.arange(0, 500, 100))
-        (100.0, 400.0)
-    """
+    """The window as a number of steps: a share of the run, but wide enough for five samples."""
     require("0 < share <= 1", 0.0 < share <= 1.0, share=share)
     if len(steps) < 2:
         return 0.0
@@ -36,11 +24,6 @@ def windowed_line(steps: Tensor, values: Tensor, window: float) -> tuple[Tensor,
     Towards either end of the run the window is cut off there, so that the slope is that of a time up to a
     quarter of a window further inside. Samples that are not finite are left out; where fewer than three remain
     both are not a number.
-
-    Examples:
-        >>> height, slope = windowed_line(torch.arange(4), torch.tensor([1.0, 3.0, 5.0, 7.0]), window=3.0)
-        >>> height.round(decimals=6).tolist(), slope.round(decimals=6).tolist()
-        ([nan, 3.0, 5.0, nan], [nan, 2.0, 2.0, nan])
     """
     known, nothing = values.isfinite(), torch.full_like(values, torch.nan, dtype=torch.float64)
     x, y = steps[known].double(), values[known].double()
@@ -64,12 +47,7 @@ def windowed_line(steps: Tensor, values: Tensor, window: float) -> tuple[Tensor,
 
 
 def interpolate(steps: Tensor, values: Tensor, at: Tensor) -> Tensor:
-    """Values at further steps between the first and the last, along straight lines.
-
-    Examples:
-        >>> interpolate(torch.tensor([0, 4]), torch.tensor([1.0, 3.0]), torch.tensor([0, 1, 4])).tolist()
-        [1.0, 1.5, 3.0]
-    """
+    """Values at further steps between the first and the last, along straight lines."""
     if len(steps) == 1:
         return values.expand(len(at))
     right = torch.searchsorted(steps, at, right=True).clamp(1, len(steps) - 1)

@@ -10,9 +10,8 @@ all of them:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -38,17 +37,12 @@ def _half_cosine(x: float) -> float:
 
 
 # Curves that rise from 0 to 1 together with their argument.
-_WARMUP_SHAPES: Mapping[str, _Curve] = MappingProxyType({"linear": _linear, "cosine": _half_cosine})
-_DECAY_SHAPES: Mapping[str, _Curve] = MappingProxyType({"linear": _linear, "sqrt": math.sqrt})
+_WARMUP_SHAPES: dict[str, _Curve] = {"linear": _linear, "cosine": _half_cosine}
+_DECAY_SHAPES: dict[str, _Curve] = {"linear": _linear, "sqrt": math.sqrt}
 
 
 def constant(step: int) -> float:
-    """The peak learning rate at every step.
-
-    Examples:
-        >>> constant(0), constant(1000)
-        (1.0, 1.0)
-    """
+    """The peak learning rate at every step."""
     _check_step(step)
     return 1.0
 
@@ -58,10 +52,6 @@ def harmonic(step: int, *, offset: float = 1.0) -> float:
 
     With the peak as `lr` this is the schedule `gamma / (t + t0)` of convergence theory, where `t0 = offset`
     and `gamma = peak * offset`. It satisfies both Robbins-Monro conditions.
-
-    Args:
-        step: The step, from 0.
-        offset: The step at which half of the peak is left; not necessarily an integer.
 
     Examples:
         >>> gamma, t0, t = 2.0, 4.0, 6
@@ -117,15 +107,8 @@ def warmup_stable_decay(
 ) -> float:
     """Warm up to the peak, hold it, and decay only over the last part of the run (WSD).
 
-    Args:
-        step: The step, from 0.
-        total_steps: Steps in the run. A run of a single step takes it at the peak.
-        warmup_steps: Steps of warmup; 0 and 1 both start at the peak.
-        decay_fraction: The share of `total_steps` that decays, in (0, 1].
-        final_fraction: What is left of the peak at the last step, and after it.
-        decay_shape: `"linear"`, or `"sqrt"` for one minus the square root, which drops fast at first.
-        warmup_shape: `"linear"` or `"cosine"` (slow at both ends).
-        warmup_start: The fraction of the peak from which warmup departs, one step before step 0.
+    `decay_fraction` is the share of the steps that decay. `decay_shape` is `"linear"`, or `"sqrt"` for one minus the
+    square root, which drops fast at first. The other settings are those of `warmup_cosine`.
 
     Examples:
         >>> settings = dict(total_steps=8, warmup_steps=2, decay_fraction=0.4)
@@ -135,7 +118,14 @@ def warmup_stable_decay(
     _check_run(step, total_steps, warmup_steps, final_fraction, warmup_start)
     warmup = _shape("warmup_shape", warmup_shape, _WARMUP_SHAPES)
     decay = _shape("decay_shape", decay_shape, _DECAY_SHAPES)
-    decay_steps = _decay_steps(total_steps, warmup_steps, decay_fraction)
+    if not 0.0 < decay_fraction <= 1.0:
+        raise ValueError(f"decay_fraction must be in (0, 1], got {decay_fraction}; final_fraction=1 gives no decay")
+    decay_steps = min(max(1, round(decay_fraction * total_steps)), total_steps - 1)
+    if max(warmup_steps, 1) + decay_steps > total_steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps} and decay_fraction={decay_fraction} ({decay_steps} steps) "
+            f"do not fit into total_steps={total_steps}; shorten one of them"
+        )
     if step < warmup_steps:
         return _between(warmup_start, 1.0, warmup((step + 1) / warmup_steps))
     return _decay(step, total_steps - 1 - decay_steps, total_steps - 1, final_fraction, decay)
@@ -172,31 +162,17 @@ def schedule_of(
 
 
 def sampled(schedule: Callable[[int], float], total_steps: int) -> list[float]:
-    """A schedule over the run, the last step's multiple at the end; at most `MOST_STEPS` of them.
-
-    Examples:
-        >>> sampled(harmonic, 3) == [1 / 1, 1 / 2, 1 / 3]
-        True
-    """
-    kept = min(total_steps, MOST_STEPS)
-    places = [(2 * number + 1) * total_steps // (2 * kept) for number in range(kept - 1)] + [total_steps - 1]
-    return [schedule(place) for place in places]
+    """A schedule over the run, the last step's multiple at the end; at most `MOST_STEPS` of them."""
+    count = min(total_steps, MOST_STEPS)
+    steps = [(2 * number + 1) * total_steps // (2 * count) for number in range(count - 1)] + [total_steps - 1]
+    return [schedule(step) for step in steps]
 
 
 def lr_scheduler(optimizer: Optimizer, schedule: Callable[..., float], **settings: Any) -> LambdaLR:
     """Drive an optimizer's learning rate by a schedule of this module, or by a function like them.
 
-    Every param group keeps its own peak, the `lr` it was built with. Settings are checked before the
-    optimizer is touched. They are not part of `state_dict`: after loading, the settings given here hold, so
-    that a resumed run may be given more steps.
-
-    Args:
-        optimizer: The optimizer whose groups hold the peaks.
-        schedule: A function of the step and keyword settings that returns a multiple of the peak.
-        **settings: The settings of `schedule`.
-
-    Returns:
-        A scheduler to `step()` once after each optimizer step.
+    Every param group keeps its own peak, the `lr` it was built with. Settings are checked before the optimizer is
+    touched. They are not part of `state_dict`: a resumed run follows the settings given here, and may take more steps.
 
     Examples:
         >>> import torch
@@ -213,13 +189,8 @@ def lr_scheduler(optimizer: Optimizer, schedule: Callable[..., float], **setting
 def peak_lr_for_horizon(total_steps: int, *, base_lr: float = 0.02, base_steps: int = 5000) -> float:
     """Carry a peak learning rate tuned on one horizon over to a longer one: `base_lr * (T / T0) ** (-1/3)`.
 
-    Below `base_steps` the rule would ask for more than the tuned peak. Nothing was measured there, and too
-    large a learning rate is the dangerous side, so shorter runs get `base_lr`.
-
-    Args:
-        total_steps: Steps of the run to set up, at the batch size of the tuned one.
-        base_lr: The peak that was best at `base_steps`.
-        base_steps: The horizon at which `base_lr` was tuned.
+    The defaults are the paper's. Steps are counted at the batch size of the tuned run. Shorter runs than `base_steps`
+    get `base_lr`: the rule would ask for more, nothing was measured there, and too large a rate is the dangerous side.
 
     Examples:
         >>> f"{peak_lr_for_horizon(40_000):.3f}"  # eight times the steps, half the rate
@@ -260,22 +231,10 @@ def _decay(step: int, start: int, end: int, final_fraction: float, curve: _Curve
     return _between(1.0, final_fraction, curve((step - start) / (end - start)))
 
 
-def _shape(argument: str, name: str, shapes: Mapping[str, _Curve]) -> _Curve:
+def _shape(argument: str, name: str, shapes: dict[str, _Curve]) -> _Curve:
     if name not in shapes:
         raise ValueError(f"{argument} must be one of {', '.join(map(repr, shapes))}, got {name!r}")
     return shapes[name]
-
-
-def _decay_steps(total_steps: int, warmup_steps: int, decay_fraction: float) -> int:
-    if not 0.0 < decay_fraction <= 1.0:
-        raise ValueError(f"decay_fraction must be in (0, 1], got {decay_fraction}; final_fraction=1 gives no decay")
-    decay_steps = min(max(1, round(decay_fraction * total_steps)), total_steps - 1)
-    if max(warmup_steps, 1) + decay_steps > total_steps:
-        raise ValueError(
-            f"warmup_steps={warmup_steps} and decay_fraction={decay_fraction} ({decay_steps} steps) "
-            f"do not fit into total_steps={total_steps}; shorten one of them"
-        )
-    return decay_steps
 
 
 def _check_step(step: int) -> None:
@@ -289,18 +248,14 @@ def _check_positive(argument: str, steps: int) -> None:
 
 
 def _check_run(step: int, total_steps: int, warmup_steps: int, final_fraction: float, warmup_start: float) -> None:
-    # in one go, as a schedule may be asked for each of a million steps
-    if step >= 0 and 0 <= warmup_steps < total_steps and 0.0 <= final_fraction <= 1.0 and 0.0 <= warmup_start <= 1.0:
-        return
     _check_step(step)
     _check_positive("total_steps", total_steps)
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}; 0 means no warmup")
-    if warmup_steps >= total_steps:
+    if not 0 <= warmup_steps < total_steps:
         raise ValueError(
-            f"warmup_steps={warmup_steps} must be less than total_steps={total_steps}; "
+            f"warmup_steps={warmup_steps} must be at least 0 and less than total_steps={total_steps}; "
             "warmup_steps_for_horizon(total_steps) gives a length that fits"
         )
-    for argument, fraction in (("final_fraction", final_fraction), ("warmup_start", warmup_start)):
-        if not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"{argument} is a fraction of the peak and must be in [0, 1], got {fraction}")
+    if not 0.0 <= final_fraction <= 1.0:
+        raise ValueError(f"final_fraction is a fraction of the peak and must be in [0, 1], got {final_fraction}")
+    if not 0.0 <= warmup_start <= 1.0:
+        raise ValueError(f"warmup_start is a fraction of the peak and must be in [0, 1], got {warmup_start}")

@@ -6,21 +6,18 @@ the update's size `s_n`, its decay factor `phi_n` and its alignment `a_n`. Signs
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from muonsw.lab.theory.hypotheses import require
-from muonsw.lab.theory.sampled import WINDOW, Samples, interpolate, window_in_steps, windowed_line
-from muonsw.lab.theory.steady_state import (
-    next_norm,
-    next_norm_simplified,
-    relaxation_time,
-    relaxation_time_fixed_alignment,
-    steady_state_norm,
-)
+from muonsw.lab.theory.hypotheses import require, require_at_least, require_positive
+from muonsw.lab.theory.sampled import WINDOW, interpolate, window_in_steps, windowed_line
+from muonsw.lab.theory.steady_state import next_norm, relaxation_times, steady_state_norm
+
+Samples: TypeAlias = Sequence[float] | Tensor
 
 # A norm follows its target while it is within a fifth of it. To first order ln r lags ln r* by the adiabatic ratio,
 # so this is the size at which "far below 1" ends.
@@ -31,33 +28,17 @@ BLOCK = 2**16
 
 @dataclass(frozen=True, eq=False)
 class NormHistory:
-    """Samples of the norm in the order of their steps, every step or every few.
+    """Samples of the norm in the order of their steps, every step or every few."""
 
-    Attributes:
-        steps: Which updates were sampled, increasing.
-        r: RMS of the weight before the update.
-        s: RMS of the update.
-        phi: Decay factor of the step.
-        a: Cosine between weight and update.
-
-    Examples:
-        >>> history = NormHistory.of([1, 3], r=[0.2, 0.19], s=[0.01, 0.01], phi=[0.02, 0.02], a=[0.0, -0.1])
-        >>> len(history), history.r.dtype
-        (2, torch.float64)
-    """
-
-    steps: Tensor
-    r: Tensor
-    s: Tensor
-    phi: Tensor
-    a: Tensor
+    steps: Tensor  # which updates were sampled, increasing
+    r: Tensor  # RMS of the weight before the update
+    s: Tensor  # RMS of the update
+    phi: Tensor  # decay factor of the step
+    a: Tensor  # cosine between weight and update
 
     @classmethod
     def of(cls, steps: Samples, *, r: Samples, s: Samples, phi: Samples, a: Samples) -> "NormHistory":
-        """From numbers or tensors, as float64 on the CPU.
-
-        Hypotheses: at least one sample, equally many of each, whole increasing steps, values that are finite.
-        """
+        """From numbers or tensors, as float64 on the CPU."""
         columns = [torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (steps, r, s, phi, a)]
         require("equally many samples of each", len({len(x) for x in columns}) == 1)
         require("at least one sample", len(columns[0]) > 0)
@@ -72,135 +53,71 @@ class NormHistory:
 
 @dataclass(frozen=True, eq=False)
 class Tracking:
-    """What theory says to a history, sample by sample; see `track`.
+    """What theory says about a history, sample by sample; see `track`."""
 
-    Attributes:
-        target: The quasi-steady norm r*; not a number where the step did not decay or did not move.
-        smooth_target: The same with the noise of single alignments averaged out.
-        tau: Relaxation time `1/(2 phi)`, for an alignment that follows s/r.
-        tau_fixed: Relaxation time for an alignment that does not react to r.
-        ratio: Adiabatic ratio `tau |d ln r*/dt|`.
-        ratio_fixed: Adiabatic ratio with `tau_fixed`.
-        lag: `ln(r / smooth_target)`: how far the norm is from where it would settle.
-        broke_at: Step from which the lag exceeds a fifth to the end; None if the norm still follows.
-        ratio_broke_at: Step from which `ratio` exceeds 1 to the end, or None.
-        followed: Whether the norm was ever within a fifth of its target after the peak.
-        predicted: The exact recursion from the first observed norm.
-        predicted_simplified: The simplified recursion from the first observed norm.
-        window: Steps over which the target and its slope were fitted.
-    """
-
-    target: Tensor
-    smooth_target: Tensor
-    tau: Tensor
-    tau_fixed: Tensor
-    ratio: Tensor
-    ratio_fixed: Tensor
-    lag: Tensor
-    broke_at: int | None
-    ratio_broke_at: int | None
-    followed: bool
-    predicted: Tensor
-    predicted_simplified: Tensor
-    window: float
+    target: Tensor  # the quasi-steady norm r*; not a number where the step did not decay or did not move
+    smooth_target: Tensor  # the same with the noise of single alignments averaged out
+    ratio: Tensor  # adiabatic ratio `tau |d ln r*/dt|`, with tau for an alignment that follows s/r
+    ratio_fixed: Tensor  # the same with tau for an alignment that does not react to r
+    lag: Tensor  # `ln(r / smooth_target)`: how far the norm is from where it would settle
+    broke_at: int | None  # step from which the lag exceeds a fifth to the end; None if the norm still follows
+    followed: bool  # whether the norm was ever within a fifth of its target after the peak
+    predicted: Tensor  # the recursion from the first observed norm
 
 
 def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
-    """Everything that theory says about a history of the norm.
+    """Compare a history of the norm with its theory; ln r* is fitted by lines over `window` of the run.
 
-    Why two definitions of a break: the ratio is the cause and the lag the effect. A cosine flattens at its end, so
-    the target stands still there and the ratio returns to zero, while the norm may no longer have the time to catch
-    up; the lag says so.
-
-    Args:
-        history: The samples.
-        window: Share of the run over which ln r* is fitted by a line; widened to hold five samples.
+    The ratio is the cause of a break and the lag its effect. A cosine flattens at its end, so the target stands still
+    there and the ratio returns to zero, while the norm may no longer have the time to catch up; the lag shows that.
 
     Examples:
         >>> steps = range(1, 1001, 10)
         >>> still = dict(s=[0.01] * 100, phi=[0.005] * 100, a=[0.0] * 100)
         >>> tracking = track(NormHistory.of(steps, r=[0.1] * 100, **still))
-        >>> float(tracking.target[-1]), float(tracking.tau[-1]), tracking.followed, tracking.broke_at
-        (0.1, 100.0, True, None)
+        >>> float(tracking.target[-1]), tracking.followed, tracking.broke_at
+        (0.1, True, None)
     """
-    target, (tau, tau_fixed) = target_norms(history), relaxation_times(history)
-    width = window_in_steps(history.steps, window)
+    target, width = target_norms(history), window_in_steps(history.steps, window)
     smooth, slope = windowed_line(history.steps, target.log(), width)
+    # Where decay or update is zero, the slope and the ratios are not a number.
+    tau, tau_fixed = relaxation_times(s=history.s, phi=history.phi, r_star=target)
     lag, after = history.r.log() - smooth, peak_decay_step(history)
     return Tracking(
         target=target,
         smooth_target=smooth.exp(),
-        tau=tau,
-        tau_fixed=tau_fixed,
         ratio=tau * slope.abs(),
         ratio_fixed=tau_fixed * slope.abs(),
         lag=lag,
-        broke_at=tracking_break(history.steps, lag.abs(), limit=LAG, after=after, lasting=width / 2),
-        ratio_broke_at=tracking_break(history.steps, tau * slope.abs(), after=after, lasting=width / 2),
+        broke_at=tracking_break(history.steps, lag, after=after, lasting=width / 2),
         followed=bool((lag.abs()[history.steps >= after] <= LAG).any()),
         predicted=predict_norms(history),
-        predicted_simplified=predict_norms(history, step=next_norm_simplified),
-        window=width,
     )
 
 
 def target_norms(history: NormHistory) -> Tensor:
-    """The quasi-steady norm r* at every sample, not a number where decay or update is zero.
-
-    Examples:
-        >>> history = NormHistory.of([1, 2], r=[0.3, 0.3], s=[0.25, 0.25], phi=[0.5, 0.0], a=[0.75, 0.0])
-        >>> target_norms(history).tolist()
-        [0.125, nan]
-    """
-    return _where_defined(history, lambda s, phi, a: steady_state_norm(s=s, phi=phi, a=a))
-
-
-def relaxation_times(history: NormHistory) -> tuple[Tensor, Tensor]:
-    """The relaxation time in both readings: with an alignment that follows s/r, and with one that stays.
-
-    Examples:
-        >>> history = NormHistory.of([1], r=[0.3], s=[0.25], phi=[0.5], a=[0.0])
-        >>> [float(tau) for tau in relaxation_times(history)]
-        [1.0, 1.0]
-    """
-    free = _where_defined(history, lambda _s, phi, _a: relaxation_time(phi))
-    return free, _where_defined(history, lambda s, phi, a: relaxation_time_fixed_alignment(s=s, phi=phi, a=a))
+    """The quasi-steady norm r* at every sample, not a number where decay or update is zero."""
+    defined = (history.phi > 0.0) & (history.s > 0.0)
+    targets = torch.full_like(history.r, torch.nan)
+    targets[defined] = steady_state_norm(s=history.s[defined], phi=history.phi[defined], a=history.a[defined])
+    return targets
 
 
 def peak_decay_step(history: NormHistory) -> int:
-    """The first sampled step at which decay was at its peak (within a thousandth): the end of warmup.
-
-    Examples:
-        >>> ones = [1.0] * 4
-        >>> peak_decay_step(NormHistory.of([1, 2, 3, 4], r=ones, s=ones, phi=[0.1, 0.2, 0.2, 0.1], a=ones))
-        2
-    """
+    """The first sampled step at which decay was at its peak (within a thousandth): the end of warmup."""
     at_peak = history.phi >= history.phi.max() * (1.0 - 1e-3)
     return int(history.steps[at_peak][0])
 
 
-def tracking_break(
-    steps: Tensor, measure: Tensor, *, limit: float = 1.0, after: int = 0, lasting: float = 0.0
-) -> int | None:
-    """The step from which a measure stays above its limit to the end; None if there is none.
+def tracking_break(steps: Tensor, lag: Tensor, *, after: int, lasting: float) -> int | None:
+    """The step from which the lag stays above a fifth to the end; None if there is none.
 
-    Args:
-        steps: The sampled steps.
-        measure: The adiabatic ratio, or the size of the lag; samples that are not a number are left out.
-        limit: What it must exceed.
-        after: Steps up to this one do not count: during warmup the target moves by design.
-        lasting: For how many steps at least it must have stayed above. Half the window of the fit keeps a few
-            noisy samples at the end, whose windows overlap, from counting as a break.
-
-    Examples:
-        >>> steps = torch.arange(1, 7)
-        >>> tracking_break(steps, torch.tensor([9.0, 0.2, 1.3, 0.8, 1.1, 2.0]), lasting=1)
-        5
-        >>> tracking_break(steps, torch.tensor([9.0, 0.2, 1.3, 0.8, 1.1, 0.9])) is None
-        True
+    Steps up to `after` do not count: during warmup the target moves by design. The lag must have stayed above for
+    `lasting` steps. Half the window of the fit keeps a few noisy samples at the end, whose windows overlap, from
+    counting as a break.
     """
-    counts = measure.isfinite() & (steps > after)
-    steps, above = steps[counts], measure[counts] > limit
+    counts = lag.isfinite() & (steps > after)
+    steps, above = steps[counts], lag[counts].abs() > LAG
     below = (~above).nonzero().flatten()
     first = int(below[-1]) + 1 if len(below) else 0
     if first >= len(steps) or float(steps[-1] - steps[first]) < lasting:
@@ -208,22 +125,10 @@ def tracking_break(
     return int(steps[first])
 
 
-def predict_norms(history: NormHistory, *, step: Callable[..., float] = next_norm) -> Tensor:
+def predict_norms(history: NormHistory) -> Tensor:
     """Replay the recursion from the first observed norm; between samples s, phi and a are interpolated linearly.
 
     Only the first observed norm enters, so an error of the recursion adds up instead of being forgiven.
-
-    Args:
-        history: The samples.
-        step: `next_norm` or `next_norm_simplified`.
-
-    Returns:
-        The predicted norm at each sampled step.
-
-    Examples:
-        >>> history = NormHistory.of([1, 3], r=[1.0, 0.8], s=[0.0, 0.0], phi=[0.1, 0.1], a=[0.0, 0.0])
-        >>> [round(r, 6) for r in predict_norms(history).tolist()]
-        [1.0, 0.81]
     """
     sampled, last = set(history.steps.tolist()), int(history.steps[-1])
     norms, norm = [], float(history.r[0])
@@ -233,7 +138,7 @@ def predict_norms(history: NormHistory, *, step: Callable[..., float] = next_nor
         for now, s, phi, a in zip(steps.tolist(), *coefficients, strict=True):
             if now in sampled:
                 norms.append(norm)
-            norm = step(norm, s=s, phi=phi, a=a)
+            norm = next_norm(norm, s=s, phi=phi, a=a)
     return history.r.new_tensor([*norms, norm])
 
 
@@ -245,51 +150,32 @@ def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> flo
     it does not depend on where the norm is, so this answers what another decay would do.
 
     Hypotheses: s >= 0, phi > 0, memory >= 0.
-
-    Examples:
-        >>> steady_state_norm_with_memory(s=0.25, phi=0.5, memory=4.0)
-        0.5
     """
-    require("s >= 0", s >= 0.0, s=s)
-    require("phi > 0", phi > 0.0, phi=phi)
-    require("memory >= 0", memory >= 0.0, memory=memory)
+    require_at_least("s", s, 0)
+    require_positive("phi", phi)
+    require_at_least("memory", memory, 0)
     return float(s * (memory / (2.0 * phi)) ** 0.5)
 
 
 def norms_with_memory(
     start: float, *, s: Sequence[float], phi: Sequence[float], memory: float, stride: float = 1.0
 ) -> list[float]:
-    """The norm before each step of a run that has not begun, and after the last, by the recursion.
+    """Predict the norm before each step of a run that has not begun, and after the last.
 
     The alignment is a guess that follows the norm, `a = -(memory - 1) s/(2 r)`, but never beyond -1. Each s and phi
     stands for `stride` steps, over which the recursion of the square is summed in closed form.
 
     Hypotheses: start > 0, s >= 0, 0 <= phi <= 1, memory >= 1, stride >= 1.
-
-    Examples:
-        >>> [round(r, 6) for r in norms_with_memory(1.0, s=[0.0] * 2, phi=[0.1] * 2, memory=4.0)]
-        [1.0, 0.9, 0.81]
-        >>> settled = norms_with_memory(1.0, s=[0.25] * 99, phi=[0.01] * 99, memory=1.0)[-1]
-        >>> longer = norms_with_memory(1.0, s=[0.25], phi=[0.01], memory=1.0, stride=99)[-1]
-        >>> abs(settled - longer) < 1e-9
-        True
     """
-    require("start > 0", start > 0.0, start=start)
-    require("memory >= 1", memory >= 1.0, memory=memory)
-    require("stride >= 1", stride >= 1.0, stride=stride)
+    require_positive("start", start)
+    require_at_least("memory", memory, 1)
+    require_at_least("stride", stride, 1)
     norms = [start]
     for size, share in zip(s, phi, strict=True):
-        r, kept = norms[-1], 1.0 - share
+        r = norms[-1]
         require("0 <= phi <= 1", 0.0 <= share <= 1.0, phi=share)
-        added = kept * min((memory - 1.0) * size * size, 2.0 * size * r) + size * size
+        added = (1.0 - share) * min((memory - 1.0) * size * size, 2.0 * size * r) + size * size
         rate = 2.0 * math.log1p(-share) if share < 1.0 else -math.inf
         grown = added * (math.expm1(stride * rate) / math.expm1(rate) if rate else stride)
         norms.append((math.exp(stride * rate) * r * r + grown) ** 0.5)
     return norms
-
-
-def _where_defined(history: NormHistory, formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    defined = (history.phi > 0.0) & (history.s > 0.0)
-    result = torch.full_like(history.r, torch.nan)
-    result[defined] = formula(history.s[defined], history.phi[defined], history.a[defined])
-    return result

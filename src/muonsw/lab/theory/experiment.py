@@ -23,14 +23,14 @@ class Context:
     """What a run is given besides its settings."""
 
     generator: torch.Generator  # source of every random number of the experiment
-    progress: Progress = silent  # called with the fraction that is done, now and then
+    progress: Progress = silent  # called now and then with the completed fraction
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One block of claims that are checked together."""
+    """A block of claims that are checked together."""
 
-    name: str  # how it is called within its study
+    name: str  # its name within the study
     title: str  # one line for lists
     hypotheses: tuple[str, ...]  # what the claims assume; the function checks it and raises `HypothesisError`
     settings: Any  # a frozen dataclass
@@ -44,11 +44,6 @@ class Experiment:
 
 
 def seed_for(seed: int, name: str) -> int:
-    """A seed of its own for each named experiment, the same on every machine.
-
-    Examples:
-        >>> seed_for(0, "scalar") == seed_for(0, "scalar") != seed_for(1, "scalar")
-        True
-    """
+    """A separate seed for each experiment, the same on every machine."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,13 +1,9 @@
 """Schedules: closed forms, joints, torch schedulers, and the errors of wrong settings."""
 
 import copy
-import io
 import math
-import pickle
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -38,12 +34,12 @@ SCHEDULES = [
 ]
 
 
-def sgd(*peaks: float) -> torch.optim.SGD:
+def sgd(*peaks):
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": peak} for peak in peaks]
     return torch.optim.SGD(groups, lr=1.0)
 
 
-def advance(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
+def advance(optimizer, scheduler, steps):
     """The learning rates that the next steps use."""
     used = []
     for _ in range(steps):
@@ -54,20 +50,17 @@ def advance(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> lis
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.func.__name__)
-def test_every_schedule_stays_in_the_unit_interval_and_takes_its_peak(
-    schedule: Callable[[int], float],
-) -> None:
+def test_every_schedule_stays_in_the_unit_interval_and_takes_its_peak(schedule):
     values = [schedule(step) for step in range(100)]
     assert all(0.0 <= value <= 1.0 for value in values)
     assert max(values) == 1.0
+    with pytest.raises(ValueError, match="step must not be negative"):
+        schedule(-1)
 
 
-def test_linear_warmup_is_the_fraction_of_steps_taken() -> None:
+def test_warmup_is_the_fraction_of_steps_taken_or_half_a_cosine_from_its_start():
     values = [warmup_cosine(t, total_steps=100, warmup_steps=8) for t in range(8)]
     assert values == [(t + 1) / 8 for t in range(8)]
-
-
-def test_cosine_warmup_follows_half_a_cosine_from_its_start() -> None:
     for t in range(10):
         value = warmup_cosine(t, total_steps=100, warmup_steps=10, warmup_shape="cosine", warmup_start=0.01)
         expected = 0.01 + 0.99 * math.sin(math.pi * (t + 1) / 20) ** 2
@@ -82,9 +75,7 @@ def test_cosine_warmup_follows_half_a_cosine_from_its_start() -> None:
     start=st.floats(0, 1),
     shape=st.sampled_from(["linear", "cosine"]),
 )
-def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(
-    total: int, warmup: int, final: float, start: float, shape: Any
-) -> None:
+def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(total, warmup, final, start, shape):
     warmup = min(warmup, total - 1)
     settings = {"total_steps": total, "warmup_steps": warmup, "final_fraction": final}
     values = [warmup_cosine(t, **settings, warmup_shape=shape, warmup_start=start) for t in range(total + 3)]
@@ -101,7 +92,7 @@ def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(
     final=st.floats(0, 1),
     shape=st.sampled_from(["linear", "sqrt"]),
 )
-def test_wsd_holds_the_peak_and_decays_only_at_the_end(total: int, fraction: float, final: float, shape: Any) -> None:
+def test_wsd_holds_the_peak_and_decays_only_at_the_end(total, fraction, final, shape):
     values = [
         warmup_stable_decay(t, total_steps=total, decay_fraction=fraction, final_fraction=final, decay_shape=shape)
         for t in range(total + 3)
@@ -114,7 +105,7 @@ def test_wsd_holds_the_peak_and_decays_only_at_the_end(total: int, fraction: flo
         assert sum(value < 1.0 for value in values[:total]) == decaying
 
 
-def test_wsd_decay_has_the_named_shape() -> None:
+def test_wsd_decay_has_the_named_shape():
     for shape, curve in (("linear", 1.0), ("sqrt", 0.5)):
         for k in range(1, 21):
             value = warmup_stable_decay(79 + k, total_steps=100, final_fraction=0.0, decay_shape=shape)
@@ -122,32 +113,27 @@ def test_wsd_decay_has_the_named_shape() -> None:
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_joints_have_no_jump_larger_than_a_step_of_the_schedule(shape: Any) -> None:
+def test_joints_have_no_jump_larger_than_a_step_of_the_schedule(shape):
     total, warmup = 10_000, 1000
     slope = math.pi / 2 / warmup
     for schedule in (warmup_cosine, warmup_stable_decay):
         values = [schedule(t, total_steps=total, warmup_steps=warmup, warmup_shape=shape) for t in range(total + 10)]
         assert max(abs(a - b) for a, b in pairwise(values)) <= slope
-        assert values[0] <= slope
+        assert 0.0 < values[0] <= slope
 
 
-def test_no_step_of_a_run_has_a_zero_rate_by_default() -> None:
-    for schedule in (warmup_cosine, warmup_stable_decay):
-        assert all(schedule(t, total_steps=50, warmup_steps=10) > 0 for t in range(60))
-
-
-def test_a_run_of_one_step_takes_it_at_the_peak() -> None:
+def test_a_run_of_one_step_takes_it_at_the_peak():
     assert [warmup_cosine(t, total_steps=1) for t in range(3)] == [1.0, 0.1, 0.1]
     assert [warmup_stable_decay(t, total_steps=1) for t in range(3)] == [1.0, 0.1, 0.1]
 
 
 @given(gamma=st.floats(0.01, 100), t0=st.floats(0.5, 1000), t=st.integers(0, 10**6))
-def test_harmonic_times_the_peak_is_gamma_over_t_plus_t0(gamma: float, t0: float, t: int) -> None:
+def test_harmonic_times_the_peak_is_gamma_over_t_plus_t0(gamma, t0, t):
     peak = gamma / t0
     assert peak * harmonic(t, offset=t0) == pytest.approx(gamma / (t + t0), rel=ROUNDING)
 
 
-def test_the_optimizer_sees_the_schedule_at_every_step_and_group() -> None:
+def test_the_optimizer_sees_the_schedule_at_every_step_and_group():
     optimizer = sgd(0.02, 0.005)
     scheduler = lr_scheduler(optimizer, warmup_cosine, total_steps=60, warmup_steps=12)
     used = advance(optimizer, scheduler, 70)
@@ -156,20 +142,7 @@ def test_the_optimizer_sees_the_schedule_at_every_step_and_group() -> None:
         assert rates == [0.02 * multiple, 0.005 * multiple]
 
 
-def test_sgd_travels_the_sum_of_the_schedule() -> None:
-    weight = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    scheduler = lr_scheduler(optimizer, warmup_stable_decay, total_steps=30, warmup_steps=5)
-    for _ in range(30):
-        optimizer.zero_grad()
-        weight.backward()
-        optimizer.step()
-        scheduler.step()
-    distance = 0.5 * sum(warmup_stable_decay(t, total_steps=30, warmup_steps=5) for t in range(30))
-    assert -weight.item() == pytest.approx(distance, rel=30 * ROUNDING)
-
-
-def test_without_warmup_it_equals_torchs_cosine_annealing() -> None:
+def test_without_warmup_it_equals_torchs_cosine_annealing():
     ours, theirs = sgd(0.02), sgd(0.02)
     mine = advance(ours, lr_scheduler(ours, warmup_cosine, total_steps=101), 101)
     other = advance(theirs, CosineAnnealingLR(theirs, T_max=100, eta_min=0.002), 101)
@@ -178,26 +151,7 @@ def test_without_warmup_it_equals_torchs_cosine_annealing() -> None:
     torch.testing.assert_close(double(mine), double(other), rtol=100 * ROUNDING, atol=0)
 
 
-def test_a_saved_scheduler_continues_identically() -> None:
-    def fresh() -> tuple[torch.optim.SGD, Any]:
-        optimizer = sgd(0.02, 0.01)
-        return optimizer, lr_scheduler(optimizer, warmup_cosine, total_steps=50, warmup_steps=10)
-
-    optimizer, scheduler = fresh()
-    advance(optimizer, scheduler, 23)
-    file = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
-    expected = advance(optimizer, scheduler, 40)
-
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed, scheduler = fresh()
-    resumed.load_state_dict(saved["optimizer"])
-    scheduler.load_state_dict(saved["scheduler"])
-    assert advance(resumed, scheduler, 40) == expected
-
-
-def test_a_resumed_run_follows_the_settings_it_is_given() -> None:
+def test_a_resumed_run_follows_the_settings_it_is_given():
     optimizer = sgd(1.0)
     scheduler = lr_scheduler(optimizer, warmup_cosine, total_steps=50)
     advance(optimizer, scheduler, 20)
@@ -207,13 +161,6 @@ def test_a_resumed_run_follows_the_settings_it_is_given() -> None:
     extended.load_state_dict(scheduler.state_dict())
     after_load = advance(longer, extended, 30)[1:]
     assert after_load == [[warmup_cosine(t, total_steps=100)] for t in range(21, 50)]
-
-
-def test_the_schedulers_function_pickles_and_copies() -> None:
-    scheduler = lr_scheduler(sgd(1.0), warmup_cosine, total_steps=50, warmup_steps=10)
-    (multiple,) = scheduler.lr_lambdas
-    for twin in (pickle.loads(pickle.dumps(multiple)), copy.deepcopy(multiple)):
-        assert [twin(t) for t in range(60)] == [multiple(t) for t in range(60)]
 
 
 @pytest.mark.parametrize(
@@ -234,9 +181,7 @@ def test_the_schedulers_function_pickles_and_copies() -> None:
         (harmonic, {"offset": math.inf}, "offset"),
     ],
 )
-def test_wrong_settings_are_refused_at_once_and_leave_the_optimizer_alone(
-    schedule: Callable[..., float], settings: dict[str, Any], named: str
-) -> None:
+def test_wrong_settings_are_refused_at_once_and_leave_the_optimizer_alone(schedule, settings, named):
     optimizer = sgd(0.02)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=named):
@@ -244,28 +189,21 @@ def test_wrong_settings_are_refused_at_once_and_leave_the_optimizer_alone(
     assert optimizer.state_dict() == before
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.func.__name__)
-def test_negative_steps_are_refused(schedule: Callable[[int], float]) -> None:
-    with pytest.raises(ValueError, match="step must not be negative"):
-        schedule(-1)
-
-
 @pytest.mark.parametrize(
     ("steps", "printed"),
     [(35_000, "1.05e-02"), (110_000, "7.1e-03"), (223_000, "5.6e-03"), (376_000, "4.7e-03")],
 )
-def test_peaks_of_the_papers_horizons(steps: int, printed: str) -> None:
+def test_peaks_of_the_papers_horizons(steps, printed):
     digits = len(printed.split("e", maxsplit=1)[0]) - 2
     assert f"{peak_lr_for_horizon(steps):.{digits}e}" == printed
 
 
-def test_the_horizon_rule_is_a_cube_root_capped_at_the_tuned_peak() -> None:
-    assert peak_lr_for_horizon(8 * 5000) == pytest.approx(0.01, rel=ROUNDING)
+def test_the_horizon_rule_is_a_cube_root_capped_at_the_tuned_peak():
     assert peak_lr_for_horizon(27 * 700, base_lr=0.3, base_steps=700) == pytest.approx(0.1, rel=ROUNDING)
     assert {peak_lr_for_horizon(steps) for steps in (1, 600, 4999, 5000)} == {0.02}
 
 
-def test_warmup_length_is_a_hundredth_within_its_limits() -> None:
+def test_warmup_length_is_a_hundredth_within_its_limits():
     expected = {1: 0, 9: 0, 600: 60, 9_999: 999, 10_000: 1000, 35_000: 1000, 110_000: 1100, 376_000: 3760}
     assert {steps: warmup_steps_for_horizon(steps) for steps in expected} == expected
 
@@ -279,6 +217,6 @@ def test_warmup_length_is_a_hundredth_within_its_limits() -> None:
         (lambda: warmup_steps_for_horizon(-5), "total_steps"),
     ],
 )
-def test_wrong_horizons_are_refused(call: Callable[[], float], named: str) -> None:
+def test_wrong_horizons_are_refused(call, named):
     with pytest.raises(ValueError, match=named):
         call()

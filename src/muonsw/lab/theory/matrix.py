@@ -1,0 +1,265 @@
+"""Proposition 3.2 and Corollary 3.2: Muon on the quadratic `1/2 |W - A|_F^2`, and the right panel of Figure 2.
+
+Constant decay traps the weights in a ball of spectral radius `1/lambda`; scaled decay reaches targets outside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_least, at_most, within_share
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, gaussian, log_spaced
+from muonsw.lab.theory.experiment import Context, Experiment
+from muonsw.lab.theory.hypotheses import Steps, check_rates, require_at_least, require_positive
+from muonsw.lab.theory.muon_chains import (
+    HOVERING,
+    POLAR,
+    Key,
+    MuonRun,
+    Stack,
+    descend,
+    hover_loss,
+    nuclear_norm,
+    spectral_norm,
+)
+
+
+def muon_norm_bounds(z0: float, etas: Steps, *, lam: float) -> list[float]:
+    """Bound Muon's spectral norm under constant decay: `1/lambda + (z0 - 1/lambda)_+ prod(1 - eta lambda)`.
+
+    Whatever the gradients and the momentum, `|W_t|_op` is at most entry t; entry 0 is for the start, of spectral norm
+    `z0`. An approximate orthogonalizer may exceed norm 1, and enlarges the ball by as much.
+    """
+    require_positive("lambda", lam)
+    require_at_least("z0", z0, 0)
+    radius = 1.0 / lam
+    rates = check_rates(etas, {"eta*lambda <= 1": radius})
+    excess = accumulate(rates, lambda d, eta: d * (1.0 - eta * lam), initial=max(z0 - radius, 0.0))
+    return [radius + d for d in excess]
+
+
+def muon_loss_floor(singular_values: Iterable[float] | Tensor, *, lam: float) -> float:
+    """The loss below which constant decay does not let Muon settle: `1/2 sum (sigma_i(A) - 1/lambda)_+^2`.
+
+    Hypotheses: lambda > 0, eta lambda <= 1, learning rates of infinite sum.
+    """
+    require_positive("lambda", lam)
+    sigmas = singular_values.tolist() if isinstance(singular_values, Tensor) else singular_values
+    return 0.5 * sum(max(sigma - 1.0 / lam, 0.0) ** 2 for sigma in sigmas)
+
+
+def clip_projection(A: Tensor, radius: float) -> Tensor:
+    """The matrix of the ball nearest to A in Frobenius norm: singular values are clipped at the radius."""
+    require_at_least("radius", radius, 0)
+    U, S, Vh = torch.linalg.svd(A, full_matrices=False)
+    clipped: Tensor = (U * S.clamp(max=radius).unsqueeze(-2)) @ Vh
+    return clipped
+
+
+@dataclass(frozen=True)
+class MatrixSettings(MuonRun):
+    """Targets of one shape, inside and outside the ball; singular values are in units of the radius `1/lambda`."""
+
+    lam: float = 0.1
+    eta0: float = 9.0
+    steps: int = 1200
+    rows: int = 8
+    columns: int = 16
+    inside_sigma_max: float = 0.8
+    outside_start: float = 3.0
+    betas: tuple[float, ...] = (0.0, 0.5, 0.95)
+
+
+@dataclass(frozen=True)
+class MatrixFigureSettings(MuonRun):
+    """The right panel of the convergence figure."""
+
+    lam: float = 0.1
+    eta0: float = 9.0
+    steps: int = 3000
+    chains: int = 16
+    rows: int = 32
+    columns: int = 64
+    beta: float = 0.9
+    bins: int = 120
+
+
+@dataclass
+class Observations:
+    """What was measured of a stack."""
+
+    losses: Tensor  # before the first step and after each, (steps + 1, chains)
+    radius_excess: float = -1.0  # of constant decay: the largest `|W_t|_op / bound_t - 1` over all steps
+    separation: float = torch.inf  # the smallest `|W_t - A|_op` over about 50 log-spaced steps
+
+
+HYPOTHESES = ("lambda > 0", "eta lambda <= 1", "sum eta = infinity", "sum eta^2 < infinity")
+TRAPPED = "0 < eta lambda <= 1, sum eta = infinity"
+ROBBINS_MONRO = "sum eta = infinity, sum eta^2 < infinity, iterates bounded"
+
+
+def observe(stacks: Mapping[Key, Stack], s: MuonRun, context: Context) -> dict[Key, Observations]:
+    """Run the stacks together; follow their losses, the edge of their ball, and how near they come to the target."""
+    observed, bounds, looks = dict[Key, Observations](), dict[Key, list[float]](), set(log_spaced(s.steps, 50))
+    for key, stack in stacks.items():
+        observed[key] = Observations(stack.starts.new_empty(s.steps + 1, len(stack.starts)))
+        observed[key].losses[0] = stack.loss(stack.starts)
+        bounds[key] = muon_norm_bounds(float(spectral_norm(stack.starts).max()), s.etas, lam=s.lam)
+    for moves in descend(stacks, s, context):
+        for key, move in moves.items():
+            stack, result, step = stacks[key], observed[key], move.t + 1
+            result.losses[step] = stack.loss(move.after)
+            if stack.rule == CONSTANT:
+                largest = float(spectral_norm(move.after).max())
+                result.radius_excess = max(result.radius_excess, largest / bounds[key][step] - 1.0)
+            if step in looks:
+                result.separation = min(result.separation, float(spectral_norm(move.after - stack.A).min()))
+    return observed
+
+
+def run_matrix(s: MatrixSettings, context: Context) -> Evidence:
+    """Several momenta, a target inside the radius, and a start outside it, all in one run."""
+    A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
+    inside = A * (s.inside_sigma_max / s.sigma_max)
+    far = gaussian(starts.shape, context.generator)
+    far = far * (s.outside_start * s.radius / spectral_norm(far)[:, None, None])
+    stacks = {("outside", CONSTANT): Stack(CONSTANT, s.betas[-1], A, far)}
+    stacks |= {("inside", rule): Stack(rule, s.betas[0], inside, starts) for rule in BOTH}
+    stacks |= {(f"{beta:g}", rule): Stack(rule, beta, A, starts) for beta in s.betas for rule in BOTH}
+    observed = observe(stacks, s, context)
+    claims = [radius_claim(observed.values(), "from every start and for every momentum")]
+    for beta in s.betas:
+        claims += limit_claims(f"-beta{beta:g}", {rule: observed[f"{beta:g}", rule] for rule in BOTH}, A, beta, s)
+    for rule in BOTH:
+        losses = observed["inside", rule].losses
+        initial = losses[0].mean()
+        reached = f"a target with all singular values under 1/lambda is reached with {rule} decay too"
+        case = Source("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
+        bound = hover_loss(min(A.shape), s.etas[-1], s.betas[0]) / float(initial)
+        claims.append(at_most(f"inside-{rule}", reached, case, float(losses[-1].max() / initial), bound, HOVERING))
+    return Evidence(claims + projection_claims(A, s.radius, context.generator))
+
+
+def run_matrix_figure(s: MatrixFigureSettings, context: Context) -> Evidence:
+    """Many starts at one momentum; losses are kept for the right panel, thinned to the extremes of bins of steps."""
+    A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
+    observed = observe({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, context)
+    constant, sigmas = observed[CONSTANT], torch.linalg.svdvals(A)
+    floor, initial = muon_loss_floor(sigmas, lam=s.lam), float(constant.losses[0].mean())
+
+    # Starts are inside the ball, so these two bounds hold from the first step on.
+    outside = Source("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball")
+    started = Source("Proposition 3.2", f"{TRAPPED}, start inside the ball")
+    apart = "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda"
+    stays = "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2"
+    claims = [
+        radius_claim(observed.values(), "at every step"),
+        at_least("separation", apart, outside, constant.separation, float(sigmas[0]) - s.radius, POLAR),
+        at_least("floor-from-above", stays, started, float(constant.losses.min()), floor, POLAR),
+        *limit_claims("", observed, A, s.beta, s),
+    ]
+    levels = {CONSTANT: floor / initial}
+    curves = {rule: log_extremes(result.losses.T / initial, s.bins) for rule, result in observed.items()}
+    return Evidence(claims, [Series(f"matrix/{rule}", rule, *curves[rule], levels.get(rule)) for rule in curves])
+
+
+def radius_claim(observed: Iterable[Observations], where: str) -> Claim:
+    """The bound of the proof, at every step of every constant-decay chain."""
+    bound = "1/lambda + (|W_0| - 1/lambda)_+ prod(1 - eta lambda)"
+    largest = 1.0 + max(result.radius_excess for result in observed)
+    statement = f"constant decay keeps |W_t|_op under {bound}, {where}"
+    return at_most("radius", statement, Source("Proposition 3.2", TRAPPED), largest, 1.0, POLAR)
+
+
+def limit_claims(suffix: str, observed: Mapping[str, Observations], A: Tensor, beta: float, s: MuonRun) -> list[Claim]:
+    """Constant decay ends on its floor, scaled decay passes through it."""
+    sigmas, initial = torch.linalg.svdvals(A), float(observed[SCALED].losses[0].mean())
+    floor, excess = muon_loss_floor(sigmas, lam=s.lam), floor_excess(sigmas, s.etas, s.lam)
+    hovering = hover_loss(min(A.shape), s.etas[-1], beta) / initial
+    constant, scaled = (float(observed[rule].losses[-1].max()) for rule in BOTH)
+
+    proposition = Source("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda")
+    corollary = Source("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO)
+    stops = f"with beta {beta:g} constant decay comes down to its floor (loss over floor, worst chain)"
+    falls = f"with beta {beta:g} scaled decay drives the loss to zero (over the initial one, worst chain)"
+    below = "the proposition bounds the loss from below; that it is met is seen here, on this objective"
+    last = "the corollary promises a subsequence; the finite run shows the loss of its last step"
+    tenth = "a tenth of the excess that prod(1 - eta lambda) still leaves: the starts are not exactly zero"
+    near, met = Tolerance(0.1 * excess / floor, tenth), 1.0 + excess / floor
+    return [
+        within_share(f"floor-met{suffix}", stops, proposition, constant / floor, met, near, limits=below),
+        at_most(f"scaled-to-zero{suffix}", falls, corollary, scaled / initial, hovering, HOVERING, limits=last),
+    ]
+
+
+def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> float:
+    """How far above its floor the loss of constant decay still is after a run from near zero.
+
+    A direction of A outside the radius R is pushed outward at every step, so it stands at `R (1 - prod(1 -
+    eta lambda))`; those inside the radius have arrived.
+    """
+    missing = prod(1.0 - eta * lam for eta in etas) / lam
+    outside = (singular_values - 1.0 / lam).clamp(min=0.0)
+    return float((outside * missing + (outside > 0) * missing**2 / 2.0).sum())
+
+
+def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> list[Claim]:
+    """Clipping singular values is the projection onto the ball; certified by duality, and by rivals."""
+    P = clip_projection(A, radius)
+    D = A - P
+    rivals = clip_projection(gaussian((1000, *A.shape), generator, std=1e-3 * radius) + P, radius)
+    distance, nearest = float(D.square().sum()), float((rivals - A).square().sum((-2, -1)).min())
+    floor = 2.0 * muon_loss_floor(torch.linalg.svdvals(A), lam=1.0 / radius)
+    attained, most = float((D * P).sum()), radius * float(nuclear_norm(D))
+
+    proof = Source("proof of Proposition 3.2", "rho >= 0")
+    away = "the clipped matrix is sum (sigma_i - rho)_+^2 away from A"
+    optimal = "no matrix of the ball is nearer: max over the ball of <A - P, W> is attained at W = P"
+    farther = "a thousand random matrices of the ball near it are all farther from A"
+    svd = Tolerance(1e-12, "rounding of the SVD")
+    equal = Tolerance(1e-12, "rounding of the SVD; equality certifies the projection")
+    return [
+        within_share("clip-distance", away, proof, distance, floor, svd),
+        within_share("clip-optimal", optimal, proof, attained, most, equal),
+        at_least("clip-rivals", farther, proof, nearest, distance, svd),
+    ]
+
+
+def log_extremes(values: Tensor, bins: int) -> tuple[list[int], list[list[float]]]:
+    """Thin curves, (curves, steps), to the steps at which some curve is extreme within a log-spaced bin.
+
+    All curves share their steps, which count from 1, and every value is one of the run, never an average.
+    """
+    count = values.shape[1]
+    low, high = values.amin(0), values.amax(0)
+    chosen = {1, count}
+    for start, end in pairwise(log_spaced(count, bins + 1)):
+        inside = slice(start - 1, end)
+        chosen |= {start, start + int(low[inside].argmin()), start + int(high[inside].argmax())}
+    steps = sorted(chosen)
+    return steps, values[:, torch.tensor(steps) - 1].tolist()
+
+
+MATRIX = Experiment(
+    name="matrix",
+    title="matrix quadratic: radius, floor and limit for several momenta, targets inside and outside the ball",
+    hypotheses=HYPOTHESES,
+    settings=MatrixSettings(),
+    function=run_matrix,
+    cost=11.0,
+)
+MATRIX_FIGURE = Experiment(
+    name="matrix-figure",
+    title="matrix quadratic, many starts: the right panel of the figure",
+    hypotheses=HYPOTHESES,
+    settings=MatrixFigureSettings(),
+    function=run_matrix_figure,
+    cost=45.0,
+)

@@ -1,0 +1,217 @@
+"""Theorem 3.3, Lemmas D.2 and D.3: how far down the gradient comes under Muon with noise and scaled decay.
+
+The step is `W <- W - eta O - q eta^2 W` with `q = lambda / eta_max`. O is the polar factor of the momentum buffer, `r =
+min(m, n)` bounds its rank, and the gradient's noise satisfies `E|xi|_F^2 <= sigma^2 / B` for the batch size B: sigma
+belongs to the whole matrix, not to an element. The tracking error E_t is the normalized momentum minus the gradient. f
+is L-smooth and `E|W_t|_F^2 <= bound^2`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muonsw.lab.claims.claim import Claim, Evidence, Source, at_least, at_most, within_share
+from muonsw.lab.claims.statistics import mean_of, t_interval
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.theory.chains import CONSTANT, SCALED
+from muonsw.lab.theory.experiment import Context, Experiment
+from muonsw.lab.theory.hypotheses import Steps, check_rates, require, require_at_least, require_positive
+from muonsw.lab.theory.muon_chains import POLAR, MuonRun, Stack, Trajectory, follow, frobenius_norm, weighted_mean
+
+
+def tracking_error_limit(*, sigma: float, beta: float, B: float) -> float:
+    """Lemma D.3: the mean squared tracking error that is left when eta vanishes, at most `(1 - beta) sigma^2 / B`."""
+    require_at_least("sigma", sigma, 0)
+    require_positive("B", B)
+    require("0 <= beta < 1", 0.0 <= beta < 1.0, beta=beta)
+    return (1.0 - beta) * sigma**2 / B
+
+
+def noise_floor(*, sigma: float, beta: float, r: int, B: float) -> float:
+    """Theorem 3.3: where the eta-weighted nuclear norm of the gradient falls to, `2 sigma sqrt((1 - beta) r / B)`."""
+    require_at_least("r", r, 1)
+    return 2.0 * math.sqrt(r * tracking_error_limit(sigma=sigma, beta=beta, B=B))
+
+
+def tracking_error_bounds(
+    etas: Steps, *, grad_start: float, sigma: float, beta: float, B: float, L: float, r: int, q: float, bound: float
+) -> list[float]:
+    """Bound the mean squared tracking error `u_t = E|E_t|_F^2` at every step, as the proof of Lemma D.3 does.
+
+    With an empty buffer before step 0, `u_0 <= beta^2 |grad f(W_0)|_F^2 + (1 - beta)^2 sigma^2/B`. Then `u_t <= beta
+    u_{t-1} + 2 beta^2 L^2 (r eta^2 + q^2 eta^4 bound^2)/(1 - beta) + (1 - beta)^2 sigma^2/B`, eta being that of the
+    step before.
+    """
+    require("0 <= beta < 1", 0.0 <= beta < 1.0, beta=beta)
+    noise = (1.0 - beta) ** 2 * sigma**2 / B
+    bounds = [beta**2 * grad_start**2 + noise]
+    for eta in check_rates(etas)[:-1]:
+        drift = 2.0 * L**2 * (r * eta**2 + q**2 * eta**4 * bound**2)
+        bounds.append(beta * bounds[-1] + beta**2 / (1.0 - beta) * drift + noise)
+    return bounds
+
+
+def descent_bound(
+    etas: Steps, errors: Iterable[float], *, f_drop: float, q: float, grad_zero: float, L: float, r: int, bound: float
+) -> float:
+    """Bound `sum eta_t E|grad f(W_t)|_*` over any finite run, as the proof of Theorem 3.3 does.
+
+    The bound is `f_drop + 2 sqrt(r) sum eta E|E_t|_F + (q C_W + L r) sum eta^2 + L q^2 bound^2 sum eta^4`, where
+    `f_drop` is f at the start minus f at the end, and `C_W = |grad f(0)|_F bound + L bound^2` bounds `E|<grad f(W),
+    W>|`. Decay enters at the second order only. On one path, with its own errors and norms, it holds without E.
+    """
+    rates = check_rates(etas)
+    C_W = grad_zero * bound + L * bound**2
+    tracking = 2.0 * math.sqrt(r) * math.fsum(eta * error for eta, error in zip(rates, errors, strict=True))
+    second = (q * C_W + L * r) * math.fsum(eta**2 for eta in rates)
+    fourth = L * q**2 * bound**2 * math.fsum(eta**4 for eta in rates)
+    return f_drop + tracking + second + fourth
+
+
+@dataclass(frozen=True)
+class MuonSettings(MuonRun):
+    """A grid of momentum, batch size and rank on the matrix quadratic; matrices are (rank, 2 rank).
+
+    `sigma` is the noise of the whole matrix, so that an element deviates by `sigma / sqrt(B m n)`. The chains of all
+    batch sizes share a stack.
+    """
+
+    steps: int = 1500
+    chains: int = 6
+    betas: tuple[float, ...] = (0.0, 0.5, 0.9)
+    batches: tuple[int, ...] = (1, 4, 16)
+    ranks: tuple[int, ...] = (4, 8)
+    sigma: float = 2.0
+
+    def by_batch(self, values: Tensor) -> dict[int, Tensor]:
+        """Split the chains of a stack by batch size, the last axis being chains."""
+        return dict(zip(self.batches, values.chunk(len(self.batches), dim=-1), strict=True))
+
+    @property
+    def sampling_error(self) -> float:
+        """Four relative standard errors of a mean square over half a run of the smallest matrices."""
+        elements = 2 * min(self.ranks) ** 2
+        return 4.0 * math.sqrt(2.0 / (elements * self.chains * self.steps / 2.0))
+
+
+ASSUMED = "L-smooth, noise of variance sigma^2/B, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
+
+
+def run_muon(s: MuonSettings, context: Context) -> Evidence:
+    """Scaled decay over the whole grid, and constant decay at the largest momentum for contrast."""
+    stacks = dict[tuple[str, float, int], Stack]()
+    require_at_least("sigma", s.sigma, 0)
+    for rank in s.ranks:
+        A, starts = s.draw(len(s.batches) * s.chains, rank, 2 * rank, context.generator)
+        sizes = torch.tensor(s.batches, dtype=torch.float64).repeat_interleave(s.chains)
+        noise = s.sigma / (sizes * A.numel()).sqrt()
+        for rule, beta in [*((SCALED, beta) for beta in s.betas), (CONSTANT, s.betas[-1])]:
+            stacks[rule, beta, rank] = Stack(rule, beta, A, starts, noise)
+    paths = follow(stacks, s, context)
+    scaled = [path for (rule, _, _), path in paths.items() if rule == SCALED]
+    claims = [floor_claim(s, beta, [path for path in scaled if path.stack.beta == beta]) for beta in s.betas]
+
+    # Constant decay at the smallest floor of the grid.
+    beta, rank, B = s.betas[-1], s.ranks[-1], s.batches[-1]
+    means = weighted_mean(paths[CONSTANT, beta, rank].nuclear, s.etas, start=s.steps // 2)
+    floor, constant = noise_floor(sigma=s.sigma, beta=beta, r=rank, B=B), mean_of(s.by_batch(means)[B])
+    contrast = "contrast of Proposition 3.2 and Theorem 3.3"
+    outside = Source(contrast, "sigma_max(A) > 1/lambda, sum eta = infinity")
+    stays = f"constant decay stays above that floor when the target is outside its ball (B={B}, r={rank})"
+    above = Tolerance(0.0, "the lower end of the interval must be above")
+    claims.append(at_least("constant-above-floor", stays, outside, constant, floor, above))
+
+    # The alignment lemma, at every step of every path of either rule.
+    lemma = Source("Lemma D.2", "O is the polar factor of the momentum")
+    aligned = "<grad f, O> is at least |grad f|_* - 2 sqrt(r) |E|_F (smallest margin over all steps and chains)"
+    read_off = "the polar factor is exact to 2e-10; O is read off the weights, which costs |W| ulp/eta"
+    smallest = min(float(path.margins.min()) for path in paths.values())
+    claims.append(at_least("alignment", aligned, lemma, smallest, 0.0, Tolerance(1e-8, read_off)))
+    claims += [descent_claim(s, scaled), tracking_claim(s, scaled)]
+    return Evidence([*claims, *(settled_claim(s, paths[SCALED, beta, s.ranks[0]]) for beta in s.betas)])
+
+
+def floor_claim(s: MuonSettings, beta: float, paths: Iterable[Trajectory]) -> Claim:
+    """The cell that comes closest to its floor, for one momentum."""
+    cells = []
+    for path in paths:
+        means = weighted_mean(path.nuclear, s.etas, start=s.steps // 2)
+        for B, chains in s.by_batch(means).items():
+            floor = noise_floor(sigma=s.sigma, beta=beta, r=path.stack.rank, B=B)
+            cells.append((t_interval(chains).high / floor, floor, chains, B, path.stack.rank))
+    _, floor, chains, B, rank = max(cells, key=lambda cell: cell[0])
+    statement = (
+        f"with beta {beta:g} the eta-weighted nuclear norm of the gradient is under 2 sigma sqrt((1 - beta) r/B) "
+        f"(second half; shown: B={B}, r={rank}, the closest of {len(cells)} cells)"
+    )
+    theorem, below = Source("Theorem 3.3", ASSUMED), Tolerance(0.0, "the upper end of the interval must be below")
+    limits = "over the whole run the average keeps the transient, whose share dies only like 1/log T"
+    return at_most(f"noise-floor-beta{beta:g}", statement, theorem, mean_of(chains), floor, below, limits=limits)
+
+
+def descent_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
+    """The descent inequality, summed over the run with the path's own errors and norms."""
+    ratios = list[float]()
+    for path in paths:
+        constants = {"q": s.lam / s.eta0, "grad_zero": float(frobenius_norm(path.stack.A)), "L": 1.0}
+        sums = (path.nuclear * path.nuclear.new_tensor(s.etas).unsqueeze(1)).sum(0).tolist()
+        drops, tops = (path.losses[0] - path.losses[-1]).tolist(), path.norms.amax(0).tolist()
+        for total, drop, top, errors in zip(sums, drops, tops, path.errors.T.tolist(), strict=True):
+            bound = descent_bound(s.etas, errors, f_drop=drop, r=path.stack.rank, bound=top, **constants)
+            ratios.append(total / bound)
+    proof = Source("proof of Theorem 3.3", "L-smooth; no expectation needed")
+    descends = "sum eta |grad f|_* is under the finite-T bound, on every single path (largest ratio)"
+    return at_most("descent-inequality", descends, proof, max(ratios), 1.0, POLAR)
+
+
+def tracking_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
+    """Measured mean squared tracking errors over the bound's, summed over the run."""
+    ratios = list[float]()
+    for path in paths:
+        size, norms = float(frobenius_norm(path.stack.A)), s.by_batch(path.norms)
+        constants = {"sigma": s.sigma, "beta": path.stack.beta, "L": 1.0, "q": s.lam / s.eta0}
+        for B, errors in s.by_batch(path.errors).items():
+            bound, start = math.sqrt(float(norms[B].square().mean(1).max())), size + float(norms[B][0].max())
+            bounds = tracking_error_bounds(s.etas, grad_start=start, B=B, r=path.stack.rank, bound=bound, **constants)
+            ratios.append(float(errors.square().mean(1).sum()) / math.fsum(bounds))
+    tracks = "the mean squared tracking error is under its bound, summed over the run (largest ratio of the grid)"
+    equal = "with beta = 0 both sides are equal in expectation; four standard errors of the sample mean"
+    sampling = Tolerance(s.sampling_error, equal)
+    return at_most("tracking-bound", tracks, Source("Lemma D.3", ASSUMED), max(ratios), 1.0, sampling)
+
+
+def settled_claim(s: MuonSettings, path: Trajectory) -> Claim:
+    """Where the tracking error settles, for one momentum: below the lemma's limit."""
+    half, beta, B = s.steps // 2, path.stack.beta, s.batches[0]
+    limit = tracking_error_limit(sigma=s.sigma, beta=beta, B=B)
+    settled = limit / (1.0 + beta)
+    sampling = s.sampling_error * math.sqrt((1.0 + beta**2) / (1.0 - beta**2))
+    size = math.sqrt(settled / path.stack.rank) or math.inf
+    drift = 2.0 * beta**2 * math.fsum(s.etas[half:]) / len(s.etas[half:]) / (size * (1.0 - beta**2))
+    measured = mean_of(s.by_batch(path.errors)[B][half:].square().mean(0))
+    independent = f"noise independent between steps, eta -> 0 (B={B}, r={path.stack.rank})"
+    statement = (
+        f"with beta {beta:g} and independent noise the squared tracking error settles at "
+        f"(1 - beta)/(1 + beta) sigma^2/B, below the lemma's limit {limit:g}"
+    )
+    because = (
+        "four standard errors, errors being correlated over 1/(1 - beta) steps, and the drift of W: a "
+        "step follows the error, which adds 2 beta^2 eta/(s (1 - beta^2)) for singular values of size s"
+    )
+    lemma, slack = Source("Lemma D.3, sharpened", independent), Tolerance(drift + sampling, because)
+    return within_share(f"tracking-settles-beta{beta:g}", statement, lemma, measured, settled, slack)
+
+
+MUON = Experiment(
+    name="muon-noise",
+    title="Muon with noise: the floor for a grid of momentum, batch and rank, and the lemmas on every path",
+    hypotheses=("lambda > 0", "sigma >= 0", "0 <= beta < 1", "sum eta = infinity", "sum eta^2 < infinity"),
+    settings=MuonSettings(),
+    function=run_muon,
+    cost=17.0,
+)

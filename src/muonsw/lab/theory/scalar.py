@@ -1,0 +1,272 @@
+"""Proposition 3.1 and Corollary 3.1: the scalar quadratic `a/2 (w - c)^2` under SGD, and the left panel of Figure 2.
+
+`a` is the curvature, `c` the minimizer, `lam` the weight decay lambda. Constant decay stops short of `c`, scaled decay
+arrives, and a schedule of finite sum freezes on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_most, within_share
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.theory.chains import (
+    BOTH,
+    CONSTANT,
+    SCALED,
+    TRUE_RULES,
+    Rules,
+    chain,
+    farthest,
+    gaussian,
+    gradient,
+    log_spaced,
+    march,
+    sgd,
+)
+from muonsw.lab.theory.experiment import Context, Experiment, Progress, silent
+from muonsw.lab.theory.hypotheses import (
+    Number,
+    Steps,
+    check_rates,
+    require,
+    require_at_least,
+    require_positive,
+    robbins_monro,
+)
+
+
+def constant_decay_fixed_point(*, a: float, c: float, lam: float) -> float:
+    """Where SGD with constant decay settles: `wbar = a c / (a + lambda)`, short of the minimizer `c`.
+
+    Hypotheses: a > 0, lambda > 0. Every start leads there if `0 < eta <= 1/(a + lambda)` and eta sums to infinity.
+
+    Examples:
+        >>> constant_decay_fixed_point(a=1.0, c=3.0, lam=0.5)
+        2.0
+    """
+    require_positive("a", a)
+    require_positive("lambda", lam)
+    return a * c / (a + lam)
+
+
+def constant_decay_loss_gap(*, a: float, c: float, lam: float) -> float:
+    """The loss above the minimum at that point: `a/2 (lambda c / (a + lambda))^2`.
+
+    Examples:
+        >>> constant_decay_loss_gap(a=1.0, c=3.0, lam=0.5)
+        0.5
+    """
+    return a / 2.0 * (c - constant_decay_fixed_point(a=a, c=c, lam=lam)) ** 2
+
+
+def frozen_point(w0: Number, etas: Steps, *, a: float, c: float, lam: float) -> Number:
+    """Where constant decay is after finitely many steps: `wbar + (w0 - wbar) prod(1 - eta (a + lambda))`.
+
+    If eta has a finite sum the product stays positive, and this is where the iterate freezes.
+
+    Hypotheses: a > 0, lambda > 0, 0 <= eta <= 1/(a + lambda).
+    """
+    wbar = constant_decay_fixed_point(a=a, c=c, lam=lam)
+    rates = check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (a + lam)})
+    return wbar + (w0 - wbar) * prod(1.0 - eta * (a + lam) for eta in rates)
+
+
+def scaled_decay_error(t: float, *, a: float, c: float, lam: float, gamma: float, t0: float) -> float:
+    """How far SGD with scaled decay is from the minimizer after t steps, `c - w_t`, to leading order.
+
+    The schedule is `eta_t = gamma/(t + t0)`, so that `q = lambda t0 / gamma`, and the error `lambda gamma t0 c /
+    ((a gamma - 1)(t + t0))` solves `e_{t+1} = (1 - a eta - q eta^2) e_t + q eta^2 c` up to order `1/t^2`.
+
+    Hypotheses: a > 0, lambda > 0, t0 > 0, and a gamma > 1, as the start is forgotten like `t^(-a gamma)`.
+    """
+    for name, value in {"a": a, "lambda": lam, "t0": t0, "gamma": gamma}.items():
+        require_positive(name, value)
+    require("a*gamma > 1", a * gamma > 1.0, a=a, gamma=gamma)
+    require_at_least("t", t, 0)
+    return lam * gamma * t0 * c / ((a * gamma - 1.0) * (t + t0))
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """The objective, the decay, and chains that start near zero."""
+
+    a: float = 1.0
+    c: float = 1.0
+    lam: float = 0.1
+    rules: Rules = TRUE_RULES
+    chains: int = 100
+    start_std: float = 0.02
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The arguments that all closed forms take."""
+        return {"a": self.a, "c": self.c, "lam": self.lam}
+
+    def loss(self, w: Tensor) -> Tensor:
+        """The objective."""
+        return self.a / 2.0 * (w - self.c).square()
+
+
+@dataclass(frozen=True)
+class ScalarSettings(Quadratic):
+    """The schedule `gamma/(t + t0)` and the schedules `freeze_eta0 (1 + t)^-p` that freeze."""
+
+    gamma: float = 2.0
+    t0: float = 4.0
+    steps: int = 30_000
+    freeze_eta0: float = 0.5
+    freeze_exponents: tuple[float, ...] = (1.5, 2.0)
+    freeze_steps: int = 5_000
+
+
+@dataclass(frozen=True)
+class ScalarFigureSettings(Quadratic):
+    """The left panel of the convergence figure: `eta0/(1 + t)` from many starts near zero."""
+
+    eta0: float = 0.9
+    steps: int = 100_000
+    points: int = 150
+
+
+HYPOTHESES = ("a > 0", "lambda > 0", "0 < eta <= 1/(a + lambda)")
+STOPS = "0 < eta <= 1/(a + lambda), sum eta = infinity"
+REMARK = "remark after Proposition 3.1"
+ROUNDING = Tolerance(1e-11, "rounding: each step adds an ulp of w, and the contraction forgets old ones")
+
+
+def descend(
+    starts: Mapping[str, Tensor],
+    etas: Sequence[float],
+    s: Quadratic,
+    progress: Progress = silent,
+    *,
+    keep: Collection[int] = (),
+) -> dict[str, Tensor]:
+    """Run all chains under each rule; return where they are after the steps in `keep` and after the last.
+
+    The shape is (chains, kept steps).
+    """
+    weights = {rule: chain(start) for rule, start in starts.items()}
+    groups = [{"params": [w], "decay": s.rules[rule]} for rule, w in weights.items()]
+    optimizer = sgd(groups, peak=max(etas), lam=s.lam)
+    wanted = {*keep, len(etas)}
+    points = {rule: [start] if 0 in wanted else [] for rule, start in starts.items()}
+    for t in march(optimizer, etas, progress):
+        for w in weights.values():
+            torch.sub(w, s.c, out=gradient(w)).mul_(s.a)
+        optimizer.step()
+        if t + 1 in wanted:
+            for rule, w in weights.items():
+                points[rule].append(w.detach().clone())
+    return {rule: torch.stack(path, 1) for rule, path in points.items()}
+
+
+def run_scalar(s: ScalarSettings, context: Context) -> Evidence:
+    """Both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
+    wbar, gap = constant_decay_fixed_point(**s.constants), constant_decay_loss_gap(**s.constants)
+    etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
+    check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})
+    error = scaled_decay_error(s.steps, gamma=s.gamma, t0=s.t0, **s.constants)
+    starts = gaussian((s.chains,), context.generator, std=s.start_std)
+    ends = {rule: w[:, -1] for rule, w in descend(dict.fromkeys(BOTH, starts), etas, s, context.progress).items()}
+    settled, cost = farthest(ends[CONSTANT], wbar), farthest(s.loss(ends[CONSTANT]), gap)
+    left = farthest(s.c - ends[SCALED], error)
+
+    proposition = Source("Proposition 3.1", STOPS)
+    corollary = Source("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1")
+    settles = "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c"
+    costs = "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum"
+    arrives = "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))"
+    limits = "a finite run shows the rate at which the error falls, not its limit"
+    start = Tolerance(1e-6, "the start is forgotten like (t0/T)^(gamma (a + lambda)), 3e-9 here")
+    squared = "an error of 1e-6 in w counts (a + lambda)/lambda times in w - c and twice in its square"
+    doubled = Tolerance(2e-6 * (s.a + s.lam) / s.lam, squared)
+    leading = Tolerance(0.01, "terms of relative order t0/T, and the start, forgotten like (t0/T)^(a gamma - 1)")
+    claims = [
+        within_share("constant-fixed-point", settles, proposition, settled, wbar, start),
+        within_share("constant-loss-gap", costs, proposition, cost, gap, doubled),
+        within_share("scaled-error", arrives, corollary, left, error, leading, limits=limits),
+    ]
+    for p in s.freeze_exponents:
+        claims += freeze_claims(s, p, starts)
+    return Evidence(claims)
+
+
+def freeze_claims(s: ScalarSettings, p: float, starts: Tensor) -> list[Claim]:
+    """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of all steps is finite, so w stops on its way."""
+    wbar = constant_decay_fixed_point(**s.constants)
+    etas = [s.freeze_eta0 * (1.0 + t) ** -p for t in range(s.freeze_steps)]
+    # One more start, which the product carries exactly to c.
+    left = frozen_point(wbar + 1.0, etas, **s.constants) - wbar
+    starts = torch.cat([starts, starts.new_tensor([wbar + (s.c - wbar) / left])])
+    end = descend({CONSTANT: starts}, etas, s)[CONSTANT][:, -1]
+    expected = frozen_point(starts, etas, **s.constants)
+    worst = int((end - expected)[:-1].abs().argmax())
+
+    finite = Source(REMARK, "sum eta < infinity, eta <= 1/(a + lambda)")
+    lucky = Source(REMARK, "sum eta < infinity, w0 = wbar + (c - wbar)/prod(1 - eta (a + lambda))")
+    freezes = f"with eta ~ t^-{p:g} the iterate freezes at wbar + (w0 - wbar) prod(1 - eta (a + lambda))"
+    lands = "one finely tuned start lands on the minimizer all the same"
+    return [
+        within_share(f"freeze-p{p:g}", freezes, finite, float(end[worst]), float(expected[worst]), ROUNDING),
+        within_share(f"tuned-start-p{p:g}", lands, lucky, float(end[-1]), s.c, ROUNDING),
+    ]
+
+
+def run_scalar_figure(s: ScalarFigureSettings, context: Context) -> Evidence:
+    """The schedule of the figure, whose constant-decay chains flatten at the gap while the others fall on."""
+    wbar = constant_decay_fixed_point(**s.constants)
+    etas = robbins_monro(s.steps, s.eta0)
+    check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})
+    starts = gaussian((s.chains,), context.generator, std=s.start_std)
+    steps = [0, *log_spaced(s.steps, s.points)]
+    paths = descend(dict.fromkeys(BOTH, starts), etas, s, context.progress, keep=steps)
+    initial = float(s.loss(starts).mean())
+    losses = {rule: s.loss(w) / initial for rule, w in paths.items()}
+    gap = constant_decay_loss_gap(**s.constants) / initial
+    # The proof's recursion for the error of scaled decay, from the worst start.
+    error, q = float((starts - s.c).abs().max()), s.lam / max(etas)
+    for eta in etas:
+        error = (1.0 - s.a * eta) * error + q * eta**2 * abs(s.c)
+    bound = s.a / 2.0 * error**2 / initial
+    flat, lowest = farthest(losses[CONSTANT][:, -1], gap), float(losses[SCALED][:, -1].max())
+    forgotten = 2.0 * float((frozen_point(starts, etas, **s.constants) - wbar).abs().max()) / abs(s.c - wbar)
+
+    left = Source("Figure 2 (left), Proposition 3.1", STOPS)
+    corollary = Source("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity")
+    flattens = "left panel: constant decay flattens at its loss gap"
+    falls = "left panel: scaled decay drives the loss towards zero"
+    limits = "the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run"
+    start = "what the product of 1 - eta (a + lambda) leaves of the start, counted twice in the square"
+    worst = Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start")
+    claims = [
+        within_share("figure-constant", flattens, left, flat, gap, Tolerance(1.01 * forgotten + 1e-9, start)),
+        at_most("figure-scaled", falls, corollary, lowest, bound, worst, limits=limits),
+    ]
+    levels, times = {CONSTANT: gap}, [1 + t for t in steps]
+    series = [Series(f"scalar/{rule}", rule, times, losses[rule].tolist(), levels.get(rule)) for rule in losses]
+    return Evidence(claims, series)
+
+
+SCALAR = Experiment(
+    name="scalar",
+    title="scalar quadratic: constant decay stops short, scaled decay arrives, short schedules freeze",
+    hypotheses=(*HYPOTHESES, "a gamma > 1"),
+    settings=ScalarSettings(),
+    function=run_scalar,
+    cost=7.0,
+)
+SCALAR_FIGURE = Experiment(
+    name="scalar-figure",
+    title="scalar quadratic under eta0/(1 + t), many starts: the left panel of the figure",
+    hypotheses=(*HYPOTHESES, "sum eta = infinity", "sum eta^2 < infinity"),
+    settings=ScalarFigureSettings(),
+    function=run_scalar_figure,
+    cost=24.0,
+)

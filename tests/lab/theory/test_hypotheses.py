@@ -1,0 +1,89 @@
+"""Every hypothesis against its violation, and the schedules that satisfy Robbins-Monro."""
+
+import math
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from muonsw.lab import theory
+from muonsw.lab.theory import HypothesisError
+from muonsw.lab.theory.hypotheses import check_rates, robbins_monro
+from muonsw.lab.theory.matrix import clip_projection, muon_norm_bounds
+from muonsw.lab.theory.noise_equilibrium import noise_equilibrium
+from muonsw.lab.theory.nonconvex import stationarity_bound
+from muonsw.lab.theory.scalar import frozen_point
+from muonsw.lab.theory.strongly_convex import sa_constant, strongly_convex_kappa
+
+SCALAR = {"a": 1.0, "c": 1.0, "lam": 0.1}
+HARMONIC = SCALAR | {"gamma": 2.0, "t0": 4.0}
+RECURSION = {"u1": 1.0, "t1": 0.0, "alpha": 1.0, "kappa": 1.0, "gamma": 2.0, "t0": 4.0}
+CONVEX = {"mu": 1.0, "L": 2.0, "q": 0.1, "sigma": 1.0, "rho": 1.0, "x_star": 1.0}
+FLOOR = {"sigma": 1.0, "beta": 0.9, "r": 4, "B": 8}
+STEP = {"s": 0.1, "phi": 0.01, "a": 0.0}
+SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "settings", "change", "hypothesis"),
+    [
+        (theory.constant_decay_fixed_point, (), SCALAR, {"lam": 0.0}, "lambda > 0"),
+        (theory.constant_decay_fixed_point, (), SCALAR, {"lam": math.nan}, "lambda > 0"),
+        (theory.constant_decay_loss_gap, (), SCALAR, {"a": -1.0}, "a > 0"),
+        (frozen_point, (0.0, [0.5, 0.95]), SCALAR, {}, "eta <= 1/(a + lambda)"),
+        (frozen_point, (0.0, [-0.5]), SCALAR, {}, "eta >= 0"),
+        (theory.scaled_decay_error, (10,), HARMONIC, {"gamma": 1.0}, "a*gamma > 1"),
+        (theory.scaled_decay_error, (10,), HARMONIC, {"t0": 0.0}, "t0 > 0"),
+        (muon_norm_bounds, (1.0, [0.5, 11.0]), {"lam": 0.1}, {}, "eta*lambda <= 1"),
+        (theory.muon_loss_floor, ([1.0],), {"lam": 0.1}, {"lam": -0.1}, "lambda > 0"),
+        (clip_projection, (torch.eye(2), -1.0), {}, {}, "radius >= 0"),
+        (stationarity_bound, ([0.3],), SMOOTH, {}, "eta <= 1/(4*L*rho)"),
+        (sa_constant, (), RECURSION, {"gamma": 1.0}, "alpha*gamma > 1"),
+        (sa_constant, (), RECURSION, {"t0": 1.0}, "alpha*eta <= 1"),
+        (sa_constant, (), RECURSION, {"kappa": -1.0}, "kappa >= 0"),
+        (strongly_convex_kappa, (0.1,), CONVEX, {"sigma": -1.0}, "sigma >= 0"),
+        (strongly_convex_kappa, (0.1,), CONVEX, {"mu": 3.0}, "0 < mu <= L"),
+        (strongly_convex_kappa, (0.1,), CONVEX, {"rho": 0.5}, "rho >= 1"),
+        (strongly_convex_kappa, (1.5,), CONVEX, {}, "mu*eta <= 1"),
+        (strongly_convex_kappa, (0.5,), CONVEX, {}, "K1*eta + K2*eta^3 <= mu"),
+        (theory.noise_floor, (), FLOOR, {"sigma": -1.0}, "sigma >= 0"),
+        (theory.noise_floor, (), FLOOR, {"beta": 1.0}, "0 <= beta < 1"),
+        (theory.noise_floor, (), FLOOR, {"B": 0}, "B > 0"),
+        (theory.noise_floor, (), FLOOR, {"r": 0}, "r >= 1"),
+        (noise_equilibrium, (), {"phi": 0.1, "beta": 0.9}, {"phi": 0.0}, "0 < phi <= 1"),
+        (theory.next_norm, (1.0,), STEP, {"phi": 1.5}, "0 <= phi <= 1"),
+        (theory.next_norm, (1.0,), STEP, {"a": 1.5}, "-1 <= a <= 1"),
+        (theory.steady_state_norm, (), STEP, {"phi": 0.0}, "phi > 0"),
+        (theory.scaled_decay_norm_limit, (), {"lam": 0.1, "eta_max": 0.01, "k": 1.0}, {"lam": 0.0}, "lambda > 0"),
+        (theory.constant_decay_norm_limit, (), {"lam": 0.1, "a0": 0.0}, {"a0": -1.0}, "a0 >= 0"),
+    ],
+)
+def test_a_violated_hypothesis_is_named(function, arguments, settings, change, hypothesis):
+    if change:
+        function(*arguments, **settings)
+    with pytest.raises(HypothesisError) as error:
+        function(*arguments, **settings | change)
+    assert error.value.hypothesis == hypothesis
+    assert hypothesis in str(error.value)
+    passed_on = pickle.loads(pickle.dumps(error.value))  # from a worker process
+    assert (passed_on.hypothesis, str(passed_on)) == (hypothesis, str(error.value))
+
+
+@pytest.mark.parametrize("p", [-0.5, 0.0, 0.3, 0.5, 0.6, 0.9, 1.0, 1.1, 2.0])
+def test_robbins_monro_agrees_with_the_condensation_test(p):
+    def converges(exponent):
+        """A series of decreasing terms converges as the sum over 2^k eta(2^k) does, which is geometric."""
+        return 2.0 ** (1 - exponent) < 1.0
+
+    holds = not converges(p) and converges(2 * p)
+    with nullcontext() if holds else pytest.raises(HypothesisError, match="sum eta"):
+        assert robbins_monro(5, 0.3, p)[3] == pytest.approx(0.3 * 4**-p)
+
+
+def test_rates_may_be_zero_and_equal_to_their_limit_up_to_rounding():
+    limit = 1.0 / 3.0
+    assert check_rates(torch.tensor([0.0, 0.25]), {"eta <= 1/3": limit}) == [0.0, 0.25]
+    check_rates([limit * (1 + 1e-15)], {"eta <= 1/3": limit})
+    with pytest.raises(HypothesisError, match="eta <= 1/3"):
+        check_rates([limit * (1 + 1e-9)], {"eta <= 1/3": limit})

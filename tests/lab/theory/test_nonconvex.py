@@ -1,0 +1,56 @@
+"""The bound of Theorem 3.1 against exact moments, and the rippled bowl against autograd."""
+
+import math
+
+import pytest
+import torch
+
+from muonsw.lab.theory.nonconvex import (
+    NonconvexSettings,
+    ripple_curvature,
+    ripple_gradient,
+    ripple_loss,
+    stationarity_bound,
+)
+from tests.lab.theory.brute_force import mean_squared_distances, scaled_decay
+
+
+@pytest.mark.parametrize("sigma", [0.0, 2.0])
+def test_stationarity_bound_holds_for_scaled_decay_on_a_quadratic(sigma):
+    # For F = |x - x*|^2 / 2 the squared gradient is the squared distance, and L = rho = 1.
+    x_star = torch.tensor([3.0, -1.0], dtype=torch.float64)
+    etas = [0.25 * (1 + t) ** -0.6 for t in range(3000)]
+    u = mean_squared_distances(etas, scaled_decay(0.25), 0.4, torch.ones_like(x_star), x_star, sigma)
+    bound = max(math.sqrt(value) for value in u) + x_star.norm().item()
+    total = sum(eta * value for eta, value in zip(etas, u, strict=True))
+    limit = stationarity_bound(etas, f_gap=5.0, L=1.0, q=1.6, sigma=sigma, bound=bound)
+    assert 0.05 * limit < total <= limit
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"f_gap": 3.0}, 6.0),
+        ({"sigma": 3.0, "L": 0.5}, 9 * (0.5**2 + 0.25**2)),
+        ({"q": 2.0, "bound": 5.0, "L": 0.5}, 200 * (0.5**3 + 0.25**3 + 0.5 * (0.5**4 + 0.25**4))),
+    ],
+)
+def test_each_term_of_the_stationarity_bound(settings, expected):
+    zero = {"f_gap": 0.0, "L": 1e-9, "q": 0.0, "sigma": 0.0, "bound": 0.0}
+    assert stationarity_bound([0.5, 0.25], **zero | settings) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_rippled_bowl_has_its_derivatives_and_several_wells():
+    y = torch.linspace(-4.0, 4.0, 801, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(ripple_loss(y).sum(), y, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), y)
+    assert torch.allclose(slope, ripple_gradient(y))
+    assert torch.allclose(curvature, ripple_curvature(y))
+    assert curvature.max() <= 1.0
+    signs = ripple_gradient(y.detach()).sign()
+    assert int((signs[1:] > signs[:-1]).sum()) >= 3
+
+
+def test_decades_cover_the_run_once():
+    assert NonconvexSettings(steps=10_000).decades == [0, 10, 100, 1000, 10_000]
+    assert NonconvexSettings(steps=3000).decades == [0, 10, 100, 1000, 3000]
