@@ -158,12 +158,7 @@ def _option(name: str) -> str:
 
 
 def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
-    """Documents up to and including the one that reaches this many characters.
-
-    Examples:
-        >>> list(up_to(["ab", "cd", "ef"], 3))
-        ['ab', 'cd']
-    """
+    """Documents up to and including the one that reaches this many characters."""
     size = 0
     for text in documents:
         yield text
@@ -195,42 +190,36 @@ def python_texts(roots: Iterable[Path]) -> Iterator[str]:
 
 
 def matching_files(patterns: Iterable[str]) -> list[Path]:
-    """The text files that paths, folders (everything below them) and globs name, each once, sorted in each pattern.
-
-    Raises:
-        UsageError: If a pattern names no file, or one that cannot be read here.
-    """
+    """The text files that paths, folders (everything below them) and globs name, each once, sorted in each pattern."""
     files: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            below = {found.relative_to(path): found for found in path.rglob("*") if _kind(found) and found.is_file()}
+            below = [file.relative_to(path) for file in path.rglob("*") if _kind(file) in _READERS and file.is_file()]
             visible = [name for name in below if not any(part.startswith(".") for part in name.parts)]
-            matches = [below[name] for name in sorted(visible, key=Path.as_posix)]
+            matches = [path / name for name in sorted(visible, key=Path.as_posix)]
         else:
             # A name with brackets in it may be a path and not a glob.
             names = [pattern] if path.is_file() else glob.glob(pattern, recursive=True)
-            matches = sorted(found for found in map(Path, names) if found.is_file())
+            matches = sorted(file for file in map(Path, names) if file.is_file())
         if not matches:
             raise UsageError(f"no file matches {pattern}: give {KINDS}, a folder of them, or a quoted glob")
         files |= dict.fromkeys(matches)
     for path in files:
-        if not (kind := _kind(path)):
+        if _kind(path) not in _READERS:
             raise UsageError(f"{path} is of no known kind: give {KINDS}")
-        if path.suffix == ".zst" or kind == ".parquet":
-            needed("pyarrow" if path.suffix == ".zst" else "datasets", f"{path} needs", "data")
+        if path.suffix == ".zst" or _kind(path) == ".parquet":
+            needed("datasets", f"{path} needs", "data")  # before any work is done
     return list(files)
 
 
-def _kind(path: Path) -> str | None:
-    """The suffix that says how to read a file, without that of its compression; None if it cannot be read."""
-    kind = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
-    return kind if kind in _READERS and (kind != ".parquet" or path.suffix == kind) else None
+def _kind(path: Path) -> str:
+    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
 
 
 def _file_texts(path: Path) -> Iterator[str]:
     with _naming(path):
-        yield from _READERS[_kind(path) or ""](path)
+        yield from _READERS[_kind(path)](path)
 
 
 @contextmanager

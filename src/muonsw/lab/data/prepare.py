@@ -45,6 +45,7 @@ _HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "fineweb": 
 # characters are large, and no more are read to find the share.
 SMALL_SHARE, LARGE_SHARE = 0.05, 0.01
 _LARGE_CHARACTERS = 1 << 24
+NO_DOCUMENT = "the source gave no document: check its path, and whether its files are empty"
 
 
 def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> DataRecord:
@@ -75,8 +76,6 @@ def prepare_corpus(
     else:
         allowed = (text for text in corpus.documents() if not is_validation(text, sizes["validation_fraction"]))
         sample = list(up_to(allowed, TRAINING_CHARACTERS))
-        if not sample:
-            raise _no_document()
         trained_on, _ = digest_of(sample)
         tokenizer = BPETokenizer.train(sample, corpus.vocab)
     recipe["trained_on"] = trained_on
@@ -126,7 +125,7 @@ def prepare(
     record = DataRecord(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters, recipe=recipe)
     documents = iter(documents)
     if (first := next(documents, None)) is None:
-        raise _no_document()
+        raise UsageError(NO_DOCUMENT)
     busy = f"{folder} is being prepared by another process: wait for it to end, or choose another folder"
     with locked(folder, busy, wait=wait):
         earlier = _earlier_groups(folder, record.settings)
@@ -150,10 +149,6 @@ def prepare(
             for path in set(folder.glob(f"{split}-*.tokens")) - set(record.paths(folder, split)):
                 path.unlink()
     return record
-
-
-def _no_document() -> UsageError:
-    return UsageError("the source gave no document: check its path, and whether its files are empty")
 
 
 def _earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
@@ -203,12 +198,7 @@ def _write_group(
 
 
 def grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Consecutive documents together; a group ends with the document that reaches this many characters.
-
-    Examples:
-        >>> list(grouped(["ab", "c", "defg", "h"], 3))
-        [['ab', 'c'], ['defg'], ['h']]
-    """
+    """Consecutive documents together; a group ends with the document that reaches this many characters."""
     rest = iter(documents)
     while group := list(up_to(rest, characters)):
         yield group
@@ -233,7 +223,7 @@ def held_out_fraction(documents: Iterable[str]) -> float:
     for text in up_to(documents, _LARGE_CHARACTERS):
         sizes[_lot(text)] += len(text)
     if not sizes:
-        raise _no_document()
+        raise UsageError(NO_DOCUMENT)
     total, held_out = sum(sizes.values()), 0
     share = SMALL_SHARE if total < _LARGE_CHARACTERS else LARGE_SHARE
     *candidates, _largest = sorted(sizes)

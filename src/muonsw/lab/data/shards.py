@@ -86,8 +86,8 @@ class DataRecord:
 
     def shards(self, folder: Path, split: Split) -> list[tuple[Path, Group]]:
         """The files of a split, in order, and the group of each."""
-        numbered = enumerate(self.groups)
-        return [(shard_path(folder, split, *place), place[1]) for place in numbered if split in place[1].tokens]
+        named = ((shard_path(folder, split, number, group), group) for number, group in enumerate(self.groups))
+        return [(path, group) for path, group in named if split in group.tokens]
 
     def paths(self, folder: Path, split: Split) -> list[Path]:
         """The files of a split, in order."""
@@ -108,11 +108,7 @@ def shard_path(folder: Path, split: Split, number: int, group: Group) -> Path:
 
 
 def read_record(folder: Path) -> DataRecord:
-    """What is on record about a folder.
-
-    Raises:
-        UsageError: If the folder has no readable record, or one of another format.
-    """
+    """What is on record about a folder."""
     path, fix = folder / RECORD, "delete the folder and prepare the data again"
     if not path.exists():
         name = shlex.quote(str(folder))
@@ -135,13 +131,7 @@ def save_record(folder: Path, record: DataRecord) -> None:
 
 
 def open_split(folder: Path, split: Split) -> list[Shard]:
-    """Map the shards of a split, in order.
-
-    Their sizes are compared with the record, and so is every byte where that is quick (up to 64 MiB).
-
-    Raises:
-        UsageError: If the folder is not complete, the split is empty, or a shard differs from the record.
-    """
+    """Map the shards of a split, in order; their sizes are compared with the record, up to 64 MiB also every byte."""
     record = read_record(folder)
     if not record.complete:
         raise UsageError(f"{folder} is not prepared to the end: rerun the same `muonsw data prepare` to resume")
