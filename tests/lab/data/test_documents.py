@@ -252,9 +252,11 @@ def test_a_dataset_is_streamed_in_order(hub):
 def test_a_dataset_that_cannot_be_read_is_named(hub, monkeypatch):
     import datasets
 
-    (hub / "data" / "001_00000.parquet").write_bytes(b"")
-    with pytest.raises(UsageError, match=rf"the dataset {hub} cannot be read: ArrowInvalid"):
-        list(Corpus("fineweb", dataset=str(hub)).documents())
+    damaged = hub / "data" / "001_00000.parquet"
+    for content in (damaged.read_bytes()[:100] + bytes(200) + damaged.read_bytes()[300:], b""):
+        damaged.write_bytes(content)
+        with pytest.raises(UsageError, match=rf"{damaged} cannot be read"):
+            list(Corpus("fineweb", dataset=str(hub)).documents())
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match=r"the dataset unknown/dataset \(sample-10BT\) cannot be read"):
         list(Corpus("fineweb", dataset="unknown/dataset").documents())

@@ -117,6 +117,7 @@ def test_a_stopped_run_resumes_without_redoing_finished_groups(folder, tmp_path,
     with pytest.raises(UsageError, match="not prepared to the end"):
         open_split(again, "train")
     finished, resumed = read_record(again).documents, Counting()
+    assert stop_at - 50 < finished <= stop_at, "a group has about 20 documents"
     prepare(DOCUMENTS, resumed, again, **SETTINGS)
     assert resumed.encoded == len(DOCUMENTS) - finished
     assert contents(again) == contents(folder)
@@ -145,6 +146,22 @@ def test_a_lost_cut_or_altered_shard_is_refused_and_made_again(folder, harm):
         open_split(folder, "train")
     prepare(DOCUMENTS, counting, folder, **SETTINGS)
     assert counting.encoded == read_record(folder).groups[1].documents
+    assert contents(folder) == before
+
+
+def test_a_repair_that_is_stopped_keeps_the_later_groups(folder):
+    before, counting, groups = contents(folder), Counting(), []
+
+    def finished(group):
+        groups.append(group)
+        if len(groups) == 2:
+            raise KeyboardInterrupt
+
+    read_record(folder).paths(folder, "train")[1].unlink()
+    with pytest.raises(KeyboardInterrupt):
+        prepare(DOCUMENTS, ByteTokenizer(), folder, **SETTINGS, finished=finished)
+    prepare(DOCUMENTS, counting, folder, **SETTINGS)
+    assert counting.encoded == 0
     assert contents(folder) == before
 
 

@@ -15,6 +15,7 @@ import os
 import sysconfig
 import tokenize
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -294,6 +295,10 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
                 raise TypeError(f"the field `text` holds {type(text).__name__}, not strings")
             yield text or ""
     except Exception as error:  # the network, the hub, the library and pyarrow each raise their own
+        if not options and Path(name).is_dir():
+            # Streaming does not say which file of a folder is damaged; reading them one by one does.
+            for path in sorted(Path(name).rglob("*.parquet")):
+                deque(_parquet_texts(path), maxlen=0)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "check the name, the connection and the files; what was prepared is kept"
         raise UsageError(f"{label} cannot be read: {reason}; {fix}") from error
