@@ -1,9 +1,9 @@
 """Time preparing data against the tokenizer library alone: same text, same cores, interleaved, medians.
 
     python bench/data_throughput.py
-    python bench/data_throughput.py --gpt2-files DIR --characters 100000000 --threads 2
+    python bench/data_throughput.py --gpt2-files DIR --characters 100000000
 
-The library is given lists of documents and uses the same number of threads; preparing also hashes the texts,
+Both use all cores. The library is given lists of documents; preparing also hashes the texts,
 splits off the validation documents, and writes checked shards.
 Before anything is timed, the shards are compared with the library's tokens.
 """
@@ -23,10 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
+from muonsw import machine
 from muonsw.lab.bench.timing import chosen_device, environment, in_turn, save
-from muonsw.lab.data.corpus import Corpus, up_to
-from muonsw.lab.data.prepare import grouped, open_split, prepare
-from muonsw.lab.data.tokenizers import BPETokenizer, GPT2Tokenizer, Tokenizer
+from muonsw.lab.data.documents import Corpus, up_to
+from muonsw.lab.data.prepare import grouped, prepare
+from muonsw.lab.data.shards import open_split
+from muonsw.lab.data.tokenizer import BPETokenizer, GPT2Tokenizer, Tokenizer
 
 # what the library gets at a time: enough for its threads, and its working memory stays below a gigabyte
 LIST_CHARACTERS = 1 << 22
@@ -37,7 +39,7 @@ Seconds = dict[str, list[tuple[float, float]]]
 
 
 def bpe_alone(tokenizer: BPETokenizer, texts: list[str]) -> Iterator[Ids]:
-    """The tokenizers library's fastest call, on the threads that RAYON_NUM_THREADS says."""
+    """The tokenizers library's fastest call."""
     for batch in grouped(texts, LIST_CHARACTERS):
         yield from (encoding.ids for encoding in tokenizer._bpe.encode_batch_fast(batch, add_special_tokens=False))
 
@@ -45,7 +47,7 @@ def bpe_alone(tokenizer: BPETokenizer, texts: list[str]) -> Iterator[Ids]:
 def gpt2_alone(tokenizer: GPT2Tokenizer, texts: list[str]) -> Iterator[Ids]:
     """The batch call of tiktoken."""
     for batch in grouped(texts, LIST_CHARACTERS):
-        yield from tokenizer._bpe.encode_ordinary_batch(batch, num_threads=int(os.environ["RAYON_NUM_THREADS"]))
+        yield from tokenizer._bpe.encode_ordinary_batch(batch, num_threads=machine.cores())
 
 
 ALONE: dict[str, Callable[..., Iterator[Ids]]] = {"bpe": bpe_alone, "gpt2": gpt2_alone}
@@ -56,9 +58,9 @@ def tokenizers(texts: list[str], vocab: int, gpt2_files: Path | None) -> dict[st
     return found if gpt2_files is None else {**found, "gpt2": GPT2Tokenizer(gpt2_files)}
 
 
-def prepared(texts: list[str], tokenizer: Tokenizer, folder: Path, threads: int) -> None:
+def prepared(texts: list[str], tokenizer: Tokenizer, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    prepare(texts, tokenizer, folder, validation_fraction=0.0, group_characters=GROUP_CHARACTERS, threads=threads)
+    prepare(texts, tokenizer, folder, validation_fraction=0.0, group_characters=GROUP_CHARACTERS)
 
 
 def check(kind: str, tokenizer: Tokenizer, texts: list[str], folder: Path) -> None:
@@ -70,13 +72,13 @@ def check(kind: str, tokenizer: Tokenizer, texts: list[str], folder: Path) -> No
         raise SystemExit(f"{kind}: the shards differ from the library's tokens; nothing was timed")
 
 
-def measure(kind: str, tokenizer: Tokenizer, texts: list[str], threads: int, rounds: int) -> Seconds:
+def measure(kind: str, tokenizer: Tokenizer, texts: list[str], rounds: int) -> Seconds:
     """Seconds of each way on the clock and on all cores together, one way after the other in every round."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "data")
         ways: dict[str, Callable[[], None]] = {
             "library alone": lambda: [None for _ in ALONE[kind](tokenizer, texts)] and None,
-            "prepare": lambda: prepared(texts, tokenizer, folder, threads),
+            "prepare": lambda: prepared(texts, tokenizer, folder),
         }
         ways["prepare"]()
         check(kind, tokenizer, texts, folder)
@@ -115,21 +117,19 @@ def main() -> None:
     parser.add_argument("--characters", type=int, default=100_000_000, help="how much of the installed Python to read")
     parser.add_argument("--vocab", type=int, default=4096, help="tokens of the BPE")
     parser.add_argument("--gpt2-files", type=Path, default=None, help="folder with vocab.bpe and encoder.json")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=ALONE, default=None)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    os.environ["RAYON_NUM_THREADS"] = str(args.threads)  # before the library starts its threads
     texts = list(Corpus("python", packages=True, limit_characters=args.characters).documents())
     megabytes = sum(len(text.encode("utf-8", "replace")) for text in texts) / 1e6
     chosen = {
         kind: made for kind, made in tokenizers(texts, args.vocab, args.gpt2_files).items() if args.only in (None, kind)
     }
-    results = {kind: measure(kind, made, texts, args.threads, args.rounds) for kind, made in chosen.items()}
-    print(f"{len(texts):,} documents, {megabytes:.1f} MB, {args.threads} cores; shards equal the library's tokens")
+    results = {kind: measure(kind, made, texts, args.rounds) for kind, made in chosen.items()}
+    print(f"{len(texts):,} documents, {megabytes:.1f} MB, {machine.cores()} cores; shards equal the library's tokens")
     print(table(results, megabytes))
-    where = environment(chosen_device("cpu"), ("tokenizers", "tiktoken", "numpy")) | {"threads": args.threads}
+    where = environment(chosen_device("cpu"), ("tokenizers", "tiktoken", "numpy")) | {"threads": machine.cores()}
     save({"environment": where, "megabytes": megabytes, "seconds": results}, args.json)
 
 

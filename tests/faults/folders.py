@@ -10,7 +10,7 @@ from pathlib import Path
 
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.data.tokenizers import BPETokenizer
+from muonsw.lab.data.tokenizer import BPETokenizer
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from muonsw.lab.train.export import export

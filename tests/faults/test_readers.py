@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import read_object
-from muonsw.lab.data.shards import RECORD, fingerprint, load_tokenizer, open_split, read_record, verify_folder
-from muonsw.lab.data.tokenizers import BPETokenizer
 from muonsw.lab.diagnose.diagnosis import as_data, diagnose
 from muonsw.lab.runs import load_run
 from muonsw.lab.train import checkpoint
@@ -157,26 +155,12 @@ def read_run(folder: Path) -> None:
     json.dumps(as_data(diagnose(run)), allow_nan=False)
 
 
-def read_tokens(folder: Path) -> None:
-    record = read_record(folder)
-    fingerprint(record)
-    list(verify_folder(folder))
-    open_split(folder, "train")
-
-
-RUN, DATA, EXPORT = (
-    (lambda: folders().copy("whole")),
-    (lambda: folders().copy("data")),
-    (lambda: folders().copy("export")),
-)
+RUN, EXPORT = (lambda: folders().copy("whole")), (lambda: folders().copy("export"))
 READERS = {
     "config": (RUN, "config.json", lambda folder: read_config_file(folder / "config.json"), True),
     "config of a report": (RUN, "config.json", read_run, True),
     "environment": (RUN, "environment.json", read_run, True),
     "result": (RUN, "result.json", read_run, True),
-    "record": (DATA, RECORD, read_tokens, True),
-    "tokenizer": (DATA, "tokenizer.json", load_tokenizer, True),
-    "tokenizer file": (DATA, "tokenizer.json", lambda folder: BPETokenizer.load(folder / "tokenizer.json"), True),
     "export": (EXPORT, "config.json", load_model, True),
     "record of an export": (EXPORT, "tokenizer/data.json", load_model, True),
     "a JSON object": (RUN, "result.json", lambda folder: read_object(folder / "result.json"), True),
@@ -263,19 +247,6 @@ def test_a_step_below_zero_is_none(step):
     """From there on the norm would be predicted update by update: a billion of them took all memory."""
     with pytest.raises(UsageError, match=r"metrics\.jsonl: the record in line \d+ has no step"):
         read_run(with_damaged_sample("step", step))
-
-
-def test_shards_are_tokens_or_a_usage_error():
-    folder = folders().copy("data")
-    shard = next(folder.glob("train-00000*")).name
-    content = (folder / shard).read_bytes()
-
-    @fuzzed(20)
-    @given(BYTE_CHANGES)
-    def any_bytes(change):
-        assert memory_share(read_tokens, folder, shard, with_bytes(content, change)) < 1
-
-    any_bytes()
 
 
 def test_the_tensors_of_an_export_are_a_model_or_a_usage_error_even_with_the_right_checksum():

@@ -6,7 +6,7 @@ import pytest
 
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.data.tokenizers import ByteTokenizer
+from muonsw.lab.data.tokenizer import ByteTokenizer
 from tests.lab.tasks.test_worked_tasks import short_run
 
 

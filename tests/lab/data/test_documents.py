@@ -1,18 +1,40 @@
-"""Documents come in a fixed order, each once, and what cannot be read is named."""
+"""Documents come in a fixed order, each once, and files that cannot be read are named."""
 
 import gzip
 import json
 import lzma
-import math
-from collections import Counter
-from itertools import islice, pairwise
+import os
+import sys
+import tracemalloc
+from itertools import islice
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.data.corpus import python_roots, source_files, text_documents
+from muonsw.lab.data.documents import Corpus, pieces, python_texts
 from muonsw.lab.data.synthetic import MarkovSource
+
+TEXTS = ["one\ntwo", "zwö", "third " * 5000, "ﬁn"]
+ROWS = [{"text": text, "id": number} for number, text in enumerate([*TEXTS[:2], "", *TEXTS[2:]])]
+
+
+def zstd(data):
+    return pytest.importorskip("pyarrow").compress(data, codec="zstd", asbytes=True)
+
+
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
+def json_lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write_parquet(path, rows, **options):
+    pytest.importorskip("datasets")
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), path, **options)
+    return path
 
 
 def write(root, files):
@@ -20,6 +42,54 @@ def write(root, files):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return root
+
+
+def texts(*patterns, **settings):
+    return list(Corpus("text", files=tuple(map(str, patterns)), **settings).documents())
+
+
+def test_limits_count_documents_and_characters():
+    chain = list(islice(MarkovSource(3), 50))
+    assert list(Corpus("synthetic", seed=3, limit_documents=50).documents()) == chain
+    for limit in (1, 1000, 5000, sum(map(len, chain[:20]))):
+        taken = list(Corpus("synthetic", seed=3, limit_characters=limit).documents())
+        assert taken == chain[: len(taken)]
+        assert sum(map(len, taken)) >= limit > sum(map(len, taken[:-1]))
+    assert list(Corpus("synthetic", seed=3, limit_documents=4, limit_characters=10**9).documents()) == chain[:4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"source": "synthetic"}, "has no end: give --limit-documents"),
+        ({"source": "text"}, "needs --files"),
+        ({"files": ("a.txt",)}, "--files is for --source text: leave it out, or change --source"),
+        ({"tokenizer": "bytes", "vocab": 300}, "--vocab is for --tokenizer bpe"),
+        ({"tokenizer": "bytes", "gpt2_files": Path("x")}, "--gpt2-files is for --tokenizer gpt2"),
+        ({"limit_characters": 0}, "--limit-characters must be at least 1, got 0"),
+        ({"source": "synthetic", "seed": -1, "limit_documents": 1}, "--seed must be at least 0"),
+        ({"vocab": 256}, "--vocab above 256"),
+        ({"validation_fraction": 1.0}, "at least 0 and below 1, not 1.0"),
+        ({"validation_fraction": float("nan")}, "at least 0 and below 1, not nan"),
+    ],
+)
+def test_invalid_settings_are_refused(settings, match):
+    with pytest.raises(UsageError, match=match):
+        Corpus(**settings)
+
+
+def test_the_recipe_names_files_by_their_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    corpus = Corpus("text", files=("*.txt",), limit_documents=3)
+    assert corpus.recipe() == {
+        "corpus": {
+            "source": "text",
+            "files": [os.path.join(tmp_path, "*.txt")],
+            "limit_documents": 3,
+            "limit_characters": None,
+        },
+        "made_with": {"kind": "bpe", "vocab": 1024, "training_characters": 4_194_304},
+    }
 
 
 def test_python_files_are_sorted_and_without_tests_and_copies(tmp_path):
@@ -33,122 +103,163 @@ def test_python_files_are_sorted_and_without_tests_and_copies(tmp_path):
             "pkg/tests/test_c.py": "t",
             "test/t.py": "t",
             "site-packages/p.py": "p",
-            "empty.py": "",
             "note.txt": "n",
             "latin.py": b"# coding: latin-1\n# \xe9",
             "broken.py": b"# \xe9",
             "unknown.py": b"# coding: nothing-known\n",
         },
     )
-    assert list(source_files([root])) == ["a", "b", "# coding: latin-1\n# é", "c"]
-    assert list(source_files([root, root / "site-packages"])) == ["a", "b", "# coding: latin-1\n# é", "c", "p"]
+    assert list(python_texts([root])) == ["a", "b", "# coding: latin-1\n# é", "c"]
+    assert list(python_texts([root, root / "site-packages"])) == ["a", "b", "# coding: latin-1\n# é", "c", "p"]
 
 
-def test_the_standard_library_is_there_and_its_order_is_fixed():
-    first, second = (list(islice(source_files(python_roots()), 40)) for _ in range(2))
+def test_the_standard_library_is_the_default_and_its_order_is_fixed():
+    first, second = (list(islice(Corpus().documents(), 40)) for _ in range(2))
     assert first == second
     assert len(set(first)) == 40
     assert any("abstract base classes" in text.lower() for text in first)
 
 
 def test_text_files_of_every_kind_are_read_in_order(tmp_path):
-    lines = "\n".join(json.dumps({"text": text}) for text in ("one", "", "zwö\nlines")) + "\n\n"
     write(
         tmp_path,
         {
             "b.txt": "plain",
             "a.md": "# mark",
             "empty.txt": "",
-            "c.jsonl": lines,
-            "d.jsonl.xz": lzma.compress(b'{"text": "x", "id": 1}'),
+            "c.jsonl": json_lines(ROWS[:3]) + b"\n\n",
             "deep/er/e.txt.gz": gzip.compress(b"zipped"),
             "[odd].txt": "odd",
+            "windows.txt": b"\xef\xbb\xbfmarked",
+            "windows.jsonl": b'\xef\xbb\xbf{"text": "marked"}',
         },
     )
-    every = text_documents([f"{tmp_path}/**/*.*"])
-    assert list(every) == ["odd", "# mark", "plain", "one", "zwö\nlines", "x", "zipped"]
-    assert list(text_documents([tmp_path / "b.txt", f"{tmp_path}/*.txt"])) == ["plain", "odd"]
-    assert list(text_documents([tmp_path / "[odd].txt"])) == ["odd"]
+    in_order = ["odd", "# mark", "plain", "one\ntwo", "zwö", "zipped", "marked", "marked"]
+    assert texts(f"{tmp_path}/**/*.*") == in_order
+    assert texts(tmp_path / "b.txt", f"{tmp_path}/*.txt") == ["plain", "odd", "marked"], "each file once"
+    assert texts(tmp_path / "[odd].txt") == ["odd"]
+    write(tmp_path, {"picture.png": "", ".hidden.txt": "h", "deep/.git/g.txt": "g"})
+    assert texts(tmp_path) == in_order, "of a folder, what can be read and is not hidden"
 
 
-def test_patterns_are_checked_before_the_first_document(tmp_path):
-    write(tmp_path, {"a.txt": "a", "b.pdf": "b", "c.pdf.gz": "c"})
-    with pytest.raises(UsageError, match=r"no file matches .*\.md"):
-        text_documents([tmp_path / "a.txt", f"{tmp_path}/*.md"])
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compression_changes_no_document(tmp_path, suffix):
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(COMPRESS[suffix](json_lines(ROWS)))
+    (tmp_path / f"b.txt{suffix}").write_bytes(COMPRESS[suffix](TEXTS[2].encode()))
+    assert texts(tmp_path) == [*TEXTS, *pieces(TEXTS[2])]
+
+
+def test_zstandard_frames_follow_each_other(tmp_path):
+    data = json_lines(ROWS)
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd(data[:77]) + zstd(b"") + zstd(data[77:]))
+    assert texts(tmp_path) == TEXTS
+
+
+def test_parquet_rows_come_in_order(tmp_path):
+    for rows in (1, 2, 1000):
+        path = write_parquet(tmp_path / "[a].parquet", [*ROWS, {"text": None, "id": 9}], row_group_size=rows)
+        assert texts(path) == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_memory_does_not_grow_with_a_text_file(tmp_path, name):
+    text = "Zwölf Wörter.\r\n\r\n" * 2_000_000
+    (tmp_path / name).write_bytes(gzip.compress(text.encode(), 1) if name.endswith(".gz") else text.encode())
+    in_memory = list(pieces(text))
+    tracemalloc.start()
+    try:
+        documents = Corpus("text", files=(str(tmp_path / name),)).documents()
+        assert all(streamed == piece for streamed, piece in zip(documents, in_memory, strict=True))
+        assert tracemalloc.get_traced_memory()[1] < len(text)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", ["", "short", "x" * 300_000, "a b\n" * 50_000, "line\r\n\r\n" * 900_000])
+def test_a_long_text_is_cut_into_documents_that_join_to_it(text):
+    cut = list(pieces(text))
+    assert "".join(cut) == text
+    assert len(cut) == 1 if len(text) <= 2048 else len(cut) >= min(64, len(text) // 2048)
+    assert all(1024 <= len(piece) <= max(2048, min(len(text) // 64, 65536)) for piece in cut[:-1])
+
+
+def test_patterns_are_checked_before_the_first_document(tmp_path, monkeypatch):
+    write(tmp_path, {"a.txt": "a", "b.pdf": "b", "c.pdf.gz": "c", "d.parquet": "d", "e.txt.zst": "e", "none/f": ""})
+    for name in ("*.md", "none"):
+        with pytest.raises(UsageError, match=rf"no file matches .*{name[-2:]}: give \.txt"):
+            Corpus("text", files=(f"{tmp_path}/a.txt", f"{tmp_path}/{name}")).documents()
     for name in ("b.pdf", "c.pdf.gz"):
         with pytest.raises(UsageError, match=rf"{name} is of no known kind: give \.txt"):
-            text_documents([tmp_path / "a.txt", tmp_path / name])
+            Corpus("text", files=(f"{tmp_path}/{name}",)).documents()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("d.parquet", "e.txt.zst"):
+        with pytest.raises(UsageError, match=rf"{name} needs the package datasets: run pip install '\.\[data\]'"):
+            Corpus("text", files=(f"{tmp_path}/{name}",)).documents()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("a.jsonl", '{"text": "fine"}\n{"txt": 1}\n', "a.jsonl, line 2: not a JSON object with a `text` field"),
-        ("a.jsonl", '{"text": "fine"}\n["text"]\n', "a.jsonl, line 2: not a JSON object"),
-        ("a.jsonl", '{"text": "fine"}\n' + "[" * 100_000, "a.jsonl, line 2: not a JSON object"),
-        ("a.jsonl", '{"text": "fine"}\n{"text": "cu', "a.jsonl, line 2: not a JSON object"),
-        ("a.jsonl", '{"text": "fine"}\n{"text": 3}', "a.jsonl, line 2: its `text` field is not a string"),
+        ("a.jsonl", '{"text": "fine"}\n{"txt": 1}\n', "a.jsonl, line 2: not a JSON object with a string"),
+        ("a.jsonl", '{"text": "fine"}\n["text"]\n', "a.jsonl, line 2: not"),
+        ("a.jsonl", '{"text": "fine"}\n{"text": "cu', "a.jsonl, line 2: not"),
+        ("a.jsonl", '{"text": "fine"}\n{"text": 3}', "a.jsonl, line 2: not"),
         ("a.txt", b"\xff\xfe", "a.txt cannot be read"),
-        ("a.txt.gz", gzip.compress(b"whole", mtime=0)[:-4], "a.txt.gz cannot be read"),
-        ("a.txt.xz", b"not compressed", "a.txt.xz cannot be read"),
-        ("a.txt.xz", lzma.compress(b"whole")[:-4], "a.txt.xz cannot be read"),
     ],
-    ids=["no-text", "a-list", "deep", "cut", "not-a-string", "not-utf8", "cut-gzip", "not-xz", "cut-xz"],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, content, match):
+def test_a_file_without_text_is_named(tmp_path, name, content, match):
     write(tmp_path, {name: content})
     with pytest.raises(UsageError, match=match):
-        list(text_documents([tmp_path / name]))
+        texts(tmp_path / name)
 
 
-def test_the_synthetic_source_is_endless_and_pure():
-    source = MarkovSource(seed=3)
-    documents = list(islice(source, 5))
-    assert documents == list(islice(MarkovSource(seed=3), 5)) == [source.document(n) for n in range(5)]
-    assert documents != list(islice(MarkovSource(seed=4), 5))
-    assert len(set(documents)) == 5
-    assert set("".join(documents)) <= set(source.alphabet)
-    assert all(documents)
+@pytest.mark.parametrize("damage", ["cut", "nonsense", "altered"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet"])
+def test_a_damaged_file_is_named(tmp_path, name, damage):
+    path, rows = tmp_path / name, [{"text": os.urandom(200).hex()} for _ in range(500)]
+    good = write_parquet(path, rows).read_bytes() if name == "a.parquet" else COMPRESS[path.suffix](json_lines(rows))
+    middle = len(good) // 2
+    altered = good[:middle] + bytes(1000) + good[middle + 1000 :]
+    path.write_bytes({"cut": good[:-10], "nonsense": b"this is no such file", "altered": altered}[damage])
+    with pytest.raises(UsageError, match=rf"{name}(, line \d+| cannot be read): ."):
+        texts(path)
 
 
-def test_the_chain_is_a_chain():
-    source = MarkovSource(seed=3, mean_length=20.0)
-    assert np.allclose(source.transitions.sum(axis=1), 1.0)
-    assert (source.transitions >= 0.0).all()
-    assert source.transitions[-1, -1] == 0.0, "no document is empty"
+def test_a_parquet_file_without_text_is_named(tmp_path):
+    for rows in ([{"txt": "a"}], [{"text": 1}]):
+        with pytest.raises(UsageError, match=r"a\.parquet cannot be read: .*text"):
+            texts(write_parquet(tmp_path / "a.parquet", rows))
 
 
-def test_known_entropies():
-    assert MarkovSource(0, "a", mean_length=1.0).entropy_rate() == pytest.approx(0.0, abs=1e-12)
-    uniform = MarkovSource(0, "abcd", sharpness=0.0, mean_length=1e12)
-    assert uniform.entropy_rate() == pytest.approx(math.log(4.0), rel=1e-9)
-    sharp = [MarkovSource(0, sharpness=sharpness).entropy_rate() for sharpness in (0.0, 1.0, 2.0, 4.0)]
-    assert sharp == sorted(sharp, reverse=True)
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A local dataset of three files, and no network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # read when the library is imported
+    folder = tmp_path / "hub" / "data"
+    folder.mkdir(parents=True)
+    for part in range(3):
+        rows = [{"text": f"page {number}", "url": "u"} for number in range(50 * part, 50 * part + 50)]
+        write_parquet(folder / f"{part:03}_00000.parquet", rows, row_group_size=20)
+    return tmp_path / "hub"
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_entropy_of_what_is_drawn_matches_the_rate(seed):
-    """Conditional entropy from counts of pairs, by someone who knows nothing of the chain.
+def test_a_dataset_is_streamed_in_order(hub):
+    expected = [f"page {number}" for number in range(150)]
+    assert list(Corpus("fineweb", dataset=str(hub)).documents()) == expected
+    assert list(Corpus("fineweb", dataset=str(hub), limit_documents=60).documents()) == expected[:60]
 
-    Documents are independent, so the deviation of the mean log-likelihood comes from document to document; counting
-    pairs instead of knowing them lowers the estimate by (free parameters) / (2 tokens) to first order (Miller 1955).
-    """
-    source, documents = MarkovSource(seed, "abcde", mean_length=50.0), 3000
-    pairs, cross, lengths = Counter(), [], []
-    costs = -np.log(source.transitions, out=np.zeros_like(source.transitions), where=source.transitions > 0.0)
-    for text in islice(source, documents):
-        states = [5, *("abcde".index(character) for character in text), 5]
-        pairs.update(pairwise(states))
-        cross.append(costs[states[:-1], states[1:]].sum())
-        lengths.append(len(states) - 1)
-    tokens, rate = sum(lengths), source.entropy_rate()
-    totals = Counter()
-    for (before, _), number in pairs.items():
-        totals[before] += number
-    empirical = -sum(number * math.log(number / totals[before]) for (before, _), number in pairs.items()) / tokens
-    bias = (np.count_nonzero(source.transitions) - 6) / (2 * tokens)
-    deviation = float(np.std(np.array(cross) - rate * np.array(lengths))) * documents**0.5 / tokens
-    assert abs(sum(cross) / tokens - rate) < 5.0 * deviation
-    assert abs(empirical + bias - rate) < 5.0 * deviation + bias
-    assert 5.0 * deviation + bias < 0.02 * rate, "the test can fail"
-    assert np.mean(lengths) - 1 == pytest.approx(50.0, abs=5.0 * 50.0 / documents**0.5)
+
+def test_a_dataset_that_cannot_be_read_is_named(hub, monkeypatch):
+    import datasets
+
+    damaged = hub / "data" / "001_00000.parquet"
+    for content in (damaged.read_bytes()[:100] + bytes(200) + damaged.read_bytes()[300:], b""):
+        damaged.write_bytes(content)
+        with pytest.raises(UsageError, match=rf"{damaged} cannot be read"):
+            list(Corpus("fineweb", dataset=str(hub)).documents())
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match=r"the dataset unknown/dataset \(sample-10BT\) cannot be read"):
+        list(Corpus("fineweb", dataset="unknown/dataset").documents())
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"needs the package datasets: run pip install '\.\[data\]'"):
+        list(Corpus("fineweb", dataset=str(hub)).documents())

@@ -1,26 +1,39 @@
-"""Documents become shards once, and a second run only does what is missing."""
+"""Documents become shards once, a second run only does what is missing, and settings are never mixed."""
 
+import json
 import os
+import shutil
+import threading
 from itertools import islice
 
 import numpy as np
 import pytest
 
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import LOCK, locked
 from muonsw.lab.data import prepare as module
+from muonsw.lab.data.documents import DEFAULT_VOCAB, Corpus
 from muonsw.lab.data.loader import TokenLoader, ValidationLoader
-from muonsw.lab.data.prepare import RECORD, is_validation, open_split, prepare, read_record
-from muonsw.lab.data.shards import ShardError, verify_folder
+from muonsw.lab.data.prepare import (
+    digest_of,
+    held_out_fraction,
+    is_validation,
+    prepare,
+    prepare_corpus,
+    prepare_default,
+)
+from muonsw.lab.data.shards import RECORD, ShardError, load_tokenizer, open_split, read_record, verify_folder
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.data.tokenizers import ByteTokenizer
-from tests.lab.data.small_shards import damage
+from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
+from tests.faults.killing import files_no_larger_than
 
 DOCUMENTS = list(islice(MarkovSource(seed=0, mean_length=100.0), 200))
 SETTINGS = {"validation_fraction": 0.1, "group_characters": 2000}
+SMALL = {"source": "synthetic", "vocab": 300, "limit_characters": 100_000}
 
 
 class Counting(ByteTokenizer):
-    """Bytes, and how many documents were encoded; the process may be stopped at one."""
+    """Bytes, and how many documents were encoded; stops the process at one of them."""
 
     def __init__(self, stop_at=None):
         super().__init__()
@@ -34,12 +47,22 @@ class Counting(ByteTokenizer):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOCK}
 
 
 def texts(folder, split):
     ids = np.concatenate([shard.tokens for shard in open_split(folder, split)])
-    return ByteTokenizer().decode(ids).split("<|endoftext|>")[:-1]
+    return load_tokenizer(folder).decode(ids).split("<|endoftext|>")[:-1]
+
+
+def words(characters, seed=0):
+    """Paragraphs of a Markov chain, about this many characters of them."""
+    lines = (text[start : start + 80] for text in MarkovSource(seed=seed) for start in range(0, len(text), 400))
+    return "\n\n".join(islice(lines, characters // 82))
+
+
+def stop(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -48,17 +71,30 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    prepare_default(folder, **SMALL)
+    return folder
+
+
+@pytest.fixture
+def default(prepared, tmp_path):
+    """A copy, which a test may break."""
+    return shutil.copytree(prepared, tmp_path / "default")
+
+
 def test_every_document_is_in_its_split_in_order(folder):
-    held_out = [is_validation(text, 0.1) for text in DOCUMENTS]
-    assert texts(folder, "train") == [text for text, out in zip(DOCUMENTS, held_out, strict=True) if not out]
-    assert texts(folder, "validation") == [text for text, out in zip(DOCUMENTS, held_out, strict=True) if out]
-    assert 5 <= sum(held_out) <= 40, "about a tenth: 20 +- 5 deviations of 4.2"
+    held_out = [text for text in DOCUMENTS if is_validation(text, 0.1)]
+    assert texts(folder, "train") == [text for text in DOCUMENTS if text not in held_out]
+    assert texts(folder, "validation") == held_out
+    assert 5 <= len(held_out) <= 40, "about a tenth: 20 +- 5 deviations of 4.2"
     record = read_record(folder)
     assert record.complete
     assert len(record.groups) > 5
-    assert sum(group.documents for group in record.groups) == len(DOCUMENTS)
+    assert record.documents == len(DOCUMENTS)
     assert record.tokens("train") + record.tokens("validation") == sum(map(len, DOCUMENTS)) + len(DOCUMENTS)
-    assert not [checked.problem for checked in verify_folder(folder) if checked.problem]
+    assert not list(verify_folder(folder))
 
 
 def test_the_split_follows_the_text_alone(folder, tmp_path):
@@ -68,24 +104,22 @@ def test_the_split_follows_the_text_alone(folder, tmp_path):
     assert not any(is_validation(text, 0.0) for text in DOCUMENTS)
 
 
-def test_what_was_prepared_can_be_loaded(folder):
-    loader = TokenLoader(open_split(folder, "train"), 32, 4, 0)
-    assert loader.batch_at(10)[0].shape == (4, 32)
-    assert len(ValidationLoader(open_split(folder, "validation"), 32, 4)) > 0
+def test_the_digest_tells_where_documents_end():
+    assert digest_of(["ab", "c"])[0] != digest_of(["a", "bc"])[0]
+    assert digest_of(["zwö"])[1] == 4
 
 
-@pytest.mark.parametrize("stop_at", [0, 1, 30, 77, 199])
-def test_a_stopped_run_goes_on_without_redoing_finished_shards(folder, tmp_path, stop_at):
-    again, stopped = tmp_path / "again", Counting(stop_at)
+@pytest.mark.parametrize("stop_at", [0, 1, 77, 199])
+def test_a_stopped_run_resumes_without_redoing_finished_groups(folder, tmp_path, stop_at):
+    again = tmp_path / "again"
     with pytest.raises(KeyboardInterrupt):
-        prepare(DOCUMENTS, stopped, again, **SETTINGS)
-    if stop_at > 40:
-        with pytest.raises(UsageError, match="not prepared to the end"):
-            open_split(again, "train")
-    kept = sum(group.documents for group in read_record(again).groups) if (again / RECORD).exists() else 0
-    resumed = Counting()
+        prepare(DOCUMENTS, Counting(stop_at), again, **SETTINGS)
+    with pytest.raises(UsageError, match="not prepared to the end"):
+        open_split(again, "train")
+    finished, resumed = read_record(again).documents, Counting()
+    assert stop_at - 50 < finished <= stop_at, "a group has about 20 documents"
     prepare(DOCUMENTS, resumed, again, **SETTINGS)
-    assert resumed.encoded == len(DOCUMENTS) - kept
+    assert resumed.encoded == len(DOCUMENTS) - finished
     assert contents(again) == contents(folder)
 
 
@@ -97,7 +131,14 @@ def test_a_finished_folder_is_left_as_it_is(folder):
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("harm", [lambda path: path.unlink(), lambda path: os.truncate(path, 10), damage])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.unlink(),
+        lambda path: os.truncate(path, 10),
+        lambda path: path.write_bytes(path.read_bytes()[::-1]),
+    ],
+)
 def test_a_lost_cut_or_altered_shard_is_refused_and_made_again(folder, harm):
     before, counting, path = contents(folder), Counting(), read_record(folder).paths(folder, "train")[1]
     harm(path)
@@ -105,6 +146,22 @@ def test_a_lost_cut_or_altered_shard_is_refused_and_made_again(folder, harm):
         open_split(folder, "train")
     prepare(DOCUMENTS, counting, folder, **SETTINGS)
     assert counting.encoded == read_record(folder).groups[1].documents
+    assert contents(folder) == before
+
+
+def test_a_repair_that_is_stopped_keeps_the_later_groups(folder):
+    before, counting, groups = contents(folder), Counting(), []
+
+    def finished(group):
+        groups.append(group)
+        if len(groups) == 2:
+            raise KeyboardInterrupt
+
+    read_record(folder).paths(folder, "train")[1].unlink()
+    with pytest.raises(KeyboardInterrupt):
+        prepare(DOCUMENTS, ByteTokenizer(), folder, **SETTINGS, finished=finished)
+    prepare(DOCUMENTS, counting, folder, **SETTINGS)
+    assert counting.encoded == 0
     assert contents(folder) == before
 
 
@@ -122,37 +179,30 @@ def test_a_kill_between_a_shard_and_its_record_changes_nothing_even_if_the_sizes
         patch.setattr(module, "save_record", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(swapped, ByteTokenizer(), folder, **SETTINGS)
-    held_out = [is_validation(text, 0.1) for text in DOCUMENTS]
-    assert texts(folder, "train") == [text for text, out in zip(DOCUMENTS, held_out, strict=True) if not out]
+    assert texts(folder, "train") == [text for text in DOCUMENTS if not is_validation(text, 0.1)]
     prepare(DOCUMENTS, ByteTokenizer(), folder, **SETTINGS)
     assert contents(folder) == before
 
 
-def stop(*_):
-    raise KeyboardInterrupt
+def test_half_written_files_of_a_killed_run_are_removed_and_no_others(tmp_path):
+    leftovers = [".train-00000.tokens.4711", ".data.json.12", ".vocab.bpe.9", ".tokenizer.json.9"]
+    others = ["notes.txt", "my.tokens", ".hidden.12"]
+    for name in leftovers + others:
+        (tmp_path / name).write_text("half", encoding="utf-8")
+    prepare(DOCUMENTS, ByteTokenizer(), tmp_path, **SETTINGS)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names.isdisjoint(leftovers)
+    assert names >= set(others)
 
 
-def test_other_settings_in_the_same_folder_are_refused(folder):
-    before = contents(folder)
-    with pytest.raises(UsageError, match=r"validation_fraction 0\.1 \(now 0\.2\); choose another folder"):
-        prepare(DOCUMENTS, ByteTokenizer(), folder, **{**SETTINGS, "validation_fraction": 0.2})
-    foreign = ByteTokenizer()
-    foreign.identity = "0" * 64
-    with pytest.raises(UsageError, match=f"tokenizer .*now {foreign.identity}"):
-        prepare(DOCUMENTS, foreign, folder, **SETTINGS)
-    assert contents(folder) == before
-
-
-def test_what_cannot_be_used_is_named(tmp_path):
-    with pytest.raises(UsageError, match="gave no document"):
-        prepare([], ByteTokenizer(), tmp_path / "none")
-    with pytest.raises(UsageError, match="holds no prepared data"):
-        open_split(tmp_path, "train")
-    prepare(["one"], ByteTokenizer(), tmp_path / "one", validation_fraction=0.0)
-    with pytest.raises(UsageError, match="has no validation tokens"):
-        open_split(tmp_path / "one", "validation")
-    with pytest.raises(ValueError, match=r"in \[0, 1\)"):
-        prepare(["one"], ByteTokenizer(), tmp_path / "x", validation_fraction=1.0)
+@pytest.mark.parametrize(("size", "name"), [(1500, "train-00000"), (0, "data.json")])
+def test_a_full_disk_is_named_and_the_run_resumes(folder, tmp_path, size, name):
+    again = tmp_path / "again"
+    with files_no_larger_than(size), pytest.raises(UsageError, match=rf"{name}.* cannot be written: File too large"):
+        prepare(DOCUMENTS, ByteTokenizer(), again, **SETTINGS)
+    assert [path.name for path in again.glob(".*")] in ([], [LOCK])
+    prepare(DOCUMENTS, ByteTokenizer(), again, **SETTINGS)
+    assert contents(again) == contents(folder)
 
 
 def test_documents_are_read_no_further_than_the_group_at_hand(tmp_path):
@@ -169,3 +219,132 @@ def test_documents_are_read_no_further_than_the_group_at_hand(tmp_path):
 
     prepare(stream(), ByteTokenizer(), tmp_path, **SETTINGS, finished=finished)
     assert sum(done) == len(DOCUMENTS)
+
+
+def test_other_settings_in_the_same_folder_are_refused(folder):
+    before, foreign = contents(folder), ByteTokenizer()
+    with pytest.raises(UsageError, match=r"validation_fraction 0\.1 \(now 0\.2\); choose another folder"):
+        prepare(DOCUMENTS, ByteTokenizer(), folder, **{**SETTINGS, "validation_fraction": 0.2})
+    foreign.identity = "0" * 64
+    with pytest.raises(UsageError, match=f"tokenizer .*now {foreign.identity}"):
+        prepare(DOCUMENTS, foreign, folder, **SETTINGS)
+    assert contents(folder) == before
+
+
+def test_no_document_is_an_error_before_a_folder_is_made(tmp_path):
+    with pytest.raises(UsageError, match="gave no document"):
+        prepare([], ByteTokenizer(), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_default_corpus_can_be_trained_on(tmp_path):
+    record = prepare_default(tmp_path, limit_characters=200_000)
+    assert load_tokenizer(tmp_path).vocab_size == record.vocab_size == 1024
+    assert TokenLoader(open_split(tmp_path, "train"), 64, 8, 0).batch_at(0)[0].shape == (8, 64)
+    assert len(ValidationLoader(open_split(tmp_path, "validation"), 64, 8)) > 0
+    modules = list(Corpus(limit_characters=200_000).documents())
+    assert sorted(texts(tmp_path, "train") + texts(tmp_path, "validation")) == sorted(modules)
+
+
+def test_asking_again_touches_nothing_and_reads_nothing(default, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in default.iterdir()}
+    monkeypatch.setattr(Corpus, "documents", None)
+    assert prepare_default(default, **SMALL).complete
+    assert {path: path.stat().st_mtime_ns for path in default.iterdir()} == before
+
+
+def test_asking_again_repairs_what_is_missing_or_damaged(default):
+    before = contents(default)
+    read_record(default).paths(default, "validation")[0].unlink()
+    (default / "tokenizer.json").write_text("{}", encoding="utf-8")
+    prepare_default(default, **SMALL)
+    assert contents(default) == before, "training the tokenizer again gives the same one"
+
+
+def test_an_interrupted_corpus_resumes_to_the_same_files(default, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(tmp_path / "again", Corpus(**SMALL), finished=stop)
+    prepare_default(tmp_path / "again", **SMALL)
+    assert contents(tmp_path / "again") == contents(default)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"vocab": 310}, r"made_with\.vocab 300 \(now 310\)"),
+        ({"seed": 1}, r"corpus\.seed 0 \(now 1\);"),
+        ({"tokenizer": "bytes", "vocab": DEFAULT_VOCAB}, r"made_with\.\w+ bpe \(now bytes\)"),
+        ({"validation_fraction": 0.2}, r"validation_fraction 0\.05 \(now 0\.2\)"),
+    ],
+)
+def test_another_corpus_is_refused_before_any_work(default, monkeypatch, change, match):
+    before = contents(default)
+    monkeypatch.setattr(BPETokenizer, "train", None)
+    with pytest.raises(UsageError, match=f"holds data with other settings: {match}"):
+        prepare_default(default, **{**SMALL, **change})
+    assert contents(default) == before
+
+
+def test_text_that_changed_under_its_tokenizer_is_noticed(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("the first text " * 100, encoding="utf-8")
+    corpus = Corpus("text", files=(str(text),), vocab=300, validation_fraction=0.0)
+    prepare_corpus(tmp_path / "data", corpus)
+    text.write_text("another story " * 100, encoding="utf-8")
+    with pytest.raises(UsageError, match="holds data with other settings: tokenizer"):
+        prepare_corpus(tmp_path / "data", corpus)
+
+
+def test_the_tokenizer_is_trained_on_a_bounded_part_that_is_not_held_out(tmp_path, monkeypatch):
+    read, train, corpus = [], BPETokenizer.train, Corpus("synthetic", limit_documents=400, vocab=300)
+    monkeypatch.setattr(module, "TRAINING_CHARACTERS", 20_000)
+    monkeypatch.setattr(BPETokenizer, "train", lambda sample, vocab: read.extend(sample) or train(sample, vocab))
+    prepare_corpus(tmp_path, corpus)
+    allowed = [text for text in corpus.documents() if not is_validation(text, 0.05)]
+    assert read == allowed[: len(read)]
+    assert sum(map(len, read)) >= 20_000 > sum(map(len, read[:-1]))
+
+
+def test_a_second_process_waits_for_the_first(default):
+    before, results = contents(default), []
+    read_record(default).paths(default, "train")[0].unlink()
+    waiting = threading.Thread(target=lambda: results.append(prepare_default(default, **SMALL)))
+    with locked(default, ""):
+        with pytest.raises(UsageError, match="being prepared by another process: wait for it"):
+            prepare_default(default, **SMALL, wait=0.0)
+        waiting.start()
+        waiting.join(0.2)
+        assert not results
+    waiting.join()
+    assert results[0].complete
+    assert contents(default) == before
+
+
+@pytest.mark.parametrize("characters", [5_000, 40_000, pytest.param(2_000_000, marks=pytest.mark.slow)])
+def test_one_text_file_has_a_twentieth_to_validate_on(tmp_path, characters):
+    (tmp_path / "notes.txt").write_text(words(characters), encoding="utf-8")
+    record = prepare_default(tmp_path / "data", vocab=300, source="text", files=(str(tmp_path / "notes.txt"),))
+    train, held_out = record.tokens("train"), record.tokens("validation")
+    # Documents are added until the share is reached, so that it is exceeded by less than the largest one, which is a
+    # 32nd of a text or 2,048 characters; tokens are characters within the spread of this chain.
+    largest = max(1 / 32, 2048 / characters)
+    assert 0.045 < held_out / (train + held_out) < 1.1 * (0.05 + largest)
+
+
+def test_the_held_out_share_does_not_depend_on_the_order_of_the_texts():
+    several = [f"{number} {words(3_000, seed=number)}" for number in range(20)]
+    fraction = held_out_fraction(several)
+    assert fraction == held_out_fraction(reversed(several))
+    assert 1 <= sum(is_validation(text, fraction) for text in several) < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "characters"),
+    [("line.txt", "one line", "8"), ("long.jsonl", json.dumps({"text": "word " * 20_000}), "100,000")],
+)
+def test_text_that_cannot_be_held_out_is_refused_before_any_work(tmp_path, name, text, characters):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=rf"one document \({characters} characters\).*: give several documents"):
+        prepare_default(tmp_path / "data", source="text", files=(str(tmp_path / name),))
+    assert not (tmp_path / "data").exists()
+    assert not (tmp_path / RECORD).exists()

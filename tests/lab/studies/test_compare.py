@@ -18,7 +18,7 @@ from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.data.tokenizers import ByteTokenizer
+from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies.arms import Arm, decay_factors, parse_arm, same_total

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.data.tokenizers import ByteTokenizer
+from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 

@@ -15,7 +15,7 @@ from muonsw.lab.base.settings import from_data
 from muonsw.lab.base.storage import locked, write_json
 from muonsw.lab.cli import main
 from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.tokenizers import BPETokenizer, ByteTokenizer
+from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.train.config import DataConfig, RunConfig
 from muonsw.lab.train.export import export, load_model, sample

@@ -23,7 +23,7 @@ from muonsw.lab.bench.timing import milliseconds, synchronize
 from muonsw.lab.data.loader import TokenBatch
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
-from muonsw.lab.data.tokenizers import ByteTokenizer
+from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.model import count
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.graph import WARM_CALLS

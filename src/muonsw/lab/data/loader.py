@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muonsw.lab.data.shards import Shard, check_tokens
+from muonsw.lab.data.shards import Shard, ShardError
 from muonsw.lab.data.shuffle import Indices, shuffled
 
 TokenBatch: TypeAlias = tuple[Tensor, Tensor]
@@ -24,17 +24,13 @@ T = TypeVar("T")
 
 
 class Windows:
-    """Windows of `sequence + 1` tokens over shards; none crosses a shard's end.
+    """Windows of `sequence + 1` tokens over shards; none crosses a shard's end. `count` is how many there are.
 
     Neighbouring windows share one token, the last target of one and the first input of the next, so that every token of
-    a shard but the first is a target in at most one window. `count` is how many there are.
+    a shard but the first is a target in at most one window.
     """
 
     def __init__(self, shards: Sequence[Shard], sequence: int) -> None:
-        if sequence < 1:
-            raise ValueError(f"a sequence has at least 1 token, not {sequence}")
-        if not shards:
-            raise ValueError("there is no shard to read: prepare the data, or check the path")
         self.shards, self.sequence = tuple(shards), sequence
         counts = np.array([(len(shard.tokens) - 1) // sequence for shard in shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
@@ -45,19 +41,17 @@ class Windows:
             raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
 
     def gather(self, ids: Indices) -> TokenBatch:
-        """Inputs and targets of the windows with these ids, int64 of shape (len(ids), sequence).
-
-        Raises:
-            ShardError: If a token is outside the vocabulary, with its shard: a model would fail on it without a name.
-        """
+        """Inputs and targets of the windows with these ids, int64 of shape (len(ids), sequence)."""
         rows = np.empty((len(ids), self.sequence + 1), dtype=np.int64)
         owners = np.searchsorted(self._ends, ids, side="right")
         for row, window, owner in zip(rows, ids.tolist(), owners.tolist(), strict=True):
             start = (window - (int(self._ends[owner - 1]) if owner else 0)) * self.sequence
             row[:] = self.shards[owner].tokens[start : start + self.sequence + 1]
-        if rows.max() >= min(shard.vocab_size for shard in self.shards):
-            for owner in dict.fromkeys(owners.tolist()):
-                check_tokens(self.shards[owner])
+        # A model would fail on such a token without naming the shard.
+        if rows.max() >= (vocab := self.shards[0].vocab_size):
+            bad = self.shards[owners[rows.max(axis=1).argmax()]].path
+            wrong = f"{bad} holds the token {rows.max()}, outside the vocabulary of {vocab}"
+            raise ShardError(f"{wrong}: delete it and prepare the data again")
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -66,15 +60,13 @@ class TokenLoader:
     """Training batches: every epoch visits every window once, in an order keyed by the seed and the epoch.
 
     Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next. `batch`
-    counts sequences over all ranks and micro-batches; `limit` visits only so many windows, the first ones. The order of
-    the shards is part of the data order.
+    counts sequences over all ranks and micro-batches; `limit` visits only the first windows. The order of the shards is
+    part of the data order.
     """
 
     def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, seed: int, limit: int | None = None) -> None:
         self.windows, self.batch, self.seed = Windows(shards, sequence), batch, seed
         self.size = min(limit or self.windows.count, self.windows.count)  # windows in an epoch
-        if batch < 1:
-            raise ValueError(f"a batch has at least 1 sequence, not {batch}")
         if self.size < batch:
             short = f"the corpus has {self.size} windows of {sequence + 1} tokens, fewer than one batch"
             raise ValueError(f"{short} of {batch}: make the batch or the sequence smaller, or add data")
@@ -84,28 +76,24 @@ class TokenLoader:
         return self.windows.gather(self._ids(step, 0, self.batch))
 
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[TokenBatch]:
-        """What one rank reads of a step, one micro-batch at a time.
+        """The micro-batches of one rank.
 
         Micro-batch m of all ranks, in the order of the ranks, then micro-batch m + 1: together exactly
         `batch_at(step)`.
         """
-        if ranks < 1 or accumulation < 1 or self.batch % (ranks * accumulation):
+        if self.batch % (ranks * accumulation):
             split = f"{ranks} ranks x {accumulation} micro-batches"
             raise ValueError(f"a batch of {self.batch} does not split evenly into {split}: choose a multiple")
-        if not 0 <= rank < ranks:
-            raise ValueError(f"rank {rank} is not one of {ranks}")
         rows = self.batch // (ranks * accumulation)
         starts = (rows * (ranks * micro + rank) for micro in range(accumulation))
         return (self.windows.gather(self._ids(step, start, start + rows)) for start in starts)
 
     def epochs(self, total_steps: int) -> float:
-        """How many times a run of so many steps visits the corpus."""
+        """How many times a run of this many steps visits the corpus."""
         return total_steps * self.batch / self.size
 
     def _ids(self, step: int, first: int, last: int) -> Indices:
         """The windows in rows first to last of a step's batch."""
-        if step < 0:
-            raise ValueError(f"steps are counted from 0, not {step}")
         # Python's integers have no largest value: step * batch may pass 64 bits though no index within an epoch does.
         samples = range(step * self.batch + first, step * self.batch + last)
         size, parts = self.size, []
@@ -116,14 +104,12 @@ class TokenLoader:
 
 
 class ValidationLoader:
-    """The same windows in the same order for every run that is to be compared, whatever its seed or batch.
+    """The same windows in the same order for every run, whatever its seed or batch; the last batch may be smaller.
 
-    The last batch may have fewer sequences. Of all windows, or so many spread evenly over the shards.
+    All windows, or `windows` of them, spread evenly over the shards.
     """
 
     def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, windows: int | None = None) -> None:
-        if batch < 1 or (windows is not None and windows < 1):
-            raise ValueError(f"validation needs at least 1 sequence in a batch and 1 window, not {batch} and {windows}")
         self.windows, self.batch = Windows(shards, sequence), batch
         chosen = min(windows or self.windows.count, self.windows.count)
         self.ids: Indices = np.arange(chosen, dtype=np.int64) * self.windows.count // chosen
@@ -136,10 +122,10 @@ class ValidationLoader:
             yield self.windows.gather(self.ids[start : start + self.batch])
 
     def parts(self, *, ranks: int, rank: int) -> Iterator[tuple[TokenBatch, int]]:
-        """What one rank reads, and how many rows of each batch count; together all ranks read every window once.
+        """The batches of one rank, and how many rows of each count; together all ranks read every window once.
 
-        Every rank has as many batches, since a sharded model needs them all for a forward pass; one
-        that has nothing left reads the first window again, and none of its rows count.
+        Every rank has as many batches, since a sharded model needs all ranks for a forward pass; a rank that has
+        nothing left reads the first window again, and none of its rows count.
         """
         for start in range(self.batch * rank, len(self) * self.batch + self.batch * rank, self.batch * ranks):
             ids = self.ids[start : start + self.batch]
@@ -149,12 +135,7 @@ class ValidationLoader:
 def prefetch(read: Callable[[int], T], start: int = 0, stop: int | None = None, *, ahead: int = 2) -> Iterator[T]:
     """`read(start), read(start + 1), ...`, computed by one background thread up to `ahead` items early.
 
-    An error in `read` is raised where its item would have come. Closing the iterator, or leaving it to the garbage
-    collector, ends the thread.
-
-    Examples:
-        >>> list(prefetch(lambda step: step * step, 3, 6))
-        [9, 16, 25]
+    An error in `read` is raised where its item would have come. Closing the iterator ends the thread.
     """
     steps = iter(count(start) if stop is None else range(start, stop))
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")

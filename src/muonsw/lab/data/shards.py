@@ -1,18 +1,16 @@
 """A folder of prepared tokens: files of token ids, and `data.json`, which says everything about them.
 
-A shard is nothing but token ids, little-endian, two bytes each for vocabularies up to 65,536 and else four. How many
-there are, their SHA-256, their vocabulary and their tokenizer are on record. A hash of the texts that a shard was made
-of is part of its name, so that other texts never take the place of those on record.
+A shard is nothing but token ids, little-endian, two bytes each for vocabularies up to 65,536 and else four. Their
+number, SHA-256, vocabulary and tokenizer are on record. The name of a shard holds a hash of its texts, so that other
+texts never take the place of those on record.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -21,20 +19,17 @@ import numpy.typing as npt
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import from_data
-from muonsw.lab.base.storage import read_object, replacing, write_json
-from muonsw.lab.data.tokenizers import FILES, Tokenizer, restore
+from muonsw.lab.base.storage import read_object, write_json
+from muonsw.lab.data.tokenizer import Tokenizer, restore
 
-Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 Split: TypeAlias = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 RECORD = "data.json"
 FORMAT = 2
-LARGEST_VOCAB = 1 << 32
-KEPT = "make room, or choose another folder; finished shards are kept, and the same command goes on"
+RERUN = "make room, or choose another folder; finished shards are kept, rerun the same command to resume"
 AGAIN = "delete it and prepare the data again"
-# A split up to this size is read and compared with its checksums whenever it is opened; larger ones by `verify`.
+# A split up to this size is compared with its checksums whenever it is opened; larger ones by `muonsw data verify`.
 CHECKED_BYTES = 1 << 26
-_READ_BYTES = 1 << 22
 
 
 class ShardError(UsageError):
@@ -45,17 +40,15 @@ class ShardError(UsageError):
 class Group:
     """A stretch of documents that was encoded together, into one shard for each split."""
 
-    digest: str  # a hash of the texts; empty while the group is not finished
-    documents: int  # how many there were
-    tokens: dict[Split, int]  # how many tokens each split got; a split without documents has no shard and no entry
+    digest: str  # a hash of the texts
+    documents: int
+    tokens: dict[Split, int]  # a split without documents has no shard and no entry
     checksums: dict[Split, str]  # SHA-256 of each split's shard
     bytes: int = 0  # the size of the texts in UTF-8
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[0-9a-f]*", self.digest):
-            raise ValueError(f"digest {self.digest!r} is not hexadecimal")
-        if set(self.tokens) != set(self.checksums) or any(count < 1 for count in self.tokens.values()):
-            raise ValueError("every shard needs a checksum and at least 1 token")
+        if set(self.tokens) != set(self.checksums):
+            raise ValueError("every shard needs a number of tokens and a checksum")
 
 
 @dataclass(frozen=True)
@@ -65,18 +58,11 @@ class DataRecord:
     tokenizer: str  # its `identity`
     vocab_size: int  # every token is below it
     validation_fraction: float  # the share of documents that is held out
-    group_characters: int  # a group ends with the document that reaches so many
+    group_characters: int  # a group ends with the document that reaches this many
     groups: tuple[Group, ...] = ()  # in the order of the documents
     complete: bool = False  # whether the last document was reached
     tokenizer_description: dict[str, Any] | None = None  # from which `load_tokenizer` rebuilds it
     recipe: dict[str, Any] | None = None  # where documents and tokenizer came from
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.vocab_size <= LARGEST_VOCAB:
-            raise ValueError(f"a vocabulary has 1 to 2**32 tokens, not {self.vocab_size}")
-        if not 0.0 <= self.validation_fraction < 1.0 or self.group_characters < 1:
-            given = f"{self.validation_fraction} and {self.group_characters}"
-            raise ValueError(f"a validation fraction is in [0, 1) and a group has at least 1 character, not {given}")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -91,20 +77,20 @@ class DataRecord:
 
     @property
     def documents(self) -> int:
-        """How many documents both splits have together."""
+        """The number of documents in both splits."""
         return sum(group.documents for group in self.groups)
 
     def tokens(self, split: Split) -> int:
-        """How many tokens a split has, ends of documents included."""
+        """The number of tokens in a split, ends of documents included."""
         return sum(group.tokens.get(split, 0) for group in self.groups)
 
     def shards(self, folder: Path, split: Split) -> list[tuple[Path, Group]]:
-        """The files of a split, in order, and what is on record about each."""
-        numbered = ((number, group) for number, group in enumerate(self.groups) if split in group.tokens)
-        return [(shard_path(folder, split, number, group.digest), group) for number, group in numbered]
+        """The files of a split, in order, and the group of each."""
+        named = ((shard_path(folder, split, number, group), group) for number, group in enumerate(self.groups))
+        return [(path, group) for path, group in named if split in group.tokens]
 
     def paths(self, folder: Path, split: Split) -> list[Path]:
-        """The shards of a split, in order; other files of the folder do not count."""
+        """The files of a split, in order."""
         return [path for path, _ in self.shards(folder, split)]
 
 
@@ -112,40 +98,27 @@ class Shard(NamedTuple):
     """The tokens of a shard, mapped from its file and not held in memory; all should be below `vocab_size`."""
 
     path: Path
-    tokens: Tokens
+    tokens: npt.NDArray[np.integer[Any]]
     vocab_size: int
 
 
-class ShardCheck(NamedTuple):
-    """What `verify_folder` found: a file or the whole folder, what is wrong if anything, and how many good tokens."""
-
-    path: Path
-    problem: str | None
-    tokens: int = 0
-
-
-def shard_path(folder: Path, split: Split, number: int, digest: str) -> Path:
+def shard_path(folder: Path, split: Split, number: int, group: Group) -> Path:
     """Where the tokens of a group's split are."""
-    return folder / f"{split}-{number:05}-{digest[:8]}.tokens"
+    return folder / f"{split}-{number:05}-{group.digest[:8]}.tokens"
 
 
 def read_record(folder: Path) -> DataRecord:
-    """What is on record about a folder.
-
-    Raises:
-        UsageError: If the folder has no readable record, or one of another format.
-    """
+    """What is on record about a folder."""
     path, fix = folder / RECORD, "delete the folder and prepare the data again"
     if not path.exists():
-        named = shlex.quote(str(folder))
-        text = f"`muonsw compare` and `muonsw train` take text as --text {named}"
-        may_be_text = folder.exists() and not any(folder.glob("*.tokens"))
-        instead = text if may_be_text else f"`muonsw data prepare {named}` makes some there"
+        name = shlex.quote(str(folder))
+        instead = f"`muonsw data prepare {name}` makes some there"
+        if folder.exists() and not any(folder.glob("*.tokens")):
+            instead = f"`muonsw compare` and `muonsw train` take text as --text {name}"
         raise UsageError(f"{folder} holds no prepared data (it has no {RECORD}): {instead}")
     fields = read_object(path, remedy=fix)
-    found = fields.pop("format", 1)
-    if found != FORMAT:
-        raise UsageError(f"{path} is of format {found}, and this muonsw reads format {FORMAT}: {fix}")
+    if (version := fields.pop("format", 1)) != FORMAT:
+        raise UsageError(f"{path} is of format {version}, and this muonsw reads format {FORMAT}: {fix}")
     try:
         return from_data(DataRecord, fields)
     except ValueError as error:
@@ -154,101 +127,60 @@ def read_record(folder: Path) -> DataRecord:
 
 def save_record(folder: Path, record: DataRecord) -> None:
     """Replace the record of a folder."""
-    write_json(folder / RECORD, {"format": FORMAT, **asdict(record)}, remedy=KEPT)
-
-
-def write_shard(path: Path, pieces: Iterable[Tokens], record: DataRecord) -> tuple[int, str]:
-    """Write tokens, in pieces of which one at a time is held in memory; returns how many they are and their SHA-256.
-
-    Raises:
-        ShardError: If a token is outside the vocabulary.
-        MachineError: If the shard cannot be written.
-    """
-    checksum, count = hashlib.sha256(), 0
-    with replacing(path, remedy=KEPT) as file:
-        for piece in pieces:
-            if piece.size and not 0 <= int(piece.min()) <= int(piece.max()) < record.vocab_size:
-                wrong = int(piece.min() if piece.min() < 0 else piece.max())
-                fix = "encode with the tokenizer that this vocabulary belongs to"
-                raise ShardError(f"{path}: token {wrong} is outside the vocabulary of {record.vocab_size}: {fix}")
-            data = piece.astype(record.dtype).tobytes()
-            checksum.update(data)
-            file.write(data)
-            count += piece.size
-    return count, checksum.hexdigest()
+    write_json(folder / RECORD, {"format": FORMAT, **asdict(record)}, remedy=RERUN)
 
 
 def open_split(folder: Path, split: Split) -> list[Shard]:
-    """Map the shards of a split, in order.
-
-    Their sizes are compared with the record, and so is every byte where that is quick (up to 64 MiB).
-
-    Raises:
-        UsageError: If the folder was not prepared to the end, the split is empty, or a shard is not as on record.
-    """
+    """Map the shards of a split, in order; their sizes are compared with the record, up to 64 MiB also every byte."""
     record = read_record(folder)
     if not record.complete:
-        raise UsageError(f"{folder} is not prepared to the end: run the same `muonsw data prepare` again, it goes on")
+        raise UsageError(f"{folder} is not prepared to the end: rerun the same `muonsw data prepare` to resume")
     if not (shards := record.shards(folder, split)):
         raise UsageError(f"{folder} has no {split} tokens: prepare more documents in a new folder")
-    _allow_open_files(len(shards))
     check = record.tokens(split) * record.dtype.itemsize <= CHECKED_BYTES
     return [open_shard(path, group, split, record, check=check) for path, group in shards]
 
 
-def open_shard(path: Path, group: Group, split: Split, record: DataRecord, *, check: bool = False) -> Shard:
+def open_shard(path: Path, group: Group, split: Split, record: DataRecord, *, check: bool) -> Shard:
     """Map one shard after comparing its size with the record, and with `check` its content."""
     count = group.tokens[split]
     try:
+        # The same open file is checked and mapped, so a file that replaces it meanwhile does no harm.
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size != count * record.dtype.itemsize:
                 raise ShardError(f"{path} has {size} bytes, not {count * record.dtype.itemsize} as on record: {AGAIN}")
-            # The same open file is checked and mapped: no other can come between and end in a bus error.
             file.seek(0)
             if check and hashlib.file_digest(file, "sha256").hexdigest() != group.checksums[split]:
                 raise ShardError(f"{path} was altered, its checksum is not the one on record: {AGAIN}")
             tokens = np.memmap(file, dtype=record.dtype, mode="r", shape=(count,))
     except OSError as error:
-        fix = "prepare the data again; if it is one of very many, raise `ulimit -n` or prepare larger shards"
+        fix = "prepare the data again; with too many open files, raise `ulimit -n` or --group-characters"
         raise ShardError(f"{path} cannot be read ({error.strerror or error}): {fix}") from error
     return Shard(path, tokens, record.vocab_size)
 
 
-def check_tokens(shard: Shard) -> None:
-    """Read all tokens of a shard; one outside the vocabulary is an error with its place."""
-    for start in range(0, len(shard.tokens), _READ_BYTES):
-        piece = shard.tokens[start : start + _READ_BYTES]
-        if int(piece.max()) >= shard.vocab_size:
-            where = int(np.argmax(piece >= shard.vocab_size))
-            outside = f"token {int(piece[where])} at position {start + where}"
-            raise ShardError(f"{shard.path}: {outside} is outside the vocabulary of {shard.vocab_size}: {AGAIN}")
-
-
-def verify_folder(folder: Path) -> Iterator[ShardCheck]:
-    """Check the record, the tokenizer, and every token of every shard, one after the other."""
+def verify_folder(folder: Path) -> Iterator[str]:
+    """Check the record, the tokenizer and every byte of every shard; yields what is wrong."""
     record = read_record(folder)
     if not record.complete:
-        yield ShardCheck(folder, f"{folder} is not prepared to the end: run the same `muonsw data prepare` again")
+        yield f"{folder} is not prepared to the end: rerun the same `muonsw data prepare` to resume"
     try:
         load_tokenizer(folder)
     except UsageError as error:
-        yield ShardCheck(folder, str(error))
+        yield str(error)
     for split in SPLITS:
         for path, group in record.shards(folder, split):
             try:
-                check_tokens(open_shard(path, group, split, record, check=True))
-                yield ShardCheck(path, None, group.tokens[split])
+                open_shard(path, group, split, record, check=True)
             except ShardError as error:
-                yield ShardCheck(path, str(error))
+                yield str(error)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared folder; one that is not on record is refused."""
+    """The tokenizer of a prepared folder; one that did not make its tokens is refused."""
     record = read_record(folder)
-    tokenizer = restore(record.tokenizer_description, folder)
-    if tokenizer is None:
-        raise UsageError(f"{folder} does not say which tokenizer made it: prepare the data again")
+    tokenizer = restore(record.tokenizer_description or {}, folder)
     if (tokenizer.identity, tokenizer.vocab_size) != (record.tokenizer, record.vocab_size):
         ids = f"{tokenizer.identity[:12]}..., not {record.tokenizer[:12]}..."
         raise UsageError(f"the tokenizer in {folder} is not the one that made its tokens ({ids}): prepare them again")
@@ -256,25 +188,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def lost_tokenizer(folder: Path) -> Path | None:
-    """A file of the tokenizer that is on record and not there; None where all are."""
-    described = read_record(folder).tokenizer_description or {}
-    names = FILES.get(str(described.get("kind")), ()) if described.get("files") else ()
+    """A file of the tokenizer that is on record and missing; None if all are there."""
+    names = (read_record(folder).tokenizer_description or {}).get("files") or ()
     return next((folder / name for name in names if not (folder / name).is_file()), None)
 
 
 def fingerprint(record: DataRecord) -> str:
     """A short hash of all tokens of a folder and of what made them."""
     shards = (f"{split}:{checksum}" for group in record.groups for split, checksum in group.checksums.items())
-    return hashlib.sha256("\n".join([record.tokenizer, *shards]).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def _allow_open_files(more: int) -> None:
-    """Raise the process's own limit, as far as the system lets it: a mapped shard counts as an open file."""
-    try:
-        resource: Any = import_module("resource")
-    except ModuleNotFoundError:  # not on Windows
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft + more if hard == resource.RLIM_INFINITY else min(soft + more, hard)
-    if more > soft // 4 and soft != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return hashlib.sha256("\n".join([record.tokenizer, *shards]).encode()).hexdigest()[:16]

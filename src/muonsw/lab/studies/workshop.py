@@ -18,7 +18,7 @@ from muonsw.lab.base.storage import read_object
 from muonsw.lab.base.terminal import say
 from muonsw.lab.claims.claim import Evidence
 from muonsw.lab.data.shards import read_record
-from muonsw.lab.data.tokenizers import padded_vocab
+from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.studies.arms import Arm, Comparison, Results
 from muonsw.lab.studies.cluster import Cluster, run_on_cluster

@@ -45,7 +45,7 @@ class DecoderTask(Task):
         >>> from itertools import islice
         >>> from muonsw.lab.data.prepare import prepare
         >>> from muonsw.lab.data.synthetic import MarkovSource
-        >>> from muonsw.lab.data.tokenizers import ByteTokenizer
+        >>> from muonsw.lab.data.tokenizer import ByteTokenizer
         >>> folder = Path(tempfile.mkdtemp())
         >>> _ = prepare(islice(MarkovSource(seed=0), 9), ByteTokenizer(), folder, validation_fraction=0.2)
         >>> small = ModelConfig(width=32, layers=1, head_dim=16, vocab=320, sequence=8)

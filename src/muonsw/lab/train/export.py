@@ -16,7 +16,7 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import as_data, from_data
 from muonsw.lab.base.storage import locked, placing, read_object, write_json
 from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
-from muonsw.lab.data.tokenizers import Tokenizer, store
+from muonsw.lab.data.tokenizer import Tokenizer
 from muonsw.lab.model import Decoder, ModelConfig, unallocated
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
@@ -46,7 +46,7 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     busy = f"{folder} is being written by another export: wait for it to end, or choose another folder with --out"
     with locked(folder, busy), locked(folder / TOKENIZER, busy), placing(folder / MODEL) as beside:
         _write_model(folder / UNFINISHED, beside, saved.tensors["model"])
-        store(tokenizer, folder / TOKENIZER)
+        tokenizer.save(folder / TOKENIZER)
         save_record(folder / TOKENIZER, replace(record, groups=()))  # which tokenizer it is, and nothing of the tokens
         content = {
             "format": FORMAT,

@@ -11,10 +11,10 @@ from typing import Any
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import as_data, from_data
-from muonsw.lab.data.corpus import matching_files
+from muonsw.lab.data.documents import matching_files
 from muonsw.lab.data.prepare import SMALL_SHARE, prepare_default
 from muonsw.lab.data.shards import read_record
-from muonsw.lab.data.tokenizers import padded_vocab
+from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
 from muonsw.lab.tasks.check import Checked

@@ -7,39 +7,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from muonsw import machine
 from muonsw.lab.base.errors import UsageError, needed
-from muonsw.lab.base.storage import parse_json, write_atomically
+from muonsw.lab.base.storage import write_atomically
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
 END_TEXT = "<|endoftext|>"
 BYTES = 256
-# tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304
+# Tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304.
 VOCAB_MULTIPLE = 64
 BPE_FILE = "tokenizer.json"
 GPT2_FILES = ("vocab.bpe", "encoder.json")
-FILES = {"bpe": (BPE_FILE,), "gpt2": GPT2_FILES}
 
 
 def padded_vocab(vocab_size: int) -> int:
-    """The rows of an embedding for so many tokens.
-
-    Examples:
-        >>> padded_vocab(50_257)
-        50304
-    """
+    """The rows of an embedding for this many tokens."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
@@ -50,17 +43,23 @@ class Tokenizer(ABC):
     equal for two tokenizers exactly if everything that decides their ids is equal.
     """
 
-    def __init__(self, vocab_size: int, identity: str) -> None:
-        self.vocab_size, self.identity = vocab_size, identity
-        self.end_of_document = vocab_size - 1
+    kind: ClassVar[str]
+
+    def __init__(self, vocab_size: int, *identity: str) -> None:
+        self.vocab_size, self.end_of_document = vocab_size, vocab_size - 1
+        self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @abstractmethod
     def encode(self, text: str) -> TokenIds:
         """The ids of a text, without an end of document."""
 
-    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:  # noqa: ARG002
-        """`encode` of every text, on so many threads where the library can."""
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """`encode` of every text, on all cores where the library can."""
         return [self.encode(text) for text in texts]
+
+    def save(self, folder: Path) -> dict[str, Any]:  # noqa: ARG002
+        """Write into a folder what `restore` needs, and return the description that it takes."""
+        return {"kind": self.kind, "files": None}
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
@@ -87,8 +86,10 @@ class ByteTokenizer(Tokenizer):
         ([110, 195, 169], 'né<|endoftext|>')
     """
 
+    kind = "bytes"
+
     def __init__(self) -> None:
-        super().__init__(BYTES + 1, _identity("bytes"))
+        super().__init__(BYTES + 1, "bytes")
 
     def encode(self, text: str) -> TokenIds:
         """The bytes of the text."""
@@ -104,10 +105,12 @@ class BPETokenizer(Tokenizer):
     Its identity is taken from that JSON, so it does not change with the library.
     """
 
+    kind = "bpe"
+
     def __init__(self, definition: str) -> None:
-        canonical = json.dumps(parse_json(definition), sort_keys=True)
+        canonical = json.dumps(json.loads(definition), sort_keys=True)
         self._definition, self._bpe = definition, _library("tokenizers").Tokenizer.from_str(definition)
-        super().__init__(self._bpe.get_vocab_size() + 1, _identity("bpe", canonical))
+        super().__init__(self._bpe.get_vocab_size() + 1, "bpe", canonical)
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab_size: int) -> BPETokenizer:
@@ -125,30 +128,29 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def load(cls, path: Path) -> BPETokenizer:
-        """Read what `save` wrote, or another byte-level BPE of the library."""
+        """Read the library's JSON."""
         try:
             return cls(path.read_text(encoding="utf-8"))
         except UsageError:
             raise
         except Exception as error:  # the library raises bare Exception for JSON that is no tokenizer
+            reason = getattr(error, "strerror", None) or f"it is not a tokenizer of the tokenizers library ({error})"
             fix = "put the right file back, or prepare the data (or export the run) again"
-            reason = getattr(error, "strerror", None)
-            wrong = f"cannot be read: {reason}" if reason else f"is not a tokenizer of the tokenizers library: {error}"
-            raise UsageError(f"{path} {wrong}; {fix}") from error
+            raise UsageError(f"{path} cannot be read: {reason}; {fix}") from error
 
-    def save(self, path: Path) -> Path:
-        """Write the JSON of the library."""
-        return write_atomically(path, self._definition)
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the library's JSON."""
+        write_atomically(folder / BPE_FILE, self._definition)
+        return {"kind": self.kind, "files": [BPE_FILE]}
 
     def encode(self, text: str) -> TokenIds:
         """The ids of the text."""
         return np.array(self._bpe.encode(_without_surrogates(text), add_special_tokens=False).ids, dtype=np.uint32)
 
-    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:
-        """`encode` of every text; with more than 1 thread, on as many as the library takes."""
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """`encode` of every text, on the library's threads."""
         clean = [_without_surrogates(text) for text in texts]
-        with _parallelism(threads > 1):
-            encodings = self._bpe.encode_batch_fast(clean, add_special_tokens=False)
+        encodings = self._bpe.encode_batch_fast(clean, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def _decode_text(self, ids: list[int]) -> str:
@@ -161,112 +163,69 @@ class GPT2Tokenizer(Tokenizer):
     Its `vocab.bpe` and `encoder.json` are in the folder `files`; None lets tiktoken download (and cache) them.
     """
 
+    kind = "gpt2"
+
     def __init__(self, files: Path | None = None) -> None:
-        tiktoken = _library("tiktoken")
-        self.files = files
-        if files is None:
-            try:
+        tiktoken, self.files = _library("tiktoken"), files
+        try:
+            if files is None:
                 self._bpe = tiktoken.get_encoding("gpt2")
-            except Exception as error:  # whatever the network stack raises
-                reason, fix = type(error).__name__, "give a folder with vocab.bpe and encoder.json instead"
-                raise UsageError(f"GPT-2's vocabulary could not be downloaded ({reason}): {fix}") from error
-        else:
-            ranks = _ranks(files)
-            pattern = _library("tiktoken_ext.openai_public").r50k_pat_str
-            special = {END_TEXT: len(ranks)}
-            self._bpe = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+            else:
+                # tiktoken caches by path alone; with the hash of today's file it never takes an older one.
+                paths = [files / name for name in GPT2_FILES]
+                hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+                read = _library("tiktoken.load").data_gym_to_mergeable_bpe_ranks
+                ranks = read(*(str(path.resolve()) for path in paths), *hashes)
+                pattern = _library("tiktoken_ext.openai_public").r50k_pat_str
+                special = {END_TEXT: len(ranks)}
+                self._bpe = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        except UsageError:
+            raise
+        except Exception as error:  # the network stack and damaged files fail in many ways
+            reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+            fix = "give a folder with GPT-2's vocab.bpe and encoder.json"
+            raise UsageError(f"no GPT-2 vocabulary from {files or 'the network'} ({reason}): {fix}") from error
         size = self._bpe.n_vocab
         merges = (self._bpe.decode_single_token_bytes(token).hex() for token in range(size - 1))
-        super().__init__(size, _identity("tiktoken", self._bpe._pat_str, *merges))
+        super().__init__(size, "tiktoken", self._bpe._pat_str, *merges)
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Copy the two files, unless tiktoken downloaded them."""
+        if self.files is None:
+            return super().save(folder)
+        if self.files.resolve() != folder.resolve():
+            for name in GPT2_FILES:
+                write_atomically(folder / name, (self.files / name).read_bytes())
+        return {"kind": self.kind, "files": list(GPT2_FILES)}
 
     def encode(self, text: str) -> TokenIds:
         """The ids of the text."""
         ids: TokenIds = self._bpe.encode_to_numpy(_without_surrogates(text), disallowed_special=())
         return ids
 
-    def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[TokenIds]:
-        """`encode` of every text; the library lets go of Python's lock, so that threads run side by side."""
-        if threads <= 1:
-            return [self.encode(text) for text in texts]
-        with ThreadPoolExecutor(threads) as pool:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """`encode` of every text; the library releases Python's lock, so threads run in parallel."""
+        with ThreadPoolExecutor(machine.cores()) as pool:
             return list(pool.map(self.encode, texts))
 
     def _decode_text(self, ids: list[int]) -> str:
         return str(self._bpe.decode(ids))
 
 
-def store(tokenizer: Tokenizer, folder: Path) -> dict[str, Any] | None:
-    """Write into a folder what rebuilding the tokenizer needs.
-
-    Returns:
-        `{"kind": "bytes" | "bpe" | "gpt2", "files": names in the folder, or None}`, and `None` for a tokenizer of
-        another kind. GPT-2's has no files where its vocabulary came from tiktoken's download.
-    """
-    if isinstance(tokenizer, ByteTokenizer):
-        return {"kind": "bytes", "files": None}
-    if isinstance(tokenizer, BPETokenizer):
-        tokenizer.save(folder / BPE_FILE)
-        return {"kind": "bpe", "files": [BPE_FILE]}
-    if not isinstance(tokenizer, GPT2Tokenizer):
-        return None
-    files = tokenizer.files
-    if files is not None and files.resolve() != folder.resolve():
-        for name in GPT2_FILES:
-            write_atomically(folder / name, (files / name).read_bytes())
-    return {"kind": "gpt2", "files": files and list(GPT2_FILES)}
-
-
-def restore(description: Mapping[str, Any] | None, folder: Path) -> Tokenizer | None:
-    """The tokenizer that `store` described; `None` if the description is of no known kind.
-
-    Raises:
-        UsageError: If its files in the folder are missing or damaged.
-    """
-    match (description or {}).get("kind"):
+def restore(description: Mapping[str, Any], folder: Path) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` described."""
+    match description.get("kind"):
         case "bytes":
             return ByteTokenizer()
         case "bpe":
             return BPETokenizer.load(folder / BPE_FILE)
         case "gpt2":
-            return GPT2Tokenizer(folder if (description or {}).get("files") else None)
-    return None
-
-
-def _ranks(files: Path) -> dict[bytes, int]:
-    paths = [files / name for name in GPT2_FILES]
-    try:
-        # tiktoken caches by path alone; with the hash of today's file it never takes an older one of the same path
-        hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
-        names = [str(path.resolve()) for path in paths]
-        ranks: dict[bytes, int] = _library("tiktoken.load").data_gym_to_mergeable_bpe_ranks(*names, *hashes)
-    except UsageError:
-        raise
-    except Exception as error:  # a file that does not parse fails in many ways, an assertion among them
-        reason = f"{type(error).__name__}: {error}".rstrip(": ")
-        fix = "it must hold GPT-2's vocab.bpe and encoder.json"
-        raise UsageError(f"no GPT-2 vocabulary could be read from {files} ({reason}): {fix}") from error
-    return ranks
+            return GPT2Tokenizer(folder if description.get("files") else None)
+    raise UsageError(f"{folder} does not say which tokenizer made it: prepare the data again")
 
 
 def _library(name: str) -> Any:
     return needed(name, "this tokenizer needs", "lab")
-
-
-@contextmanager
-def _parallelism(wanted: bool) -> Iterator[None]:
-    """Let the tokenizers library use its threads or not; it reads this variable at every call."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if wanted else "false"
-    try:
-        yield
-    finally:
-        del os.environ["TOKENIZERS_PARALLELISM"]
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def _identity(*parts: str) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _without_surrogates(text: str) -> str:
