@@ -7,8 +7,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw.kernels.symmetric import Tiles, symmetric_product
 from muonsw.orthogonalize import gram_newton_schulz, newton_schulz, singular_value_map
-from muonsw.orthogonalize.iterations import COEFFICIENT_SETS, NS5
-from tests.orthogonalize.test_gram_iteration import hard_spectra, with_spectrum
+from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, NS5
+from tests.orthogonalize.spectra import hard_spectra, with_spectrum
 
 TILES = [Tiles(32, 1, 16, 4, 2), Tiles(32, 2, 32, 4, 2), Tiles(32, 1, 16, 4, 2, True), Tiles(32, 2, 16, 4, 2, True)]
 # Rounding to float16 once, after sums in float32.
