@@ -10,12 +10,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from muonsw import MuonSW, kernels, rates, step
-from muonsw.kernels import adamw, elementwise, finite, lion, momentum, move, normalize, sgd, stored, symmetric
+from muonsw.kernels import adamw, elementwise, finite, momentum, move, normalize, stored, symmetric
 from muonsw.lab.model import kernels as model
 from muonsw.nonfinite import Flag
 from muonsw.precision import Noise
 
-MODULES = (adamw, elementwise, finite, lion, momentum, move, normalize, sgd, stored, symmetric, model)
+MODULES = (adamw, elementwise, finite, momentum, move, normalize, stored, symmetric, model)
 SLOTS = (
     {},
     {"normalize": "normuon", "precondition": "muon2", "cautious": True},
@@ -26,9 +26,6 @@ ELEMENTS = (
     {"algorithm": "adamw"},
     {"algorithm": "adamw", "state_dtype": "int8", "cautious": True},
     {"algorithm": "adamw", "state_dtype": "bfloat16", "maximize": True},
-    {"algorithm": "lion"},
-    {"algorithm": "sgd", "momentum": 0.9, "nesterov": True},
-    {"algorithm": "sgd", "momentum": 0.0},
 )
 
 
