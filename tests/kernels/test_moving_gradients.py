@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import AdamWSW, MuonSW, machine, replay
-from muonsw.kernels import elementwise, finite, momentum, move, normalize, stored, symmetric
+from muonsw.kernels import adamw, elementwise, finite, momentum, move, normalize, stored, symmetric
 from muonsw.kernels.graphs import GradientReads
 from muonsw.kernels.tables import GraphTables, in_graph, table
 from muonsw.nonfinite import Flag
@@ -27,7 +27,7 @@ class Recorder(TorchDispatchMode):
         del device, pool
         self.calls = []
         with self, pytest.MonkeyPatch.context() as patch:
-            for module in (elementwise, finite, momentum, move, normalize, stored, symmetric):
+            for module in (adamw, finite, momentum, move, normalize, stored, symmetric):
                 patch.setattr(module, "launch_on", self.launch)
             program()
 

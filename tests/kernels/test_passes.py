@@ -129,9 +129,12 @@ def test_runs_cover_a_tensor_in_order():
     base = torch.arange(4 * 64 * 32.0).view(4, 64, 32)
     for tensor in (base, base[:, 16:48], base[1:3, :, :]):
         flat = tensor.reshape(-1)
-        for run in runs([tensor]):
-            start = (run.address - base.data_ptr()) // 4
-            assert torch.equal(base.view(-1)[start : start + run.size], flat[run.position : run.position + run.size])
+        found = runs([tensor])
+        assert set(found.owners) == {0}
+        assert sum(found.sizes) == tensor.numel()
+        for address, size, position in zip(found.addresses, found.sizes, found.positions, strict=True):
+            start = (address - base.data_ptr()) // 4
+            assert torch.equal(base.view(-1)[start : start + size], flat[position : position + size])
     assert runs([base.mT]) is None
 
 
