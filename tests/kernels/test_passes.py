@@ -15,7 +15,6 @@ from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.momentum import normalized_momentum, takes
 from muonsw.kernels.move import move
 from muonsw.kernels.tables import runs
-from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import normalize
 from muonsw.precision import mix
 from muonsw.precision import stochastic_round as rounded
@@ -103,16 +102,6 @@ def test_low_precision_gradients_and_momenta(dtype, device):
         assert (found.float() - expected).abs().max() <= eps * expected.abs().max()
     expected = normalize(torch.stack(ahead))
     assert (batch - expected).abs().max() <= eps * expected.abs().max()
-
-
-def test_a_skipped_step_leaves_momentum_and_gives_zero(device):
-    grads, momenta = problem((33, 40), device)
-    grads[0][0, 3, 3] = float("nan")
-    before = [m.clone() for m in momenta]
-    flag = Flag(torch.ones((), device=device))
-    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": flag}
-    assert not normalized_momentum(grads, momenta, **options, dtype=torch.float16).any()
-    assert all(torch.equal(a, b) for a, b in zip(momenta, before, strict=True))
 
 
 def test_layouts_without_a_kernel_are_refused(device):

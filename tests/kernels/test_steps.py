@@ -1,5 +1,7 @@
 """Whole steps with kernels are the steps without, for every option that reaches a kernel."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -136,15 +138,19 @@ def test_adamw(options, dtype, device, kernels_on):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", [MuonSW, AdamWSW])
-def test_a_flag_on_the_device_skips_everything(cls, dtype, device, kernels_on, monkeypatch):
+@pytest.mark.parametrize(
+    "build",
+    [MuonSW, partial(MuonSW, precondition="muon2", normalize="normuon"), AdamWSW],
+    ids=["muon", "slots", "adamw"],
+)
+def test_a_flag_on_the_device_skips_everything(build, dtype, device, kernels_on, monkeypatch):
     """What a GPU step does with a bad gradient, driven by hand so that it runs on a CPU as well."""
     kernels_on(True)
     bad = torch.zeros((), device=device)
     monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(bad.clone()))
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in ((24, 40), (24, 40))]
-    optimizer = cls(params, lr=0.05, weight_decay=0.3)
+    optimizer = build(params, lr=0.05, weight_decay=0.3)
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator).to(device, dtype)
     start = [p.detach().clone() for p in params]
