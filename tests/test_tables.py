@@ -47,34 +47,23 @@ def test_a_stream_reads_what_was_made_in_it(device):
     assert kept.get("a", CUDA, make) is not first
 
 
-def test_what_is_made_under_a_capture_is_not_kept(device):
-    """A graph fills it when it is replayed, so nothing else may read it."""
-    kept = TensorCache()
-    device.capturing = True
-    inside = kept.get("a", CUDA, make)
-    device.capturing = False
-    assert kept.get("a", CUDA, make) is not inside
-
-
-def test_maps_made_under_a_capture_are_copied_by_the_graph(device, monkeypatch):
-    made = []
-    monkeypatch.setattr(tables, "_in_graph", lambda numbers, _: made.append(numbers) or torch.tensor(numbers))
+def test_a_map_made_under_a_capture_is_computed_by_the_graph_and_not_cached(monkeypatch):
     monkeypatch.setattr(tables, "_maps", TensorCache())
-    device.capturing = True
-    assert block_map((5, 1), 4, CUDA).tolist() == [[0, 0, 1], [0, 1, 0]]
-    assert made == [[2, 1]]
+    graph = GraphTables([], CPU, 64)
+    graph._entries[:2] = torch.tensor([2, 1])  # which a graph computes before anything reads them
+    with in_graph(graph):
+        assert block_map((5, 1), 4, CUDA).tolist() == [[0, 0, 1], [0, 1, 0]]
+    assert graph._numbers[:2] == [2, 1]
     assert not tables._maps._made
 
 
-def test_who_captures_holds_what_the_graph_reads(device):
-    kept, graph = TensorCache(), GraphTables([], CPU, 0)
-    found = kept.get("a", CUDA, make)
-    device.stream, device.capturing = 2, True
+def test_a_graph_holds_the_cached_tensors_that_it_reads(device):
+    cache, graph = TensorCache(), GraphTables([], CPU, 0)
+    cached = cache.get("a", CUDA, make)
+    device.stream = 2
     with in_graph(graph):
-        assert kept.get("a", CUDA, make) is found
-    assert graph.held == [found]
-    kept.get("a", CUDA, make)
-    assert tables._for_ever.pop() is found
+        assert cache.get("a", CUDA, make) is cached
+    assert graph.held == [cached]
 
 
 def test_tables_that_do_not_fit_are_refused():

@@ -28,10 +28,8 @@ from muonsw import kernels, machine, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.base import Rates
-from muonsw.algorithms.lion import LION
 from muonsw.algorithms.muon import MUON, polar_name
 from muonsw.algorithms.muon_kernels import in_kernels
-from muonsw.algorithms.sgd import SGD
 from muonsw.decay import DECAY_RULES, decays
 from muonsw.kernels.graphs import GradientReads, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph, lengths
@@ -64,7 +62,7 @@ _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 PATIENCE = 50
 
 # The algorithms whose steps our own kernels make.
-OURS = (MUON, ADAMW, SGD, LION)
+OURS = (MUON, ADAMW)
 
 # Takes the step of these batches, with the rates of each, unless the flag that it returns forbids it.
 StepTaker = Callable[[list[Batch], list[Rates]], Flag | None]

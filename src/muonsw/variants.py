@@ -41,7 +41,7 @@ class MuonSW(ScaledDecayOptimizer):
             `aurora_polar`), or a registered name.
         ns_steps: iterations of the orthogonalizer; None is the number of its authors: 5, or 12 of "simple_quintic".
         ns_dtype: dtype of its products; "auto" is bfloat16 where the hardware multiplies it, float16 on older GPUs
-            with tensor cores, else float32. On GPUs `orthogonalizer="auto"` takes float16 in the place of bfloat16.
+            with tensor cores, else float32. On GPUs all but "newton_schulz" take float16 instead of bfloat16.
         scale: shape scale: "match_rms_adamw" (0.2 sqrt(max(m, n))), "original", "spectral" or "none".
         precondition: what is done to the momentum before it is orthogonalized: "muon2" (divided by the root of the
             average squared gradient), "sign", "equalize" (rows of equal norm), "soap" (whitened in the eigenbasis of

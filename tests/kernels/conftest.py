@@ -20,7 +20,7 @@ def small_tiles(monkeypatch):
     from muonsw.kernels import symmetric
     from muonsw.orthogonalize import iterations
 
-    monkeypatch.setattr(symmetric, "best_tiles", lambda _: symmetric.Tiles(32, 1, 16, 4, 2))
+    monkeypatch.setattr(symmetric, "best_tiles", lambda _: symmetric.Tiles(32, 16, 4, 2))
     monkeypatch.setattr(iterations, "KERNEL_ROWS", 16)
 
 

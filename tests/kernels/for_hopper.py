@@ -10,12 +10,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from muonsw import MuonSW, kernels, rates, step
-from muonsw.kernels import adamw, elementwise, finite, lion, momentum, move, normalize, sgd, stored, symmetric
+from muonsw.kernels import adamw, elementwise, finite, momentum, move, normalize, stored, symmetric
 from muonsw.lab.model import kernels as model
 from muonsw.nonfinite import Flag
 from muonsw.precision import Noise
 
-MODULES = (adamw, elementwise, finite, lion, momentum, move, normalize, sgd, stored, symmetric, model)
+MODULES = (adamw, elementwise, finite, momentum, move, normalize, stored, symmetric, model)
 SLOTS = (
     {},
     {"normalize": "normuon", "precondition": "muon2", "cautious": True},
@@ -26,9 +26,6 @@ ELEMENTS = (
     {"algorithm": "adamw"},
     {"algorithm": "adamw", "state_dtype": "int8", "cautious": True},
     {"algorithm": "adamw", "state_dtype": "bfloat16", "maximize": True},
-    {"algorithm": "lion"},
-    {"algorithm": "sgd", "momentum": 0.9, "nesterov": True},
-    {"algorithm": "sgd", "momentum": 0.0},
 )
 
 
@@ -93,8 +90,7 @@ def main():
         launched.add(kernel)
 
     for module in MODULES:
-        if hasattr(module, "launch_on"):
-            module.launch_on = compile_only
+        module.launch_on = compile_only
     kernels.available, kernels.TORCH_BELOW = lambda _: True, 0
     step.finite_flag = lambda *_: Flag(torch.zeros(()))
     for dtype, on_device in ((torch.float32, False), (torch.bfloat16, True), (torch.float16, False)):

@@ -13,9 +13,8 @@ from muonsw.kernels import finite, momentum
 from muonsw.kernels.common import DTYPES, stochastic_round
 from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.momentum import normalized_momentum, takes
-from muonsw.kernels.sgd import sgd
+from muonsw.kernels.move import move
 from muonsw.kernels.tables import runs
-from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import normalize
 from muonsw.precision import mix
 from muonsw.precision import stochastic_round as rounded
@@ -105,16 +104,6 @@ def test_low_precision_gradients_and_momenta(dtype, device):
     assert (batch - expected).abs().max() <= eps * expected.abs().max()
 
 
-def test_a_skipped_step_leaves_momentum_and_gives_zero(device):
-    grads, momenta = problem((33, 40), device)
-    grads[0][0, 3, 3] = float("nan")
-    before = [m.clone() for m in momenta]
-    flag = Flag(torch.ones((), device=device))
-    options = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": flag}
-    assert not normalized_momentum(grads, momenta, **options, dtype=torch.float16).any()
-    assert all(torch.equal(a, b) for a, b in zip(momenta, before, strict=True))
-
-
 def test_layouts_without_a_kernel_are_refused(device):
     straight = torch.randn(2, 8, 6, device=device)
     stacks = [straight, torch.randn(2, 16, 6, device=device)[:, :8]]
@@ -129,9 +118,12 @@ def test_runs_cover_a_tensor_in_order():
     base = torch.arange(4 * 64 * 32.0).view(4, 64, 32)
     for tensor in (base, base[:, 16:48], base[1:3, :, :]):
         flat = tensor.reshape(-1)
-        for run in runs([tensor]):
-            start = (run.address - base.data_ptr()) // 4
-            assert torch.equal(base.view(-1)[start : start + run.size], flat[run.position : run.position + run.size])
+        found = runs([tensor])
+        assert set(found.owners) == {0}
+        assert sum(found.sizes) == tensor.numel()
+        for address, size, position in zip(found.addresses, found.sizes, found.positions, strict=True):
+            start = (address - base.data_ptr()) // 4
+            assert torch.equal(base.view(-1)[start : start + size], flat[position : position + size])
     assert runs([base.mT]) is None
 
 
@@ -151,7 +143,7 @@ def test_many_small_decays_are_not_rounded_to_one_side(device):
     start = (torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) + 0.5).to(device)
     weight, zero = start.clone(), torch.zeros_like(start)
     for _ in range(steps):
-        sgd(Weights([weight]), [zero], [], 0.0, "ema", False, False, Motion(0.1, phi, None, 1.0, False))
+        assert move(Weights([weight]), [zero], Motion(0.1, phi, None, 1.0, False))
     error = weight.double() / (start.double() * (1 - phi) ** steps) - 1
     assert abs(float(error.mean())) < 0.1 * steps * 2.0**-25
 

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw import MuonSW
 from muonsw.algorithms.base import Update, advance_momentum, look_ahead
 from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.momentum import Precondition, advance_momenta, normalized_momentum
@@ -184,19 +182,3 @@ def test_the_move_multiplies_rows_on_its_way(device):
     assert torch.equal(torch.cat([update.stretched[0], update.stretched[1][None]]), U * factors)
     assert move(Weights(weights), update.directions, Motion(0.5, 0.0, None, 1.0, False), factors, 300)
     assert all(torch.allclose(w, x, rtol=1e-6, atol=1e-6) for w, x in zip(weights, wanted, strict=True))
-
-
-def test_a_flag_on_the_device_skips_the_slots(device, kernels_on, monkeypatch):
-    kernels_on(True)
-    bad = torch.zeros((), device=device)
-    monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(bad.clone()))
-    param = nn.Parameter(torch.randn(24, 40, device=device))
-    optimizer = MuonSW([param], lr=0.05, precondition="muon2", normalize="normuon")
-    param.grad = torch.randn(24, 40, device=device)
-    optimizer.step()
-    before = [value.clone() for value in (param.detach(), *optimizer.state[param].values())]
-    param.grad[3, 3] = float("nan")
-    bad.fill_(1)
-    optimizer.step()
-    after = [param.detach(), *optimizer.state[param].values()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

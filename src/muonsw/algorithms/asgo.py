@@ -14,7 +14,7 @@ from muonsw.algorithms.triangles import pack, packed_shape, unpack
 from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
-from muonsw.orthogonalize.iterations import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
+from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
 from muonsw.slots import Specs, State
 from muonsw.work import Group
 

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonsw import kernels
 from muonsw.algorithms.base import (
     Algorithm,
     Budget,
     FusedUpdate,
-    Rates,
     Update,
     advance_momentum,
     clean,
     columns,
     elementwise_updates,
-    kernel_weights,
 )
 from muonsw.matrices import Part
 from muonsw.work import Group, Item
@@ -37,18 +33,9 @@ def state_keys(group: Group) -> tuple[str, ...]:  # noqa: ARG001
     return KEYS
 
 
-class LionTensors(NamedTuple):
-    """What one chunk of Lion works on."""
-
-    weights: list[Tensor]
-    grads: list[Tensor]
-    averages: list[Tensor]
-
-
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
-    """Directions sign(beta1 M + (1 - beta1) G), or the whole step in one kernel where there is one."""
-    fused, plain = partial(_fused_update, group), partial(_plain_update, group, budget)
-    return elementwise_updates(items, KEYS, budget, fused, plain)
+    """Directions sign(beta1 M + (1 - beta1) G)."""
+    return elementwise_updates(items, KEYS, budget, lambda _: None, partial(_plain_update, group, budget))
 
 
 def _plain_update(group: Group, budget: Budget, parts: list[Part]) -> Update:
@@ -58,25 +45,6 @@ def _plain_update(group: Group, budget: Budget, parts: list[Part]) -> Update:
     torch._foreach_sign_(directions)
     advance_momentum("ema", averages, grads, beta2, budget.ok)
     return Update(parts, directions)
-
-
-def _fused_update(group: Group, parts: list[Part]) -> FusedUpdate | None:
-    """The whole step by our kernel; None where it does not take these tensors."""
-    tensors = LionTensors(*columns(parts, KEYS))
-    if not kernels.available(tensors.weights[0].device) or not group["betas"][1]:
-        return None
-    from muonsw.kernels.elementwise import Motion, takes
-    from muonsw.kernels.lion import lion
-
-    weights = kernel_weights(group, parts, tensors.weights)
-    if not takes(weights.tensors, tensors.grads, tensors.averages):
-        return None
-
-    def take(rates: Rates) -> None:
-        motion = Motion(rates.eta, rates.phi, rates.flag, 1.0, group["cautious"])
-        lion(weights, tensors.grads, tensors.averages, group["betas"], group["maximize"], motion)
-
-    return FusedUpdate(parts, take)
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:

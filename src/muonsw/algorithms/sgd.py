@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonsw import kernels
 from muonsw.algorithms.base import (
     Algorithm,
     Budget,
@@ -21,13 +20,10 @@ from muonsw.algorithms.base import (
     clean,
     columns,
     elementwise_updates,
-    kernel_weights,
     look_ahead,
     subtract,
     suits_torch,
-    torch_is_quicker,
 )
-from muonsw.decay import decays
 from muonsw.matrices import Part
 from muonsw.work import Group, Item
 
@@ -49,15 +45,10 @@ class SGDTensors(NamedTuple):
     momenta: list[Tensor]
 
 
-Maker = Callable[[Group, list[Part], SGDTensors], Take | None]
-
-
 def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update | FusedUpdate]:
-    """Directions of plain, heavy-ball or Nesterov SGD, or the whole step in one kernel where there is one."""
-    makers: list[Maker] = [_kernel, _torch_kernel] if budget.on_host else [_kernel]
-    if torch_is_quicker(items) and not _takes_torch_two_passes(group):
-        makers.reverse()
-    fused, plain = partial(_fused_update, group, makers), partial(_plain_update, group, budget)
+    """Directions of plain, heavy-ball or Nesterov SGD, or the whole step in torch's kernel where it can."""
+    fused = partial(_fused_update, group) if budget.on_host else lambda _: None
+    plain = partial(_plain_update, group, budget)
     return elementwise_updates(items, state_keys(group), budget, fused, plain)
 
 
@@ -74,14 +65,10 @@ def _plain_update(group: Group, budget: Budget, parts: list[Part]) -> Update:
     return Update(parts, _look_ahead(group, grads, tensors.momenta))
 
 
-def _fused_update(group: Group, makers: list[Maker], parts: list[Part]) -> FusedUpdate | None:
-    """The whole step by the first kernel that takes these tensors; None where there is none."""
-    tensors = _tensors(group, parts)
-    for make in makers:
-        take = make(group, parts, tensors)
-        if take is not None:
-            return FusedUpdate(parts, take)
-    return None
+def _fused_update(group: Group, parts: list[Part]) -> FusedUpdate | None:
+    """The whole step by torch's kernel; None where it does not take these tensors."""
+    take = _torch_kernel(group, _tensors(group, parts))
+    return None if take is None else FusedUpdate(parts, take)
 
 
 def _look_ahead(group: Group, grads: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
@@ -94,33 +81,8 @@ def _look_ahead(group: Group, grads: list[Tensor], momenta: list[Tensor]) -> lis
     return ahead
 
 
-def _kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take | None:
-    """The step as one pass of our kernel, if it takes these tensors."""
-    weights, grads, momenta = tensors
-    if not kernels.available(weights[0].device):
-        return None
-    from muonsw.kernels.elementwise import Motion, takes
-    from muonsw.kernels.sgd import sgd
-
-    rounded = kernel_weights(group, parts, weights)
-    if not takes(rounded.tensors, grads, momenta or grads):
-        return None
-    settings = (group["momentum"], group["momentum_form"], group["nesterov"], group["maximize"])
-
-    def take(rates: Rates) -> None:
-        motion = Motion(rates.eta, rates.phi, rates.flag, 1.0, group["cautious"])
-        sgd(rounded, grads, momenta, *settings, motion)
-
-    return take
-
-
-def _takes_torch_two_passes(group: Group) -> bool:
-    """Whether torch's kernel cannot decay: it couples decay to momentum, so with momentum the decay goes first."""
-    return bool(group["momentum"]) and decays(group)
-
-
-def _torch_kernel(group: Group, parts: list[Part], tensors: SGDTensors) -> Take | None:  # noqa: ARG001
-    """The step as torch's own, after the decay where that needs a pass of its own."""
+def _torch_kernel(group: Group, tensors: SGDTensors) -> Take | None:
+    """The step as torch's own; it couples decay to momentum, so with momentum the decay goes first."""
     weights, grads, momenta = tensors
     ema = bool(momenta) and group["momentum_form"] == "ema"
     if (ema and group["nesterov"]) or not suits_torch(group, weights, grads, momenta or grads):

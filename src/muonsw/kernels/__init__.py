@@ -6,7 +6,7 @@
 | `normalize` | NorMuon, AdaMuon and Muon+ on directions, their state where it lies | `muonsw.normalize` |
 | `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
 | `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
-| `adamw`, `lion`, `sgd` | the whole step, AdamW's with stored state too | `algorithms` of these names and `apply` |
+| `adamw` | the whole step, with stored state too | `algorithms.adamw` and `apply` |
 | `stored` | state in 8 bits or bfloat16, encoded or decoded | `encode`, `decode`, `round_bfloat16` of `stored.codes` |
 | `finite` | whether a gradient is not finite | `nonfinite.all_finite` |
 

@@ -6,15 +6,17 @@ Compiled without fused multiply-adds, so that stored state makes the same bits o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonsw.kernels.common import DTYPES, lerp, scalar, start, stochastic_round
-from muonsw.kernels.elementwise import BLOCK, Motion, Weights, gradient, launch, place, place_blocks, write
+from muonsw.kernels import launch_on
+from muonsw.kernels.common import DTYPES, alignment, block_of, lerp, limit, start, stochastic_round, whole_number
+from muonsw.kernels.elementwise import BLOCK, WARPS, Motion, Weights, choices, rates, scalars, write
 from muonsw.kernels.stored import decoded, encoded, tile
+from muonsw.kernels.tables import addresses, block_map, runs, table
 from muonsw.precision import Kept
 
 
@@ -53,32 +55,34 @@ def _adamw(
     bad,
     STATE_ROW: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    GAIN_SMALL: tl.constexpr,
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ETA_ON_DEVICE: tl.constexpr,
-    PHI_ON_DEVICE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
-    ROUNDING: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
-    g = gradient(pointers, STATE_ROW * tensors + owner, offsets, inside, GRAD, STATE, MAXIMIZE, ALIGNED)
+    owner, offsets = block_of(blocks, BLOCK)
+    inside = offsets < limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)
+    g = tl.load(start(pointers, STATE_ROW * tensors + owner, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
+    g = g.to(STATE).to(tl.float32)
+    if MAXIMIZE:
+        g = -g
     averages = start(pointers, (STATE_ROW + 1) * tensors + owner, STATE, ALIGNED)
     squares = start(pointers, (STATE_ROW + 2) * tensors + owner, STATE, ALIGNED)
     m = tl.load(averages + offsets, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(squares + offsets, mask=inside, other=0.0).to(tl.float32)
-    m = lerp(m, g, gain1, GAIN_SMALL).to(STATE)
+    m = lerp(m, g, gain1).to(STATE)
     v = (beta2 * v + gain2 * g * g).to(STATE)
     tl.store(averages + offsets, m, mask=inside)
     tl.store(squares + offsets, v, mask=inside)
     step = tl.load(start(pointers, (STATE_ROW + 3) * tensors + owner, tl.float32, False))
     direction = _direction(m.to(tl.float32), v.to(tl.float32), step, log_beta1, log_beta2, eps)
-    rate, decay = scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE)
-    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
+    rate, decay = rates(eta, phi, scale, ON_DEVICE)
+    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -99,23 +103,27 @@ def _adamw_stored(
     bad,
     STATE_ROW: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    GAIN_SMALL: tl.constexpr,
     GRAD: tl.constexpr,
     CODED: tl.constexpr,
     NOISY: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ETA_ON_DEVICE: tl.constexpr,
-    PHI_ON_DEVICE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
-    ROUNDING: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
     LENGTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    owner, rows, offsets, inside = place_blocks(sizes, blocks, bad, HAS_FLAG, ALIGNED, LENGTH, ROWS, COLUMNS)
-    g = gradient(pointers, STATE_ROW * tensors + owner, offsets, inside, GRAD, tl.float32, MAXIMIZE, ALIGNED)
+    owner, rows = block_of(blocks, ROWS)  # blocks of state
+    columns = tl.arange(0, COLUMNS)[None, :]
+    offsets = rows[:, None] * LENGTH + columns
+    inside = (offsets < limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)) & (columns < LENGTH)
+    g = tl.load(start(pointers, STATE_ROW * tensors + owner, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
+    g = g.to(tl.float32)
+    if MAXIMIZE:
+        g = -g
     step = tl.load(start(pointers, (STATE_ROW + 3) * tensors + owner, tl.float32, False))
     averages = start(pointers, (STATE_ROW + 1) * tensors + owner, tl.int8 if CODED else tl.bfloat16, ALIGNED)
     squares = start(pointers, (STATE_ROW + 2) * tensors + owner, tl.uint8 if CODED else tl.bfloat16, ALIGNED)
@@ -127,11 +135,11 @@ def _adamw_stored(
     else:
         m = tl.load(averages + offsets, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(squares + offsets, mask=inside, other=0.0).to(tl.float32)
-    m = lerp(m, g, gain1, GAIN_SMALL)
+    m = lerp(m, g, gain1)
     v = beta2 * v + gain2 * g * g
     direction = _direction(m, v, step, log_beta1, log_beta2, eps)
-    rate, decay = scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE)
-    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
+    rate, decay = rates(eta, phi, scale, ON_DEVICE)
+    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED)
     key1, key2, origin = owner.to(tl.int64), owner.to(tl.int64), owner.to(tl.int64)  # without noise unused
     if NOISY:
         key1 = tl.load(pointers + (STATE_ROW - 3) * tensors + owner)
@@ -159,8 +167,9 @@ def adamw(
     motion: Motion,
 ) -> None:
     """One step of AdamW; `counters` hold the number of this step, from one, for each tensor."""
-    options = _options(betas, maximize) | {"STATE": DTYPES[averages[0].dtype]}
-    launch(_adamw, weights, (grads, averages, squares, counters), motion, _arguments(betas, eps), options)
+    lists = (grads, averages, squares, counters)
+    options = {"MAXIMIZE": maximize, "STATE": DTYPES[averages[0].dtype], "BLOCK": BLOCK}
+    _launch(_adamw, weights, lists, [], BLOCK, betas, eps, motion, options)
 
 
 def adamw_stored(
@@ -176,28 +185,64 @@ def adamw_stored(
 ) -> None:
     """The same of state in 8 bits, in blocks of one length, or in bfloat16."""
     first = averages[0]
-    scales = [[one.scale for one in kept if one.scale is not None] for kept in (averages, squares)]
-    noises = [[one.noise for one in kept if one.noise is not None] for kept in (averages, squares)]
-    keys = [[noise.key for noise in some] for some in noises]
-    launch(
-        _adamw_stored,
-        weights,
-        (grads, *([one.values for one in kept] for kept in (averages, squares)), counters, *filter(None, scales)),
-        motion,
-        _arguments(betas, eps),
-        _options(betas, maximize) | {"CODED": first.scale is not None, "NOISY": first.noise is not None},
-        [*keys, [noise.origin for noise in noises[0]]] if noises[0] else [],
-        tile(BLOCK if first.scale is None else first.values.numel() // first.scale.numel()),
+    values, scales, noises = (
+        [[getattr(each, field) for each in state] for state in (averages, squares)]
+        for field in ("values", "scale", "noise")
     )
+    coded, noisy = first.scale is not None, first.noise is not None
+    lists = (grads, *values, counters, *(scales if coded else ()))
+    numbers = []
+    if noisy:
+        numbers = [*([noise.key for noise in each] for each in noises), [noise.origin for noise in noises[0]]]
+    cut = tile(first.values.numel() // first.scale.numel() if first.scale is not None else BLOCK)
+    options = {"MAXIMIZE": maximize, "CODED": coded, "NOISY": noisy, **cut}
+    _launch(_adamw_stored, weights, lists, numbers, cut["ROWS"] * cut["LENGTH"], betas, eps, motion, options)
 
 
-def _arguments(betas: tuple[float, float], eps: float) -> tuple[float, ...]:
+def _launch(
+    kernel: triton.JITFunction,
+    weights: Weights,
+    lists: Sequence[Sequence[Tensor]],
+    numbers: Sequence[Sequence[int]],
+    block: int,
+    betas: tuple[float, float],
+    eps: float,
+    motion: Motion,
+    options: Mapping[str, object],
+) -> None:
+    """Launch a kernel on weights, lists of gradients and state, and rows of whole numbers that it asks for."""
+    device, stretches = weights.tensors[0].device, runs(weights.tensors)
+    assert stretches is not None
+    companions = [*weights.rounding_rows(stretches), *numbers]
+    rows = (stretches.addresses, *companions, *map(addresses, lists), stretches.sizes)
+    row = 1 + len(companions)
+    pointers, is_aligned = table(rows, device, range(1, row))
+    blocks = block_map(stretches.sizes, block, device)
     beta1, beta2 = betas
-    return _log(beta1), _log(beta2), eps, 1 - beta1, beta2, 1 - beta2
-
-
-def _options(betas: tuple[float, float], maximize: bool) -> dict[str, object]:
-    return {"MAXIMIZE": maximize, "GAIN_SMALL": 1 - betas[0] < 0.5, "enable_fp_fusion": False}
+    large = [weights.tensors[0], *(tensors[0] for tensors in lists if tensors[0].dim())]  # without counters
+    launch_on(
+        device,
+        kernel,
+        (blocks.shape[1],),
+        pointers,
+        pointers[-1],
+        blocks,
+        len(weights.tensors),
+        _log(beta1),
+        _log(beta2),
+        eps,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        *scalars(motion, pointers),
+        STATE_ROW=row,
+        GRAD=DTYPES[lists[0][0].dtype],
+        **options,
+        **choices(weights, motion),
+        ALIGNED=alignment(is_aligned, *large),
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
 
 
 def _log(beta: float) -> float:

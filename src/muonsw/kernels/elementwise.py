@@ -1,8 +1,8 @@
-"""What the one-pass steps share: which elements, and how a weight is decayed, moved and rounded.
+"""How weights are decayed, moved and rounded by the kernels of `adamw` and `move`.
 
 One launch works on a list of tensors. Their addresses are columns of a table with these rows: the weight; for
 stochastic rounding the step counter, the key of the noise and the position of the first element; numbers that a kernel
-asks for; then gradient and state.
+asks for; then what it reads beside weights; last the sizes.
 """
 
 from __future__ import annotations
@@ -14,21 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonsw.kernels import launch_on
-from muonsw.kernels.common import (
-    DTYPES,
-    ROUNDINGS,
-    STOCHASTIC,
-    alignment,
-    block_of,
-    flag_or,
-    limit,
-    shrink_and_move,
-    start,
-    stochastic_round,
-    whole_number,
-)
-from muonsw.kernels.tables import Stretch, addresses, block_map, lengths, table
+from muonsw.kernels.common import DTYPES, flag_or, start, stochastic_round
+from muonsw.kernels.tables import Stretches
 from muonsw.nonfinite import Flag
 from muonsw.work import all_contiguous, one_dtype
 
@@ -37,7 +24,10 @@ WARPS = 4
 
 
 class Motion(NamedTuple):
-    """How weights move: `W <- (1 - phi) W - eta * scale * direction` unless `flag` forbids it, as in `apply`."""
+    """How weights move: `W <- (1 - phi) W - eta * scale * direction` unless `flag` forbids it, as in `apply`.
+
+    Both rates are numbers, or both are scalars on the device.
+    """
 
     eta: float | Tensor
     phi: float | Tensor
@@ -54,50 +44,24 @@ class Weights(NamedTuple):
     counters: Sequence[Tensor] = ()
     keys: Sequence[int] = ()
 
-
-@triton.jit
-def place(sizes, blocks, bad, HAS_FLAG: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """The tensor that this program works on, the entries, and which of them it may change."""
-    owner, offsets = block_of(blocks, BLOCK)
-    return owner, offsets, offsets < limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)
-
-
-@triton.jit
-def place_blocks(
-    sizes,
-    blocks,
-    bad,
-    HAS_FLAG: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LENGTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The same in blocks of state: the tensor, its blocks (rows), and the entries (rows, columns)."""
-    owner, rows = block_of(blocks, ROWS)
-    columns = tl.arange(0, COLUMNS)[None, :]
-    offsets = rows[:, None] * LENGTH + columns
-    size = limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)
-    return owner, rows, offsets, (offsets < size) & (columns < LENGTH)
+    def rounding_rows(self, stretches: Stretches) -> list[list[int]]:
+        """The rows of the table that belong to the rounding, one column for each stretch of the weights."""
+        if self.rounding == "nearest":
+            return []
+        counters = [counter.data_ptr() for counter in self.counters]
+        return [
+            [counters[owner] for owner in stretches.owners],
+            [self.keys[owner] for owner in stretches.owners],
+            list(stretches.positions),
+        ]
 
 
 @triton.jit
-def gradient(
-    pointers,
-    entry,
-    offsets,
-    inside,
-    GRAD: tl.constexpr,
-    STATE: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """The gradient of one block as state of this dtype takes it in, pointing downhill."""
-    g = tl.load(start(pointers, entry, GRAD, ALIGNED) + offsets, mask=inside, other=0.0)
-    g = g.to(STATE).to(tl.float32)
-    if MAXIMIZE:
-        g = -g
-    return g
+def rates(eta, phi, scale, ON_DEVICE: tl.constexpr):
+    """The factor of the direction, and that of the decay."""
+    if ON_DEVICE:
+        eta, phi = tl.load(eta).to(tl.float32), tl.load(phi).to(tl.float32)
+    return eta * scale, phi
 
 
 @triton.jit
@@ -111,21 +75,24 @@ def write(
     rate,
     decay,
     CAUTIOUS: tl.constexpr,
-    ROUNDING: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """Decay and move the weights of one block, in float32, and round once."""
     weights = start(pointers, owner, WEIGHT, ALIGNED)
     w = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
-    w = shrink_and_move(w, direction, rate, decay, CAUTIOUS)
-    rounded = w
-    if ROUNDING == STOCHASTIC:
+    if CAUTIOUS:  # spares elements that move outward
+        w = w - tl.where(w * direction >= 0, w, 0.0) * decay
+    else:
+        w = w - w * decay  # 1 - decay would be rounded, to the same side at every step
+    w = w - rate * direction
+    if STOCHASTIC:
         step = tl.load(start(pointers, tensors + owner, tl.float32, False))
         key = tl.load(pointers + 2 * tensors + owner)
         position = tl.load(pointers + 3 * tensors + owner) + offsets
-        rounded = stochastic_round(w, step, key, position, WEIGHT)
-    tl.store(weights + offsets, rounded.to(WEIGHT), mask=inside)
+        w = stochastic_round(w, step, key, position, WEIGHT)
+    tl.store(weights + offsets, w.to(WEIGHT), mask=inside)
 
 
 def takes(*lists: Sequence[Tensor]) -> bool:
@@ -133,72 +100,17 @@ def takes(*lists: Sequence[Tensor]) -> bool:
     return all(tensors[0].dtype in DTYPES and one_dtype(tensors) and all_contiguous(tensors) for tensors in lists)
 
 
-def launch(kernel, weights: Weights, state, motion: Motion, arguments, options, numbers=(), tile=None) -> None:
-    """Launch the kernel of an algorithm on weights, gradients and state of any sizes.
-
-    Args:
-        kernel: a Triton kernel, with the parameters that those here have in common.
-        weights: what moves.
-        state: lists of tensors; the first are gradients.
-        motion: how far they move.
-        arguments: the kernel's own, after the table.
-        options: what it is compiled for.
-        numbers: rows of whole numbers that it wants before the gradients.
-        tile: ROWS blocks of LENGTH elements for a program, in COLUMNS; None is BLOCK elements.
-    """
-    sizes = lengths(weights.tensors)
-    companions = rounding_rows(weights, [Stretch(0, size, owner, 0) for owner, size in enumerate(sizes)])
-    device = weights.tensors[0].device
-    rows = (addresses(weights.tensors), *companions, *numbers, *map(addresses, state), sizes)
-    pointers, is_aligned = table(rows, device, loose_rows(weights, len(numbers)))
-    blocks = block_map(sizes, BLOCK if tile is None else tile["ROWS"] * tile["LENGTH"], device)
-    first = [weights.tensors[0], *(tensors[0] for tensors in state if tensors[0].dim())]  # without counters
-    launch_on(
-        device,
-        kernel,
-        (blocks.shape[1],),
-        pointers,
-        pointers[-1],
-        blocks,
-        len(sizes),
-        *arguments,
-        *scalars(motion, pointers),
-        STATE_ROW=1 + len(companions) + len(numbers),
-        GRAD=DTYPES[state[0][0].dtype],
-        **options,
-        **choices(weights, motion, alignment(is_aligned, *first)),
-        **({"BLOCK": BLOCK} if tile is None else tile),
-        num_warps=WARPS,
-    )
-
-
-def rounding_rows(weights: Weights, stretches: Sequence[Stretch]) -> list[list[int]]:
-    """The rows of the table that belong to the rounding, one column for each stretch of the weights."""
-    if weights.rounding == "nearest":
-        return []
-    counters = [counter.data_ptr() for counter in weights.counters]
-    owners = [run.owner for run in stretches]
-    return [[counters[o] for o in owners], [weights.keys[o] for o in owners], [run.position for run in stretches]]
-
-
-def loose_rows(weights: Weights, numbers: int = 0) -> range:
-    """Which rows of the table hold no addresses of many entries: those of noise, and the `numbers` of a kernel."""
-    return range(1, 1 + (3 if weights.rounding == "stochastic" else 0) + numbers)
-
-
 def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:
     """The arguments of a kernel that say how far weights move."""
     return motion.eta, motion.phi, motion.scale, flag_or(motion.flag, unused)
 
 
-def choices(weights: Weights, motion: Motion, aligned: int) -> dict[str, object]:
-    """What a kernel is compiled for."""
+def choices(weights: Weights, motion: Motion) -> dict[str, object]:
+    """What a kernel that moves weights is compiled for."""
     return {
         "HAS_FLAG": motion.flag is not None,
-        "ETA_ON_DEVICE": isinstance(motion.eta, Tensor),
-        "PHI_ON_DEVICE": isinstance(motion.phi, Tensor),
+        "ON_DEVICE": isinstance(motion.eta, Tensor),
         "CAUTIOUS": motion.cautious,
-        "ROUNDING": ROUNDINGS[weights.rounding],
+        "STOCHASTIC": weights.rounding == "stochastic",
         "WEIGHT": DTYPES[weights.tensors[0].dtype],
-        "ALIGNED": aligned,
     }

@@ -77,9 +77,9 @@ class GradientReads(TorchDispatchMode):
 
     def _holds(self, given: Sequence[Any]) -> bool:
         """Whether one of these, or of the lists among these, lies in the memory of the tensors."""
-        flat = chain.from_iterable(one if isinstance(one, list | tuple) else [one] for one in given)
-        found = [getattr(one, "base", one) for one in flat]  # Triton's descriptors have a tensor of that name
-        return any(one.untyped_storage().data_ptr() in self._memory for one in found if isinstance(one, Tensor))
+        flat = chain.from_iterable(value if isinstance(value, list | tuple) else [value] for value in given)
+        values = [getattr(value, "base", value) for value in flat]  # Triton's descriptors have a tensor of that name
+        return any(value.untyped_storage().data_ptr() in self._memory for value in values if isinstance(value, Tensor))
 
 
 # Graphs whose capture was invalidated: torch's allocators go on asking them which streams they capture.

@@ -22,14 +22,12 @@ from muonsw.kernels import launch_on
 from muonsw.kernels.common import (
     BY_FOUR,
     DTYPES,
-    advance,
     alignment,
     block_of,
     by_four,
     flag_or,
     lerp,
     limit,
-    look_ahead,
     start,
     whole_number,
 )
@@ -61,53 +59,50 @@ class Precondition(NamedTuple):
 
 @triton.jit
 def _advance_block(
-    grads,
-    momenta,
+    pointers,
+    tensor,
+    tensors,
     offsets,
     live,
     beta,
     gain,
+    gain2,
+    eps,
     MAXIMIZE: tl.constexpr,
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
-    GAIN_SMALL: tl.constexpr,
-    BETA_SMALL: tl.constexpr,
+    GRAD: tl.constexpr,
     MOMENTUM: tl.constexpr,
+    PRECONDITION: tl.constexpr,
+    SQUARES: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """Advance momentum in memory; give the gradient, pointing downhill, and the direction."""
-    g = tl.load(grads + offsets, mask=live, other=0.0).to(tl.float32)
+    """Advance the momentum of a block in memory, and Muon^2's average squares; give what is to be orthogonalized.
+
+    The rows of the table are gradients, momenta, and the squares if there are any.
+    """
+    momenta = start(pointers, tensors + tensor, MOMENTUM, ALIGNED)
+    g = tl.load(start(pointers, tensor, GRAD, ALIGNED) + offsets, mask=live, other=0.0).to(tl.float32)
     m = tl.load(momenta + offsets, mask=live, other=0.0).to(tl.float32)
     if MAXIMIZE:
         g = -g
-    advanced = advance(m, g, beta, gain, EMA, GAIN_SMALL).to(MOMENTUM)
-    tl.store(momenta + offsets, advanced, mask=live)
-    ahead = advanced.to(tl.float32)
+    if EMA:
+        m = lerp(m, g, gain)
+    else:
+        m = beta * m + g
+    m = m.to(MOMENTUM)
+    tl.store(momenta + offsets, m, mask=live)
+    ahead = m.to(tl.float32)
     if NESTEROV:
-        ahead = look_ahead(ahead, g, beta, EMA, BETA_SMALL)
-    return g, ahead
-
-
-@triton.jit
-def _precondition(
-    ahead,
-    g,
-    pointers,
-    entry,
-    offsets,
-    live,
-    gain2,
-    eps,
-    PRECONDITION: tl.constexpr,
-    SQUARES: tl.constexpr,
-    GAIN2_SMALL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """What a preconditioner makes of each element; the average squares of Muon^2 are those of an entry of the table."""
+        if EMA:
+            ahead = lerp(g, ahead, beta)
+        else:
+            ahead = g + beta * ahead
     if PRECONDITION == SIGN:
         ahead = (ahead > 0).to(tl.float32) - (ahead < 0).to(tl.float32)
     if PRECONDITION == MUON2:
-        squares = start(pointers, entry, SQUARES, ALIGNED)
-        v = lerp(tl.load(squares + offsets, mask=live, other=0.0).to(tl.float32), g * g, gain2, GAIN2_SMALL)
+        squares = start(pointers, 2 * tensors + tensor, SQUARES, ALIGNED)
+        v = lerp(tl.load(squares + offsets, mask=live, other=0.0).to(tl.float32), g * g, gain2)
         tl.store(squares + offsets, v.to(SQUARES), mask=live)
         ahead = tl.where(live, ahead / (tl.sqrt(v) + eps), 0.0)
     return ahead
@@ -131,13 +126,10 @@ def _advance(
     MAXIMIZE: tl.constexpr,
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
-    GAIN_SMALL: tl.constexpr,
-    BETA_SMALL: tl.constexpr,
     GRAD: tl.constexpr,
     MOMENTUM: tl.constexpr,
     PRECONDITION: tl.constexpr,
     SQUARES: tl.constexpr,
-    GAIN2_SMALL: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -150,32 +142,23 @@ def _advance(
     inside, live = offsets < numel, offsets < limit(numel, bad, HAS_FLAG)
     if PRECONDITION == EQUALIZE:  # a block is a row
         inside, live = inside & (within < length), live & (within < length)
-    g, ahead = _advance_block(
-        start(pointers, matrix, GRAD, ALIGNED),
-        start(pointers, matrices + matrix, MOMENTUM, ALIGNED),
+    ahead = _advance_block(
+        pointers,
+        matrix,
+        matrices,
         offsets,
         live,
         beta,
         gain,
+        gain2,
+        eps,
         MAXIMIZE,
         EMA,
         NESTEROV,
-        GAIN_SMALL,
-        BETA_SMALL,
+        GRAD,
         MOMENTUM,
-    )
-    ahead = _precondition(
-        ahead,
-        g,
-        pointers,
-        2 * matrices + matrix,
-        offsets,
-        live,
-        gain2,
-        eps,
         PRECONDITION,
         SQUARES,
-        GAIN2_SMALL,
         ALIGNED,
     )
 
@@ -250,13 +233,10 @@ def _advance_only(
     MAXIMIZE: tl.constexpr,
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
-    GAIN_SMALL: tl.constexpr,
-    BETA_SMALL: tl.constexpr,
     GRAD: tl.constexpr,
     MOMENTUM: tl.constexpr,
     PRECONDITION: tl.constexpr,
     SQUARES: tl.constexpr,
-    GAIN2_SMALL: tl.constexpr,
     TARGET: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -264,28 +244,28 @@ def _advance_only(
     owner, offsets = block_of(blocks, BLOCK)
     size = whole_number(sizes, owner, ALIGNED)
     live = offsets < limit(size, bad, HAS_FLAG)
-    g, ahead = _advance_block(
-        start(pointers, owner, GRAD, ALIGNED),
-        start(pointers, tensors + owner, MOMENTUM, ALIGNED),
+    ahead = _advance_block(
+        pointers,
+        owner,
+        tensors,
         offsets,
         live,
         beta,
         gain,
+        gain2,
+        eps,
         MAXIMIZE,
         EMA,
         NESTEROV,
-        GAIN_SMALL,
-        BETA_SMALL,
+        GRAD,
         MOMENTUM,
+        PRECONDITION,
+        SQUARES,
+        ALIGNED,
     )
-    last = 2 * tensors + owner
-    ahead = _precondition(
-        ahead, g, pointers, last, offsets, live, gain2, eps, PRECONDITION, SQUARES, GAIN2_SMALL, ALIGNED
-    )
-    if PRECONDITION == MUON2:
-        last += tensors
     if TARGET is not None:
-        targets = start(pointers, last, TARGET, ALIGNED)
+        row = 3 if PRECONDITION == MUON2 else 2
+        targets = start(pointers, row * tensors + owner, TARGET, ALIGNED)
         tl.store(targets + offsets, ahead.to(TARGET), mask=offsets < size)
 
 
@@ -310,15 +290,15 @@ def matrix_addresses(stacks: Sequence[Tensor]) -> list[int]:
     """Where each matrix of these matrices and stacks begins."""
     if stacks[0].dim() == 2 and all(stack.dim() == 2 for stack in stacks):
         return addresses(stacks)
-    found: list[int] = []
+    begins: list[int] = []
     for stack in stacks:
         begin = stack.data_ptr()
         if stack.dim() == 2:
-            found.append(begin)
+            begins.append(begin)
         else:
             stride = stack.stride(0) * stack.element_size()
-            found.extend([begin + stride * place for place in range(stack.shape[0])])  # a stride may be zero
-    return found
+            begins.extend([begin + stride * place for place in range(stack.shape[0])])  # a stride may be zero
+    return begins
 
 
 def normalized_momentum(
@@ -451,19 +431,15 @@ def _momentum_arguments(
     given: Precondition,
 ) -> tuple[tuple[float, ...], dict[str, object]]:
     """The scalars of a momentum kernel, and what it is compiled for."""
-    gain, gain2 = 1 - beta if form == "ema" else 1.0, 1 - given.beta2
-    return (beta, gain, gain2, given.eps), {
+    return (beta, 1 - beta, 1 - given.beta2, given.eps), {
         "HAS_FLAG": flag is not None,
         "MAXIMIZE": maximize,
         "EMA": form == "ema",
         "NESTEROV": nesterov,
-        "GAIN_SMALL": gain < 0.5,
-        "BETA_SMALL": beta < 0.5,
         "GRAD": DTYPES[grads[0].dtype],
         "MOMENTUM": DTYPES[momenta[0].dtype],
         "PRECONDITION": PRECONDITIONS.get(given.name, 0),
         "SQUARES": DTYPES[given.squares[0].dtype] if given.squares else None,
-        "GAIN2_SMALL": gain2 < 0.5,
     }
 
 
@@ -475,7 +451,7 @@ def _contiguous_pieces(lists: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[T
         return lists
     pieces: list[list[Tensor]] = [[] for _ in lists]
     for alike in zip(*lists, strict=True):
-        whole = all_contiguous(alike)
-        for found, tensor in zip(pieces, alike, strict=True):
-            found.extend([tensor] if whole else tensor.unbind())
+        contiguous = all_contiguous(alike)
+        for column, tensor in zip(pieces, alike, strict=True):
+            column.extend([tensor] if contiguous else tensor.unbind())
     return pieces

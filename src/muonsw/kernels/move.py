@@ -10,19 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import BY_FOUR, DTYPES, alignment, by_four, scalar, whole_number
-from muonsw.kernels.elementwise import (
-    BLOCK,
-    WARPS,
-    Motion,
-    Weights,
-    choices,
-    loose_rows,
-    place,
-    rounding_rows,
-    scalars,
-    write,
-)
+from muonsw.kernels.common import BY_FOUR, DTYPES, alignment, block_of, by_four, limit, whole_number
+from muonsw.kernels.elementwise import BLOCK, WARPS, Motion, Weights, choices, rates, scalars, write
 from muonsw.kernels.tables import addresses, block_map, lengths, runs, table
 from muonsw.work import all_contiguous
 
@@ -43,15 +32,15 @@ def _move(
     HAS_FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ETA_ON_DEVICE: tl.constexpr,
-    PHI_ON_DEVICE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
-    ROUNDING: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    owner, offsets, inside = place(sizes, blocks, bad, HAS_FLAG, ALIGNED, BLOCK)
+    owner, offsets = block_of(blocks, BLOCK)
+    inside = offsets < limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)
     first = whole_number(pointers, STATE_ROW * tensors + owner, ALIGNED)
     if ALIGNED == BY_FOUR:
         directions = by_four(directions)
@@ -61,8 +50,8 @@ def _move(
         # a quotient of numbers below 2^21 by one rounded product: a half keeps it away from whole numbers
         rows = (((begin % columns) + tl.arange(0, BLOCK)).to(tl.float32) + 0.5) * (1.0 / columns)
         direction *= tl.load(factors + begin // columns + rows.to(tl.int32), mask=inside, other=0.0)
-    rate, decay = scalar(eta, ETA_ON_DEVICE) * scale, scalar(phi, PHI_ON_DEVICE)
-    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, ROUNDING, WEIGHT, ALIGNED)
+    rate, decay = rates(eta, phi, scale, ON_DEVICE)
+    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED)
 
 
 LONGEST_ROW = 2**20
@@ -78,17 +67,13 @@ def move(
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
     if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions) or columns > LONGEST_ROW:
         return False
-    if weights.rounding == "nearest" and all_contiguous(weights.tensors):
-        begins, sizes, companions = addresses(weights.tensors), lengths(weights.tensors), []
-    else:
-        stretches = runs(weights.tensors)
-        if stretches is None:
-            return False
-        begins, sizes = [run.address for run in stretches], tuple([run.size for run in stretches])
-        companions = rounding_rows(weights, stretches)
-    first = [0, *accumulate(sizes[:-1])]
+    stretches = runs(weights.tensors)
+    if stretches is None:
+        return False
+    sizes, companions = stretches.sizes, weights.rounding_rows(stretches)
+    first, row = [0, *accumulate(sizes[:-1])], 1 + len(companions)
     device = directions[0].device
-    pointers, is_aligned = table((begins, *companions, first, sizes), device, loose_rows(weights))
+    pointers, is_aligned = table((stretches.addresses, *companions, first, sizes), device, range(1, row))
     is_aligned &= directions[0].data_ptr() % 16 == 0
     blocks = block_map(sizes, BLOCK, device)
     launch_on(
@@ -104,8 +89,9 @@ def move(
         columns,
         *scalars(motion, pointers),
         HAS_FACTORS=row_factors is not None,
-        STATE_ROW=1 + len(companions),
-        **choices(weights, motion, alignment(is_aligned, weights.tensors[0], directions[0])),
+        STATE_ROW=row,
+        **choices(weights, motion),
+        ALIGNED=alignment(is_aligned, weights.tensors[0], directions[0]),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

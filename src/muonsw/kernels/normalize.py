@@ -49,7 +49,6 @@ def _sum_squares(
     groups,
     HAS_FLAG: tl.constexpr,
     DIVIDE: tl.constexpr,
-    GAIN2_SMALL: tl.constexpr,
     STATE: tl.constexpr,
     ALIGNED: tl.constexpr,
     SLICES: tl.constexpr,
@@ -69,7 +68,7 @@ def _sum_squares(
             live = inside
             if HAS_FLAG:
                 live = inside & (offsets < tl.where(tl.load(bad) == 0.0, area, 0))
-            v = lerp(tl.load(averages + offsets, mask=live, other=0.0).to(tl.float32), x * x, gain2, GAIN2_SMALL)
+            v = lerp(tl.load(averages + offsets, mask=live, other=0.0).to(tl.float32), x * x, gain2)
             tl.store(averages + offsets, v.to(STATE), mask=live)
             x = tl.where(live, x / (tl.sqrt(v) + eps), 0.0)
             tl.store(first + offsets, x.to(directions.dtype.element_ty), mask=inside)
@@ -91,7 +90,6 @@ def _turn_into_factors(
     HAS_FLAG: tl.constexpr,
     SNAP: tl.constexpr,
     AVERAGE: tl.constexpr,
-    GAIN2_SMALL: tl.constexpr,
     ALIGNED: tl.constexpr,
     SUMS_READ: tl.constexpr,
 ):
@@ -114,7 +112,7 @@ def _turn_into_factors(
             place = begin + tl.arange(0, SUMS_READ)
             inside = place < slices
             square = tl.load(first + place, mask=inside, other=0.0) * gain * gain
-            v = lerp(tl.load(averages + place, mask=inside, other=0.0), square / along, gain2, GAIN2_SMALL)
+            v = lerp(tl.load(averages + place, mask=inside, other=0.0), square / along, gain2)
             divisor = tl.sqrt(v) + eps
             after += tl.sum(tl.where(inside, square / divisor / divisor, 0.0), axis=0)
         common = gain * target / (tl.sqrt(after) + eps)
@@ -122,7 +120,7 @@ def _turn_into_factors(
             place = begin + tl.arange(0, SUMS_READ)
             inside = place < slices
             square = tl.load(first + place, mask=inside, other=0.0) * gain * gain
-            v = lerp(tl.load(averages + place, mask=inside, other=0.0), square / along, gain2, GAIN2_SMALL)
+            v = lerp(tl.load(averages + place, mask=inside, other=0.0), square / along, gain2)
             tl.store(averages + place, v, mask=place < limit(slices, bad, HAS_FLAG))
             tl.store(first + place, common / (tl.sqrt(v) + eps), mask=inside)
     else:
@@ -233,7 +231,7 @@ def _normalize_slices(
     sums = torch.empty(count, slices, dtype=torch.float32, device=device)
     state = averages or slice_averages
     pointers, is_aligned = table([matrix_addresses(state)], device) if state else (sums, False)
-    shared = {"HAS_FLAG": flag is not None, "GAIN2_SMALL": 1 - beta2 < 0.5, "ALIGNED": is_aligned}
+    shared = {"HAS_FLAG": flag is not None, "ALIGNED": is_aligned}
     sizes = (rows * columns, slices, along, *strides, groups)
     launch_on(
         device,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import mix, stochastic_round
+from muonsw.kernels.common import noise_24_bits, stochastic_round
 from muonsw.precision import Noise
 
 # Elements of a program: several blocks of one length.
@@ -80,8 +80,7 @@ def encoded(
     power = _fourth(below)
     above, gap = t - power, _fourth(below + 1) - power
     if NOISY:
-        seed = mix(counter.to(tl.int32).to(tl.uint32, bitcast=True) ^ key.to(tl.uint32))
-        noise = mix((positions + origin).to(tl.uint32) * 2654435769 + mix(seed)) & 0xFFFFFF
+        noise = noise_24_bits(counter, key, positions + origin)
         up = above > gap * (noise.to(tl.float32) * 5.9604644775390625e-08)
     else:
         up = above > gap * 0.5

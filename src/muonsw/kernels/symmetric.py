@@ -17,14 +17,13 @@ from muonsw.kernels.common import DTYPES
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows of a tile, its columns as a multiple of them, the depth of a step of the sum.
+    """How a product is cut: rows and columns of a tile, and the depth of a step of the sum.
 
     `warps` work on a tile and `stages` steps are loaded ahead, by the copy engine of the chip if `engine`, which then
     also stores whole tiles.
     """
 
     rows: int
-    ratio: int
     depth: int
     warps: int
     stages: int
@@ -33,8 +32,8 @@ class Tiles(NamedTuple):
 
 # The fastest of 14 ways to cut batches of 256 to 1024 rows on one H200, with the copy engine that chips have from
 # compute capability 9 on, and without.
-WITH_ENGINE = Tiles(128, 1, 64, 4, 3, engine=True)
-WITHOUT_ENGINE = Tiles(128, 1, 64, 8, 3)
+WITH_ENGINE = Tiles(128, 64, 4, 3, engine=True)
+WITHOUT_ENGINE = Tiles(128, 64, 8, 3)
 
 
 @functools.cache
@@ -44,14 +43,13 @@ def best_tiles(device: torch.device) -> Tiles:
 
 
 @triton.jit
-def _tile(number, RATIO: tl.constexpr):
-    """Row and column of a tile of the lower triangle, counted from the top; tiles are RATIO times wider than high."""
-    # strips of RATIO rows of tiles; the strips above strip p hold RATIO p (p + 1) / 2 tiles
-    p = ((tl.sqrt(8.0 / RATIO * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    p = tl.where(RATIO * p * (p + 1) // 2 > number, p - 1, p)
-    p = tl.where(RATIO * (p + 1) * (p + 2) // 2 <= number, p + 1, p)
-    rest = number - RATIO * p * (p + 1) // 2
-    return RATIO * p + rest // (p + 1), rest % (p + 1)
+def _tile(number):
+    """Row and column of a tile of the lower triangle, counted row by row from the top."""
+    # the rows above row i hold i (i + 1) / 2 tiles
+    i = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    i = tl.where(i * (i + 1) // 2 > number, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= number, i + 1, i)
+    return i, number - i * (i + 1) // 2
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -80,14 +78,12 @@ def _symmetric(
     TYPE: tl.constexpr,
     TURNED: tl.constexpr,
     ROWS: tl.constexpr,
-    RATIO: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = ROWS * RATIO
     batch = tl.program_id(0) // tiles
-    i, j = _tile(tl.program_id(0) % tiles, RATIO)
-    rows, columns = i * ROWS + tl.arange(0, ROWS), j * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    i, j = _tile(tl.program_id(0) % tiles)
+    rows, columns = i * ROWS + tl.arange(0, ROWS), j * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, ROWS), dtype=tl.float32)
     if STORES and HAS_TERM:  # the addend waits in the sum: beside it, it would take half as many registers again
         terms = addend + batch.to(tl.int64) * size * size + rows[:, None] * size + columns[None, :]
         total = tl.load(terms).to(tl.float32) * (beta / alpha)
@@ -95,10 +91,10 @@ def _symmetric(
         for begin in range(0, inner, DEPTH):
             if TURNED:
                 x = left.load([batch, begin, i * ROWS]).reshape(DEPTH, ROWS).trans()
-                y = right.load([batch, begin, j * COLUMNS]).reshape(DEPTH, COLUMNS)
+                y = right.load([batch, begin, j * ROWS]).reshape(DEPTH, ROWS)
             else:
                 x = left.load([batch, i * ROWS, begin]).reshape(ROWS, DEPTH)
-                y = right.load([batch, j * COLUMNS, begin]).reshape(COLUMNS, DEPTH).trans()
+                y = right.load([batch, j * ROWS, begin]).reshape(ROWS, DEPTH).trans()
             total = tl.dot(x, y, total)
     else:
         steps = tl.arange(0, DEPTH)
@@ -127,27 +123,22 @@ def _symmetric(
     result = alpha * total
     if STORES:
         result = tl.where(r == c, result + diagonal, result).to(TYPE)
-        out.store([batch, i * ROWS, j * COLUMNS], result.reshape(1, ROWS, COLUMNS))
+        out.store([batch, i * ROWS, j * ROWS], result.reshape(1, ROWS, ROWS))
         if i != j:
-            out.store([batch, j * COLUMNS, i * ROWS], tl.trans(result).reshape(1, COLUMNS, ROWS))
+            out.store([batch, j * ROWS, i * ROWS], tl.trans(result).reshape(1, ROWS, ROWS))
     else:
         straight = batch.to(tl.int64) * size * size + r * size + c
         mirrored = out + batch.to(tl.int64) * size * size + columns[:, None] * size + rows[None, :]
-        if EVEN:
-            if HAS_TERM:
-                result += beta * tl.load(addend + straight).to(tl.float32)
-            result = tl.where(r == c, result + diagonal, result).to(TYPE)
-            tl.store(out + straight, result)
-            if i // RATIO != j:  # strips on the diagonal are computed whole
-                tl.store(mirrored, tl.trans(result))
-        else:
+        inside, mirrored_inside = None, None
+        if not EVEN:
             inside = (r < size) & (c < size)
-            if HAS_TERM:
-                result += beta * tl.load(addend + straight, mask=inside, other=0.0).to(tl.float32)
-            result = tl.where(r == c, result + diagonal, result).to(TYPE)
-            tl.store(out + straight, result, mask=inside)
-            if i // RATIO != j:
-                tl.store(mirrored, tl.trans(result), mask=(columns[:, None] < size) & (rows[None, :] < size))
+            mirrored_inside = (columns[:, None] < size) & (rows[None, :] < size)
+        if HAS_TERM:
+            result += beta * tl.load(addend + straight, mask=inside).to(tl.float32)
+        result = tl.where(r == c, result + diagonal, result).to(TYPE)
+        tl.store(out + straight, result, mask=inside)
+        if i != j:
+            tl.store(mirrored, tl.trans(result), mask=mirrored_inside)
 
 
 def symmetric_product(
@@ -174,17 +165,17 @@ def symmetric_product(
     tiles = tiles or best_tiles(left.device)
     batch, size, inner = left.shape
     out = torch.empty(batch, size, size, dtype=left.dtype, device=left.device)
-    number = _tiles_below_diagonal(size, tiles)
+    across = triton.cdiv(size, tiles.rows)
+    number = across * (across + 1) // 2  # on and below the diagonal
     largest = max(size * size, *(abs(t.stride(1)) * size + abs(t.stride(2)) * inner for t in (left, right)))
     turned = left.stride(1) == 1 and left.stride(2) != 1
     engine = tiles.engine and all(_suits_engine(t, turned) for t in (left, right))
-    even = size % (tiles.rows * tiles.ratio) == 0 and inner % tiles.depth == 0
-    stores = engine and even and tiles.ratio == 1 and largest < 2**31 and alpha != 0
+    even = size % tiles.rows == 0 and inner % tiles.depth == 0
+    stores = engine and even and largest < 2**31 and alpha != 0
     a, b = left, right
     if engine:
         a = _descriptor(left, tiles.rows, tiles.depth, turned)
-        same = right is left and tiles.ratio == 1
-        b = a if same else _descriptor(right, tiles.rows * tiles.ratio, tiles.depth, turned)
+        b = a if right is left else _descriptor(right, tiles.rows, tiles.depth, turned)
     launch_on(
         left.device,
         _symmetric,
@@ -209,19 +200,11 @@ def symmetric_product(
         TYPE=DTYPES[out.dtype],
         TURNED=turned,
         ROWS=tiles.rows,
-        RATIO=tiles.ratio,
         DEPTH=tiles.depth,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
     return out
-
-
-def _tiles_below_diagonal(size: int, tiles: Tiles) -> int:
-    """How many tiles touch the lower triangle: strips of `ratio` rows of tiles hold 1, 2, 3, ... columns each."""
-    rows = -(-size // tiles.rows)
-    strips, rest = divmod(rows, tiles.ratio)
-    return tiles.ratio * strips * (strips + 1) // 2 + rest * (strips + 1)
 
 
 def _suits_engine(tensor: Tensor, turned: bool) -> bool:

@@ -74,9 +74,9 @@ class GraphTables:
 
     def _owner(self, number: int, starts: list[int]) -> tuple[int, int]:
         """The number of the gradient that an entry points into, and how far; else that of the zero, and all of it."""
-        found = bisect_right(starts, number) - 1
-        if found >= 0 and number < starts[found] + self._spans[found][1]:
-            return self._spans[found][2], number - starts[found]
+        span = bisect_right(starts, number) - 1
+        if span >= 0 and number < starts[span] + self._spans[span][1]:
+            return self._spans[span][2], number - starts[span]
         return len(self._spans), number
 
     def move(self, places: tuple[int, ...]) -> None:
@@ -99,9 +99,7 @@ def _extent(tensor: Tensor) -> int:
     return (reach + 1) * tensor.element_size()
 
 
-# The tables of the step that is being captured. What a graph of the user reads is held for ever, because no callback
-# tells when a graph is destroyed.
-_for_ever: list[Any] = []
+# The tables of the step that is being captured.
 _captured: ContextVar[GraphTables | None] = ContextVar("captured", default=None)
 
 
@@ -116,27 +114,26 @@ def in_graph(tables: GraphTables) -> Iterator[None]:
 
 
 class TensorCache(Generic[T]):
-    """What was made lately, by what it was made from and where."""
+    """LRU cache of what was made from a key in a stream."""
 
     def __init__(self) -> None:
         self._made: OrderedDict[Hashable, tuple[int, T]] = OrderedDict()
 
     def get(self, key: Hashable, device: torch.device, make: Callable[[Copy], T]) -> T:
         """What was made from this in the current stream, now or before; another stream might read it unfilled."""
-        found = self._made.get(key)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if found is None:
-                return make(_in_graph)  # not kept: it is filled when the graph is replayed
-            graph = _captured.get()
-            (_for_ever if graph is None else graph.held).append(found[1])  # a capture waits first, so it is filled
-            return found[1]
+        cached, graph = self._made.get(key), _captured.get()
+        if graph is not None and device.type == "cuda":
+            if cached is None:
+                return make(lambda numbers, _: graph.take(numbers))  # not cached: each replay fills it
+            graph.held.append(cached[1])  # a capture waits first, so it is filled
+            return cached[1]
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        if found is None or found[0] != stream:
-            found = self._made[key] = stream, make(_on_device)
+        if cached is None or cached[0] != stream:
+            cached = self._made[key] = stream, make(_on_device)
         self._made.move_to_end(key)
         if len(self._made) > _KEPT:
             self._made.popitem(last=False)
-        return found[1]
+        return cached[1]
 
 
 class AddressTable(NamedTuple):
@@ -175,34 +172,12 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = ra
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copy without waiting."""
-    if device.type == "cuda":
-        _reserve()
     return _on_host(numbers, device).to(device, non_blocking=True)
 
 
 def _on_host(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Numbers from where a device copies them without waiting."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
-
-
-# Numbers that graphs copy to the device at each replay, in pinned memory that nothing else writes to. Such memory
-# cannot be had while a graph is captured, so some is kept ready; none is taken back, as for tables above.
-_RESERVED = 2**17
-_ready: list[Tensor] = []
-
-
-def _reserve() -> None:
-    if not _ready or _ready[-1].numel() < _RESERVED // 2:
-        _ready.append(torch.empty(_RESERVED, dtype=torch.int64, device="cpu", pin_memory=True))
-
-
-def _in_graph(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers that a graph under capture will copy; one by one if there is no memory ready for them."""
-    if not _ready or _ready[-1].numel() < len(numbers):
-        return torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
-    room, _ready[-1] = _ready[-1][: len(numbers)], _ready[-1][len(numbers) :]
-    room.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-    return room.to(device, non_blocking=True)
 
 
 def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
@@ -229,38 +204,39 @@ def lengths(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(map(Tensor.numel, tensors))
 
 
-class Stretch(NamedTuple):
-    """A stretch of memory, by its address on the device (a `Region` is by indices), of one tensor of a list."""
+class Stretches(NamedTuple):
+    """Stretches of memory: where each begins, how long it is, of which tensor of a list, from which element on."""
 
-    address: int
-    size: int
-    owner: int
-    position: int
+    addresses: list[int]
+    sizes: tuple[int, ...]
+    owners: Sequence[int]
+    positions: Sequence[int]
 
 
 # Shorter stretches are left to torch, which has strides.
 _SHORTEST_RUN = 1024
 
 
-def runs(tensors: Sequence[Tensor]) -> list[Stretch] | None:
-    """The stretches of memory that tensors consist of, in the order of their entries; None if there are too many.
+def runs(tensors: Sequence[Tensor]) -> Stretches | None:
+    """The stretches of memory that tensors consist of, in the order of their elements; None if there are too many.
 
     A tensor is one stretch, or one for each index of its first axis.
     """
     if all_contiguous(tensors):
-        return [Stretch(tensor.data_ptr(), tensor.numel(), owner, 0) for owner, tensor in enumerate(tensors)]
-    found: list[Stretch] = []
+        return Stretches(addresses(tensors), lengths(tensors), range(len(tensors)), [0] * len(tensors))
+    rows: list[tuple[int, int, int, int]] = []
     for owner, tensor in enumerate(tensors):
         begin, size = tensor.data_ptr(), tensor.numel()
         if tensor.is_contiguous():
-            found.append(Stretch(begin, size, owner, 0))
+            rows.append((begin, size, owner, 0))
             continue
         size //= max(1, tensor.shape[0])
         if size < _SHORTEST_RUN or not tensor[0].is_contiguous():
             return None
         stride = tensor.stride(0) * tensor.element_size()
-        found.extend(Stretch(begin + stride * k, size, owner, size * k) for k in range(tensor.shape[0]))
-    return found
+        rows.extend((begin + stride * k, size, owner, size * k) for k in range(tensor.shape[0]))
+    begins, sizes, owners, positions = zip(*rows, strict=True)
+    return Stretches(list(begins), sizes, owners, positions)
 
 
 def aligned(*rows: Sequence[int]) -> bool:

@@ -3,29 +3,26 @@
 They are registered by name, so that settings and checkpoints hold a string and users can add their own.
 """
 
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from muonsw.orthogonalize.aurora import aurora as aurora
+from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS as COEFFICIENT_SETS
+from muonsw.orthogonalize.coefficients import NS5 as NS5
+from muonsw.orthogonalize.coefficients import POLAR_EXPRESS as POLAR_EXPRESS
+from muonsw.orthogonalize.coefficients import Coefficients as Coefficients
+from muonsw.orthogonalize.coefficients import CoefficientSet as CoefficientSet
+from muonsw.orthogonalize.coefficients import Schedule as Schedule
+from muonsw.orthogonalize.coefficients import singular_value_map as singular_value_map
 from muonsw.orthogonalize.exact import exact as exact
-from muonsw.orthogonalize.iterations import AUTO, GRAM, PLAIN
-from muonsw.orthogonalize.iterations import COEFFICIENT_SETS as COEFFICIENT_SETS
-from muonsw.orthogonalize.iterations import NS5 as NS5
-from muonsw.orthogonalize.iterations import POLAR_EXPRESS as POLAR_EXPRESS
-from muonsw.orthogonalize.iterations import Coefficients as Coefficients
-from muonsw.orthogonalize.iterations import CoefficientSet as CoefficientSet
 from muonsw.orthogonalize.iterations import Iteration as Iteration
-from muonsw.orthogonalize.iterations import Schedule as Schedule
 from muonsw.orthogonalize.iterations import auto as auto
 from muonsw.orthogonalize.iterations import gram_newton_schulz as gram_newton_schulz
 from muonsw.orthogonalize.iterations import newton_schulz as newton_schulz
 from muonsw.orthogonalize.iterations import normalize as normalize
-from muonsw.orthogonalize.iterations import orthogonalize as orthogonalize
 from muonsw.orthogonalize.iterations import polar_express as polar_express
-from muonsw.orthogonalize.iterations import singular_value_map as singular_value_map
 from muonsw.registry import Registry
 
 
@@ -42,23 +39,17 @@ class Orthogonalizer(Protocol):
 ORTHOGONALIZERS: Registry[Orthogonalizer] = Registry("orthogonalizer")
 ORTHOGONALIZERS.register("auto", auto)
 ORTHOGONALIZERS.register("newton_schulz", newton_schulz)
-ORTHOGONALIZERS.register("polar_express", polar_express)
 ORTHOGONALIZERS.register("gram_newton_schulz", gram_newton_schulz)
+for _name, _coefficients in COEFFICIENT_SETS.items():
+    if _name not in ORTHOGONALIZERS:
+        ORTHOGONALIZERS.register(_name, Iteration(_coefficients))
 ORTHOGONALIZERS.register("exact", exact)
 ORTHOGONALIZERS.register("aurora", aurora)
 
 # What a fused momentum pass, which normalises by itself, can hand its matrices to.
 ITERATIONS: dict[Orthogonalizer, Iteration] = {
-    auto: AUTO,
-    newton_schulz: PLAIN["newton_schulz"],
-    polar_express: PLAIN["polar_express"],
-    gram_newton_schulz: GRAM,
+    each: each for each in ORTHOGONALIZERS.values() if isinstance(each, Iteration)
 }
-
-for _name, _iteration in PLAIN.items():
-    if _name not in ORTHOGONALIZERS:
-        ORTHOGONALIZERS.register(_name, partial(orthogonalize, _iteration))
-        ITERATIONS[ORTHOGONALIZERS[_name]] = _iteration
 
 
 __all__ = [
@@ -78,7 +69,6 @@ __all__ = [
     "gram_newton_schulz",
     "newton_schulz",
     "normalize",
-    "orthogonalize",
     "polar_express",
     "singular_value_map",
 ]

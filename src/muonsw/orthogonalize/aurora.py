@@ -11,14 +11,14 @@ Unlike the authors' code there is no epsilon under the norms of rows, so the siz
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from muonsw.orthogonalize.iterations import PLAIN, check_matrices, normalize, orthogonalize
+from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS
+from muonsw.orthogonalize.iterations import Iteration, check_matrices, normalize
 
-SIMPLE_QUINTIC = partial(orthogonalize, PLAIN["simple_quintic"])
+SIMPLE_QUINTIC = Iteration(COEFFICIENT_SETS["simple_quintic"])
 
 
 def aurora(

@@ -19,7 +19,7 @@ from muonsw.lab.cost.parts import STEPS, ModelPart, ModelParts, flops_per_token,
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.paper import PAPER_BATCH_TOKENS
-from muonsw.orthogonalize.iterations import gram_pays
+from muonsw.orthogonalize.iterations import gram_saves
 from muonsw.step import ACCELERATOR_CHUNK_BYTES
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -306,7 +306,7 @@ def orthogonalizing(short: int, long: int) -> float:
     """
     if short < H200.triangles:
         return newton_schulz_flops(short, long) / H200.dense
-    segments = 2 if gram_pays(short, long, STEPS) else STEPS
+    segments = 2 if gram_saves(short, long) > 0 else STEPS
     symmetric = STEPS + 3 * (STEPS - segments)
     long_products = segments * short**2 * long
     return long_products / H200.gram + symmetric * short**3 / H200.short + 2 * long_products / H200.dense

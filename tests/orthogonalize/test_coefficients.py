@@ -43,3 +43,11 @@ def test_map_agrees_on_floats_and_tensors():
     apply = singular_value_map(polar_express_schedule(5))
     assert isinstance(apply(0.25), float)
     assert apply(torch.tensor(0.25, dtype=torch.float64)).item() == pytest.approx(apply(0.25), rel=1e-15)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 12])
+@pytest.mark.parametrize("name", COEFFICIENT_SETS)
+def test_segments_are_the_schedule_cut(name, steps):
+    segments = COEFFICIENT_SETS[name].segments(steps)
+    assert all(segments)
+    assert tuple(polynomial for segment in segments for polynomial in segment) == COEFFICIENT_SETS[name].schedule(steps)

@@ -7,10 +7,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw.kernels.symmetric import Tiles, symmetric_product
 from muonsw.orthogonalize import gram_newton_schulz, newton_schulz, singular_value_map
-from muonsw.orthogonalize.iterations import COEFFICIENT_SETS, NS5
-from tests.orthogonalize.test_gram_iteration import hard_spectra, with_spectrum
+from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, NS5
+from tests.orthogonalize.spectra import hard_spectra, with_spectrum
 
-TILES = [Tiles(32, 1, 16, 4, 2), Tiles(32, 2, 32, 4, 2), Tiles(32, 1, 16, 4, 2, True), Tiles(32, 2, 16, 4, 2, True)]
+TILES = [Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2, True)]
 # Rounding to float16 once, after sums in float32.
 ONE_ROUNDING = 2.0**-11
 
@@ -36,11 +36,10 @@ def test_products_equal_dense_ones(tiles, turned, size, inner, device):
     assert (Z.double() - expected).abs().max() <= 2 * ONE_ROUNDING * expected.abs().max()
 
 
-@pytest.mark.parametrize("tiles", TILES[:2], ids=str)
-def test_float32_is_multiplied_in_full(tiles, device):
+def test_float32_is_multiplied_in_full(device):
     X = torch.randn(2, 50, 30, device=device)
     expected = X.double() @ X.double().mT
-    found = symmetric_product(X, X, tiles=tiles).double()
+    found = symmetric_product(X, X, tiles=TILES[0]).double()
     assert (found - expected).abs().max() < 30 * 2.0**-24 * expected.abs().max()
 
 
