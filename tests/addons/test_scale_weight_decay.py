@@ -422,11 +422,22 @@ def test_what_says_that_it_decays_otherwise_is_refused(keys, message):
     scale_weight_decay(theirs("Theirs", **{key: not value for key, value in keys.items()}))
 
 
-@pytest.mark.parametrize("name", ["Lars", "Lamb", "MADGRAD", "NAdamLegacy", "NvNovoGrad", "SGDP"])
-def test_what_is_known_to_decay_otherwise_and_does_not_say_so_is_warned_of(name):
-    with pytest.warns(UserWarning, match=f"{name} does not shrink weights by lr \\* weight_decay"):
+@pytest.mark.parametrize("name", ["Lars", "NAdamLegacy", "SGDP", "SGD8bit", "RMSprop32bit"])
+def test_what_is_known_to_decay_otherwise_and_does_not_say_so_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"{name} adds its decay to the gradient"):
         scale_weight_decay(theirs(name))
     scale_weight_decay(theirs(name, decoupled_decay=True))
+
+
+def test_state_that_is_made_before_the_first_step_is_no_step():
+    """As dion makes it: zeros, without a count."""
+    optimizer = theirs("Muon")
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param]["momentum"] = torch.zeros_like(param)
+    scale_weight_decay(optimizer).remove()
+    optimizer.state[param]["momentum"] += 1
+    with pytest.raises(ValueError, match="has taken steps"):
+        scale_weight_decay(optimizer)
 
 
 def test_one_peak_for_groups_of_several_rates_is_refused():

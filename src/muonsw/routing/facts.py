@@ -283,15 +283,8 @@ def expert_counts(module: nn.Module) -> set[int]:
 
 
 def is_linear(module: nn.Module, own: str, weight: Tensor) -> bool:
-    """Whether a bare matrix is a linear map: its module knows its sizes, a bias fits, or class or name say so."""
-    if is_norm(module) or weight.shape[0] in expert_counts(module):  # one flat row for each expert
-        return False
-    sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
-    bias = bias_of(module, own)
-    fits = bias is not None and bias.dim() == 1 and bias.shape[0] in weight.shape
-    kind = type(module).__name__.lower()
-    called = any(word in kind for word in ("linear", "dense", "conv1d"))
-    return sizes == tuple(weight.shape) or fits or called or names.says_linear(own)
+    """Whether a bare matrix is a linear map, as its name says; of experts it has one flat row for each."""
+    return names.says_linear(own) and not is_norm(module) and weight.shape[0] not in expert_counts(module)
 
 
 def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | None:
