@@ -210,9 +210,3 @@ def test_parameters_in_the_place_of_the_model_are_refused_with_the_remedy():
     for build in (register, lambda params: layer_decay(MuonSW, params, lr=LR)):
         with pytest.raises(TypeError, match="takes the model itself"):
             build(vit().parameters())
-
-
-def test_patch_embeddings_are_matrices_as_the_page_says():
-    optimizer = MuonSW.for_model(vit(), lr=LR)
-    (group,) = [g for g in optimizer.param_groups if "patch_embed.proj.weight" in g["param_names"]]
-    assert (group["role"], group["algorithm"], group["matrix"]) == ("convolution", "muon", "flatten")
