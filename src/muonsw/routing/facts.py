@@ -102,9 +102,11 @@ class ModelFacts:
         while path and isinstance(self.modules[path], nn.ParameterList | nn.ParameterDict):
             path, _, own = path.rpartition(".")
         module = self.modules[path]
-        if isinstance(module, ParametrizationList) and own == _trained_matrix(module):
-            layer, _, own = f".{path}".rpartition(".parametrizations.")
-            return layer[1:], own
+        if isinstance(module, ParametrizationList):
+            kinds = {type(part).__name__ for part in module}
+            if kinds <= RESCALING and own == ("original1" if "_WeightNorm" in kinds else "original"):
+                layer, _, own = f".{path}".rpartition(".parametrizations.")
+                return layer[1:], own
         if own.endswith("_v") and f"{own[:-2]}_g" in module._parameters:  # the older weight norm
             return path, own[:-2]
         if own.endswith("_orig") and own[:-5] not in module._parameters:  # spectral norm and pruning
@@ -151,8 +153,6 @@ class ModelFacts:
         bias = bias_of(module, own)
         if bias is not None and rows != columns:
             return bool(bias.shape[-1] == columns)
-        if (getattr(module, "out_features", None), getattr(module, "in_features", None)) == (rows, columns):
-            return False
         is_down = any(names.DOWN.search(word.lower()) for word in (own, path.rpartition(".")[2]))
         for around in outwards(path):
             for width in self._widths.get(around, ()):
@@ -175,22 +175,19 @@ class ModelFacts:
             counts = declared or {len(parts), *(p.shape[0] for p in matrices if p.dim() > 2)} - {0, 1}
             called = any(names.says_expert(word) for word in (*path.split(".")[-2:], kind))
             if counts and (called or declared or names.MIXTURE.search(path.rpartition(".")[2])):
-                outermost = path
-                while names.says_expert(holder_of(outermost).rpartition(".")[2]):
-                    outermost = holder_of(outermost)
-                self._experts.setdefault(outermost if listed else path, Experts(listed, counts))
-                self._choices.setdefault(holder_of(outermost), set()).update(counts)
+                self._experts[path] = Experts(listed, counts)
+                self._choices.setdefault(holder_of(path), set()).update(counts)
 
     def experts_around(self, subject: Subject) -> Experts | None:
         """The closest experts that hold this parameter."""
         around = ((path, self._experts[path]) for path in outwards(subject.path) if path in self._experts)
         return next((experts for path, experts in around if experts.listed or path == subject.path), None)
 
-    def counts_experts(self, subject: Subject, depth: int) -> bool:
-        """Whether a matrix gives one number for each of the experts of a module at most `depth` levels around it."""
+    def counts_experts(self, subject: Subject) -> bool:
+        """Whether a matrix gives one number for each of the experts beside it or beside its holder."""
         # A bare matrix may be stored either way.
         sizes = set(subject.shape[:1] if isinstance(subject.owner, nn.Linear) else subject.shape)
-        return any(sizes & self._choices.get(path, set()) for path in list(outwards(subject.path))[: depth + 1])
+        return any(sizes & self._choices.get(path, set()) for path in list(outwards(subject.path))[:3])
 
     def _find_blocks(self) -> None:
         """Find the repeated parts of the model: elements of lists, and modules whose class is used twice."""
@@ -300,14 +297,6 @@ def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | N
     if is_norm(module):
         return tuple(size for param in module._parameters.values() if param is not None for size in param.shape), None
     return None
-
-
-def _trained_matrix(parametrized: ParametrizationList) -> str | None:
-    """The name under which a rescaled weight is trained; None if the weight is computed in another way."""
-    kinds = {type(part).__name__ for part in parametrized}
-    if not kinds <= RESCALING:
-        return None
-    return "original1" if "_WeightNorm" in kinds else "original"
 
 
 def _ask(module: nn.Module, method: str) -> Any:

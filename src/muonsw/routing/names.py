@@ -88,12 +88,6 @@ def says_router(word: str) -> bool:
     return bool(ROUTER.search(snake_case(word)))
 
 
-def says_gate(path: str) -> bool:
-    """Whether the last word of a path is one for routers or gates; `gate` may also be half of a SwiGLU."""
-    word = path.rpartition(".")[2]
-    return bool(GATE.match(word)) or says_router(word)
-
-
 def says_linear(word: str) -> bool:
     """Whether a parameter's name is one for linear maps, such as `w1` or `c_proj`."""
     return bool(LINEAR.search(word)) and not TABLE.search(word)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.utils.parametrize import ParametrizationList
 
 from muonsw.routing import names
 from muonsw.routing.facts import (
@@ -37,8 +36,6 @@ FUSED = (2, 3, 4)
 # Libraries whose `qkv` keeps all queries, then all keys, then all values, and the files of timm that go head by head.
 QKV_LIBRARIES = frozenset({"timm", "torchvision", "transformers"})
 HEAD_BY_HEAD = frozenset(f"timm.models.{file}" for file in ("efficientformer", "levit", "maxxvit", "tiny_vit"))
-# How deep below a mixture a matrix without a router's name may be and still be its router.
-UNNAMED_DEPTH, ANY_DEPTH = 2, 100
 # The most coordinates that a network of positions reads.
 COORDINATES = 3
 
@@ -141,17 +138,14 @@ def router(subject: Subject, model: ModelFacts) -> Decision | None:
     if subject.param.dim() != 2 or subject.long_axes < 2:
         return None
     reason, layer = None, model.layer_of.get(subject.param)
-    is_gate = any(names.says_gate(word) for word in subject.words)
     if any(names.says_router(word) for word in (*subject.words, type(subject.owner).__name__)):
         reason = "it is called a router"
     elif layer is not None and model.is_read_beside(layer):
         return None  # the gate of a gated MLP
-    elif model.experts_around(subject) is not None and not names.says_gate(subject.own):
-        return None
-    elif model.counts_experts(subject, depth=ANY_DEPTH if is_gate else UNNAMED_DEPTH):
-        reason = "it gives one number for each of the experts beside it"
-    elif is_gate and names.says_gate(subject.called):
+    elif names.GATE.match(subject.called):
         reason = "it is called a gate, and no layer beside it reads what it gives"
+    elif model.experts_around(subject) is None and model.counts_experts(subject):
+        reason = "it gives one number for each of the experts beside it"
     return Decision("router", reason, _plain_view(subject, model)) if reason else None
 
 
@@ -168,13 +162,6 @@ def vector(subject: Subject, _: ModelFacts) -> Decision | None:
     """At most one axis is longer than one: nothing to orthogonalize, whatever the number of axes."""
     if subject.long_axes <= 1:
         return Decision("vector", "at most one of its axes is longer than one", {})
-    return None
-
-
-def parametrized(subject: Subject, _: ModelFacts) -> Decision | None:
-    """Pieces from which torch computes the weight, other than a matrix that is only rescaled."""
-    if isinstance(subject.owner, ParametrizationList):
-        return Decision("unclear", "the weight is computed from it by a parametrization", {})
     return None
 
 
@@ -275,7 +262,6 @@ RULES: tuple[Rule, ...] = (
     router,
     head,
     vector,
-    parametrized,
     convolution,
     experts,
     table,
