@@ -247,7 +247,7 @@ SCHEDULES = {
     "warmup": lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=10), CosineAnnealingLR(o, LENGTH - 10)], [10]),
     "steps": lambda o: MultiStepLR(o, [10, 25], gamma=0.3),
 }
-at_five_points = pytest.mark.parametrize("joined", [0, 5, 12, 20, 35])
+at_three_points = pytest.mark.parametrize("joined", [0, 5, 20])
 of_four_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
@@ -265,7 +265,7 @@ def assert_decayed_to_the_end(optimizer, scheduler, params, joined):
         scheduler.step()
 
 
-@at_five_points
+@at_three_points
 @of_four_schedules
 def test_a_driver_may_join_a_run_under_way(schedule, joined):
     params = matrices((4, 4))
@@ -276,7 +276,7 @@ def test_a_driver_may_join_a_run_under_way(schedule, joined):
 
 
 @pytest.mark.parametrize("order", ["driven after the load", "driven before the load", "saved by a driver"])
-@at_five_points
+@at_three_points
 @of_four_schedules
 def test_a_driver_joins_again_after_a_resume(schedule, joined, order):
     params = matrices((4, 4))
