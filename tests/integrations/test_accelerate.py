@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR
 
 from muonsw import MuonSW, Telemetry, clip_optimizer_grads_, scale_weight_decay
 from muonsw.integrations.shared import routing_counts
@@ -91,12 +91,6 @@ def test_a_wrapped_scheduler_hands_over_its_peak(accelerator):
     cyclic.plain.set_peak_lr(cyclic.scheduler)
     cyclic.go(0, STEPS)
     assert {group["resolved_peak_lr"] for group in cyclic.plain.param_groups} == {0.03}
-
-
-def test_one_cycle_is_found_without_being_handed_over(accelerator):
-    run = Run(accelerator, scheduler=lambda o: OneCycleLR(o, 0.03, STEPS + 1, cycle_momentum=False))
-    run.go(0, STEPS)
-    assert {group["resolved_peak_lr"] for group in run.plain.param_groups} == {0.03}
 
 
 @pytest.mark.works("Accelerate", "torch.compile")

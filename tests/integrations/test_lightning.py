@@ -6,7 +6,7 @@ from torch import nn
 
 pytest.importorskip("lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
@@ -243,9 +243,3 @@ def test_its_search_for_a_learning_rate_needs_a_running_peak(tmp_path):
     module = Searched()
     module.options = {"peak_lr": "running_max"}
     assert max(search(module).results["lr"]) > LR
-
-
-def test_early_stopping_ends_the_run(tmp_path):
-    stop = EarlyStopping("loss", mode="min", patience=0, check_on_train_epoch_end=True, divergence_threshold=-1.0)
-    trainer, _ = fit(tmp_path, callbacks=[stop], max_steps=-1, max_epochs=5)
-    assert trainer.current_epoch == 1

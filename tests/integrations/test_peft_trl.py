@@ -32,12 +32,6 @@ def steps(model, optimizer, count=3):
         optimizer.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:MuonSW.for_model found no matrix")
-def test_factors_get_adamw_without_decay_unless_asked():
-    optimizer = MuonSW.for_model(adapted(), lr=0.01)
-    assert {(g["role"], g["algorithm"], g["weight_decay"]) for g in optimizer.param_groups} == {("lora", "adamw", 0.0)}
-
-
 @pytest.mark.works("PEFT LoRA", "one process")
 def test_muon_on_factors_moves_a_factor_that_starts_at_zero_and_never_the_base():
     model = adapted()
@@ -61,13 +55,6 @@ def test_decay_leaves_a_factor_at_zero_where_it_is():
             assert not param.any()
         elif "lora_A" in name:
             torch.testing.assert_close(param.detach(), before[name] * (1 - 0.1 * 0.01))
-
-
-def test_a_saved_head_is_a_head():
-    model = adapted(modules_to_save=["lm_head"])
-    optimizer = MuonSW.for_model(model, lr=0.01, patterns=BY_MUON)
-    roles = {name: g["role"] for g in optimizer.param_groups for name in g["param_names"]}
-    assert {role for name, role in roles.items() if "lm_head" in name} == {"head"}
 
 
 def tokenizer():

@@ -10,7 +10,7 @@ import timm
 from timm.optim import create_optimizer_v2, list_optimizers, param_groups_layer_decay
 from timm.scheduler import create_scheduler_v2
 
-from muonsw import SGDSW, AdamWSW, MuonSW, scale_weight_decay
+from muonsw import SGDSW, AdamWSW, MuonSW
 from muonsw.integrations.timm import layer_decay, register
 
 LR, STEPS = 0.01, 8
@@ -112,38 +112,6 @@ def test_layer_decay_keeps_the_options_of_the_class_and_of_for_model():
     assert optimizer.routing(reasons=True).count("\n") == plain.routing(reasons=True).count("\n")
 
 
-COUPLED = {
-    "lars": "warned",
-    "lamb": "refused",
-    "madgrad": "refused",
-    "adopt": "refused",
-    "rmsproptf": "refused",
-    "nadamlegacy": "warned",
-    "novograd": "refused",
-    "sgdp": "warned",
-    "nadamw": "driven",
-    "lion": "driven",
-    "sgdw": "driven",
-    "adoptw": "driven",
-    "madgradw": "driven",
-    "adamwlegacy": "driven",
-}
-
-
-@pytest.mark.parametrize("name", COUPLED)
-def test_its_optimizers_are_driven_refused_or_warned_of(name):
-    """By what their groups say of decay, and by what is known of those that do not say."""
-    optimizer = timm.optim.create_optimizer_v2(vit(), name, lr=LR, weight_decay=0.1)
-    if COUPLED[name] == "refused":
-        with pytest.raises(ValueError, match="adds its decay to the gradient"):
-            scale_weight_decay(optimizer)
-    elif COUPLED[name] == "warned":
-        with pytest.warns(UserWarning, match="does not shrink weights"):
-            scale_weight_decay(optimizer)
-    else:
-        scale_weight_decay(optimizer)
-
-
 def test_what_timm_does_not_decay_is_not_decayed():
     model = vit()
     optimizer = layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5)
@@ -242,9 +210,3 @@ def test_parameters_in_the_place_of_the_model_are_refused_with_the_remedy():
     for build in (register, lambda params: layer_decay(MuonSW, params, lr=LR)):
         with pytest.raises(TypeError, match="takes the model itself"):
             build(vit().parameters())
-
-
-def test_patch_embeddings_are_matrices_as_the_page_says():
-    optimizer = MuonSW.for_model(vit(), lr=LR)
-    (group,) = [g for g in optimizer.param_groups if "patch_embed.proj.weight" in g["param_names"]]
-    assert (group["role"], group["algorithm"], group["matrix"]) == ("convolution", "muon", "flatten")

@@ -249,10 +249,6 @@ def test_a_pattern_needs_to_match_in_one_stage_only_and_mistakes_are_reported_at
         for_model(lr=LR, patterns={"layers.7.*": {"lr": 0.1}}).build(model_parts=[llama()])
     with pytest.raises(ValueError, match="did you mean 'decay'"):
         for_model(lr=LR, dekay="scaled")
-    with pytest.raises(ValueError, match="did you mean 'betas'"):
-        for_model(lr=LR, adamw={"beta": (0.9, 0.95)})
-    with pytest.raises(ValueError, match="did you mean 'weight_decay'"):
-        for_model(lr=LR, patterns={"role:head": {"weigt_decay": 0.1}})
     (normuon,) = for_model(lr=LR, preset="normuon").build(model_parts=[llama()])
     assert normuon.param_groups[0]["normalize"] == "normuon"
     with pytest.raises(ValueError, match="must be one of MuonSW, AdamWSW, SGDSW"):

@@ -7,6 +7,7 @@ they are saved and loaded with the optimizer.
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -20,23 +21,16 @@ from muonsw.interop.unwrap import required_optimizer
 from muonsw.options import validate_option
 from muonsw.text import users_line
 
-# torch optimizers that add their decay to the gradient: no weight_decay makes that a shrinkage of the weight.
-_COUPLED = (
-    torch.optim.SGD,
-    torch.optim.ASGD,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-)
-# The words in which groups of torch's, timm's and other optimizers say whether their decay is decoupled.
+# Classes of torch, timm, bitsandbytes and pytorch-optimizer that add their decay to the gradient, put it under a trust
+# ratio or divide it, and whose groups do not say so.
+_COUPLED = {
+    *("SGD", "ASGD", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Lars", "Lamb", "MADGRAD", "NAdamLegacy"),
+    *("NvNovoGrad", "SGDP", "LARS", "AccSGD", "ApolloDQN", "FAdam"),
+}
+# The words in which groups say whether their decay is decoupled.
 _DECOUPLED = ("decoupled_weight_decay", "decoupled_decay", "decoupled", "weight_decouple")
 # Settings under which the decay of a decoupled optimizer is not `lr * weight_decay`.
 _OTHERWISE = ("corrected_weight_decay", "unscaled_wd", "fixed_decay")
-# Classes of timm whose groups do not say it: decay is added to the gradient or enters a trust ratio (Lars, Lamb), or it
-# is divided by 1 - momentum (SGDP).
-_KNOWN_OTHERWISE = frozenset({"Lars", "Lamb", "MADGRAD", "NAdamLegacy", "NvNovoGrad", "SGDP"})
-
 # What is kept in a group beside its lambda.
 _KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr", "step_count")
 _HANDLE = "_scaled_weight_decay"
@@ -85,21 +79,14 @@ def scale_weight_decay(
     if hasattr(optimizer, _HANDLE):
         raise ValueError(f"this {type(optimizer).__name__} is scaled already; call remove() on its handle first")
     for group in groups:
-        _refuse(optimizer, group)
-        known = setting is not None or "constructor_lr" in group or peak.scheduler_record(group) is not None
-        if optimizer.state and rule.uses_peak and group["weight_decay"] and not known:
+        _refuse_other_decay(optimizer, group)
+        is_known = setting is not None or "constructor_lr" in group or peak.scheduler_record(group) is not None
+        if rule.uses_peak and group["weight_decay"] and not is_known and _has_stepped(optimizer):
             raise ValueError(
                 f"this optimizer has taken steps, no scheduler has left its peak in the groups, and the learning rate "
                 f"is now {float(group['lr']):g}; pass peak_lr=<the highest learning rate of the run>"
             )
     peak.refuse_shared(setting, [group for group in groups if group["weight_decay"]])
-    names = {cls.__name__ for cls in type(optimizer).__mro__} & _KNOWN_OTHERWISE
-    if names and not any(group.get(key) for group in groups for key in _DECOUPLED):
-        warnings.warn(
-            f"{names.pop()} does not shrink weights by lr * weight_decay, so setting its weight_decay gives it no "
-            f"decay rule; use an optimizer whose decay is decoupled",
-            stacklevel=2,
-        )
     return ScaledWeightDecay(optimizer, decay, setting, length, points)
 
 
@@ -151,7 +138,7 @@ class ScaledWeightDecay:
         self._before_load = [{key: group[key] for key in _KEYS if key in group} for group in optimizer.param_groups]
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        """A state that was not scaled knows no peak: it is the one that this optimizer was built for."""
+        """Keep this optimizer's peak if the loaded state was not scaled and so knows none."""
         for group, known in zip(optimizer.param_groups, self._before_load, strict=True):
             if "constructor_lr" not in group:
                 group.update({**known, "highest_lr": None})
@@ -162,39 +149,33 @@ class ScaledWeightDecay:
         groups = optimizer.param_groups
         if any(p.is_cuda for group in groups for p in group["params"][:1]) and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph would freeze the weight_decay of this step; step outside the graph")
-        before = [dict(group) for group in groups]
-        changes: list[str | None] = []
-        try:
-            decays = [self._decay_of(group, f"param group {number}", changes) for number, group in enumerate(groups)]
-            peak.warn_of_changes(changes)
-        except BaseException:  # the peak of a step that is not taken must not stay
-            for group, old in zip(groups, before, strict=True):
-                group.clear()
-                group.update(old)
-            raise
-        for group, decay in zip(groups, decays, strict=True):
-            _set(group, decay)
-            group["driven_weight_decay"] = decay
-            group["step_count"] += 1
+        # Work on copies: a step that is refused changes no group.
+        planned = [dict(group) for group in groups]
+        changes = [self._plan(group, f"param group {number}") for number, group in enumerate(planned)]
+        peak.warn_of_changes(changes)
+        for group, plan in zip(groups, planned, strict=True):
+            _set(group, plan["driven_weight_decay"])
+            group.update({key: plan[key] for key in (*_KEYS, *LAMBDA_KEYS, "decay")})
 
-    def _decay_of(self, group: dict[str, Any], label: str, changes: list[str | None]) -> float:
-        """The `weight_decay` with which the next step follows the rule; warnings of changed peaks go to `changes`."""
+    def _plan(self, group: dict[str, Any], label: str) -> str | None:
+        """Write into a copy of a group what its next step needs; return a warning if its peak has changed."""
         self._join(group)
         lam, eta = float(own_weight_decay(group)), float(group["lr"])
-        group["base_weight_decay"] = lam
         changed = peak.update_peak(group, label)
-        if DECAY_RULES[self.decay].uses_peak and lam:
-            changes.append(changed)
+        uses_peak = DECAY_RULES[self.decay].uses_peak and lam > 0
+        if uses_peak:
             peak.check_lr(group, label)
             message = peak.never_reached(group, label)
             if message is not None and not self._warned:
                 self._warned = True
                 warnings.warn(message, peak.PeakLRWarning, stacklevel=users_line())
-        step, steps, points = group["step_count"] + 1, self.total_steps, self.decay_points
+        group["step_count"] += 1
+        step, steps, points = group["step_count"], self.total_steps, self.decay_points
         phi = decay_factor(self.decay, lam, eta, group["resolved_peak_lr"], step=step, steps=steps, points=points)
         if not phi <= 1:
             raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
-        return phi / eta if eta else 0.0
+        group["base_weight_decay"], group["driven_weight_decay"] = lam, phi / eta if eta else 0.0
+        return changed if uses_peak else None
 
 
 def _set(group: dict[str, Any], value: float) -> None:
@@ -205,10 +186,18 @@ def _set(group: dict[str, Any], value: float) -> None:
         group["weight_decay"] = value
 
 
-def _refuse(optimizer: Optimizer, group: dict[str, Any]) -> None:
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Whether there is state that a step has written; dion makes it before the first step, as zeros."""
+    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+    values = counts or [value for state in optimizer.state.values() for value in state.values()]
+    return any(bool(torch.as_tensor(value).any()) for value in values if isinstance(value, int | float | Tensor))
+
+
+def _refuse_other_decay(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Refuse a group whose decay is not `lr * weight_decay`."""
-    name = type(optimizer).__name__
-    coupled = isinstance(optimizer, _COUPLED) or any(group.get(key) is False for key in _DECOUPLED)
+    name, said = type(optimizer).__name__, [group[key] for key in _DECOUPLED if isinstance(group.get(key), bool)]
+    classes = {re.sub(r"^Paged|(8|32)bit$", "", cls.__name__) for cls in type(optimizer).__mro__}
+    coupled = not all(said) if said else bool(classes & _COUPLED)
     if coupled or "weight_decay" not in group:
         reason = "adds its decay to the gradient" if coupled else "has no weight_decay in its groups"
         raise ValueError(f"{name} {reason}, so no weight_decay gives it scaled decay; use AdamWSW, SGDSW or MuonSW")

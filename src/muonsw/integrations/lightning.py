@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from muonsw.integrations.shared import Findings, headlines, routing_counts
-from muonsw.interop.unwrap import unwrap_optimizer
+from muonsw.integrations.shared import Findings, TelemetryLog
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.telemetry import Telemetry
-from muonsw.telemetry.record import Record
 from muonsw.variants import MuonSW
 
 logger = logging.getLogger(__name__)
@@ -49,7 +46,7 @@ def for_model(
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler(built), "interval": "step"}}
 
 
-class TelemetryCallback(Callback):
+class TelemetryCallback(TelemetryLog, Callback):
     """Logs what the optimizer does to the weights, to every logger of the Trainer.
 
     It logs a few values of each role at sampled updates under `telemetry/`, the number of findings so far, and how many
@@ -65,12 +62,7 @@ class TelemetryCallback(Callback):
     """
 
     def __init__(self, every: int = 50, *, findings: Findings | None = None, **telemetry: Any) -> None:
-        self.every = every
-        self.telemetry: Telemetry | None = None
-        self.findings = findings
-        self._found = 0
-        self._options = telemetry
-        self._logged: Record | None = None
+        super().__init__(logger, every, findings, telemetry)
         self._saved_step: int | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -85,35 +77,21 @@ class TelemetryCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizer, in a resumed run too, and log the routing."""
-        self.on_train_end(trainer, pl_module)  # of a run that failed or was interrupted
-        optimizer = unwrap_optimizer(trainer.optimizers[0])
         start = trainer.global_step if self._saved_step is None else self._saved_step
         self._saved_step = None
-        self.telemetry = Telemetry(optimizer, self.every, model=pl_module, **{"start_step": start, **self._options})
-        if isinstance(optimizer, ScaledDecayOptimizer) and trainer.is_global_zero:
-            logger.info("routing of the parameters:\n%s", optimizer.routing())
-            self._log(trainer, routing_counts(optimizer))
+        self._log(trainer, self._attach(trainer.optimizers[0], pl_module, start, is_main=trainer.is_global_zero))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the update, where it was sampled."""
-        record = self.telemetry.last if self.telemetry else None
-        if record is None or record is self._logged:
-            return
-        self._logged = record
-        if trainer.is_global_zero:
-            for finding in self.findings(record) if self.findings else ():
-                logger.warning(finding)
-                self._found += 1
-            self._log(trainer, {**headlines(record), "telemetry/findings": self._found})
+        self._log(trainer, self._sampled(is_main=trainer.is_global_zero))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop measuring; `telemetry.records` stays readable."""
-        if self.telemetry is not None:
-            self.telemetry.detach()
+        self._detach()
 
     def _log(self, trainer: Trainer, values: dict[str, float]) -> None:
         """To the loggers themselves: the module's own log is only written every `log_every_n_steps`."""
-        for sink in trainer.loggers:
+        for sink in trainer.loggers if values else ():
             sink.log_metrics(values, step=trainer.global_step)

@@ -1,15 +1,18 @@
-"""What frameworks share: options that are checked at once, and the few numbers of a record that their logs show."""
+"""What frameworks share: options that are checked at once, and telemetry in their logs."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import validate_option
 from muonsw.routing.groups import check_adamw
+from muonsw.telemetry import Telemetry
 from muonsw.telemetry.record import Record
 
 # Sentences about a record, to be logged as warnings.
@@ -40,6 +43,45 @@ def routing_counts(optimizer: ScaledDecayOptimizer) -> dict[str, float]:
         f"routing/{group.get('name', number)}/{group['algorithm']}": sum(p.numel() for p in group["params"])
         for number, group in enumerate(optimizer.param_groups)
     }
+
+
+class TelemetryLog:
+    """What the callbacks of all frameworks do: measure the run under way, and say what to log of it."""
+
+    def __init__(self, logger: logging.Logger, every: int, findings: Findings | None, options: dict[str, Any]) -> None:
+        self.every, self.findings = every, findings
+        self.telemetry: Telemetry | None = None
+        self._logger, self._options = logger, options
+        self._logged: Record | None = None
+        self._found = 0
+
+    def _attach(self, optimizer: Any, model: torch.nn.Module, start_step: int, *, is_main: bool) -> dict[str, float]:
+        """Measure a new or resumed run; the values to log at its start."""
+        self._detach()  # from a run that failed or was interrupted
+        optimizer = unwrap_optimizer(optimizer)
+        self.telemetry = Telemetry(optimizer, self.every, model=model, **{"start_step": start_step, **self._options})
+        if not is_main or not isinstance(optimizer, ScaledDecayOptimizer):
+            return {}
+        self._logger.info("routing of the parameters:\n%s", optimizer.routing())
+        return routing_counts(optimizer)
+
+    def _sampled(self, *, is_main: bool) -> dict[str, float]:
+        """The values of an update that was sampled and not logged yet."""
+        record = self.telemetry.last if self.telemetry else None
+        if record is None or record is self._logged:
+            return {}
+        self._logged = record
+        if not is_main:
+            return {}
+        for finding in self.findings(record) if self.findings else ():
+            self._logger.warning(finding)
+            self._found += 1
+        return {**headlines(record), "telemetry/findings": self._found}
+
+    def _detach(self) -> None:
+        """Stop measuring; `telemetry.records` stays readable."""
+        if self.telemetry is not None:
+            self.telemetry.detach()
 
 
 def refuse_wrong_options(

@@ -52,13 +52,13 @@ def _from_timm(
     **options: Any,
 ) -> ScaledDecayOptimizer:
     """The optimizer for a registered model; of timm's groups it takes the decay and the scales of layers."""
-    groups = [one for one in params if isinstance(one, dict)]
+    groups = [group for group in params if isinstance(group, dict)]
     scales = {id(param): float(group.get("lr_scale", 1.0)) for group in groups for param in group["params"]}
-    whole = model()
-    if whole is None or scales.keys() != {id(param) for param in whole.parameters() if param.requires_grad}:
+    registered = model()
+    if registered is None or scales.keys() != {id(p) for p in registered.parameters() if p.requires_grad}:
         raise ValueError("timm builds an optimizer for another model: call muonsw.integrations.timm.register with it")
     weight_decay = max((group.get("weight_decay", 0.0) for group in groups), default=weight_decay)
-    return _built(optimizer, whole, scales, set(), lr=lr, weight_decay=weight_decay, **options)
+    return _built(optimizer, registered, scales, set(), lr=lr, weight_decay=weight_decay, **options)
 
 
 def layer_decay(

@@ -8,11 +8,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from muonsw.integrations.shared import Findings, headlines, refuse_wrong_options, routing_counts
-from muonsw.interop.unwrap import unwrap_optimizer
+from muonsw.integrations.shared import Findings, TelemetryLog, refuse_wrong_options
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.telemetry import Telemetry
-from muonsw.telemetry.record import Record
 from muonsw.variants import MuonSW
 
 logger = logging.get_logger("transformers.muonsw")  # below theirs, so that their verbosity counts
@@ -77,7 +74,7 @@ class LogsToReporters(Protocol):
         """Write values to `log_history` and to everything that the Trainer reports to."""
 
 
-class TelemetryCallback(TrainerCallback):
+class TelemetryCallback(TelemetryLog, TrainerCallback):
     """Logs what the optimizer does to the weights, to whatever the Trainer logs to.
 
     Add it with `trainer.add_callback(TelemetryCallback(trainer))`. It logs a few values of each role at sampled
@@ -97,48 +94,29 @@ class TelemetryCallback(TrainerCallback):
     def __init__(
         self, trainer: LogsToReporters, every: int = 50, *, findings: Findings | None = None, **telemetry: Any
     ) -> None:
+        super().__init__(logger, every, findings, telemetry)
         self.trainer = trainer
-        self.every = every
-        self.telemetry: Telemetry | None = None
-        self.findings = findings
-        self._found = 0
-        self._options = telemetry
-        self._logged: Record | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach to the optimizer, in a resumed run too, and log the routing."""
-        self.on_train_end(args, state, control)  # of a run that failed or was interrupted
-        optimizer = unwrap_optimizer(kwargs["optimizer"])
-        self.telemetry = Telemetry(
-            optimizer, self.every, model=kwargs["model"], **{"start_step": state.global_step, **self._options}
-        )
-        if isinstance(optimizer, ScaledDecayOptimizer) and state.is_world_process_zero:
-            logger.info("routing of the parameters:\n%s", optimizer.routing())
-            self._log(control, routing_counts(optimizer))
+        is_main = state.is_world_process_zero
+        self._log(control, self._attach(kwargs["optimizer"], kwargs["model"], state.global_step, is_main=is_main))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the update, where it was sampled."""
-        record = self.telemetry.last if self.telemetry else None
-        if record is None or record is self._logged:
-            return
-        self._logged = record
-        if state.is_world_process_zero:
-            for finding in self.findings(record) if self.findings else ():
-                logger.warning(finding)
-                self._found += 1
-            self._log(control, {**headlines(record), "telemetry/findings": self._found})
+        self._log(control, self._sampled(is_main=state.is_world_process_zero))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop measuring; `telemetry.records` stays readable."""
-        if self.telemetry is not None:
-            self.telemetry.detach()
+        self._detach()
 
     def _log(self, control: TrainerControl, values: dict[str, float]) -> None:
         """Log without disturbing the Trainer: its own log is due when `should_log` is set, and logging clears it."""
-        due = control.should_log
-        self.trainer.log(values)
-        control.should_log = due
+        if values:
+            due = control.should_log
+            self.trainer.log(values)
+            control.should_log = due

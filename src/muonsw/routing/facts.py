@@ -1,4 +1,4 @@
-"""What the rules need to know about a model: its layers, its blocks, and what it declares about itself."""
+"""What the rules know about a model: its layers, its experts, its repeated blocks, and what it declares."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from muonsw.routing import names
 TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase, nn.LocalResponseNorm)
 RECURRENT = nn.RNNBase | nn.RNNCellBase
 TABLES = nn.Embedding | nn.EmbeddingBag
+LISTS = nn.ModuleList | nn.ModuleDict
 # Parametrizations of torch that only rescale the trained tensor: it is still the layer's matrix.
 RESCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
 
@@ -36,8 +37,13 @@ class Subject(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The parts of the owner's path that the model's author chose."""
-        return names.meaningful(self.path.split(".")) if self.path else []
+        """The parts of its name that the model's author chose."""
+        return [*(names.meaningful(self.path.split(".")) if self.path else ()), self.own]
+
+    @property
+    def called(self) -> str:
+        """What the author called it: its own name, or that of its layer if it is the `weight`."""
+        return self.words[-2] if self.own == "weight" and len(self.words) > 1 else self.own
 
     @property
     def long_axes(self) -> int:
@@ -54,6 +60,13 @@ class Layer(NamedTuple):
     gives: int | None
     weight: Tensor | None = None
     in_out: bool = False
+
+
+class Experts(NamedTuple):
+    """Routed experts: modules of a list, or stacked in parameters of one module. Their number is one of `counts`."""
+
+    listed: bool
+    counts: set[int]
 
 
 class ModelFacts:
@@ -73,13 +86,9 @@ class ModelFacts:
                     if name == "weight":
                         self._weights[layer] = param
         self._find_layers()
+        self._find_experts()
+        self._find_blocks()
         self._find_declarations()
-        originals = (path for path in self.modules if "original_module" not in path.split("."))  # PEFT's frozen copies
-        self._classes = Counter(type(self.modules[path]) for path in originals)
-        self._in_block = {"": False}
-        self.outside = {layer.gives for layer in self.maps if not self.in_block(layer.path)}
-        tables = (module for module in self.modules.values() if isinstance(module, nn.Embedding))
-        self.vocabulary = max((table.num_embeddings for table in tables), default=None)
 
     def subjects(self) -> Iterator[Subject]:
         """Every trainable parameter once, under its first name."""
@@ -93,9 +102,11 @@ class ModelFacts:
         while path and isinstance(self.modules[path], nn.ParameterList | nn.ParameterDict):
             path, _, own = path.rpartition(".")
         module = self.modules[path]
-        if isinstance(module, ParametrizationList) and own == _trained_matrix(module):
-            layer, _, own = f".{path}".rpartition(".parametrizations.")
-            return layer[1:], own
+        if isinstance(module, ParametrizationList):
+            kinds = {type(part).__name__ for part in module}
+            if kinds <= RESCALING and own == ("original1" if "_WeightNorm" in kinds else "original"):
+                layer, _, own = f".{path}".rpartition(".parametrizations.")
+                return layer[1:], own
         if own.endswith("_v") and f"{own[:-2]}_g" in module._parameters:  # the older weight norm
             return path, own[:-2]
         if own.endswith("_orig") and own[:-5] not in module._parameters:  # spectral norm and pruning
@@ -105,7 +116,7 @@ class ModelFacts:
     def _find_layers(self) -> None:
         """List the layers in order, with bare matrices oriented by the widths that the others read."""
         layers, bare = [], []
-        self.widths: dict[str, dict[int, None]] = {}  # what is read under each path, in order
+        self._widths: dict[str, dict[int, None]] = {}  # what is read under each path, in order
         for order, (path, module) in enumerate(self.modules.items()):
             if "original_module" in path.split(".") or names.ADAPTER.search(path):
                 continue
@@ -113,10 +124,10 @@ class ModelFacts:
                 is_map = isinstance(module, nn.Linear | _ConvNd)
                 layers.append(Layer(order, path, *sizes, self._weights.get(path) if is_map else None))
                 for around in outwards(path):
-                    self.widths.setdefault(around, {}).update(dict.fromkeys(sizes[0]))
+                    self._widths.setdefault(around, {}).update(dict.fromkeys(sizes[0]))
             elif not isinstance(module, ParametrizationList) and not is_table(module):
-                own = [(name, p) for name, p in module._parameters.items() if p is not None and p.dim() > 1]
-                bare += [(order, path, name, p) for name, p in own if p.shape[0] > 1]
+                members = [(own, p) for own, p in module._parameters.items() if p is not None and p.dim() > 1]
+                bare += [(order, path, own, p) for own, p in members if p.shape[0] > 1]
         for order, path, own, param in bare:
             if param.dim() > 2:
                 layers.append(Layer(order, path, tuple(param.shape[-2:]), None))
@@ -124,13 +135,13 @@ class ModelFacts:
                 in_out = self.stored_in_out(path, own, param)
                 gives, reads = reversed(param.shape) if in_out else param.shape
                 layers.append(Layer(order, path, (reads,), gives, param, in_out))
-        self.layers = sorted(layers, key=lambda layer: layer.order)
-        self.maps = [layer for layer in self.layers if layer.gives is not None]
-        self.layer_of = {layer.weight: layer for layer in self.layers if layer.weight is not None}
+        layers.sort(key=lambda layer: layer.order)
+        self.maps = [layer for layer in layers if layer.gives is not None]
+        self.layer_of = {layer.weight: layer for layer in layers if layer.weight is not None}
         self.reading: dict[int, list[Layer]] = {}
-        self.held_by: dict[str, list[Layer]] = {}
-        for layer in self.layers:
-            self.held_by.setdefault(holder_of(layer.path), []).append(layer)
+        self.beside: dict[str, list[Layer]] = {}
+        for layer in layers:
+            self.beside.setdefault(holder_of(layer.path), []).append(layer)
             for size in set(layer.reads):
                 self.reading.setdefault(size, []).append(layer)
 
@@ -142,14 +153,55 @@ class ModelFacts:
         bias = bias_of(module, own)
         if bias is not None and rows != columns:
             return bool(bias.shape[-1] == columns)
-        if (getattr(module, "out_features", None), getattr(module, "in_features", None)) == (rows, columns):
-            return False
         is_down = any(names.DOWN.search(word.lower()) for word in (own, path.rpartition(".")[2]))
         for around in outwards(path):
-            for width in self.widths.get(around, ()):
+            for width in self._widths.get(around, ()):
                 if (rows == width) != (columns == width):
                     return (columns == width) == is_down
         return False
+
+    def _find_experts(self) -> None:
+        """Find routed experts, by name or by the attribute that counts them, and where their router can be."""
+        self._experts: dict[str, Experts] = {}
+        self._choices: dict[str, set[int]] = {}  # under each path, how many experts a router may choose among
+        for path, module in self.modules.items():
+            listed = isinstance(module, LISTS)
+            parts = [part for part in module.children() if listed and any(True for _ in part.parameters())]
+            matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+            kind = type(names.unwrapped(parts[0]) if parts else module).__name__
+            if not (parts or matrices) or names.says_router(kind):
+                continue
+            declared = expert_counts(module)
+            counts = declared or {len(parts), *(p.shape[0] for p in matrices if p.dim() > 2)} - {0, 1}
+            called = any(names.says_expert(word) for word in (*path.split(".")[-2:], kind))
+            if counts and (called or declared or names.MIXTURE.search(path.rpartition(".")[2])):
+                self._experts[path] = Experts(listed, counts)
+                self._choices.setdefault(holder_of(path), set()).update(counts)
+
+    def experts_around(self, subject: Subject) -> Experts | None:
+        """The closest experts that hold this parameter."""
+        around = ((path, self._experts[path]) for path in outwards(subject.path) if path in self._experts)
+        return next((experts for path, experts in around if experts.listed or path == subject.path), None)
+
+    def counts_experts(self, subject: Subject) -> bool:
+        """Whether a matrix gives one number for each of the experts beside it or beside its holder."""
+        # A bare matrix may be stored either way.
+        sizes = set(subject.shape[:1] if isinstance(subject.owner, nn.Linear) else subject.shape)
+        return any(sizes & self._choices.get(path, set()) for path in list(outwards(subject.path))[:3])
+
+    def _find_blocks(self) -> None:
+        """Find the repeated parts of the model: elements of lists, and modules whose class is used twice."""
+        originals = (path for path in self.modules if "original_module" not in path.split("."))  # PEFT's frozen copies
+        classes = Counter(type(self.modules[path]) for path in originals)
+        self._blocks: set[str] = set()
+        for path, module in self.modules.items():
+            if isinstance(self.modules[holder_of(path)], LISTS) and not isinstance(module, nn.ModuleList):
+                repeated = "modules_to_save" not in path.split(".")[-2:]
+            else:
+                repeated = classes[type(module)] > 1 and not isinstance(module, nn.Sequential | LISTS)
+            if repeated and module._modules and path:
+                self._blocks.add(path)
+        self.given_outside = {layer.gives for layer in self.maps if not self.in_block(layer.path)}
 
     def _find_declarations(self) -> None:
         """Ask the model for its outputs, its input tables and what it wants without decay."""
@@ -167,22 +219,22 @@ class ModelFacts:
         declared = {names.unwrapped(module) for module in outputs if isinstance(module, nn.Module)}
         self.heads = [path for path, module in self.modules.items() if module in declared and path]
         self.tables = {names.unwrapped(module) for module in tables if isinstance(module, nn.Module)}
+        rows = (module.num_embeddings for module in self.modules.values() if isinstance(module, nn.Embedding))
+        self.vocabulary = max(rows, default=None)
 
     def in_block(self, path: str) -> bool:
-        """Whether a module lies in a repeated part of the model: an element of a list, or a class used twice."""
-        if path not in self._in_block:
-            module, holder = self.modules[path], self.modules[holder_of(path)]
-            repeated = bool(module._modules) and self._classes[type(module)] > 1
-            repeated &= not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-            if isinstance(holder, nn.ModuleList | nn.ModuleDict) and not isinstance(module, nn.ModuleList):
-                repeated = bool(module._modules) and "modules_to_save" not in path.split(".")[-2:]
-            self._in_block[path] = repeated or self.in_block(holder_of(path))
-        return self._in_block[path]
+        """Whether a module lies in a repeated part of the model."""
+        return any(around in self._blocks for around in outwards(path))
 
     def is_read(self, layer: Layer, scope: str = "") -> bool:
         """Whether another layer under `scope` reads as many features as this one gives."""
         readers = self.reading.get(layer.gives or 0, ())
         return any(other is not layer and within(other.path, scope) for other in readers)
+
+    def is_read_beside(self, layer: Layer) -> bool:
+        """Whether a layer of the same module reads what this one gives, as down reads gate."""
+        beside = self.beside[holder_of(layer.path)] if layer.path else ()
+        return any(other is not layer and other.gives and layer.gives in other.reads for other in beside)
 
 
 def holder_of(path: str) -> str:
@@ -228,15 +280,8 @@ def expert_counts(module: nn.Module) -> set[int]:
 
 
 def is_linear(module: nn.Module, own: str, weight: Tensor) -> bool:
-    """Whether a bare matrix is a linear map: its module knows its sizes, a bias fits, or class or name say so."""
-    if is_norm(module) or weight.shape[0] in expert_counts(module):  # one flat row for each expert
-        return False
-    sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
-    bias = bias_of(module, own)
-    fits = bias is not None and bias.dim() == 1 and bias.shape[0] in weight.shape
-    kind = type(module).__name__.lower()
-    called = any(word in kind for word in ("linear", "dense", "conv1d"))
-    return sizes == tuple(weight.shape) or fits or called or names.says_linear(own)
+    """Whether a bare matrix is a linear map, as its name says; of experts it has one flat row for each."""
+    return names.says_linear(own) and not is_norm(module) and weight.shape[0] not in expert_counts(module)
 
 
 def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | None:
@@ -250,20 +295,8 @@ def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | N
     if isinstance(module, nn.MultiheadAttention):
         return (module.embed_dim, module.kdim, module.vdim), module.embed_dim
     if is_norm(module):
-        found: list[Any] = [size for param in module._parameters.values() if param is not None for size in param.shape]
-        for key in ("normalized_shape", "num_features", "num_channels"):
-            value = getattr(module, key, ())
-            found += value if isinstance(value, tuple | list) else [value]
-        return tuple(size for size in found if isinstance(size, int)), None
+        return tuple(size for param in module._parameters.values() if param is not None for size in param.shape), None
     return None
-
-
-def _trained_matrix(parametrized: ParametrizationList) -> str | None:
-    """The name under which a rescaled weight is trained; None if the weight is computed in another way."""
-    kinds = {type(part).__name__ for part in parametrized}
-    if not kinds <= RESCALING:
-        return None
-    return "original1" if "_WeightNorm" in kinds else "original"
 
 
 def _ask(module: nn.Module, method: str) -> Any:

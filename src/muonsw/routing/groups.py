@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -41,22 +41,26 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
     if not routed:
         raise ValueError("the model has no parameter that requires a gradient")
 
-    found: list[Group] = []
+    groups: list[Group] = []
+    identities: list[Group] = []
     reasons: dict[str, str] = {}
     used: set[str | None] = set()
     for entry in routed:
         pattern = next((pattern for pattern in patterns if _matches(pattern, entry)), None)
         options = _options(entry, algorithm, {} if pattern is None else patterns[pattern], adamw)
-        group = next((group for group in found if _same(group["options"], options)), None)
-        if group is None:
-            found.append(group := {"options": options, "params": []})
-        group["params"].append((entry.name, entry.param))
+        # A tensor equals only itself, because its value may change later.
+        identity = {key: id(value) if isinstance(value, Tensor) else value for key, value in options.items()}
+        if identity not in identities:
+            identities.append(identity)
+            groups.append({**options, "params": []})
+        groups[identities.index(identity)]["params"].append((entry.name, entry.param))
         reasons[entry.name] = entry.reason + ("" if pattern is None else f"; options from the pattern {pattern!r}")
         used.add(pattern)
-    groups = [{**group["options"], "params": group["params"]} for group in found]
-    groups.sort(key=lambda group: group["role"] not in MATRIX_ROLES)
-    _name(groups)
-    _refuse_unused(patterns, used, routed)
+    if unused := [pattern for pattern in patterns if pattern not in used]:
+        raise ValueError(
+            f"pattern {unused[0]!r} matches no parameter that an earlier pattern has not claimed; names look "
+            f"like {', '.join(entry.name for entry in routed[:3])} and roles are {', '.join(ROLES)}"
+        )
     if adamw and not any(_takes_adamw(group["role"], group["algorithm"], algorithm) for group in groups):
         raise ValueError(
             f"adamw={adamw!r} applies to nothing: no parameter of this model goes to AdamW; leave it out, or give the "
@@ -64,6 +68,8 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
         )
     if _needs_matrices(algorithm) and not any(_needs_matrices(group["algorithm"]) for group in groups):
         _warn_without_matrices(groups)
+    groups.sort(key=lambda group: group["role"] not in MATRIX_ROLES)
+    _name(groups)
     return Routing(groups, reasons)
 
 
@@ -88,21 +94,13 @@ def _needs_matrices(algorithm: str) -> bool:
     return ALGORITHMS[algorithm].matrices is not None
 
 
-def _same(one: Group, other: Group) -> bool:
-    """Whether two sets of options are equal; a tensor equals only itself, because its value may change later."""
-    return one.keys() == other.keys() and all(
-        value is other[key] if isinstance(value, Tensor) or isinstance(other[key], Tensor) else value == other[key]
-        for key, value in one.items()
-    )
-
-
 def _name(groups: list[Group]) -> None:
     """Give each group a unique `name` for loggers: its role or the name from its pattern, numbered if taken."""
     taken: set[str] = set()
     for group in groups:
         wanted = str(group.get("name") or group["role"])
-        numbered = (f"{wanted}-{number}" for number in count(2))
-        group["name"] = wanted if wanted not in taken else next(name for name in numbered if name not in taken)
+        candidates = chain([wanted], (f"{wanted}-{number}" for number in count(2)))
+        group["name"] = next(name for name in candidates if name not in taken)
         taken.add(group["name"])
 
 
@@ -148,16 +146,6 @@ def _refuse_shapeless(model: nn.Module) -> None:
                 f"seen in it any more, and every weight would get AdamW without decay. Shard with "
                 f"torch.distributed.fsdp.fully_shard (FSDP2), which keeps shapes, or use DistributedDataParallel"
             )
-
-
-def _refuse_unused(patterns: dict[str, Group], used: set[str | None], routed: list[RoutedParameter]) -> None:
-    unused = [pattern for pattern in patterns if pattern not in used]
-    if unused:
-        names = ", ".join(entry.name for entry in routed[:3])
-        raise ValueError(
-            f"pattern {unused[0]!r} matches no parameter that an earlier pattern has not claimed; names look like "
-            f"{names} and roles are {', '.join(ROLES)}"
-        )
 
 
 def _warn_without_matrices(groups: list[Group]) -> None:

@@ -19,7 +19,6 @@ ROUTER = re.compile(r"(^|_|k)(router|routing)($|_)")
 GATE = re.compile(r"^(gate|gating|gate_network|wg|w_gate|switch|selector)(_weight)?$")
 MIXTURE = re.compile(r"(^|_)(moe|mixture)($|_)")
 EXPERT = re.compile(r"(?<!shared)(^|_)experts?($|_|\d)")
-SHARED = re.compile(r"shared_?experts?")
 DOWN = re.compile(r"(^|_)(down|w2|wo|o|out|output|fc2|post|c_proj)($|_|\d)")
 HEAD = re.compile(
     r"(^|_)(heads?|classifiers?|logits?|scores?|predictors?|predictions?|pred|outputs|class_embed|bbox_(embed|reg))"
@@ -81,18 +80,12 @@ def meaningful(words: list[str]) -> list[str]:
 
 def says_expert(word: str) -> bool:
     """Whether a name or class is one for routed experts; a shared expert is an ordinary layer."""
-    return bool(EXPERT.search(snake_case(word))) and not SHARED.search(snake_case(word))
+    return bool(EXPERT.search(snake_case(word)))
 
 
 def says_router(word: str) -> bool:
     """Whether a name or class is one for routers."""
     return bool(ROUTER.search(snake_case(word)))
-
-
-def says_gate(path: str) -> bool:
-    """Whether the last word of a path is one for routers or gates; `gate` may also be half of a SwiGLU."""
-    word = path.rpartition(".")[2]
-    return bool(GATE.match(word)) or says_router(word)
 
 
 def says_linear(word: str) -> bool:
