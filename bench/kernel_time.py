@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from muonsw import MuonSW
-from muonsw.algorithms import base, muon_kernels
+from muonsw import codecs as codes
+from muonsw.addons.replay import SETTLED
+from muonsw.algorithms import base, muon
 from muonsw.apply import shrink_and_move
 from muonsw.kernels.adamw import adamw
 from muonsw.kernels.elementwise import Motion, Weights
@@ -30,8 +32,6 @@ from muonsw.kernels.move import move
 from muonsw.kernels.symmetric import symmetric_product
 from muonsw.nonfinite import all_finite
 from muonsw.orthogonalize import NS5, normalize
-from muonsw.replay import SETTLED
-from muonsw.stored import codes
 
 Matrices = list[tuple[tuple[int, ...], dict[str, Any]]]
 
@@ -49,12 +49,12 @@ GPT2: Matrices = [
 
 # Members of the slots, and the function whose kernel is switched off.
 MEMBERS: dict[str, tuple[dict[str, str], str]] = {
-    "NorMuon": ({"normalize": "normuon"}, "normalizer"),
-    "AdaMuon": ({"precondition": "sign", "normalize": "adamuon"}, "normalizer"),
-    "Muon+": ({"normalize": "muon_plus"}, "normalizer"),
-    "Muon^2": ({"precondition": "muon2"}, "_precondition"),
-    "MuonEq": ({"precondition": "equalize"}, "_precondition"),
-    "sign": ({"precondition": "sign"}, "_precondition"),
+    "NorMuon": ({"normalize": "normuon"}, "_normalized_by_kernel"),
+    "AdaMuon": ({"precondition": "sign", "normalize": "adamuon"}, "_normalized_by_kernel"),
+    "Muon+": ({"normalize": "muon_plus"}, "_normalized_by_kernel"),
+    "Muon^2": ({"precondition": "muon2"}, "_kernel_precondition"),
+    "MuonEq": ({"precondition": "equalize"}, "_kernel_precondition"),
+    "sign": ({"precondition": "sign"}, "_kernel_precondition"),
 }
 
 
@@ -153,7 +153,13 @@ def time_kernels() -> None:
     show("a I + b R + c R^2", milliseconds(ours_polynomial), milliseconds(torchs_polynomial), error)
 
     x = torch.randn(8192, 2816, device="cuda")
-    stored = [(torch.empty_like(x, dtype=torch.int8), torch.empty(codes.scale_shape(x), device="cuda")) for _ in "ab"]
+    stored = [
+        (
+            torch.empty_like(x, dtype=torch.int8),
+            torch.empty(x.shape[0], x.shape[1] // codes.block_length(tuple(x.shape)), device="cuda"),
+        )
+        for _ in "ab"
+    ]
     ours, theirs = (
         milliseconds(lambda s=stored[k], f=fused: codes.encode(x, *s, fused=f)) for k, fused in enumerate((True, False))
     )
@@ -175,7 +181,7 @@ def time_members(name: str, matrices: Matrices, replay: bool) -> None:
         optimizer = MuonSW(
             [dict(group) for group in groups.values()], lr=1e-3, weight_decay=0.1, replay=replay, **options
         )
-        with mock.patch.object(muon_kernels, without, return_value=None) if without else nullcontext():
+        with mock.patch.object(muon, without, return_value=None) if without else nullcontext():
             optimizer.step()
             moved = last.detach() - start
             time = milliseconds(optimizer.step, warming=SETTLED + 3)

@@ -451,7 +451,7 @@ def test_an_average_that_is_one_number_for_its_matrix_is_refused_before_anything
 )
 def test_averages_of_the_same_name_are_not_taken_for_those_of_another_algorithm(make, options, named):
     with pytest.raises(ValueError, match=f"of torch's {named}, and param group 0 of this optimizer has"):
-        MuonSW(matrices((4, 4)), lr=0.1, **options).load_state_dict(state_of(make))
+        MuonSW([{"params": matrices((4, 4)), **options}], lr=0.1).load_state_dict(state_of(make))
 
 
 def test_momentum_of_torch_goes_on_as_it_was_summed():
@@ -741,11 +741,11 @@ def test_what_distributed_checkpoints_make_of_other_groups_is_refused(flat, save
     ("muon", "precondition_period", "precondition_frequency"), ("soap", "max_precond_dim", "precondition_max_dim"),
 ])  # fmt: skip
 def test_options_that_were_renamed_are_read(algorithm, old, new):
-    options = {"precondition": "soap"} if algorithm == "muon" else {"algorithm": algorithm}
-    saved = MuonSW(matrices((4, 6)), lr=0.05, **options).state_dict()
-    del saved["param_groups"][0][new]
+    options = {"algorithm": algorithm, **({"precondition": "soap"} if algorithm == "muon" else {})}
+    saved = MuonSW([{"params": matrices((4, 6)), **options}], lr=0.05).state_dict()
+    saved["param_groups"][0].pop(new, None)
     saved["param_groups"][0][old] = 7
-    optimizer = MuonSW(matrices((4, 6)), lr=0.05, **options)
+    optimizer = MuonSW([{"params": matrices((4, 6)), **options}], lr=0.05)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0][new] == 7
     assert old not in optimizer.param_groups[0]

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, ORTHOGONALIZERS, SHAPE_SCALES, MuonSW
+from muonsw.addons.norm_rules import NormRule
 from muonsw.decay import DecayRule
-from muonsw.norms import NormRule
 from muonsw.registry import Registry
 
 
@@ -47,9 +47,7 @@ def test_a_users_decay_rule_is_used():
 
 
 def test_a_users_norm_rule_is_used():
-    NORM_RULES.register(
-        "halve", NormRule(lambda norms, move, phi, group: (0.5, group["lr"] * 0 * (move + phi + norms.W)))
-    )
+    NORM_RULES.register("halve", NormRule(lambda norms, eta, phi: (0.5, 0 * (eta + phi + norms.W))))
     assert torch.allclose(stepped(norm="halve"), torch.full((4, 4), 0.5))
 
 

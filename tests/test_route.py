@@ -134,11 +134,11 @@ def test_patterns_set_any_option_and_the_first_match_wins():
         },
     )
     of = {name: g for g in optimizer.param_groups for name in g["param_names"]}
-    assert (of["blocks.0.qkv.weight"]["split_sizes"], of["blocks.0.qkv.weight"]["weight_decay"]) == (
+    assert (of["blocks.0.qkv.weight"].get("split_sizes"), of["blocks.0.qkv.weight"]["weight_decay"]) == (
         (8, 8, 8),
         0.1,
     )
-    assert (of["blocks.1.qkv.weight"]["split_sizes"], of["blocks.1.qkv.weight"]["weight_decay"]) == (
+    assert (of["blocks.1.qkv.weight"].get("split_sizes"), of["blocks.1.qkv.weight"]["weight_decay"]) == (
         None,
         0.9,
     )
@@ -476,9 +476,9 @@ def test_only_fused_projections_of_a_certain_layout_are_split(library, name, par
     model = nn.Module()
     model.blocks = nn.ModuleList(attention_of(library, name) for _ in range(2))
     optimizer = MuonSW.for_model(model, lr=0.02)
-    assert by_name(optimizer)[f"blocks.0.{name}.weight"]["split_sizes"] == parts
+    assert by_name(optimizer)[f"blocks.0.{name}.weight"].get("split_sizes") == parts
     assert ("muon, 3 parts" in optimizer.routing()) == (parts is not None)
     line = next(line for line in optimizer.routing(reasons=True).splitlines() if f"0.{name}" in line)
     assert ("3 parts" in line) == (parts is not None)
     whole = MuonSW.for_model(model, lr=0.02, patterns={f"*.{name}.weight": {"split_sizes": None}})
-    assert by_name(whole)[f"blocks.0.{name}.weight"]["split_sizes"] is None
+    assert by_name(whole)[f"blocks.0.{name}.weight"].get("split_sizes") is None

@@ -73,8 +73,7 @@ def test_a_snapshot_does_not_change_with_the_steps_that_follow(rule):
     other.load_state_dict(saved)
     run(other, other_params, 3, start=3)
     for key in ("step_count", "gradient_average"):
-        kept, now = saved["param_groups"][0][key], optimizer.param_groups[0][key]
-        assert torch.equal(torch.as_tensor(kept), torch.as_tensor(now)) if kept is not None else now is None
+        assert saved["param_groups"][0].get(key) == optimizer.param_groups[0].get(key)
 
 
 @rules
@@ -146,7 +145,10 @@ def test_a_step_that_raises_is_not_counted():
     optimizer = MuonSW(params, lr=0.05, weight_decay=1e3, decay="gradient_norm")
     with pytest.raises(ValueError, match="times the weight in one step"):
         optimizer.step()
-    assert optimizer.param_groups[0]["gradient_average"] == [0.0, 0.0]
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    optimizer.step()
+    mean = float(params[0].grad.square().mean())
+    assert optimizer.param_groups[0]["gradient_average"] == pytest.approx([0.05 * mean, 0.05])
 
 
 def test_the_length_must_be_known_where_a_rule_ends_with_the_run():
@@ -253,7 +255,7 @@ def test_rules_that_do_not_ask_average_no_gradient():
     optimizer = MuonSW(params, lr=0.05)
     run(optimizer, params, 3)
     assert optimizer.param_groups[0]["step_count"] == 3
-    assert optimizer.param_groups[0]["gradient_average"] is None
+    assert "gradient_average" not in optimizer.param_groups[0]
 
 
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
@@ -266,7 +268,8 @@ def test_a_saved_state_holds_the_same_kinds_before_and_after_the_first_step(rule
     run(optimizer, params, 2)
     after = optimizer.state_dict()["param_groups"][0]
     for key in ("step_count", "gradient_average"):
-        assert type(before[key]) is type(after[key]), key
+        assert type(before.get(key)) is type(after.get(key)), key
     kept = copy.deepcopy(after)
     run(optimizer, params, 2, start=2)
-    assert (kept["step_count"], kept["gradient_average"]) == (after["step_count"], after["gradient_average"])
+    assert kept["step_count"] == after["step_count"]
+    assert kept.get("gradient_average") == after.get("gradient_average")

@@ -15,7 +15,7 @@ _HOMES = {
     "ALGORITHMS": "algorithms",
     "DECAY_RULES": "decay",
     "NORMALIZERS": "normalize",
-    "NORM_RULES": "norms",
+    "NORM_RULES": "addons.norm_rules",
     "ORTHOGONALIZERS": "orthogonalize",
     "PRECONDITIONERS": "precondition",
     "PRESETS": "presets",
@@ -23,7 +23,7 @@ _HOMES = {
     "SHAPE_SCALES": "matrices",
     "AdamWSW": "variants",
     "GroupOptions": "options",
-    "HeadRows": "qk_clip",
+    "HeadRows": "addons.qk_clip",
     "JsonlSink": "telemetry",
     "MlflowSink": "telemetry",
     "MuonOptions": "options",
@@ -32,25 +32,30 @@ _HOMES = {
     "NonFiniteGradientWarning": "nonfinite",
     "PeakLRError": "peak",
     "PeakLRWarning": "peak",
-    "QKClip": "qk_clip",
+    "QKClip": "addons.qk_clip",
     "ScaledDecayOptimizer": "optimizer",
-    "ScheduleFree": "schedule_free",
+    "ScheduleFree": "addons.schedule_free",
     "Telemetry": "telemetry",
     "TensorBoardSink": "telemetry",
     "WandbSink": "telemetry",
-    "clip_optimizer_grads_": "clipping",
+    "clip_optimizer_grads_": "addons.clipping",
     "convert_weight_decay": "decay",
     "decay_factor": "decay",
-    "max_attention_logits": "qk_clip",
+    "max_attention_logits": "addons.qk_clip",
     "scale_weight_decay": "addons.scale_weight_decay",
 }
 __all__ = list(_HOMES)
 __all__ += ["__version__"]
 
 if TYPE_CHECKING:
+    from muonsw.addons.clipping import clip_optimizer_grads_ as clip_optimizer_grads_
+    from muonsw.addons.norm_rules import NORM_RULES as NORM_RULES
+    from muonsw.addons.qk_clip import HeadRows as HeadRows
+    from muonsw.addons.qk_clip import QKClip as QKClip
+    from muonsw.addons.qk_clip import max_attention_logits as max_attention_logits
     from muonsw.addons.scale_weight_decay import scale_weight_decay as scale_weight_decay
+    from muonsw.addons.schedule_free import ScheduleFree as ScheduleFree
     from muonsw.algorithms import ALGORITHMS as ALGORITHMS
-    from muonsw.clipping import clip_optimizer_grads_ as clip_optimizer_grads_
     from muonsw.decay import DECAY_RULES as DECAY_RULES
     from muonsw.decay import convert_weight_decay as convert_weight_decay
     from muonsw.decay import decay_factor as decay_factor
@@ -58,7 +63,6 @@ if TYPE_CHECKING:
     from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
     from muonsw.nonfinite import NonFiniteGradientWarning as NonFiniteGradientWarning
     from muonsw.normalize import NORMALIZERS as NORMALIZERS
-    from muonsw.norms import NORM_RULES as NORM_RULES
     from muonsw.optimizer import ScaledDecayOptimizer as ScaledDecayOptimizer
     from muonsw.options import GroupOptions as GroupOptions
     from muonsw.options import MuonOptions as MuonOptions
@@ -67,10 +71,6 @@ if TYPE_CHECKING:
     from muonsw.peak import PeakLRWarning as PeakLRWarning
     from muonsw.precondition import PRECONDITIONERS as PRECONDITIONERS
     from muonsw.presets import PRESETS as PRESETS
-    from muonsw.qk_clip import HeadRows as HeadRows
-    from muonsw.qk_clip import QKClip as QKClip
-    from muonsw.qk_clip import max_attention_logits as max_attention_logits
-    from muonsw.schedule_free import ScheduleFree as ScheduleFree
     from muonsw.telemetry import JsonlSink as JsonlSink
     from muonsw.telemetry import MlflowSink as MlflowSink
     from muonsw.telemetry import Telemetry as Telemetry

@@ -16,7 +16,7 @@ the run, m(x) lines through given points and g the root of the mean squared grad
 | `gradient_norm` | lambda eta / g                          | Xie et al.'s scheduled weight decay (SWD)                |
 | `none`          | 0                                       | embeddings, norms, biases                                |
 
-What a step does about the norm itself, instead of shrinking it, is a norm rule: `muonsw.norms`.
+What a step does about the norm itself, instead of shrinking it, is a norm rule: `muonsw.addons.norm_rules`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,13 +142,20 @@ class MatrixView(NamedTuple):
     heads: int | None = None
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> MatrixView:
-        """The view that a group's options ask for at the step that is being taken."""
-        if _takes_whole_matrices(group):
-            return cls(group["matrix"], group["transposed"], split_dim=group["split_dim"])
-        sizes = group["split_sizes"]
-        split = None if sizes is None else tuple(sizes)
-        return cls(group["matrix"], group["transposed"], split, group["split_dim"], group["heads"])
+    def of(cls, group: Group) -> MatrixView:
+        """The view that a group's options ask for."""
+        sizes = group.get("split_sizes")
+        return cls(
+            group.get("matrix"),
+            group.get("transposed", False),
+            None if sizes is None else tuple(sizes),
+            group.get("split_dim", 0),
+            group.get("heads"),
+        )
+
+    def unsplit(self) -> MatrixView:
+        """The same without its splits."""
+        return self._replace(split_sizes=None, heads=None)
 
     def stack_axes(self, axes: int) -> int:
         """How many leading axes of a parameter count matrices."""
@@ -200,12 +207,6 @@ class MatrixView(NamedTuple):
     def out_in(self, rows: int, columns: int) -> tuple[int, int]:
         """(out, in) of matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
         return (columns, rows) if self.transposed else (rows, columns)
-
-
-def _takes_whole_matrices(group: dict[str, Any]) -> bool:
-    """Whether this is one of the steps at which a group with `block_period` does not split its matrices (MuonBP)."""
-    period = group.get("block_period")
-    return period is not None and group["update_count"] > 0 and group["update_count"] % period == 0
 
 
 class StackRun(NamedTuple):
@@ -262,11 +263,11 @@ def chunks(
 _remembered_chunks = lru_cache(maxsize=128)(chunks)
 
 
-def matrix_chunks(group: Group, items: list[Item], chunk_bytes: int) -> Iterator[tuple[Bucket, list[Part]]]:
+def matrix_chunks(view: MatrixView, items: list[Item], chunk_bytes: int) -> list[tuple[Bucket, list[Part]]]:
     """The matrices of parameters in batches of equal shape, bounded in bytes."""
     shapes, dtypes = tuple([item.param.shape for item in items]), tuple([item.param.dtype for item in items])
-    for bucket, regions in _remembered_chunks(shapes, dtypes, MatrixView.of(group), chunk_bytes):
-        yield bucket, [Part(items[index], region) for index, region in regions]
+    planned = _remembered_chunks(shapes, dtypes, view, chunk_bytes)
+    return [(bucket, [Part(items[index], region) for index, region in regions]) for bucket, regions in planned]
 
 
 def _chunks(found: list[tuple[int, StackRun]], most: int) -> Iterator[list[tuple[int, Region]]]:

@@ -120,7 +120,7 @@ def finite_flag(work: Sequence[Batch], flags: Flags | None, captured: bool) -> F
     through tables, so it takes our kernel whatever their size.
     """
     if all(batch.device.type == "cpu" for batch in work):
-        return _finite_on_host([grad for batch in work for grad in batch.grads])
+        return _finite_on_host([item.grad for batch in work for item in batch.items])
     by_device: dict[torch.device, list[Tensor]] = {}
     for batch in work:
         by_device.setdefault(batch.device, []).extend(batch.grads)

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw import norms, peak, rates
+from muonsw import peak, rates
+from muonsw.addons import gradient_norm, norm_rules
+from muonsw.addons.replay import Replay
 from muonsw.algorithms import ALGORITHMS
+from muonsw.codecs import refuse_shards, wait_for_host
 from muonsw.counters import Counters
 from muonsw.decay import decays
 from muonsw.distributed import Ranks
@@ -23,6 +26,7 @@ from muonsw.options import (
     algorithm_defaults,
     completed,
     differing_options,
+    prune,
     refuse_model,
     refuse_options_of_others,
     refuse_parameter,
@@ -33,12 +37,9 @@ from muonsw.options import (
     warn_of_rounding,
 )
 from muonsw.presets import PRESETS
-from muonsw.replay import Replay
 from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import state_bytes
-from muonsw.step import BeforeUpdate, take_step
-from muonsw.stored import refuse_shards
-from muonsw.stored.offload import wait_for_host
+from muonsw.step import take_step
 from muonsw.summary import LastStep, Summary, state_line, summarize
 from muonsw.text import counted
 from muonsw.work import Group, label_of, names_of
@@ -75,26 +76,11 @@ class ScaledDecayOptimizer(Optimizer):
         self._reset()
         self._ranks = Ranks(process_group)
         checked = {key: validate_option(key, value) for key, value in options.items()}
-        algorithm = checked.get("algorithm", self.algorithm)
-        if algorithm != self.algorithm:
-            checked = self._given(checked)
-        refuse_options_of_others(checked, algorithm)
+        refuse_options_of_others(checked, self.algorithm)
+        defaults = {**algorithm_defaults(self.algorithm), "algorithm": self.algorithm, **BOOKKEEPING, **checked}
+        prune(defaults)
         given: Any = params if isinstance(params, Tensor) else list(params)
-        super().__init__(given, {**algorithm_defaults(algorithm), **BOOKKEEPING, **checked})
-
-    def _given(self, options: Group) -> Group:
-        """Options without the class's own that are at their defaults, which mean nothing to another algorithm."""
-        if {self.algorithm, options["algorithm"]} == {"muon", "sgd"}:  # `momentum` at its default may have been written
-            named = f"algorithm={options['algorithm']!r}"
-            raise ValueError(
-                f"{named} in {type(self).__name__} leaves open whose momentum is meant; name it in a group"
-            )
-        inits = [vars(base).get("__init__") for base in reversed(type(self).__mro__)]
-        defaults = {
-            key: value for init in inits for key, value in (getattr(init, "__kwdefaults__", None) or {}).items()
-        }
-        own = ALGORITHMS[self.algorithm].defaults.keys() & defaults.keys()
-        return {key: value for key, value in options.items() if key not in own or value != defaults[key]}
+        super().__init__(given, defaults)
 
     @classmethod
     def for_model(
@@ -159,10 +145,10 @@ class ScaledDecayOptimizer(Optimizer):
         routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
         if algorithm == cls.algorithm:
             return routing, rest
-        of_algorithms = {key for one in ALGORITHMS.values() for key in one.defaults}
+        of_algorithms = {key for name in ALGORITHMS for key in ALGORITHMS[name].defaults}
         refuse_options_of_others({key: rest[key] for key in of_algorithms & rest.keys()}, algorithm)
-        own = {key: rest.pop(key) for key in ALGORITHMS[algorithm].defaults if key in rest}
-        groups = [{**own, **group} if group["algorithm"] == algorithm else group for group in routing.groups]
+        chosen = {key: rest.pop(key) for key in ALGORITHMS[algorithm].defaults if key in rest}
+        groups = [{**chosen, **group} if group["algorithm"] == algorithm else group for group in routing.groups]
         return Routing(groups, routing.reasons), rest
 
     @classmethod
@@ -194,9 +180,11 @@ class ScaledDecayOptimizer(Optimizer):
         label = f"param group {len(self.param_groups)}"
         require_alike_names(group, self.param_groups, label)
         rates.require_run(group, label)
-        norms.refuse(group, label)
         rates.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
+        prune(group)
+        norm_rules.attach(self)
+        gradient_norm.attach(self)
         try:
             self._refuse_shared_peak()
             for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
@@ -212,16 +200,30 @@ class ScaledDecayOptimizer(Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step, as `muonsw.step` describes; nothing is changed when it refuses."""
+        """Take one step, as `muonsw.step` describes; nothing is changed when it refuses.
+
+        Step hooks run after the closure, when there are gradients.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        take_step(self)
+        self._step()
         return loss
+
+    _step = Optimizer.profile_hook_step(take_step)
+
+    def warn_of_unfrozen(self) -> None:
+        """Warn of a parameter that was frozen when the optimizer was built, is not any more, and is in no group."""
+        modules = [(name, reference(), key) for name, reference, key in self._left_out]
+        params = [(name, module._parameters.get(key)) for name, module, key in modules if module is not None]
+        unfrozen = [(name, param) for name, param in params if param is not None and param.requires_grad]
+        if unfrozen:
+            trained = {id(param) for group in self.param_groups for param in group["params"]}
+            for name in [name for name, param in unfrozen if id(param) not in trained][:1]:
+                self._counters.unfrozen(name)
 
     @property
     def skipped_steps(self) -> int:
@@ -310,9 +312,14 @@ class ScaledDecayOptimizer(Optimizer):
         with load.undone_on_error(self):
             with load.through_hooks(self):
                 super().load_state_dict(state_dict)
+            for group in self.param_groups:
+                prune(group)
+            norm_rules.attach(self)
+            gradient_norm.attach(self)
             load.settle_peaks(self, before, state_dict)
         self._loaded_rates[:] = [float(g["lr"]) if g["resolved_peak_lr"] else None for g in self.param_groups]
         self._replay = Replay()  # its graph would keep the old state alive
+        self._allocated.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         self._wait_for_host()
@@ -323,6 +330,8 @@ class ScaledDecayOptimizer(Optimizer):
         if "_counters" not in self.__dict__:
             self._reset()
         super().__setstate__(state)
+        norm_rules.attach(self)  # copies have none of torch's hooks
+        gradient_norm.attach(self)
 
     def __repr__(self) -> str:
         lines = [_group_line(group, number) for number, group in enumerate(self.param_groups)]
@@ -345,14 +354,15 @@ class ScaledDecayOptimizer(Optimizer):
         self._ranks = Ranks()
         self._loaded_rates: list[float | None] = []  # beside a loaded peak, until the next step
         self._replay = Replay()
-        self._before_update: BeforeUpdate | None = None
+        self._allocated: dict[int, Any] = {}  # by group: what its state was allocated for
+        self._addons: set[str] = set()  # whose hooks are registered
 
 
 def _group_line(group: Group, number: int) -> str:
     """A group in one line: algorithm, number of tensors, rates, and options that are not at their defaults."""
     defaults = algorithm_defaults(group["algorithm"])
     always = dict.fromkeys(("lr", "weight_decay", *(["decay"] if decays(group) else [])))
-    given = {key: group.get(key) for key in defaults}
+    given = {key: group.get(key, default) for key, default in defaults.items()}
     shown = differing_options(given, {**defaults, **always}, ignored=("algorithm", "role"))
     options = [f"{key}={shown[key][0]!r}" for key in [*always, *sorted(shown.keys() - always)]]
     parts = [group["algorithm"], counted(len(group["params"]), "tensor"), *options]

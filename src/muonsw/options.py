@@ -12,22 +12,22 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import MOMENTUM_FORMS
+from muonsw.algorithms.muon import AURORA
 from muonsw.algorithms.shampoo import GRAFTINGS
-from muonsw.algorithms.whole import VIEW_OPTIONS
 from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES, Points, validated_points
 from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
 from muonsw.nonfinite import POLICIES
-from muonsw.normalize import NORMALIZERS
+from muonsw.normalize import NORMALIZE, NORMALIZERS
 from muonsw.normalize.normuon import LONGER, ROWS
-from muonsw.norms import FREE, NORM_RULES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.orthogonalize.iterations import MOST_STEPS
 from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, INT8, LOW_PRECISION, dtype_name
-from muonsw.precondition import PRECONDITIONERS
+from muonsw.precondition import PRECONDITION, PRECONDITIONERS
 from muonsw.registry import unknown
 from muonsw.slots import EMPTY_SLOTS
 from muonsw.text import listed, users_line
@@ -40,8 +40,6 @@ class GroupOptions(TypedDict, total=False):
     """Further options that mean the same for every algorithm, for all groups or for one.
 
     Attributes:
-        algorithm: the update rule of groups that name none, a name of `ALGORITHMS`, in place of the class's own.
-            Options of that rule may be given too; those of the class that are at their defaults have the rule's.
         total_steps: updates of the whole run, for rules that end with it.
         decay_points: (fraction of the run, multiple of weight_decay) for `decay="piecewise"`, linear between points.
         norm: what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its
@@ -65,7 +63,6 @@ class GroupOptions(TypedDict, total=False):
         role: a label for tables and telemetry.
     """
 
-    algorithm: str
     total_steps: int | None
     decay_points: Points | None
     norm: str
@@ -82,7 +79,7 @@ class GroupOptions(TypedDict, total=False):
 
 
 class MuonOptions(GroupOptions, total=False):
-    """Options of the members of Muon's slots, of its orthogonalizer, and of other algorithms; None is the default.
+    """Options of the members of Muon's slots and of its orthogonalizer; None is the default.
 
     Attributes:
         precondition_beta2: decay rate of the averages of squared gradients.
@@ -96,13 +93,6 @@ class MuonOptions(GroupOptions, total=False):
         normalize_eps: added to their root.
         normalize_axis: what has an average of its own: "rows" (outputs), or "longer" (places along the longer axis).
         normalize_snap: set the norm of directions to sqrt(min(m, n)) first.
-        betas: decay rates of the averages of gradients and of their squares, of algorithms that have them.
-        eps: added to the root of the averages of squares, or to eigenvalues.
-        shampoo_beta: decay rate of the factors of "soap" and "shampoo"; None is the second of `betas`.
-        block_size: the longest side of a block of "shampoo".
-        grafting: whose step lengths "shampoo" takes.
-        grafting_eps: added to the root of the averages of squares that give them.
-        fraction: of the rows that "dion2" orthogonalizes at a step.
     """
 
     precondition_beta2: float | None
@@ -116,23 +106,12 @@ class MuonOptions(GroupOptions, total=False):
     normalize_eps: float | None
     normalize_axis: str | None
     normalize_snap: bool | None
-    betas: tuple[float, float]
-    eps: float
-    shampoo_beta: float | None
-    block_size: int
-    grafting: str
-    grafting_eps: float
-    fraction: float
 
 
 COMMON: Group = {
     "lr": 1e-3,
     "weight_decay": 0.1,
     "decay": "scaled",
-    "total_steps": None,
-    "decay_points": None,
-    "norm": FREE,
-    "target_norm": None,
     "cautious": False,
     "peak_lr": None,
     "peak": "group",
@@ -146,6 +125,12 @@ COMMON: Group = {
     "role": None,
 }
 
+# Options that a group has only where they differ from these, whatever its algorithm; then those of rules of matrices,
+# and those of Muon alone.
+_OPTIONAL: Group = {"total_steps": None, "decay_points": None, "norm": FREE, "target_norm": None}
+_OF_VIEWS: Group = {"matrix": None, "split_sizes": None, "split_dim": 0, "heads": None, "transposed": False}
+_OF_MUON: Group = dict.fromkeys(("block_period", *AURORA, *PRECONDITION.option_names(), *NORMALIZE.option_names()))
+
 # In every group, whatever its algorithm: OneCycleLR looks for one of the two in all groups.
 _FOR_SCHEDULERS: Group = {"momentum": 0.0, "betas": (0.9, 0.95)}
 
@@ -157,7 +142,6 @@ BOOKKEEPING: Group = {
     "highest_lr": None,
     "step_count": 0,
     "update_count": 0,
-    "gradient_average": None,
 }
 
 # Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
@@ -184,7 +168,23 @@ _ALIASES = {"wd": "weight_decay", "learning_rate": "lr", "beta1": "betas", "beta
 
 def algorithm_defaults(algorithm: str) -> Group:
     """Every option of a group with this algorithm, at its default."""
-    return {**COMMON, **_FOR_SCHEDULERS, **ALGORITHMS[algorithm].defaults, "algorithm": algorithm}
+    return {**optional_defaults(algorithm), **COMMON, **_FOR_SCHEDULERS, **ALGORITHMS[algorithm].defaults}
+
+
+def optional_defaults(algorithm: str) -> Group:
+    """The options that a group with this algorithm has only where they are set."""
+    of_muon = _OF_MUON if "precondition" in ALGORITHMS[algorithm].defaults else {}
+    return {**_OPTIONAL, **_OF_VIEWS, **of_muon}
+
+
+def prune(group: Group) -> None:
+    """Remove options of other algorithms from a group, and optional ones that are at their defaults."""
+    algorithm = group["algorithm"]
+    own, optional = algorithm_defaults(algorithm), optional_defaults(algorithm)
+    kept = ALGORITHMS[algorithm].defaults
+    for key in [key for key in group if key in CHECKS and key not in ("algorithm", "foreach")]:
+        if key not in own or (key in optional and key not in kept and group[key] == optional[key]):
+            del group[key]
 
 
 def completed(group: Group, defaults: Group) -> Group:
@@ -200,10 +200,10 @@ def completed(group: Group, defaults: Group) -> Group:
         group[key] = validate_option(key, group[key])
     algorithm = group["algorithm"] if "algorithm" in group else defaults["algorithm"]
     inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)
-    common = {key: defaults[key] for key in COMMON}
+    common = {key: defaults[key] for key in (*COMMON, *_OPTIONAL) if key in defaults}
     changed = [slot for slot in EMPTY_SLOTS if slot in group and group[slot] != inherited.get(slot)]
     unset = dict.fromkeys(key for slot in changed for key in inherited if key.startswith(f"{slot}_"))
-    filled: Group = {**inherited, **unset, **common, **BOOKKEEPING, **group}
+    filled: Group = {**inherited, **unset, **common, **BOOKKEEPING, **group, "algorithm": algorithm}
     if "lr" not in group and filled["lr_multiplier"] != 1:  # what a group says of itself is its own
         filled["lr"] = filled["lr"] * filled["lr_multiplier"]
     if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has options of all kinds
@@ -212,8 +212,6 @@ def completed(group: Group, defaults: Group) -> Group:
         raise ValueError("foreach=False: equal shapes are always one batch; leave it out, or say fused=True or False")
     if filled["constructor_lr"] is None:
         filled["constructor_lr"] = float(filled["lr"])
-    if filled["gradient_average"] is None and DECAY_RULES[filled["decay"]].uses_gradient:
-        filled["gradient_average"] = [0.0, 0.0]  # a distributed checkpoint is loaded into values of the same kinds
     return filled
 
 
@@ -299,10 +297,13 @@ def refuse_settings(nonfinite: str, chunk_bytes: int | None, replay: bool | None
 
 def refuse_options_of_others(options: Group, algorithm: str) -> None:
     """A constructor's options must mean something to its algorithm; those of another belong in a group."""
-    known = ALGORITHMS[algorithm].defaults.keys() | COMMON.keys() | {"algorithm", "foreach", *NOT_NEEDED}
+    known = algorithm_defaults(algorithm).keys() - _FOR_SCHEDULERS.keys() | ALGORITHMS[algorithm].defaults.keys()
+    known |= {"foreach", *NOT_NEEDED}
     for key in options:
         if key == "preset":
             raise ValueError(f"preset={options[key]!r} is an option of for_model, which routes a whole model")
+        if key == "algorithm":
+            raise ValueError(f"algorithm={options[key]!r} is an option of for_model and of a param group")
         if key not in known:
             owners = _owners(key)
             if not owners:
@@ -320,7 +321,8 @@ def _refuse_in_group(given: Group, filled: Group) -> None:
     that warm it up give it to all groups.
     """
     algorithm, rule = filled["algorithm"], DECAY_RULES[filled["decay"]]
-    known = {*ALGORITHMS[algorithm].defaults, *VIEW_OPTIONS, "momentum", *(["betas"] if rule.uses_gradient else [])}
+    known = algorithm_defaults(algorithm).keys() - ({"betas"} if not rule.uses_gradient else set())
+    known |= ALGORITHMS[algorithm].defaults.keys()
     for key in [key for key in given if key not in known and _owners(key)]:
         raise ValueError(
             f"{key!r} is an option of {listed(_owners(key))}, and this group has algorithm={algorithm!r}; leave it "
@@ -330,7 +332,10 @@ def _refuse_in_group(given: Group, filled: Group) -> None:
 
 def _owners(key: str) -> list[str]:
     """The algorithms that have an option."""
-    return [name for name, entry in ALGORITHMS.items() if key in entry.defaults]
+    if key in _OF_VIEWS:
+        return [name for name, entry in ALGORITHMS.items() if entry.matrices is not None]
+    wanted = "precondition" if key in _OF_MUON else key
+    return [name for name, entry in ALGORITHMS.items() if wanted in entry.defaults]
 
 
 def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 from torch.optim.lr_scheduler import OneCycleLR
 
 from muonsw.text import users_line
-from muonsw.work import Group
+from muonsw.work import Group, label_of
 
 # LinearLR and others reach the peak with a rounding error. Messages print eight digits, so that it shows.
 PEAK_TOLERANCE = 1e-6
@@ -99,73 +99,70 @@ def set_resolved_peak(group: Group, peak: float | None) -> None:
     group["resolved_peak_lr"], group["peak_record"] = peak, scheduler_record(group)
 
 
-def update_peak(group: Group, label: str) -> str | None:
+def update_peak(group: Group, number: int) -> str | None:
     """Bring `resolved_peak_lr` and `highest_lr` up to date before a step; return a warning if a scheduler changed it.
 
     The peak is resolved at the first step with a rate above zero: distributed checkpoint steps a fresh optimizer at
-    zero before it loads the real state.
+    zero before it loads the real state. A scheduler that starts later may raise the peak; it may not lower it.
     """
-    lr, setting = float(group["lr"]), group["peak_lr"]
+    lr, setting, peak = float(group["lr"]), group["peak_lr"], group["resolved_peak_lr"]
     group["highest_lr"] = max(lr, group["highest_lr"] or 0.0)
     if setting == RUNNING_MAX:
-        group["resolved_peak_lr"] = max(lr, group["resolved_peak_lr"] or 0.0) or None
-    elif setting is not None:
+        group["resolved_peak_lr"] = max(lr, peak or 0.0) or None
+        return None
+    if setting is not None:
         group["resolved_peak_lr"] = float(setting)
-    elif group["resolved_peak_lr"] is not None:
-        return _follow_record(group, label)
-    elif lr > 0:
-        set_resolved_peak(group, expected_peak(group))
-    return None
-
-
-def _follow_record(group: Group, label: str) -> str | None:
-    """A scheduler that starts later may raise the peak; it may not lower it."""
-    record, peak = scheduler_record(group), group["resolved_peak_lr"]
+        return None
+    if peak is None:
+        if lr > 0:
+            set_resolved_peak(group, expected_peak(group))
+        return None
+    record = scheduler_record(group)
     if record is None or (record == group["peak_record"] and "lr_scale" not in group):
         return None
     implied, is_new = _scaled(group, record), record != group["peak_record"]
     group["peak_record"] = record
     if implied > peak * (1 + PEAK_TOLERANCE):
-        group["resolved_peak_lr"], group["highest_lr"] = implied, float(group["lr"])
-        return f"a scheduler raised the peak learning rate of {label} from {peak:.8g} to {implied:.8g}"
+        group["resolved_peak_lr"], group["highest_lr"] = implied, lr
+        return (
+            f"a scheduler raised the peak learning rate of {label_of(group, number)} from {peak:.8g} to {implied:.8g}"
+        )
     if is_new and _differ(implied, peak):
         return (
-            f"a scheduler recorded a peak of {implied:.8g} for {label}, below the {peak:.8g} in use, which is kept; "
-            f"call set_peak_lr({implied:.8g}, group=<its number>) if a new run starts here"
+            f"a scheduler recorded a peak of {implied:.8g} for {label_of(group, number)}, below the {peak:.8g} in use, "
+            f"which is kept; call set_peak_lr({implied:.8g}, group={number}) if a new run starts here"
         )
     return None
 
 
 def warn_of_changes(messages: Sequence[str | None]) -> None:
     """Warn once of all peaks that a scheduler has changed before this step."""
-    found = [message for message in messages if message is not None]
-    if found:
-        warnings.warn("; ".join(found), PeakLRWarning, stacklevel=users_line())
+    changes = [message for message in messages if message is not None]
+    if changes:
+        warnings.warn("; ".join(changes), PeakLRWarning, stacklevel=users_line())
 
 
-def check_lr(group: Group, label: str) -> None:
-    """Refuse a learning rate above the peak, before anything is changed."""
-    lr, peak = float(group["lr"]), group["resolved_peak_lr"]
+def check_lr(group: Group, number: int) -> str | None:
+    """Refuse a learning rate above the peak; return a warning if it has turned down well below the peak.
+
+    An explicit `peak_lr` is never second-guessed.
+    """
+    lr, peak, highest = float(group["lr"]), group["resolved_peak_lr"], group["highest_lr"]
     if peak is not None and not lr <= peak * (1 + PEAK_TOLERANCE):  # a loaded peak may be NaN
         raise PeakLRError(
-            f"the learning rate of {label} is {lr:.8g}, above its peak {peak:.8g}, so decay={group['decay']!r} would "
-            f"be too strong; pass peak_lr=<the highest learning rate of the run>, for this group or by "
-            f"set_peak_lr(x, group=<its number>), or use peak_lr='running_max'"
+            f"the learning rate of {label_of(group, number)} is {lr:.8g}, above its peak {peak:.8g}, so "
+            f"decay={group['decay']!r} would be too strong; pass peak_lr=<the highest learning rate of the run>, for "
+            f"this group or by set_peak_lr(x, group={number}), or use peak_lr='running_max'"
         )
-
-
-def never_reached(group: Group, label: str) -> str | None:
-    """The warning of a rate that has turned down well below its peak; an explicit `peak_lr` is never second-guessed."""
-    peak, highest = group["resolved_peak_lr"], group["highest_lr"]
     if group["peak_lr"] is not None or not peak or not highest:
         return None
-    if highest >= _REACHED * peak or float(group["lr"]) >= _TURNED_DOWN * highest:
+    if highest >= _REACHED * peak or lr >= _TURNED_DOWN * highest:
         return None
     return (
-        f"the learning rate of {label} has turned down at {highest:.8g} without coming near its peak {peak:.8g}, so "
-        f"decay={group['decay']!r} is {peak / highest:.3g} times weaker than it should be; unless the schedule rises "
-        f"again, pass peak_lr=<the highest learning rate of the run>, or call "
-        f"set_peak_lr({highest:.8g}, group=<its number>) on the optimizer now"
+        f"the learning rate of {label_of(group, number)} has turned down at {highest:.8g} without coming near its peak "
+        f"{peak:.8g}, so decay={group['decay']!r} is {peak / highest:.3g} times weaker than it should be; unless the "
+        f"schedule rises again, pass peak_lr=<the highest learning rate of the run>, or call "
+        f"set_peak_lr({highest:.8g}, group={number}) on the optimizer now"
     )
 
 

@@ -21,7 +21,7 @@ DTYPES = {
 
 AUTO = "auto"
 
-# A name of no dtype in which anything is computed: state in 8 bits by block (`muonsw.stored.codes`).
+# A name of no dtype in which anything is computed: state in 8 bits by block (`muonsw.codecs`).
 INT8 = "int8"
 
 # The values of `state_dtype` with which state is kept in another form than a step computes with.

@@ -22,18 +22,25 @@ Options = dict[str, Any]
 State = dict[str, Tensor]
 
 
-class MatrixState(NamedTuple):
-    """One tensor of the state of each matrix; it begins at zero.
+class StateSpec(NamedTuple):
+    """One tensor of a parameter's state; it begins at zero.
 
-    `shape` is its own shape, two axes long, for a matrix of m outputs and n inputs: `lambda m, n: (m, 1)`. Without one
-    it has an element for each element of the matrix, and is kept like momentum: in the shape of the parameter.
+    Attributes:
+        shape: of a tensor that each matrix has, its two axes for a matrix of m outputs and n inputs, such as
+            `lambda m, n: (m, 1)`. None is a tensor laid out like the parameter.
+        squares: it is never negative, so that 8 bits need no sign.
+        counter: it is one number, the steps that the parameter has taken.
     """
 
     shape: Callable[[int, int], tuple[int, int]] | None = None
+    squares: bool = False
+    counter: bool = False
 
 
-ELEMENTWISE = MatrixState()
-Specs = Mapping[str, MatrixState]
+ELEMENTWISE = StateSpec()
+SQUARES = StateSpec(squares=True)
+COUNTER = StateSpec(counter=True)
+Specs = Mapping[str, StateSpec]
 
 # The function of a rule: matrices (count, m, n) of m outputs and n inputs, their state; the same, advanced.
 Apply = Callable[[Tensor, State], tuple[Tensor, State]]
@@ -53,7 +60,7 @@ class SlotMember(NamedTuple):
 
     Attributes:
         apply: options, matrices X (count, m, n) and state to the new X and the new state. It changes nothing in place.
-        defaults: its options by name. A group keeps them as `<slot>_<name>`, with None for the default.
+        defaults: its options by name. A group has them as `<slot>_<name>` where they are set.
         state: the tensors of its state, by key.
         elementwise: treats every element on its own, so that it may run on shards in any shape.
         uses_gradient: `state["grad"]` is the gradient, pointing downhill, in the shape of X; it is not returned.
@@ -82,7 +89,7 @@ class Slot(NamedTuple):
     def options(self, group: Group) -> Options:
         """The options of the group's member, by their plain names."""
         member = self.members[group[self.name]]
-        given = {key: group[f"{self.name}_{key}"] for key in member.defaults}
+        given = {key: group.get(f"{self.name}_{key}") for key in member.defaults}
         step = {"step": group["update_count"]} if member.counts_steps else {}
         return {key: member.defaults[key] if value is None else value for key, value in given.items()} | step
 
@@ -100,7 +107,7 @@ class Slot(NamedTuple):
         def apply(X: Tensor, state: State) -> tuple[Tensor, State]:
             return member.apply(options, X, state)
 
-        return oriented(apply, specs, X, own, transposed=group["transposed"])
+        return oriented(apply, specs, X, own, transposed=group.get("transposed", False))
 
     def option_names(self) -> list[str]:
         """The names under which groups keep options of members."""

@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from muonsw import norms, peak, rates
+from muonsw import peak, rates
+from muonsw.addons.norm_rules import FREE, acts
 from muonsw.algorithms import ALGORITHMS
 from muonsw.state import state_bytes
 from muonsw.text import counted, sized, text_table
 from muonsw.work import Group
 
-# The group, the parameters and the learning rate of each batch.
-LastStep = list[tuple[Group, list[Tensor], float]]
+# The number of the group, the parameters and the learning rate of each batch.
+LastStep = list[tuple[int, list[Tensor], float]]
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,9 @@ def summarize(groups: Sequence[Group], last: LastStep, skipped: bool, skipped_st
 
 
 def _summarize_group(number: int, group: Group, last: LastStep, skipped: bool) -> GroupSummary:
-    batches = [(params, lr) for stepped, params, lr in last if stepped is group]
+    batches = [(params, lr) for place, params, lr in last if place == number]
     moved = [] if skipped else [param for params, _ in batches for param in params]
     lr = float(batches[0][1] if batches else group["lr"])
-    top, norm = peak.eta_max(group) if rates.needs_peak(group) else None, norms.acting(group)
     return GroupSummary(
         group=number,
         role=group["role"],
@@ -135,9 +135,9 @@ def _summarize_group(number: int, group: Group, last: LastStep, skipped: bool) -
         parameters=sum(param.numel() for param in moved),
         matrices=sum(ALGORITHMS[group["algorithm"]].count_matrices(group, param) for param in moved),
         lr=lr,
-        rule=group["decay"] if group["weight_decay"] and (norm is None or norm.decays) else "none",
-        norm=norms.FREE if norm is None else group["norm"],
-        decay=rates.last_decay(group, lr) if moved else 0.0,
-        peak_lr=top,
+        rule=group["decay"] if group["weight_decay"] else "none",
+        norm=group["norm"] if acts(group) else FREE,
+        decay=rates.phi_of(group, lr, max(1, group["step_count"])) if moved else 0.0,
+        peak_lr=peak.eta_max(group) if rates.needs_peak(group) else None,
         highest_lr=group["highest_lr"],
     )

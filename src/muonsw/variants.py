@@ -65,7 +65,7 @@ class MuonSW(ScaledDecayOptimizer):
             and warns where it cannot; False never. The graph keeps the step's temporary memory.
         process_group: ranks that hold the same plain parameters, as under DistributedDataParallel: each then
             orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
-        **options: see `MuonOptions`; `algorithm`, a name of `ALGORITHMS`, is the update rule of groups that name none.
+        **options: see `MuonOptions`.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8), torch.nn.Linear(8, 8))

@@ -1,26 +1,26 @@
-"""What one step works on: parameters with their gradients, in batches, and quick questions about lists of tensors."""
+"""What one step works on: parameters with their gradients, in batches, and what every batch must know."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+if TYPE_CHECKING:
+    from muonsw.matrices import MatrixView
+    from muonsw.nonfinite import Flag
+
 Group = dict[str, Any]
 State = dict[str, Tensor]
-# Tensors of state as they begin, each with the state that is to keep it and its key there.
-MissingState = list[tuple[State, str, Tensor]]
-Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class Item(NamedTuple):
     """One parameter with a gradient, at one step.
 
-    Of a sharded parameter, `param`, `grad` and `state` are what this rank holds, `whole` is the DTensor itself.
+    Of a sharded parameter, `param`, `grad` and `state` are what this rank holds, and `dtensor` is the DTensor.
     """
 
     position: int
@@ -28,19 +28,19 @@ class Item(NamedTuple):
     param: Tensor
     grad: Tensor
     state: State
-    whole: Tensor | None = None
+    dtensor: Tensor | None = None
 
     @property
     def parameter(self) -> Tensor:
         """The parameter as it stands in its group."""
-        return self.param if self.whole is None else self.whole
+        return self.param if self.dtensor is None else self.dtensor
 
 
 class Batch(NamedTuple):
     """Parameters that are updated together: of one group, on one device, in one dtype.
 
-    Kernels and rates are chosen for a whole batch, so nothing in it may ask for another choice. `parameters` are
-    those of the group, `items` what this rank works on, with gradients.
+    `group` is the planned copy of group `number`: its peak and counters are those of this step. `parameters` are those
+    of the group, `items` what this rank works on. `view` is how a rule of matrices sees them at this step.
     """
 
     number: int
@@ -49,35 +49,60 @@ class Batch(NamedTuple):
     dtype: torch.dtype
     parameters: list[Tensor]
     items: list[Item]
+    view: MatrixView | None = None
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradients."""
         return [item.grad for item in self.items]
+
+
+class StepContext(NamedTuple):
+    """What the update of a batch must know about its step.
+
+    Attributes:
+        eta: the learning rate; a number, or a scalar on the device in a CUDA graph.
+        phi: the fraction of each weight that decay takes, likewise.
+        chunk_bytes: temporary memory that one chunk may take.
+        flag: where the device alone knows whether gradients are finite; if they are not, nothing may change.
+    """
+
+    eta: float | Tensor
+    phi: float | Tensor
+    chunk_bytes: int
+    flag: Flag | None = None
+
+    @property
+    def ok(self) -> Tensor | None:
+        """The flag as a boolean scalar."""
+        return None if self.flag is None else self.flag.ok
+
+    def applied(self, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
+        """Learning rate and decay for weights of this dtype, zero where the flag forbids the step."""
+        if self.flag is None:
+            return self.eta, self.phi
+        factor = self.flag.factor(dtype)
+        return factor * self.eta, factor * self.phi
 
 
 def label_of(group: Group, number: int) -> str:
     """What messages call a param group."""
-    return f"param group {number}" + (f" ({group['role']})" if group["role"] else "")
+    return f"param group {number}" + (f" ({group['role']})" if group.get("role") else "")
 
 
 def names_of(group: Group, number: int) -> list[str]:
-    """The names of a group's parameters, or their places where it has none."""
-    names = group.get("param_names")
-    return list(names) if names else [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+    """The names of a group's parameters, or their places where it has none or has been given other parameters."""
+    names = group.get("param_names") or ()
+    if len(names) == len(group["params"]):
+        return list(names)
+    return [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
 
 
-def items_of(work: Sequence[Batch]) -> list[Item]:
+def items_of(batches: Sequence[Batch]) -> list[Item]:
     """The items of all batches."""
-    return [item for batch in work for item in batch.items]
+    return [item for batch in batches for item in batch.items]
 
 
 # A small step takes as long as its Python: the functions below avoid a Python call per tensor.
-
-
-def rows_of(kind: type[Row], rows: Iterable[tuple[Any, ...]]) -> list[Row]:
-    """Complete rows as named tuples, without the Python of their constructor for each."""
-    return list(map(partial(tuple.__new__, kind), rows))
 
 
 def dtypes_of(tensors: Sequence[Tensor]) -> set[torch.dtype]:
@@ -96,7 +121,7 @@ def all_contiguous(tensors: Sequence[Tensor]) -> bool:
 
 
 def any_dtensor(tensors: Sequence[Tensor]) -> bool:
-    """Whether any tensor is a DTensor, as FSDP2 and tensor parallelism make; asked of their few types."""
+    """Whether any tensor is a DTensor; asks their few types, not every tensor."""
     return True in [hasattr(kind, "device_mesh") for kind in set(map(type, tensors))]
 
 
@@ -106,12 +131,12 @@ def elements(tensors: Sequence[Tensor]) -> int:
 
 
 def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on another device; only a copy to the host is waited for, else it would be read before it has ended."""
+    """Copy a tensor to another device; only a copy to the host is waited for."""
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of tensors of one dtype as one vector: a view where it is one tensor without gaps, else a copy."""
+    """The elements of tensors of one dtype as one vector: a view of a single tensor without gaps, else a copy."""
     flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return flat
 

@@ -267,7 +267,7 @@ def gathered_radii(shape, axes, options):
     for _ in range(2):
         param.grad = torch.ones_like(param)
         optimizer.step()
-        found += optimizer.state[param]["radius"].full_tensor().flatten().tolist()
+        found += optimizer.state[param]["radius"].flatten().tolist()
         optimizer.load_state_dict(optimizer.state_dict())
     return found
 

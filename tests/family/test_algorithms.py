@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW
-from muonsw.replay import obstacle
-from muonsw.step import collect
+from muonsw.addons.replay import supports
+from muonsw.step import make_plan
 from tests.common.problems import matrices, run, set_gradients
 from tests.family.algorithms import OPTIONS
 
@@ -47,8 +47,8 @@ def test_only_a_rule_that_counts_no_steps_may_be_captured(name):
     params = matrices((4, 6))
     optimizer = build(name, params)
     set_gradients(params, 0)
-    batch = collect(optimizer)[0]._replace(device=torch.device("cuda"))
-    assert ("every few steps" in obstacle([batch], "skip")) == (name != "asgo")
+    batch = make_plan(optimizer).batches[0]._replace(device=torch.device("cuda"))
+    assert ("every few steps" in supports(optimizer, [batch])) == (name != "asgo")
 
 
 @every_algorithm

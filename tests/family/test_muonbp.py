@@ -99,7 +99,7 @@ def test_stacks_and_convolutions(matrix):
     [
         ({}, "block_period=5 needs blocks: give heads= or split_sizes="),
         ({"heads": 2, "block_period": 0}, "block_period=0: must be a whole number of at least 1"),
-        ({"heads": 2, "norm": "hyperball"}, "block_period=5 and norm='hyperball'"),
+        ({"heads": 2, "norm": "hyperball"}, "norm='hyperball' of param group 0 and block_period="),
         ({"heads": 2, "normalize": "normuon"}, "block_period=5 and normalize='normuon'"),
         ({"heads": 2, "block_perod": 5}, "did you mean 'block_period'"),
     ],

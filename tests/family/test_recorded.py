@@ -87,7 +87,8 @@ def test_steps_of_algorithms_are_those_that_the_authors_code_took(name, shape, l
 
 def test_every_recording_has_its_test():
     """Here, or in a file of its own."""
-    own = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
-    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    paths = [path for folder in ("family", "addons") for path in (Path(__file__).parents[1] / folder).glob("test_*.py")]
+    own = {path.stem.removeprefix("test_") for path in paths}
+    tests = "".join(path.read_text(encoding="utf-8") for path in paths)
     stems = {path.stem for path in RECORDED.glob("*.json")} - own - set(OURS)
     assert [stem for stem in stems if f"recorded/{stem}.json" not in tests] == []

@@ -116,5 +116,5 @@ def test_a_group_with_another_member_takes_no_options_of_the_constructors():
     one, two, three = (matrices((4, 6))[0] for _ in range(3))
     groups = [{"params": [one]}, {"params": [two], "normalize": None}, {"params": [three], "normalize": "adamuon"}]
     optimizer = MuonSW(groups, lr=0.05, normalize="normuon", normalize_beta2=0.9, normalize_axis="longer")
-    found = [(group["normalize"], group["normalize_beta2"]) for group in optimizer.param_groups]
+    found = [(group["normalize"], group.get("normalize_beta2")) for group in optimizer.param_groups]
     assert found == [("normuon", 0.9), (None, None), ("adamuon", None)]

@@ -6,12 +6,12 @@ It keeps one state of each kind, and does something else every second step, as p
 import torch
 
 from muonsw.algorithms.whole import matrix_algorithm
-from muonsw.slots import ELEMENTWISE, MatrixState
+from muonsw.slots import ELEMENTWISE, StateSpec
 
 
 def state(group):
     del group
-    return {"toy_average": ELEMENTWISE, "toy_factor": MatrixState(square), "toy_root": MatrixState(column)}
+    return {"toy_average": ELEMENTWISE, "toy_factor": StateSpec(square), "toy_root": StateSpec(column)}
 
 
 def square(m, n):

@@ -9,7 +9,7 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from muonsw import MuonSW, kernels, rates, step
+from muonsw import MuonSW, kernels, step
 from muonsw.kernels import adamw, elementwise, finite, momentum, move, normalize, stored, symmetric
 from muonsw.lab.model import kernels as model
 from muonsw.nonfinite import Flag
@@ -44,18 +44,20 @@ class NoGPU:
 
 def steps(dtype, on_device):
     """One step of everything that has kernels, with rates on the device as replay passes them; nothing is computed."""
-    rates_of = rates.rates_of
+    make_plan = step.make_plan
 
-    def as_scalars(*args):
-        return [one._replace(eta=torch.tensor(one.eta), phi=torch.tensor(one.phi)) for one in rates_of(*args)]
+    def with_scalars(*args):
+        plan = make_plan(*args)
+        contexts = [c._replace(eta=torch.tensor(c.eta), phi=torch.tensor(c.phi)) for c in plan.contexts]
+        return plan._replace(contexts=contexts)
 
-    rates.rates_of = as_scalars if on_device else rates_of
+    step.make_plan = with_scalars if on_device else make_plan
     for options in (*SLOTS, *ELEMENTS):
         params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((512, 512), (512, 1024), (96, 64))]
         for param in params:
             param.grad = torch.randn_like(param)
         MuonSW([{"params": params, **options}], lr=0.01, ns_dtype="float16", replay=False).step()
-    rates.rates_of = rates_of
+    step.make_plan = make_plan
 
 
 def others():

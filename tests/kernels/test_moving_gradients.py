@@ -8,12 +8,13 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw import AdamWSW, MuonSW, machine, replay
+from muonsw import AdamWSW, MuonSW, machine
+from muonsw.addons import replay
+from muonsw.addons.replay import SETTLED
 from muonsw.kernels import adamw, elementwise, finite, momentum, move, normalize, stored, symmetric
 from muonsw.kernels.graphs import GradientReads
 from muonsw.kernels.tables import GraphTables, in_graph, table
 from muonsw.nonfinite import Flag
-from muonsw.replay import SETTLED
 from tests.common.problems import cosine, matrices, set_gradients
 
 SHAPES = [(16, 16), (8, 24), (2, 24, 16), (24, 8)]
@@ -60,7 +61,7 @@ def graphs(monkeypatch, kernels_on):
     kernels_on(True)
     if not machine.gpus():
         monkeypatch.setattr(replay, "recorded", Recorder)
-        monkeypatch.setattr(replay, "obstacle", lambda _work, _nonfinite: "")
+        monkeypatch.setattr(replay, "supports", lambda _optimizer, _batches: "")
 
 
 def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, **options):
@@ -195,19 +196,19 @@ def test_operations_and_kernels_that_are_given_a_gradient_are_seen(device):
 
 @pytest.mark.usefixtures("graphs")
 def test_a_graph_that_reads_gradients_where_they_lie_is_bound_to_them(device):
-    """A norm rule takes AdamW's directions from operations of torch."""
-    optimizer, params = trained("adamw", device, captured=True, norm="hyperball")
+    """Without kernels AdamW's directions come from operations of torch."""
+    optimizer, params = trained("adamw", device, captured=True, fused=False)
     assert optimizer._replay._replays == 0
-    assert_equal(params, trained("adamw", device, captured=False, norm="hyperball")[1])
+    assert_equal(params, trained("adamw", device, captured=False, fused=False)[1])
 
 
 @pytest.mark.usefixtures("graphs")
 def test_steps_are_replayed_unasked_where_gradients_may_move_and_else_given_up(device, monkeypatch):
-    monkeypatch.setattr("muonsw.step._replays", lambda _: True)
+    monkeypatch.setattr(replay.Replay, "_wanted", lambda *_: True)
     optimizer, params = trained("muon", device, captured=True, replay=None)
     assert optimizer._replay._replays
     assert_equal(params, trained("muon", device, captured=False, replay=None)[1])
-    optimizer, _ = trained("adamw", device, captured=True, replay=None, norm="hyperball")
+    optimizer, _ = trained("adamw", device, captured=True, replay=None, fused=False)
     assert not optimizer._replay._graphs
 
 

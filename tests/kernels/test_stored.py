@@ -8,13 +8,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw import AdamWSW, Telemetry
-from muonsw import step as phases
+from muonsw import ALGORITHMS, AdamWSW, Telemetry
+from muonsw import codecs as twins
 from muonsw.kernels import adamw, launch_on
 from muonsw.kernels import stored as kernels
 from muonsw.nonfinite import Flag
 from muonsw.precision import Noise
-from muonsw.stored import codes as twins
 
 LEVELS = {torch.int8: 127, torch.uint8: 255}
 
@@ -39,7 +38,7 @@ def test_codes_and_what_they_mean_are_the_twins(shape, dtype, noisy, device):
     for encode in (lambda *a: kernels.encode(*a, LEVELS[dtype], noise, None),
                    lambda *a: twins.encode(*a, noise, fused=False)):  # fmt: skip
         codes = torch.zeros(shape, dtype=dtype, device=device)
-        scale = torch.zeros(twins.scale_shape(x), device=device)
+        scale = torch.zeros(x.shape[0], x[0].numel() // twins.block_length(tuple(x.shape)), device=device)
         encode(x, codes, scale)
         found.append((codes, scale))
     (codes, scale), (others, other_scale) = found
@@ -147,8 +146,7 @@ def test_state_that_a_kernel_reads_as_it_is_kept_makes_the_bits_of_decoded_state
 ):
     kernels_on(True)
     found, made = after_steps(device, bad=bad, **FORMS[form]), []
-    in_place = phases.updates_in_place
-    monkeypatch.setattr(phases, "updates_in_place", lambda _, items, __: ([], made.append(in_place) or items))
+    monkeypatch.setattr(twins, "update_in_place", lambda _, items, __: made.append(True) or items)
     assert_same_bits(found, after_steps(device, bad=bad, **FORMS[form]))
     assert made  # the other way was there to be taken
 
@@ -182,17 +180,16 @@ def test_a_kernel_is_told_where_one_tensor_of_state_is_not_aligned(form, device,
 
 def test_matrices_are_read_as_they_are_kept_and_vectors_are_not(device, kernels_on, monkeypatch):
     kernels_on(True)
-    taken, in_place = [], phases.updates_in_place
+    taken, rule = [], ALGORITHMS["adamw"]
 
-    def seen(group, items, chunk_bytes):
-        updates, others = in_place(group, items, chunk_bytes)
-        taken.append(([len(update.parts) for update in updates], len(others)))
-        return updates, others
+    def seen(group, parts, kept, ctx):
+        taken.append(len(parts))
+        return rule.in_place(group, parts, kept, ctx)
 
-    monkeypatch.setattr(phases, "updates_in_place", seen)
+    monkeypatch.setitem(ALGORITHMS, "adamw", rule._replace(in_place=seen))
     after_steps(device, state_dtype="int8")
-    assert len(taken) >= 3  # on GPUs once more, to compile
-    assert all(found == ([2, 1, 1], 1) for found in taken)  # blocks of 256, 1009 and 96 elements, and a vector
+    assert len(taken) >= 9  # on GPUs once more, to compile
+    assert taken == [2, 1, 1] * (len(taken) // 3)  # blocks of 256, 1009 and 96 elements; the vector has its own way
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 1024])

@@ -151,21 +151,20 @@ class ScaledWeightDecay:
             raise RuntimeError("a CUDA graph would freeze the weight_decay of this step; step outside the graph")
         # Work on copies: a step that is refused changes no group.
         planned = [dict(group) for group in groups]
-        changes = [self._plan(group, f"param group {number}") for number, group in enumerate(planned)]
+        changes = [self._plan(group, number) for number, group in enumerate(planned)]
         peak.warn_of_changes(changes)
         for group, plan in zip(groups, planned, strict=True):
             _set(group, plan["driven_weight_decay"])
             group.update({key: plan[key] for key in (*_KEYS, *LAMBDA_KEYS, "decay")})
 
-    def _plan(self, group: dict[str, Any], label: str) -> str | None:
+    def _plan(self, group: dict[str, Any], number: int) -> str | None:
         """Write into a copy of a group what its next step needs; return a warning if its peak has changed."""
         self._join(group)
         lam, eta = float(own_weight_decay(group)), float(group["lr"])
-        changed = peak.update_peak(group, label)
+        changed = peak.update_peak(group, number)
         uses_peak = DECAY_RULES[self.decay].uses_peak and lam > 0
         if uses_peak:
-            peak.check_lr(group, label)
-            message = peak.never_reached(group, label)
+            message = peak.check_lr(group, number)
             if message is not None and not self._warned:
                 self._warned = True
                 warnings.warn(message, peak.PeakLRWarning, stacklevel=users_line())
@@ -190,7 +189,8 @@ def _has_stepped(optimizer: Optimizer) -> bool:
     """Whether there is state that a step has written; dion makes it before the first step, as zeros."""
     counts = [state["step"] for state in optimizer.state.values() if "step" in state]
     values = counts or [value for state in optimizer.state.values() for value in state.values()]
-    return any(bool(torch.as_tensor(value).any()) for value in values if isinstance(value, int | float | Tensor))
+    tensors = any(bool(value.any()) for value in values if isinstance(value, Tensor))
+    return tensors or any(value for value in values if isinstance(value, int | float))
 
 
 def _refuse_other_decay(optimizer: Optimizer, group: dict[str, Any]) -> None:

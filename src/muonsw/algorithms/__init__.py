@@ -5,7 +5,7 @@ from __future__ import annotations
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.asgo import ASGO
 from muonsw.algorithms.base import Algorithm as Algorithm
-from muonsw.algorithms.base import Budget as Budget
+from muonsw.algorithms.base import Chunk as Chunk
 from muonsw.algorithms.base import Update as Update
 from muonsw.algorithms.dion2 import DION2
 from muonsw.algorithms.kl_shampoo import KL_SHAMPOO
@@ -27,4 +27,4 @@ ALGORITHMS.register("kl_shampoo", KL_SHAMPOO)
 ALGORITHMS.register("asgo", ASGO)
 ALGORITHMS.register("dion2", DION2)
 
-__all__ = ["ALGORITHMS", "Algorithm", "Budget", "Update"]
+__all__ = ["ALGORITHMS", "Algorithm", "Chunk", "Update"]

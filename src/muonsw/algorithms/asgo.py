@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonsw.algorithms.factors import finite_or
 from muonsw.algorithms.triangles import pack, packed_shape, unpack
-from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
+from muonsw.algorithms.whole import ELEMENTWISE, StateSpec, matrix_algorithm
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
 from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
@@ -58,7 +58,7 @@ def inverse_sqrt(V: Tensor, eps: float) -> Tensor:
 
 def state(group: Group) -> Specs:  # noqa: ARG001
     """Momentum, and the factor of the shorter side."""
-    return {"exp_avg": ELEMENTWISE, "factor": MatrixState(lambda m, n: packed_shape(min(m, n)))}
+    return {"exp_avg": ELEMENTWISE, "factor": StateSpec(lambda m, n: packed_shape(min(m, n)))}
 
 
 ASGO = matrix_algorithm(

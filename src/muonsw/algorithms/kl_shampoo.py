@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms.factors import finite_or, pack, unpack
-from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm, validate_matrices
+from muonsw.algorithms.whole import ELEMENTWISE, StateSpec, matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.precision import AUTO, DTYPES
 from muonsw.slots import Specs, State
@@ -179,8 +179,8 @@ def state(group: Group) -> Specs:  # noqa: ARG001
     """Momentum, and for each side a factor with its root."""
     return {
         "exp_avg": ELEMENTWISE,
-        "factors_left": MatrixState(lambda m, _: (m, m + 1)),
-        "factors_right": MatrixState(lambda _, n: (n, n + 1)),
+        "factors_left": StateSpec(lambda m, _: (m, m + 1)),
+        "factors_right": StateSpec(lambda _, n: (n, n + 1)),
     }
 
 

@@ -7,85 +7,74 @@ and after it, turn Muon into its relatives (`muonsw.precondition`, `muonsw.norma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from muonsw import kernels
-from muonsw.algorithms import muon_kernels as by_kernel
 from muonsw.algorithms.base import (
     Algorithm,
-    Budget,
+    Chunk,
     MatrixRule,
     Update,
     advance_momentum,
     are_large,
     clean,
+    has_kernels,
     look_ahead,
 )
-from muonsw.algorithms.whole import VIEW_OPTIONS, apply_slot, validate_matrices
-from muonsw.algorithms.whole import state_keys as keys_of
+from muonsw.algorithms.whole import StateBatch, apply_slot, validate_matrices
 from muonsw.machine import product_dtype
-from muonsw.matrices import (
-    SHAPE_SCALES,
-    Bucket,
-    MatrixView,
-    Part,
-    empty_batch,
-    matrix_chunks,
-    scatter,
-    views,
-)
+from muonsw.matrices import SHAPE_SCALES, Bucket, Part, empty_batch, scatter, views
 from muonsw.nonfinite import Flag
-from muonsw.normalize import NORMALIZE
-from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS, aurora
+from muonsw.normalize import ADAMUON, MUON_PLUS, NORMALIZE, NORMUON
+from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration, aurora
 from muonsw.precision import LOW_PRECISION, state_dtype
-from muonsw.precondition import PRECONDITION
-from muonsw.slots import Specs, State, wide_dtype
-from muonsw.work import Group, Item
+from muonsw.precondition import EQUALIZE, MUON2, PRECONDITION, SIGN
+from muonsw.slots import ELEMENTWISE, SlotMember, Specs, State, wide_dtype
+from muonsw.work import Group, StepContext
 
-# The options of orthogonalizer="aurora", by default its authors' choice; a group holds None for these.
+if TYPE_CHECKING:
+    from muonsw.kernels.momentum import Precondition
+
+# The options of orthogonalizer="aurora", by default its authors' choice.
 AURORA: Group = {"aurora_iterations": 2, "aurora_beta": 0.5, "aurora_polar": "simple_quintic"}
 
 
-def state_keys(group: Group) -> tuple[str, ...]:
+def state(group: Group) -> Specs:
     """One buffer for each parameter, under torch's name, and what the slots keep."""
     if group["precondition"] is None and group["normalize"] is None:
-        return ("momentum_buffer",)
-    specs = {**PRECONDITION.specs(group), **NORMALIZE.specs(group)}
-    return ("momentum_buffer", *keys_of(MatrixView.of(group), specs))
+        return _MOMENTUM
+    return {**_MOMENTUM, **PRECONDITION.specs(group), **NORMALIZE.specs(group)}
 
 
-def updates(group: Group, items: list[Item], budget: Budget) -> Iterator[Update]:
-    """Directions polar(M), one batch of equal matrices after another."""
-    for bucket, parts in matrix_chunks(group, items, budget.chunk_bytes):
-        directions, row_factors = _directions(group, bucket, parts, budget)
-        scale = _scale(group, bucket.rows, bucket.columns)
-        yield Update(parts, directions, scale, row_factors=row_factors)
+_MOMENTUM: Specs = {"momentum_buffer": ELEMENTWISE}
 
 
-def _directions(group: Group, bucket: Bucket, parts: list[Part], budget: Budget) -> tuple[list[Tensor], Tensor | None]:
-    """Orthogonalized momentum of parts with equal matrices, each in the shape of its part; the factors of rows."""
+def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
+    """Directions polar(M) of equal matrices: momentum, precondition, orthogonalize, normalize."""
+    parts, bucket = chunk.parts, chunk.bucket
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    matrices, fused = None, _has_kernels(group, grads)
-    if fused:
-        matrices = by_kernel.orthogonalized_momentum(group, bucket, parts, grads, momenta, budget.flag)
+    fused = has_kernels(group, grads[0].device)
+    matrices = _orthogonalized_by_kernel(group, chunk, grads, momenta, ctx.flag) if fused else None
     if matrices is None:
         ahead = empty_batch(momenta, bucket.rows, bucket.columns)
-        _advance(group, parts, grads, momenta, scatter(ahead, momenta), budget.flag)
+        _advance(group, parts, grads, momenta, scatter(ahead, momenta), ctx.flag)
         if group["precondition"] is not None:
-            ahead = apply_slot(PRECONDITION, group, bucket, parts, ahead.to(wide_dtype(ahead.dtype)), budget.ok)
+            ahead = apply_slot(PRECONDITION, group, chunk, ahead.to(wide_dtype(ahead.dtype)), ctx.ok)
         matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
-        if budget.flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
+        if ctx.flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
             matrices = matrices.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
-    if group["normalize"] is None:
-        return scatter(matrices, grads), None
-    normalize = by_kernel.normalizer(group, bucket, parts, matrices, budget) if fused else None
-    if normalize is not None:
-        return scatter(matrices, grads), normalize()
-    return scatter(apply_slot(NORMALIZE, group, bucket, parts, matrices, budget.ok), grads), None
+    row_factors = None
+    if group["normalize"] is not None:
+        normalized = _normalized_by_kernel(group, chunk, matrices, ctx.flag) if fused else None
+        if normalized is None:
+            matrices = apply_slot(NORMALIZE, group, chunk, matrices, ctx.ok)
+        else:
+            matrices, row_factors = normalized
+    scale = SHAPE_SCALES[group["scale"]](*chunk.view.out_in(bucket.rows, bucket.columns))
+    return Update(parts, scatter(matrices, grads), scale, row_factors)
 
 
 def _advance(
@@ -97,99 +86,83 @@ def _advance(
     flag: Flag | None,
 ) -> None:
     """Advance momenta in place, and write what is to be orthogonalized to `targets`, if there are any."""
-    if _has_kernels(group, grads) and by_kernel.advance(group, parts, grads, momenta, targets, flag):
+    if has_kernels(group, grads[0].device) and _advance_by_kernel(group, parts, grads, momenta, targets, flag):
         return
-    form, beta, nesterov, maximize = (group[key] for key in ("momentum_form", "momentum", "nesterov", "maximize"))
-    ok = None if flag is None else flag.ok
-    grads = clean(grads, momenta, maximize, ok)
+    form, beta, ok = group["momentum_form"], group["momentum"], None if flag is None else flag.ok
+    grads = clean(grads, momenta, group["maximize"], ok)
     advance_momentum(form, momenta, grads, beta, ok)
-    if targets is not None and nesterov:
+    if targets is not None and group["nesterov"]:
         look_ahead(form, momenta, grads, beta, out=targets)
     elif targets is not None:
         torch._foreach_copy_(targets, momenta)
 
 
-def _has_kernels(group: Group, tensors: list[Tensor]) -> bool:
-    return group["fused"] is not False and bool(tensors) and kernels.available(tensors[0].device)
+def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices (count, rows, columns) through the group's orthogonalizer, in a dtype."""
+    is_aurora = group["orthogonalizer"] == "aurora"
+    polar = ORTHOGONALIZERS[polar_name(group) if is_aurora else group["orthogonalizer"]]
+    steps = group["ns_steps"] or (polar.coefficients.steps if isinstance(polar, Iteration) else 5)
+    if not is_aurora:
+        return polar(matrices, steps=steps, dtype=dtype)
+    iterations, beta = (_aurora_option(group, key) for key in ("aurora_iterations", "aurora_beta"))
+    return aurora(matrices, steps=steps, dtype=dtype, iterations=iterations, beta=beta, polar=polar)
 
 
 def polar_name(group: Group) -> str:
     """The name of a group's orthogonalizer; of Aurora, that of the one inside."""
     name = group.get("orthogonalizer", "auto")
-    return str((group["aurora_polar"] or AURORA["aurora_polar"]) if name == "aurora" else name)
+    return str(_aurora_option(group, "aurora_polar") if name == "aurora" else name)
 
 
-def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Matrices (count, rows, columns) through the group's orthogonalizer, in a dtype."""
-    name = group["orthogonalizer"]
-    if name != "aurora":
-        return ORTHOGONALIZERS[name](matrices, steps=_steps(group, name), dtype=dtype)
-    chosen = {key: AURORA[key] if group.get(key) is None else group[key] for key in AURORA}
-    return aurora(
-        matrices,
-        steps=_steps(group, chosen["aurora_polar"]),
-        dtype=dtype,
-        iterations=chosen["aurora_iterations"],
-        beta=chosen["aurora_beta"],
-        polar=ORTHOGONALIZERS[chosen["aurora_polar"]],
-    )
+def _aurora_option(group: Group, key: str) -> Any:
+    return AURORA[key] if group.get(key) is None else group[key]
 
 
-def _steps(group: Group, orthogonalizer: str) -> int:
-    """`ns_steps`, or as many as the authors of the orthogonalizer take."""
-    iteration = ITERATIONS.get(ORTHOGONALIZERS[orthogonalizer])
-    return group["ns_steps"] or (5 if iteration is None else iteration.steps)
+# The same rule in two halves, for sharded matrices.
 
 
-def _scale(group: Group, rows: int, columns: int) -> float:
-    return SHAPE_SCALES[group["scale"]](*MatrixView.of(group).out_in(rows, columns))
-
-
-def _advance_parts(group: Group, parts: list[Part], targets: list[Tensor] | None) -> None:
+def _advance_shards(group: Group, parts: list[Part], targets: list[Tensor] | None) -> None:
+    """Advance momenta where the shards are, and an elementwise preconditioner with them."""
     momenta, grads = [part.state("momentum_buffer") for part in parts], [part.grad for part in parts]
-    preconditions = _runs_on_shards(group)
-    fused = preconditions and _has_kernels(group, grads)
-    if fused and by_kernel.advance(group, parts, grads, momenta, targets, None, precondition=True):
+    preconditions = _preconditions_shards(group)
+    fused = preconditions and has_kernels(group, grads[0].device)
+    if fused and _advance_by_kernel(group, parts, grads, momenta, targets, None, precondition=True):
         return
     _advance(group, parts, grads, momenta, targets, None)
-    if preconditions:
-        _precondition_shards(group, parts, targets)
-
-
-def _runs_on_shards(group: Group) -> bool:
-    member = PRECONDITION.member(group)
-    return member is not None and member.elementwise
-
-
-def _precondition_shards(group: Group, parts: list[Part], targets: list[Tensor] | None) -> None:
-    """Run an elementwise preconditioner where the shards are: its state advances on every rank that keeps it."""
-    for number, part in enumerate(parts):
-        kept = {key: part.state(key) for key in PRECONDITION.specs(group)}
+    if not preconditions:
+        return
+    for number, part in enumerate(parts):  # its state advances on every rank that holds some of it
+        tensors = {key: part.state(key) for key in PRECONDITION.specs(group)}
         X = part.state("momentum_buffer") if targets is None else targets[number]
-        state = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in kept.items()}
+        before = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in tensors.items()}
         ahead = X.to(wide_dtype(X.dtype))
-        state["grad"] = clean([part.grad], [ahead], group["maximize"], None)[0]
-        result, after = PRECONDITION.apply({**group, "transposed": False}, ahead, state)
-        for key, tensor in kept.items():
+        before["grad"] = clean([part.grad], [ahead], group["maximize"], None)[0]
+        result, after = PRECONDITION.apply({**group, "transposed": False}, ahead, before)
+        for key, tensor in tensors.items():
             tensor.copy_(after[key])
         if targets is not None:
             X.copy_(result)
 
 
-def _whole(group: Group, X: Tensor, state: State, dtype: torch.dtype) -> tuple[Tensor, State]:
+def _preconditions_shards(group: Group) -> bool:
+    member = PRECONDITION.member(group)
+    return member is not None and member.elementwise
+
+
+def _directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:
     """What follows momentum, for whole matrices with the state that the slots keep of them."""
-    new: State = {}
-    if group["precondition"] is not None and not _runs_on_shards(group):
-        X, new = PRECONDITION.apply(group, X.to(wide_dtype(X.dtype)), state)
+    after: State = {}
+    if group["precondition"] is not None and not _preconditions_shards(group):
+        X, after = PRECONDITION.apply(group, X.to(wide_dtype(X.dtype)), before)
     X = orthogonalize(group, X, dtype)
     if group["normalize"] is not None:
-        X, more = NORMALIZE.apply(group, X, state)
-        X, new = X.to(dtype), {**new, **more}
-    return X, new
+        X, more = NORMALIZE.apply(group, X, before)
+        X, after = X.to(dtype), {**after, **more}
+    return X, after
 
 
 def _travelling_state(group: Group) -> Specs:
-    first = {} if _runs_on_shards(group) else PRECONDITION.specs(group)
+    first = {} if _preconditions_shards(group) else PRECONDITION.specs(group)
     return {**first, **NORMALIZE.specs(group)}
 
 
@@ -198,48 +171,143 @@ def _sends_gradient(group: Group) -> bool:
     return member is not None and member.uses_gradient and not member.elementwise
 
 
-def _counts_steps(group: Group) -> bool:
-    if group["block_period"] is not None:
-        return True
-    return group["precondition"] is not None and PRECONDITION.members[group["precondition"]].counts_steps
+# The same by kernels, where tensors are laid out as they read them; each says None or False where it cannot.
+
+
+def in_kernels(member: SlotMember | None) -> bool:
+    """Whether our kernels do what a member of a slot does."""
+    return member is None or any(member is known for known in (SIGN, MUON2, EQUALIZE, NORMUON, ADAMUON, MUON_PLUS))
+
+
+def _orthogonalized_by_kernel(
+    group: Group, chunk: Chunk, grads: list[Tensor], momenta: list[Tensor], flag: Flag | None
+) -> Tensor | None:
+    """Advance momenta, precondition and orthogonalize."""
+    iteration = ORTHOGONALIZERS[group["orthogonalizer"]]
+    if not isinstance(iteration, Iteration):
+        return None
+    from muonsw.kernels.momentum import normalized_momentum, takes
+
+    bucket, device = chunk.bucket, grads[0].device
+    grads, momenta = _as_matrices(grads, bucket), _as_matrices(momenta, bucket)
+    dtype = iteration.inner(product_dtype(group["ns_dtype"], bucket.dtype, device), device)
+    first = None if group["precondition"] is None else _kernel_precondition(group, chunk.parts, bucket)
+    if not takes(grads, momenta, dtype) or not _are_of(bucket, [*grads, *momenta]):
+        return None
+    if first is None and group["precondition"] is not None:
+        return None
+    X = normalized_momentum(grads, momenta, **_momentum_options(group), flag=flag, dtype=dtype, precondition=first)
+    steps = group["ns_steps"] or iteration.steps
+    return iteration.run(X.mT, steps).mT if bucket.rows > bucket.columns else iteration.run(X, steps)
+
+
+def _normalized_by_kernel(
+    group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Normalize directions in place; the factors of their rows, where `apply` is to multiply them."""
+    member = NORMALIZE.member(group)
+    if not in_kernels(member):
+        return None
+    from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_, takes
+
+    specs, options = NORMALIZE.specs(group), NORMALIZE.options(group)
+    batch = StateBatch(chunk, specs)
+    kept = [tensor for key in specs for tensor in batch.matrices(key)]
+    if not takes(directions, kept) or (member is NORMUON and kept[0].dtype != torch.float32):
+        return None
+    if member is MUON_PLUS:
+        return directions, muon_plus_(directions, hand_on=True)
+    averages = {"beta2": options["beta2"], "eps": options["eps"], "flag": flag, "hand_on": True}
+    if member is ADAMUON:
+        return (directions, adamuon_(directions, kept, **averages)) if _are_of(chunk.bucket, kept) else None
+    by_row = (kept[0].shape[-1] == 1) != chunk.view.transposed
+    return directions, normuon_(directions, kept, by_row=by_row, snap=options["snap"], **averages)
+
+
+def _advance_by_kernel(
+    group: Group,
+    parts: list[Part],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    targets: list[Tensor] | None,
+    flag: Flag | None,
+    *,
+    precondition: bool = False,
+) -> bool:
+    """Advance momenta of any shapes, with the preconditioner if asked for."""
+    from muonsw.kernels.momentum import advance_momenta
+
+    first = _kernel_precondition(group, parts, None) if precondition else None
+    if precondition and first is None:
+        return False
+    return advance_momenta(grads, momenta, targets, **_momentum_options(group), flag=flag, precondition=first)
+
+
+def _momentum_options(group: Group) -> dict[str, Any]:
+    keys = {"form": "momentum_form", "beta": "momentum", "nesterov": "nesterov", "maximize": "maximize"}
+    return {name: group[key] for name, key in keys.items()}
+
+
+def _kernel_precondition(group: Group, parts: list[Part], bucket: Bucket | None) -> Precondition | None:
+    """What a momentum kernel is to do to matrices, or without a bucket to shards."""
+    from muonsw.kernels.momentum import LONGEST_ROW, Precondition, are_matrices
+
+    member, options = PRECONDITION.member(group), PRECONDITION.options(group)
+    if member is SIGN:
+        return Precondition("sign")
+    if member is EQUALIZE and bucket is not None and not group.get("transposed") and bucket.columns <= LONGEST_ROW:
+        return Precondition("equalize")
+    if member is MUON2:
+        squares = [part.state("exp_avg_sq") for part in parts]
+        squares = squares if bucket is None else _as_matrices(squares, bucket)
+        if are_matrices(squares) and (bucket is None or _are_of(bucket, squares)):
+            return Precondition("muon2", squares, options["beta2"], options["eps"])
+    return None
+
+
+def _as_matrices(tensors: list[Tensor], bucket: Bucket) -> list[Tensor]:
+    """Each tensor as one matrix or a stack of them, as a view where its layout allows."""
+    shape = torch.Size((bucket.rows, bucket.columns))
+    if all(tensor.shape == shape for tensor in tensors):
+        return tensors
+    return [
+        t.view(-1, *shape) if t.is_contiguous() and not (t.dim() <= 3 and t.shape[-2:] == shape) else t for t in tensors
+    ]
+
+
+def _are_of(bucket: Bucket, tensors: list[Tensor]) -> bool:
+    """Whether all are such matrices or stacks of them: a flattened one with gaps has its own axes, like a stack."""
+    return all(tensor.shape[-2:] == (bucket.rows, bucket.columns) for tensor in tensors)
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """A parameter must be seen as matrices in exactly one way, and options must belong to what was chosen."""
+    """Refuse parameters that are no matrices, and options that belong to what was not chosen."""
     for key in AURORA:
-        if group[key] is not None and group["orthogonalizer"] != "aurora":
-            found = f"this group has orthogonalizer={group['orthogonalizer']!r}"
-            raise ValueError(f"{key}={group[key]!r} is an option of orthogonalizer='aurora', but {found}")
+        if group.get(key) is not None and group["orthogonalizer"] != "aurora":
+            raise ValueError(
+                f"{key}={group[key]!r} is an option of orthogonalizer='aurora', but this group has "
+                f"orthogonalizer={group['orthogonalizer']!r}"
+            )
     for slot in (PRECONDITION, NORMALIZE):
         slot.refuse_options_of_others(group)
     validate_matrices(group, name, param)
-    if group["block_period"] is not None:
-        _validate_blocks(group)
-
-
-def _validate_blocks(group: Group) -> None:
-    """Blocks of a matrix at some steps and the whole of it at others: nothing may be kept of either."""
+    if group.get("block_period") is None:
+        return
     period = f"block_period={group['block_period']}"
-    if group["heads"] is None and group["split_sizes"] is None:
+    if group.get("heads") is None and group.get("split_sizes") is None:
         raise ValueError(f"{period} needs blocks: give heads= or split_sizes=")
-    keeps = [slot.name for slot in (PRECONDITION, NORMALIZE) if any(one.shape for one in slot.specs(group).values())]
-    for option in [*keeps, *(["norm"] if group["norm"] != "free" else [])]:
-        raise ValueError(
-            f"{period} and {option}={group[option]!r} do not go together: what is kept of a block means nothing to the "
-            f"whole matrix"
-        )
+    for slot in (PRECONDITION, NORMALIZE):
+        if any(spec.shape for spec in slot.specs(group).values()):
+            raise ValueError(
+                f"{period} and {slot.name}={group[slot.name]!r} do not go together: what is kept of a block means "
+                f"nothing to the whole matrix"
+            )
 
 
-# The rule of `updates` in two halves, for sharded matrices.
-MATRIX_RULE = MatrixRule(
-    sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
-    result_dtype=lambda group, dtype, device: product_dtype(group["ns_dtype"], dtype, device),
-    advance=_advance_parts,
-    directions=_whole,
-    scale=_scale,
-    state=_travelling_state,
-    sends_gradient=_sends_gradient,
-)
+def _counts_steps(group: Group) -> bool:
+    if group.get("block_period") is not None:
+        return True
+    return group["precondition"] is not None and PRECONDITION.members[group["precondition"]].counts_steps
 
 
 MUON = Algorithm(
@@ -250,18 +318,23 @@ MUON = Algorithm(
         "orthogonalizer": "auto",
         "ns_steps": None,
         "ns_dtype": "auto",
-        **dict.fromkeys(AURORA),
         "scale": "match_rms_adamw",
         "precondition": None,
         "normalize": None,
-        **dict.fromkeys((*PRECONDITION.option_names(), *NORMALIZE.option_names())),
-        **VIEW_OPTIONS,
-        "block_period": None,
+        "matrix": None,
     },
-    state_keys=state_keys,
-    updates=updates,
+    state=state,
+    update=update,
     validate=validate,
-    matrices=MATRIX_RULE,
+    matrices=MatrixRule(
+        sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
+        result_dtype=lambda group, dtype, device: product_dtype(group["ns_dtype"], dtype, device),
+        advance=_advance_shards,
+        directions=_directions,
+        scale=lambda group, m, n: SHAPE_SCALES[group["scale"]](m, n),
+        state=_travelling_state,
+        sends_gradient=_sends_gradient,
+    ),
     scale_free=True,
     counts_steps=_counts_steps,
 )

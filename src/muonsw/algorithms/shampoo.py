@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms.factors import average_first, inverse_root, pack, unpack_first, unpack_second
-from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm
+from muonsw.algorithms.whole import ELEMENTWISE, SQUARES, StateSpec, matrix_algorithm
 from muonsw.machine import full_float32
 from muonsw.slots import Specs, State
 from muonsw.work import Group
@@ -136,10 +136,10 @@ def state(group: Group) -> Specs:
 
     return {
         "exp_avg": ELEMENTWISE,
-        **({"exp_avg_sq": ELEMENTWISE} if group["grafting"] == "adam" else {}),
-        "factors_left": MatrixState(left),
-        "factors_right": MatrixState(right),
-        "moves": MatrixState(lambda *_: (1, 1)),
+        **({"exp_avg_sq": SQUARES} if group["grafting"] == "adam" else {}),
+        "factors_left": StateSpec(left),
+        "factors_right": StateSpec(right),
+        "moves": StateSpec(lambda *_: (1, 1)),
     }
 
 

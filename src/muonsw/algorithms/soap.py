@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonsw.algorithms.factors import eigenbasis, power_iteration, rotate, rotate_back
 from muonsw.algorithms.triangles import pack, packed_shape, unpack
-from muonsw.algorithms.whole import ELEMENTWISE, MatrixState, matrix_algorithm, validate_matrices
+from muonsw.algorithms.whole import ELEMENTWISE, SQUARES, StateSpec, matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.matrices import MatrixView
 from muonsw.slots import Specs, State
@@ -115,17 +115,17 @@ def sides(longest: int) -> Specs:
         return length if length <= longest else 1
 
     return {
-        "factor_left": MatrixState(lambda m, _: packed_shape(size(m))),
-        "factor_right": MatrixState(lambda _, n: packed_shape(size(n))),
-        "basis_left": MatrixState(lambda m, _: (size(m), size(m))),
-        "basis_right": MatrixState(lambda _, n: (size(n), size(n))),
+        "factor_left": StateSpec(lambda m, _: packed_shape(size(m))),
+        "factor_right": StateSpec(lambda _, n: packed_shape(size(n))),
+        "basis_left": StateSpec(lambda m, _: (size(m), size(m))),
+        "basis_right": StateSpec(lambda _, n: (size(n), size(n))),
     }
 
 
 def state(group: Group) -> Specs:
     """Two averages, and a factor with its basis for each side."""
-    averages = {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE}
-    return {**averages, **sides(group["precondition_max_dim"]), "moves": MatrixState(lambda *_: (1, 1))}
+    averages = {"exp_avg": ELEMENTWISE, "exp_avg_sq": SQUARES}
+    return {**averages, **sides(group["precondition_max_dim"]), "moves": StateSpec(lambda *_: (1, 1))}
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:

@@ -5,7 +5,7 @@ one more stage, the exchange: momentum on the shards, shards to the rank that ow
 shards. Which exchange a parameter takes follows from how it lies over the ranks.
 """
 
-from muonsw.distributed.exchange import exchanged_updates as exchanged_updates
+from muonsw.distributed.exchange import exchange_updates as exchange_updates
 from muonsw.distributed.ranks import Ranks as Ranks
 
-__all__ = ["Ranks", "exchanged_updates"]
+__all__ = ["Ranks", "exchange_updates"]

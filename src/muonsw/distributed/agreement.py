@@ -31,42 +31,6 @@ if TYPE_CHECKING:
 # Lengths of the reduction are multiples of this, so that plans which differ by a few parameters still meet in it.
 _BLOCK = 1024
 
-# Settings of a group that make a rank move its parameters otherwise, besides those of its algorithm: `role` says what
-# one weight is to a norm rule, `betas` how a decay rule averages gradients, `averaged_steps` is Schedule-Free's. The
-# last ones decide what the peak is or will be.
-_SETTINGS = (
-    "algorithm",
-    "lr",
-    "weight_decay",
-    "decay",
-    "total_steps",
-    "decay_points",
-    "step_count",
-    "update_count",
-    "norm",
-    "target_norm",
-    "cautious",
-    "state_dtype",
-    "rounding",
-    "rounding_seed",
-    "maximize",
-    "fused",
-    "betas",
-    "role",
-    "averaged_steps",
-    "peak",
-    "lr_multiplier",
-    "peak_lr",
-    "resolved_peak_lr",
-    "peak_record",
-    "constructor_lr",
-    "max_lr",
-    "initial_lr",
-    "lr_scale",
-)
-# Of these, what may be a number of numpy's or of Python's.
-_RATES = ("lr", "weight_decay")
-
 
 class Member(NamedTuple):
     """A parameter of the optimizer, and what to call it."""
@@ -99,8 +63,7 @@ class Agreement:
         members: Sequence[Member],
         ok: Tensor | bool,
         *,
-        asked: Sequence[Group],
-        settings: Group,
+        options: Sequence[Group],
         announced: Sequence[str],
     ) -> StepAgreement:
         """Tell the others whether the gradients here are finite and complete, and hear the same from them.
@@ -109,8 +72,7 @@ class Agreement:
             groups: the param groups.
             members: all parameters of the optimizer.
             ok: whether the gradients on this rank are finite, and it can take the step.
-            asked: what each group asks for (`asked_by`), as it was when the step began.
-            settings: settings of the whole optimizer, which must be the same on all ranks.
+            options: plain options of the optimizer, then of each group, which must be the same on all ranks.
             announced: what hooks of this step will do, in words; it must be the same on all ranks.
 
         Raises:
@@ -120,15 +82,14 @@ class Agreement:
         # of which other ranks hold parts, or copies that must stay the same
         watched = [member for member in members if self._process_group is not None or is_dtensor(member.param)]
         is_new = self._look(members, watched)
-        chosen = [settings, *asked]
-        digest = _number(self._digest + repr([*(list(one.values()) for one in chosen), announced]).encode())
+        digest = _number(self._digest + repr([options, announced]).encode())
         missing = [int(member.param.grad is None) for member in watched]
         header = [1, digest, -digest, int(is_new)]
         values = [*header, *missing, *(-lack for lack in missing)]
         values = self._reduced(ok, values, local(watched[0].param).device)
         # where the smallest value and the smallest negative value are not opposite, ranks differ
         if values[1] != -values[2]:
-            self._refuse([*_described(chosen, groups), *self._param_lines, *announced])
+            self._refuse([*_described(options, groups), *self._param_lines, *announced])
         if values[3]:
             self._compare_copies(watched)
         return StepAgreement(bool(values[0]), _absent(watched, missing, values[len(header) :]))
@@ -227,33 +188,32 @@ def _has_copies_only(param: Tensor, watched: Sequence[Member]) -> bool:
     return replicated and mesh_ranks([param]) == mesh_ranks(member.param for member in watched)
 
 
-def _settings(group: Group) -> Sequence[str]:
-    """Those that matter under a group's rule: a rank that refused a step has not counted it."""
-    ignored = () if DECAY_RULES[group["decay"]].uses_step else ("step_count",)
-    return [key for key in _SETTINGS if key not in ignored]
+# Not compared: what is held by each rank in its own way, and counts of steps, which a rank that failed has not taken.
+_NOT_COMPARED = ("params", "param_names", "step_count", "gradient_average")
 
 
-def asked_by(group: Group) -> Group:
-    """What a group asks for, as plain data."""
-    chosen: Group = {}
-    for key in (*_settings(group), *ALGORITHMS[group["algorithm"]].defaults):
-        value: Any = group.get(key)
-        if key in _RATES:
-            with suppress(
-                TypeError, ValueError, RuntimeError
-            ):  # `check` refuses what is no number, once the others can be told
+def plain_options(group: Group) -> Group:
+    """The options of a group that are plain data; a rate or lambda in any form is a float."""
+    options: Group = {}
+    for key in sorted(group.keys() - set(_NOT_COMPARED)):
+        value: Any = group[key]
+        if key in ("lr", "weight_decay"):
+            with suppress(TypeError, ValueError, RuntimeError):  # the plan refuses what is not a number
                 value = float(value)
-        chosen[key] = value
-    return chosen
+        if value is None or isinstance(value, bool | int | float | str | tuple | list):
+            options[key] = value
+    if DECAY_RULES[group["decay"]].uses_step:
+        options["step_count"] = group["step_count"]
+    return options
 
 
-def _described(chosen: Sequence[Group], groups: Sequence[Group]) -> list[str]:
+def _described(options: Sequence[Group], groups: Sequence[Group]) -> list[str]:
     """A line for each setting, of the optimizer and of its groups."""
     labels = ["the optimizer", *(label_of(group, number) for number, group in enumerate(groups))]
     return [
         f"{label}: {key}={value!r}"
-        for label, settings in zip(labels, chosen, strict=True)
-        for key, value in settings.items()
+        for label, chosen in zip(labels, options, strict=True)
+        for key, value in chosen.items()
     ]
 
 

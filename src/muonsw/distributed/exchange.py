@@ -9,7 +9,7 @@ results of the one before it return.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -62,8 +62,10 @@ class Transfers(NamedTuple):
     beside: Transfer | None = None
 
 
-def exchanged_updates(batches: Sequence[ExchangeBatch], rounds: Sequence[Round]) -> Iterator[tuple[int, Update]]:
-    """Updates of all parameters that need an exchange, each with the number of its batch."""
+def exchange_updates(
+    batches: Sequence[ExchangeBatch], rounds: Sequence[Round], apply: Callable[[int, Update], None]
+) -> None:
+    """Update all parameters that need an exchange; `apply` takes each update with the number of its batch."""
     gathering = _gather(batches, rounds[0]) if rounds else None
     returning: tuple[Round, Transfers] | None = None
     for number, one in enumerate(rounds):
@@ -72,9 +74,9 @@ def exchanged_updates(batches: Sequence[ExchangeBatch], rounds: Sequence[Round])
         gathering = _gather(batches, rounds[number + 1]) if number + 1 < len(rounds) else None
         before, returning = returning, (one, _scatter(one, *_directions(batches, one, matrices, states)))
         if before is not None:
-            yield from _returned(batches, *before)
+            _apply_returned(batches, *before, apply)
     if returning is not None:
-        yield from _returned(batches, *returning)
+        _apply_returned(batches, *returning, apply)
 
 
 def _gather(batches: Sequence[ExchangeBatch], one: Round) -> Transfers:
@@ -140,15 +142,33 @@ def _scatter(one: Round, results: list[Tensor], kept: list[Tensor]) -> Transfers
     return Transfers(returning, exchange.scatter(one, send, one.beside[1]))
 
 
-def _returned(batches: Sequence[ExchangeBatch], one: Round, returning: Transfers) -> Iterator[tuple[int, Update]]:
-    """Keep the state that has come back, and hand on the directions."""
+def _apply_returned(
+    batches: Sequence[ExchangeBatch], one: Round, returning: Transfers, apply: Callable[[int, Update], None]
+) -> None:
+    """Keep the state that has come back, and apply the directions, one update for each shape."""
     if returning.beside is not None:
         arrived = returning.beside.wait()
         mine = _held_beside(batches, one.units, returning=True)
         pieces = arrived.split_with_sizes([tensor.numel() for tensor in mine]) if mine else []
         for tensor, piece in zip(mine, pieces, strict=True):
             tensor.copy_(piece.view(tensor.shape))
-    yield from _updates(batches, one, returning.matrices.wait())
+    arrived = returning.matrices.wait()
+    if not arrived.is_cpu and sum(one.sizes.held) < LARGE * sum(map(len, one.owned)):
+        arrived = arrived.to(one.wire.home)  # one cast for all: kernels for many tensors want one dtype
+    by_shape: dict[Shape, tuple[list[Part], list[Tensor]]] = {}
+    start = 0
+    for unit in one.units:
+        size = unit.held(one.wire.me)
+        if size:
+            part = _part(batches, unit)
+            parts, directions = by_shape.setdefault(unit.shape, ([], []))
+            parts.append(part)
+            directions.append(arrived[start : start + size].view(part.grad.shape))
+        start += size
+    for shape, (parts, directions) in by_shape.items():
+        batch = batches[shape.batch]
+        scale = batch.rule.scale(batch.group, *batch.view.out_in(shape.rows, shape.columns))
+        apply(shape.batch, Update(parts, directions, scale))
 
 
 def _held_beside(batches: Sequence[ExchangeBatch], units: Iterable[Unit], *, returning: bool = False) -> list[Tensor]:
@@ -265,25 +285,6 @@ def _all_to_all(one: Round, send: Tensor, route: Route | None) -> Transfer:
         handle = dist.all_to_all_single(receive, sent, hop.received, hop.sent, group=group, async_op=True)
         transfer = Transfer(receive, [handle], sent)
     return transfer._replace(route=route)
-
-
-def _updates(batches: Sequence[ExchangeBatch], one: Round, arrived: Tensor) -> Iterator[tuple[int, Update]]:
-    """The directions of a round, cut out of what came back, one update for each shape."""
-    if not arrived.is_cpu and sum(one.sizes.held) < LARGE * sum(map(len, one.owned)):
-        arrived = arrived.to(one.wire.home)  # one cast for all: kernels for many tensors want one dtype
-    found: dict[Shape, tuple[list[Part], list[Tensor]]] = {}
-    start = 0
-    for unit in one.units:
-        size = unit.held(one.wire.me)
-        if size:
-            part = _part(batches, unit)
-            parts, directions = found.setdefault(unit.shape, ([], []))
-            parts.append(part)
-            directions.append(arrived[start : start + size].view(part.grad.shape))
-        start += size
-    for shape, (parts, directions) in found.items():
-        batch = batches[shape.batch]
-        yield shape.batch, Update(parts, directions, batch.rule.scale(batch.group, shape.rows, shape.columns))
 
 
 def _advance(batches: Sequence[ExchangeBatch], units: Iterable[Unit], buffer: Tensor | None, me: int) -> None:

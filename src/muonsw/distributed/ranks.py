@@ -12,7 +12,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.agreement import Agreement, Member, StepAgreement
 from muonsw.distributed.layout import HERE, Layouts
 from muonsw.distributed.rounds import ExchangeBatch, Round, make_rounds
-from muonsw.work import Group, Item, names_of
+from muonsw.work import Batch, Group, Item, names_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,27 +44,28 @@ class Ranks:
     def agree(
         self,
         groups: Sequence[Group],
-        ok: Tensor | bool,
         *,
-        asked: Sequence[Group],
-        settings: Group,
+        ok: Tensor | bool,
+        options: Sequence[Group],
     ) -> StepAgreement:
-        """Agree with the other ranks on this step, and on what hooks have announced."""
+        """Agree with the other ranks on this step, and on what hooks have announced.
+
+        `options` are those of the optimizer, then those of each group, all as plain data.
+        """
         every = [
             Member(group, name, param)
             for number, group in enumerate(groups)
             for name, param in zip(names_of(group, number), group["params"], strict=True)
         ]
-        return self.agreement.reach(groups, every, ok, asked=asked, settings=settings, announced=self.announced)
+        return self.agreement.reach(groups, every, ok, options=options, announced=self.announced)
 
-    def sort(self, group: Group, items: Sequence[Item]) -> tuple[list[Item], ExchangeBatch | None]:
+    def sort(self, batch: Batch) -> tuple[list[Item], ExchangeBatch | None]:
         """The items whose matrices are whole on this rank, and those that are exchanged."""
-        rule = ALGORITHMS[group["algorithm"]]
-        view = rule.view(group)
-        if rule.matrices is None or view is None:
-            return list(items), None
-        here, exchanged = [], ExchangeBatch(group, rule.matrices, view, [], [])
-        for item in items:
+        rule, view = ALGORITHMS[batch.group["algorithm"]].matrices, batch.view
+        if rule is None or view is None:
+            return batch.items, None
+        here, exchanged = [], ExchangeBatch(batch.group, rule, view, [], [])
+        for item in batch.items:
             layout = self.layouts.of(item.parameter, view.stack_axes(item.parameter.dim()))
             if layout.kind == HERE:
                 here.append(item)
@@ -85,10 +86,10 @@ class Ranks:
 
 def _key(batch: ExchangeBatch) -> Any:
     """What the units of a batch depend on."""
-    options = ALGORITHMS[batch.group["algorithm"]].defaults
-    settings = tuple(str(batch.group[key]) for key in (*options, "state_dtype"))
+    known = {*ALGORITHMS[batch.group["algorithm"]].defaults, "state_dtype"}
+    of_slots = ("precondition_", "normalize_")
     return (
-        settings,
+        tuple((key, str(value)) for key, value in batch.group.items() if key in known or key.startswith(of_slots)),
         batch.view,
         tuple((id(item.parameter), id(layout)) for item, layout in zip(batch.items, batch.layouts, strict=True)),
     )

@@ -213,24 +213,8 @@ def noise_place(param: Tensor) -> int:
     return position(param) if param.dtype in LOW_PRECISION else 0
 
 
-def local_item(position: int, name: str, param: Tensor, grad: Tensor | None, state: dict[str, Any]) -> Item:
+def local_item(position: int, name: str, param: Tensor, grad: Tensor | None) -> Item:
     """The shard of a DTensor parameter at one step; without a gradient on this rank, its gradient is zero."""
     shard = local(param)
     gradient = torch.zeros_like(shard) if grad is None else local_gradient(name, param, grad)
-    return Item(position + noise_place(param), name, shard, gradient, LocalState(state, param), param)
-
-
-class LocalState(dict[str, Tensor]):
-    """The state of a DTensor parameter as this rank's shards; one that is put in is kept as a DTensor placed like it.
-
-    So distributed checkpoint saves it as it is, and can load it on another number of ranks.
-    """
-
-    def __init__(self, state: dict[str, Any], param: Tensor) -> None:
-        super().__init__((key, local(value)) for key, value in state.items())
-        self._state = state
-        self._param = param
-
-    def __setitem__(self, key: str, value: Tensor) -> None:
-        super().__setitem__(key, local(value))
-        self._state[key] = value if key == "step" or is_dtensor(value) else shard_like(self._param, value)
+    return Item(position + noise_place(param), name, shard, gradient, {}, param)

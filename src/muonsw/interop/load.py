@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw import norms, peak, rates
+from muonsw import peak, rates
 from muonsw.algorithms import ALGORITHMS
+from muonsw.codecs import is_code, refuse_shards
 from muonsw.decay import LAMBDA_KEYS, decays, own_weight_decay
 from muonsw.options import BOOKKEEPING, CHECKS, differing_options, require_whole, validate_option
 from muonsw.orthogonalize import NS5
@@ -19,9 +20,7 @@ from muonsw.peak import PeakLRWarning
 from muonsw.precision import SCALE
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
-from muonsw.state import as_state, in_form, own_shape, placed, state_keys
-from muonsw.stored import refuse_shards
-from muonsw.stored.codes import is_code
+from muonsw.state import layouts, restored
 from muonsw.text import counted, users_line
 from muonsw.work import Group, label_of
 
@@ -217,7 +216,6 @@ def _by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
 def _refuse_unfit(group: Group, own: Group, label: str) -> None:
     """Refuse loaded options that could not have been given to this optimizer, before anything is replaced."""
     rates.require_run(group, label)
-    norms.refuse(group, label)
     names = own.get("param_names") or [f"parameter {place} of {label}" for place in range(len(own["params"]))]
     for name, param in zip(names, own["params"], strict=True):
         ALGORITHMS[group["algorithm"]].validate(group, name, param)
@@ -309,10 +307,10 @@ def _are_two_numbers(value: Any) -> bool:
 def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
     """Every saved state must fit the parameter it is for, before anything is replaced."""
     names = own.get("param_names") or [f"parameter {place}" for place in range(len(own["params"]))]
-    needed = ALGORITHMS[saved["algorithm"]].state_keys({**saved, **EMPTY_SLOTS})  # what slots keep may begin anew
+    needed = ALGORITHMS[saved["algorithm"]].state({**saved, **EMPTY_SLOTS})  # what slots keep may begin anew
     for name, number, param in zip(names, saved["params"], own["params"], strict=True):
-        state = states.get(number) or {}
-        missing = [key for key in needed if key not in state]
+        state, known = states.get(number) or {}, layouts({**own, **saved}, param)
+        missing = [key for key in needed if key not in state and f"{key}.0" not in state]
         if state and missing:
             raise ValueError(
                 f"the saved state of {name} holds {', '.join(state)} but algorithm={saved['algorithm']!r} "
@@ -321,43 +319,24 @@ def _check_states(states: dict[Any, Any], saved: Group, own: Group) -> None:
         codes = [key for key, value in state.items() if isinstance(value, Tensor) and is_code(value)]
         for key in [key for key in codes if f"{key}{SCALE}" not in state]:
             raise ValueError(f"the saved {key} of {name} is in 8 bits, and {key}{SCALE}, its scales, is missing")
-        for key in state_keys(saved, param):
+        for key, layout in known.items():
             value = state.get(key)
-            if isinstance(value, Tensor) and key != "radius" and (value.dim() or key != "step"):
-                check_shape(key, value, name, saved, param)
+            if isinstance(value, Tensor) and value.shape != layout.shape:
+                wanted = f"{tuple(layout.shape)} is needed"
+                if layout.own_axis is None:
+                    wanted = f"the parameter has {tuple(param.shape)}"
+                raise ValueError(f"the saved {key} of {name} has shape {tuple(value.shape)}, but {wanted}")
 
 
-def check_shape(key: str, value: Tensor, name: str, group: Group, param: Tensor) -> None:
-    """Refuse a tensor of another optimizer's state that does not fit a parameter."""
-    own = own_shape(key, group, param)
-    if value.shape != (param.shape if own is None else own):
-        wanted = f"the parameter has {tuple(param.shape)}" if own is None else f"{tuple(own)} is needed"
-        raise ValueError(f"the saved {key} of {name} has shape {tuple(value.shape)}, but {wanted}")
+def restore_states(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
+    """Give state its own dtypes and places again; torch's loading casts it to the parameter's.
 
-
-def restore_dtypes(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
-    """Give state its own dtype and place again; torch's loading casts it to the parameter's.
-
-    The state is copied: a snapshot that is loaded must not change with the steps that follow. What a member of a slot
-    has left that was changed for another one is let go.
+    The state is copied: a snapshot that is loaded must not change with the steps that follow.
     """
     for old, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for number, param in zip(old["params"], group["params"], strict=True):
-            state = saved["state"].get(number) or {}
-            formed = in_form(state, group, param)
-            for key in state.keys() - formed.keys():
-                optimizer.state[param].pop(key)
-            for key, value in formed.items():
-                if isinstance(value, Tensor) and _was_left(key, value, group, param):
-                    optimizer.state[param].pop(key)
-                elif key == "step" or isinstance(value, Tensor):
-                    kept = value if key == "step" else placed(key, value, group, param)
-                    optimizer.state[param][key] = as_state(key, kept, group, param)
-
-
-def _was_left(key: str, value: Tensor, group: Group, param: Tensor) -> bool:
-    """Whether this is state of whole matrices that the group's algorithm does not keep."""
-    return value.dim() > 0 and value.shape != param.shape and key not in (*state_keys(group, param), "radius")
+            if state := saved["state"].get(number):
+                optimizer.state[param] = restored(state, group, param)
 
 
 @contextlib.contextmanager
@@ -405,7 +384,7 @@ def through_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         return loaded[0]
 
     def after(_: torch.optim.Optimizer) -> None:
-        restore_dtypes(loaded[0], optimizer)
+        restore_states(loaded[0], optimizer)
         for key in ("lr", "weight_decay"):
             fill_tensors(key, optimizer.param_groups, [own[key] for own in before_load])
         for group, own in zip(optimizer.param_groups, before_load, strict=True):

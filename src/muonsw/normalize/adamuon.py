@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.slots import ELEMENTWISE, Options, SlotMember, State
+from muonsw.slots import SQUARES, Options, SlotMember, State
 
 KEY = "exp_avg_sq_direction"
 
@@ -30,4 +30,4 @@ def adamuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
     return divided * (min(U.shape[-2:]) ** 0.5 / (norm + eps)), {KEY: average}
 
 
-ADAMUON = SlotMember(adamuon, {"beta2": 0.95, "eps": 1e-8}, lambda _: {KEY: ELEMENTWISE})
+ADAMUON = SlotMember(adamuon, {"beta2": 0.95, "eps": 1e-8}, lambda _: {KEY: SQUARES})

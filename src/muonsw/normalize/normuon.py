@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.slots import MatrixState, Options, SlotMember, Specs, State, rescaled
+from muonsw.slots import Options, SlotMember, Specs, State, StateSpec, rescaled
 
 ROWS, LONGER = "rows", "longer"
 
@@ -53,8 +53,8 @@ def _key(options: Options) -> str:
 
 def _state(options: Options) -> Specs:
     if options["axis"] == ROWS:
-        return {_key(options): MatrixState(lambda m, _: (m, 1))}
-    return {_key(options): MatrixState(lambda m, n: (m, 1) if m >= n else (1, n))}
+        return {_key(options): StateSpec(lambda m, _: (m, 1))}
+    return {_key(options): StateSpec(lambda m, n: (m, 1) if m >= n else (1, n))}
 
 
 NORMUON = SlotMember(normuon, {"beta2": 0.95, "eps": 1e-10, "axis": ROWS, "snap": False}, _state)

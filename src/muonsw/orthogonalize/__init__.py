@@ -46,15 +46,8 @@ for _name, _coefficients in COEFFICIENT_SETS.items():
 ORTHOGONALIZERS.register("exact", exact)
 ORTHOGONALIZERS.register("aurora", aurora)
 
-# What a fused momentum pass, which normalises by itself, can hand its matrices to.
-ITERATIONS: dict[Orthogonalizer, Iteration] = {
-    each: each for each in ORTHOGONALIZERS.values() if isinstance(each, Iteration)
-}
-
-
 __all__ = [
     "COEFFICIENT_SETS",
-    "ITERATIONS",
     "NS5",
     "ORTHOGONALIZERS",
     "POLAR_EXPRESS",

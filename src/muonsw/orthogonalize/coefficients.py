@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 Coefficients: TypeAlias = tuple[float, float, float]
@@ -77,12 +78,14 @@ class CoefficientSet(NamedTuple):
     divisor: float = 1.0
     restarts: tuple[int, ...] = (1,)
 
+    @lru_cache(maxsize=256)  # noqa: B019 - the sets are few, and immutable
     def schedule(self, steps: int) -> Schedule:
         """The polynomials of this many steps for matrices of norm one: the first one divides by `divisor`."""
         first, *rest = self.polynomials
         listed = (rescaled(first, self.divisor), *rest)
         return (*listed, *(self.polynomials[-1] for _ in range(steps - len(listed))))[:steps]
 
+    @lru_cache(maxsize=256)  # noqa: B019
     def segments(self, steps: int) -> list[Schedule]:
         """The same polynomials, cut where the Gram form restarts."""
         schedule, found = self.schedule(steps), []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.slots import ELEMENTWISE, Options, SlotMember, State
+from muonsw.slots import SQUARES, Options, SlotMember, State
 
 KEY = "exp_avg_sq"
 
@@ -26,6 +26,4 @@ def muon2(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     return X / average.sqrt().add_(options["eps"]), {KEY: average}
 
 
-MUON2 = SlotMember(
-    muon2, {"beta2": 0.95, "eps": 1e-10}, lambda _: {KEY: ELEMENTWISE}, elementwise=True, uses_gradient=True
-)
+MUON2 = SlotMember(muon2, {"beta2": 0.95, "eps": 1e-10}, lambda _: {KEY: SQUARES}, elementwise=True, uses_gradient=True)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from muonsw.slots import ELEMENTWISE, Options, SlotMember, Specs, State
+from muonsw.slots import SQUARES, Options, SlotMember, Specs, State
 
-SQUARES = "exp_avg_sq_rotated"
+KEY = "exp_avg_sq_rotated"
 
 
 def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
@@ -33,18 +33,18 @@ def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     from muonsw.algorithms.soap import whitened_momentum  # which is made of what slots are
 
     dtype = state["basis_left"].dtype  # which `state_dtype` does not change, as it does that of squares and momentum
-    X, G, squares = (tensor.to(dtype) for tensor in (X, state["grad"], state[SQUARES]))
-    kept = {"exp_avg_sq": squares, **{key: state[key] for key in _state(options) if key != SQUARES}}
+    X, G, squares = (tensor.to(dtype) for tensor in (X, state["grad"], state[KEY]))
+    kept = {"exp_avg_sq": squares, **{key: state[key] for key in _state(options) if key != KEY}}
     refresh = (options["step"] - 1) % options["frequency"] == 0
     first = options["step"] == 1
     X, new = whitened_momentum(X, G, kept, options["beta2"], options["eps"], refresh=refresh, first=first)
-    return X, {SQUARES: new.pop("exp_avg_sq"), **new}
+    return X, {KEY: new.pop("exp_avg_sq"), **new}
 
 
 def _state(options: Options) -> Specs:
     from muonsw.algorithms.soap import sides
 
-    return {SQUARES: ELEMENTWISE, **sides(options["max_dim"])}
+    return {KEY: SQUARES, **sides(options["max_dim"])}
 
 
 SOAP = SlotMember(

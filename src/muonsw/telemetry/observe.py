@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw import norms
-from muonsw.algorithms import ALGORITHMS, Budget, Update
+from muonsw.addons.norm_rules import FREE, acts
+from muonsw.algorithms import ALGORITHMS, Chunk
+from muonsw.algorithms.base import whole_parts
+from muonsw.codecs import decode, decode_items, is_code
 from muonsw.distributed.shards import (
     as_dtensor,
     is_dtensor,
@@ -27,18 +30,16 @@ from muonsw.distributed.shards import (
     shard_like,
     whole,
 )
-from muonsw.matrices import STACK, WHOLE, MatrixCell, Region, box
+from muonsw.matrices import STACK, WHOLE, MatrixCell, MatrixView, Region, box, matrix_chunks
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION, SCALE
 from muonsw.slots import wide_dtype
-from muonsw.state import keep, missing_state
+from muonsw.state import layouts, zeros
 from muonsw.step import chunk_bytes
-from muonsw.stored import as_computed
-from muonsw.stored.codes import decode, is_code
 from muonsw.summary import Summary
 from muonsw.telemetry.parameters import ModelView, matrix_view, members
 from muonsw.telemetry.record import Measured, MeasuringRanks, Sample, inner, norm
-from muonsw.work import Group, Item
+from muonsw.work import Group, Item, StepContext
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 
@@ -77,9 +78,7 @@ class Observer:
             if param.grad is None and not shared and not (closure and param.requires_grad):
                 continue
             state = self.optimizer.state.get(param, {})
-            # Schedule-Free puts z into the parameters during the step, and hooks see it after the step only
-            steps_z = self.ours is not None and self.ours._before_update is not None and "z" in state
-            self._weights[param] = (state["z"] if steps_z else param.detach()).clone()
+            self._weights[param] = param.detach().clone()
             if self.ours is not None and param.dtype in LOW_PRECISION:
                 device = local(param).device
                 self._states[param] = {
@@ -107,7 +106,7 @@ class Observer:
             stepped = set(moved)
             etas = [own.lr for own in summary.groups]
             # a norm rule takes another share of every weight
-            phis = [own.decay if own.norm == norms.FREE else None for own in summary.groups]
+            phis = [own.decay if own.norm == FREE else None for own in summary.groups]
         else:
             found = getattr(self.optimizer, "found_inf", None)  # a GradScaler makes fused kernels skip
             was_skipped = isinstance(found, Tensor) and bool(found)
@@ -184,14 +183,22 @@ class Observer:
             whole(shard_like(param, grad)) if is_dtensor(param) else grad,
             {key: whole(value) for key, value in self._states[param].items()},
         )
-        keep(missing_state(group, [item]))
+        for key, layout in layouts(group, item.param).items():
+            item.state.setdefault(key, zeros(layout, item.param))
         if "step" in item.state:
             item.state["step"].add_(1)
-        budget = Budget(chunk_bytes(self.ours, item.param.device), plain=True)
+        (item,) = decode_items(group, [item])
+        ctx = StepContext(eta, 0.0, chunk_bytes(self.ours, item.param.device))
+        rule = ALGORITHMS[group["algorithm"]]
+        view = rule.view(group)
+        if view is None:
+            chunks = [Chunk(whole_parts([item]))]
+        else:
+            cut = matrix_chunks(view, [item], ctx.chunk_bytes)
+            chunks = [Chunk(parts, view, bucket) for bucket, parts in cut]
         u = torch.zeros_like(item.param, dtype=wide_dtype(item.param.dtype))
-        items = as_computed(group, [item], budget.chunk_bytes)
-        for update in ALGORITHMS[group["algorithm"]].updates(group, items, budget):
-            assert isinstance(update, Update)  # as the budget asks
+        for chunk in chunks:
+            update = rule.update(group, chunk, ctx)
             for part, direction in zip(update.parts, update.stretched, strict=True):
                 part.region.of(u).copy_(direction).mul_(eta * update.scale)
         return local(put_state(param, u, as_dtensor(param).placements)) if is_dtensor(param) else u
@@ -211,8 +218,8 @@ class Observer:
             view = rule.view(group)
             assert view is not None
             axes, cells = view.stack_axes(len(shape)), list(view.cells(shape))
-            if group["algorithm"] == "muon" and norms.acting(group) is None:
-                scale = rule.matrices.scale
+            if group["algorithm"] == "muon" and not acts(group):
+                scale = partial(rule.matrices.scale, group)
         by_area: dict[int, Rows] = {}
         for index, cell in enumerate(cells):
             region = cell.region.within(here)
@@ -225,8 +232,8 @@ class Observer:
             rows.regions.append(WHOLE if lengths == held else region)
             first = index * math.prod(shape[:axes])
             rows.numbers.extend(first + number for number in _in_stack(here.starts, lengths[:axes], shape))
-            side = min(cell.rows, cell.columns)
-            rows.lengths.extend([scale(group, *cell[1:]) * side**0.5 if scale else 0.0] * count)
+            side, out_in = min(cell.rows, cell.columns), MatrixView.of(group).out_in(cell.rows, cell.columns)
+            rows.lengths.extend([scale(*out_in) * side**0.5 if scale else 0.0] * count)
         return list(by_area.values())
 
     def _shared(self) -> dict[Tensor, MeasuringRanks]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muonsw import norms, peak, rates
+from muonsw import peak, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.matrices import FLATTEN, STACK
 from muonsw.routing import classify
@@ -102,7 +102,7 @@ def _settings(group: Group) -> tuple[float, float | None, bool]:
     """Learning rate, the peak that decay divides by, and whether the group is decayed at all."""
     lam = group.get("base_weight_decay", group.get("weight_decay", 0.0))
     decayed = _number(lam) != 0
-    known = {"norm": norms.FREE, "peak": "group", **group, "weight_decay": lam}
+    known = {"peak": "group", **group, "weight_decay": lam}
     divides = decayed and "resolved_peak_lr" in group and rates.needs_peak(known)
     return _number(group.get("lr", float("nan"))), peak.eta_max(known) if divides else None, decayed
 

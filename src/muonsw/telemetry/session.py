@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from muonsw import machine
-from muonsw.clipping import clipped_share
+from muonsw.addons.clipping import clipped_share
 from muonsw.distributed.shards import is_dtensor, local, whole
 from muonsw.interop.unwrap import required_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer

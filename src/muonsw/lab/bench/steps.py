@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muonsw import SGDSW, AdamWSW, MuonSW, ScheduleFree
+from muonsw.addons.replay import SETTLED
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.bench.timing import WARMING_ROUNDS, in_turn, milliseconds, peak_extra_bytes
 from muonsw.registry import unknown
-from muonsw.replay import SETTLED
 
 LR, LAMBDA = 1e-3, 0.1
 

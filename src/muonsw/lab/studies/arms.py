@@ -9,13 +9,13 @@ from functools import cache, lru_cache
 from typing import Any
 
 from muonsw import decay
+from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import from_data
 from muonsw.lab.model import muon_lr_multiplier, scalings
 from muonsw.lab.runs import Run
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
-from muonsw.norms import FREE, NORM_RULES
 from muonsw.presets import PRESETS
 from muonsw.registry import unknown
 

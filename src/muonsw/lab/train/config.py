@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES, refuse_unknown_run
 from muonsw.lab.base.settings import as_data, from_data
@@ -14,7 +15,6 @@ from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.tasks.decoder import DataConfig
 from muonsw.lab.tasks.functions import TaskConfig
 from muonsw.lab.theory.schedule import SHAPES, schedule_of, warmup_steps_for_horizon
-from muonsw.norms import FREE, NORM_RULES
 from muonsw.options import validate_option
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import AUTO, DTYPES

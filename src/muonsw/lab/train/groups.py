@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, norms
+from muonsw import AdamWSW, MuonSW
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
-from muonsw.decay import DECAY_RULES, decay_factors
+from muonsw.decay import DECAY_RULES, decay_factors, decays
 from muonsw.lab.model import Decoder, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.train.config import MUON_SETTINGS, OptimizerConfig
 from muonsw.peak import eta_max
@@ -96,12 +96,12 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
     """
     for group in optimizer.param_groups:
         rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
-        if DECAY_RULES[rule].uses_gradient or not norms.uses_decay(group):
+        if DECAY_RULES[rule].uses_gradient or not decays(group):
             continue  # the step itself refuses too much
         # Rules that do not count steps take most at the peak.
         rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
         peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
-        phi = max(decay_factors(rule, lam, rates, peak, group["decay_points"]))
+        phi = max(decay_factors(rule, lam, rates, peak, group.get("decay_points")))
         if phi > 1:
             size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
             fix = "lower optimizer.lr or optimizer.weight_decay"

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine, replay
+from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine
+from muonsw.addons import replay
+from muonsw.addons.replay import PATIENCE, SETTLED, Replay, binding
 from muonsw.kernels import tables
 from muonsw.kernels.graphs import GradientReads
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
-from muonsw.replay import PATIENCE, SETTLED, Replay, binding
-from muonsw.step import _replays, collect
+from muonsw.step import make_plan
 from tests.common.cuda import no_waiting
 from tests.common.problems import OPTIMIZERS, POINTS, assert_same, cosine, flag_on_device, matrices, set_gradients
 
@@ -227,7 +228,7 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
     assert not pays((2**15, 2**14))
     assert pays((8, 8), lr=torch.tensor(0.1))
     assert not pays((8, 8), fused=False)
-    assert not pays((8, 8), norm="hyperball")
+    assert pays((8, 8), norm="hyperball")
     assert not pays((8, 8), heads=2, block_period=5)
     assert not pays((8, 8), orthogonalizer=waiting)  # or whatever else a user has registered
     assert pays((8, 8), orthogonalizer="aurora", precondition="muon2", normalize="adamuon")
@@ -235,7 +236,7 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
     assert not pays((8, 8), precondition="soap")
     optimizer = AdamWSW(matrices((4, 4)), lr=0.1)
     assert optimizer.replay is None
-    assert not _replays(optimizer)
+    assert not optimizer._replay._wanted(optimizer)
 
 
 @pytest.mark.parametrize(("algorithm", "reads_it"), [("muon", False), ("adamw", True)])
@@ -291,7 +292,7 @@ class SeesReads(GradientReads):
 def graphs_on_cpus(monkeypatch):
     monkeypatch.setattr(replay, "recorded", Repeated)
     monkeypatch.setattr(replay, "GradientReads", SeesReads)
-    monkeypatch.setattr(replay, "obstacle", lambda _work, _nonfinite: "")
+    monkeypatch.setattr(replay, "supports", lambda _optimizer, _batches: "")
 
 
 def no_memory(*_arguments):
@@ -390,11 +391,11 @@ def test_whatever_keeps_a_step_from_being_captured_it_is_taken_eagerly(monkeypat
 def test_what_waits_for_the_device_is_refused_before_a_capture():
     optimizer, params = optimizer_on("cpu", orthogonalizer="exact")
     feed(params, 0)
-    work = [batch._replace(device=torch.device("cuda", 0)) for batch in collect(optimizer)]
-    assert replay.obstacle(work, "skip") == "orthogonalizer='exact' waits for the device"
-    for group in optimizer.param_groups:
-        group["orthogonalizer"] = "auto"
-    assert not replay.obstacle(work, "skip")
+    work = [batch._replace(device=torch.device("cuda", 0)) for batch in make_plan(optimizer).batches]
+    assert replay.supports(optimizer, work) == "orthogonalizer='exact' waits for the device"
+    for batch in work:
+        batch.group["orthogonalizer"] = "auto"
+    assert not replay.supports(optimizer, work)
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
@@ -446,7 +447,7 @@ def test_a_step_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch):
     known = [param.grad for param in params]
     feed(params, 98, in_place=False)
     with monkeypatch.context() as patch:
-        patch.setattr("muonsw.step.update", no_memory)
+        patch.setattr("muonsw.step.update_batch", no_memory)
         with pytest.raises(MemoryError):
             optimizer.step()
     for param, grad in zip(params, known, strict=True):

@@ -8,10 +8,10 @@ from 1, and b = beta:
     x <- (1 - c) x + c z,   c = w_k / (w_1 + ... + w_k),   w_k = k^r max(eta_1..eta_k)^p
     y <- b x + (1 - b) z
 
-Parameters hold y while training and x while evaluating; z is kept in the state, and x = (y - (1 - b) z) / b. The
-authors' code is schedule_free 70785b5. Unlike there, decay is taken at z unless asked otherwise: for long runs the
-authors of Schedule-Free NorMuon found that it must be. A step that raises changes nothing, and one that is skipped
-averages nothing.
+Parameters hold y while training and x while evaluating; z is kept in the state, and x = (y - (1 - b) z) / b. During a
+step they hold z, and a copy of y is kept, so that a step that raises or is skipped changes nothing. The authors' code
+is schedule_free 70785b5. Unlike there, decay is taken at z unless asked otherwise: for long runs the
+authors of Schedule-Free NorMuon found that it must be.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from muonsw.algorithms.base import Rates
+from muonsw import rates
+from muonsw.addons.norm_rules import acts
 from muonsw.decay import decays
-from muonsw.distributed.shards import local
+from muonsw.distributed.shards import is_dtensor, local
+from muonsw.nonfinite import Flag
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_number
 from muonsw.precision import LOW_PRECISION, state_dtype
-from muonsw.step import BeforeUpdate
 from muonsw.text import users_line
-from muonsw.work import Batch, Group, copied_to
+from muonsw.work import Group
 
 # What a copy takes along; the rest is torch's hooks, which no copy of an optimizer has, and what a step needs.
 _COPIED = ("optimizer", "beta", "warmup_steps", "r", "weight_lr_power", "decay_at", "training")
@@ -93,8 +94,6 @@ class ScheduleFree(Optimizer):
     ) -> None:
         if not isinstance(optimizer, ScaledDecayOptimizer):
             raise TypeError(f"ScheduleFree goes around AdamWSW, MuonSW or SGDSW, not a {type(optimizer).__name__}")
-        if optimizer.replay:
-            raise ValueError("replay=True: a graph of a step knows nothing of z and the average; leave it out")
         scalars = {"beta": beta, "warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}
         for key, value in scalars.items():
             require_number(key, value)
@@ -107,11 +106,10 @@ class ScheduleFree(Optimizer):
         if decay_at not in ("z", "y"):
             raise ValueError(f"decay_at={decay_at!r}: must be 'z' or 'y'")
         self.optimizer = optimizer
+        super().__setstate__({})  # torch's hooks
         self.beta, self.warmup_steps, self.r, self.weight_lr_power = beta, warmup_steps, r, weight_lr_power
         self.decay_at = decay_at
         self.training = any(group.get("holds_y", False) for group in self.param_groups)  # of a state that was loaded
-        self._pending: list[tuple[Batch, Rates]] | None
-        self.__setstate__({})
         self._refuse_groups()
         for group in self.param_groups:
             self._join(group)
@@ -144,10 +142,6 @@ class ScheduleFree(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._read_skips()
         return {key: vars(self)[key] for key in _COPIED}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._pending = []
 
     # The optimizer inside saves and loads, and calls these hooks with itself.
 
@@ -210,28 +204,36 @@ class ScheduleFree(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         weights = [self._step_weight(group) for group in self.param_groups]
-        self._take(self._make_z if idle else self._go_to_z)
-        for group, weight in zip(self.param_groups, weights, strict=True):
-            if not idle:
-                self._go_to_y(group, self._count(group, weight))
-        self._pending = []
-        return loss
-
-    def _take(self, before_update: BeforeUpdate) -> None:
-        """Take the step of the optimizer inside, at the learning rates of the warmup."""
-        rates, self._pending = [group["lr"] for group in self.param_groups], None
-        self.optimizer._before_update = before_update
+        if idle:
+            self.optimizer.step()
+            for param in self._stepped():
+                self.state[param].setdefault("z", param.detach().clone())
+            return loss
+        self._refuse_groups()  # the model may have been converted since
+        ys = self._put_z()
+        lrs = [group["lr"] for group in self.param_groups]
+        stepped: set[Tensor] = set()
         try:
             for group in self.param_groups:
                 group["lr"] *= self._warmup(group)
             self.optimizer.step()
-        except BaseException:  # nearly always before the weights have left y
-            self._go_back()
-            raise
+            phis = [rates.phi_of(group, float(group["lr"]), group["step_count"]) for group in self.param_groups]
+            if self.optimizer._last_skipped is not True:
+                stepped = self._stepped()
         finally:
-            self.optimizer._before_update = None
-            for group, lr in zip(self.param_groups, rates, strict=True):
+            for group, lr in zip(self.param_groups, lrs, strict=True):
                 group["lr"] = lr
+            for param in ys.keys() - stepped:
+                held = local(param.detach())
+                local(self.state[param]["z"]).copy_(held)
+                held.copy_(ys[param])
+        skipped = self.optimizer._last_skipped
+        taken = 1 - skipped.bad.double() if isinstance(skipped, Flag) else float(not skipped)
+        for group, weight, phi in zip(self.param_groups, weights, phis, strict=True):
+            share = self._count(group, weight, taken)
+            for param in [param for param in group["params"] if param in stepped]:
+                self._put_y(param, ys[param], share, phi * taken)
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside, with z, the weights of the average, and the mode.
@@ -265,7 +267,7 @@ class ScheduleFree(Optimizer):
     def _refuse_groups(self) -> None:
         """Refuse what cannot be averaged."""
         for number, group in enumerate(self.param_groups):
-            if self.decay_at == "y" and (group["norm"] != "free" or group["cautious"]):
+            if self.decay_at == "y" and (acts(group) or group["cautious"]):
                 raise ValueError(f"param group {number}: norm rules and cautious decay act on z; leave decay_at='z'")
             for param in group["params"]:
                 _refuse_coarse(number, group, param.dtype)
@@ -290,72 +292,49 @@ class ScheduleFree(Optimizer):
         highest = max(group["averaging_lr"], float(group["lr"]) * self._warmup(group))
         return (group["averaged_steps"] + 1) ** self.r * highest**self.weight_lr_power, highest
 
-    def _count(self, group: Group, weight_and_rate: tuple[float, float]) -> float | Tensor:
+    def _count(self, group: Group, weight_and_rate: tuple[float, float], taken: float | Tensor) -> float | Tensor:
         """Count a step of a group; its share c in the average, zero where it was skipped."""
         weight, group["averaging_lr"] = weight_and_rate
         group["averaged_steps"] += 1
         group["averaging_weight"] += weight
-        skipped = self._skipped()
-        group["skipped_weight"] = group["skipped_weight"] + skipped * weight
+        group["skipped_weight"] = group["skipped_weight"] + (1 - taken) * weight
         averaged = group["averaging_weight"] - group["skipped_weight"]
         least = averaged.clamp(min=weight) if isinstance(averaged, Tensor) else max(averaged, weight)
-        return (1 - skipped) * weight / least if weight else 0.0
+        return taken * weight / least if weight else 0.0
 
-    def _skipped(self) -> float | Tensor:
-        """1 where the step was skipped and 0 where it was taken, on the device where only it knows."""
-        if self._pending is None:
-            return 1.0
-        taken = [rates.flag.factor(batch.dtype) for batch, rates in self._pending if rates.flag is not None]
-        return 1 - taken[0] if taken else 0.0
+    def _stepped(self) -> set[Tensor]:
+        """The parameters that the last step of the optimizer inside has moved."""
+        return {param for _, params, _ in self.optimizer._last for param in params}
 
     def _read_skips(self) -> None:
         """Make numbers of the weights of skipped steps; waits for the device."""
         for group in self.param_groups:
             group["skipped_weight"] = float(group["skipped_weight"])
 
-    def _make_z(self, work: list[Batch], _: list[Rates]) -> None:
-        for batch in work:
-            for item in [item for item in batch.items if "z" not in item.state]:
-                item.state["z"] = item.param.detach().clone()
+    def _put_z(self) -> dict[Tensor, Tensor]:
+        """Put z into the parameters that the optimizer may move, and b x where z was kept; return copies of y."""
+        ys: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            for param in [p for p in group["params"] if p.grad is not None or (is_dtensor(p) and p.requires_grad)]:
+                if "z" not in self.state[param]:
+                    self.state[param]["z"] = param.detach().clone()
+                ys[param] = local(param.detach()).clone()
+        for param, y in ys.items():
+            z = local(self.state[param]["z"])
+            bx = y - (1 - self.beta) * z
+            local(param.detach()).copy_(z)
+            z.copy_(bx)
+        return ys
 
-    def _go_to_z(self, work: list[Batch], rates: list[Rates]) -> None:
-        """Put z into the parameters that the optimizer is about to move, and b x where z was kept."""
-        if self.decay_at == "y" and 1.0 in [one.phi for one in rates]:
-            raise ValueError("decay would take all of y in one step; lower lr or weight_decay, or leave decay_at='z'")
-        for batch in work:  # the model may have been converted since
-            _refuse_coarse(batch.number, batch.group, batch.dtype)
-        self._make_z(work, rates)
-        self._pending = []
-        for batch, batch_rates in zip(work, rates, strict=True):
-            there = batch._replace(items=[])
-            self._pending.append((there, batch_rates))
-            for item in batch.items:
-                y, z = item.param.detach(), item.state["z"]
-                start = z if self.decay_at == "z" else _decayed_at_y(y, z, batch_rates)
-                bx = y - (1 - self.beta) * z
-                y.copy_(start)
-                z.copy_(bx)
-                there.items.append(item)  # not before: memory may run out, and those that are there go back
-
-    def _go_to_y(self, group: Group, c: float | Tensor) -> None:
-        """Put the new y into the parameters of a group that were moved, and the new z where b x was kept."""
-        for batch, _ in self._pending or ():
-            share = copied_to(c, batch.device) if isinstance(c, Tensor) else c
-            for item in batch.items if batch.group is group else ():
-                z, kept = item.param.detach(), item.state["z"]
-                y = (1 - share) * kept + (1 - self.beta * (1 - share)) * z
-                kept.copy_(z)
-                z.copy_(y)
-
-    def _go_back(self) -> None:
-        """Put y and z back where a step has failed; parameters that it had moved keep their moves."""
-        for batch, rates in self._pending or ():
-            for item in batch.items:
-                moved, kept = item.param.detach(), item.state["z"]
-                z = moved if self.decay_at == "z" else _before_decay(moved, kept, rates, self.beta)
-                y = kept + (1 - self.beta) * z
-                kept.copy_(z)
-                moved.copy_(y)
+    def _put_y(self, param: Tensor, y: Tensor, share: float | Tensor, phi: float | Tensor) -> None:
+        """Put the new y into a parameter that the optimizer has moved to the new z, and keep z in the place of b x."""
+        z, bx = local(param.detach()), local(self.state[param]["z"])
+        share, phi = (x.to(z.device, z.dtype) if isinstance(x, Tensor) else x for x in (share, phi))
+        if self.decay_at == "y":  # the optimizer has taken phi z, where phi y is meant
+            z += phi * ((y - bx) / (1 - self.beta) - y)
+        new_y = (1 - share) * bx + (1 - self.beta * (1 - share)) * z
+        bx.copy_(z)
+        z.copy_(new_y)
 
     def _check_mode(self, model: nn.Module, _: Any) -> None:
         """Refuse to evaluate at y, and to take gradients at x; statistics of norms may be taken there."""
@@ -373,19 +352,6 @@ def _refuse_coarse(number: int, group: Group, dtype: torch.dtype) -> None:
             f"param group {number}: a late step changes the average by less than {dtype} weights with {kept} state can "
             f"hold; keep both in float32"
         )
-
-
-def _decayed_at_y(y: Tensor, z: Tensor, rates: Rates) -> Tensor:
-    """What becomes z - phi y where an optimizer takes the fraction phi of it away."""
-    phi = rates.applied(z.dtype)[1]
-    return z + (z - y) * (phi / (1 - phi))
-
-
-def _before_decay(start: Tensor, bx: Tensor, rates: Rates, beta: float) -> Tensor:
-    """The z of which `_decayed_at_y` has made `start`, with y = b x + (1 - b) z."""
-    phi = rates.applied(start.dtype)[1]
-    share = phi / (1 - phi)
-    return (start + bx * share) / (1 + beta * share)
 
 
 def _warn_of_scaled_decay() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from muonsw import AdamWSW, MuonSW, kernels, machine
+from muonsw.codecs import block_length, decode, encode
 from muonsw.precision import Noise
-from muonsw.stored.codes import decode, encode, scale_shape
 from tests.common.cuda import no_waiting
 
 pytestmark = [
@@ -29,7 +29,7 @@ def problem(name, shapes=((64, 256), (64, 256), (96, 128), (256, 64), (8, 8)), *
     kind, own = KINDS[name]
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, device="cuda") / 16) for shape in shapes]
-    return params, kind(params, lr=0.01, weight_decay=0.1, **own, **options)
+    return params, kind([{"params": params, **own}], lr=0.01, weight_decay=0.1, **options)
 
 
 def steps(params, optimizer, count, first=0):
@@ -54,7 +54,10 @@ def test_codes_are_the_same_on_every_device():
     x = torch.randn(64, 512) * torch.exp(3 * torch.randn(64, 512))
     found = []
     for device in ("cpu", "cuda"):
-        codes, scale = torch.zeros(x.shape, dtype=torch.int8, device=device), torch.zeros(scale_shape(x), device=device)
+        codes, scale = (
+            torch.zeros(x.shape, dtype=torch.int8, device=device),
+            torch.zeros(x.shape[0], x[0].numel() // block_length(tuple(x.shape)), device=device),
+        )
         encode(x.to(device), codes, scale, Noise(torch.tensor(5.0, device=device), 7, 9))
         found.append((codes.cpu(), scale.cpu(), decode(codes, scale).cpu()))
     assert all(map(torch.equal, *found))

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,20 +27,20 @@ from torch import Tensor
 from muonsw import kernels, machine, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
-from muonsw.algorithms.base import Rates
-from muonsw.algorithms.muon import MUON, polar_name
-from muonsw.algorithms.muon_kernels import in_kernels
-from muonsw.decay import DECAY_RULES, decays
+from muonsw.algorithms.muon import MUON, in_kernels, polar_name
+from muonsw.decay import decays
 from muonsw.kernels.graphs import GradientReads, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph, lengths
 from muonsw.nonfinite import Flag
 from muonsw.normalize import NORMALIZE
-from muonsw.norms import FREE
 from muonsw.options import algorithm_defaults
-from muonsw.orthogonalize import ITERATIONS, ORTHOGONALIZERS
+from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration
 from muonsw.precondition import PRECONDITION
 from muonsw.slots import wide_dtype
-from muonsw.work import Batch, Group, all_contiguous, elements, items_of
+from muonsw.work import Batch, Group, StepContext, all_contiguous, elements, items_of
+
+if TYPE_CHECKING:
+    from muonsw.optimizer import ScaledDecayOptimizer
 
 # Elements of all parameters below which steps are replayed unless the user says no: with more of them the device is
 # what takes long, and the memory that a graph keeps for itself would be missed.
@@ -64,8 +64,23 @@ PATIENCE = 50
 # The algorithms whose steps our own kernels make.
 OURS = (MUON, ADAMW)
 
-# Takes the step of these batches, with the rates of each, unless the flag that it returns forbids it.
-StepTaker = Callable[[list[Batch], list[Rates]], Flag | None]
+# Little, since a graph keeps it, and just so much that products fill a GPU: of 24 matrices of 768 x 2048 those with one
+# triangle have 504 tiles, and an H200 computes 264 at a time (with 16 matrices a third of the time was waiting).
+REPLAYED_CHUNK_BYTES = 9 * 2**24
+
+
+class Runner(Protocol):
+    """What updates and applies: `muonsw.step.update_and_apply`."""
+
+    def __call__(
+        self,
+        optimizer: ScaledDecayOptimizer,
+        batches: list[Batch],
+        contexts: list[StepContext],
+        *,
+        captured: bool = ...,
+    ) -> Flag | bool:
+        """Take the step of these batches, and return whether gradients were finite."""
 
 
 class Binding(NamedTuple):
@@ -128,15 +143,15 @@ def _forms(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 def _options(group: Group) -> tuple[Any, ...]:
     """The options of a group that a graph freezes, and of which kind those are that reach it as numbers."""
-    return (id(group), len(group["params"]), decays(group), *_frozen_options(group["algorithm"])(group))
+    return (id(group), len(group["params"]), decays(group), *map(group.get, _frozen_options(group["algorithm"])))
 
 
 @cache
-def _frozen_options(algorithm: str) -> Callable[[Group], tuple[Any, ...]]:
-    names = algorithm_defaults(algorithm).keys() - {"lr", "weight_decay", "algorithm"}
+def _frozen_options(algorithm: str) -> tuple[str, ...]:
+    names = {"algorithm", *algorithm_defaults(algorithm)} - {"lr", "weight_decay"}
     if any(ALGORITHMS[algorithm] is known for known in OURS):  # which read no other momentum than their own
         names -= {"momentum", "betas"} - ALGORITHMS[algorithm].defaults.keys()
-    return itemgetter("algorithm", *sorted(names))
+    return tuple(sorted(names))
 
 
 class _Captured(NamedTuple):
@@ -154,8 +169,9 @@ class _Captured(NamedTuple):
             return False
         return self.bound_to.places in ((), now.places)
 
-    def replay(self, now: Binding) -> None:
+    def replay(self, now: Binding | None) -> None:
         """Replay it on the gradients that are there now."""
+        assert now is not None
         self.tables.move(now.places)
         self.graph.replay()
 
@@ -180,74 +196,94 @@ class Replay:
         self._counted: tuple[int, ...] = ()
         self._is_small = False
 
+    def ready(self, optimizer: ScaledDecayOptimizer) -> list[Batch] | None:
+        """The batches of a step that a graph is ready for, without their gradients."""
+        self._chosen = None
+        if not self._wanted(optimizer) or (self._failure and not self._graphs):
+            return None
+        settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
+        now, before = binding(optimizer.param_groups, optimizer.state, settings), self._now
+        self._now = now
+        self._chosen = next((graph for graph in self._graphs if graph.fits(now)), None)
+        if self._chosen is not None:
+            return self._chosen.batches
+        if now is not None:  # a graph of other parameters would keep them alive
+            self._graphs = [graph for graph in self._graphs if graph.bound_to.parameters == now.parameters]
+        if now is not None and before is not None and now != before:
+            self._moving = now.difference(before)
+        return None
+
+    def run(
+        self, optimizer: ScaledDecayOptimizer, batches: list[Batch], contexts: list[StepContext], runner: Runner
+    ) -> Flag | bool:
+        """Take a step: by the graph that is ready for it, by capturing one, or eagerly."""
+        if self._chosen is None:
+            if not batches or not self._wanted(optimizer):
+                return runner(optimizer, batches, contexts)
+            reason = supports(optimizer, batches)
+            if optimizer.replay and (reason or self.complaint):
+                optimizer._counters.not_replayed(reason or self.complaint)
+            if reason:
+                return runner(optimizer, batches, contexts)
+            self._place_scalars(batches)
+        self._steps_taken += 1
+        with self._handed_over(contexts):
+            if self._chosen is not None:
+                self._replays += 1
+                self._steps_without = 0
+                self.flag = self._chosen.flag
+                self._chosen.replay(self._now)
+            else:
+                self._take(optimizer, batches, contexts, runner)
+        return True if self.flag is None else self.flag
+
+    def _take(
+        self, optimizer: ScaledDecayOptimizer, batches: list[Batch], contexts: list[StepContext], runner: Runner
+    ) -> None:
+        """Take a step that no graph is ready for, on the same scalars: eagerly, or by capturing it first."""
+        self._steps_without += 1
+        pairs = zip(self._scalars[::2], self._scalars[1::2], strict=True)
+        handed = [ctx._replace(eta=eta, phi=phi) for ctx, (eta, phi) in zip(contexts, pairs, strict=True)]
+        if optimizer.replay is None and optimizer.chunk_bytes is None:
+            handed = [ctx._replace(chunk_bytes=REPLAYED_CHUNK_BYTES) for ctx in handed]
+
+        def program() -> None:
+            finite = runner(optimizer, batches, handed, captured=True)
+            self.flag = finite if isinstance(finite, Flag) else None
+            torch._foreach_zero_(self._scalars)
+
+        captured = self._capture(program, batches, asked=bool(optimizer.replay)) if self._settled() else None
+        if captured is None:
+            program()
+        else:
+            captured.replay(self._now)
+
+    def _wanted(self, optimizer: ScaledDecayOptimizer) -> bool:
+        """Whether to replay steps if possible: as the user chose, else when the step is CPU-bound."""
+        if optimizer.replay is not None:
+            return optimizer.replay
+        first = optimizer.param_groups[0]["params"][:1]
+        if not first or not first[0].is_cuda or optimizer.nonfinite == "raise":
+            return False
+        return self.pays(optimizer.param_groups)
+
     def pays(self, groups: Sequence[Group]) -> bool:
         """Whether steps of these parameters, the first of which is on a GPU, are quicker replayed, and could be."""
-        if torch.version.hip is not None or not all(map(is_ours_alone, groups)):  # graphs were not tried on AMD's
+        if torch.version.hip is not None or not all(map(uses_builtin_kernels, groups)):  # not tried on AMD's GPUs
             return False
-        if any(map(_cycles_beta, groups)):
-            return False
+        if any("max_momentum" in g and "betas" in ALGORITHMS[g["algorithm"]].defaults for g in groups):
+            return False  # a scheduler cycles the first beta
         counts = tuple([len(group["params"]) for group in groups])
         if counts != self._counted:
             self._counted = counts
             self._is_small = elements([param for group in groups for param in group["params"]]) < AUTOMATIC_BELOW
         return self._is_small and kernels.available(groups[0]["params"][0].device)
 
-    def ready(
-        self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any
-    ) -> list[Batch] | None:
-        """The batches of a step that can be replayed, without their gradients; None where none was captured."""
-        if self._failure and not self._graphs:
-            return None
-        now, before = binding(groups, state, settings), self._now
-        self._now = now
-        self._chosen = next((one for one in self._graphs if one.fits(now)), None)
-        if self._chosen is not None:
-            return self._chosen.batches
-        if now is not None:  # a graph of other parameters would keep them alive
-            self._graphs = [one for one in self._graphs if one.bound_to.parameters == now.parameters]
-        if now is not None and before is not None and now != before:
-            self._moving = now.difference(before)
-        return None
-
-    def again(self, rates: list[Rates]) -> None:
-        """Replay the step that is ready, with the rates of each batch in turn."""
-        assert self._chosen is not None
-        assert self._now is not None
-        self._replays += 1
-        self._steps_without = 0
-        self._steps_taken += 1
-        self.flag = self._chosen.flag
-        with self._handed_over(rates):
-            self._chosen.replay(self._now)
-
-    def take(self, work: list[Batch], rates: list[Rates], step: StepTaker, *, asked: bool) -> None:
-        """Take a step that is not ready: eagerly, or by capturing it first.
-
-        `asked` says that the user wants replays, also by graphs that are bound to the places of gradients.
-        """
-        self._place_scalars(work)
-        self._steps_without += 1
-        self._steps_taken += 1
-
-        def program() -> None:
-            pairs = zip(self._scalars[::2], self._scalars[1::2], strict=True)
-            handed = [known._replace(eta=eta, phi=phi) for known, (eta, phi) in zip(rates, pairs, strict=True)]
-            self.flag = step(work, handed)
-            torch._foreach_zero_(self._scalars)
-
-        with self._handed_over(rates):
-            captured = self._capture(program, work, asked=asked) if self._settled() else None
-            if captured is None:
-                program()
-            else:
-                assert self._now is not None
-                captured.replay(self._now)
-
     @contextmanager
-    def _handed_over(self, rates: list[Rates]) -> Iterator[None]:
+    def _handed_over(self, contexts: list[StepContext]) -> Iterator[None]:
         """Give the rates of a step to the device; the step itself makes zeros of them again, or else its error does."""
         try:
-            torch._foreach_add_(self._scalars, [float(scalar) for one in rates for scalar in (one.eta, one.phi)])
+            torch._foreach_add_(self._scalars, [float(x) for ctx in contexts for x in (ctx.eta, ctx.phi)])
             yield
         except BaseException:
             torch._foreach_zero_(self._scalars)  # or the next step would be too long
@@ -327,38 +363,30 @@ class Replay:
         raise TooManyEntriesError(f"its tables have more than {_ROOMS[-1]} entries")
 
 
-def is_ours_alone(group: Group) -> bool:
+def uses_builtin_kernels(group: Group) -> bool:
     """Whether our own kernels make a group's step; what users register may depend on more than the tensors it sees."""
     return (
         any(ALGORITHMS.get(group["algorithm"]) is known for known in OURS)
         and in_kernels(NORMALIZE.member(group))
         and in_kernels(PRECONDITION.member(group))
-        and ORTHOGONALIZERS.get(polar_name(group)) in ITERATIONS
-        and group["norm"] == FREE
+        and isinstance(ORTHOGONALIZERS.get(polar_name(group)), Iteration)
         and group["fused"] is not False
         and not rates.counts_steps(group)
     )
 
 
-def _cycles_beta(group: Group) -> bool:
-    """Whether a scheduler cycles the first beta, as OneCycleLR does in all groups, and the steps depend on it."""
-    return "max_momentum" in group and "betas" in ALGORITHMS[group["algorithm"]].defaults
-
-
-def obstacle(work: Sequence[Batch], nonfinite: str) -> str:
-    """Why a step of these batches cannot be replayed at all; empty if it can."""
-    devices = {batch.device for batch in work}
+def supports(optimizer: ScaledDecayOptimizer, batches: Sequence[Batch]) -> str:
+    """Why a step of these batches cannot be replayed; empty if it can."""
+    devices = {batch.device for batch in batches}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"its parameters are on {', '.join(sorted(map(str, devices)))}, not on one CUDA device"
-    if nonfinite == "raise":
+    if optimizer.nonfinite == "raise":
         return "nonfinite='raise' waits for the device"
-    for group in [batch.group for batch in work]:
+    for group in [batch.group for batch in batches]:
         if polar_name(group) == "exact":
             return "orthogonalizer='exact' waits for the device"
         if group["offload"]:
             return "offload=True copies state from the host and back"
         if rates.counts_steps(group):
             return f"algorithm={group['algorithm']!r} does something else every few steps"
-        if DECAY_RULES[group["decay"]].uses_gradient and decays(group):
-            return f"decay={group['decay']!r} waits for the device"
     return ""

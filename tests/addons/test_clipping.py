@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry, clip_optimizer_grads_, clipping
+from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry, clip_optimizer_grads_
+from muonsw.addons import clipping
 from muonsw.lab.diagnose.live import Findings
 
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
+from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry, codecs
+from muonsw.codecs import block_length, decode, encode
 from muonsw.precision import Noise
 from muonsw.state import state_bytes
-from muonsw.stored import codes as codes_module
-from muonsw.stored.codes import block_length, decode, encode, scale_shape
 from tests.common.cuda import OnAGPU
 from tests.common.problems import assert_same
 
@@ -27,7 +26,10 @@ LEVELS = {torch.int8: 127, torch.uint8: 255}
 
 
 def stored(x, dtype=torch.int8, noise=None):
-    codes, scale = torch.zeros(x.shape, dtype=dtype), torch.zeros(scale_shape(x))
+    codes, scale = (
+        torch.zeros(x.shape, dtype=dtype),
+        torch.zeros(x.shape[0], x[0].numel() // block_length(tuple(x.shape))),
+    )
     encode(x, codes, scale, noise)
     return codes, scale
 
@@ -81,7 +83,7 @@ def test_a_flag_on_the_device_decides_whether_codes_are_written():
 def test_noise_goes_by_place_however_many_rows_are_encoded_at_a_time(monkeypatch):
     x, noise = wide_and_narrow(), Noise(torch.tensor(3.0), 7, origin=11)
     together = stored(x, noise=noise)
-    monkeypatch.setitem(codes_module._AT_A_TIME, "cpu", 3 * 512)
+    monkeypatch.setitem(codecs._AT_A_TIME, "cpu", 3 * 512)
     assert all(torch.equal(a, b) for a, b in zip(stored(x, noise=noise), together, strict=True))
 
 
@@ -99,7 +101,7 @@ def problem(name, **options):
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(32, 256) / 16), nn.Parameter(torch.randn(64, 96) / 10)]
     small = nn.Parameter(torch.randn(8, 8)) if name in ("muon", "normuon", "soap") else nn.Parameter(torch.randn(8))
-    return [*params, small], kind([*params, small], lr=0.01, weight_decay=0.1, **own, **options)
+    return [*params, small], kind([{"params": [*params, small], **own}], lr=0.01, weight_decay=0.1, **options)
 
 
 def steps(params, optimizer, count, seed=0):
@@ -161,7 +163,7 @@ def test_a_skipped_step_leaves_codes_as_they_are(name, dtype, monkeypatch):
     before = copy.deepcopy(optimizer.state_dict()["state"])
     params[0].grad = torch.full_like(params[0], torch.nan)
     flag = nonfinite.Flag(torch.tensor(1.0))
-    monkeypatch.setattr(step, "finite", lambda *_, **__: flag)
+    monkeypatch.setattr(step, "finite_flag", lambda *_: flag)
     optimizer.step()
     for param, state in zip(params, before.values(), strict=True):
         assert_same(optimizer.state[param], state)

@@ -1,0 +1,282 @@
+"""Norm rules: what a step does about the norm of a weight, besides or instead of shrinking it towards zero.
+
+With R the norm that a weight is to have, phi the decay rule's fraction, eta the learning rate, and U the update before
+it, shape scale included:
+
+| rule        | W <-                                                | who means it                                |
+|-------------|-----------------------------------------------------|---------------------------------------------|
+| `free`      | W - phi W - eta U                                   | decay, whatever the norm becomes            |
+| `target`    | W - phi (W - R W/||W||) - eta U                     | Loshchilov's weight norm control (AdamWN)   |
+| `hyperball` | R V/||V||, V = W - eta R U/||U||                    | Hyperball: the norm stays, nothing decays   |
+
+Whatever the rule, W becomes `a W - b U` with two scalars for each weight, which follow from ||W||, ||U||, <W, U> and R.
+The optimizer takes its ordinary step; hooks around it compare the weights with a copy, recover U, and set the weights
+again. So weights must be float32 or float64, and the copy takes their memory once more during a step.
+
+A norm is that of one weight: of each matrix that Muon orthogonalizes (an expert of a stack, a part of a fused
+projection), and under other algorithms of each expert of a stack or the whole tensor. R is `target_norm`, as the root
+mean square of the elements, or else the norm that the weight has at the first step, kept in its state as `radius`.
+
+Groups with `weight_decay=0` are left alone: norms of embeddings, gains and biases are free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonsw import rates
+from muonsw.algorithms import ALGORITHMS
+from muonsw.decay import decays
+from muonsw.distributed.shards import is_dtensor, local, offset, refuse_interleaved
+from muonsw.matrices import FLATTEN, STACK, WHOLE, Region, box
+from muonsw.nonfinite import Flag
+from muonsw.precision import LOW_PRECISION
+from muonsw.registry import Registry
+from muonsw.work import Group, names_of
+
+if TYPE_CHECKING:
+    from muonsw.optimizer import ScaledDecayOptimizer
+
+FREE = "free"
+
+Number = float | Tensor
+
+
+class Norms(NamedTuple):
+    """What a rule knows of each weight: ||W||, ||U||, <W, U>, and the norm R that it is to have, in float64."""
+
+    W: Tensor
+    U: Tensor
+    WU: Tensor
+    R: Tensor
+
+    def combined(self, a: Number, b: Number) -> Tensor:
+        """||a W - b U||."""
+        square = (a * self.W) ** 2 - 2 * a * b * self.WU + (b * self.U) ** 2
+        return square.clamp(min=0).sqrt()
+
+
+class NormRule(NamedTuple):
+    """Where a step leads a weight.
+
+    Attributes:
+        coefficients: a and b of `W <- a W - b U`, from the norms, eta and phi.
+        decays: whether phi is used at all.
+    """
+
+    coefficients: Callable[[Norms, float, float], tuple[Number, Number]]
+    decays: bool = True
+
+
+def target(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:
+    """W - phi (W - R W/||W||) - eta U."""
+    return 1 - phi * (1 - _quotient(norms.R, norms.W)), eta
+
+
+def hyperball(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:  # noqa: ARG001
+    """R V/||V||, V = W - eta R U/||U||."""
+    move = eta * _quotient(norms.R, norms.U)
+    keep = _quotient(norms.R, norms.combined(1.0, move))
+    return keep, keep * move
+
+
+def _quotient(a: Tensor, b: Tensor) -> Tensor:
+    """The quotient of two norms; where the second is zero, so is what the quotient multiplies, and it is the first."""
+    return a / torch.where(b > 0, b, 1.0)
+
+
+NORM_RULES: Registry[NormRule] = Registry("norm rule")
+NORM_RULES.register(FREE, NormRule(lambda norms, eta, phi: (1 - phi, eta)))  # noqa: ARG005
+NORM_RULES.register("target", NormRule(target))
+NORM_RULES.register("hyperball", NormRule(hyperball, decays=False))
+
+
+def acts(group: Group) -> bool:
+    """Whether a norm rule acts on a group's weights."""
+    return group.get("norm", FREE) != FREE and decays(group)
+
+
+def attach(optimizer: ScaledDecayOptimizer) -> None:
+    """Let norm rules act on the groups that ask for one."""
+    for number, group in enumerate(optimizer.param_groups):
+        if acts(group):
+            _refuse(group, number)
+            if not NORM_RULES[group["norm"]].decays:
+                group["decay"] = "none"
+    if any(map(acts, optimizer.param_groups)) and "norm rules" not in optimizer._addons:
+        optimizer._addons.add("norm rules")
+        hooks = _NormHooks(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: hooks.before())
+        optimizer.register_step_post_hook(lambda *_: hooks.after())
+
+
+def _refuse(group: Group, number: int) -> None:
+    rule = f"norm={group['norm']!r} of param group {number}"
+    if group["cautious"]:
+        raise ValueError(f"{rule} acts on whole weights; cautious=True is for norm='free'")
+    if group.get("block_period") is not None:
+        raise ValueError(f"{rule} and block_period= do not go together: a block is not the weight whose norm is meant")
+    for name, param in zip(names_of(group, number), group["params"], strict=True):
+        if param.dtype in LOW_PRECISION:
+            raise ValueError(f"{rule} needs float32 weights, but {name} is {param.dtype}; keep float32 master weights")
+
+
+class _Weights(NamedTuple):
+    """The weights of one parameter: regions of it, and how many of its first axes count weights in each region."""
+
+    param: Tensor
+    regions: list[Region]
+    stack_axes: int
+
+    @classmethod
+    def of(cls, group: Group, param: Tensor) -> _Weights:
+        view = ALGORITHMS[group["algorithm"]].view(group)
+        if view is not None:
+            return cls(param, [cell.region for cell in view.cells(param.shape)], view.stack_axes(param.dim()))
+        matrix = group.get("matrix")
+        stacked = param.dim() > 2 and matrix != FLATTEN and (matrix == STACK or group["role"] == "experts")
+        return cls(param, [WHOLE], param.dim() - 2 if stacked else 0)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of one number for each weight: (regions, *stack)."""
+        return torch.Size((len(self.regions), *self.param.shape[: self.stack_axes]))
+
+    @property
+    def elements(self) -> Tensor:
+        """How many elements each weight has."""
+        counts = [math.prod(region.shape_in(self.param.shape)[self.stack_axes :]) for region in self.regions]
+        column = torch.tensor(counts, dtype=torch.float64, device=local(self.param).device)
+        return column.view(-1, *[1] * self.stack_axes).expand(self.shape)
+
+    def here(self) -> Iterator[tuple[Region, tuple[Any, ...]]]:
+        """What this rank holds: for each region the part of its shard, and the index of its numbers."""
+        shard = box(offset(self.param), local(self.param).shape)
+        for number, region in enumerate(self.regions):
+            part = region.within(shard)
+            stack = part.shape_in(local(self.param).shape)[: self.stack_axes]
+            starts = offset(self.param)[: self.stack_axes]
+            slices = (slice(start, start + length) for start, length in zip(starts, stack, strict=True))
+            yield part, (number, *slices)
+
+    def sums(self, X: Tensor, Y: Tensor) -> Tensor:
+        """This rank's part of <X, Y> for each weight, of local tensors."""
+        totals = torch.zeros(self.shape, dtype=torch.float64, device=X.device)
+        for part, index in self.here():
+            x, y = (part.of(tensor).flatten(self.stack_axes) for tensor in (X, Y))
+            totals[index] = torch.linalg.vecdot(x.double(), y.double())
+        return totals
+
+    def spread(self, numbers: Tensor, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+        """The numbers of weights in a part, so that they broadcast with it."""
+        chosen = numbers[index].to(dtype)
+        return chosen.view(*chosen.shape, *[1] * (self.param.dim() - self.stack_axes))
+
+
+class _NormHooks:
+    """Copies ruled weights before a step, and sets them again after it."""
+
+    def __init__(self, optimizer: ScaledDecayOptimizer) -> None:
+        self._optimizer = optimizer
+        self._before: dict[Tensor, Tensor] = {}
+
+    def before(self) -> None:
+        """Copy the weights, and measure the norms that they are to keep."""
+        groups = [group for group in self._optimizer.param_groups if acts(group)]
+        self._keep_radii()
+        self._before = {
+            param: local(param).detach().clone()
+            for group in groups
+            for param in group["params"]
+            if param.grad is not None or is_dtensor(param)
+        }
+
+    def after(self) -> None:
+        """Set the weights that the step has moved to where their rules lead them."""
+        skipped = self._optimizer._last_skipped
+        if skipped is True:
+            return
+        moved = [
+            (self._optimizer.param_groups[number], param, eta)
+            for number, params, eta in self._optimizer._last
+            for param in params
+            if acts(self._optimizer.param_groups[number]) and eta > 0
+        ]
+        weights = [_Weights.of(group, param) for group, param, _ in moved]
+        updates, sums = [], []
+        for (group, param, eta), own in zip(moved, weights, strict=True):
+            phi, W = rates.phi_of(group, eta, group["step_count"]), self._before[param]
+            U = ((1 - phi) * W - local(param)) / eta
+            updates.append(U)
+            sums.append(torch.stack([own.sums(W, W), own.sums(U, U), own.sums(W, U)]))
+        totals = self._reduced(weights, sums)
+        for (group, param, eta), own, U, (WW, UU, WU) in zip(moved, weights, updates, totals, strict=True):
+            R = self._radius(group, own)
+            phi = rates.phi_of(group, eta, group["step_count"])
+            a, b = NORM_RULES[group["norm"]].coefficients(Norms(WW.sqrt(), UU.sqrt(), WU, R), eta, phi)
+            a, b = (number * torch.ones_like(R) for number in (a, b))
+            for part, index in own.here():
+                W, weight = part.of(self._before[param]), part.of(local(param).detach())
+                moved_to = own.spread(a, index, W.dtype) * W - own.spread(b, index, W.dtype) * part.of(U)
+                weight.copy_(torch.where(skipped.ok, moved_to, weight) if isinstance(skipped, Flag) else moved_to)
+        self._before = {}
+
+    def _reduced(self, weights: Sequence[_Weights], sums: Sequence[Tensor]) -> list[Tensor]:
+        """Sums over all shards: one all-reduce for all parameters that the same ranks share."""
+        layouts = self._optimizer._ranks.layouts
+        totals = list(sums)
+        by_groups: dict[Any, list[int]] = {}
+        for place, own in enumerate(weights):
+            by_groups.setdefault((layouts.sharding_groups(own.param), sums[place].device), []).append(place)
+        for (groups, _), places in by_groups.items():
+            message = torch.cat([sums[place].flatten() for place in places]) if groups else None
+            for process_group in groups:
+                dist.all_reduce(message, group=process_group)
+            if message is not None:
+                for place, total in zip(
+                    places, message.split_with_sizes([sums[p].numel() for p in places]), strict=True
+                ):
+                    totals[place] = total.view_as(sums[place])
+        return totals
+
+    def _radius(self, group: Group, own: _Weights) -> Tensor:
+        if group.get("target_norm") is not None:
+            return own.elements.sqrt() * float(group["target_norm"])
+        radius: Tensor = self._optimizer.state[own.param]["radius"]
+        return radius.double()
+
+    def _keep_radii(self) -> None:
+        """Keep the norm of every weight that has no radius yet; refuse a norm of zero."""
+        state = self._optimizer.state
+        ruled = [
+            (name, group, param)
+            for number, group in enumerate(self._optimizer.param_groups)
+            if acts(group) and group.get("target_norm") is None
+            for name, param in zip(names_of(group, number), group["params"], strict=True)
+        ]
+        for name, _, param in ruled:
+            if is_dtensor(param):
+                refuse_interleaved(name, param)
+        lacking = [row for row in ruled if "radius" not in state.get(row[2], {})]
+        weights = [_Weights.of(group, param) for _, group, param in lacking]
+        sums = [own.sums(local(own.param).detach(), local(own.param).detach()) for own in weights]
+        norms = [total.sqrt() for total in self._reduced(weights, sums)]
+        for (name, group, param), norm in zip(lacking, norms, strict=True):
+            if param.numel() and not bool((norm > 0).all()):
+                raise ValueError(
+                    f"{name} holds a weight of norm zero, which norm={group['norm']!r} would keep there; give "
+                    f"target_norm=, or a group with norm='free' for it"
+                )
+        for (_, _, param), norm in zip(lacking, norms, strict=True):
+            state[param]["radius"] = norm.to(torch.promote_types(param.dtype, torch.float32))
+        for own in [_Weights.of(group, param) for _, group, param in ruled]:
+            radius = state[own.param]["radius"]
+            if radius.shape != own.shape:  # an older form has an element for each place of a split axis
+                first = [region.of(radius).flatten(own.stack_axes)[..., 0] for region in own.regions]
+                state[own.param]["radius"] = torch.stack(first)

@@ -1,0 +1,354 @@
+"""State in another form than a step computes with: 8 bits by block, bfloat16, or in host memory.
+
+State is decoded before the update of its parameters and encoded after it, some parameters at a time, so that only those
+are there in full. Where an algorithm has a kernel that does both on its way (`Algorithm.in_place`), nothing is decoded.
+
+**8 bits.** The first axis of a parameter counts rows, and each row is cut into blocks of about 256 elements. A block
+keeps its largest magnitude s as float32, under `<key>_scale`; an element is `s (c / 127)^4` with a code c in int8, or
+`s (c / 255)^4` in uint8 for squares. The fourth power resolves elements down to 1e-9 of s, which the roots of squares
+need, and puts noise of 1.5% on normal numbers; the square would put 1%, and resolve nothing below 1e-5. A square above
+zero never becomes zero, since updates divide by its root. Blocks never cross rows, so parameters that are sharded along
+their first axis have the same codes on any number of ranks.
+
+Rounding is stochastic, by a hash of seed, step and position: averages that move by less than half the distance between
+two codes would never move. Rounded to the nearest code, the root of an average of squares with beta2=0.999 was still 4
+times too large 2,500 steps after gradients had become 10 times smaller, as against 0.97 times.
+
+**Host memory.** Copies to the device run ahead of the step on a stream of their own, copies back on another, so that
+both directions of the bus are used while the device computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from muonsw import kernels
+from muonsw.algorithms import ALGORITHMS
+from muonsw.algorithms.base import whole_parts
+from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, noise_place, position
+from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise, stochastic_round
+from muonsw.work import Group, Item, State, StepContext
+
+BLOCK, SHORTEST_BLOCK, LONGEST_BLOCK = 256, 16, 2**13
+
+# Parameters with fewer elements keep float32: norms and biases need it, and have little state.
+SMALLEST = 4096
+
+# The largest code by dtype; zero is zero.
+_LEVELS = {torch.int8: 127, torch.uint8: 255}
+
+# Elements that are encoded at a time: several passes over them are then made in a CPU's cache.
+_AT_A_TIME = {"cpu": 2**18, "cuda": 2**26}
+
+
+def is_encoded(group: Group) -> bool:
+    """Whether a group keeps state in another form than a step computes with."""
+    return group["state_dtype"] in STORED or group["offload"]
+
+
+def rounds_state(group: Group) -> bool:
+    """Whether state is rounded with noise when it is encoded, so that steps must be counted."""
+    return group["state_dtype"] in STORED and group["rounding"] != "nearest"
+
+
+def is_code(value: Tensor) -> bool:
+    """Whether a tensor of state holds codes."""
+    return value.dtype in _LEVELS
+
+
+@cache
+def block_length(shape: tuple[int, ...]) -> int | None:
+    """How many elements of a row share a scale: a divisor of its length near 256; None where state stays in float32.
+
+    Examples:
+        >>> block_length((768, 3072)), block_length((512, 512, 3, 3)), block_length((1000, 1009)), block_length((9000,))
+        (256, 256, 1009, None)
+    """
+    row = math.prod(shape[1:])
+    if len(shape) < 2 or math.prod(shape) < SMALLEST or row < SHORTEST_BLOCK:
+        return None
+    shorter = next(size for size in range(BLOCK, 0, -1) if row % size == 0)
+    if shorter >= min(BLOCK // 4, row):
+        return shorter
+    return next((size for size in range(BLOCK, LONGEST_BLOCK + 1) if row % size == 0), None)
+
+
+def refuse_shards(name: str, group: Group, param: Tensor) -> None:
+    """Refuse a parameter whose shards cannot have their state in the form that its group asks for.
+
+    Blocks that are cut through could be saved for this number of ranks alone.
+    """
+    if group["offload"] and is_dtensor(param):
+        raise ValueError(
+            f"offload=True keeps state in host memory, where that of {name}, a DTensor, cannot be; use FSDP's own, "
+            f"fully_shard(offload_policy=CPUOffloadPolicy())"
+        )
+    length = block_length(tuple(param.shape)) if group["state_dtype"] == INT8 and is_dtensor(param) else None
+    if length is None:
+        return
+    mesh, places, shape = as_dtensor(param).device_mesh.shape, as_dtensor(param).placements, param.shape
+    axes = [(size, getattr(place, "dim", 0)) for size, place in zip(mesh, places, strict=True)]
+    pieces = math.prod(size for size, axis in axes if axis == 1)
+    even = shape[1] % pieces == 0 and shape[1] // pieces * math.prod(shape[2:]) % length == 0
+    if not even or any(axis > 1 for _, axis in axes) or cutting_order(places, mesh) is None:
+        raise ValueError(
+            f"state_dtype='int8' keeps {name} in blocks of {length} along its rows, through which {places} on a mesh "
+            f"of {tuple(mesh)} cuts; shard it along its first axis, or give its group state_dtype='bfloat16'"
+        )
+
+
+# a step on encoded state
+
+
+def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[Item]:
+    """Update parameters by kernels that read and write encoded state; return those for which there is none."""
+    in_place = ALGORITHMS[group["algorithm"]].in_place
+    if in_place is None or group["fused"] is False or not kernels.available(items[0].param.device):
+        return items
+    keys = _encoded_keys(group)
+    forms: dict[int | None, list[Item]] = {}
+    for item in items:
+        forms.setdefault(_elements_of_a_block(group, keys, item, ctx.chunk_bytes), []).append(item)
+    others = forms.pop(None, [])
+    for alike in forms.values():
+        encoded = {
+            key: [Kept(i.state[key], i.state.get(f"{key}{SCALE}"), _noise(group, i, number)) for i in alike]
+            for number, key in enumerate(keys)
+        }
+        if not in_place(group, whole_parts(alike), encoded, ctx):
+            others += alike
+    return others
+
+
+def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update: Callable[[list[Item]], None]) -> None:
+    """Update parameters on decoded state, in pieces about as large as a chunk; equal shapes stay together."""
+    if not items:
+        return
+    order = {shape: number for number, shape in enumerate(dict.fromkeys(item.param.shape for item in items))}
+    pieces: list[list[Item]] = []
+    room = 0
+    for item in sorted(items, key=lambda item: order[item.param.shape]):
+        if not pieces or item.param.nbytes > room:
+            pieces.append([])
+            room = ctx.chunk_bytes
+        pieces[-1].append(item)
+        room -= item.param.nbytes
+    device = items[0].param.device
+    copies = _HostCopies(device, pieces) if group["offload"] and device.type == "cuda" else None
+    for number, piece in enumerate(pieces):
+        near = piece if copies is None else copies.fetch(number)
+        decoded = decode_items(group, near)
+        update(decoded)
+        encode_items(group, near, decoded, ctx.ok)
+        if copies is not None:
+            copies.give_back(number, near)
+
+
+def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
+    """Items whose state is in the form that a step computes with."""
+    keys = _encoded_keys(group)
+    return [item._replace(state=_decoded_state(group, keys, item)) for item in items]
+
+
+def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], ok: Tensor | None) -> None:
+    """Write what a step made of decoded state back to where it is kept, unless `ok` is false."""
+    fused = group["fused"] is not False
+    for item, computed in zip(items, decoded, strict=True):
+        for number, key in enumerate(_encoded_keys(group)):
+            kept = item.state[key]
+            if is_code(kept):
+                scale, noise = item.state[f"{key}{SCALE}"], _noise(group, item, number)
+                encode(computed.state[key], kept, scale, noise, ok, fused=fused)
+            elif _is_rounded(group, kept):
+                noise = _noise(group, item, number)
+                assert noise is not None  # or it would not be rounded
+                round_bfloat16(computed.state[key], kept, noise, ok, fused=fused)
+
+
+def _encoded_keys(group: Group) -> list[str]:
+    """The keys that may be encoded, in the order in which their noise is numbered."""
+    specs = ALGORITHMS[group["algorithm"]].state(group)
+    return [key for key, spec in specs.items() if spec.shape is None and not spec.counter]
+
+
+def _is_rounded(group: Group, kept: Tensor) -> bool:
+    return is_code(kept) or (kept.dtype == torch.bfloat16 and rounds_state(group))
+
+
+def _decoded_state(group: Group, keys: Sequence[str], item: Item) -> State:
+    state, param = dict(item.state), item.param
+    for key in [key for key in keys if _is_rounded(group, item.state[key])]:
+        kept = item.state[key]
+        if is_code(kept):
+            value = decode(kept, item.state[f"{key}{SCALE}"], fused=group["fused"] is not False)
+        else:
+            value = kept.float()
+        if param.dtype == torch.float64:
+            value = value.double()
+        if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
+            value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+        state[key] = value
+    return state
+
+
+def _noise(group: Group, item: Item, number: int) -> Noise | None:
+    """The noise by which one of a parameter's tensors is rounded; None is to nearest."""
+    if not rounds_state(group):
+        return None
+    place = item.position - noise_place(item.parameter)  # a shard has its origin beside it
+    key = (group["rounding_seed"] * 0x9E3779B1 + place * 0x10001 + number + 1) & 0x7FFFFFFF
+    return Noise(item.state["step"], key, position(item.parameter))
+
+
+def _elements_of_a_block(group: Group, keys: Sequence[str], item: Item, chunk_bytes: int) -> int | None:
+    """How many elements share a scale, 0 without scales; None where a kernel cannot read the state as it lies.
+
+    The noise of low-precision weights depends on how large ones are cut, and kernels cut none.
+    """
+    param, state = item.param, [item.state[key] for key in keys]
+    if not param.numel() or not param.is_contiguous() or any(value.device != param.device for value in state):
+        return None
+    cut = param.dtype in LOW_PRECISION and param.numel() * param.element_size() > chunk_bytes
+    if cut or not all(_is_rounded(group, value) and value.is_contiguous() for value in state):
+        return None
+    return state[0].numel() // item.state[f"{keys[0]}{SCALE}"].numel() if is_code(state[0]) else 0
+
+
+# the 8-bit and bfloat16 codecs
+
+
+def encode(
+    x: Tensor, codes: Tensor, scale: Tensor, noise: Noise | None = None, ok: Tensor | None = None, *, fused: bool = True
+) -> None:
+    """Write a float tensor as codes and scales, unless `ok` is false.
+
+    To the nearest code, or with noise up or down with the odds that keep the mean.
+    """
+    x = x.float().contiguous()
+    if fused and kernels.available(codes.device):
+        from muonsw.kernels import stored
+
+        stored.encode(x, codes, scale, _LEVELS[codes.dtype], noise, ok)
+    elif ok is None:
+        _encode_rows(x, codes, scale, noise)
+    else:
+        after = torch.empty_like(codes), torch.empty_like(scale)
+        _encode_rows(x, *after, noise)
+        codes.copy_(torch.where(ok, after[0], codes))
+        scale.copy_(torch.where(ok, after[1], scale))
+
+
+def _encode_rows(x: Tensor, codes: Tensor, scale: Tensor, noise: Noise | None) -> None:
+    rows = _in_blocks(codes, scale)
+    x, row = x.view(rows.shape), math.prod(rows.shape[1:])
+    step = max(1, _AT_A_TIME.get(x.device.type, 2**26) // row)
+    for start in range(0, rows.shape[0], step):
+        some = slice(start, start + step)
+        chances = None if noise is None else noise.of(x[some].shape, start * row)
+        scale[some] = x[some].abs().amax(-1)
+        rows[some] = _codes(x[some], scale[some, :, None], codes.dtype, chances)
+
+
+def _in_blocks(x: Tensor, scale: Tensor) -> Tensor:
+    """A tensor (rows, ...) as (rows, blocks, elements)."""
+    return x.view(x.shape[0], scale.shape[1], math.prod(x.shape[1:]) // scale.shape[1])
+
+
+def _codes(x: Tensor, scale: Tensor, dtype: torch.dtype, chances: Tensor | None) -> Tensor:
+    """Codes of blocks; only scales are divided, since dividing every element would take as long as a pass."""
+    levels = _LEVELS[dtype]
+    t = (x.abs() * scale.clamp(min=torch.finfo(torch.float32).tiny).reciprocal()).mul_(levels**4)
+    below = t.sqrt().sqrt_().floor_().clamp_(max=levels - 1)
+    power, gap = _fourth(below), _fourth(below + 1)
+    above = t.sub_(power)
+    code = below.add_(above > gap.sub_(power).mul_(0.5 if chances is None else chances))
+    return torch.maximum(code, x > 0).to(dtype) if dtype == torch.uint8 else torch.copysign(code, x).to(dtype)
+
+
+def _fourth(x: Tensor) -> Tensor:
+    square = x * x
+    return square.mul_(square)
+
+
+def decode(codes: Tensor, scale: Tensor, *, fused: bool = True) -> Tensor:
+    """The float32 values of codes, in their shape."""
+    if fused and kernels.available(codes.device):
+        from muonsw.kernels import stored
+
+        return stored.decode(codes, scale, _LEVELS[codes.dtype])
+    x = codes.to(torch.float32).mul_(1 / _LEVELS[codes.dtype])  # 127 and 255 times these are one in float32
+    power = torch.copysign(_fourth(x), x)
+    return _in_blocks(power, scale).mul_(scale[:, :, None]).view(codes.shape)
+
+
+def round_bfloat16(x: Tensor, rounded: Tensor, noise: Noise, ok: Tensor | None, *, fused: bool = True) -> None:
+    """Write a float tensor as bfloat16, up or down with the odds that keep the mean, unless `ok` is false."""
+    x = x.float()
+    if not x.numel():
+        return
+    if fused and kernels.available(x.device) and x.is_contiguous() and rounded.is_contiguous():
+        from muonsw.kernels import stored
+
+        stored.round_bfloat16(x, rounded, noise, ok)
+        return
+    after = stochastic_round(x, torch.bfloat16, noise.seed, origin=noise.origin)
+    rounded.copy_(after if ok is None else torch.where(ok, after, rounded))
+
+
+# the host-memory codec
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """A stream for copies to the device and one for copies to the host; their order is what keeps a step right."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class _HostCopies:
+    """Pieces of state on their way between host and device: the next piece is fetched while one is updated."""
+
+    def __init__(self, device: torch.device, pieces: list[list[Item]]) -> None:
+        self._pieces = pieces
+        self._to_device, self._to_host = _streams(device)
+        self._to_device.wait_stream(self._to_host)  # what the last step returned must have arrived
+        self._arriving = [self._send_for(0)]
+
+    def fetch(self, number: int) -> list[Item]:
+        """The items of a piece with their state on the device."""
+        items, arrived = self._arriving.pop()
+        if number + 1 < len(self._pieces):
+            self._arriving.append(self._send_for(number + 1))
+        stream = torch.cuda.current_stream(self._to_device.device)
+        stream.wait_event(arrived)
+        for item in items:
+            for value in item.state.values():
+                value.record_stream(stream)
+        return items
+
+    def _send_for(self, number: int) -> tuple[list[Item], torch.cuda.Event]:
+        with torch.cuda.stream(self._to_device):
+            items = [
+                item._replace(state={k: v.to(item.param.device, non_blocking=True) for k, v in item.state.items()})
+                for item in self._pieces[number]
+            ]
+            return items, self._to_device.record_event()
+
+    def give_back(self, number: int, items: list[Item]) -> None:
+        """Copy a piece back to the host, once the device has computed it."""
+        self._to_host.wait_stream(torch.cuda.current_stream(self._to_host.device))
+        with torch.cuda.stream(self._to_host):
+            for home, item in zip(self._pieces[number], items, strict=True):
+                for key, value in item.state.items():
+                    if home.state[key].device != value.device:
+                        home.state[key].copy_(value, non_blocking=True)
+                        value.record_stream(self._to_host)
+
+
+def wait_for_host(device: torch.device) -> None:
+    """Wait until everything that was returned has arrived in host memory."""
+    _streams(device)[1].synchronize()
