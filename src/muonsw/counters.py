@@ -44,6 +44,11 @@ class Counters:
         """Where a captured graph counts the steps that it skips."""
         return self._skipped_on_device.data_ptr()
 
+    def place(self, device: torch.device) -> None:
+        """Bring the count to the device on which a graph will write it."""
+        if self._skipped_on_device.device != device:
+            self._skipped_on_device = self._skipped_on_device.to(device)
+
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped for gradients that were not finite; waits for the device."""
@@ -60,11 +65,9 @@ class Counters:
 
     def skip_on_device(self, flag: Flag) -> None:
         """Count a step that the device will skip where the flag forbids it."""
-        if flag.counted:
-            return
-        if self._skipped_on_device.device != flag.bad.device:
-            self._skipped_on_device = self._skipped_on_device.to(flag.bad.device)
-        self._skipped_on_device.add_(flag.bad)
+        if not flag.counted:
+            self.place(flag.bad.device)
+            self._skipped_on_device.add_(flag.bad)
 
     def skip_on_host(self, items: Sequence[Item]) -> None:
         """Count a step that is skipped, and warn of it at growing intervals."""

@@ -574,6 +574,8 @@ def trained(algorithm, *, captured, steps=16, begin=0, optimizer=None, params=No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 def test_replayed_steps_are_the_written_ones_bit_for_bit(algorithm, dtype, options):
+    if "norm" in options and dtype == torch.bfloat16:
+        pytest.skip("norm rules refuse bfloat16 weights")
     replayed = tensors_of(*trained(algorithm, captured=True, dtype=dtype, **options))
     assert_same(replayed, tensors_of(*trained(algorithm, captured=False, dtype=dtype, **options)))
 

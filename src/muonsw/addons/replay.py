@@ -226,6 +226,7 @@ class Replay:
             if reason:
                 return runner(optimizer, batches, contexts)
             self._place_scalars(batches)
+            optimizer._counters.place(batches[0].device)
         self._steps_taken += 1
         with self._handed_over(contexts):
             if self._chosen is not None:

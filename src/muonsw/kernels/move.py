@@ -60,7 +60,7 @@ LONGEST_ROW = 2**20
 def move(
     weights: Weights, directions: Sequence[Tensor], motion: Motion, row_factors: Tensor | None = None, columns: int = 1
 ) -> bool:
-    """Move weights along directions that lie one after another in memory; False, and nothing done, if they do not.
+    """Move weights along directions that lie one after another in one tensor; False, and nothing done, if they do not.
 
     Each row of so many `columns` is multiplied by its factor, if there are any, in float32.
     """
@@ -99,7 +99,8 @@ def move(
 
 
 def _are_one_batch(directions: Sequence[Tensor]) -> bool:
-    if not all_contiguous(directions):
+    first, last = (direction.untyped_storage().data_ptr() for direction in (directions[0], directions[-1]))
+    if first != last or not all_contiguous(directions):  # neighbours by chance would round otherwise at each run
         return False
     begins, width = addresses(directions), directions[0].element_size()
     ends = accumulate([begins[0], *(size * width for size in lengths(directions))])
