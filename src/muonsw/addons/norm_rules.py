@@ -208,32 +208,35 @@ class _NormHooks:
             for param in params
             if acts(self._optimizer.param_groups[number]) and eta > 0
         ]
-        weights = [_Weights.of(group, param) for group, param, _ in moved]
-        updates, sums = [], []
-        for (group, param, eta), own in zip(moved, weights, strict=True):
-            phi, W = rates.phi_of(group, eta, group["step_count"]), self._before[param]
-            U = ((1 - phi) * W - local(param)) / eta
-            updates.append(U)
-            sums.append(torch.stack([own.sums(W, W), own.sums(U, U), own.sums(W, U)]))
-        totals = self._reduced(weights, sums)
-        for (group, param, eta), own, U, (WW, UU, WU) in zip(moved, weights, updates, totals, strict=True):
-            R = self._radius(group, own)
-            phi = rates.phi_of(group, eta, group["step_count"])
+        all_weights = [_Weights.of(group, param) for group, param, _ in moved]
+        sums = []
+        for (group, param, eta), weights in zip(moved, all_weights, strict=True):
+            W, U = self._before[param], self._update(group, param, eta)
+            sums.append(torch.stack([weights.sums(W, W), weights.sums(U, U), weights.sums(W, U)]))
+        totals = self._reduced(all_weights, sums)
+        for (group, param, eta), weights, (WW, UU, WU) in zip(moved, all_weights, totals, strict=True):
+            R, phi = self._radius(group, weights), rates.phi_of(group, eta, group["step_count"])
             a, b = NORM_RULES[group["norm"]].coefficients(Norms(WW.sqrt(), UU.sqrt(), WU, R), eta, phi)
             a, b = (number * torch.ones_like(R) for number in (a, b))
-            for part, index in own.here():
+            U = self._update(group, param, eta)  # again, since all of them would take the memory of the weights
+            for part, index in weights.here():
                 W, weight = part.of(self._before[param]), part.of(local(param).detach())
-                moved_to = own.spread(a, index, W.dtype) * W - own.spread(b, index, W.dtype) * part.of(U)
+                moved_to = weights.spread(a, index, W.dtype) * W - weights.spread(b, index, W.dtype) * part.of(U)
                 weight.copy_(torch.where(skipped.ok, moved_to, weight) if isinstance(skipped, Flag) else moved_to)
         self._before = {}
 
-    def _reduced(self, weights: Sequence[_Weights], sums: Sequence[Tensor]) -> list[Tensor]:
+    def _update(self, group: Group, param: Tensor, eta: float) -> Tensor:
+        """U of `W <- (1 - phi) W - eta U`, the step that the optimizer has taken."""
+        phi = rates.phi_of(group, eta, group["step_count"])
+        return ((1 - phi) * self._before[param] - local(param)) / eta
+
+    def _reduced(self, all_weights: Sequence[_Weights], sums: Sequence[Tensor]) -> list[Tensor]:
         """Sums over all shards: one all-reduce for all parameters that the same ranks share."""
         layouts = self._optimizer._ranks.layouts
         totals = list(sums)
         by_groups: dict[Any, list[int]] = {}
-        for place, own in enumerate(weights):
-            by_groups.setdefault((layouts.sharding_groups(own.param), sums[place].device), []).append(place)
+        for place, weights in enumerate(all_weights):
+            by_groups.setdefault((layouts.sharding_groups(weights.param), sums[place].device), []).append(place)
         for (groups, _), places in by_groups.items():
             message = torch.cat([sums[place].flatten() for place in places]) if groups else None
             for process_group in groups:
@@ -245,10 +248,10 @@ class _NormHooks:
                     totals[place] = total.view_as(sums[place])
         return totals
 
-    def _radius(self, group: Group, own: _Weights) -> Tensor:
+    def _radius(self, group: Group, weights: _Weights) -> Tensor:
         if group.get("target_norm") is not None:
-            return own.elements.sqrt() * float(group["target_norm"])
-        radius: Tensor = self._optimizer.state[own.param]["radius"]
+            return weights.elements.sqrt() * float(group["target_norm"])
+        radius: Tensor = self._optimizer.state[weights.param]["radius"]
         return radius.double()
 
     def _keep_radii(self) -> None:
@@ -264,9 +267,9 @@ class _NormHooks:
             if is_dtensor(param):
                 refuse_interleaved(name, param)
         lacking = [row for row in ruled if "radius" not in state.get(row[2], {})]
-        weights = [_Weights.of(group, param) for _, group, param in lacking]
-        sums = [own.sums(local(own.param).detach(), local(own.param).detach()) for own in weights]
-        norms = [total.sqrt() for total in self._reduced(weights, sums)]
+        all_weights = [_Weights.of(group, param) for _, group, param in lacking]
+        sums = [weights.sums(local(weights.param).detach(), local(weights.param).detach()) for weights in all_weights]
+        norms = [total.sqrt() for total in self._reduced(all_weights, sums)]
         for (name, group, param), norm in zip(lacking, norms, strict=True):
             if param.numel() and not bool((norm > 0).all()):
                 raise ValueError(
@@ -275,8 +278,8 @@ class _NormHooks:
                 )
         for (_, _, param), norm in zip(lacking, norms, strict=True):
             state[param]["radius"] = norm.to(torch.promote_types(param.dtype, torch.float32))
-        for own in [_Weights.of(group, param) for _, group, param in ruled]:
-            radius = state[own.param]["radius"]
-            if radius.shape != own.shape:  # an older form has an element for each place of a split axis
-                first = [region.of(radius).flatten(own.stack_axes)[..., 0] for region in own.regions]
-                state[own.param]["radius"] = torch.stack(first)
+        for weights in [_Weights.of(group, param) for _, group, param in ruled]:
+            radius = state[weights.param]["radius"]
+            if radius.shape != weights.shape:  # an older form has an element for each place of a split axis
+                first = [region.of(radius).flatten(weights.stack_axes)[..., 0] for region in weights.regions]
+                state[weights.param]["radius"] = torch.stack(first)
