@@ -32,7 +32,7 @@ def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
     assert "batches of 128x8x8 float32, 128 int64; loss 2." in printed
     assert "note:" not in printed
     assert re.search(r"hidden +muon +scaled 2 +0\.005 +4 +1,792", printed)  # 64 x 16 and three of 16 x 16
-    assert re.search(r"Decay adds up to [\d.]+ \(constant\) and [\d.]+ \(scaled\) over the run", printed)
+    assert re.search(r"Total decay is [\d.]+ \(scaled\) and [\d.]+ \(constant\)", printed)
     assert re.search(r"20 updates, 2 arms, 3 seeds: about \d+ (seconds?|minutes?) here", printed)
     assert not (tmp_path / "out").exists()
     assert main(["task", "check", "mine/a.py", "--steps", "1", "--seeds", "1"]) == 0
