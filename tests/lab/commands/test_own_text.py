@@ -55,7 +55,7 @@ def test_the_same_text_is_prepared_once_and_another_one_again(tmp_path):
     [
         ["compare", "--arms", "constant", "scled"],
         ["compare", "--precision", "fp8"],
-        ["compare", "--control", "total", "--weight-decay", "0"],
+        ["compare", "--control", "--weight-decay", "0"],
         ["compare", "--tune-lambda", "--weight-decay", "0"],
         ["train", "--decay", "scled"],
         ["train", "--steps", "0"],

@@ -89,7 +89,7 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     assert main(["compare", "--task", str(path), *words, *SHORT]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "constant and scaled, 2 seeds each: 6 updates of 12 samples" in printed
-    assert re.search(r"Difference of accuracy: [+-][\d.]+, (not )?beyond chance", printed)
+    assert re.search(r"Difference of accuracy: [+-][\d.]+, (not )?significant", printed)
     assert "nats," not in printed.split("hardly matters")[-1]
     found = json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))
     runs = {
@@ -104,7 +104,7 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     interval = t_interval(torch.tensor(gaps, dtype=torch.float64))
     assert measured["interval"]["low"] == pytest.approx(interval.low)
     page = html.unescape((tmp_path / "out/compare/report.html").read_text(encoding="utf-8").split("<script")[0])
-    for words in ("What was trained", "Sequential", "hidden (muon, decayed)", "72 samples of small_task.py"):
+    for words in ("Model, data and machine", "Sequential", "hidden (muon, decayed)", "72 samples of small_task.py"):
         assert words in page
     assert "nats per token" not in page
     assert (tmp_path / "out/compare/report/metric-accuracy.png").exists()
