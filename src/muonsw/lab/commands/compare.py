@@ -25,7 +25,7 @@ from muonsw.lab.data.shards import read_record
 from muonsw.lab.report.report import check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.arms import CONTROL, Arm, parse_arm, refuse_too_much_decay
+from muonsw.lab.studies.arms import Arm, parse_arm, refuse_too_much_decay
 from muonsw.lab.studies.compare import CompareStudy, advise_arm
 from muonsw.lab.studies.study import PAGE, Conclusion, conduct
 from muonsw.lab.studies.training.worked_tasks import comparison_key
@@ -123,7 +123,7 @@ class Compare:
             epochs=epochs,
             claims=self.claims,
         )
-        places, runs = ByArm(self.out / "runs"), self.seeds * len(self.arms)
+        places, runs = ByArm(self.out / "runs"), self.seeds * (len(self.arms) + self.control)
         workshop = self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
         records = None if self.record is None else Records.open(self.record, base)
         prepare_folder(self.out)
@@ -146,10 +146,8 @@ class Compare:
 
     def _plan(self, study: CompareStudy, workers: int) -> str:
         """What is about to happen, in a sentence."""
-        base, names = (
-            study.base,
-            " and ".join([*(arm.name for arm in study.arms), *([CONTROL] if self.control else [])]),
-        )
+        base, names = study.base, " and ".join(arm.name for arm in study.arms)
+        names += " and constant decay of the same total" if self.control else ""
         if base.task is not None:
             seen = counted(base.batch, "sample")
         else:
