@@ -127,7 +127,9 @@ class Advise:
         wanted = fresh * more_decay(self.decay, self.epochs)
         basis, low, high = self._basis(flat), wanted, wanted
         if far := self._far_from_ours():
-            basis, low, high = far, RANGE[0] * wanted, max(RANGE[1] * wanted, self._power_lines())
+            basis, low, high = far, RANGE[0] * wanted, RANGE[1] * wanted
+            if self.algorithm == "adamw":  # Power Lines' fit
+                high = max(high, self._tokens_per_parameter() ** 0.527 / 1.084)
         per = per_lambda[self.decay]
         # A lambda with which a step would remove the whole weight cannot be tried.
         if self.training in NO_LAMBDA or fresh > LARGEST * per or high * self.lr >= per:
@@ -191,10 +193,6 @@ class Advise:
 
     def _tokens_per_parameter(self) -> float:
         return self.tokens / self.parameters if self.tokens and self.parameters else 0.0
-
-    def _power_lines(self) -> float:
-        """The total that Power Lines fitted for AdamW; 0 for Muon, or where tokens per parameter are not given."""
-        return self._tokens_per_parameter() ** 0.527 / 1.084 if self.algorithm == "adamw" else 0.0
 
     def _without_lambda(self, total: float | None) -> Advice:
         few = "At so few steps and so low a rate no usual lambda removes much of a weight."

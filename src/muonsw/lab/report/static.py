@@ -17,7 +17,15 @@ from matplotlib.axis import Axis as DrawnAxis
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from muonsw.lab.report.own import METADATA, write_own
 from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Sheet
@@ -125,20 +133,19 @@ def _drawable(heights: Sequence[float]) -> list[float]:
 
 
 def _label(drawn: DrawnAxis, axis: Axis, most: int) -> None:
-    """Ticks: whole powers, the given ones, or round numbers, thousands of steps as `20k`."""
+    """Ticks: the given ones, powers, or round numbers, thousands of steps as `20k`."""
     if axis.ticks:
         drawn.set_major_locator(FixedLocator(list(axis.ticks)))
         drawn.set_minor_locator(NullLocator())
-        drawn.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     elif axis.log:
         drawn.set_major_locator(LogLocator(base=axis.log, numticks=6))
         drawn.set_minor_formatter(NullFormatter())
-        if axis.log == 2:
-            drawn.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(value)))
     else:
         drawn.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
-        if axis.label.startswith("step"):
-            drawn.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+    if axis.ticks or axis.log == 2:
+        drawn.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif axis.label.startswith("step"):
+        drawn.set_major_formatter(EngFormatter(sep=""))
 
 
 def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle]) -> list[Line2D]:
@@ -162,27 +169,6 @@ def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle]) -> list[Line2D
 def _text(text: str) -> str:
     """A text for matplotlib, which takes dollars for formulas and leaves no room for a chart beside a long name."""
     return (text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…").replace("$", r"\$")
-
-
-def short_count(value: float) -> str:
-    """Steps as labels of an axis.
-
-    Examples:
-        >>> short_count(300000), short_count(2500), short_count(40)
-        ('300k', '2.5k', '40')
-    """
-    return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
-
-
-def power_of_two(value: float) -> str:
-    """A tick as a whole number or a fraction of one.
-
-    Examples:
-        >>> power_of_two(8.0), power_of_two(0.25)
-        ('8', '1/4')
-    """
-    exponent = round(math.log2(value))
-    return f"{2**exponent}" if exponent >= 0 else f"1/{2**-exponent}"
 
 
 def save_figure(figure: Figure, stem: Path) -> list[Path]:
