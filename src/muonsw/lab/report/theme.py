@@ -26,15 +26,6 @@ class Palette(NamedTuple):
     bound: str  # analytic bounds, drawn dashed
     extra: tuple[str, ...]  # for further arms, in order
 
-    def colour(self, rule: str) -> str:
-        """The colour of a decay rule.
-
-        Examples:
-            >>> LIGHT.colour("constant")
-            '#0072B2'
-        """
-        return {"constant": self.constant, "scaled": self.scaled}[rule]
-
 
 LIGHT = Palette(
     background="#FFFFFF", text="#1B1F24", muted="#57606A", grid="#E3E6EA",
@@ -72,7 +63,7 @@ def arm_styles(rules: Sequence[str]) -> list[ArmStyle]:
     others = list(dict.fromkeys(rule for rule in rules if rule not in RULES))
     styles = []
     for place, rule in enumerate(rules):
-        hue = LIGHT.colour(rule) if rule in RULES else further[others.index(rule) % len(further)]
+        hue = getattr(LIGHT, rule) if rule in RULES else further[others.index(rule) % len(further)]
         share, dash = SHADES[rules[:place].count(rule) % len(SHADES)]
         styles.append(ArmStyle(_mix(hue, LIGHT.text, share), dash, MARKERS[place % len(MARKERS)]))
     return styles
