@@ -37,7 +37,7 @@ from tests.faults.folders import MODEL, config, documents, folders
         (("train", "--data", "DATA", "--out", "DIR", "--steps", "9" * 25), "steps=9999999999999999999999999 must be"),
         (("train", "--data", "DATA", "--out", "DIR", "--weight-decay", "60"), "1.2 times the weight in one update"),
         (("compare", "--data", "DATA", "--out", "DIR", "--weight-decay", "60"), "1.2 times the weight in one update"),
-        (("compare", "--data", "DATA", "--out", "DIR", "--weight-decay", "0", "--control", "total"), "needs decay"),
+        (("compare", "--data", "DATA", "--out", "DIR", "--weight-decay", "0", "--control"), "needs decay"),
         (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "constant,adam_lr="), "setting=value pairs"),
         (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "constant,adam_lr=nan"), "adam_lr=nan must"),
         (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "none,ns_dtype=x"), "ns_dtype='x' must be"),

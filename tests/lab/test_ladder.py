@@ -11,7 +11,7 @@ LADDER = (
     "base",
     "theory",
     "recipes",
-    "advice",
+    "advise",
     "paper",
     "data",
     "model",

@@ -206,17 +206,3 @@ def test_the_default_folder_is_named_after_the_study(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "theory/fixed-rate", "--processes", "1"]) == 0
     assert (Path("out") / "theory" / "claims.json").exists()
-
-
-def test_advice_is_text_within_eighty_columns_or_data(capsys):
-    assert main(["advise", "--steps", "1600", "--weight-decay", "0.1", "--schedule", "cosine"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("1,600 updates, peak learning rate 0.02, lambda 0.1:"), "defaults that it took are named"
-    assert "Measured: width 128" in text
-    assert max(map(len, text.splitlines())) < 80
-    assert all(f"{head}: " in text for head in ("takes", "leaves", "RMS", "cost", "try")), "its table has a legend"
-    assert main(["advise", "--steps", "1600", "--rules", "scaled", "log_time", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert [rule["rule"] for rule in data["rules"]] == ["scaled", "log_time"]
-    assert main(["advise", "--steps", "1600", "--schedule", "linear"]) == 2
-    assert "must be one of cosine, wsd, constant" in capsys.readouterr().err

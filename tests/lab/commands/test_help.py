@@ -29,9 +29,8 @@ def test_help_fits_into_80_columns_and_shows_no_default_that_is_none(words, caps
     assert re.findall(r"\{None|None\}|default: (?:None|False|''|\)|\(\))", " ".join(shown.split())) == []
 
 
-@pytest.mark.parametrize("command", ["train", "advise"])
-def test_help_lists_every_decay_rule(command, capsys, monkeypatch):
-    assert ", ".join(DECAY_RULES) in " ".join(help_of([command], capsys, monkeypatch).split())
+def test_help_lists_every_decay_rule(capsys, monkeypatch):
+    assert ", ".join(DECAY_RULES) in " ".join(help_of(["train"], capsys, monkeypatch).split())
 
 
 @pytest.mark.parametrize("words", [["train"], ["compare"], ["task", "check"]], ids=" ".join)

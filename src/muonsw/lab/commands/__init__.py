@@ -20,7 +20,7 @@ from muonsw.registry import unknown
 
 
 class Entry(NamedTuple):
-    """Where a command is, as `module:class` of this package, and what `muonsw --help` says of it."""
+    """Where a command is, as `module:class` of this package or of another one, and what `muonsw --help` says of it."""
 
     place: str
     summary: str
@@ -30,7 +30,7 @@ COMMANDS: Mapping[str, Entry] = {
     "compare": Entry("compare:Compare", "train a model under several decay rules and compare the results"),
     "reproduce": Entry("reproduce:Reproduce", "run a study of the paper and check its claims"),
     "plan": Entry("plan:Plan", "compute size, cost, learning rates and decay of a run"),
-    "advise": Entry("advise:Advise", "say whether decay matters in a run, and which lambda to try"),
+    "advise": Entry("muonsw.lab.advise:Advise", "say whether decay matters in a run, and which lambda to try"),
     "data": Entry("data:Data", "prepare training data, verify it, or describe it"),
     "train": Entry("train:Train", "train a model, or continue a run that was stopped"),
     "task": Entry("task:TaskCommand", "check a task of your own, or write a file to begin with"),
@@ -68,7 +68,8 @@ def run(arguments: Sequence[str]) -> int:
 def load(name: str) -> type[Command]:
     """The class of a command."""
     module, _, kind = COMMANDS[name].place.partition(":")
-    return cast("type[Command]", getattr(needed(f"{__name__}.{module}", "the lab needs", "lab"), kind))
+    path = module if "." in module else f"{__name__}.{module}"
+    return cast("type[Command]", getattr(needed(path, "the lab needs", "lab"), kind))
 
 
 def overview() -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
-from muonsw.lab.advice import Advice, advise
+from muonsw.lab.advise import RULES, Advice, Advise
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table, print_table
@@ -97,7 +97,7 @@ class Plan:
         result = self.planned()
         row, advice = self._advice(result) if isinstance(result, RunPlan) else ("", {})
         if self.json:
-            found = {"advice_for": row, "advice": {rule: one.as_data() for rule, one in advice.items()}} if row else {}
+            found = {"advice_for": row, "advice": {rule: asdict(one) for rule, one in advice.items()}} if row else {}
             print(json.dumps(plain(asdict(result) | found), indent=2, allow_nan=False))
         else:
             print_plan(Console(), result)
@@ -115,14 +115,13 @@ class Plan:
             "warmup_steps": result.warmup_steps,
             "final_fraction": self.final_fraction,
             "decay_fraction": self.decay_fraction,
-            "momentum": trained.momentum,
-            "base_peak_lr": result.peak_lr if trained.peak == "base" else None,
+            "base_lr": result.peak_lr if trained.peak == "base" else None,
         }
-        rules = dict.fromkeys((trained.decay, "constant"))
+        rules: tuple[Any, ...] = RULES
         row = f"Muon, {trained.muon_lr}, with peak {trained.peak}"
         try:
             return row, {
-                rule: advise(result.steps, own, trained.weight_decay, rules=(rule,), **settings) for rule in rules
+                rule: Advise(result.steps, own, trained.weight_decay, decay=rule, **settings).advice() for rule in rules
             }
         except (ValueError, OverflowError) as error:  # a decay that no optimizer would take; the rest is a plan
             return f"{row}; {error}", {}
@@ -197,7 +196,7 @@ def print_plan(console: Console, result: RunPlan | RecipePlan) -> None:
 
 def advice_lines(row: str, advice: Mapping[str, Advice]) -> list[str]:
     """What decay does to the row that a preset trains, a line for each rule."""
-    lines = [f"- {rule}: total decay {one.rules[0].total:.3g}. {one.sentences[0]}" for rule, one in advice.items()]
+    lines = [f"- {rule}: total decay {one.total:.3g}. {one.answer}" for rule, one in advice.items()]
     return [f"The preset trains the row {row}.", *lines, "`muonsw advise` says more."]
 
 

@@ -121,7 +121,7 @@ class Reproduce:
                 made = evidence.gather(name, shop, evidence.file_of(name, records), self.seeds)
                 say(console, f"{name}: {made} runs exported to {evidence.file_of(name, records)}")
         evidence.write_page()
-        say(console, f"wrote {evidence.PAGE}, its pictures and {evidence.MEASURED}")
+        say(console, f"wrote {evidence.PAGE} and its pictures")
         return 0
 
     def _run(self, console: Console, study: ExperimentStudy) -> int:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
-from muonsw.lab.advice import advise
+from muonsw.lab.advise import RULES, Advise
 from muonsw.lab.base.errors import FAILED, Diverged, Interrupted, UsageError
 from muonsw.lab.base.storage import prepare_folder, write_atomically
 from muonsw.lab.base.terminal import harmless, paragraph, say
@@ -119,23 +119,25 @@ def routing(config: RunConfig) -> str:
 
 
 def decay_sentence(config: RunConfig) -> str:
-    """Whether decay acts in a run; empty where rules are compared that follow the gradients."""
-    schedule = config.schedule
+    """Whether decay acts in a run; empty where a number makes no sense."""
+    schedule, optimizer = config.schedule, config.optimizer
+    settings: dict[str, Any] = {
+        "schedule": schedule.shape,
+        "warmup_steps": schedule.warmup_steps,
+        "final_fraction": schedule.final_fraction,
+        "decay_fraction": schedule.decay_fraction,
+        "algorithm": optimizer.algorithm,
+    }
+    rules: tuple[Any, ...] = RULES
     try:
-        advice = advise(
-            config.steps,
-            config.optimizer.lr,
-            config.optimizer.weight_decay,
-            schedule=schedule.shape,
-            warmup_steps=schedule.warmup_steps,
-            final_fraction=schedule.final_fraction,
-            decay_fraction=schedule.decay_fraction,
-            algorithm=config.optimizer.algorithm,
-        )
+        advice = {
+            rule: Advise(config.steps, optimizer.lr, optimizer.weight_decay, decay=rule, **settings).advice()
+            for rule in rules
+        }
     except ValueError:
         return ""
-    totals = " and ".join(f"{one.total:.2g} ({one.rule})" for one in advice.rules)
-    return f"Decay adds up to {totals} over the run. {advice.sentences[0]} Those runs were language models."
+    totals = " and ".join(f"{one.total:.2g} ({rule})" for rule, one in advice.items())
+    return f"Total decay is {totals}. For a language model trained from scratch: {advice['scaled'].answer}"
 
 
 @dataclass(frozen=True)

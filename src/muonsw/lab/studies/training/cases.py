@@ -6,7 +6,6 @@ What is claimed of repeated text was written down before its runs.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, below
@@ -15,7 +14,7 @@ from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, lambda
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import rules_run
-from muonsw.lab.studies.training.regret import EXACT, basins, best_against_best, optimum
+from muonsw.lab.studies.training.regret import EXACT, basins, best_against_best
 from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 LITTLE, STRONG = Key("little text"), Key("little text, four times the lambda")
@@ -72,20 +71,6 @@ def judge_repeated(results: Results, _scale: Scale) -> list[Claim]:
     return [
         below("rising-is-better", lower, SLOWRUN, rising, 0.0, EXACT),
         at_least("scaled-is-not", higher, SLOWRUN, scaled, 0.0, EXACT),
-    ]
-
-
-def repeated_measured(results: Results, scale: Scale) -> list[dict[str, Any]]:
-    """What advice reads: how many times the lambda of fresh text was best, by rule."""
-    fresh, found = rules_run(scale).optimizer.weight_decay, [optimum(results[REPEATED], rule) for rule in RULES]
-    return [
-        {
-            "rule": one.rule,
-            "epochs": round(one.epochs),
-            "times": float(f"{one.best / fresh:.2g}"),
-            "at_an_end": one.at_an_end,
-        }
-        for one in found
     ]
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
@@ -216,21 +215,3 @@ def scaling_charts(results: Results, _scale: Scale) -> list[Chart]:
     shown = [value for chart in charts for curve in chart.curves for value in curve.y]
     limits = (0.8 * min(shown), 1.25 * max(shown)) if shown else None
     return [replace(chart, y=Axis("best lambda", log=2, limits=limits)) for chart in charts]
-
-
-def scaling_measured(results: Results, scale: Scale) -> list[dict[str, Any]]:
-    """What advice reads: by which power the best total follows width and batch, with its interval over seeds.
-
-    Along the batch the tokens stay, so updates fall with it, and the power of the total is that of lambda less one.
-    """
-    base, found = {"width": scale.map_run.model.width, "batch": scale.map_run.tokens_per_step}, []
-    for axis in AXES[:2]:
-        for rule in RULES:
-            one = exponent(axis, results, rule)
-            if one is not None and one.interval is not None:
-                less = 1.0 if axis.name == "batch" else 0.0
-                ends = (one.value, one.interval.low, one.interval.high)
-                value, low, high = (float(f"{end - less:.4g}") for end in ends)
-                where = {"rule": rule, "of": axis.name, "from": base[axis.name]}
-                found.append({**where, "power": value, "low": low, "high": high})
-    return found

@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_least, at_most
@@ -228,24 +227,6 @@ def _cost(values: Sequence[float]) -> tuple[float, float | None]:
 def optima(results: Results) -> list[Optimum]:
     """Of every rule at every horizon."""
     return [optimum(arms, rule) for rule in RULES for arms in results.values()]
-
-
-def measurement(one: Optimum) -> dict[str, Any]:
-    """What advice reads of it, in four digits."""
-    totals = {"total": one.best, "low_total": one.low, "high_total": one.high}
-    return {
-        **{key: getattr(one, key) for key in ("rule", "steps", "epochs", "seeds", "at_an_end")},
-        "peak_lr": _rounded(one.peak_lr),
-        **{key: _rounded(lam * one.per_lambda) for key, lam in totals.items()},
-        "costs": [
-            [_rounded(lam * one.per_lambda), _rounded(cost), None if error is None else _rounded(error)]
-            for lam, (cost, error) in one.costs.items()
-        ],
-    }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def good_range(losses: Losses) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Worked tasks under both rules: does the rule carry over to other models, other data and later stages of training?
 
-`muonsw compare --task FILE --control total --record evidence/tasks.jsonl` makes the records. The claims were written
+`muonsw compare --task FILE --control --record evidence/tasks.jsonl` makes the records. The claims were written
 when `vision.py`, `bandit.py`, and `finetune.py` from one model of each rule had been run, and before all others.
 """
 
