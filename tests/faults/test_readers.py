@@ -15,7 +15,7 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import read_object
 from muonsw.lab.data.shards import RECORD, fingerprint, load_tokenizer, open_split, read_record, verify_folder
 from muonsw.lab.data.tokenizers import BPETokenizer
-from muonsw.lab.diagnose.diagnosis import as_data, diagnose
+from muonsw.lab.diagnose import as_data, diagnose
 from muonsw.lab.runs import load_run
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import load_model

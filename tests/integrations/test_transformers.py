@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine
 
 from muonsw import AdamWSW, MuonSW, ScheduleFree
 from muonsw.integrations.transformers import ModelFactory, TelemetryCallback, for_model
-from muonsw.lab.diagnose.live import Findings
+from muonsw.lab.diagnose import Findings
 from muonsw.telemetry import MlflowSink, WandbSink
 from tests.common.problems import assert_same
 from tests.integrations.models import MODELS, Tokens

@@ -13,7 +13,7 @@ from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text, norm_text
 from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
-from muonsw.lab.diagnose.history import History
+from muonsw.lab.diagnose import History
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
 from muonsw.lab.theory import relaxation_number
