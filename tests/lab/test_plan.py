@@ -89,7 +89,6 @@ def test_recipes_are_consistent_with_themselves(name):
     assert recipe.tokens / recipe.active == pytest.approx(recipe.tokens_per_active, rel=0.02)
     assert recipe.final_fraction == pytest.approx(0.1)
     assert (recipe.batch_tokens is None) == (recipe.steps is None)
-    assert recipe.unknown
     assert plan_recipe(recipe).scaled_over_constant == pytest.approx(0.734, abs=0.01)
 
 

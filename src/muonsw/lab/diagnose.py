@@ -25,7 +25,7 @@ from tyro.conf import Positional, arg
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import plain, prepare_folder
-from muonsw.lab.base.tables import MISSING, Column, Table, change_text, norm_text, print_table
+from muonsw.lab.base.tables import Column, Table, norm_text, print_table
 from muonsw.lab.base.terminal import harmless, say
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.report.own import METADATA, require_own, write_own
@@ -243,7 +243,6 @@ class Severity(StrEnum):
     PROBLEM = "problem"
     WARNING = "warning"
     NOTE = "note"
-    GOOD = "good"
 
 
 @dataclass(frozen=True)
@@ -292,23 +291,13 @@ def examine(history: History, roles: Sequence[History] = (), *, live: bool = Fal
 
 
 def words(scope: str) -> str:
-    """Name a scope in a sentence.
-
-    Examples:
-        >>> words("role:experts"), words("decayed")
-        ('the weights of role experts', 'the decayed weights')
-    """
+    """Name a scope in a sentence."""
     kind, _, name = scope.partition(":")
     return f"the weights of {kind} {name}" if name else {"all": "all weights"}.get(scope, f"the {scope} weights")
 
 
 def percent(share: float) -> str:
-    """Write a share with at most two digits.
-
-    Examples:
-        >>> percent(0.6), percent(0.0123), percent(0.0004)
-        ('60%', '1.2%', '0.04%')
-    """
+    """Write a share with at most two digits."""
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
@@ -508,7 +497,7 @@ def lost_in_rounding(history: History) -> Answer:
     arrived = history.typical(ratio(history.column("applied_rms"), intended))
     if not abs(arrived - 1.0) > ROUNDING:
         return None
-    moved = f"{words(history.scope).capitalize()} move by {percent(arrived)} of what decay and update intend"
+    moved = f"Steps move {words(history.scope)} by {percent(arrived)} of what decay and update intend"
     if arrived > 1.0:
         text = f"{moved}: stochastic rounding adds noise that averages out, or decay is cautious."
         return Severity.NOTE, text, {"arrived": arrived}
@@ -564,11 +553,6 @@ class Diagnosis:
     roles: tuple[History, ...]
     findings: tuple[Finding, ...]  # the most serious first
 
-    @property
-    def run(self) -> Run:
-        """The run."""
-        return self.history.run
-
 
 def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
     """Examine a run.
@@ -595,7 +579,7 @@ def norm_numbers(history: History) -> dict[str, float]:
     highest, last = history.highest("weight_rms"), history.last("weight_rms")
     return {
         "norm": last,
-        "since_peak": last / highest - 1.0 if highest else math.nan,
+        "of_peak": last / highest if highest else math.nan,
         "steady_state": math.nan if history.norm is None else float(target_norms(history.norm)[-1]),
         "lr_left": history.lr_left,
         "relaxations": history.relaxations,
@@ -606,7 +590,7 @@ def norm_numbers(history: History) -> dict[str, float]:
 
 def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return a diagnosis as JSON data."""
-    history, run = diagnosis.history, diagnosis.run
+    history, run = diagnosis.history, diagnosis.history.run
     data: dict[str, Any] = plain(
         {
             "name": run.name,
@@ -621,27 +605,18 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
     return data
 
 
-COLOURS = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan", Severity.GOOD: "green"}
-COLUMNS: Mapping[str, tuple[str, int, Callable[[float], str]]] = {
-    "norm": ("norm", 0, norm_text),
-    "since_peak": ("since its peak", 0, change_text),
-    "steady_state": ("r*", 1, norm_text),
-    "lr_left": ("lr left", 1, percent),
-    "relaxations": ("2Σφ", 1, norm_text),
-    "relative_update": ("update/weight", 2, norm_text),
-    "late_alignment": ("late cosine", 2, norm_text),
-}
+COLOURS = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 NOTE = (
-    "norm: RMS of the weights; r*: the norm at which it would settle at the present learning rate; 2Σφ: relaxation "
-    "times so far, with φ the share of a weight that decay takes in a step."
+    "norm: RMS of the weights, and as a share of its peak; r*: the norm at which it would settle at the present "
+    "learning rate; 2Σφ: relaxation times so far, with φ the share of a weight that decay takes in a step."
 )
 
 
 def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     """Print the findings of each run, then one table of norms."""
-    names = unique_names(diagnosis.run.name for diagnosis in diagnoses)
+    names = unique_names(diagnosis.history.run.name for diagnosis in diagnoses)
     for name, diagnosis in zip(names, diagnoses, strict=True):
-        console.print(Text(harmless(f"{name} ({diagnosis.run.rule or 'unknown'} decay)"), style="bold"))
+        console.print(Text(harmless(f"{name} ({diagnosis.history.run.rule or 'unknown'} decay)"), style="bold"))
         if not diagnosis.findings:
             say(console, "  nothing to report")
         for finding in diagnosis.findings:
@@ -653,14 +628,13 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
                     Text(label, style=COLOURS[finding.severity]) + Text(line, style="default"), soft_wrap=True
                 )
                 label = " " * len(label)
-    rows = []
-    for name, diagnosis in zip(names, diagnoses, strict=True):
-        prefix = f"{name} " if len(diagnoses) > 1 else ""
-        for history in (diagnosis.history, *diagnosis.roles):
-            numbers = norm_numbers(history)
-            texts = [MISSING if math.isnan(numbers[key]) else text(numbers[key]) for key, (*_, text) in COLUMNS.items()]
-            rows.append((prefix + history.scope, *texts))
-    columns = [Column("weights"), *(Column(title, number=True, rank=rank) for title, rank, _ in COLUMNS.values())]
+    rows = [
+        (f"{name} {history.scope}" if len(diagnoses) > 1 else history.scope, *plain(norm_numbers(history)).values())
+        for name, diagnosis in zip(names, diagnoses, strict=True)
+        for history in (diagnosis.history, *diagnosis.roles)
+    ]
+    titles = ("norm", "of its peak", "r*", "lr left", "2Σφ", "update/weight", "late cosine")
+    columns = [Column("weights"), *(Column(title, number=True, digits=3) for title in titles)]
     print_table(console, Table("norms", "Weight norms", columns, rows, NOTE), hint="diagnose.json has them")
 
 
@@ -704,7 +678,9 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
     """Draw everything that was recorded as one figure, and write it as PNG and SVG."""
     from matplotlib.figure import Figure  # training needs nothing that draws
 
-    names = unique_names(f"{diagnosis.run.name} ({diagnosis.run.rule or 'unknown'})" for diagnosis in diagnoses)
+    names = unique_names(
+        f"{diagnosis.history.run.name} ({diagnosis.history.run.rule or 'unknown'})" for diagnosis in diagnoses
+    )
     drawn = [panels(diagnosis.history) for diagnosis in diagnoses]
     titles = [
         title for title in dict.fromkeys(title for curves in drawn for title in curves) if _recorded(title, drawn)
