@@ -109,7 +109,7 @@ def parse(name: str, options: Sequence[str]) -> Command:
     finally:
         for line in shown.getvalue().splitlines():
             # tyro wraps the options, which are indented, but not the prose above them.
-            print(line if line.startswith(" ") else textwrap.fill(line, 80))
+            print(line.rstrip() if line.startswith(" ") else textwrap.fill(line, 80))
         # A usage error repeats what was typed, which may be text that steers a terminal.
         print(harmless(errors.getvalue()), file=sys.stderr, end="")
 

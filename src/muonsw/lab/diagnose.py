@@ -11,6 +11,7 @@ import math
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -641,10 +642,7 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
 # The figure.
 
 Curves = list[tuple[Any, Any, str]]  # x, y and matplotlib's style of the line
-NORM, LATE_ALIGNMENT = (
-    "weight RMS (dashed: steady state, dotted: recursion)",
-    "late cosine of weight and update over lr",
-)
+NORM = "weight RMS (dashed: steady state, dotted: recursion)"
 
 
 def panels(history: History) -> dict[str, Curves]:
@@ -670,7 +668,10 @@ def panels(history: History) -> dict[str, Curves]:
         lr = history.column("lr")[where]
         ends = np.array([0.0, np.nanmax(lr)])
         lines = [(ends, -fits.k * ends, "--"), (ends, -fits.offset - fits.slope * ends, ":")]
-        curves[LATE_ALIGNMENT] = [(lr, history.column("alignment_update")[where], "."), *lines]
+        curves["late cosine of weight and update over lr"] = [
+            (lr, history.column("alignment_update")[where], "."),
+            *lines,
+        ]
     return curves
 
 
@@ -678,13 +679,11 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
     """Draw everything that was recorded as one figure, and write it as PNG and SVG."""
     from matplotlib.figure import Figure  # training needs nothing that draws
 
-    names = unique_names(
-        f"{diagnosis.history.run.name} ({diagnosis.history.run.rule or 'unknown'})" for diagnosis in diagnoses
-    )
-    drawn = [panels(diagnosis.history) for diagnosis in diagnoses]
-    titles = [
-        title for title in dict.fromkeys(title for curves in drawn for title in curves) if _recorded(title, drawn)
-    ]
+    histories = [diagnosis.history for diagnosis in diagnoses]
+    names = unique_names(f"{history.run.name} ({history.run.rule or 'unknown'})" for history in histories)
+    drawn = [panels(history) for history in histories]
+    known = dict.fromkeys(title for curves in drawn for title in curves)
+    titles = [title for title in known if any(_has_values(curves.get(title, [])) for curves in drawn)]
     rows = math.ceil(len(titles) / 3)
     figure = Figure(figsize=(15, 0.6 + 3.6 * rows), layout="constrained")
     for place, title in enumerate(titles, start=1):
@@ -699,9 +698,8 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
         if title == "adiabatic ratio":
             axes.set_yscale("log")
         if title == NORM:  # during warmup the steady state is far outside
-            axes.set_ylim(
-                0.0, max([1.4 * top for one in diagnoses if (top := one.history.highest("weight_rms")) > 0] or [1.0])
-            )
+            highest = _known(np.array([history.highest("weight_rms") for history in histories]))
+            axes.set_ylim(0.0, 1.4 * highest.max(initial=0.0) or 1.0)
     handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     written = []
@@ -713,8 +711,7 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
     return written
 
 
-def _recorded(title: str, drawn: Sequence[Mapping[str, Curves]]) -> bool:
-    curves = (curve for panels in drawn for curve in panels.get(title, []))
+def _has_values(curves: Curves) -> bool:
     return any(np.isfinite(np.asarray(y, dtype=np.float64)).any() for _, y, _ in curves)
 
 
@@ -723,7 +720,7 @@ def _recorded(title: str, drawn: Sequence[Mapping[str, Curves]]) -> bool:
 # What the live rules read of a scope.
 LIVE = ("weight_rms", "update_rms", "applied_rms", "decay", "lr", "alignment_update", "defect")
 AGAIN = 10  # a hint is repeated after this many times the steps
-MOST_SAMPLES = 1000
+MOST_SAMPLES = 400
 
 
 class Findings:
@@ -745,6 +742,7 @@ class Findings:
     def __init__(self) -> None:
         self.history: list[tuple[int, str]] = []
         self._reported_at: dict[tuple[str, str], int] = {}
+        self._settings: dict[str, Any] = {}
         self._records: list[dict[str, dict[str, Any]]] = []
 
     def __call__(self, record: Record) -> list[str]:
@@ -752,12 +750,13 @@ class Findings:
         step = record["step"]
         scopes: dict[str, Any] = {scope: record[scope] for scope in ("all", "decayed") if scope in record}
         scopes |= {f"role:{role}": values for role, values in record["roles"].items()}
-        kept = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
-        kept[""] = {key: record.get(key) for key in ("skipped", "clipped")}
-        self._records.append({scope: {"step": step, **values} for scope, values in kept.items()})
+        table = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
+        table[""] = {key: record.get(key) for key in ("skipped", "clipped")}
+        self._settings = self._settings if self._records else recorded_settings(record)
+        self._records.append({scope: {"step": step, **values} for scope, values in table.items()})
         if len(self._records) > MOST_SAMPLES:
             del self._records[1:-1:2]
-        run = Run("live", Path(), recorded_settings(record), {}, None, {"telemetry": self._tables()})
+        run = Run("live", Path(), self._settings, {}, None, {"telemetry": self._tables()})
         hints = []
         for finding in examine(History(run, _default_scope(run)), _roles(run), live=True):
             topic = finding.rule, finding.scope
@@ -779,8 +778,9 @@ class Findings:
 
 def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a telemetry record says about the optimizer, as a run's configuration would."""
-    groups = record.get("groups") or []
-    decaying = {group["rule"] for group in groups if group["decay"]}
+    listed = record.get("groups")
+    groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    decaying = {str(group.get("rule")) for group in groups if group.get("decay")}
     settings: dict[str, Any] = {"decay": decaying.pop()} if len(decaying) == 1 else {}
     if groups and all(group.get("rounding") == "stochastic" for group in groups):
         settings["rounding"] = "stochastic"
@@ -791,9 +791,10 @@ def _with_recorded_settings(run: Run) -> Run:
     """Give a file of JSON lines, which has no configuration, the settings in its first telemetry record."""
     if run.settings or not run.path.is_file():
         return run
-    with run.path.open(encoding="utf-8") as lines:
-        first = next((line for line in lines if '"groups"' in line and '"telemetry"' in line), "{}")
-    return replace(run, settings=recorded_settings(json.loads(first)))
+    with run.path.open("rb") as lines, suppress(ValueError):  # a line that is being written
+        first = next((line for line in lines if b'"groups"' in line), b"{}")
+        return replace(run, settings=recorded_settings(json.loads(first)))
+    return run
 
 
 @dataclass(frozen=True)
