@@ -269,10 +269,10 @@ def test_the_command_plans_a_preset_as_it_is_trained(name, capsys):
 
 
 def test_the_command_answers_first_and_then_shows_the_links(capsys):
-    assert Plan(preset="w1024", steps=1000, setup=on(8)).run() == 0
+    assert Plan(preset="w1024", steps=10_000, setup=on(8)).run() == 0
     first, *_, optimizer, model = capsys.readouterr().out.splitlines()
     planned = plan_update(preset("w1024"), on(8))
-    assert first.startswith(f"{1000 * planned.seconds / 3600:,.1f} hours on 8 GPUs (fsdp)")
+    assert first.startswith(f"{10_000 * planned.seconds / 3600:,.1f} hours on 8 GPUs (fsdp)")
     assert f"{planned.optimizer_bytes / 1e6:,.1f} MB" in optimizer
     assert f"{planned.model_bytes / 1e6:,.1f} MB" in model
     assert Plan(preset="moe-1t", steps=1000, setup=on(1)).run() == 0

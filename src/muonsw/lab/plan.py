@@ -291,7 +291,8 @@ def require_positive(**values: float) -> None:
             raise ValueError(f"{name}={value} must be positive and finite")
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True)
+class Memory:
     """Bytes on the GPU that holds the most."""
 
     weights: float  # float32
@@ -305,7 +306,7 @@ class Memory(NamedTuple):
     @property
     def total(self) -> float:
         """All of it."""
-        return math.fsum(self)
+        return math.fsum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -584,18 +585,15 @@ class Plan:
         """Compute and print."""
         result = self.planned()
         if self.json:
-            print(
-                json.dumps(
-                    plain(asdict(result) | {"memory": result.update.memory._asdict()}), indent=2, allow_nan=False
-                )
-            )
+            print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
             return 0
         console, setup, total = Console(), result.update.setup, result.update.memory.total
+        time = f"{result.hours:,.1f} hours" if result.hours >= 0.1 else f"{3600 * result.hours:.3g} seconds"
         room = "of" if total <= H200.capacity else "which is more than"
         gpus = "1 GPU" if setup.gpus == 1 else f"{setup.gpus:,} GPUs ({setup.strategy})"
         say(
             console,
-            f"{result.hours:,.1f} hours on {gpus}; the fullest holds {total / GIB:.1f} GiB, {room} the "
+            f"{time} on {gpus}; the fullest holds {total / GIB:.1f} GiB, {room} the "
             f"{H200.capacity / GIB:.0f} GiB of an H200.",
         )
         print_table(console, Table("plan", "", ("", "", ""), rows_of(result)))
