@@ -130,9 +130,8 @@ test-package:  ## build wheel and sdist, check what they hold, use the wheel in 
 	$(PACKAGE_VENV)/bin/python -m pip install -q -c constraints.txt build cffconvert twine
 	$(PACKAGE_VENV)/bin/python tests/package/check.py
 
-bench: install  ## time our step and the demo model against torch's, on this machine
+bench: install  ## time our step against torch's, on this machine
 	$(BIN)/python bench/step_time.py
-	$(BIN)/python bench/demo_speed.py
 
 evidence: install  ## rebuild docs/evidence.md and its figures from the records of our own runs
 	$(BIN)/muonsw reproduce evidence

@@ -19,14 +19,14 @@ from muonsw.algorithms import base
 from muonsw.kernels import adamw, common, elementwise, finite, momentum, move
 from muonsw.kernels import normalize as normalize_kernels
 from muonsw.kernels.symmetric import Tiles, symmetric_product
-from muonsw.lab.bench.timing import device_milliseconds as milliseconds
-from muonsw.lab.bench.timing import save
 from muonsw.lab.model import kernels as model
 from muonsw.lab.model.decoder import rotary_table
 from muonsw.lab.model.grouped import gated
 from muonsw.lab.model.moe import plan_routes
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import normalize
+from timing import device_milliseconds as milliseconds
+from timing import save
 
 TILES = [
     Tiles(128, 1, 64, 4, 3), Tiles(128, 1, 64, 8, 3), Tiles(128, 1, 64, 8, 4), Tiles(128, 1, 64, 4, 4),

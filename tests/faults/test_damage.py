@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.diagnose.diagnosis import as_data, diagnose
+from muonsw.lab.diagnose import as_data, diagnose
 from muonsw.lab.runs import load_run
 from muonsw.lab.train.checkpoint import read_tensors, write_tensors
 from tests.faults.commands import GOOD, CommandResult, outcome, run_command

@@ -146,6 +146,6 @@ def test_the_cli_says_when_memory_is_short(monkeypatch, capsys):
     def greedy(_arguments):
         raise MemoryError
 
-    monkeypatch.setattr("muonsw.lab.commands.run", greedy)
+    monkeypatch.setattr("muonsw.lab.cli.run", greedy)
     assert cli.main(["plan"]) == 3
     assert "not enough memory: ask for something smaller" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import read_object
-from muonsw.lab.diagnose.diagnosis import as_data, diagnose
+from muonsw.lab.diagnose import as_data, diagnose
 from muonsw.lab.runs import load_run
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import load_model

@@ -17,8 +17,7 @@ LADDER = (
     "model",
     "tasks",
     "train",
-    "cost",
-    "bench",
+    "plan",
     "runs",
     "claims",
     "report",
@@ -65,7 +64,7 @@ def test_an_import_upwards_is_seen_in_all_its_forms(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
         "import muonsw.lab.studies.arms\nfrom muonsw.lab import report\n"
-        "def late():\n    from muonsw.lab.commands.plan import Plan\n",
+        "def late():\n    from muonsw.lab.commands.train import Train\n",
         encoding="utf-8",
     )
     assert set(folders_imported_by(path)) == {"studies", "report", "commands"}

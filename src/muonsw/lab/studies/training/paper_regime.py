@@ -18,8 +18,8 @@ from dataclasses import replace
 from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, above, at_most, below, within
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.cost.parts import parts_of
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.plan import parts_of
 from muonsw.lab.report.sections import Chart
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (

@@ -9,7 +9,7 @@ from muonsw.decay import convert_weight_decay
 from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Source, at_least, below, within
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose.history import open_history
+from muonsw.lab.diagnose import open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (

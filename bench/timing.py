@@ -1,4 +1,4 @@
-"""How `muonsw bench` and the scripts of bench/ time things: clocks, turns, memory, and what it was timed on."""
+"""How the scripts of this folder time things: clocks, turns, memory, and the machine."""
 
 from __future__ import annotations
 
@@ -15,22 +15,15 @@ from typing import Any, TypeVar
 import torch
 
 from muonsw import machine
-from muonsw.lab.base.errors import UsageError
 
 Result = TypeVar("Result")
 WARMING_ROUNDS = 2
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device that "auto", "cpu" or "cuda" means here.
-
-    Raises:
-        UsageError: If there is no such device.
-    """
-    if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--device is auto, cpu or cuda, got {name!r}")
+    """Return the device that "auto", "cpu" or "cuda" means here."""
     if name == "cuda" and not machine.gpus():
-        raise UsageError("there is no CUDA device here that torch can use; take --device cpu")
+        raise SystemExit("there is no CUDA device that torch can use here; take --device cpu")
     return torch.device("cuda" if name != "cpu" and machine.gpus() else "cpu")
 
 
@@ -41,7 +34,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """How long one call takes, on the clock on the wall."""
+    """Time one call on the wall clock."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -59,8 +52,8 @@ def device_milliseconds(work: Callable[[], object], repeats: int = 5, calls: int
         work()
     times = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(CYCLES_ASLEEP)  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(CYCLES_ASLEEP)
         start.record()
         for _ in range(calls):
             work()
@@ -73,34 +66,30 @@ def device_milliseconds(work: Callable[[], object], repeats: int = 5, calls: int
 def in_turn(
     ways: Mapping[str, Callable[[], Result]], rounds: int, warming: int = WARMING_ROUNDS
 ) -> dict[str, list[Result]]:
-    """What each way of doing something returns, round by round after those that warm up.
+    """Collect what each way of doing something returns, round by round after those that warm up.
 
-    A round takes each once, another one first every time, so that what else the machine does hits all of them alike.
-
-    Examples:
-        >>> in_turn({"a": lambda: 1, "b": lambda: 2}, rounds=3)
-        {'a': [1, 1, 1], 'b': [2, 2, 2]}
+    A round takes each once, and every round starts with another one: other load on the machine hits all of them alike.
     """
-    found: dict[str, list[Result]] = {name: [] for name in ways}
+    results: dict[str, list[Result]] = {name: [] for name in ways}
     names = list(ways)
     for number in range(warming + rounds):
         first = number % max(1, len(names))
         for name in names[first:] + names[:first]:
             result = ways[name]()
             if number >= warming:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 def save(record: Any, path: Path | None) -> None:
-    """Write what was measured as JSON, where a path is given."""
+    """Write a record as JSON if a path is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What a figure must name to be worth something: machine, threads, versions and the day."""
+    """Describe the machine, threads, versions and the day."""
     versions = {}
     for package in ("torch", "triton", *packages):
         try:
@@ -116,24 +105,9 @@ def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str,
 
 
 def _processor() -> str:
-    """The name of the processor, which Linux alone writes into a file."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def product_rate(device: torch.device) -> float:
-    """FLOP a second of one large matrix product on random numbers, bfloat16 on a GPU and float32 on a CPU."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    calls = 10 if device.type == "cuda" else 1
-
-    def work() -> None:
-        for _ in range(calls):
-            torch.mm(a, b)
-
-    work()
-    return 2 * size**3 * calls / (1e-3 * statistics.median(milliseconds(work, device) for _ in range(5)))
 
 
 def peak_extra_bytes(work: Callable[[], object], device: torch.device) -> int | None:

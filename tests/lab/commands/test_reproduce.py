@@ -1,15 +1,12 @@
-"""The command line: what it lists, writes and prints, and how it says no."""
+"""`muonsw reproduce`: what it lists, writes and prints, and how it says no."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-import muonsw
-import muonsw.lab.commands.reproduce  # before anything in it is replaced
+import muonsw.lab.commands.reproduce  # noqa: F401 (before anything in it is replaced)
 from muonsw.lab.claims.claim import Estimate, Evidence, Interval, Source, at_most
 from muonsw.lab.cli import main
 from muonsw.lab.paper import Tolerance
@@ -138,33 +135,6 @@ def test_an_unwritable_folder_is_refused_before_the_work(tmp_path, capsys):
     assert "choose another" in error
 
 
-@pytest.mark.parametrize("arguments", [["reproduce", "--nonsense"], ["plan", "--steps", "few"]])
-def test_a_malformed_command_line_exits_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_missing_extra_is_said_in_one_line(monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("muonsw.lab.commands")]:
-        monkeypatch.delitem(sys.modules, name)
-    for package in ("tyro", "rich"):
-        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    assert main(["reproduce", "--list"]) == 2
-    error = capsys.readouterr().err
-    assert "pip install '.[lab]'" in error
-    assert error.count("\n") == 1
-
-
-def test_a_missing_package_of_one_command_is_said_in_one_line():
-    code = "import sys; sys.modules['numpy'] = None; from muonsw.lab.cli import main; sys.exit(main(['train']))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert "muonsw: the lab needs the package numpy: run pip install '.[lab]'" in ended.stderr  # torch warns as well
-    assert "Traceback" not in ended.stderr
-
-
 def test_one_experiment_of_a_study():
     assert [experiment.name for experiment in find_study("theory/scalar").experiments] == ["scalar"]
     with pytest.raises(ValueError, match="unknown study"):
@@ -193,12 +163,6 @@ def test_what_is_undecided_is_no_failure(tmp_path, capsys, monkeypatch):
 @dataclass(frozen=True)
 class Settings:
     """Of an experiment without any."""
-
-
-@pytest.mark.parametrize("command", [["muonsw"], pytest.param(["muonsw.lab.cli"], marks=pytest.mark.slow)])
-def test_the_version_is_printed(command):
-    done = subprocess.run([sys.executable, "-m", *command, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"muonsw {muonsw.__version__}\n"
 
 
 @pytest.mark.usefixtures("studies")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from muonsw.decay import decay_factor
-from muonsw.lab.diagnose.history import History
+from muonsw.lab.diagnose import History
 from muonsw.lab.runs import load_run
 from muonsw.lab.theory import next_norm
 
