@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.commands.plan import Plan
 from muonsw.lab.model import Decoder
-from muonsw.lab.plan import Plan, Setup
+from muonsw.lab.plan import Setup
 from muonsw.lab.studies.arms import parse_arm
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer

@@ -13,11 +13,11 @@ from torch import nn
 
 from muonsw import AdamWSW, JsonlSink, MuonSW, Telemetry
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.commands.diagnose import Diagnose
 from muonsw.lab.diagnose import (
     AGAIN,
     MOST_SAMPLES,
     RULES,
-    Diagnose,
     Findings,
     History,
     Severity,

@@ -31,6 +31,7 @@ from muonsw.lab.studies.training import (
     gradient_growth,
     lambda_scaling,
     long,
+    paper_regime,
     rate_drift,
     regret,
     rows,
@@ -687,8 +688,7 @@ def test_too_large_a_lambda_is_compared_at_the_same_lambda_and_at_the_same_total
 
     def valley(rule, slope, per_lambda):
         losses = {0.1 * 2**power: 3.0 + slope * abs(power) for power in range(-3, 4)}
-        costs = {lam: (cost, None) for lam, cost in regrets(losses).items()}
-        return Optimum(rule, 1_600, 0.02, 1.0, 2, 0.1, 0.1, 0.1, per_lambda, False, losses, costs)
+        return Optimum(rule, 1_600, 0.02, 1.0, 2, 0.1, 0.1, 0.1, per_lambda, False, losses)
 
     first, second, third = too_large([valley("constant", 0.2, 15.0), valley("scaled", 0.1, 10.0)])
     assert (first.lam, first.constant, first.scaled) == (0.2, pytest.approx(0.2), pytest.approx(0.1))
@@ -806,7 +806,7 @@ ENDS = [(rule, steps) for rule in ("constant", "scaled") for steps in (25_600, 6
 
 def optimum_of(rule, steps):
     best = 0.02 if steps == 25_600 else 0.05
-    return Optimum(rule, steps, 0.02, 1.0, 2, best, best, best, steps / 100, False, {best: 3.0}, {best: (0.0, None)})
+    return Optimum(rule, steps, 0.02, 1.0, 2, best, best, best, steps / 100, False, {best: 3.0})
 
 
 def test_claims_tell_a_rule_that_is_as_good_from_one_that_is_not():
@@ -955,6 +955,21 @@ def test_the_claims_at_300_tokens_per_parameter_tell_the_rules_apart(tiny):
     for id in ("saves-steps", "too-large-costs-less", "scaled-is-wider"):
         assert not swapped[id].holds, id
     assert right["constant-advice"].measured == pytest.approx(0.0)
+
+
+def test_adamw_at_the_published_lambda_has_the_published_total():
+    """Power Lines' fit is of lambda times the peak rate times the steps, which is more than a schedule's sum."""
+    (one,) = paper_regime.adamw_lambdas({}, evidence.MINI)
+    run = one.base
+    published = paper_regime.tokens_per_parameter(run) ** 0.527 / 1.084 / (run.optimizer.lr * run.steps)
+    found = {}
+    for arm in one.arms:
+        loss = math.log(arm.optimizer.weight_decay / published) ** 2
+        found[arm.name] = [Run(arm.name, Path(), one.config(arm, 0).as_data(), {}, {"final_loss": loss}, {})]
+    claims = {claim.id: claim for claim in paper_regime.judge_adamw({one.key: found}, evidence.MINI)}
+    assert claims["constant-published"].measured == pytest.approx(0.0, abs=0.01)
+    # At the same lambda scaled decay has a smaller total.
+    assert claims["scaled-published"].measured == pytest.approx(math.log2(0.73), abs=0.05)
 
 
 def test_gains_of_both_peaks_are_judged_against_constant_decay_and_their_own_controls():

@@ -128,8 +128,9 @@ class Advise:
         basis, low, high = self._basis(flat), wanted, wanted
         if far := self._far_from_ours():
             basis, low, high = far, RANGE[0] * wanted, RANGE[1] * wanted
-            if self.algorithm == "adamw":  # Power Lines' fit
-                high = max(high, self._tokens_per_parameter() ** 0.527 / 1.084)
+            if self.algorithm == "adamw":
+                mean_multiple = per_lambda["constant"] / (self.steps * self.lr)
+                high = max(high, published_total(self._tokens_per_parameter(), mean_multiple))
         per = per_lambda[self.decay]
         # A lambda with which a step would remove the whole weight cannot be tried.
         if self.training in NO_LAMBDA or fresh > LARGEST * per or high * self.lr >= per:
@@ -189,7 +190,8 @@ class Advise:
         if (ratio := self._tokens_per_parameter()) > 2 * TOKENS_PER_PARAMETER:
             reasons.append(f"{ratio:,.0f} tokens per parameter (ours: up to {TOKENS_PER_PARAMETER})")
         where = f"A range, because this run is far from ours: {' and '.join(reasons)}. In ours the best total "
-        return f"{where}did not grow with either; the paper's runs have 19 to 25, not tuned." if reasons else ""
+        grew = "grew with tokens per parameter under scaled decay, from 1.1 at 64 to 2.6 at 300"
+        return f"{where}{grew}; the paper's runs have 19 to 25, not tuned." if reasons else ""
 
     def _tokens_per_parameter(self) -> float:
         return self.tokens / self.parameters if self.tokens and self.parameters else 0.0
@@ -214,6 +216,18 @@ class Advise:
                 raise ValueError(f"{name}={value!r}: must be a positive number")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay={self.weight_decay!r}: must be a number of at least 0")
+
+
+def published_total(tokens_per_parameter: float, mean_multiple: float) -> float:
+    """Power Lines' best total decay for AdamW, summed over a schedule whose mean is this multiple of the peak rate.
+
+    Their fit (arXiv 2505.13738) is of lambda times the peak rate times the number of steps.
+
+    Examples:
+        >>> [round(published_total(300, multiple)) for multiple in (1.0, 0.54)]
+        [19, 10]
+    """
+    return mean_multiple * math.pow(tokens_per_parameter, 0.527) / 1.084
 
 
 def more_decay(rule: str, epochs: float) -> float:

@@ -1,4 +1,4 @@
-"""`muonsw diagnose`: what weight decay does to the weights of a run; and live hints while training.
+"""What weight decay does to the weights of a run; and live hints while training.
 
 Both put the same `RULES` to a `History`: `diagnose` to all records of a run, `Findings` to the records so far.
 """
@@ -6,31 +6,28 @@ Both put the same `RULES` to a `History`: `diagnose` to all records of a run, `F
 from __future__ import annotations
 
 import io
-import json
 import math
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
-from tyro.conf import Positional, arg
 
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import plain, prepare_folder
+from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table, norm_text, print_table
 from muonsw.lab.base.terminal import harmless, say
 from muonsw.lab.recipes import IDLE
-from muonsw.lab.report.own import METADATA, require_own, write_own
-from muonsw.lab.runs import Columns, Run, load_runs, norm_history, unique_names
+from muonsw.lab.report.own import METADATA, write_own
+from muonsw.lab.runs import Columns, Run, norm_history, unique_names
 from muonsw.lab.theory import (
     HypothesisError,
     NormHistory,
@@ -785,51 +782,3 @@ def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     if groups and all(group.get("rounding") == "stochastic" for group in groups):
         settings["rounding"] = "stochastic"
     return {"optimizer": settings} if settings else {}
-
-
-def _with_recorded_settings(run: Run) -> Run:
-    """Give a file of JSON lines, which has no configuration, the settings in its first telemetry record."""
-    if run.settings or not run.path.is_file():
-        return run
-    with run.path.open("rb") as lines, suppress(ValueError):  # a line that is being written
-        first = next((line for line in lines if b'"groups"' in line), b"{}")
-        return replace(run, settings=recorded_settings(json.loads(first)))
-    return run
-
-
-@dataclass(frozen=True)
-class Diagnose:
-    """Show what decay does to the weights of runs, and what is wrong.
-
-    Prints findings in plain words and a table of norms beside theory. Writes
-    every number to diagnose.json, and one figure.
-    """
-
-    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()
-    """Run folders, or JSON lines that `muonsw.Telemetry` wrote in your own loop; several are drawn together."""
-
-    out: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Folder to write to. Default: RUN/diagnose for a run, FILE-diagnose for a file, out/diagnose for several."""
-
-    scope: str = ""
-    """Which weights: decayed (the default), all, role:NAME, layer:NUMBER or parameter:NAME."""
-
-    def run(self) -> int:
-        """Examine, write, print."""
-        if not self.runs:
-            raise UsageError("missing run: muonsw diagnose RUN...")
-        runs = [_with_recorded_settings(run) for run in load_runs(self.runs)]
-        diagnoses = [diagnose(run, scope=self.scope) for run in runs]
-        folder, first = self.out, self.runs[0]
-        if folder is None:
-            folder = first.with_name(f"{first.stem}-diagnose") if first.is_file() else first / "diagnose"
-            folder = folder if len(runs) == 1 else Path("out/diagnose")
-        prepare_folder(folder)
-        require_own(folder / f"diagnose{suffix}" for suffix in (".json", *METADATA))
-        data = {"version": 1, "scope": self.scope, "runs": [as_data(diagnosis) for diagnosis in diagnoses]}
-        write_own(folder / "diagnose.json", json.dumps(data, allow_nan=False) + "\n")
-        draw(diagnoses, folder / "diagnose")
-        console = Console()
-        print_diagnosis(console, diagnoses)
-        say(console, f"\nwrote diagnose.json, diagnose.png and diagnose.svg to {folder}")
-        return 0

@@ -1,4 +1,4 @@
-"""`muonsw plan`: what a run costs before it is started, on one GPU or thousands.
+"""What a run costs before it is started, on one GPU or thousands.
 
 Bytes are counted, and tests compare them with what tensors take and ranks send. Times are sums over measured rates of
 one GPU and assumed rates of links (docs/scaling.md). Products overlap with the optimizer's exchange, and the passes of
@@ -8,30 +8,21 @@ the model with its own traffic: perfectly, which is optimistic.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Annotated, Literal, NamedTuple, get_args
-
-from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
+from typing import Literal, NamedTuple, get_args
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.rounds import ROUNDS, SMALLEST_ROUND
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import Table, print_table
-from muonsw.lab.base.terminal import say
-from muonsw.lab.model import ModelConfig, count, preset, role_of, unallocated
+from muonsw.lab.model import ModelConfig, count, role_of, unallocated
 from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.paper import PAPER_BATCH_TOKENS
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import trained_like
 from muonsw.orthogonalize.iterations import gram_pays
 from muonsw.step import ACCELERATOR_CHUNK_BYTES
 
@@ -555,60 +546,3 @@ def link_rows(update: UpdateCost) -> list[tuple[str, str, str]]:
         overlap = "hidden behind computing" if seconds <= computing else "not hidden behind computing"
         rows.append((name, f"{size / 1e6:,.1f} MB", f"in {1e3 * seconds:,.1f} ms, {overlap}; links are assumed"))
     return rows
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Say what a run will cost: parameters, FLOPs, memory, hours and traffic.
-
-    Nothing is trained. `muonsw advise` says what weight decay will do.
-    """
-
-    preset: str = ""
-    """The model: w128, w256, w512, w768, w1024, mini, demo, each also with -dense; or moe-1t, on paper only."""
-
-    tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
-    """Tokens to train on, such as 197B, 300M or 1.5e9."""
-
-    steps: Annotated[int | None, arg(metavar="N")] = None
-    """Steps, instead of tokens."""
-
-    batch_tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
-    """Tokens in a step. Default: the preset's."""
-
-    json: FlagCreatePairsOff[bool] = False
-    """Print JSON instead of a table."""
-
-    setup: OmitArgPrefixes[FlagCreatePairsOff[Setup]] = field(default_factory=Setup)
-
-    def run(self) -> int:
-        """Compute and print."""
-        result = self.planned()
-        if self.json:
-            print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
-            return 0
-        console, setup, total = Console(), result.update.setup, result.update.memory.total
-        time = f"{result.hours:,.1f} hours" if result.hours >= 0.1 else f"{3600 * result.hours:.3g} seconds"
-        room = "of" if total <= H200.capacity else "which is more than"
-        gpus = "1 GPU" if setup.gpus == 1 else f"{setup.gpus:,} GPUs ({setup.strategy})"
-        say(
-            console,
-            f"{time} on {gpus}; the fullest holds {total / GIB:.1f} GiB, {room} the "
-            f"{H200.capacity / GIB:.0f} GiB of an H200.",
-        )
-        print_table(console, Table("plan", "", ("", "", ""), rows_of(result)))
-        return 0
-
-    def planned(self) -> RunPlan:
-        """Compute what the options describe."""
-        if not self.preset or bool(self.tokens) == (self.steps is not None):
-            raise UsageError("give --preset with either --tokens or --steps, such as --preset w1024 --tokens 197B")
-        try:
-            batch = parse_amount(self.batch_tokens) if self.batch_tokens else trained_like(self.preset)[1]
-            steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
-            model = ON_PAPER[self.preset] if self.preset in ON_PAPER else preset(self.preset)
-            return plan(model, steps, batch_tokens=batch, setup=self.setup)
-        except OverflowError as error:
-            raise UsageError("a number is too large to compute with: give a smaller one") from error
-        except ValueError as error:
-            raise UsageError(str(error)) from error

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from muonsw.lab.advise import published_total
 from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, above, at_most, below, within
 from muonsw.lab.claims.statistics import over_seeds
@@ -58,7 +59,7 @@ from muonsw.lab.train.config import RunConfig
 # By scale, the number of steps: 300 tokens for each of 0.95 million active parameters at scale mini.
 STEPS = {"mini": 34_800}
 TOTALS, ADVISED = (0.6, 1.3, 4.0, 10.0, 20.0), 1.3
-POWER_LINES = Source("Power Lines (arXiv 2505.13738), AdamW", "total decay = TPP^0.527 / 1.084")
+POWER_LINES = Source("Power Lines (arXiv 2505.13738), AdamW", "lambda * peak rate * steps = TPP^0.527 / 1.084")
 POWER = 0.527
 COARSE = Tolerance(0.15, "the lambdas are a factor of 2.5 apart, and tokens per parameter differ by a factor of 19")
 PAPER_SAVED = Source("the paper's main table", "the same lambda and total decay")
@@ -187,12 +188,13 @@ def judge_adamw(results: Results, _scale: Scale) -> list[Claim]:
     if (arms := results.get(Key(ADAMW))) is None:
         return []
     run, claims = first_run(arms).config, []
-    published = tokens_per_parameter(run) ** POWER / 1.084
+    mean_multiple = optimum(arms, CONSTANT).per_lambda / (run.steps * run.optimizer.lr)
+    published = published_total(tokens_per_parameter(run), mean_multiple)
     octave = Tolerance(1.0, "the lambdas are a factor of two apart")
     for rule in RULES:
         one = optimum(arms, rule)
         octaves = [math.log2(vertex(losses) * one.per_lambda / published) for losses in losses_of(arms, rule)]
-        words = f"{rule} decay: log2 of the best total over the published {published:.1f}"
+        words = f"{rule} decay: log2 of the best total over the published one, {published:.1f} summed over the schedule"
         claims.append(within(f"{rule}-published", words, POWER_LINES, over_seeds(octaves), 0.0, octave))
     return [*claims, *at_one_length(losses_of(arms, SCALED), losses_of(arms, CONSTANT), run.steps)]
 

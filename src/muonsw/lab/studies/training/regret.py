@@ -193,14 +193,12 @@ class Optimum:
     per_lambda: float  # what decay takes over the run, the sum of phi, for each unit of lambda
     at_an_end: bool  # whether the best is the smallest or the largest that was tried
     losses: Losses  # means by lambda
-    # By lambda, the mean regret, and half of its 95% interval over seeds; None of one seed.
-    costs: Mapping[float, tuple[float, float | None]]
 
 
 def optimum(arms: Runs, rule: str) -> Optimum:
     """What the runs of a rule say, which differ in lambda and seed alone."""
     seeds, run = losses_of(arms, rule), first_run(arms)
-    config, losses, lowest = run.config, mean_losses(seeds), best_of_means(seeds)
+    config, losses = run.config, mean_losses(seeds)
     one = replace(config.optimizer, decay=rule, weight_decay=1.0)
     low, high = good_range(losses)
     return Optimum(
@@ -215,13 +213,7 @@ def optimum(arms: Runs, rule: str) -> Optimum:
         per_lambda=math.fsum(decay_factors(config, one)),
         at_an_end=at_an_end(losses),
         losses=losses,
-        costs={lam: _cost([seed[lam] - seed[lowest] for seed in seeds]) for lam in losses},
     )
-
-
-def _cost(values: Sequence[float]) -> tuple[float, float | None]:
-    cost = over_seeds(values)
-    return cost.value, None if cost.interval is None else cost.interval.high - cost.value
 
 
 def optima(results: Results) -> list[Optimum]:
@@ -289,9 +281,10 @@ def too_large(found: Sequence[Optimum]) -> list[TooLargeLambda]:
     scaled_at = {one.steps: one for one in found if one.rule == "scaled"}
     for constant in (one for one in found if one.rule == "constant"):
         scaled = scaled_at[constant.steps]
-        for lam in (lam for lam in constant.costs if lam > max(constant.best, scaled.best)):
-            same_total = loss_at(regrets(scaled.losses), lam * constant.per_lambda / scaled.per_lambda)
-            rows.append(TooLargeLambda(constant, lam, constant.costs[lam][0], scaled.costs[lam][0], same_total))
+        theirs, ours = regrets(constant.losses), regrets(scaled.losses)
+        for lam in (lam for lam in theirs if lam > max(constant.best, scaled.best)):
+            same_total = loss_at(ours, lam * constant.per_lambda / scaled.per_lambda)
+            rows.append(TooLargeLambda(constant, lam, theirs[lam], ours[lam], same_total))
     return rows
 
 
