@@ -340,17 +340,6 @@ def test_a_run_whose_folder_is_deleted_fails_and_leaves_the_next_one_alone(tmp_p
     assert not (folder / "result.json").exists()
 
 
-def test_checkpoints_of_another_run_are_not_counted_as_older_ones(tmp_path):
-    def empty(step):
-        return checkpoint.Checkpoint(step, {}, {"latest": None})
-
-    shelf = checkpoint.Shelf(tmp_path, keep=1, note=print)
-    shelf.save(empty(4))
-    checkpoint.save(tmp_path, empty(100))
-    shelf.save(empty(8))
-    assert [checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path)] == [100, 8]
-
-
 @pytest.mark.parametrize("linked", [True, False])
 def test_checkpoints_that_cannot_be_written_are_named_before_the_first_update(tmp_path, linked):
     train(small_run(), tmp_path / "run")

@@ -11,8 +11,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES, refuse_unknown_run
 from muonsw.lab.base.settings import as_data, from_data
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
-from muonsw.lab.tasks.decoder import DataConfig
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import DataConfig, TaskConfig
 from muonsw.lab.theory.schedule import SHAPES, schedule_of, warmup_steps_for_horizon
 from muonsw.norms import FREE, NORM_RULES
 from muonsw.options import validate_option

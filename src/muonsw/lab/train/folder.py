@@ -19,7 +19,7 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
 from muonsw.lab.base.settings import differences, flatten
 from muonsw.lab.base.storage import locked, read_object, refuse_folder, require_writable, write_json
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import TaskConfig
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 

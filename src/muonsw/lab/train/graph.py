@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonsw.kernels.graphs import recorded
-from muonsw.lab.tasks.task import Batch, map_tensors, tensors_of
+from muonsw.lab.tasks import Batch, map_tensors, tensors_of
 
 # Eager calls before one is captured: kernels are compiled, and states made, on the way.
 WARM_CALLS = 3

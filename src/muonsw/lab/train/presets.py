@@ -17,9 +17,7 @@ from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizers import padded_vocab
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
-from muonsw.lab.tasks.check import Checked
-from muonsw.lab.tasks.decoder import DataConfig, with_tokens
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import Checked, DataConfig, TaskConfig, with_tokens
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import OptimizerConfig, RunConfig, ScheduleConfig
 from muonsw.registry import unknown

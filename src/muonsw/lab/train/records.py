@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muonsw.lab.base.errors import needed
 from muonsw.lab.base.storage import numbered, parse_json, plain, replacing, reported, write_atomically
-from muonsw.lab.tasks.task import LossParts
+from muonsw.lab.tasks import LossParts
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Evaluation, Training

@@ -13,16 +13,30 @@ import torch
 from torch import Tensor
 
 from muonsw import machine
-from muonsw.distributed.shards import whole
 from muonsw.lab.base.errors import Diverged, UsageError
 from muonsw.lab.data.loader import prefetch
 from muonsw.lab.model import ModelConfig
-from muonsw.lab.tasks.decoder import DecoderTask, with_tokens
-from muonsw.lab.tasks.functions import TaskConfig
-from muonsw.lab.tasks.task import Batch, LossParts, Task, to_device
-from muonsw.lab.tasks.user import UserTask, with_file
+from muonsw.lab.tasks import (
+    Batch,
+    DecoderTask,
+    LossParts,
+    Task,
+    TaskConfig,
+    UserTask,
+    to_device,
+    with_file,
+    with_tokens,
+)
 from muonsw.lab.theory.schedule import lr_scheduler
-from muonsw.lab.train.checkpoint import Checkpoint, CheckpointError, load_optimizer, optimizer_tensors
+from muonsw.lab.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    gathered,
+    load_optimizer,
+    optimizer_tensors,
+    sharded_like,
+    whole,
+)
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
@@ -188,7 +202,6 @@ class Training:
         self.placed.share_buffers()
         self.module.eval()
         for batch, counted in self.task.validation(ranks=self.world.size, rank=self.world.rank):
-            self.world.alive(f"evaluation after update {self.step}")
             with self._blamed():
                 total = total + (self.replayed_score or self.score)([to_device(batch, self.device)]) * counted
             rows += counted
@@ -237,7 +250,7 @@ class Training:
         return compiled
 
     def checkpoint(self) -> Checkpoint:
-        """Everything needed to go on from here."""
+        """Everything needed to go on from here; tensors on rank 0 only, which writes them."""
         self.placed.share_buffers()
         optimizer, groups = optimizer_tensors(self.optimizer)
         random = {"cpu": torch.get_rng_state()}
@@ -253,7 +266,8 @@ class Training:
             "threads": torch.get_num_threads(),
             "config": self.config.as_data(),
         }
-        tensors = {"model": own_tensors(self.model), "optimizer": optimizer, "random": random}
+        parts = {"model": own_tensors(self.model), "optimizer": optimizer, "random": random}
+        tensors = {part: gathered(found, keep=self.world.leads) for part, found in parts.items()}
         return Checkpoint(self.step, tensors, state)
 
     def saved_bytes(self) -> int:
@@ -274,7 +288,9 @@ class Training:
             raise CheckpointError(f"the one after update {saved.step} does not fit this run ({reason})") from error
 
     def _load(self, saved: Checkpoint) -> None:
-        self.model.load_state_dict({name: saved.tensors["model"][own] for name, own in _own_names(self.model).items()})
+        weights, here = saved.tensors["model"], self.model.state_dict(keep_vars=True)
+        names = _own_names(self.model)
+        self.model.load_state_dict({name: sharded_like(here[name], weights[names[name]]) for name in names})
         load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
         # The schedule is a function of the step; the learning rates themselves came with the groups.
         self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
