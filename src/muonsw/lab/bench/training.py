@@ -72,11 +72,11 @@ class TimedTraining:
             documents = 10 + 2 * config.tokens_per_step // MEAN_LENGTH
             source = islice(MarkovSource(seed=0, mean_length=MEAN_LENGTH), documents)
             prepare(source, ByteTokenizer(), Path(folder), validation_fraction=0.2)
-            config = replace(config, data=replace(config.data, eval_windows=1), device=device.type)
+            config = replace(config, data=replace(config.tokens, eval_windows=1), device=device.type)
             self.training = Training(with_fingerprint(config))
         self.config = self.training.config
-        shape = (self.config.batch // self.config.accumulation, self.config.model.sequence + 1)
-        rows = [torch.randint(self.config.model.vocab, shape, device=device) for _ in range(self.config.accumulation)]
+        shape = (self.config.batch // self.config.accumulation, self.config.decoder.sequence + 1)
+        rows = [torch.randint(self.config.decoder.vocab, shape, device=device) for _ in range(self.config.accumulation)]
         self.batches: list[TokenBatch] = [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
         self.journal = Journal(self.training, [])
 
@@ -124,7 +124,7 @@ class TimedTraining:
             "tokens_per_second": rate,
             "ms": 1e3 * seconds,
             "optimizer_ms": self.optimizer_ms(),
-            "tflops": count(self.config.model).flops_per_token * rate / 1e12,
+            "tflops": count(self.config.decoder).flops_per_token * rate / 1e12,
             "gib": torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
         }
 

@@ -140,8 +140,8 @@ class Compare:
         if base.task is not None:
             seen = counted(base.batch, "sample")
         else:
-            epochs = base.steps * base.tokens_per_step / read_record(Path(base.data.path)).tokens("train")
-            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.data.path})"
+            epochs = base.steps * base.tokens_per_step / read_record(Path(base.tokens.path)).tokens("train")
+            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.tokens.path})"
         length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'update')} of {seen}"
         return f"{names}, {length}, {workers} at a time, in {self.out}"
 
@@ -166,7 +166,7 @@ class Compare:
             say(console, "tokens: the Python standard library, prepared once in out/data")
         base = with_data(base, self.data, self.text)
         if self.text:
-            say(console, describe(Path(base.data.path)))
+            say(console, describe(Path(base.tokens.path)))
             require_enough_text(base)
         return base
 

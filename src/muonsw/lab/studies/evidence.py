@@ -113,7 +113,7 @@ def chosen(name: str, data: Path | None, folder: Path = FOLDER) -> list[str]:
     if data is None:
         return []
     text = fingerprint(read_record(data))
-    found = [name for name, records in read_records(folder).items() if records.base.data.fingerprint == text]
+    found = [name for name, records in read_records(folder).items() if records.base.tokens.fingerprint == text]
     if not found:
         raise UsageError(f"no records in {folder} are of the text in {data} ({text}): name a study, as evidence/long")
     return found
@@ -134,7 +134,7 @@ def gather(
     study = part(name)
     first = study.comparisons(study.scale)
     config = next(iter(workshop.jobs(first).values())).config
-    text = read_record(Path(config.data.path))
+    text = read_record(Path(config.tokens.path))
     sizes = {"documents": text.documents, "tokens": text.tokens("train"), "vocabulary": text.vocab_size}
     records = Records.open(path, config, **sizes)
 
@@ -347,7 +347,7 @@ def measured(evidence: EvidencePage) -> dict[str, Any]:
     rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in found)
     text = f"; from {first:,} on with half as many tokens, on fresh text" if fresh else ""
     basis = (
-        f"width {run.model.width}, {run.model.layers} layers, {run.model.experts} experts, Muon with cosine to a "
+        f"width {run.decoder.width}, {run.decoder.layers} layers, {run.decoder.experts} experts, Muon with cosine to a "
         f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {', '.join(rates)}{text}"
     )
     others = _other_rules(evidence.results["best-rules"])

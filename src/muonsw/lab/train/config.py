@@ -159,10 +159,9 @@ class ParallelConfig:
 class RunConfig:
     """One training run."""
 
-    # The decoder and its tokens; None where a task says what is trained. Only code about decoders reads these two, and
-    # need not ask whether they are there.
-    model: ModelConfig = None  # type: ignore[assignment]
-    data: DataConfig = None  # type: ignore[assignment]
+    # The decoder and its tokens; None if a task is trained. Code about decoders reads `decoder` and `tokens`.
+    model: ModelConfig | None = None
+    data: DataConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # how weights move
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # learning rate over the run
     steps: int = 1000  # updates
@@ -214,9 +213,21 @@ class RunConfig:
         self.schedule.multiple(self.steps)(0)  # whatever is wrong with the schedule is said before anything is trained
 
     @property
+    def decoder(self) -> ModelConfig:
+        """The decoder that is trained."""
+        assert self.model is not None, "a task has no decoder"
+        return self.model
+
+    @property
+    def tokens(self) -> DataConfig:
+        """The tokens that a decoder is trained on."""
+        assert self.data is not None, "a task has no tokens"
+        return self.data
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens in an update of a decoder."""
-        return self.batch * self.model.sequence
+        return self.batch * self.decoder.sequence
 
     def as_data(self) -> dict[str, Any]:
         """The run as JSON data, with the version of this format; how it is carried out only where that is chosen."""

@@ -40,7 +40,7 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     """
     config = _decoder_config(run)
     saved = load_newest(run, config, best=best, note=note)
-    data = Path(config.data.path)
+    data = Path(config.tokens.path)
     tokenizer, record = load_tokenizer(data), read_record(data)
     _require_own(folder)
     busy = f"{folder} is being written by another export: wait for it to end, or choose another folder with --out"
@@ -132,8 +132,8 @@ def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder,
         tokenizer = load_tokenizer(path / TOKENIZER)
     else:
         run = _decoder_config(path)
-        config, tensors = run.model, load_newest(path, run, note=note).tensors["model"]
-        tokenizer = load_tokenizer(Path(run.data.path))
+        config, tensors = run.decoder, load_newest(path, run, note=note).tensors["model"]
+        tokenizer = load_tokenizer(Path(run.tokens.path))
     _require_fit(path, config, tensors)
     if tokenizer.vocab_size > config.vocab:
         raise UsageError(f"the tokenizer of {path} has more tokens than its model: {AGAIN}")

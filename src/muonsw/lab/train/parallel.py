@@ -138,11 +138,7 @@ def require_division(config: RunConfig, ranks: int) -> None:
     if ranks % replicas:
         raise UsageError(f"{ranks} ranks cannot hold parallel.replicas={replicas} equal copies: choose a divisor")
     shards, model = ranks // replicas, config.model
-    if (
-        config.task is None
-        and config.parallel.experts == "rows"
-        and (model.width % shards or 2 * model.ff_width % shards)
-    ):
+    if model and config.parallel.experts == "rows" and (model.width % shards or 2 * model.ff_width % shards):
         sizes = f"model.width={model.width} and twice ff={model.ff_width}"
         raise UsageError(f"{sizes} do not split into {shards} equal parts: set parallel.experts to 'stack'")
 

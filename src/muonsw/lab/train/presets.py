@@ -112,10 +112,10 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
     """
     if data is not None and text:
         raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
-    vocab = run.model.vocab
+    vocab = run.decoder.vocab
     folder = data or (text_data(text, vocab) if text else default_data(vocab))
-    fitting = replace(run.model, vocab=padded_vocab(read_record(folder).vocab_size))
-    return replace(run, model=fitting, data=with_tokens(replace(run.data, path=str(folder)), fitting))
+    fitting = replace(run.decoder, vocab=padded_vocab(read_record(folder).vocab_size))
+    return replace(run, model=fitting, data=with_tokens(replace(run.tokens, path=str(folder)), fitting))
 
 
 def require_enough_text(run: RunConfig) -> None:
@@ -124,7 +124,7 @@ def require_enough_text(run: RunConfig) -> None:
     Raises:
         UsageError: If not, with how much text is enough.
     """
-    record, sequence = read_record(Path(run.data.path)), run.model.sequence
+    record, sequence = read_record(Path(run.tokens.path)), run.decoder.sequence
     train, validation = run.batch * sequence + 1, sequence + 1
     if record.tokens("train") >= train and record.tokens("validation") >= validation:
         return

@@ -318,7 +318,7 @@ def open_task(config: RunConfig, ranks: int = 1) -> Task:
     if config.task is not None:
         return UserTask(config.task, batch=config.batch, seed=config.seed)
     micro = config.batch // (config.accumulation * ranks)
-    return DecoderTask(config.model, config.data, batch=config.batch, micro=micro, seed=config.seed)
+    return DecoderTask(config.decoder, config.tokens, batch=config.batch, micro=micro, seed=config.seed)
 
 
 def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -349,7 +349,7 @@ def has_compiled(config: RunConfig) -> bool:
 
 
 def _shape(config: RunConfig) -> tuple[ModelConfig | TaskConfig, int]:
-    return config.task or config.model, config.batch // config.accumulation
+    return config.task or config.decoder, config.batch // config.accumulation
 
 
 def _forget_other_shapes(config: RunConfig) -> None:
@@ -476,4 +476,4 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     """
     if config.task is not None:
         return replace(config, task=with_file(config.task))
-    return replace(config, data=with_tokens(config.data, config.model))
+    return replace(config, data=with_tokens(config.tokens, config.decoder))

@@ -114,7 +114,7 @@ def along(axis: Growth, results: Results, rule: str) -> dict[int, Runs]:
 
 
 def _grown(axis: Growth, run: RunConfig) -> int:
-    return run.batch if axis.name == "batch" else run.model.width
+    return run.batch if axis.name == "batch" else run.decoder.width
 
 
 def exponent(axis: Growth, results: Results, rule: str) -> Estimate | None:
@@ -192,7 +192,7 @@ def _points_table(results: Results) -> Table:
             run = first_run(results[key]).config
             best = f"{one.best:.3g}{', at an end' if one.at_an_end else ''}"
             total, lowest = f"{one.best * one.per_lambda:.2f}", f"{min(one.losses.values()):.4f}"
-            rows.append([key.name.split()[0], rule, run.model.width, run.batch, run.steps, best, total, lowest])
+            rows.append([key.name.split()[0], rule, run.decoder.width, run.batch, run.steps, best, total, lowest])
     note = "From means over seeds: the vertex of a parabola over log lambda through the lowest and its neighbours."
     return Table("lambda-points", "The best lambda of every point", columns, rows, note)
 
@@ -223,7 +223,7 @@ def scaling_measured(results: Results, scale: Scale) -> list[dict[str, Any]]:
 
     Along the batch the tokens stay, so updates fall with it, and the power of the total is that of lambda less one.
     """
-    base, found = {"width": scale.map_run.model.width, "batch": scale.map_run.tokens_per_step}, []
+    base, found = {"width": scale.map_run.decoder.width, "batch": scale.map_run.tokens_per_step}, []
     for axis in AXES[:2]:
         for rule in RULES:
             one = exponent(axis, results, rule)
