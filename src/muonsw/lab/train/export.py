@@ -45,7 +45,15 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     _require_own(folder)
     busy = f"{folder} is being written by another export: wait for it to end, or choose another folder with --out"
     with locked(folder, busy), locked(folder / TOKENIZER, busy), placing(folder / MODEL) as beside:
-        _write_model(folder / UNFINISHED, beside, saved.tensors["model"])
+        # safetensors begins a file under a name of its own, which a killed process would leave in the folder.
+        unfinished = folder / UNFINISHED
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir()
+            checkpoint.write_tensors(unfinished / MODEL, saved.tensors["model"], {"format": "pt"})
+            (unfinished / MODEL).rename(beside)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
         store(tokenizer, folder / TOKENIZER)
         save_record(folder / TOKENIZER, replace(record, groups=()))  # which tokenizer it is, and nothing of the tokens
         content = {
@@ -57,20 +65,6 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
         # First: it says whose folder this is, and a model that does not follow has another checksum, or is missing.
         write_json(folder / CONFIG, content)
     return folder
-
-
-def _write_model(unfinished: Path, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file of tensors in a folder of its own: the library begins under a name that no other process can tell.
-
-    What a killed process left in that folder is removed.
-    """
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    try:
-        checkpoint.write_tensors(unfinished / MODEL, tensors, {"format": "pt"})
-        (unfinished / MODEL).rename(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _decoder_config(run: Path) -> RunConfig:
@@ -194,19 +188,12 @@ def sample(
     for _ in range(tokens):
         context = torch.tensor([ids[-model.config.sequence :]], device=device)
         logits = model.logits(context)[0, -1, : tokenizer.vocab_size].float().cpu()
-        ids.append(_draw(logits, temperature, top_k, generator))
+        if not bool(logits.isfinite().all()):
+            raise UsageError("the model's outputs are not finite: it has diverged; take an earlier checkpoint")
+        likeliest = logits.topk(min(top_k or len(logits), len(logits)) if temperature else 1)
+        # The largest is subtracted first: a tiny temperature would make it infinite.
+        weights = ((likeliest.values - likeliest.values[0]).double() / (temperature or 1.0)).softmax(0)
+        ids.append(int(likeliest.indices[torch.multinomial(weights, 1, generator=generator)]))
         if ids[-1] == tokenizer.end_of_document:
             return
         yield ids[-1]
-
-
-def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if not bool(logits.isfinite().all()):
-        raise UsageError("the model's outputs are not finite: it has diverged; export or sample an earlier checkpoint")
-    if temperature == 0:
-        return int(logits.argmax())
-    kept = logits.topk(min(top_k or len(logits), len(logits)))
-    # The largest is subtracted first: a tiny temperature would make it infinite.
-    weights = ((kept.values - kept.values[0]).double() / temperature).softmax(0)
-    chosen = torch.multinomial(weights, 1, generator=generator)
-    return int(kept.indices[chosen])

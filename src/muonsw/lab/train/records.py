@@ -68,12 +68,27 @@ class Journal:
             return
         waiting, self._waiting = self._waiting, []
         rows = self.training.world.mean(torch.stack([numbers for _, _, numbers in waiting]).cpu())
-        speed = {f"{self.training.task.unit}_per_second": self._speed(last=waiting[-1][0])}
+        config, task, scalars = self.training.config, self.training.task, len(self._names)
+        now, last = time.perf_counter(), waiting[-1][0]
+        speed = task.per_step * (last - self._written) / (now - self._since)
+        self._since, self._written = now, last
         for (step, lr, _), row in zip(waiting, rows, strict=True):
-            record = self._record(step, lr, row) | speed
-            if step % self.training.config.log_every == 0 or step == self.training.config.steps:
-                self.write(record)
-            self.training.guard.watch(step, record["loss"], record["grad_norm"])
+            total, *parts, norm = row[: scalars + 1].tolist()
+            if step % config.log_every == 0 or step == config.steps:
+                self.write(
+                    {
+                        "kind": "train",
+                        "step": step,
+                        "loss": total,
+                        **dict(zip(self._names[1:], parts, strict=True)),
+                        "grad_norm": norm,
+                        "lr": lr,
+                        task.unit: step * task.per_step,
+                        **task.record(row[scalars + 1 :]),
+                        f"{task.unit}_per_second": speed,
+                    }
+                )
+            self.training.guard.watch(step, total, norm)
 
     def restart_clock(self) -> None:
         """Leave what was not training out of the speed."""
@@ -83,26 +98,6 @@ class Journal:
         """Seconds since this was last asked."""
         before, self._started = self._started, time.perf_counter()
         return self._started - before
-
-    def _speed(self, last: int) -> float:
-        now = time.perf_counter()
-        rate = self.training.task.per_step * (last - self._written) / (now - self._since)
-        self._since, self._written = now, last
-        return rate
-
-    def _record(self, step: int, lr: float, row: Tensor) -> Record:
-        task, scalars = self.training.task, len(self._names)
-        total, *parts, norm = row[: scalars + 1].tolist()
-        return {
-            "kind": "train",
-            "step": step,
-            "loss": total,
-            **dict(zip(self._names[1:], parts, strict=True)),
-            "grad_norm": norm,
-            "lr": lr,
-            task.unit: step * task.per_step,
-            **task.record(row[scalars + 1 :]),
-        }
 
 
 class MetricsFile:

@@ -108,7 +108,7 @@ class Training:
             self.task.join_ranks(self.model, self.world.size)
         self.module = self.task.computing_loss(self.model)
         self.placed = place_model(self.module, config, self.world, self.device)
-        self.forward = self._compiled()
+        self.forward = _compiled(self.placed.forward, config) if compiles(config) else self.placed.forward
         patterns = self.task.patterns(self.model, config.optimizer.weight_decay)
         group = self.placed.process_group
         self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, group, patterns)
@@ -242,13 +242,6 @@ class Training:
         wanted = chosen == "bfloat16" or (chosen == "auto" and self.device.type == "cuda")
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted else nullcontext()
 
-    def _compiled(self) -> Callable[..., LossParts]:
-        if not compiles(self.config):
-            return self.placed.forward
-        _forget_other_shapes(self.config)
-        compiled: Callable[..., LossParts] = torch.compile(self.placed.forward)
-        return compiled
-
     def checkpoint(self) -> Checkpoint:
         """Everything needed to go on from here; tensors on rank 0 only, which writes them."""
         self.placed.share_buffers()
@@ -282,31 +275,25 @@ class Training:
             CheckpointError: If it is not one of such a run, though all its checksums are right.
         """
         try:
-            self._load(saved)
+            weights, here = saved.tensors["model"], self.model.state_dict(keep_vars=True)
+            names = _own_names(self.model)
+            self.model.load_state_dict({name: sharded_like(here[name], weights[names[name]]) for name in names})
+            load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
+            # The schedule is a function of the step; the learning rates themselves came with the groups.
+            self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
+            self.scheduler._step_count = self.scheduler.last_epoch + 1
+            self.guard.load(saved.state["guard"])
+            self.best, self.latest = (Evaluation.load(*saved.state[key]) for key in ("best", "latest"))
+            self.step, self.seconds = saved.step, saved.state["seconds"]
+            # Sums are split among threads, so another number of them would change the last bits.
+            if not self.config.threads and 1 <= saved.state["threads"] <= MOST_THREADS:
+                torch.set_num_threads(saved.state["threads"])
+            torch.set_rng_state(saved.tensors["random"]["cpu"])
+            if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
+                torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
         except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CheckpointError(f"the one after update {saved.step} does not fit this run ({reason})") from error
-
-    def _load(self, saved: Checkpoint) -> None:
-        weights, here = saved.tensors["model"], self.model.state_dict(keep_vars=True)
-        names = _own_names(self.model)
-        self.model.load_state_dict({name: sharded_like(here[name], weights[names[name]]) for name in names})
-        load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
-        # The schedule is a function of the step; the learning rates themselves came with the groups.
-        self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
-        self.scheduler._step_count = self.scheduler.last_epoch + 1
-        self.guard.load(saved.state["guard"])
-        self.best, self.latest = (Evaluation.load(*saved.state[key]) for key in ("best", "latest"))
-        self.step, self.seconds = saved.step, saved.state["seconds"]
-        self._restore_threads(saved.state["threads"])
-        torch.set_rng_state(saved.tensors["random"]["cpu"])
-        if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
-            torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
-
-    def _restore_threads(self, number: int) -> None:
-        """Sums are split among threads, so another number of them would change the last bits."""
-        if not self.config.threads and 1 <= number <= MOST_THREADS:
-            torch.set_num_threads(number)
 
 
 def open_task(config: RunConfig, ranks: int = 1) -> Task:
@@ -352,15 +339,18 @@ def _shape(config: RunConfig) -> tuple[ModelConfig | TaskConfig, int]:
     return config.task or config.decoder, config.batch // config.accumulation
 
 
-def _forget_other_shapes(config: RunConfig) -> None:
-    """Drop compiled code of other shapes; code of the same shape serves the next run in this process.
+def _compiled(forward: Callable[..., LossParts], config: RunConfig) -> Callable[..., LossParts]:
+    """Compile a forward pass; code of the same shape, from an earlier run in this process, is used again.
 
-    The compiler keeps few variants of a function, and runs without any, silently, once there are more.
+    Code of other shapes is dropped: the compiler keeps few variants of a function, and runs without any, silently,
+    once there are more.
     """
     global _compiled_shape  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
     if not has_compiled(config):
         torch.compiler.reset()
         _compiled_shape = _shape(config)
+    compiled: Callable[..., LossParts] = torch.compile(forward)
+    return compiled
 
 
 class LossGuard:
@@ -398,30 +388,25 @@ class LossGuard:
         self.lowest = min(self.lowest, loss)
         if self.strikes >= PATIENCE:
             raise Diverged(f"the loss of update {step} is {loss:.4g}, after {self.lowest:.4g} at best; {advice}", step)
-        self._count_skipped(step, skipped=not math.isfinite(norm))
-
-    def _count_skipped(self, step: int, *, skipped: bool) -> None:
-        self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if math.isfinite(norm):
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.most_skipped:
             many = f"the gradients of {self.skipped_in_a_row} updates in a row, up to update {step}, are not finite"
             fix = "check model and precision, lower the learning rate, or allow more with the setting `skipped`"
             raise Diverged(f"{many}, so that nothing was learned from them; {fix}", step)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
-        return {
-            "lowest": self.lowest if math.isfinite(self.lowest) else None,
-            "strikes": self.strikes,
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        """What a checkpoint must hold; JSON writes an infinite `lowest` as None."""
+        return {name: getattr(self, name) for name in ("lowest", "strikes", "skipped", "skipped_in_a_row")}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.lowest = math.inf if state["lowest"] is None else state["lowest"]
-        self.strikes = state["strikes"]
-        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+        self.strikes, self.skipped = state["strikes"], state["skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
 
 
 def uses_graphs(config: RunConfig) -> bool:
