@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import threading
 
 import pytest
 
@@ -15,7 +14,6 @@ from muonsw.lab.studies import jobs
 from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.train import loop
 from muonsw.lab.train.loop import train
-from muonsw.lab.train.records import tensorboard_sink
 from tests.lab.base.test_storage import files_no_larger_than
 from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison
 from tests.lab.train.small_runs import losses, small_run
@@ -49,21 +47,6 @@ def test_a_result_that_cannot_be_written_is_reported_and_written_later(whole, tm
     result = train(small_run(), tmp_path)
     assert result["final_loss"] == json.loads((whole / "result.json").read_text(encoding="utf-8"))["final_loss"]
     assert losses(tmp_path) == losses(whole)
-
-
-def test_events_of_tensorboard_that_cannot_be_written_are_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # its own thread dies of the same error
-    before = threading.enumerate()
-    sink = tensorboard_sink(tmp_path)
-
-    def write_on():
-        for step in range(10_000):
-            sink({"kind": "train", "step": step, "loss": 1.0})
-
-    with files_no_larger_than(500), pytest.raises(MachineError, match=rf"tensorboard {FULL}"):
-        write_on()
-    for thread in set(threading.enumerate()) - set(before):
-        thread.join(10.0)
 
 
 def test_a_divergence_that_cannot_be_written_down_is_reported(tmp_path, monkeypatch):

@@ -231,11 +231,11 @@ def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
     if record.vocab_size > model.vocab:
         size = f"{data.path} has a vocabulary of {record.vocab_size} tokens"
         raise UsageError(f"{size}, more than model.vocab={model.vocab}: raise model.vocab")
-    found = token_fingerprint(record)
-    if data.fingerprint not in (None, found):
-        other = f"{data.path} holds other tokens ({found}) than this run was started on ({data.fingerprint})"
+    current = token_fingerprint(record)
+    if data.fingerprint not in (None, current):
+        other = f"{data.path} holds other tokens ({current}) than this run was started on ({data.fingerprint})"
         raise UsageError(f"{other}: give those with --data, or choose another folder for the run")
-    return replace(data, fingerprint=found)
+    return replace(data, fingerprint=current)
 
 
 @dataclass(frozen=True)
@@ -373,11 +373,11 @@ def with_file(task: TaskConfig) -> TaskConfig:
     Raises:
         UsageError: If it is not the code that the run was started with.
     """
-    found = fingerprint(task.path)
-    if task.fingerprint not in (None, found):
+    current = fingerprint(task.path)
+    if task.fingerprint not in (None, current):
         other = f"{task.path} has changed since this run was started, or a module that it imports"
-        raise UsageError(f"{other} ({found}, not {task.fingerprint}): put it back, or choose another folder")
-    return replace(task, fingerprint=found)
+        raise UsageError(f"{other} ({current}, not {task.fingerprint}): put it back, or choose another folder")
+    return replace(task, fingerprint=current)
 
 
 def fingerprint(path: str) -> str:
@@ -478,11 +478,11 @@ class UserTask(Task):
         """The routing that the file chooses; by default roles decide."""
         if not self.functions.has("patterns"):
             return {}
-        found = self.functions("patterns", model, weight_decay)
-        if not isinstance(found, Mapping) or not all(isinstance(options, dict) for options in found.values()):
+        patterns = self.functions("patterns", model, weight_decay)
+        if not isinstance(patterns, Mapping) or not all(isinstance(options, dict) for options in patterns.values()):
             wanted = "expected a dict of dicts such as {'role:lora': {'algorithm': 'muon'}}"
-            raise UsageError(f"{self.config.name}: patterns(model, weight_decay) returned {shown(found)}; {wanted}")
-        return found
+            raise UsageError(f"{self.config.name}: patterns(model, weight_decay) returned {shown(patterns)}; {wanted}")
+        return patterns
 
     def computing_loss(self, model: nn.Module) -> nn.Module:
         """The model with its loss."""

@@ -260,7 +260,7 @@ class Training:
             "config": self.config.as_data(),
         }
         parts = {"model": own_tensors(self.model), "optimizer": optimizer, "random": random}
-        tensors = {part: gathered(found, keep=self.world.leads) for part, found in parts.items()}
+        tensors = {part: gathered(values, keep=self.world.leads) for part, values in parts.items()}
         return Checkpoint(self.step, tensors, state)
 
     def saved_bytes(self) -> int:

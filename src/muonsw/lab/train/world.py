@@ -130,9 +130,9 @@ class SharedWorld(World):
 
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers."""
-        found = torch.tensor(number)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
 
 def _meet() -> tuple[Store, int, int]:
