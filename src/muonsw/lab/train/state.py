@@ -40,7 +40,7 @@ from muonsw.lab.train.checkpoint import (
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
-from muonsw.lab.train.parallel import place_model, require_division
+from muonsw.lab.train.parallel import PlacedModel, require_division
 from muonsw.lab.train.world import World
 from muonsw.state import state_bytes
 
@@ -107,7 +107,7 @@ class Training:
         if not self.world.alone:
             self.task.join_ranks(self.model, self.world.size)
         self.module = self.task.computing_loss(self.model)
-        self.placed = place_model(self.module, config, self.world, self.device)
+        self.placed = PlacedModel(self.module, config, self.world, self.device)
         self.forward = _compiled(self.placed.forward, config) if compiles(config) else self.placed.forward
         patterns = self.task.patterns(self.model, config.optimizer.weight_decay)
         group = self.placed.process_group
