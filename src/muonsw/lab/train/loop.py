@@ -92,7 +92,8 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
         shelf = Shelf(folder / CHECKPOINTS, config.keep, watch.note, world, require_held)
         _resume(training, shelf, watch)
         if training.step < config.steps:
-            world.leading(lambda: require_room(folder, training.saved_bytes()))
+            size = training.saved_bytes()
+            world.leading(lambda: require_room(folder, size))
         journal = Journal(training)
         metrics = world.leading(lambda: _open_records(training, journal, folder, watch))
         if metrics is not None:

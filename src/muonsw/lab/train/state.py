@@ -264,9 +264,11 @@ class Training:
         return Checkpoint(self.step, tensors, state)
 
     def saved_bytes(self) -> int:
-        """What the tensors of a checkpoint take on disk, without optimizer state that other ranks hold."""
+        """The size of a checkpoint's tensors; ranks add up their parts of the optimizer state."""
         model = sum(tensor.numel() * tensor.element_size() for tensor in own_tensors(self.model).values())
-        return model + sum(state_bytes(self.optimizer.param_groups).values())
+        state = self.world.total(torch.tensor(sum(state_bytes(self.optimizer.param_groups).values())))
+        copies = self.config.parallel.replicas if self.placed.strategy == "fsdp" else self.world.size
+        return model + int(state) // copies
 
     def load(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint, as if the run had never stopped.
