@@ -69,7 +69,7 @@ class DataConfig:
     """Which tokens are trained on and which are validated on."""
 
     path: str  # a folder that `muonsw data prepare` filled
-    # A hash of all its tokens; None takes the folder's, and a run records it and insists on it.
+    # A hash of all its tokens; None takes the folder's, and a run records it and requires it.
     fingerprint: str | None = None
     eval_windows: int | None = 256  # validation windows, the same for every run; None reads all
     # Train only on the first windows, as if there were no more text; None takes all.
@@ -87,7 +87,7 @@ class TaskConfig:
 
     path: str  # a Python file, or the dotted name of a module
     options: tuple[str, ...] = ()  # its options that differ from their defaults, as `name=value`
-    # A hash of its code; None takes that of its files, and a run records it and insists on it.
+    # A hash of its code; None takes that of its files, and a run records it and requires it.
     fingerprint: str | None = None
     # Validation batches; None takes all of a list, and the first 16 of anything without a length.
     eval_batches: int | None = None
@@ -147,7 +147,7 @@ class Task(ABC):
         return nullcontext()
 
     def epochs(self, steps: int) -> float | None:  # noqa: ARG002
-        """How often so many updates visit the data; None if unknown."""
+        """How often this number of updates visits the data; None if unknown."""
         return None
 
     def record(self, values: Tensor) -> dict[str, Any]:  # noqa: ARG002
@@ -156,7 +156,7 @@ class Task(ABC):
 
     @abstractmethod
     def data(self, steps: int) -> str:
-        """What so many updates are trained on, in words."""
+        """A description of the data of this number of updates."""
 
 
 class DecoderTask(Task):
@@ -205,7 +205,7 @@ class DecoderTask(Task):
         return self.held_out.parts(ranks=ranks, rank=rank)
 
     def epochs(self, steps: int) -> float:
-        """How often so many updates visit every window."""
+        """How often this number of updates visits every window."""
         return self.loader.epochs(steps)
 
     def record(self, values: Tensor) -> dict[str, Any]:
@@ -341,7 +341,7 @@ def _file(path: str) -> Path | None:
 
 
 def _module(path: str) -> ModuleType:
-    """Import a file under a name that nothing else has, or a dotted module; files beside it can be imported."""
+    """Import a file under a name that nothing else has, or a dotted module; files next to it can be imported."""
     file = _file(path)
     name = path
     if file is not None:
@@ -398,8 +398,8 @@ def fingerprint(path: str) -> str:
     sources = [file]
     try:
         for source in sources:  # which grows
-            for names, beside in _imports(source):
-                files = _source_files(names, [*places, file.parent] if beside is None else [beside])
+            for names, start in _imports(source):
+                files = _source_files(names, [*places, file.parent] if start is None else [start])
                 sources += [f for f in map(Path.resolve, files) if f not in sources and MUONSW not in f.parents]
         digest = hashlib.sha256(file.read_bytes())
         for source in sources[1:]:
@@ -417,8 +417,8 @@ def _imports(file: Path) -> Iterator[tuple[list[str], Path | None]]:
                 yield from ((alias.name.split("."), None) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 package = node.module.split(".") if node.module else []
-                beside = file.parents[node.level - 1] if node.level else None
-                yield from (([*package, alias.name], beside) for alias in node.names)
+                start = file.parents[node.level - 1] if node.level else None
+                yield from (([*package, alias.name], start) for alias in node.names)
 
 
 def _source_files(names: Sequence[str], places: Sequence[Path]) -> Iterator[Path]:
@@ -453,7 +453,7 @@ class LossModule(nn.Module):
 
 
 class UserTask(Task):
-    """The task of a file or module, in batches of so many rows.
+    """The task of a file or module, in batches of `batch` rows.
 
     Examples:
         >>> task = UserTask(TaskConfig("muonsw.lab.task_template"), batch=128, seed=0)
@@ -587,7 +587,7 @@ class BatchSource:
                 return self.made[number % len(self.made)] if self._indexed else self.made(number)
         # An iterator that is past the batch starts over; batches before it are skipped.
         if self._iterator is None or number < self._next:
-            self._iterator, self._next = _for_ever(self._make(), self._call), 0
+            self._iterator, self._next = _endless(self._make(), self._call), 0
         for place in range(self._next, number + 1):
             with self._drawing(place):
                 batch = next(self._iterator)
@@ -595,7 +595,7 @@ class BatchSource:
         return batch
 
 
-def _for_ever(made: Iterable[Batch], call: str) -> Iterator[Batch]:
+def _endless(made: Iterable[Batch], call: str) -> Iterator[Batch]:
     """Iterate over batches again and again.
 
     Not a method of a source: the two would hold each other, and the workers of a DataLoader end only with its iterator.
@@ -606,7 +606,7 @@ def _for_ever(made: Iterable[Batch], call: str) -> Iterator[Batch]:
         for batch in made:
             number += 1
             yield batch
-    fix = "yield batches for ever, or return something that can be iterated over again"
+    fix = "yield batches endlessly, or return something that can be iterated over again"
     raise UsageError(f"{call} ended after {number}: {fix}")
 
 

@@ -105,7 +105,7 @@ def routing(config: RunConfig) -> str:
     """Which algorithm has which parameters, as a table.
 
     Raises:
-        UsageError: If the optimizer refuses the model, or what the file says of the routing.
+        UsageError: If the optimizer refuses the model, or the routing of the file.
     """
     task = open_task(config)
     model = task.model(config.seed)

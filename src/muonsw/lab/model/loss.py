@@ -93,7 +93,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _visit(
     x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the losses, and the gradients of their mean; those are empty unless asked for."""
+    """Sum of the losses, and the gradients of their mean; those are empty without `differentiate`."""
     dtype, tokens = x_ND.dtype, x_ND.shape[0]
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=x_ND.device)
     grad_x = torch.empty_like(x_ND if differentiate else x_ND[:0])

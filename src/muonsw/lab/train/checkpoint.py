@@ -55,33 +55,33 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         UsageError: If it cannot be written, for example because the disk is full.
     """
     final = folder / f"{PREFIX}{checkpoint.step:08d}"
-    beside = folder / f".{final.name}.{os.getpid()}"
+    unfinished = folder / f".{final.name}.{os.getpid()}"
     saved = "earlier checkpoints are intact" if any(newest_first(folder)) else "no checkpoint had been saved"
     with reported(final, f"make room on the disk; {saved}"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir()
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
             checksums = {}
             for name, tensors in checkpoint.tensors.items():
-                path = beside / f"{name}.safetensors"
+                path = unfinished / f"{name}.safetensors"
                 write_tensors(path, tensors)
                 sync(path)
                 checksums[name] = sha256(path)
             content = plain({"step": checkpoint.step, "checksums": checksums, "state": checkpoint.state})
-            (beside / STATE).write_text(json.dumps({**content, "checksum": _digest(content)}), encoding="utf-8")
-            sync(beside / STATE)
-            sync(beside)
+            (unfinished / STATE).write_text(json.dumps({**content, "checksum": _digest(content)}), encoding="utf-8")
+            sync(unfinished / STATE)
+            sync(unfinished)
             remove(final)  # a damaged one, if any: a good one of this step would have been resumed from
-            beside.rename(final)
+            unfinished.rename(final)
             sync(folder)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
     return final
 
 
 def require_room(folder: Path, size: int) -> None:
-    """Raise a `MachineError` before the first update if a checkpoint of so many bytes does not fit on the disk."""
+    """Raise a `MachineError` before the first update if a checkpoint of `size` bytes does not fit on the disk."""
     disk = shutil.disk_usage(folder)
     if disk.free < size and disk.total:  # some file systems report neither
         room = f"a checkpoint takes {size / 1e6:,.2f} MB, and {disk.free / 1e6:,.2f} MB are free"
@@ -230,7 +230,7 @@ class Shelf:
         self.note(f"damaged checkpoint left out: {damage}; it is now {aside}")
 
     def _is_good(self, path: Path) -> bool:
-        """Whether a checkpoint can be loaded; each is read once, and not at all if this process wrote it."""
+        """Whether a checkpoint can be loaded; each is read once, and never if this process wrote it."""
         if path not in self._checked:
             try:
                 check(path)

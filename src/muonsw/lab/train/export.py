@@ -1,4 +1,4 @@
-"""A trained model on its own: as files that need nothing of the run, read back, and as text it writes."""
+"""Export a trained model, load it, and sample text from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from muonsw.lab.train.folder import CHECKPOINTS, read_config_file, refuse_change
 MODEL, CONFIG, TOKENIZER, UNFINISHED = "model.safetensors", "config.json", "tokenizer", ".unfinished"
 FORMAT = "muonsw-decoder"
 AGAIN = "export the run again"
-# The table of rotations is no part of the file, so that nothing else bounds it.
+# The rotary table is not in the file, so nothing else limits its length.
 LONGEST_SEQUENCE = 1 << 22
 Note = Callable[[str], None]
 
@@ -77,7 +77,7 @@ def _decoder_config(run: Path) -> RunConfig:
 
 
 def _require_own(folder: Path) -> None:
-    """Find out whether an export may be written there: outside of it nothing is written, inside nothing foreign lost.
+    """Refuse a folder in which an export would overwrite something else.
 
     Raises:
         UsageError: If the folder is a link, or holds a run, or a model that is no export.
@@ -151,7 +151,7 @@ def _exported(path: Path, content: dict[str, Any]) -> tuple[ModelConfig, Mapping
 
 
 def _require_fit(path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare a config with tensors before anything of the size that it asks for is allocated.
+    """Compare a config with tensors before the model is allocated.
 
     Raises:
         UsageError: If they are not of one model.
@@ -178,7 +178,7 @@ def sample(
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Continue a prompt until the document ends, by at most so many tokens; an empty prompt starts a document.
+    """Continue a prompt until the document ends, or by at most `tokens` tokens; an empty prompt starts a document.
 
     Each token is drawn among the `top_k` likeliest, or among all if that is 0; at temperature 0 it is the likeliest.
     """

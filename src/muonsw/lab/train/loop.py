@@ -23,13 +23,13 @@ from muonsw.lab.train.state import Training, with_fingerprint
 from muonsw.lab.train.world import World, agreed
 from muonsw.state import state_bytes
 
-# Between checkpoints that the clock asks for lies at least so many times what the last one took: 2 % of the time.
+# The clock leaves at least 50 times the last save between checkpoints: 2% of the time.
 SAVING_INTERVALS = 50
 
 
 @dataclass
 class SaveClock:
-    """Asks for a checkpoint when the last one is old; saving changes no number of the run, so the clock may decide."""
+    """Ask for a checkpoint when the last one is old; saving changes no result, so a clock may decide."""
 
     seconds: float  # how old it may be; 0 never asks
     _saved: float = field(default_factory=time.monotonic)

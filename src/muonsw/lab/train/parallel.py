@@ -98,7 +98,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def require_division(config: RunConfig, ranks: int) -> None:
-    """Find out whether a run can be divided over so many ranks.
+    """Check that a run can be divided over this number of ranks.
 
     Raises:
         UsageError: If it cannot.

@@ -1,4 +1,4 @@
-"""From numbers on the device to records: read back in groups, timed, watched, written down and passed on."""
+"""Records of a run: losses are read back from the device in groups, checked, and passed to every sink."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READ_EVERY = 16
 
 @dataclass
 class Journal:
-    """Turns what updates leave on the device into records, and passes them on."""
+    """Turn the losses that updates leave on the device into records."""
 
     training: Training  # the run
     sinks: Sequence[Sink] = ()  # where the records go; empty on ranks that do not lead
@@ -50,7 +50,7 @@ class Journal:
             sink(record)
 
     def note_update(self, lr: float, losses: LossParts, norm: Tensor) -> None:
-        """Remember an update; its numbers are read back together with others'."""
+        """Remember an update; losses are read back in groups."""
         self._names = [name for name, part in losses._asdict().items() if not part.dim()]
         single, others = losses[: len(self._names)], losses[len(self._names) :]
         numbers = torch.cat([torch.stack([*single, norm]).double(), *(part.double().flatten() for part in others)])
@@ -91,11 +91,11 @@ class Journal:
             self.training.guard.watch(step, total, norm)
 
     def restart_clock(self) -> None:
-        """Leave what was not training out of the speed."""
+        """Leave time that was not training out of the speed."""
         self._since = time.perf_counter()
 
     def elapsed(self) -> float:
-        """Seconds since this was last asked."""
+        """Seconds since the last call."""
         before, self._started = self._started, time.perf_counter()
         return self._started - before
 
@@ -145,7 +145,7 @@ class MetricsFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; what could not be written was said when it was to be written."""
+        """Close the file; failed writes were reported already."""
         with suppress(OSError):
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""What a run consists of while it runs: model, optimizer, schedule, batches; and its way in and out of a checkpoint."""
+"""A run in memory: model, optimizer, schedule and batches, and how they are saved and loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from muonsw.state import state_bytes
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
-# No machine needs more; a number beyond it does not come from a run of ours.
+# A larger number in a checkpoint does not come from a run.
 MOST_THREADS = 1024
 
 
@@ -130,9 +130,9 @@ class Training:
         return {"model": kind, "parameters": dict(roles), "data": self.task.data(self.config.steps)}
 
     def settle(self) -> None:
-        """Take a backward pass for nothing where the first one decides in which order ranks add up gradients.
+        """Take a backward pass and discard it, if the first one decides in which order ranks add up gradients.
 
-        Otherwise the first update after each start would differ in its last bits from that of a run that never stopped.
+        Otherwise the first update of a resumed run would differ in its last bits.
         """
         if not self.placed.settles:
             return
@@ -215,7 +215,7 @@ class Training:
         return self.latest
 
     def _blamed(self) -> AbstractContextManager[None]:
-        """Name the user's code in its errors; among ranks they stay as they are, for one may tell of a lost rank."""
+        """Name the user's code in its errors; on several ranks they stay as they are: they may mean a lost rank."""
         return self.task.blamed() if self.world.alone else nullcontext()
 
     def score(self, batches: list[Batch]) -> Tensor:
@@ -299,7 +299,7 @@ class Training:
 
 
 def open_task(config: RunConfig, ranks: int = 1) -> Task:
-    """What a run trains, on so many ranks.
+    """The task of a run on this number of ranks.
 
     Raises:
         UsageError: If its data or its file cannot be used.
@@ -356,7 +356,7 @@ def _compiled(forward: Callable[..., LossParts], config: RunConfig) -> Callable[
 
 
 class LossGuard:
-    """Watches the training loss, and whether updates are taken at all.
+    """Watch the training loss, and count skipped updates.
 
     Args:
         excess: Nats above the lowest loss so far that count as diverging.

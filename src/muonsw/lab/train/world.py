@@ -168,7 +168,7 @@ def joined(timeout: float = ParallelConfig.timeout) -> Iterator[World]:
     """Yield the world that this process was started into.
 
     Raises:
-        MachineError: If another rank was lost, or did not answer for so many seconds.
+        MachineError: If another rank was lost, or did not answer within the timeout.
     """
     if not is_rank():
         yield World()
