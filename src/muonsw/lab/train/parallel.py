@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -74,6 +75,8 @@ def _shard(module: nn.Module, config: RunConfig, world: World, device: torch.dev
     replicas = config.parallel.replicas
     axes = {"replicas": replicas, "shards": world.size // replicas} if replicas > 1 else {"shards": world.size}
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():  # new groups do not take the timeout of the first one
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.parallel.timeout), group)
     experts = {id(param) for param in module.parameters() if param.dim() == 3}
     rows = config.parallel.experts == "rows"
 
