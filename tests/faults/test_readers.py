@@ -19,8 +19,7 @@ from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import load_model
 from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.state import Training, with_fingerprint
-from tests.faults.folders import LONG, config, folders
-from tests.faults.test_damage import NEWER, digest
+from tests.faults.folders import LONG, NEWER, config, digest, folders
 
 # What a reader may take: a fixed part, and for each byte of the file the Python objects that it becomes.
 FIXED_BYTES, FOR_EACH_BYTE = 64 << 20, 300

@@ -54,7 +54,7 @@ from muonsw.lab.studies.training.regret import (
 )
 from muonsw.lab.studies.training.sweeps import vertex
 from muonsw.lab.studies.workshop import Workshop
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import TaskConfig
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.folder import identity
 from tests.lab.studies.small_comparisons import by_settings, tiny_run, tiny_scale

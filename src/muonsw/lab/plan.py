@@ -178,10 +178,10 @@ def cost(configs: Iterable[RunConfig]) -> Cost:
 
 def run_flops(config: RunConfig) -> float:
     """FLOPs of a run: three passes a trained token, one a validated token, and Newton-Schulz in every update."""
-    each = flops_per_token(config.model)
+    each = flops_per_token(config.decoder)
     evaluations = 1 + math.ceil(config.steps / config.eval_every)
-    validated = evaluations * (config.data.eval_windows or 0) * config.model.sequence
-    muon = orthogonalizer_flops(config.model) if ALGORITHMS[config.optimizer.matrix_algorithm].matrices else 0.0
+    validated = evaluations * (config.tokens.eval_windows or 0) * config.decoder.sequence
+    muon = orthogonalizer_flops(config.decoder) if ALGORITHMS[config.optimizer.matrix_algorithm].matrices else 0.0
     return config.steps * (config.tokens_per_step * each + muon) + validated * each / 3.0
 
 

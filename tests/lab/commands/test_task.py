@@ -15,7 +15,7 @@ from muonsw.lab.runs import load_run
 from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.outcome import compare
 from muonsw.lab.studies.training.worked_tasks import recorded
-from tests.lab.tasks.small_tasks import LOSS, task_file
+from tests.lab.small_tasks import LOSS, task_file
 
 SHORT = ["--steps", "6", "--workers", "1"]
 

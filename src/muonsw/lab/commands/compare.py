@@ -109,7 +109,7 @@ class Compare:
             base = self._task_base(console)
         else:
             base = self._decoder_base(console)
-            epochs = base.steps * base.tokens_per_step / read_record(Path(base.data.path)).tokens("train")
+            epochs = base.steps * base.tokens_per_step / read_record(Path(base.tokens.path)).tokens("train")
             base = self._with_lambda(console, base, epochs)
         arms = self._arms(base)
         compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
@@ -151,7 +151,7 @@ class Compare:
         if base.task is not None:
             seen = counted(base.batch, "sample")
         else:
-            seen = f"{counted(base.tokens_per_step, 'token')} ({study.epochs:.2f} epochs of {base.data.path})"
+            seen = f"{counted(base.tokens_per_step, 'token')} ({study.epochs:.2f} epochs of {base.tokens.path})"
         length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'update')} of {seen}"
         return f"{names}, {length}, {workers} at a time, in {self.out}"
 
@@ -176,7 +176,7 @@ class Compare:
             say(console, "tokens: the Python standard library, prepared once in out/data")
         base = with_data(base, self.data, self.text)
         if self.text:
-            say(console, describe(Path(base.data.path)))
+            say(console, describe(Path(base.tokens.path)))
             require_enough_text(base)
         return base
 

@@ -26,9 +26,7 @@ from muonsw.lab.commands.cluster import runs_at_once
 from muonsw.lab.commands.parsing import changed, given, require_at_least_one
 from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import on_cpu
-from muonsw.lab.tasks.check import Checked, check_task
-from muonsw.lab.tasks.functions import TaskConfig
-from muonsw.lab.tasks.user import with_file
+from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import recorded_code
 from muonsw.lab.train.groups import build_optimizer
@@ -107,7 +105,7 @@ def routing(config: RunConfig) -> str:
     """Which algorithm has which parameters, as a table.
 
     Raises:
-        UsageError: If the optimizer refuses the model, or what the file says of the routing.
+        UsageError: If the optimizer refuses the model, or the routing of the file.
     """
     task = open_task(config)
     model = task.model(config.seed)
@@ -233,7 +231,7 @@ class New:
         """Write the file."""
         if self.file.suffix != ".py":
             raise UsageError(f"{self.file} must end in .py")
-        text = files("muonsw.lab.tasks").joinpath("template.py").read_text(encoding="utf-8")
+        text = files("muonsw.lab").joinpath("task_template.py").read_text(encoding="utf-8")
         if os.path.lexists(self.file):
             raise UsageError(f"{self.file} exists already: choose another name")
         prepare_folder(self.file.parent)

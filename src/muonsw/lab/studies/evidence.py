@@ -109,7 +109,7 @@ def chosen(name: str, data: Path | None, folder: Path = FOLDER) -> list[str]:
     if data is None:
         return []
     text = fingerprint(read_record(data))
-    found = [name for name, records in read_records(folder).items() if records.base.data.fingerprint == text]
+    found = [name for name, records in read_records(folder).items() if records.base.tokens.fingerprint == text]
     if not found:
         raise UsageError(f"no records in {folder} are of the text in {data} ({text}): name a study, as evidence/long")
     return found
@@ -130,7 +130,7 @@ def gather(
     study = part(name)
     first = study.comparisons(study.scale)
     config = next(iter(workshop.jobs(first).values())).config
-    text = read_record(Path(config.data.path))
+    text = read_record(Path(config.tokens.path))
     sizes = {"documents": text.documents, "tokens": text.tokens("train"), "vocabulary": text.vocab_size}
     records = Records.open(path, config, **sizes)
 

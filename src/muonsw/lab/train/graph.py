@@ -1,4 +1,4 @@
-"""Functions of a batch as CUDA graphs: the kernels of a small model end sooner than the host can launch the next."""
+"""Replay functions of a batch as CUDA graphs: a small model is bound by kernel launches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from muonsw.kernels.graphs import recorded
-from muonsw.lab.tasks.task import Batch, map_tensors, tensors_of
+from muonsw.lab.tasks import Batch, map_tensors, tensors_of
 
 # Eager calls before one is captured: kernels are compiled, and states made, on the way.
 WARM_CALLS = 3
 
-# A graph keeps the activations of a call for itself, and beyond so many tokens the kernels are long enough.
+# A graph holds the activations of a call; beyond this many tokens the launches no longer matter.
 MOST_TOKENS = 65_536
 
 Result = TypeVar("Result")

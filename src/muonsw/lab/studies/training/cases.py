@@ -49,7 +49,7 @@ def hard_cases(scale: Scale) -> list[Comparison]:
 
 def little_text(run: RunConfig) -> RunConfig:
     """The run on so little text that it is seen `EPOCHS` times."""
-    return replace(run, data=replace(run.data, train_windows=max(run.batch, run.steps * run.batch // EPOCHS)))
+    return replace(run, data=replace(run.tokens, train_windows=max(run.batch, run.steps * run.batch // EPOCHS)))
 
 
 def repeated_text(scale: Scale) -> list[Comparison]:
@@ -88,7 +88,7 @@ def adamw_forms(scale: Scale) -> list[Comparison]:
         arms += [lambda_arm(base, rule, lam) for rule in RULES]
         adamc = replace(base, decay="scaled", unnormalized="constant", weight_decay=lam)
         arms.append(Arm(f"adamc, lambda {lam:g}", adamc))
-    return [Comparison(Key("adamw", width=run.model.width), run, tuple(arms), tuple(range(scale.sweep_seeds)))]
+    return [Comparison(Key("adamw", width=run.decoder.width), run, tuple(arms), tuple(range(scale.sweep_seeds)))]
 
 
 def case_tables(results: Results, _scale: Scale) -> list[Table]:

@@ -113,7 +113,7 @@ def along(axis: Growth, results: Results, rule: str) -> dict[int, Runs]:
 
 
 def _grown(axis: Growth, run: RunConfig) -> int:
-    return run.batch if axis.name == "batch" else run.model.width
+    return run.batch if axis.name == "batch" else run.decoder.width
 
 
 def exponent(axis: Growth, results: Results, rule: str) -> Estimate | None:
@@ -191,7 +191,7 @@ def _points_table(results: Results) -> Table:
             run = first_run(results[key]).config
             best = f"{one.best:.3g}{', at an end' if one.at_an_end else ''}"
             total, lowest = f"{one.best * one.per_lambda:.2f}", f"{min(one.losses.values()):.4f}"
-            rows.append([key.name.split()[0], rule, run.model.width, run.batch, run.steps, best, total, lowest])
+            rows.append([key.name.split()[0], rule, run.decoder.width, run.batch, run.steps, best, total, lowest])
     note = "From means over seeds: the vertex of a parabola over log lambda through the lowest and its neighbours."
     return Table("lambda-points", "The best lambda of every point", columns, rows, note)
 

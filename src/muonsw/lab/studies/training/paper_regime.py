@@ -81,7 +81,7 @@ def with_totals(run: RunConfig, totals: Sequence[float]) -> list[float]:
 
 def tokens_per_parameter(run: RunConfig) -> float:
     """Training tokens over active parameters: a token visits `top_k` of the experts."""
-    parts, model = parts_of(run.model), run.model
+    parts, model = parts_of(run.decoder), run.decoder
     active = parts.hidden.parameters + parts.rest.parameters + parts.experts.parameters * model.top_k / model.experts
     return run.steps * run.tokens_per_step / active
 
@@ -213,7 +213,7 @@ def peaks(scale: Scale) -> list[Comparison]:
     """Above the base width: constant decay, both peaks of scaled decay, and constant decay of each total."""
     found = []
     for width, run in scale.rows.items():
-        if run.model.relative_width == 1.0:
+        if run.decoder.relative_width == 1.0:
             continue
         arms = decay_arms(run)
         group = next(arm for arm in arms if arm.name == GROUP)

@@ -86,7 +86,7 @@ def _of_kind(over: str, text: str, arms: Runs) -> Iterator[Price]:
                 ends = [loss_at(one, nearest) for one in losses[rule]]
                 costs = tuple(end - low for end, low in zip(ends, lowest, strict=True) if end is not None)
                 config = run.config
-                kind = text, config.model.width, config.batch, config.steps, config.optimizer.lr, rule
+                kind = text, config.decoder.width, config.batch, config.steps, config.optimizer.lr, rule
                 yield Price(over, *kind, choice, lam, costs, beyond=nearest != lam)
 
 

@@ -33,7 +33,7 @@ def described(config: RunConfig) -> str:
     """A task with its options, without the folders of files.
 
     Examples:
-        >>> from muonsw.lab.tasks.functions import TaskConfig
+        >>> from muonsw.lab.tasks import TaskConfig
         >>> described(RunConfig(task=TaskConfig("examples/tasks/audio.py", ("depth=2", "folder=sounds/digits"))))
         'audio.py depth=2 folder=digits'
     """

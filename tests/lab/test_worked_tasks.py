@@ -9,13 +9,12 @@ import pytest
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.runs import load_run
-from muonsw.lab.tasks.check import check_task
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import TaskConfig, check_task
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.presets import task_run
 from tests.lab.train.small_runs import small_run
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "tasks"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 TESTED_ELSEWHERE = {"text", "vision"}
 
 

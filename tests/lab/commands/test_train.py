@@ -1,16 +1,11 @@
 """`muonsw train` and `python -m muonsw.lab.run`: settings from options or a file, and exit codes."""
 
 import json
-import os
-import signal
-import sys
 
 import pytest
 
 from muonsw.lab.cli import main
 from muonsw.lab.studies import program as entry
-from muonsw.lab.train.state import Training
-from tests.faults.killing import in_child
 from tests.lab.train.small_runs import losses, small_run, tokens
 
 
@@ -25,34 +20,6 @@ def test_a_preset_is_trained_with_the_changes_that_were_given(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "epochs of" in printed
     assert "validation loss" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
-def test_the_demo_preset_goes_on_after_it_was_killed(tmp_path, monkeypatch, capsys):
-    """Killed at update 52 it has its checkpoint of 42; a batch of one, so that an update takes little time."""
-    command = ["train", "--data", tokens(), "--steps", "60", "--batch", "1", "--telemetry-every", "0", "--out"]
-    update = Training.update
-
-    def until_52(self, *given, **named):
-        if self.step == 51:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return update(self, *given, **named)
-
-    def killed():
-        monkeypatch.setattr(Training, "update", until_52)
-        main([*command, str(tmp_path)])
-
-    assert in_child(killed) == -signal.SIGKILL
-    assert main([*command, str(tmp_path)]) == 0
-    assert "going on after update 42" in capsys.readouterr().out
-
-
-def test_one_update_is_one_update(tmp_path, capsys):
-    assert main(["train", "--data", tokens(), "--steps", "1", "--batch", "1", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "1 update of 128 tokens" in printed
-    assert "after 1 update (best" in printed
 
 
 def test_checkpoints_come_as_often_as_asked(tmp_path):

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from muonsw.lab.tasks.check import check_task
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import TaskConfig, check_task
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
 MODEL = """

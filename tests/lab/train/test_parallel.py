@@ -154,31 +154,6 @@ def test_a_checkpoint_of_one_process_goes_on_with_several_ranks(tmp_path):
     assert_same_numbers(folder, reference)
 
 
-def test_both_forms_of_a_checkpoint_hold_the_same_and_are_converted_by_loading_and_saving(tmp_path):
-    run_well(2, on_ranks(small_run(steps=2), strategy="fsdp"), tmp_path / "run")
-    several = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert len(list(several.glob("*-of-00002.safetensors"))) == 4
-    loaded = checkpoint.load(several)
-    single = checkpoint.save(tmp_path / "converted", loaded)
-    assert sorted(path.stem for path in single.glob("*.safetensors")) == ["model", "optimizer", "random"]
-    again = checkpoint.load(single)
-    assert again.step == loaded.step
-    assert again.state == loaded.state
-    for part, tensors in loaded.tensors.items():
-        assert tensors.keys() == again.tensors[part].keys()
-        assert all(torch.equal(tensor, again.tensors[part][name]) for name, tensor in tensors.items())
-
-
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_every_tensor_is_written_once_and_the_work_is_shared(strategy, tmp_path):
-    run_well(2, on_ranks(small_run(steps=2), strategy=strategy), tmp_path / "run")
-    several = tmp_path / "run" / "checkpoints" / "step-00000002"
-    sizes = [path.stat().st_size for path in sorted(several.glob("*-of-*"))]
-    whole = sum(tensor.nbytes for part in checkpoint.load(several).tensors.values() for tensor in part.values())
-    assert sum(sizes) < 1.3 * whole  # headers
-    assert max(sizes) < 0.5 * sum(sizes)
-
-
 def counting(strategy, log):
     """Write a byte for each bucket or layer whose gradients this rank sends."""
 
