@@ -149,7 +149,7 @@ def read_run(folder: Path) -> None:
     run = load_run(folder)
     for _ in (run.rule, run.steps, run.tokens, run.seconds, run.losses, run.training_losses, run.lost_losses):
         pass
-    for _ in (run.final_loss, run.best_loss, run.best_step, run.norms, run.norm_change, run.predicted_norms):
+    for _ in (run.final_loss, run.best_loss, run.norms, run.norm_change, run.predicted_norms):
         pass
     json.dumps(as_data(diagnose(run)), allow_nan=False)
 

@@ -16,6 +16,7 @@ LADDER = (
     "advise",
     "data",
     "model",
+    "task_template",
     "tasks",
     "train",
     "plan",

@@ -485,6 +485,7 @@ def plan(
     """Compute a run of this many steps, on one GPU unless `setup` has more.
 
     Examples:
+        >>> from muonsw.lab.model import preset
         >>> result = plan(preset("w256"), 35_000)
         >>> result.parameters, f"{result.flops:.2g}"
         (72677632, '4e+18')

@@ -218,7 +218,6 @@ def test_a_run_knows_its_losses_and_its_norm(folder):
     assert run.losses[1].tolist() == losses
     assert run.final_loss == losses[-1]
     assert run.best_loss == min(losses)
-    assert run.best_step == evals[losses.index(min(losses))]["step"]
     assert run.training_losses[1].tolist() == [record["cross_entropy"] for record in records(folder, "train")]
     assert run.norms[1].tolist() == norms
     assert run.final_norm == norms[-1]
@@ -247,7 +246,6 @@ def test_of_an_empty_run_nothing_is_known(tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     run = load_run(tmp_path)
     assert np.isnan([run.final_loss, run.best_loss, run.final_norm, run.norm_change, run.tokens]).all()
-    assert run.best_step is None
     assert run.rule == ""
     assert not run.in_progress
     assert all(len(part) == 0 for part in (*run.norms, *run.predicted_norms))

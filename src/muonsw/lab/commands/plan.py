@@ -15,8 +15,9 @@ from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Table, print_table
 from muonsw.lab.base.terminal import say
 from muonsw.lab.model import preset
+from muonsw.lab.paper import PAPER_BATCH_TOKENS
 from muonsw.lab.plan import GIB, H200, ON_PAPER, RunPlan, Setup, parse_amount, plan, rows_of
-from muonsw.lab.train.presets import trained_like
+from muonsw.lab.train.presets import preset_run
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,11 @@ class Plan:
         if not self.preset or bool(self.tokens) == (self.steps is not None):
             raise UsageError("give --preset with either --tokens or --steps, such as --preset w1024 --tokens 197B")
         try:
-            batch = parse_amount(self.batch_tokens) if self.batch_tokens else trained_like(self.preset)[1]
+            on_paper = ON_PAPER.get(self.preset)
+            batch = PAPER_BATCH_TOKENS if on_paper else preset_run(self.preset, "").tokens_per_step
+            batch = parse_amount(self.batch_tokens) if self.batch_tokens else batch
             steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
-            model = ON_PAPER[self.preset] if self.preset in ON_PAPER else preset(self.preset)
+            model = on_paper or preset(self.preset)
             return plan(model, steps, batch_tokens=batch, setup=self.setup)
         except OverflowError as error:
             raise UsageError("a number is too large to compute with: give a smaller one") from error

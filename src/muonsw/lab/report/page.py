@@ -115,15 +115,13 @@ def _trace(curve: Curve, style: ArmStyle, has_middle: bool, points: bool) -> dic
     opacity, mode = 1.0, "lines+markers" if points else "lines"
     if curve.middle:
         line["width"] = 2.6
-    elif curve.line == "none":
-        opacity, mode = 0.6, "markers"
-    elif curve.line:
-        line["dash"] = "dot" if curve.line == "dotted" else "dash"
+    elif curve.dashed:
+        line["dash"] = "dash"
     elif has_middle:
         line |= {"width": 0.9, "dash": "solid"}
         opacity = 0.4
     label, arm = html.escape(curve.label), html.escape(curve.arm)  # plotly reads a few tags in its texts
-    predicted = " predicted" if curve.line in ("dashed", "dotted") else ""
+    predicted = " predicted" if curve.dashed else ""
     return {
         "x": [_number(value) for value in curve.x],
         "y": [_number(value) for value in curve.y],

@@ -46,7 +46,6 @@ DASHES: Mapping[str, Any] = {
     "dot": (0, (1, 1.5)),
     "longdashdot": (0, (8, 2, 1, 2)),
     "dashed": (0, (5, 2.5)),
-    "dotted": (0, (1, 1.6)),
 }
 
 
@@ -71,21 +70,15 @@ def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path) -> list
             longest = max(len(str(entry.get_label())) for entry in entries)
             across = max(1, min(len(entries), int((columns * width - 0.4) / (HANDLE + LETTER * longest))))
             figure.legend(handles=entries, loc="outside lower left", ncols=across, fontsize=10.5)
-        return save_figure(figure, folder / sheet.name)
+        return _save(figure, folder / sheet.name)
 
 
 def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, small: bool) -> None:
-    for band in chart.bands:
-        axis.axhspan(band.low, band.high, color=LIGHT.grid, alpha=0.6, zorder=0)
     for arm in {curve.arm: None for curve in chart.curves}:
         _draw_arm(axis, [curve for curve in chart.curves if curve.arm == arm], styles[arm], chart.points)
     for level in chart.levels:
         look = {"linestyle": DASHES["dashed"], "linewidth": 1.4, "zorder": 3} if level.label else {"linewidth": 1.0}
         axis.axhline(level.y, color=LIGHT.bound if level.label else LIGHT.muted, **cast(Any, look))
-    for mark in chart.marks:
-        colour = styles[mark.arm].colour
-        axis.axvline(mark.x, color=colour, linewidth=1.0, alpha=0.8)
-        axis.plot(mark.x, 0.96, "v", color=colour, transform=axis.get_xaxis_transform())
     title, label, tick = (12, 11, 10.5) if small else (13, 12, 11)
     axis.set_title(_text(chart.title), fontsize=title)
     axis.set_xlabel(_text(chart.x.title), fontsize=label)
@@ -104,25 +97,23 @@ def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, marked: bool
     curves = [replace(curve, y=_drawable(curve.y)) for curve in curves]
     middle = any(curve.middle for curve in curves)
     single = sum(not curve.middle for curve in curves)
-    groups: dict[tuple[str, bool, bool], list[Curve]] = {}
+    groups: dict[tuple[bool, bool, bool], list[Curve]] = {}
     for curve in curves:
-        groups.setdefault((curve.line, curve.middle, curve.neutral), []).append(curve)
-    for (line, is_middle, neutral), alike in groups.items():
+        groups.setdefault((curve.dashed, curve.middle, curve.neutral), []).append(curve)
+    for (dashed, is_middle, neutral), alike in groups.items():
         colour = LIGHT.text if neutral else style.colour
-        if line != "none":
-            look: dict[str, Any] = {"linewidths": 1.6, "linestyles": [DASHES[line or style.dash]]}
-            if is_middle:
-                look["linewidths"] = 2.4
-            elif middle and not line:
-                look = {"linewidths": 0.8, "alpha": min(0.4, max(0.06, 6.0 / single))}
-            lines = [np.column_stack([curve.x, curve.y]) for curve in alike]
-            axis.add_collection(LineCollection(lines, colors=colour, zorder=3 if neutral else 2, **look))
+        look: dict[str, Any] = {"linewidths": 1.6, "linestyles": [DASHES["dashed" if dashed else style.dash]]}
+        if is_middle:
+            look["linewidths"] = 2.4
+        elif middle and not dashed:
+            look = {"linewidths": 0.8, "alpha": min(0.4, max(0.06, 6.0 / single))}
+        lines = [np.column_stack([curve.x, curve.y]) for curve in alike]
+        axis.add_collection(LineCollection(lines, colors=colour, zorder=3 if neutral else 2, **look))
         for curve in alike:
-            few = len(curve.x) < FEW and not line and not middle
-            if line == "none" or few or (marked and is_middle == middle and not line):
-                alpha = min(0.6, 30 / max(len(curve.x), 1) + 0.1) if line == "none" else 1.0
+            few = len(curve.x) < FEW and not middle
+            if not dashed and (few or (marked and is_middle == middle)):
                 size = 6 if marked else 4
-                axis.plot(curve.x, curve.y, style.marker, color=colour, markersize=size, alpha=alpha, markeredgewidth=0)
+                axis.plot(curve.x, curve.y, style.marker, color=colour, markersize=size, markeredgewidth=0)
     axis.autoscale_view()
 
 
@@ -159,8 +150,7 @@ def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle]) -> list[Line2D
     ]  # fmt: skip
     entries = entries if len(used) > 1 else []
     for kind, word in dict.fromkeys(pair for chart in sheet.charts for pair in chart.key):
-        look = {"linestyle": "-", "marker": "v"} if kind == "mark" else {"linestyle": DASHES[kind]}
-        entries.append(Line2D([], [], color=LIGHT.muted, label=_text(word), **cast(Any, look)))
+        entries.append(Line2D([], [], color=LIGHT.muted, label=_text(word), linestyle=DASHES[kind]))
     for label in dict.fromkeys(level.label for chart in sheet.charts for level in chart.levels if level.label):
         entries.append(Line2D([], [], color=LIGHT.bound, linestyle=DASHES["dashed"], label=_text(label)))
     return entries
@@ -171,7 +161,7 @@ def _text(text: str) -> str:
     return (text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…").replace("$", r"\$")
 
 
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
+def _save(figure: Figure, stem: Path) -> list[Path]:
     """Write a figure as PNG and SVG; two equal figures give equal files."""
     written = []
     with warnings.catch_warnings():

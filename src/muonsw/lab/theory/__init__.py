@@ -28,7 +28,6 @@ from muonsw.lab.theory.steady_state import steady_state_norm as steady_state_nor
 from muonsw.lab.theory.strongly_convex import STRONGLY_CONVEX
 from muonsw.lab.theory.tracking import NormHistory as NormHistory
 from muonsw.lab.theory.tracking import Tracking as Tracking
-from muonsw.lab.theory.tracking import norms_with_memory as norms_with_memory
 from muonsw.lab.theory.tracking import predict_norms as predict_norms
 from muonsw.lab.theory.tracking import steady_state_norm_with_memory as steady_state_norm_with_memory
 from muonsw.lab.theory.tracking import target_norms as target_norms

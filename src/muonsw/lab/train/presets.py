@@ -89,19 +89,6 @@ def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **ch
         raise UsageError(str(error)) from error
 
 
-def trained_like(name: str) -> tuple[OptimizerConfig, int]:
-    """How a preset is trained, and on how many tokens an update; one that exists on paper alone as the paper's are.
-
-    Examples:
-        >>> [(optimizer.weight_decay, tokens) for optimizer, tokens in map(trained_like, ("w1024", "mini", "moe-1t"))]
-        [(0.1, 524288), (0.5, 32768), (0.1, 524288)]
-    """
-    if name.removesuffix("-dense") not in DEFAULTS:
-        return PAPER_OPTIMIZER, PAPER_BATCH_TOKENS
-    run = preset_run(name, "")
-    return run.optimizer, run.tokens_per_step
-
-
 def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> RunConfig:
     """A run on a folder of tokens, with the vocabulary that those have; on no others, should the folder change.
 

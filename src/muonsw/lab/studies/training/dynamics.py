@@ -76,7 +76,7 @@ def norm_charts(results: Results, _scale: Scale) -> list[Chart]:
         (steps, seen), (known, predicted) = run.norms, run.predicted_norms
         norms += [
             Curve(rule, rule, steps.tolist(), seen.tolist()),
-            Curve(f"{rule}, recursion", rule, known.tolist(), predicted.tolist(), line="dashed", neutral=True),
+            Curve(f"{rule}, recursion", rule, known.tolist(), predicted.tolist(), dashed=True, neutral=True),
         ]
         at, alignment = run.recorded("alignment_update")
         alignments.append(Curve(rule, rule, at.tolist(), alignment.tolist()))

@@ -206,7 +206,7 @@ def scaling_charts(results: Results, _scale: Scale) -> list[Chart]:
                 best = [optimum(arms, rule).best for arms in grown.values()]
                 curves.append(Curve(rule, rule, list(grown), best))
                 published = [best[0] * (one / min(grown)) ** axis.published for one in grown]
-                curves.append(Curve(f"{rule}, published", rule, list(grown), published, line="dashed"))
+                curves.append(Curve(f"{rule}, published", rule, list(grown), published, dashed=True))
         if curves:
             ticks = sorted({one for grown in known.values() for one in grown})
             x = Axis("batch" if axis.name == "batch" else "width", log=2, ticks=ticks)

@@ -165,7 +165,7 @@ def _price_chart(
             own = [one for one in found if (one.text, one.rule, one.choice) == (text, rule, choice)]
             points = sorted((where(one), one.cost.value) for one in own)
             x, y = [x for x, _ in points], [y for _, y in points]
-            curves.append(Curve(f"{rule}, {text}", rule, x, y, line="dashed" if text != texts[0] else ""))
+            curves.append(Curve(f"{rule}, {text}", rule, x, y, dashed=text != texts[0]))
     each = "run" if over == "updates" else over
     title = "Lambda as advised" if choice == ADVICE else f"Lambda {choice} for every {each}"
     return Chart(
