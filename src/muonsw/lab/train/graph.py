@@ -44,7 +44,8 @@ class GraphedFunction(Generic[Result]):
     def __call__(self, batches: list[Batch]) -> Result:
         """The function of these batches; the first calls are eager."""
         self._calls += 1
-        if self._calls <= WARM_CALLS or self._refused or (self._graph is not None and not self._fits(batches)):
+        fits = self._graph is None or [t.shape for t in _tensors(batches)] == [t.shape for t in _tensors(self._batches)]
+        if self._calls <= WARM_CALLS or self._refused or not fits:
             return self.eager(batches)
         if self._graph is None:
             self._capture(batches)
@@ -64,9 +65,6 @@ class GraphedFunction(Generic[Result]):
             result = self.function(batches)
         current.wait_stream(self._stream)
         return result
-
-    def _fits(self, batches: list[Batch]) -> bool:
-        return [t.shape for t in _tensors(batches)] == [t.shape for t in _tensors(self._batches)]
 
     def _capture(self, batches: list[Batch]) -> None:
         """Record a call without making it; the thread that reads batches ahead goes on meanwhile."""

@@ -108,12 +108,12 @@ def points_of(axis: Growth, results: Results) -> Results:
 
 def along(axis: Growth, results: Results, rule: str) -> dict[int, Runs]:
     """Those at which the best lambda of a rule is known, by what grows along the axis."""
-    own = [arms for arms in points_of(axis, results).values() if not optimum(arms, rule).at_an_end]
-    return {_grown(axis, first_run(arms).config): arms for arms in own}
-
-
-def _grown(axis: Growth, run: RunConfig) -> int:
-    return run.batch if axis.name == "batch" else run.decoder.width
+    found = {}
+    for arms in points_of(axis, results).values():
+        if not optimum(arms, rule).at_an_end:
+            run = first_run(arms).config
+            found[run.batch if axis.name == "batch" else run.decoder.width] = arms
+    return found
 
 
 def exponent(axis: Growth, results: Results, rule: str) -> Estimate | None:

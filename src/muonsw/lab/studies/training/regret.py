@@ -355,19 +355,23 @@ def _too_large_table(found: Sequence[Optimum]) -> Table:
 
 def map_charts(results: Results, _scale: Scale) -> list[Chart]:
     """Regret over lambda, one panel for each horizon."""
-    return [
-        Chart(
-            f"regret-{first_run(arms).config.steps}",
-            f"Regret at {first_run(arms).config.steps:,} updates",
-            [_regret_curve(arms, rule) for rule in RULES],
-            x=Axis("lambda", log=2),
-            y=Axis("regret", "nats per token"),
-            note="Mean final loss over seeds minus the lowest of the same rule.",
-            points=True,
-            levels=[Level(GOOD, f"{GOOD} nats")],
+    charts = []
+    for arms in results.values():
+        steps = first_run(arms).config.steps
+        means = {rule: mean_losses(losses_of(arms, rule)) for rule in RULES}
+        charts.append(
+            Chart(
+                f"regret-{steps}",
+                f"Regret at {steps:,} updates",
+                [Curve(rule, rule, list(losses), excess(losses)) for rule, losses in means.items()],
+                x=Axis("lambda", log=2),
+                y=Axis("regret", "nats per token"),
+                note="Mean final loss over seeds minus the lowest of the same rule.",
+                points=True,
+                levels=[Level(GOOD, f"{GOOD} nats")],
+            )
         )
-        for arms in results.values()
-    ]
+    return charts
 
 
 def basins(name: str, results: Results, rules: Sequence[str] = RULES) -> list[Chart]:
@@ -385,8 +389,3 @@ def basins_chart(name: str, title: str, means: Mapping[str, Losses], x: Axis) ->
     curves = [Curve(rule, rule, list(losses), excess(losses, lowest)) for rule, losses in means.items()]
     note = "Mean final loss over seeds minus the lowest of all rules."
     return Chart(name, title, curves, x=x, y=Axis("above the lowest", "nats"), note=note, points=True)
-
-
-def _regret_curve(arms: Runs, rule: str) -> Curve:
-    means = mean_losses(losses_of(arms, rule))
-    return Curve(rule, rule, list(means), excess(means))

@@ -8,7 +8,7 @@ little decay costs levels off at the cost of none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -29,7 +29,7 @@ from muonsw.lab.studies.training.regret import (
     losses_of,
     optimum,
 )
-from muonsw.lab.studies.training.sweeps import Losses, mean_losses
+from muonsw.lab.studies.training.sweeps import mean_losses
 
 # What recipes for language models have, and torch's default.
 KEPT = (0.1, 0.01)
@@ -76,7 +76,10 @@ def prices(text: str, results: Results, *, over: str = "updates") -> list[Price]
 
 def _of_kind(over: str, text: str, arms: Runs) -> Iterator[Price]:
     losses, run = {rule: losses_of(arms, rule) for rule in RULES}, first_run(arms)
-    lowest = _lowest(losses)
+    # By seed, the loss of the better rule at its best lambda.
+    best = {rule: best_of_means(seeds) for rule, seeds in losses.items()}
+    better = min(RULES, key=lambda rule: mean_losses(losses[rule])[best[rule]])
+    lowest = [one[best[better]] for one in losses[better]]
     for rule in RULES:
         chosen = dict(zip(CHOICES, (*KEPT, WANTED / optimum(arms, rule).per_lambda), strict=True))
         tried = losses[rule][0]
@@ -88,13 +91,6 @@ def _of_kind(over: str, text: str, arms: Runs) -> Iterator[Price]:
                 config = run.config
                 kind = text, config.decoder.width, config.batch, config.steps, config.optimizer.lr, rule
                 yield Price(over, *kind, choice, lam, costs, beyond=nearest != lam)
-
-
-def _lowest(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
-    """By seed, the loss of the better rule at its best lambda."""
-    best = {rule: best_of_means(seeds) for rule, seeds in losses.items()}
-    better = min(RULES, key=lambda rule: mean_losses(losses[rule])[best[rule]])
-    return [one[best[better]] for one in losses[better]]
 
 
 def price_table(found: Sequence[Price]) -> Table:
