@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonsw import MuonSW, machine
-from muonsw.lab.bench.timing import in_turn, save, synchronize
+from timing import in_turn, save, synchronize
 
 
 def decoder(width: int, layers: int) -> list[tuple[int, int]]:

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from muonsw import AdamWSW, MuonSW
-from muonsw.lab.bench.timing import chosen_device, environment, in_turn, milliseconds, save, synchronize
 from muonsw.routing import route
+from timing import chosen_device, environment, in_turn, milliseconds, save, synchronize
 
 BATCHES = (16, 4)
 LR, LAMBDA, BETAS = 1e-3, 0.1, (0.9, 0.95)

@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from muonsw.lab.commands.plan import link_rows
-from muonsw.lab.cost.parts import parts_of
-from muonsw.lab.cost.update import H200, ON_PAPER, Setup, UpdateCost, plan_update
 from muonsw.lab.model import ModelConfig, preset
+from muonsw.lab.plan import H200, ON_PAPER, Setup, UpdateCost, link_rows, parts_of, plan_update
 
 DOCS = Path(__file__).parents[1] / "docs"
 W1024, MOE = preset("w1024"), ON_PAPER["moe-1t"]
@@ -143,26 +141,6 @@ def tenth(gpus: int) -> float:
     return 9 * found.optimizer_seconds / found.model_seconds * LARGE_BATCH
 
 
-def periods() -> str:
-    """What orthogonalizing whole matrices less often would buy."""
-    rows = []
-    cases: list[tuple[str, Callable[[Setup], UpdateCost], Setup]] = [
-        ("w1024, 64, fsdp by rows", small, Setup(64, "fsdp", "rows")),
-        ("w1024, 64, fsdp", small, Setup(64, "fsdp")),
-        ("1T, 4,096, ep", large, Setup(4096, "ep")),
-        ("1T, 16,384, ep", large, Setup(16_384, "ep")),
-        ("1T, 16,384, ep, the rest on 1,024", large, near(16_384)),
-        ("1T, 4,096, fsdp by rows", large, Setup(4096, "fsdp", "rows")),
-    ]
-    for label, planned, setup in cases:
-        found = {period: planned(replace(setup, period=period)) for period in (1, 5, 20)}
-        computed = [one.model_seconds + one.optimizer_seconds for one in found.values()]
-        faster = [f"{100 * (computed[0] / other - 1):.1f}%" for other in computed[1:]]
-        rows.append((label, *(seconds(one.optimizer_seconds) for one in found.values()), *faster))
-    headings = ("", "optimizer, every step", "period 5", "period 20", "updates faster by, 5", "20")
-    return table(headings, rows)
-
-
 def sizes() -> str:
     """What the model on paper is made of."""
     parts = parts_of(MOE)
@@ -203,7 +181,6 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "sizes": sizes,
         "one-trillion": one_trillion,
         "batches": batches,
-        "periods": periods,
     },
     DOCS / "lab" / "planning.md": {"several": several},
 }

@@ -1,6 +1,6 @@
 r"""Fine-tuning: a model that was pre-trained under each rule learns another text under each rule.
 
-    muonsw compare --out out/pre    # the models: both rules, three seeds
+    muonsw compare --weight-decay 1 --out out/pre    # the models: both rules, three seeds
     for rule in constant scaled; do
         muonsw compare --task examples/tasks/finetune.py --task.start "out/pre/runs/$rule-seed{seed}" \
             --task.text new.txt --out out/tuned-$rule

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonsw import MuonSW
-from muonsw.lab.cost.update import Setup, plan_update
 from muonsw.lab.model import Decoder, ModelConfig
+from muonsw.lab.plan import Setup, plan_update
 from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
 from tests.distributed.test_bytes import Counter
 

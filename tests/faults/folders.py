@@ -1,6 +1,7 @@
 """The smallest things that can be broken: tokens, a run that stopped after four of six updates, an export."""
 
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from muonsw.lab.train.loop import train
 # `make test-faults` sets it: every place, every byte count, many random files. Otherwise a few of each.
 LONG = os.environ.get("MUONSW_FAULTS") == "long"
 MODEL = ModelConfig(width=16, layers=1, head_dim=8, experts=2, ff=16, vocab=320, sequence=16)
-LAST = "checkpoints/step-00000006"
+OLDER, NEWER, LAST = (f"checkpoints/step-{step:08d}" for step in (2, 4, 6))
 
 
 def documents():
@@ -93,3 +94,7 @@ def records(path: Path):
     """The records of a run without its speed."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in found]
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import re
-import threading
 
 import pytest
 
@@ -12,13 +10,10 @@ from muonsw.lab import cli
 from muonsw.lab.base import storage
 from muonsw.lab.base.errors import MachineError, UsageError
 from muonsw.lab.base.storage import write_json
-from muonsw.lab.cli import main
 from muonsw.lab.studies import jobs
-from muonsw.lab.studies import program as entry
 from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.train import loop
 from muonsw.lab.train.loop import train
-from muonsw.lab.train.records import tensorboard_sink
 from tests.lab.base.test_storage import files_no_larger_than
 from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison
 from tests.lab.train.small_runs import losses, small_run
@@ -31,32 +26,6 @@ def whole(tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
     train(small_run(), run)
     return run
-
-
-@pytest.mark.parametrize(
-    ("size", "file"),
-    [
-        (0, "config.json"),
-        (500, "config.json"),
-        (3_000, "metrics.jsonl"),
-        (20_000, "metrics.jsonl"),
-        (100_000, "step-00000004"),
-    ],
-)
-def test_training_on_a_full_disk_ends_in_a_sentence_and_goes_on_later(whole, tmp_path, capsys, size, file):
-    settings, run = tmp_path / "settings.json", tmp_path / "run"
-    settings.write_text(
-        json.dumps(small_run(telemetry_every=2 if file == "metrics.jsonl" else 0).as_data()), encoding="utf-8"
-    )
-    with files_no_larger_than(size):
-        assert entry.main([str(settings), str(run)]) == 3
-    said = capsys.readouterr().err
-    assert file in said
-    assert re.search(r"cannot be written: .*File too large.*; make room on the disk", said)
-    assert said.count("\n") == 1
-    assert entry.main([str(settings), str(run)]) == 0
-    expected = [record for record in losses(whole) if record["kind"] != "telemetry"]
-    assert [record for record in losses(run) if record["kind"] != "telemetry"] == expected
 
 
 def full_for(name):
@@ -78,42 +47,6 @@ def test_a_result_that_cannot_be_written_is_reported_and_written_later(whole, tm
     result = train(small_run(), tmp_path)
     assert result["final_loss"] == json.loads((whole / "result.json").read_text(encoding="utf-8"))["final_loss"]
     assert losses(tmp_path) == losses(whole)
-
-
-def test_events_of_tensorboard_that_cannot_be_written_are_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # its own thread dies of the same error
-    before = threading.enumerate()
-    sink = tensorboard_sink(tmp_path)
-
-    def write_on():
-        for step in range(10_000):
-            sink({"kind": "train", "step": step, "loss": 1.0})
-
-    with files_no_larger_than(500), pytest.raises(MachineError, match=rf"tensorboard {FULL}"):
-        write_on()
-    for thread in set(threading.enumerate()) - set(before):
-        thread.join(10.0)
-
-
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        (("report", "RUN", "-o", "OUT/report.html", "--no-images"), "report.html"),
-        (("diagnose", "RUN", "--out", "OUT"), "diagnose.json"),
-        (("export", "RUN", "--out", "OUT/export"), "model.safetensors"),
-    ],
-)
-def test_what_reads_a_run_says_that_the_disk_is_full(whole, tmp_path, capsys, command, file):
-    words = [word.replace("RUN", str(whole)).replace("OUT", str(tmp_path)) for word in command]
-    before = sorted(path.name for path in whole.iterdir())
-    with files_no_larger_than(100):
-        assert main(words) == 3
-    said = capsys.readouterr().err
-    assert file in said
-    assert "make room on the disk" in said
-    assert said.count("\n") == 1
-    assert sorted(path.name for path in whole.iterdir()) == before
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
 def test_a_divergence_that_cannot_be_written_down_is_reported(tmp_path, monkeypatch):
@@ -146,6 +79,6 @@ def test_the_cli_says_when_memory_is_short(monkeypatch, capsys):
     def greedy(_arguments):
         raise MemoryError
 
-    monkeypatch.setattr("muonsw.lab.commands.run", greedy)
+    monkeypatch.setattr("muonsw.lab.cli.run", greedy)
     assert cli.main(["plan"]) == 3
     assert "not enough memory: ask for something smaller" in capsys.readouterr().err

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import read_object
-from muonsw.lab.diagnose.diagnosis import as_data, diagnose
+from muonsw.lab.diagnose import as_data, diagnose
 from muonsw.lab.runs import load_run
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import load_model
 from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.state import Training, with_fingerprint
-from tests.faults.folders import LONG, config, folders
-from tests.faults.test_damage import NEWER, digest
+from tests.faults.folders import LONG, NEWER, config, digest, folders
 
 # What a reader may take: a fixed part, and for each byte of the file the Python objects that it becomes.
 FIXED_BYTES, FOR_EACH_BYTE = 64 << 20, 300
@@ -150,7 +149,7 @@ def read_run(folder: Path) -> None:
     run = load_run(folder)
     for _ in (run.rule, run.steps, run.tokens, run.seconds, run.losses, run.training_losses, run.lost_losses):
         pass
-    for _ in (run.final_loss, run.best_loss, run.best_step, run.norms, run.norm_change, run.predicted_norms):
+    for _ in (run.final_loss, run.best_loss, run.norms, run.norm_change, run.predicted_norms):
         pass
     json.dumps(as_data(diagnose(run)), allow_nan=False)
 

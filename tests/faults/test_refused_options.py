@@ -11,8 +11,8 @@ import pytest
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan
-from muonsw.lab.cost.update import Setup
 from muonsw.lab.model import Decoder
+from muonsw.lab.plan import Setup
 from muonsw.lab.studies.arms import parse_arm
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
@@ -24,11 +24,7 @@ from tests.faults.folders import MODEL, config, documents, folders
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("plan", "--preset", "demo", "--steps", "9", "--momentum", "1"),
-            "momentum=1.0 must be at least 0 and below 1",
-        ),
-        (("plan", "--preset", "demo", "--steps", "9", "--final-fraction", "nan"), "final_fraction"),
+        (("plan", "--preset", "demo", "--steps", "9", "--tflops", "nan"), "tflops=nan must be positive"),
         (("data", "prepare", "DIR", "--vocab", "1" * 25), "a bpe needs a --vocab above 256 (below 2**31)"),
         (("sample", "RUN", "--temperature", "nan"), "--temperature finite"),
         (("sample", "RUN", "--seed", "9" * 25), "--seed must be at least 0 and below 2**63"),
@@ -37,7 +33,7 @@ from tests.faults.folders import MODEL, config, documents, folders
         (("train", "--data", "DATA", "--out", "DIR", "--steps", "9" * 25), "steps=9999999999999999999999999 must be"),
         (("train", "--data", "DATA", "--out", "DIR", "--weight-decay", "60"), "1.2 times the weight in one update"),
         (("compare", "--data", "DATA", "--out", "DIR", "--weight-decay", "60"), "1.2 times the weight in one update"),
-        (("compare", "--data", "DATA", "--out", "DIR", "--weight-decay", "0", "--control", "total"), "needs decay"),
+        (("compare", "--data", "DATA", "--out", "DIR", "--weight-decay", "0", "--control"), "needs decay"),
         (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "constant,adam_lr="), "setting=value pairs"),
         (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "constant,adam_lr=nan"), "adam_lr=nan must"),
         (("compare", "--data", "DATA", "--out", "DIR", "--arms", "scaled", "none,ns_dtype=x"), "ns_dtype='x' must be"),
@@ -91,7 +87,7 @@ def inputs(tmp_path, monkeypatch):
         ("train --text TEXT --steps 1 --out=", "an argument is empty after --out"),
         ("compare --text TEXT '' --steps 1 --out runs", "an argument is empty after"),
         ("data prepare '' --source text --files TEXT", "an argument is empty"),
-        ("report nowhere --title '' --out new/page.html", "nowhere"),
+        ("report nowhere --out new/page.html", "nowhere"),
         ("reproduce main-table --data nowhere --out new", "nowhere holds no prepared data"),
         ("export MOVED --out new", "holds no prepared data"),
         ("data prepare new --tokenizer gpt2 --gpt2-files nowhere", "no GPT-2 vocabulary"),
@@ -121,7 +117,6 @@ def test_an_arm_is_refused_at_once_or_can_be_built(name, value):
         {"tokens": "1e308", "steps": None},
         {"batch_tokens": "1e308"},
         {"setup": Setup(tflops=1e-320)},
-        {"weight_decay": 1e308},
     ],
     ids=str,
 )
@@ -129,6 +124,6 @@ def test_a_plan_of_any_size_is_a_plan_or_a_usage_error(option, capsys):
     try:
         assert Plan(**{"preset": "demo", "steps": 9, "json": True, **option}).run() == 0
     except UsageError as error:
-        assert re.search("give a smaller one|lower it", str(error))  # noqa: PT017 (a plan is as good)
+        assert re.search("give a smaller one", str(error))  # noqa: PT017 (a plan is as good)
     else:
         assert json.loads(capsys.readouterr().out)

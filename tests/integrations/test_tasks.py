@@ -7,7 +7,7 @@ import pytest
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
-from tests.lab.tasks.test_worked_tasks import short_run
+from tests.lab.test_worked_tasks import short_run
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("vit", 60), ("resnet", 30)])

@@ -9,18 +9,18 @@ import muonsw.lab
 
 LADDER = (
     "base",
+    "paper",
+    "claims",
     "theory",
     "recipes",
-    "advice",
-    "paper",
+    "advise",
     "data",
     "model",
+    "task_template",
     "tasks",
     "train",
-    "cost",
-    "bench",
+    "plan",
     "runs",
-    "claims",
     "report",
     "diagnose",
     "studies",
@@ -65,7 +65,7 @@ def test_an_import_upwards_is_seen_in_all_its_forms(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
         "import muonsw.lab.studies.arms\nfrom muonsw.lab import report\n"
-        "def late():\n    from muonsw.lab.commands.plan import Plan\n",
+        "def late():\n    from muonsw.lab.commands.train import Train\n",
         encoding="utf-8",
     )
     assert set(folders_imported_by(path)) == {"studies", "report", "commands"}

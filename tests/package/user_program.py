@@ -19,7 +19,6 @@ from muonsw import (
     scale_weight_decay,
 )
 from muonsw.addons.scale_weight_decay import ScaledWeightDecay
-from muonsw.lab.diagnose.live import Findings
 from muonsw.lab.recipes import Recipe, recipe
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.summary import Summary
@@ -85,7 +84,6 @@ def around_it() -> None:
     assert_type(driver, ScaledWeightDecay)
     driver.remove()
     assert_type(muonsw.__version__, str)
-    assert_type(Findings().history, list[tuple[int, str]])
 
 
 def main() -> None:

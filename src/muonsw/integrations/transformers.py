@@ -84,7 +84,7 @@ class TelemetryCallback(TelemetryLog, TrainerCallback):
     Args:
         trainer: the Trainer that it is added to; its `log` is what reaches W&B, TensorBoard, MLflow and the others.
         every: sample the updates whose number is a multiple of it, and the first one.
-        findings: gives the sentences to log for a record, such as `muonsw.lab.diagnose.live.Findings()`.
+        findings: gives the sentences to log for a record, such as `muonsw.lab.diagnose.Findings()`.
         **telemetry: further arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
 
     Attributes:

@@ -1,29 +1,71 @@
-"""The command line: `muonsw COMMAND ...`. Commands are typed dataclasses, listed in `muonsw.lab.commands`."""
+"""The command line: `muonsw COMMAND ...`.
+
+A command is a frozen dataclass whose fields are its options and whose `run` returns an exit code. Adding one is one
+entry in `COMMANDS`. Only the command that runs is imported, so `muonsw --help` needs neither torch nor tyro.
+"""
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any, Protocol, cast
 
 from muonsw import __version__
-from muonsw.lab.base.errors import INTERRUPTED, MACHINE, OK, Interrupted, UsageError, needed
+from muonsw.lab.base.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, needed
 from muonsw.lab.base.launcher import end, report_error
 from muonsw.lab.base.terminal import enduring, harmless
+from muonsw.registry import unknown
+
+# The module and class of each command, and what `muonsw --help` says about it.
+COMMANDS: Mapping[str, tuple[str, str, str]] = {
+    "compare": ("commands.compare", "Compare", "train a model under several decay rules and compare the results"),
+    "reproduce": ("commands.reproduce", "Reproduce", "run a study of the paper and check its claims"),
+    "plan": ("commands.plan", "Plan", "compute size, FLOPs, memory, hours and traffic of a run"),
+    "advise": ("advise", "Advise", "say whether decay matters in a run, and which lambda to try"),
+    "data": ("commands.data", "Data", "prepare training data, verify it, or describe it"),
+    "train": ("commands.train", "Train", "train a model, or continue a run that was stopped"),
+    "task": ("commands.task", "TaskCommand", "check a task of your own, or write a file to begin with"),
+    "report": ("commands.report", "Report", "write one page about one or several runs"),
+    "diagnose": ("commands.diagnose", "Diagnose", "show what decay does to the weights of runs, and what is wrong"),
+    "export": ("commands.export", "Export", "write the model of a run as safetensors"),
+    "sample": ("commands.export", "Sample", "let a trained model continue a text"),
+}
+ABOUT = """
+Muon-SW and its paper: train, compare, measure, and reproduce with claims
+that are checked.
+
+commands:
+{commands}
+
+`muonsw COMMAND --help` lists the options of a command, `muonsw --version`
+prints the version. Exit codes: 0 done, 1 a claim failed or damage was found,
+2 it cannot be done as asked, 3 a fault of the machine, 128 plus the signal if
+it was stopped (130 for Ctrl-C).
+"""
+TASK_PREFIX = "--task."
+
+
+class Command(Protocol):
+    """What `muonsw` can run."""
+
+    def run(self) -> int:
+        """Run it and return the exit code."""
+        ...
 
 
 @enduring
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 is done, 1 a claim that failed or damage that was found, 2 something that cannot be done as it was asked, 3 a
-    fault of the machine. A command that was stopped by a signal returns 128 plus the signal, as shells do.
+    0 is done, 1 a claim that failed or damage that was found, 2 something that cannot be done as asked, 3 a fault of
+    the machine. A command that was stopped by a signal returns 128 plus the signal, as shells do.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given == ["--version"]:
-        print(f"muonsw {__version__}")
-        return OK
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        return int(needed("muonsw.lab.commands", "the lab needs", "lab").run(given))
+        return run(words)
     except (UsageError, Interrupted) as error:
         report_error(f"muonsw: {harmless(error)}")
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
@@ -34,6 +76,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("muonsw: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def run(words: Sequence[str]) -> int:
+    """Parse the words of a command line and run the command that they name; tyro exits with 2 on a usage error."""
+    if list(words) == ["--version"]:
+        print(f"muonsw {__version__}")
+        return OK
+    if not words or words[0] in ("-h", "--help"):
+        listed = "\n".join(f"  {name:<9}  {summary}" for name, (*_, summary) in COMMANDS.items())
+        usage = f"usage: muonsw COMMAND [OPTIONS]\n{ABOUT.rstrip().format(commands=listed)}"
+        print(usage, file=sys.stdout if words else sys.stderr)
+        return OK if words else USAGE
+    name, *options = words
+    if name not in COMMANDS:
+        raise UsageError(unknown("command", name, list(COMMANDS)))
+    for before, word in zip(words, options, strict=False):
+        # An unset shell variable; as a path it would be the current folder.
+        if not word or (word.startswith("--") and word.endswith("=")):
+            option = word.rstrip("=") or before
+            raise UsageError(f"an argument is empty after {option}: give a value, or leave it out")
+    return parse(name, options).run()
+
+
+def parse(name: str, options: Sequence[str]) -> Command:
+    """Return the command with these options."""
+    kind, tyro = load(name), needed("tyro", "the lab needs", "lab")
+    shown, errors = io.StringIO(), io.StringIO()
+    try:
+        with redirect_stdout(shown), redirect_stderr(errors):
+            return cast("Command", tyro.cli(kind, prog=f"muonsw {name}", args=with_task_options(options)))
+    finally:
+        for line in shown.getvalue().splitlines():
+            # tyro wraps the options, which are indented, but not the prose above them.
+            print(line.rstrip() if line.startswith(" ") else textwrap.fill(line, 80))
+        # A usage error repeats what was typed, which may be text that steers a terminal.
+        print(harmless(errors.getvalue()), file=sys.stderr, end="")
+
+
+def load(name: str) -> type[Any]:
+    """Import the class of a command."""
+    module, kind, _ = COMMANDS[name]
+    return cast("type[Any]", getattr(needed(f"muonsw.lab.{module}", "the lab needs", "lab"), kind))
+
+
+def with_task_options(words: Sequence[str]) -> list[str]:
+    """Turn `--task.depth 6 --task.flip` into `--task-options depth=6 flip=true`.
+
+    Examples:
+        >>> with_task_options(["--task", "vit.py", "--task.depth", "6", "--steps", "9"])
+        ['--task', 'vit.py', '--steps', '9', '--task-options', 'depth=6']
+    """
+    rest, options, waiting = [], [], list(words)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith(TASK_PREFIX):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix(TASK_PREFIX).partition("=")
+        if not equals:
+            value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
+        options.append(f"{name.replace('-', '_')}={value}")
+    return [*rest, "--task-options", *options] if options else rest
 
 
 if __name__ == "__main__":

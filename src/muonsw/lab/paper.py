@@ -91,7 +91,6 @@ class PrintedRecipe:
     batch_tokens: int | None = None  # tokens in an update
     steps: int | None = None  # updates
     preset: str | None = None  # the lab's model of this shape
-    unknown: tuple[str, ...] = ()  # what the paper does not say, and what is assumed instead
 
     @property
     def final_fraction(self) -> float:
@@ -104,20 +103,11 @@ class PrintedRecipe:
         return self.final_lr / self.peak_lr
 
 
-_FRONTIER_UNKNOWN = (
-    "batch size and steps: sums over steps need --batch-tokens, a constant batch is assumed",
-    "warmup: none is assumed unless --warmup-steps is given",
-    "shape of the schedule: the paper's text says cosine for these recipes in general; --schedule tries another",
-    "learning-rate factors of single groups: the printed one is taken for all matrices",
-)
-_OWN_UNKNOWN = ("whether eta_max of the divided groups was divided too: both are shown",)
-
-
 def _recipe(
     title: str, total: float, active: float, tokens: float, peak_lr: float, per_active: float, **more: Any
 ) -> PrintedRecipe:
     """A row of a table of recipes; all end on a tenth of the peak with lambda 0.1."""
-    source = {"reference": FRONTIER, "unknown": _FRONTIER_UNKNOWN}
+    source = {"reference": FRONTIER}
     return PrintedRecipe(title, total, active, tokens, peak_lr, peak_lr / 10, 0.1, per_active, **(source | more))
 
 
@@ -125,9 +115,8 @@ def _own(
     width: int, total: float, active: float, steps: int, tokens: float, per_active: float, peak_lr: float
 ) -> PrintedRecipe:
     """One of the paper's own runs."""
-    title, source = f"the paper's width {width}", {"reference": OWN, "unknown": _OWN_UNKNOWN}
-    run = {"batch_tokens": PAPER_BATCH_TOKENS, "steps": steps, "preset": f"w{width}"}
-    return _recipe(title, total, active, tokens, peak_lr, per_active, **source, **run)
+    run = {"reference": OWN, "batch_tokens": PAPER_BATCH_TOKENS, "steps": steps, "preset": f"w{width}"}
+    return _recipe(f"the paper's width {width}", total, active, tokens, peak_lr, per_active, **run)
 
 
 RECIPES: Mapping[str, PrintedRecipe] = MappingProxyType(
@@ -141,18 +130,3 @@ RECIPES: Mapping[str, PrintedRecipe] = MappingProxyType(
         "paper-w1024": _own(1024, 932.4e6, 309.6e6, 376_000, 197.1e9, 640, 4.8e-3),
     }
 )
-
-
-def find_recipe(name: str) -> PrintedRecipe:
-    """The recipe of that name.
-
-    Raises:
-        ValueError: If there is none, with those there are.
-
-    Examples:
-        >>> find_recipe("glm-4.5").peak_lr
-        0.00025
-    """
-    if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; choose from {', '.join(RECIPES)}")
-    return RECIPES[name]

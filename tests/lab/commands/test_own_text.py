@@ -36,6 +36,8 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     assert 0.04 < share < 0.15
     assert f"{record.documents} documents, 60.0 kB of text, {record.tokens('train'):,} train" in printed
     assert f"({share:.1%} held out for validation), vocabulary of {record.vocab_size:,}, in out/data" in printed
+    page = (tmp_path / "out/compare/report.html").read_text(encoding="utf-8")
+    assert "<title>Decay rules on my notes.txt</title>" in page
     assert len(json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))["arms"]) == 2
 
 
@@ -55,7 +57,7 @@ def test_the_same_text_is_prepared_once_and_another_one_again(tmp_path):
     [
         ["compare", "--arms", "constant", "scled"],
         ["compare", "--precision", "fp8"],
-        ["compare", "--control", "total", "--weight-decay", "0"],
+        ["compare", "--control", "--weight-decay", "0"],
         ["compare", "--tune-lambda", "--weight-decay", "0"],
         ["train", "--decay", "scled"],
         ["train", "--steps", "0"],

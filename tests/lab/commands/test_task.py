@@ -15,7 +15,7 @@ from muonsw.lab.runs import load_run
 from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.outcome import compare
 from muonsw.lab.studies.training.worked_tasks import recorded
-from tests.lab.tasks.small_tasks import LOSS, task_file
+from tests.lab.small_tasks import LOSS, task_file
 
 SHORT = ["--steps", "6", "--workers", "1"]
 
@@ -32,7 +32,7 @@ def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
     assert "batches of 128x8x8 float32, 128 int64; loss 2." in printed
     assert "note:" not in printed
     assert re.search(r"hidden +muon +scaled 2 +0\.005 +4 +1,792", printed)  # 64 x 16 and three of 16 x 16
-    assert re.search(r"Decay adds up to [\d.]+ \(constant\) and [\d.]+ \(scaled\) over the run", printed)
+    assert re.search(r"Total decay is [\d.]+ \(scaled\) and [\d.]+ \(constant\)", printed)
     assert re.search(r"20 updates, 2 arms, 3 seeds: about \d+ (seconds?|minutes?) here", printed)
     assert not (tmp_path / "out").exists()
     assert main(["task", "check", "mine/a.py", "--steps", "1", "--seeds", "1"]) == 0
@@ -89,7 +89,7 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     assert main(["compare", "--task", str(path), *words, *SHORT]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "constant and scaled, 2 seeds each: 6 updates of 12 samples" in printed
-    assert re.search(r"Difference of accuracy: [+-][\d.]+, (not )?beyond chance", printed)
+    assert re.search(r"Difference of accuracy: [+-][\d.]+, (not )?significant", printed)
     assert "nats," not in printed.split("hardly matters")[-1]
     found = json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))
     runs = {
@@ -104,7 +104,7 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     interval = t_interval(torch.tensor(gaps, dtype=torch.float64))
     assert measured["interval"]["low"] == pytest.approx(interval.low)
     page = html.unescape((tmp_path / "out/compare/report.html").read_text(encoding="utf-8").split("<script")[0])
-    for words in ("What was trained", "Sequential", "hidden (muon, decayed)", "72 samples of small_task.py"):
+    for words in ("Model, data and machine", "Sequential", "hidden (muon, decayed)", "72 samples of small_task.py"):
         assert words in page
     assert "nats per token" not in page
     assert (tmp_path / "out/compare/report/metric-accuracy.png").exists()

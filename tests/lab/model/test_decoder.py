@@ -1,14 +1,15 @@
-"""The decoder as a whole: causal, muP multipliers in place, and usable by the optimizer's router."""
+"""The decoder: causal, rotary, muP multipliers in place, the counts of the paper, usable by the optimizer's router."""
 
 from fnmatch import fnmatchcase
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonsw import MuonSW
-from muonsw.lab.model import Decoder, MuP
-from muonsw.lab.model.decoder import rotary_table
+from muonsw.lab.model import PRESETS, Decoder, MuP, count
+from muonsw.lab.model.decoder import Attention, rotary_table, rotate
 from tests.lab.model.small_models import small, tokens
 
 
@@ -164,3 +165,96 @@ def test_the_library_finds_the_roles_and_takes_the_fused_projections(config):
     model(ids, ids).total.backward()
     optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("shift", [1, 17, 1000])
+def test_scores_depend_on_relative_positions_alone(shift):
+    q, k = torch.randn(2, 1, 1, 12, 64, dtype=torch.float64)
+    here = rotary_table(12, 64, 10000.0)
+    there = rotary_table(12, 64, 10000.0, start=shift)
+    scores = rotate(q, here) @ rotate(k, here).mT
+    # angles are rounded at relative 2^-53 and reach the shift
+    torch.testing.assert_close(rotate(q, there) @ rotate(k, there).mT, scores, rtol=0, atol=1e-10)
+
+
+def test_rotation_keeps_lengths_and_leaves_position_zero():
+    x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    rotated = rotate(x, rotary_table(5, 8, 10000.0))
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(rotated[:, :, 0], x[:, :, 0])
+    assert not torch.allclose(rotated[:, :, 1], x[:, :, 1])
+
+
+def test_first_pair_turns_by_one_radian_a_position():
+    cos, sin = rotary_table(3, 8, 10000.0)
+    torch.testing.assert_close(cos[:, 0], torch.arange(3, dtype=torch.float64).cos())
+    torch.testing.assert_close(sin[:, -1], (torch.arange(3, dtype=torch.float64) * 10000 ** (-6 / 8)).sin())
+
+
+def test_attention_is_softmax_of_scores_over_head_dim():
+    config = small()
+    attention = Attention(config).double()
+    with torch.no_grad():
+        for param in attention.parameters():
+            param.normal_()
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    table = rotary_table(6, config.head_dim, config.rope_theta)
+    q, k, v = (
+        (x @ matrix.T).view(2, 6, config.heads, config.head_dim).transpose(1, 2)
+        for matrix in attention.qkv.weight.split(config.width)
+    )
+    scores = rotate(q, table) @ rotate(k, table).mT / config.head_dim
+    weights = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf).softmax(dim=-1)
+    expected = (weights @ v).transpose(1, 2).reshape(2, 6, 16) @ attention.out.weight.T
+    torch.testing.assert_close(attention(x, table), expected)
+
+
+# Name: exact total and active, then as printed in millions, and GFLOP a token as in the notes (None: not given).
+PAPER = {
+    "w128": (26_115_200, 11_959_424, "26.1", "12.0", None),
+    "w256": (72_677_632, 30_210_304, "72.7", "30.2", "0.219"),
+    "w512": (264_892_928, 95_023_616, "264.9", "95.0", "0.646"),
+    "w768": (520_022_784, 180_284_160, "520.0", "180.3", "1.195"),
+    "w1024": (932_439_040, 309_584_896, "932.4", "309.6", "2.009"),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_counts_are_the_papers(name):
+    total, active, printed_total, printed_active, gflop = PAPER[name]
+    counts = count(PRESETS[name])
+    assert (counts.total, counts.active) == (total, active)
+    assert (f"{total / 1e6:.1f}", f"{active / 1e6:.1f}") == (printed_total, printed_active)
+    if gflop is not None:
+        assert f"{counts.flops_per_token / 1e9:.3f}" == gflop
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_counts_follow_from_the_shapes(name):
+    for config in (PRESETS[name], PRESETS[name].dense()):
+        d, router = config.width, config.experts if config.experts > 1 else 0
+        shared = config.vocab * d + d + config.layers * (4 * d * d + 2 * d + router * d)
+        expert = config.layers * 3 * d * config.ff_width
+        counts = count(config)
+        assert counts.total == shared + config.experts * expert
+        assert counts.active == shared + config.top_k * expert
+
+
+def test_counting_allocates_no_memory():
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.append(out)
+            return out
+
+    with Watch():
+        count(PRESETS["w1024"])
+    assert made
+    assert all(tensor.is_meta for tensor in made if isinstance(tensor, torch.Tensor))
+
+
+def test_counts_are_those_of_the_allocated_model():
+    config = small()
+    assert count(config).total == sum(p.numel() for p in Decoder(config).parameters())

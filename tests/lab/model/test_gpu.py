@@ -8,7 +8,7 @@ from torch._inductor.utils import run_and_get_code
 
 from muonsw import machine
 from muonsw.lab.model import Decoder
-from muonsw.lab.model.grouped import choose_product, grouped_gemm, masked, slice_by_slice
+from muonsw.lab.model.grouped import grouped_gemm, masked, slice_by_slice, takes_grouped_gemm
 from tests.common.cuda import no_waiting
 from tests.lab.model.small_models import small, tokens
 
@@ -47,8 +47,8 @@ def test_grouped_gemm_agrees_with_the_plain_products(sizes):
     x = torch.randn(sum(sizes), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(len(sizes), 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
-    assert choose_product(x, weight) is grouped_gemm
-    assert choose_product(x.float(), weight.float()) is masked
+    assert takes_grouped_gemm(x, x.dtype, weight)
+    assert not takes_grouped_gemm(x.float(), torch.float32, weight.float())
     direction = torch.randn(sum(sizes), 32, device="cuda", dtype=torch.bfloat16)
     results = []
     for product in (grouped_gemm, slice_by_slice, masked):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from muonsw.lab.model import Decoder
-from muonsw.lab.model.grouped import choose_product, grouped_gemm, masked, slice_by_slice
+from muonsw.lab.model.grouped import grouped_gemm, grouped_linear, masked, slice_by_slice
 from muonsw.lab.model.init import initialize
 from muonsw.lab.model.moe import DenseFeedForward, MoE, balance_loss, plan_routes, z_loss
 from tests.lab.model.small_models import reference_moe, small
@@ -110,9 +110,9 @@ def test_grouped_gemm_agrees_with_slices_where_the_cpu_has_it(sizes):
         torch.testing.assert_close(a, b)
 
 
-def test_where_sizes_cannot_be_read_the_masked_product_is_chosen():
-    assert choose_product(torch.empty(4, 8), torch.empty(2, 8, 8)) is slice_by_slice
-    assert choose_product(torch.empty(4, 8, device="meta"), torch.empty(2, 8, 8, device="meta")) is masked
+def test_a_product_needs_no_sizes_where_they_cannot_be_read():
+    sizes = torch.empty(2, device="meta", dtype=torch.int32)
+    assert grouped_linear(torch.empty(4, 8, device="meta"), torch.empty(2, 6, 8, device="meta"), sizes).shape == (4, 6)
 
 
 def test_routes_sort_by_expert_keep_token_order_and_invert():

@@ -1,169 +1,149 @@
-"""What is drawn: both formats, one theme, a page that needs no network, thinning that keeps extremes."""
+"""The report of runs: the verdict first, pictures beside the page, tables that say what happened."""
 
-import base64
-import hashlib
-import json
-import re
-from html.parser import HTMLParser
+import os
+import shutil
+import time
 
-import plotly.graph_objects
+import numpy as np
 import pytest
-import torch
 
-from muonsw.lab.claims.claim import Claim, Criterion, Evidence
-from muonsw.lab.claims.table import claims_table
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import ABANDONED_SECONDS
+from muonsw.lab.base.tables import Table
+from muonsw.lab.claims.claim import Claim, Criterion
+from muonsw.lab.commands.report import Report, find_runs
+from muonsw.lab.report.charts import Charts
 from muonsw.lab.report.page import page
-from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry, Level
+from muonsw.lab.report.report import build_report, summary, write_report
+from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry
 from muonsw.lab.report.static import write_chart
-from muonsw.lab.report.study_figures import draw_convergence
-from muonsw.lab.report.theme import LIGHT, PALETTES, matplotlib_style, plotly_style
-from tests.lab.small_experiments import SMALL
+from muonsw.lab.report.theme import LIGHT
+from muonsw.lab.runs import load_runs
+from muonsw.lab.studies.own_loop import own_run
+from tests.faults.killing import killed_at_size
+from tests.lab.report.pages import data_of
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    torch.set_num_threads(1)
-    return {name: SMALL[name].run(0) for name in ("scalar-figure", "matrix-figure")}
+def claim(name, measured):
+    return Claim(name, f"statement {name}", "Table 1", "nothing", 1.0, measured, Criterion.RELATIVE, 0.1, "chosen")
 
 
-@pytest.fixture(scope="module")
-def written(outcomes, tmp_path_factory):
-    return {path.suffix: path for path in draw_convergence(outcomes, tmp_path_factory.mktemp("figure"))}
+def test_page_and_pictures_are_written(written):
+    stems = ["validation-loss", "training-loss", "weight-norm", "predicted-norm", "alignment", "relative-update"]
+    names = [f"{stem}.{end}" for stem in [*stems, "learning-rate", "decay"] for end in ("png", "svg")]
+    assert [path.name for path in written] == ["report.html", *names]
+    for path in written[1:]:
+        assert path.parent == written[0].with_suffix("")
+        assert path.read_bytes().startswith(b"\x89PNG") or b"<svg" in path.read_bytes()[:1000]
 
 
-class Tags(HTMLParser):
-    """Collects elements, and the text of scripts by their place."""
-
-    def __init__(self):
-        super().__init__()
-        self.found, self.scripts, self.inside = [], [], False
-
-    def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
-        self.inside = tag == "script"
-        if self.inside:
-            self.scripts.append((dict(attrs), ""))
-
-    def handle_endtag(self, _tag):
-        self.inside = False
-
-    def handle_data(self, data):
-        if self.inside:
-            attrs, text = self.scripts[-1]
-            self.scripts[-1] = (attrs, text + data)
+def test_equal_runs_give_equal_files(runs, written, tmp_path):
+    document = build_report("A report", runs)
+    assert page(document) == written[0].read_text(encoding="utf-8")
+    for chart in document.sections[:2]:
+        for path in write_chart(chart, document.arms, tmp_path):
+            assert path.read_bytes() == (written[1].parent / path.name).read_bytes(), path.name
 
 
-def parse(text):
-    tags = Tags()
-    tags.feed(text)
-    return tags
+def test_tables_say_how_runs_ended(runs):
+    document = build_report("x", runs)
+    tables = {section.name: section for section in document.sections if isinstance(section, Table)}
+    assert list(tables) == ["runs", "differences", "origin"]
+    rows = {row[0]: row for row in tables["runs"].rows}
+    headings = [column.title for column in tables["runs"].headings()]
+    first = dict(zip(headings, rows["constant-0"], strict=True))
+    losses = runs[0].evals["loss"]
+    assert first["final loss"] == f"{losses[-1]:.4f}"
+    assert first["best loss"] == f"{losses.min():.4f}"
+    norms = runs[0].norms[1]
+    assert first["weight RMS"] == f"{norms[-1]:#.3g}"
+    change = float(first["change since largest"].removesuffix("%"))
+    assert change == pytest.approx(100 * (norms[-1] / norms.max() - 1), abs=0.5)
+    assert rows["scaled-1"][-1].text == "200 of 400 steps"
+    assert tables["differences"].columns == ("run", "optimizer.decay", "seed")
+    assert ("torch", "2.13.0") in [tuple(row) for row in tables["origin"].rows]
 
 
-def test_static_figures_are_written(written):
-    assert written[".png"].read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in written[".svg"].read_text(encoding="utf-8")[:1000]
-    assert not list(written[".png"].parent.glob(".*"))
+def test_the_sentence_on_top_judges_nothing(runs):
+    text = summary(Charts(runs))
+    assert text.startswith("4 runs in 2 arms, 1 not complete; median final validation loss: ")
+    for arm in ((0, 1), (2, 3)):  # with as many digits as the table
+        assert f"{np.median([runs[place].final_loss for place in arm]):.4f} (" in text
+    assert build_report("x", runs, verdict="Mine.").verdict == "Mine."
 
 
-def test_equal_results_give_equal_files(outcomes, written, tmp_path):
-    for path in draw_convergence(outcomes, tmp_path):
-        assert path.read_bytes() == written[path.suffix].read_bytes()
+def test_the_difference_comes_first_then_the_curves_and_claims_last(runs):
+    claims = {"one": [claim("good", 1.01)], "two": [claim("bad", 2.0)]}
+    pairs, arms = (Table(name, name, ("a", "b"), [("x", 1.5)]) for name in ("pairs", "arms"))
+    document = build_report("x", runs, claims=claims, tables=[pairs], details=[arms])
+    names = [section.name for section in document.sections]
+    assert names[:2] == ["pairs", "validation-loss"]
+    assert names[-5:] == ["arms", "runs", "differences", "origin", "claims"]
+    assert document.failed
+    assert [row[3].text for row in document.sections[-1].rows] == ["fails", "holds"]
+    assert not build_report("x", runs, claims={"one": claims["one"]}).failed
+    assert "claims" not in [section.name for section in build_report("x", runs).sections]
 
 
-def test_nothing_is_drawn_without_curves(tmp_path):
-    assert draw_convergence({"scalar": Evidence([])}, tmp_path) == []
+def test_a_report_without_runs_shows_what_it_is_given(tmp_path):
+    curve = Curve("sweep", "scaled", [0.1, 0.2], [3.0, float("nan")])
+    chart = Chart("sweep", "Loss over λ", [curve], x=Axis("λ", log=10), y=Axis("loss", "nats"), points=True)
+    paths = write_report(tmp_path / "r.html", "Sweep", [], figures=[chart], verdict="Done.")
+    assert [path.name for path in paths] == ["r.html", "sweep.png", "sweep.svg"]
+    data = data_of(paths[0].read_text(encoding="utf-8"))
+    assert data["figures"][0]["data"][0]["y"] == [3, None]
+    assert data["arms"][0]["colour"] == LIGHT.scaled
 
 
-@pytest.mark.parametrize("log", [0, 10])
-def test_losses_as_large_as_floats_can_be_are_drawn_as_gaps(log, tmp_path):
-    heights = [2.0, 9e99, 9e299, 1e308, -1.7e308, float("inf"), float("nan"), 3.0]
-    curve = Curve("run", "constant", range(len(heights)), heights)
-    chart = Chart("loss", "Loss", [curve], x=Axis("step"), y=Axis("loss", log=log))
-    for path in write_chart(chart, [LegendEntry("constant", "constant")], tmp_path):
-        assert path.stat().st_size > 1000
+def test_the_command_writes_and_refuses(runs, tmp_path, capsys):
+    root = runs[0].path.parent
+    assert find_runs((root, runs[0].path)) == sorted(run.path for run in runs)
+    comparison = tmp_path / "comparison"
+    shutil.copytree(root, comparison / "runs")
+    assert find_runs((comparison,)) == sorted(comparison / "runs" / run.path.name for run in runs)
+    out = tmp_path / "deep" / "page.html"
+    assert Report((runs[0].path,), out=out, no_images=True).run() == 0
+    assert f"wrote {out}" in capsys.readouterr().out.replace("\n", "")
+    assert "Run constant-0" in out.read_text(encoding="utf-8")
+    assert not out.with_suffix("").exists()
+    for bad, message in (((), "say which runs"), ((tmp_path / "none",), "none is not a run")):
+        with pytest.raises(UsageError, match=message):
+            Report(bad, out=out).run()
+    with pytest.raises(UsageError, match=r"must end in \.html"):
+        Report((runs[0].path,), out=tmp_path / "page.txt").run()
 
 
-def test_the_page_asks_the_network_for_nothing(written):
-    text = written[".html"].read_text(encoding="utf-8")
-    tags = parse(text)
-    for tag, attrs in tags.found:
-        assert tag not in ("link", "iframe", "img", "base"), tag
-        assert attrs.get("href", "#").startswith("#")
-        for attribute in ("src", "action", "data"):
-            assert attribute not in attrs, (tag, attribute)
-    policy = next(a["content"] for t, a in tags.found if t == "meta" and "http-equiv" in a)
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe-eval" not in policy
-    assert "http" not in policy
-    ours = [script for attrs, script in tags.scripts if len(script) < 1_000_000]
-    assert not any(re.search(r"https?://", script) for script in ours)
-    # Without a list of its own the page has plotly's buttons, one of which uploads the chart.
-    (buttons,) = re.findall(r"modeBarButtons: (.*),\n", ours[-1])
-    assert "sendChartToCloud" not in buttons
-    assert len(text) < 6_000_000
+def test_the_lines_of_a_users_own_loop_make_a_report(runs, tmp_path, capsys):
+    file = tmp_path / "telemetry.jsonl"
+    lines = (runs[0].path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")
+    assert Report((file,), out=tmp_path / "page.html", no_images=True).run() == 0
+    assert "wrote" in capsys.readouterr().out
+    document = build_report("x", load_runs([file]))
+    assert [section.name for section in document.sections] == [
+        "weight-norm", "predicted-norm", "alignment", "relative-update", "learning-rate", "decay", "runs",
+    ]  # fmt: skip
+    assert document.verdict == f"telemetry; final weight RMS: {runs[0].final_norm:#.3g} (constant)."
+    assert document.arms == [LegendEntry("constant", "constant", 1)]
 
 
-def test_the_policy_admits_exactly_the_scripts_of_the_page(written):
-    tags = parse(written[".html"].read_text(encoding="utf-8"))
-    policy = next(a["content"] for t, a in tags.found if t == "meta" and "http-equiv" in a)
-    run = [script for attrs, script in tags.scripts if attrs.get("type") != "application/json"]
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in run]
-    assert re.findall(r"sha256-([^']+)", policy) == hashes
+def test_what_a_killed_report_left_is_gone_after_one_that_comes_later(runs, tmp_path):
+    """Soon after, it may be of a process that still writes, on another machine say, whatever its number is here."""
+    path = tmp_path / "report.html"
+    assert killed_at_size(1000, lambda: write_report(path, "A report", runs, images=False))
+    (left,) = tmp_path.iterdir()
+    write_report(path, "A report", runs, images=False)
+    assert set(tmp_path.iterdir()) == {path, left}
+    hours_ago = time.time() - 2 * ABANDONED_SECONDS
+    os.utime(left, (hours_ago, hours_ago))
+    write_report(path, "A report", runs, images=False)
+    assert set(tmp_path.iterdir()) == {path}
 
 
-def test_the_page_holds_both_panels_and_themes_that_plotly_accepts(written, outcomes):
-    tags = parse(written[".html"].read_text(encoding="utf-8"))
-    data = json.loads(next(script for attrs, script in tags.scripts if attrs.get("type") == "application/json"))
-    assert [chart["name"] for chart in data["charts"]] == list(outcomes)
-    for chart, outcome in zip(data["charts"], outcomes.values(), strict=True):
-        starts = sum(len(series.values) for series in outcome.series)
-        assert len(chart["curves"]) == starts + 2  # and the median of each rule
-        assert [level["y"] for level in chart["levels"]] == [outcome.series[0].level]
-        assert chart["x"]["log"]
-        assert chart["y"]["log"]
-    for theme in data["themes"].values():
-        plotly.graph_objects.Figure([], {**theme["layout"], "xaxis": theme["axis"], "yaxis": theme["axis"]})
-
-
-def test_a_summary_comes_before_everything(written):
-    text = written[".html"].read_text(encoding="utf-8")
-    assert re.search(r'<p class="verdict">[^<]* claims hold', text)
-    assert text.index('class="verdict"') < min(text.index("<table"), text.index('class="chart"'))
-
-
-def test_hostile_text_stays_text():
-    evil = "</script><img src=x onerror=alert(1)>"
-    bad = Claim(evil, evil, evil, evil, 1.0, 2.0, Criterion.ABSOLUTE, 0.0, evil, limits=evil)
-    figure = Chart("plot", evil, [Curve(evil, evil, [1], [1])], note=evil, levels=[Level(1.0, evil)])
-    tags = parse(page(Document(evil, [figure, claims_table({evil: [bad]})], verdict=evil)))
-    assert "img" not in [tag for tag, _ in tags.found]
-    assert len(tags.scripts) == 3
-
-
-def test_rules_keep_their_colours_and_both_themes_define_all():
-    assert (LIGHT.colour("constant"), LIGHT.colour("scaled")) == ("#0072B2", "#D55E00")
-    assert matplotlib_style()["figure.facecolor"] == LIGHT.background
-    for palette in PALETTES.values():
-        assert plotly_style(palette)["layout"]["paper_bgcolor"] == palette.background
-        assert plotly_style(palette)["axis"]["gridcolor"] == palette.grid
-    with pytest.raises(KeyError):
-        LIGHT.colour("unheard of")
-
-
-@pytest.mark.parametrize("palette", PALETTES.values())
-def test_lines_stand_out_from_the_background(palette):
-    for colour in (palette.constant, palette.scaled, palette.text, palette.muted, *palette.extra):
-        least = 3.0 if colour not in palette.extra else 1.9
-        assert contrast(colour, palette.background) >= least, colour
-
-
-def contrast(one, other):
-    """The contrast ratio that web accessibility guidelines define."""
-
-    def luminance(colour):
-        parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (bright + 0.05) / (dark + 0.05)
+def test_a_metric_of_any_name_has_a_picture_of_its_own(tmp_path):
+    metrics = ("val/acc", "val-acc", "../up", "a" * 300, "")
+    run = own_run({step: dict.fromkeys(("loss", *metrics), 1.0 / step) for step in (1, 2, 3)}, "a", 0)
+    written = write_report(tmp_path / "report.html", "A report", [run])
+    pictures = {path for path in written if path.name.startswith("metric-") and path.suffix == ".png"}
+    assert len(pictures) == len(metrics)
+    assert pictures == set((tmp_path / "report").glob("metric-*.png"))

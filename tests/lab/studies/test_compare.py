@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from muonsw.decay import DECAY_RULES
+from muonsw.lab.advise import more_decay
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import t_interval
@@ -21,8 +22,8 @@ from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.runs import load_run
-from muonsw.lab.studies.arms import Arm, decay_factors, parse_arm, same_total
-from muonsw.lab.studies.compare import CompareStudy, effects, verdict
+from muonsw.lab.studies.arms import CONTROL, Arm, decay_factors, parse_arm, same_total
+from muonsw.lab.studies.compare import CompareStudy, advise_arm, effects, verdict
 from muonsw.lab.studies.outcome import (
     ArmOutcome,
     Outcome,
@@ -55,7 +56,7 @@ def runs(folder):
 
 @pytest.fixture(scope="module")
 def study():
-    return CompareStudy(tiny_run(), ARMS, 3, "a title")
+    return CompareStudy(tiny_run(), ARMS, 3, "a title", claims=True)
 
 
 def test_arms_share_weights_and_batches_and_differ_in_decay_alone(runs):
@@ -130,7 +131,7 @@ def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(folder):
 
 
 def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path):
-    study = CompareStudy(tiny_run(steps=20, diverged=1.0), (*ARMS, WILD), 2, "a title")
+    study = CompareStudy(tiny_run(steps=20, diverged=1.0), (*ARMS, WILD), 2, "a title", claims=True)
     report = conduct(study, by_arm(tmp_path / "runs"), tmp_path, images=False)
     data = json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))
     steps = data["arms"][2]["diverged"]
@@ -139,7 +140,7 @@ def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path)
     assert report.sentence.startswith(f"{where}: it cannot be trained with these settings")
     assert "'wild' and 'constant' cannot be compared" in report.sentence
     assert "'scaled' and 'constant'" in report.sentence
-    assert report.tables[0].rows[2][3].text == "diverged"
+    assert report.tables[0].rows[2][4].text == "diverged"
     assert where in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert [claim.id for claim in claims_of(report)] == ["loss", "norm"]
     assert data["pairs"][1]["mean"] is None
@@ -292,11 +293,7 @@ def arm(name, rule, **values):
         "norm_change": (-0.5,) * 3,
     }
     rest = {
-        "relative_update": (0.05,) * 3,
-        "relaxation": 10.0,
         "total_decay": 5.0,
-        "phi_peak": 0.02,
-        "memory_ratio": 0.4,
         "diverged": {},
     }
     return ArmOutcome(name, rule, 1.0, **{**numbers, **rest, **values})
@@ -312,14 +309,85 @@ def test_the_verdict_follows_the_interval():
     both = (arm("constant", "constant"), arm("scaled", "scaled", norm=(0.2,) * 3, norm_change=(-0.1,) * 3))
     clear = verdict(Outcome(both, (pair((-0.10, -0.11, -0.09)),)))
     assert "'scaled' ended lower than 'constant' over 3 seeds (-0.1000 nats, 95% t interval -0.1248 to -0.0752" in clear
-    assert "'constant' ends at 0.100 (-50%)" in clear
-    assert "after 80% of its updates" in clear
+    assert "matched the best loss of 'constant' in 80% of the steps" in clear
     worse = verdict(Outcome(both, (pair((0.10, 0.11, 0.09)),)))
     assert "'scaled' ended higher" in worse
     assert "80%" not in worse
     unsure = verdict(Outcome(both, (pair((-0.10, 0.11, -0.09)),)))
-    assert "do not differ beyond chance" in unsure
+    assert "No significant difference between 'scaled' and 'constant' over 3 seeds" in unsure
     assert all("--tune-lambda" in text for text in (clear, worse, unsure))
+
+
+def test_the_verdict_judges_decay_and_lambda_before_the_difference():
+    gain = pair((-0.10, -0.11, -0.09))
+    both = (arm("constant", "constant"), arm("scaled", "scaled"))
+    for lam, words in ((1.0, "too large"), (0.27, "suits"), (0.1, "small")):
+        advice = advise_arm(replace(small_run(), steps=420), Arm("", OptimizerConfig(weight_decay=lam)), 1.0)
+        text = verdict(Outcome(tuple(replace(one, weight_decay=lam) for one in both), (gain,)), advice=advice)
+        places = [text.index(part) for part in ("Decay acts", f"Lambda {lam:g} ", words, "ended lower")]
+        assert places == sorted(places)
+        assert ("--tune-lambda" in text) == (words != "suits")
+    # At lambdas of their own, or where no run of ours tells, nothing is said about them.
+    assert "Lambda" not in verdict(Outcome((both[0], replace(both[1], weight_decay=0.5)), (gain,)), advice=advice)
+    assert "Lambda" not in verdict(Outcome(both, (gain,)))
+
+
+@pytest.mark.parametrize(("left", "share"), [(0.2, "80%"), (1.0, "0%"), (-0.3, "100%")])
+def test_the_verdict_says_how_much_of_a_gain_is_less_decay(left, share):
+    arms = (arm("constant", "constant"), arm("scaled", "scaled"), arm(CONTROL, "constant", total_decay=3.6))
+    gains = (-0.10, -0.11, -0.09)
+    against_control = replace(pair(tuple(left * gain for gain in gains)), baseline=CONTROL)
+    text = verdict(Outcome(arms, (pair(gains), against_control)))
+    assert f"So {share} of the gain is explained by less total decay." in text
+    unsure = verdict(Outcome(arms, (pair((-0.10, 0.11, -0.09)), against_control)))
+    assert "explained" not in unsure
+
+
+def test_the_control_is_the_baseline_of_the_scaled_arm(tmp_path):
+    study = CompareStudy(tiny_run(steps=4), ARMS, 2, "a title", control=True)
+    report = conduct(study, by_arm(tmp_path / "runs"), tmp_path, images=False)
+    data = json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8"))
+    assert [(one["baseline"], one["arm"]) for one in data["pairs"]] == [("constant", "scaled"), (CONTROL, "scaled")]
+    constant, scaled, control = (one["total_decay"] for one in data["arms"])
+    assert control == pytest.approx(scaled) != pytest.approx(constant)
+    assert data["claims"] == []
+    assert not report.failed
+
+
+def test_without_a_lambda_the_formula_gives_one(tmp_path, capsys):
+    def settings(*words):
+        out = tmp_path / "-".join(["out", *words])
+        command = [
+            "compare",
+            "--data",
+            tokens(),
+            "--seeds",
+            "1",
+            "--workers",
+            "1",
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+        ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("muonsw.lab.commands.compare.conduct", lambda study, *_: studies.append(study) or 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                main([*command, *words])
+        return studies[-1], capsys.readouterr().out
+
+    studies = []
+    chosen, printed = settings()
+    assert math.fsum(decay_factors(chosen.base, chosen.base.optimizer)) == pytest.approx(
+        more_decay("scaled", chosen.epochs), rel=0.05
+    )
+    assert f"lambda {chosen.base.optimizer.weight_decay:g}, by the formula" in printed
+    given, printed = settings("--weight-decay", "5")
+    assert given.base.optimizer.weight_decay == 5.0
+    assert printed.startswith("lambda 5, as given, is ")
+    short, printed = settings("--steps", "4")
+    assert short.base.optimizer.weight_decay == 1.0, "no lambda acts in four steps, so that the preset's stays"
+    assert "Decay does nothing" in printed
 
 
 def test_the_verdict_says_when_updates_were_skipped():
@@ -337,18 +405,18 @@ def test_skipped_updates_are_read_from_the_results_of_runs(runs):
 def test_one_seed_with_equal_losses_is_neither_below_nor_above():
     both = (arm("constant", "constant"), arm("scaled", "scaled"))
     equal = PairOutcome("constant", "scaled", (0,), (0.0,), 0.0, None, (1.0,), None)
-    assert verdict(Outcome(both, (equal,))).startswith("'scaled' ended at the same loss as 'constant'; one seed says")
+    assert "'scaled' ended at the same loss as 'constant'; one seed gives no" in verdict(Outcome(both, (equal,)))
 
 
 def test_the_verdict_says_when_decay_cannot_matter():
-    """The same total as in `muonsw advise` and `muonsw diagnose`; a smaller lambda is then no advice."""
+    """The same total as in `muonsw advise` and `muonsw diagnose`; tuning lambda is then no advice."""
     for total, idle in ((0.99 * IDLE, True), (1.01 * IDLE, False)):
         both = (arm("constant", "constant", total_decay=total), arm("scaled", "scaled", total_decay=0.73 * total))
         text = verdict(Outcome(both, (pair((-0.1, 0.1, 0.0)),)))
-        assert ("hardly acts" in text, "smaller lambda" in text) == (idle, not idle)
+        assert (text.startswith("Too short for decay to matter"), text.startswith("Decay acts")) == (idle, not idle)
     # What a rule takes that follows the gradients is not known.
     both = (arm("constant", "constant", total_decay=0.0), arm("other", "gradient_norm", total_decay=math.nan))
-    assert "hardly acts" not in verdict(Outcome(both, (pair((-0.1, 0.1, 0.0)),)))
+    assert "Too short" not in verdict(Outcome(both, (pair((-0.1, 0.1, 0.0)),)))
 
 
 def test_an_arm_that_lost_some_seeds_is_compared_on_the_others():
@@ -356,8 +424,8 @@ def test_an_arm_that_lost_some_seeds_is_compared_on_the_others():
     text = verdict(Outcome((arm("constant", "constant"), lost), (pair((-0.1, -0.2, -0.15)),)))
     assert text.startswith("'scaled' diverged at update 40 (seed 1); it is compared on its other seeds")
     (row,) = arms_table(Outcome((lost,), ())).rows
-    assert row[3].text.endswith(", 1 diverged")
-    assert row[3].note == "at update 40 (seed 1)"
+    assert row[4].text.endswith(", 1 diverged")
+    assert row[4].note == "at update 40 (seed 1)"
 
 
 def test_a_pair_without_a_seed_in_common_has_no_numbers():
@@ -415,16 +483,16 @@ def test_claims_follow_the_interval_and_nothing_moved_is_no_effect(gains, scaled
     [
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--arms", "scaled"], "at least two different arms"),
-        (["--arms", "constant", "squared", "--control", "total"], "needs a scaled arm"),
+        (["--arms", "constant", "squared", "--control"], "needs a scaled arm"),
         (["--preset", "w3"], "unknown preset 'w3'"),
         (["--data", "/nowhere"], "holds no prepared data"),
         (["--workers", "0"], "--workers must be at least 1"),
         (
-            ["--arms", "scaled", "constant,lr=3"],
+            ["--weight-decay", "1", "--arms", "scaled", "constant,lr=3"],
             "constant decay with weight_decay=1 at lr=3 would take 3 times the weight",
         ),
         (["--weight-decay", "600", "--tune-lambda"], "weight_decay=60 at lr=0.02 would take 1.2 times the weight"),
-        (["--weight-decay", "0", "--control", "total"], "give --weight-decay above zero"),
+        (["--weight-decay", "0", "--control"], "give --weight-decay above zero"),
         (["--telemetry-every", "-1"], "telemetry_every=-1 must be at least 0"),
     ],
 )
@@ -448,11 +516,10 @@ def test_the_command_prints_the_verdict_one_table_and_where_the_files_are(tmp_pa
     options = ["--seeds", "1", "--steps", "2", "--workers", "1", "--device", "cpu", "--telemetry-every", "1"]
     assert main(["compare", "--data", tokens(), "--out", str(tmp_path), *options]) == 0
     *_, sentence, _, title, heading, one, other, legend, _, files = capsys.readouterr().out.splitlines()
-    assert "one seed says nothing about chance" in sentence
+    assert "one seed gives no error bar" in sentence
     assert title == "Arms"
     assert [line.split()[0] for line in (heading, one, other)] == ["arm", "constant", "scaled"]
-    assert "phi: share of a weight" in legend
-    assert "N = 2 sum phi" in legend
+    assert "Total decay: the sum over all steps" in legend
     assert files.startswith("wrote outcome.json, report.html and")
     assert files.endswith(f"figures to {tmp_path}")
     assert load_run(tmp_path / "runs" / "scaled-seed0").telemetry.step.tolist() == [1, 2]

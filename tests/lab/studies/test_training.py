@@ -14,8 +14,8 @@ from muonsw.lab import paper
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.statistics import ONE_SEED
 from muonsw.lab.cli import main
-from muonsw.lab.cost.parts import cost, run_flops
 from muonsw.lab.model import count, preset
+from muonsw.lab.plan import cost, run_flops
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.catalogue import TRAINING_STUDIES
@@ -23,7 +23,7 @@ from muonsw.lab.studies.scales import GPT2_VOCAB, SCALES, find_data
 from muonsw.lab.studies.study import conduct
 from muonsw.lab.studies.training import best_rules, dynamics, rows, rules, sweeps
 from muonsw.lab.train.config import RunConfig
-from tests.lab.diagnose.runs import make_run
+from tests.lab.norm_runs import make_run
 from tests.lab.studies.small_comparisons import WILD, by_settings, tiny_scale
 from tests.lab.train.small_runs import small_run, tokens
 

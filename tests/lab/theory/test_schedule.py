@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from muonsw.lab.theory.schedule import (
+    MOST_STEPS,
     constant,
     harmonic,
     lr_scheduler,
     peak_lr_for_horizon,
+    sampled,
     warmup_cosine,
     warmup_stable_decay,
     warmup_steps_for_horizon,
 )
+from muonsw.lab.train.config import ScheduleConfig
 
 ROUNDING = 4 * torch.finfo(torch.float64).eps
 
@@ -220,3 +223,16 @@ def test_warmup_length_is_a_hundredth_within_its_limits():
 def test_wrong_horizons_are_refused(call, named):
     with pytest.raises(ValueError, match=named):
         call()
+
+
+@pytest.mark.parametrize("shape", ["cosine", "wsd", "constant"])
+def test_sums_over_sampled_steps_agree_with_sums_over_all(shape):
+    steps = 3 * MOST_STEPS + 1
+    multiple = ScheduleConfig(shape).multiple(steps)
+    samples = sampled(multiple, steps)
+    assert len(samples) == MOST_STEPS
+    for power in (1, 2):
+        exact = math.fsum(multiple(step) ** power for step in range(steps)) / steps
+        assert math.fsum(value**power for value in samples) / len(samples) == pytest.approx(exact, rel=1e-4)
+    few = ScheduleConfig(shape, warmup_steps=10).multiple(100)
+    assert sampled(few, 100) == [few(step) for step in range(100)]

@@ -71,12 +71,6 @@ def test_scaled_limit_holds_at_every_rate_and_constant_one_only_at_zero(eta):
     assert eta > 1e-6 or constant == pytest.approx(limit * (1 + excess), rel=1e-7)
 
 
-def test_relaxation_number_of_cosine_runs():
-    etas = [0.1 + 0.9 * (1 + math.cos(math.pi * (t + 0.5) / 1000)) / 2 for t in range(1000)]
-    assert theory.relaxation_number(0.01 * eta for eta in etas) == pytest.approx(1.10 * 10, rel=1e-9)
-    assert theory.relaxation_number(0.01 * eta**2 for eta in etas) == pytest.approx(0.8075 * 10, rel=1e-9)
-
-
 def test_steady_state_functions_are_elementwise_on_tensors():
     s, phi, a = (torch.tensor(x, dtype=torch.float64) for x in ([1e-3, 2e-3], [1e-4, 5e-4], [-0.01, 0.02]))
     rows = list(zip(s.tolist(), phi.tolist(), a.tolist(), strict=True))

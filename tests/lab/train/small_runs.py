@@ -1,16 +1,22 @@
 """A run that takes a second: tiny tokens, a tiny model."""
 
 import functools
+import json
 import tempfile
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
 
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
+from muonsw.lab.train.loop import Watch, train
 
 MODEL = ModelConfig(width=32, layers=2, head_dim=16, experts=4, ff=64, vocab=320, sequence=32)
 
@@ -35,11 +41,34 @@ def small_run(*, model=None, optimizer=None, **settings):
 
 def losses(folder, name="metrics.jsonl"):
     """Every number of a run that must not depend on how it was interrupted."""
-    import json
-
     kept = []
     for line in (folder / name).read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         record.pop("tokens_per_second", None)
         kept.append(record)
     return kept
+
+
+def weights(folder, step):
+    return load_file(folder / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def assert_same_run(one, other, step):
+    assert losses(one) == losses(other)
+    for name, value in weights(one, step).items():
+        assert torch.equal(value, weights(other, step)[name]), name
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stop_at(step, config, folder):
+    """Run until the records of an update after `step` appear, and leave it there."""
+
+    def look(record):
+        if record["step"] > step:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(config, folder, Watch(record=look))

@@ -12,9 +12,9 @@ from muonsw.lab.train.graph import WARM_CALLS
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
 from muonsw.presets import PRESETS
+from tests.lab.test_end_to_end import finished, torchrun
 from tests.lab.train.ranks import on_ranks, write_config
 from tests.lab.train.small_runs import losses, small_run
-from tests.lab.train.test_torchrun import finished, torchrun
 
 pytestmark = [
     pytest.mark.gpu,

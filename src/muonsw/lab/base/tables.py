@@ -34,7 +34,6 @@ class Cell:
     text: str
     note: str = ""  # a smaller second line; the terminal shows it with `verbose`
     tone: str = ""  # "holds", "fails" and "undecided" have colours
-    code: bool = False  # whether it is something to type
 
 
 @dataclass(frozen=True)

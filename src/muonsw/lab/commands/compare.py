@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
@@ -25,7 +26,7 @@ from muonsw.lab.report.report import check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.arms import Arm, parse_arm, refuse_too_much_decay
-from muonsw.lab.studies.compare import CompareStudy
+from muonsw.lab.studies.compare import CompareStudy, advise_arm
 from muonsw.lab.studies.study import PAGE, Conclusion, conduct
 from muonsw.lab.studies.training.worked_tasks import comparison_key
 from muonsw.lab.studies.tuning import FACTORS
@@ -47,8 +48,7 @@ ARMS_HELP = (
 class Compare:
     """Train the same model with constant and with scaled decay, and report which did better.
 
-    Runs are paired: same initial weights, same batches. The same command again continues where it stopped. Exits with
-    0, or with 1 where a claim of the paper fails; one that is undecided does not.
+    Runs are paired: same initial weights, same batches. Rerun the same command to resume.
     """
 
     preset: str = "demo"
@@ -66,17 +66,19 @@ class Compare:
     lr: float | None = None
     """Peak learning rate, instead of the preset's."""
     weight_decay: float | None = None
-    """Lambda of every arm that has none of its own, instead of the preset's."""
+    """Lambda of every arm that has none of its own; unless given, the one of `muonsw advise`, or that of the task."""
     steps: int | None = None
     """Updates, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
     checkpoint_every: Annotated[int | None, arg(metavar="N")] = None
     """Updates between checkpoints, instead of the preset's; a run is also saved every three minutes."""
     telemetry_every: Annotated[int | None, arg(metavar="N")] = None
     """Updates between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
-    control: Literal["none", "total"] = "none"
-    """With total: one more arm, constant decay that adds up to what scaled decay does."""
+    control: FlagCreatePairsOff[bool] = False
+    """Add an arm: constant decay of the same total as scaled decay, which tells less decay from later decay."""
     tune_lambda: FlagCreatePairsOff[bool] = False
     """Find the best lambda of each arm on a seed of its own, and compare those."""
+    claims: FlagCreatePairsOff[bool] = False
+    """Judge the paper's two claims as well; the exit code is 1 if one fails."""
     retry_diverged: FlagCreatePairsOff[bool] = False
     """Try runs again that diverged in an earlier call."""
     workers: Annotated[int | None, arg(metavar="N")] = None
@@ -102,18 +104,26 @@ class Compare:
         self.cluster.check(self.device)
         check_target(self.out / PAGE, images=True)
         console = Console()
-        base = self._task_base(console) if self.task is not None else self._decoder_base(console)
+        epochs = 1.0
+        if self.task is not None:
+            base = self._task_base(console)
+        else:
+            base = self._decoder_base(console)
+            epochs = base.steps * base.tokens_per_step / read_record(Path(base.tokens.path)).tokens("train")
+            base = self._with_lambda(console, base, epochs)
         arms = self._arms(base)
         compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
         study = CompareStudy(
             base,
             arms,
             self.seeds,
-            f"{compared} on {base.task.name if base.task else f'the {self.preset} preset'}",
-            control=self.control == "total",
+            f"{compared} on {self._subject(base)}",
+            control=self.control,
             tune_lambda=self.tune_lambda,
+            epochs=epochs,
+            claims=self.claims,
         )
-        places, runs = ByArm(self.out / "runs"), self.seeds * len(self.arms)
+        places, runs = ByArm(self.out / "runs"), self.seeds * (len(self.arms) + self.control)
         workshop = self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
         records = None if self.record is None else Records.open(self.record, base)
         prepare_folder(self.out)
@@ -137,11 +147,11 @@ class Compare:
     def _plan(self, study: CompareStudy, workers: int) -> str:
         """What is about to happen, in a sentence."""
         base, names = study.base, " and ".join(arm.name for arm in study.arms)
+        names += " and constant decay of the same total" if self.control else ""
         if base.task is not None:
             seen = counted(base.batch, "sample")
         else:
-            epochs = base.steps * base.tokens_per_step / read_record(Path(base.data.path)).tokens("train")
-            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.data.path})"
+            seen = f"{counted(base.tokens_per_step, 'token')} ({study.epochs:.2f} epochs of {base.tokens.path})"
         length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'update')} of {seen}"
         return f"{names}, {length}, {workers} at a time, in {self.out}"
 
@@ -166,9 +176,36 @@ class Compare:
             say(console, "tokens: the Python standard library, prepared once in out/data")
         base = with_data(base, self.data, self.text)
         if self.text:
-            say(console, describe(Path(base.data.path)))
+            say(console, describe(Path(base.tokens.path)))
             require_enough_text(base)
         return base
+
+    def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
+        """The run at the formula's lambda, unless one was given; says whether a given one suits the run."""
+        advice = advise_arm(base, Arm("scaled", replace(base.optimizer, decay="scaled")), epochs)
+        given_lambda = base.optimizer.weight_decay
+        if advice.low is None or advice.high is None:
+            say(console, f"lambda {given_lambda:g}: {advice.answer}")
+        elif self.weight_decay is None:
+            # Two digits are as many as the formula knows; of a range, its middle.
+            base = replace(
+                base,
+                optimizer=replace(base.optimizer, weight_decay=float(f"{math.sqrt(advice.low * advice.high):.2g}")),
+            )
+            say(console, f"lambda {base.optimizer.weight_decay:g}, by the formula of muonsw advise")
+        elif advice.verdict != "fine":
+            size = "large" if advice.verdict == "large" else "small"
+            say(console, f"lambda {given_lambda:g}, as given, is {size} for this run. {advice.answer}")
+        return base
+
+    def _subject(self, base: RunConfig) -> str:
+        """What is trained on, as the title of the page names it."""
+        if base.task is not None:
+            return base.task.name
+        if self.text:
+            names = [Path(path).name or path for path in self.text]
+            return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        return "Python's standard library" if self.data is None else str(self.data)
 
     def _changes(self) -> dict[str, Any]:
         # One thread for each run: the number of workers then changes nothing but the time.
@@ -180,10 +217,10 @@ class Compare:
         if len({arm.name for arm in arms}) < max(len(arms), 2):
             raise UsageError(f"--arms must name at least two different arms, got {', '.join(self.arms)}")
         scaled = [arm for arm in arms if arm.optimizer.decay == "scaled"]
-        if self.control == "total" and not scaled:
-            raise UsageError("--control total needs a scaled arm, whose total it takes")
-        if self.control == "total" and not scaled[0].optimizer.weight_decay:
-            raise UsageError("--control total needs decay to take the total of: give --weight-decay above zero")
+        if self.control and not scaled:
+            raise UsageError("--control needs a scaled arm, whose total it takes")
+        if self.control and not scaled[0].optimizer.weight_decay:
+            raise UsageError("--control needs decay to take the total of: give --weight-decay above zero")
         for arm in arms:
             tried = arm.optimizer.weight_decay * (min(FACTORS) if self.tune_lambda else 1.0)
             refuse_too_much_decay(base, replace(arm.optimizer, weight_decay=tried))

@@ -19,8 +19,7 @@ from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.parsing import require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
-from muonsw.lab.cost.amounts import amount
-from muonsw.lab.cost.parts import Cost, cost
+from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report.report import check_target
 from muonsw.lab.studies import evidence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
@@ -121,7 +120,7 @@ class Reproduce:
                 made = evidence.gather(name, shop, evidence.file_of(name, records), self.seeds)
                 say(console, f"{name}: {made} runs exported to {evidence.file_of(name, records)}")
         evidence.write_page()
-        say(console, f"wrote {evidence.PAGE}, its pictures and {evidence.MEASURED}")
+        say(console, f"wrote {evidence.PAGE} and its pictures")
         return 0
 
     def _run(self, console: Console, study: ExperimentStudy) -> int:

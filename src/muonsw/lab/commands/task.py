@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
-from muonsw.lab.advice import advise
+from muonsw.lab.advise import RULES, Advise
 from muonsw.lab.base.errors import FAILED, Diverged, Interrupted, UsageError
 from muonsw.lab.base.storage import prepare_folder, write_atomically
 from muonsw.lab.base.terminal import harmless, paragraph, say
@@ -26,9 +26,7 @@ from muonsw.lab.commands.cluster import runs_at_once
 from muonsw.lab.commands.parsing import changed, given, require_at_least_one
 from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import on_cpu
-from muonsw.lab.tasks.check import Checked, check_task
-from muonsw.lab.tasks.functions import TaskConfig
-from muonsw.lab.tasks.user import with_file
+from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import recorded_code
 from muonsw.lab.train.groups import build_optimizer
@@ -107,7 +105,7 @@ def routing(config: RunConfig) -> str:
     """Which algorithm has which parameters, as a table.
 
     Raises:
-        UsageError: If the optimizer refuses the model, or what the file says of the routing.
+        UsageError: If the optimizer refuses the model, or the routing of the file.
     """
     task = open_task(config)
     model = task.model(config.seed)
@@ -119,23 +117,25 @@ def routing(config: RunConfig) -> str:
 
 
 def decay_sentence(config: RunConfig) -> str:
-    """Whether decay acts in a run; empty where rules are compared that follow the gradients."""
-    schedule = config.schedule
+    """Whether decay acts in a run; empty where a number makes no sense."""
+    schedule, optimizer = config.schedule, config.optimizer
+    settings: dict[str, Any] = {
+        "schedule": schedule.shape,
+        "warmup_steps": schedule.warmup_steps,
+        "final_fraction": schedule.final_fraction,
+        "decay_fraction": schedule.decay_fraction,
+        "algorithm": optimizer.algorithm,
+    }
+    rules: tuple[Any, ...] = RULES
     try:
-        advice = advise(
-            config.steps,
-            config.optimizer.lr,
-            config.optimizer.weight_decay,
-            schedule=schedule.shape,
-            warmup_steps=schedule.warmup_steps,
-            final_fraction=schedule.final_fraction,
-            decay_fraction=schedule.decay_fraction,
-            algorithm=config.optimizer.algorithm,
-        )
+        advice = {
+            rule: Advise(config.steps, optimizer.lr, optimizer.weight_decay, decay=rule, **settings).advice()
+            for rule in rules
+        }
     except ValueError:
         return ""
-    totals = " and ".join(f"{one.total:.2g} ({one.rule})" for one in advice.rules)
-    return f"Decay adds up to {totals} over the run. {advice.sentences[0]} Those runs were language models."
+    totals = " and ".join(f"{one.total:.2g} ({rule})" for rule, one in advice.items())
+    return f"Total decay is {totals}. For a language model trained from scratch: {advice['scaled'].answer}"
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class New:
         """Write the file."""
         if self.file.suffix != ".py":
             raise UsageError(f"{self.file} must end in .py")
-        text = files("muonsw.lab.tasks").joinpath("template.py").read_text(encoding="utf-8")
+        text = files("muonsw.lab").joinpath("task_template.py").read_text(encoding="utf-8")
         if os.path.lexists(self.file):
             raise UsageError(f"{self.file} exists already: choose another name")
         prepare_folder(self.file.parent)

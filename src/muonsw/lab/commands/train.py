@@ -102,7 +102,7 @@ class Train:
         config = read_config_file(self.config) if self.config else self._config()
         if self.text:
             if speaker() is None:
-                say(Console(), describe(Path(config.data.path)))
+                say(Console(), describe(Path(config.tokens.path)))
             require_enough_text(config)
         return run(self._divided(config), folder)
 

@@ -11,25 +11,14 @@ FF_MULTIPLE = 256
 BALANCE_SCOPES = ("batch", "sequence")
 
 
-def _require_positive(settings: object, names: tuple[str, ...], prefix: str = "") -> None:
-    for name in names:
+def _require_positive(settings: object, names: tuple[str, ...], *, prefix: str = "", integers: int = 0) -> None:
+    """Raise a `ValueError` unless the settings are positive and finite, and the first of them integers."""
+    for number, name in enumerate(names):
         value = getattr(settings, name)
+        if number < integers and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"{prefix}{name}={value} must be a whole number")
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{prefix}{name}={value} must be a positive, finite number")
-
-
-def _require_whole(settings: object, names: tuple[str, ...], prefix: str = "") -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{prefix}{name}={value} must be a whole number")
-
-
-def _require_finite(settings: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value} must be finite and not negative; 0 switches this loss off")
 
 
 @dataclass(frozen=True)
@@ -43,8 +32,7 @@ class MuP:
     residual: float = 1.4  # a residual branch is multiplied by it over the square root of the number of layers
 
     def __post_init__(self) -> None:
-        _require_whole(self, ("base_width",), prefix="mup.")
-        _require_positive(self, ("base_width", "init_std", "embedding", "residual"), prefix="mup.")
+        _require_positive(self, ("base_width", "init_std", "embedding", "residual"), prefix="mup.", integers=1)
 
 
 @dataclass(frozen=True)
@@ -77,9 +65,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes: tuple[str, ...] = ("width", "layers", "head_dim", "experts", "top_k", "vocab", "sequence")
         sizes = sizes if self.ff is None else (*sizes, "ff")
-        _require_whole(self, sizes)
-        _require_positive(self, (*sizes, "rope_theta", "norm_eps"))
-        _require_finite(self, ("balance_coef", "z_coef"))
+        _require_positive(self, (*sizes, "rope_theta", "norm_eps"), integers=len(sizes))
+        for name in ("balance_coef", "z_coef"):
+            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
+                raise ValueError(f"{name}={value} must be finite and not negative; 0 switches this loss off")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, because RoPE rotates pairs; try 64")
         if self.width % self.head_dim:

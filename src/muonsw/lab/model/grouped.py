@@ -5,7 +5,6 @@ Nothing here makes a GPU wait: group sizes stay on the device as offsets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,8 +15,6 @@ from torch.nn import functional
 
 from muonsw import kernels
 from muonsw.lab.model.layers import product_dtype
-
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Grouped GEMM kernels want rows that start at multiples of 16 bytes.
 ALIGNMENT_BYTES = 16
@@ -35,16 +32,11 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """
     dtype = product_dtype(x_RD)
     x, weight = x_RD.to(dtype), weight_EFD.to(dtype)
-    return choose_product(x, weight)(x, weight, ends_E)
-
-
-def choose_product(x_RD: Tensor, weight_EFD: Tensor) -> Product:
-    """The fastest product for where and what the tensors are."""
-    if takes_grouped_gemm(x_RD, x_RD.dtype, weight_EFD):
-        return grouped_gemm
-    if x_RD.device.type == "cpu" and not torch.compiler.is_compiling():
-        return slice_by_slice
-    return masked
+    if takes_grouped_gemm(x, dtype, weight):
+        return grouped_gemm(x, weight, ends_E)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return slice_by_slice(x, weight, ends_E)
+    return masked(x, weight, ends_E)
 
 
 def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -> bool:

@@ -93,7 +93,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _visit(
     x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the losses, and the gradients of their mean; those are empty unless asked for."""
+    """Sum of the losses, and the gradients of their mean; those are empty without `differentiate`."""
     dtype, tokens = x_ND.dtype, x_ND.shape[0]
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=x_ND.device)
     grad_x = torch.empty_like(x_ND if differentiate else x_ND[:0])
@@ -101,10 +101,14 @@ def _visit(
     for start in range(0, tokens, chunk):
         part = slice(start, start + chunk)
         logits, target = at_least_float32(x_ND[part] @ head_VD.T).mul_(scale), targets_N[part, None]
-        losses, mass, total = _losses(logits, target)
-        loss += losses.sum()
+        peak, right = logits.amax(dim=1, keepdim=True), logits.gather(1, target)
+        mass = logits.sub_(peak).exp_()  # in the memory of the logits
+        total = mass.sum(dim=1, keepdim=True)
+        loss += (total.log() + peak - right).sum()
         if differentiate:
-            grad = _grad_logits(mass, total, target, scale / tokens).to(dtype)
+            # Softmax minus one-hot, in the memory of the masses.
+            grad = mass.mul_(scale / tokens / total)
+            grad = grad.scatter_(1, target, grad.gather(1, target) - scale / tokens).to(dtype)
             grad_x[part] = grad @ head_VD
             grad_head += grad.T @ x_ND[part]
     return loss, grad_x, grad_head
@@ -158,17 +162,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         total.copy_(product)
     else:
         total.add_(product)
-
-
-def _losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of each token, and the softmax as masses and their total; the masses take the memory of the logits."""
-    peak, right = logits.amax(dim=1, keepdim=True), logits.gather(1, target)
-    mass = logits.sub_(peak).exp_()
-    total = mass.sum(dim=1, keepdim=True)
-    return total.log() + peak - right, mass, total
-
-
-def _grad_logits(mass: Tensor, total: Tensor, target: Tensor, scale: float) -> Tensor:
-    """Softmax minus one-hot, times scale, in the memory of the masses."""
-    grad = mass.mul_(scale / total)
-    return grad.scatter_(1, target, grad.gather(1, target) - scale)

@@ -131,7 +131,7 @@ class Charts:
             predicted = panel.measure(run)
             if len(predicted[0]):
                 curves.append(Curve(label, arm, *self._thin(run.norms)))
-                curves.append(Curve(label, arm, *self._thin(predicted), line="dashed"))
+                curves.append(Curve(label, arm, *self._thin(predicted), dashed=True))
         key = (("solid", "observed"), ("dashed", "predicted"))
         return Chart(panel.name, panel.title, curves, y=panel.y, note=note, key=key)
 

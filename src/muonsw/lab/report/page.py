@@ -1,18 +1,18 @@
-"""A document as one self-contained interactive page, light and dark, which asks the network for nothing.
+"""A document as one self-contained interactive page, which asks the network for nothing.
 
-`page.html` is the template; it escapes whatever is not ours to write. Charts become data that `page.js` hands to
-plotly, in the colours of the reader's theme.
+`page.html` is the template; it escapes whatever is not ours to write. Charts become plotly figures here, and `page.js`
+draws them.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -22,8 +22,8 @@ from jinja2 import Environment, StrictUndefined
 
 from muonsw.lab.base.errors import needed
 from muonsw.lab.report.own import PAGE_MARK, write_own
-from muonsw.lab.report.sections import Chart, Curve, Document, LegendEntry
-from muonsw.lab.report.theme import PALETTES, arm_styles, plotly_style
+from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry
+from muonsw.lab.report.theme import FONT_SIZE, LIGHT, SANS, ArmStyle, arm_styles
 
 DIGITS = 6  # significant digits of a value on the page
 SHORT = 28  # characters up to which the text of a cell is not broken
@@ -35,24 +35,33 @@ def write_page(path: Path, document: Document) -> Path:
 
 
 def page(document: Document) -> str:
-    """The document as text."""
+    """Render the document."""
     # Plotly is imported here, so that everything else of a report works where it is not installed.
     library = str(needed("plotly.offline", "an interactive page needs", "lab").get_plotlyjs())
     code, charts = _resource("page.js"), [section for section in document.sections if isinstance(section, Chart)]
+    names = dict.fromkeys(curve.arm for chart in charts for curve in chart.curves)
+    arms = list(document.arms) or [LegendEntry(name) for name in names]
+    styles = dict(zip((arm.name for arm in arms), arm_styles([arm.rule for arm in arms]), strict=True))
+    data = {
+        "figures": [_figure(chart, styles) for chart in charts],
+        "arms": [{"name": arm.name, "runs": arm.runs, **styles[arm.name]._asdict()} for arm in arms],
+    }
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, code))
     scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
-    data = json.dumps(_data(document, charts), allow_nan=False, separators=(",", ":"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters["anchor"] = anchor
     return environment.from_string(_resource("page.html")).render(
         document=document,
         groups=[(is_chart, list(group)) for is_chart, group in groupby(document.sections, _is_chart)],
-        contents=_contents(document),
+        contents=dict(
+            ("figures", "Curves") if _is_chart(one) else (anchor(one.name), one.title) for one in document.sections
+        ),
         short=SHORT,
         mark=PAGE_MARK,
         policy=f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:",
         style=_resource("page.css"),
-        data=data.replace("<", "\\u003c"),  # which could end the script element
+        # A name could otherwise end the script element.
+        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         library=library,
         code=code,
     )
@@ -72,51 +81,75 @@ def _is_chart(section: object) -> bool:
     return isinstance(section, Chart)
 
 
-def _contents(document: Document) -> dict[str, str]:
-    """Titles by anchor; all charts together are one entry."""
-    titles = [("figures", "Figures") if _is_chart(one) else (anchor(one.name), one.title) for one in document.sections]
-    return dict(titles)
+def _figure(chart: Chart, styles: Mapping[str, ArmStyle]) -> dict[str, Any]:
+    """A chart as plotly's traces and layout."""
+    middles = {curve.arm for curve in chart.curves if curve.middle}
+    # Thick lines are drawn above thin ones.
+    curves = sorted(chart.curves, key=lambda curve: curve.middle)
+    levels = [
+        {
+            "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level.y, "y1": level.y,
+            "line": {"color": LIGHT.muted, "width": 1.4, "dash": "dash" if level.label else "solid"},
+            "label": {"text": html.escape(level.label), "textposition": "end", "font": {"size": 11}},
+        }
+        for level in chart.levels
+    ]  # fmt: skip
+    layout = {
+        "xaxis": _axis(chart.x, chart.x.title),
+        "yaxis": _axis(chart.y, ""),  # its title stands above the chart
+        "shapes": levels,
+        "hovermode": "closest",
+        "showlegend": False,
+        "margin": {"l": 8, "r": 26, "t": 14, "b": 8},
+        "font": {"family": ", ".join(SANS), "size": FONT_SIZE + 1, "color": LIGHT.text},
+        "paper_bgcolor": LIGHT.background,
+        "plot_bgcolor": LIGHT.background,
+    }
+    traces = [_trace(curve, styles[curve.arm], curve.arm in middles, chart.points) for curve in curves]
+    return {"name": anchor(chart.name), "data": traces, "layout": layout}
 
 
-def _data(document: Document, charts: list[Chart]) -> dict[str, Any]:
-    curves = [curve for chart in charts for curve in chart.curves]
-    arms = list(document.arms) or [LegendEntry(name) for name in dict.fromkeys(curve.arm for curve in curves)]
-    places = {arm.name: place for place, arm in enumerate(arms)}
-    labels = {label: place for place, label in enumerate(dict.fromkeys(curve.label for curve in curves))}
-    styles = {name: arm_styles([arm.rule for arm in arms], palette) for name, palette in PALETTES.items()}
+def _trace(curve: Curve, style: ArmStyle, has_middle: bool, points: bool) -> dict[str, Any]:
+    """A curve as plotly's trace; `meta` tells the legend which arm it belongs to."""
+    line: dict[str, Any] = {"color": LIGHT.text if curve.neutral else style.colour, "width": 1.7, "dash": style.dash}
+    opacity, mode = 1.0, "lines+markers" if points else "lines"
+    if curve.middle:
+        line["width"] = 2.6
+    elif curve.dashed:
+        line["dash"] = "dash"
+    elif has_middle:
+        line |= {"width": 0.9, "dash": "solid"}
+        opacity = 0.4
+    label, arm = html.escape(curve.label), html.escape(curve.arm)  # plotly reads a few tags in its texts
+    predicted = " predicted" if curve.dashed else ""
     return {
-        "charts": [_chart_data(chart, places, labels) for chart in charts],
-        "arms": [
-            {
-                "name": arm.name,
-                "runs": arm.runs,
-                "colours": {name: style[place].colour for name, style in styles.items()},
-                "dash": styles["light"][place].dash,
-            }
-            for place, arm in enumerate(arms)
-        ],
-        "labels": list(labels),
-        "themes": {name: {"colours": palette._asdict(), **plotly_style(palette)} for name, palette in PALETTES.items()},
+        "x": [_number(value) for value in curve.x],
+        "y": [_number(value) for value in curve.y],
+        "mode": mode,
+        "line": line,
+        "opacity": opacity,
+        "meta": curve.arm,
+        "name": arm,
+        "hovertemplate": f"<b>{label}</b>{predicted}<br>%{{x:,}} · %{{y:.5g}}<extra>{arm}</extra>",
     }
 
 
-def _chart_data(chart: Chart, arms: Mapping[str, int], labels: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "name": anchor(chart.name),
-        "x": {"title": chart.x.title, "log": bool(chart.x.log)},
-        "y": {"title": chart.y.title, "log": bool(chart.y.log), "window": chart.y.limits},
-        "points": chart.points,
-        "curves": [_curve_data(curve, arms[curve.arm], labels[curve.label]) for curve in chart.curves],
-        "levels": [asdict(level) for level in chart.levels],
-        "bands": [asdict(band) for band in chart.bands],
-        "marks": [{"x": mark.x, "arm": arms[mark.arm]} for mark in chart.marks],
+def _axis(axis: Axis, title: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "type": "log" if axis.log else "linear",
+        "title": {"text": html.escape(title), "standoff": 6, "font": {"size": 13}},
+        "automargin": True,
+        "exponentformat": "power",
+        "nticks": 4 if axis.log else 7,  # more would label every digit between two powers of ten
+        "gridcolor": LIGHT.grid,
+        "linecolor": LIGHT.muted,
+        "showline": True,
+        "zeroline": False,
+        "ticks": "outside",
     }
-
-
-def _curve_data(curve: Curve, arm: int, label: int) -> dict[str, Any]:
-    looks = {name: getattr(curve, name) for name in ("line", "middle", "neutral") if getattr(curve, name)}
-    x = [_number(value) for value in curve.x]
-    return {"arm": arm, "label": label, "x": x, "y": [_number(value) for value in curve.y], **looks}
+    if axis.limits and not (axis.log and axis.limits[0] <= 0):
+        found["range"] = [math.log10(limit) if axis.log else limit for limit in axis.limits]
+    return found
 
 
 def _number(value: float) -> float | int | None:

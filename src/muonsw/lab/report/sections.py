@@ -41,7 +41,7 @@ class Curve:
     arm: str  # the entry of the legend that it belongs to
     x: Sequence[float]  # ascending
     y: Sequence[float]  # gaps where not finite
-    line: str = ""  # "" for the line of its arm, "dashed" or "dotted" for what is predicted, "none" for points alone
+    dashed: bool = False  # predicted or published values; otherwise the line of its arm
     middle: bool = False  # the middle of an arm's runs, drawn thick; the single ones are then drawn thin
     neutral: bool = False  # in the colour of text, where it lies upon another curve of its arm
 
@@ -52,22 +52,6 @@ class Level:
 
     y: float
     label: str = ""
-
-
-@dataclass(frozen=True)
-class Band:
-    """A range of heights that means something."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A step at which something happened to an arm."""
-
-    x: float
-    arm: str
 
 
 @dataclass(frozen=True)
@@ -82,9 +66,7 @@ class Chart:
     note: str = ""
     points: bool = False  # whether each value is marked
     levels: Sequence[Level] = ()
-    bands: Sequence[Band] = ()
-    marks: Sequence[Mark] = ()
-    key: Sequence[tuple[str, str]] = ()  # what "solid", "dashed" or "dotted" lines and "mark" mean, in words
+    key: Sequence[tuple[str, str]] = ()  # what "solid" and "dashed" lines mean, in words
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,26 @@ from matplotlib.axis import Axis as DrawnAxis
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from muonsw.lab.report.own import METADATA, write_own
 from muonsw.lab.report.sections import Axis, Chart, Curve, LegendEntry, Sheet
 from muonsw.lab.report.theme import LIGHT, ArmStyle, arm_styles, matplotlib_style
 
 DPI = 160
-# Sizes in inches: a panel that stands alone, two beside each other, and one of many; and the room around it.
-PANELS = {1: (6.9, 3.8), 2: (4.6, 3.5)}
-SMALL = (2.5, 2.1)
-LEFT, LEFT_OF_SMALL, RIGHT, TOP, BOTTOM, TITLE, LEGEND_LINE = 0.95, 0.8, 0.2, 0.45, 0.65, 0.5, 0.27
+# Inches of a panel: one alone, one of two, and one of many.
+PANELS = {1: (8.0, 4.9), 2: (5.75, 4.6)}
+SMALL = (3.5, 3.2)
 LETTER, HANDLE = 0.083, 0.55  # width of a letter and of what stands before an entry of the legend
+LONGEST_TEXT = 120  # characters
 FEW = 15  # values of a curve below which each is marked
 LARGEST = 1e100  # far beyond it margins and ticks of an axis overflow
 # Plotly's words for dashes, and what curves say.
@@ -38,7 +46,6 @@ DASHES: Mapping[str, Any] = {
     "dot": (0, (1, 1.5)),
     "longdashdot": (0, (8, 2, 1, 2)),
     "dashed": (0, (5, 2.5)),
-    "dotted": (0, (1, 1.6)),
 }
 
 
@@ -48,54 +55,34 @@ def write_chart(chart: Chart, arms: Sequence[LegendEntry], folder: Path) -> list
 
 
 def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path) -> list[Path]:
-    """Draw all charts of a sheet on one picture, its legend below them, and write it as PNG and SVG under its name.
-
-    Margins are fixed: to find them would take longer than to draw, and charts are many.
-    """
+    """Draw all charts of a sheet on one picture, its legend below them, and write it as PNG and SVG under its name."""
     styles = dict(zip((arm.name for arm in arms), arm_styles([arm.rule for arm in arms]), strict=True))
     columns = min(sheet.columns, len(sheet.charts))
     rows = math.ceil(len(sheet.charts) / columns)
     width, height = PANELS.get(columns, SMALL) if rows == 1 else SMALL
-    small = (width, height) == SMALL
-    left_room = LEFT_OF_SMALL if small else LEFT
     with matplotlib.rc_context(cast(Any, matplotlib_style())):
-        entries = _legend_entries(sheet, styles)
-        wide = columns * (left_room + width + RIGHT)
-        across = _entries_across(entries, wide)
-        below = 0.1 + LEGEND_LINE * math.ceil(len(entries) / across) if entries else 0.1
-        above = TITLE if sheet.title else 0.0
-        high = above + rows * (TOP + height + BOTTOM) + below
-        figure = Figure(figsize=(wide, high))
-        for place, chart in enumerate(sheet.charts):
-            row, column = divmod(place, columns)
-            left, top = column * wide / columns + left_room, above + row * (TOP + height + BOTTOM) + TOP
-            axis = figure.add_axes((left / wide, 1.0 - (top + height) / high, width / wide, height / high))
-            _draw_chart(axis, chart, styles, small=small)
+        figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+        for place, chart in enumerate(sheet.charts, start=1):
+            _draw_chart(figure.add_subplot(rows, columns, place), chart, styles, small=(width, height) == SMALL)
         if sheet.title:
-            corner = {"x": 0.2 / wide, "y": 1.0 - 0.15 / high, "ha": "left", "va": "top"}
-            figure.suptitle(_text(sheet.title), **cast(Any, corner), fontsize=15, weight="bold")
-        if entries:
-            low = (0.2 / wide, 0.05 / high)
-            figure.legend(handles=entries, loc="lower left", bbox_to_anchor=low, ncols=across, fontsize=10.5)
-        return save_figure(figure, folder / sheet.name)
+            figure.suptitle(_text(sheet.title), x=0.01, ha="left", fontsize=15, weight="bold")
+        if entries := _legend_entries(sheet, styles):
+            longest = max(len(str(entry.get_label())) for entry in entries)
+            across = max(1, min(len(entries), int((columns * width - 0.4) / (HANDLE + LETTER * longest))))
+            figure.legend(handles=entries, loc="outside lower left", ncols=across, fontsize=10.5)
+        return _save(figure, folder / sheet.name)
 
 
 def _draw_chart(axis: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, small: bool) -> None:
-    for band in chart.bands:
-        axis.axhspan(band.low, band.high, color=LIGHT.grid, alpha=0.6, zorder=0)
     for arm in {curve.arm: None for curve in chart.curves}:
         _draw_arm(axis, [curve for curve in chart.curves if curve.arm == arm], styles[arm], chart.points)
     for level in chart.levels:
         look = {"linestyle": DASHES["dashed"], "linewidth": 1.4, "zorder": 3} if level.label else {"linewidth": 1.0}
         axis.axhline(level.y, color=LIGHT.bound if level.label else LIGHT.muted, **cast(Any, look))
-    for mark in chart.marks:
-        colour = styles[mark.arm].colour
-        axis.axvline(mark.x, color=colour, linewidth=1.0, alpha=0.8)
-        axis.plot(mark.x, 0.96, "v", color=colour, transform=axis.get_xaxis_transform())
     title, label, tick = (12, 11, 10.5) if small else (13, 12, 11)
     axis.set_title(_text(chart.title), fontsize=title)
     axis.set_xlabel(_text(chart.x.title), fontsize=label)
-    axis.set_ylabel(_text(chart.y.title), fontsize=label)
+    axis.set_ylabel(_text(chart.y.title), fontsize=label, wrap=True)
     axis.tick_params(labelsize=tick)
     axis.margins(x=0.02)
     axis.set_xscale("log", base=chart.x.log) if chart.x.log else axis.set_xscale("linear")
@@ -110,25 +97,23 @@ def _draw_arm(axis: Axes, curves: Sequence[Curve], style: ArmStyle, marked: bool
     curves = [replace(curve, y=_drawable(curve.y)) for curve in curves]
     middle = any(curve.middle for curve in curves)
     single = sum(not curve.middle for curve in curves)
-    groups: dict[tuple[str, bool, bool], list[Curve]] = {}
+    groups: dict[tuple[bool, bool, bool], list[Curve]] = {}
     for curve in curves:
-        groups.setdefault((curve.line, curve.middle, curve.neutral), []).append(curve)
-    for (line, is_middle, neutral), alike in groups.items():
+        groups.setdefault((curve.dashed, curve.middle, curve.neutral), []).append(curve)
+    for (dashed, is_middle, neutral), alike in groups.items():
         colour = LIGHT.text if neutral else style.colour
-        if line != "none":
-            look: dict[str, Any] = {"linewidths": 1.6, "linestyles": [DASHES[line or style.dash]]}
-            if is_middle:
-                look["linewidths"] = 2.4
-            elif middle and not line:
-                look = {"linewidths": 0.8, "alpha": min(0.4, max(0.06, 6.0 / single))}
-            lines = [np.column_stack([curve.x, curve.y]) for curve in alike]
-            axis.add_collection(LineCollection(lines, colors=colour, zorder=3 if neutral else 2, **look))
+        look: dict[str, Any] = {"linewidths": 1.6, "linestyles": [DASHES["dashed" if dashed else style.dash]]}
+        if is_middle:
+            look["linewidths"] = 2.4
+        elif middle and not dashed:
+            look = {"linewidths": 0.8, "alpha": min(0.4, max(0.06, 6.0 / single))}
+        lines = [np.column_stack([curve.x, curve.y]) for curve in alike]
+        axis.add_collection(LineCollection(lines, colors=colour, zorder=3 if neutral else 2, **look))
         for curve in alike:
-            few = len(curve.x) < FEW and not line and not middle
-            if line == "none" or few or (marked and is_middle == middle and not line):
-                alpha = min(0.6, 30 / max(len(curve.x), 1) + 0.1) if line == "none" else 1.0
+            few = len(curve.x) < FEW and not middle
+            if not dashed and (few or (marked and is_middle == middle)):
                 size = 6 if marked else 4
-                axis.plot(curve.x, curve.y, style.marker, color=colour, markersize=size, alpha=alpha, markeredgewidth=0)
+                axis.plot(curve.x, curve.y, style.marker, color=colour, markersize=size, markeredgewidth=0)
     axis.autoscale_view()
 
 
@@ -139,20 +124,19 @@ def _drawable(heights: Sequence[float]) -> list[float]:
 
 
 def _label(drawn: DrawnAxis, axis: Axis, most: int) -> None:
-    """Ticks: whole powers, the given ones, or round numbers, thousands of steps as `20k`."""
+    """Ticks: the given ones, powers, or round numbers, thousands of steps as `20k`."""
     if axis.ticks:
         drawn.set_major_locator(FixedLocator(list(axis.ticks)))
         drawn.set_minor_locator(NullLocator())
-        drawn.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     elif axis.log:
         drawn.set_major_locator(LogLocator(base=axis.log, numticks=6))
         drawn.set_minor_formatter(NullFormatter())
-        if axis.log == 2:
-            drawn.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(value)))
     else:
         drawn.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
-        if axis.label.startswith("step"):
-            drawn.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+    if axis.ticks or axis.log == 2:
+        drawn.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif axis.label.startswith("step"):
+        drawn.set_major_formatter(EngFormatter(sep=""))
 
 
 def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle]) -> list[Line2D]:
@@ -166,45 +150,18 @@ def _legend_entries(sheet: Sheet, styles: Mapping[str, ArmStyle]) -> list[Line2D
     ]  # fmt: skip
     entries = entries if len(used) > 1 else []
     for kind, word in dict.fromkeys(pair for chart in sheet.charts for pair in chart.key):
-        look = {"linestyle": "-", "marker": "v"} if kind == "mark" else {"linestyle": DASHES[kind]}
-        entries.append(Line2D([], [], color=LIGHT.muted, label=_text(word), **cast(Any, look)))
+        entries.append(Line2D([], [], color=LIGHT.muted, label=_text(word), linestyle=DASHES[kind]))
     for label in dict.fromkeys(level.label for chart in sheet.charts for level in chart.levels if level.label):
         entries.append(Line2D([], [], color=LIGHT.bound, linestyle=DASHES["dashed"], label=_text(label)))
     return entries
 
 
-def _entries_across(entries: Sequence[Line2D], width: float) -> int:
-    longest = max((len(str(entry.get_label())) for entry in entries), default=1)
-    return max(1, min(len(entries), int((width - 0.4) / (HANDLE + LETTER * longest))))
-
-
 def _text(text: str) -> str:
-    """A text for matplotlib, which takes dollars for formulas."""
-    return text.replace("$", r"\$")
+    """A text for matplotlib, which takes dollars for formulas and leaves no room for a chart beside a long name."""
+    return (text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…").replace("$", r"\$")
 
 
-def short_count(value: float) -> str:
-    """Steps as labels of an axis.
-
-    Examples:
-        >>> short_count(300000), short_count(2500), short_count(40)
-        ('300k', '2.5k', '40')
-    """
-    return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
-
-
-def power_of_two(value: float) -> str:
-    """A tick as a whole number or a fraction of one.
-
-    Examples:
-        >>> power_of_two(8.0), power_of_two(0.25)
-        ('8', '1/4')
-    """
-    exponent = round(math.log2(value))
-    return f"{2**exponent}" if exponent >= 0 else f"1/{2**-exponent}"
-
-
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
+def _save(figure: Figure, stem: Path) -> list[Path]:
     """Write a figure as PNG and SVG; two equal figures give equal files."""
     written = []
     with warnings.catch_warnings():

@@ -1,12 +1,12 @@
 """One look for everything the lab draws, on paper and on the page: colours, fonts, lines.
 
 Constant decay is blue and scaled decay is vermillion in every figure of the project. The hues are those of Okabe
-and Ito, which readers with any common colour blindness can tell apart; in the dark variant both are lighter.
+and Ito, which readers with any common colour blindness can tell apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ SANS = ("DejaVu Sans", "Helvetica Neue", "Arial", "sans-serif")
 
 
 class Palette(NamedTuple):
-    """The colours of one variant of the theme."""
+    """The colours of the theme."""
 
     background: str
     text: str
@@ -26,28 +26,14 @@ class Palette(NamedTuple):
     bound: str  # analytic bounds, drawn dashed
     extra: tuple[str, ...]  # for further arms, in order
 
-    def colour(self, rule: str) -> str:
-        """The colour of a decay rule.
-
-        Examples:
-            >>> LIGHT.colour("constant")
-            '#0072B2'
-        """
-        return {"constant": self.constant, "scaled": self.scaled}[rule]
-
 
 LIGHT = Palette(
     background="#FFFFFF", text="#1B1F24", muted="#57606A", grid="#E3E6EA",
     constant="#0072B2", scaled="#D55E00", bound="#1B1F24", extra=("#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
 )  # fmt: skip
-DARK = Palette(
-    background="#14181D", text="#E8EBEE", muted="#A3ADB8", grid="#2C333B",
-    constant="#56B4E9", scaled="#FF8A3D", bound="#E8EBEE", extra=("#2FC79B", "#E29BC4", "#F0C24B", "#8CCBF2"),
-)  # fmt: skip
 RULES = ("constant", "scaled")
 # The rules' names in legends.
 RULE_NAMES = MappingProxyType({"constant": "constant (λη)", "scaled": "scaled (λη²/ηₘₐₓ)"})
-PALETTES: Mapping[str, Palette] = MappingProxyType({"light": LIGHT, "dark": DARK})
 # How arms of one rule are told apart: how far the hue is moved towards the text, and the dashes of its line.
 SHADES = ((0.0, "solid"), (0.45, "dashdot"), (0.2, "dot"), (0.65, "longdashdot"))
 # How arms are told apart where values are marked, so that colour is not all there is.
@@ -62,7 +48,7 @@ class ArmStyle(NamedTuple):
     marker: str
 
 
-def arm_styles(rules: Sequence[str], palette: Palette = LIGHT) -> list[ArmStyle]:
+def arm_styles(rules: Sequence[str]) -> list[ArmStyle]:
     """A style for each arm: the rule fixes the hue, further arms of the same rule are shaded and dashed.
 
     A rule without a colour of its own gets one of the further ones.
@@ -73,13 +59,13 @@ def arm_styles(rules: Sequence[str], palette: Palette = LIGHT) -> list[ArmStyle]
         >>> arm_styles(["scaled", "scaled"])[1]
         ArmStyle(colour='#814210', dash='dashdot', marker='s')
     """
-    further = (*palette.extra, palette.muted)
+    further = (*LIGHT.extra, LIGHT.muted)
     others = list(dict.fromkeys(rule for rule in rules if rule not in RULES))
     styles = []
     for place, rule in enumerate(rules):
-        hue = palette.colour(rule) if rule in RULES else further[others.index(rule) % len(further)]
+        hue = getattr(LIGHT, rule) if rule in RULES else further[others.index(rule) % len(further)]
         share, dash = SHADES[rules[:place].count(rule) % len(SHADES)]
-        styles.append(ArmStyle(_mix(hue, palette.text, share), dash, MARKERS[place % len(MARKERS)]))
+        styles.append(ArmStyle(_mix(hue, LIGHT.text, share), dash, MARKERS[place % len(MARKERS)]))
     return styles
 
 
@@ -112,15 +98,3 @@ def matplotlib_style() -> dict[str, Any]:
         "lines.linewidth": 2.0,
         "svg.hashsalt": "muonsw",
     }
-
-
-def plotly_style(palette: Palette) -> dict[str, Any]:
-    """The theme as plotly settings: of the layout, and of each axis."""
-    layout = {
-        "paper_bgcolor": palette.background,
-        "plot_bgcolor": palette.background,
-        "font": {"family": ", ".join(SANS), "size": FONT_SIZE + 1, "color": palette.text},
-        "hoverlabel": {"bgcolor": palette.background, "font": {"color": palette.text}},
-    }
-    colours = {"gridcolor": palette.grid, "linecolor": palette.muted, "tickcolor": palette.muted}
-    return {"layout": layout, "axis": {**colours, "showline": True, "zeroline": False, "ticks": "outside"}}

@@ -14,9 +14,9 @@ Examples:
     ('first', 'scaled', [2.5], nan, False)
 """
 
-from muonsw.lab.runs.arms import by_arm, differences, name_arms, unique_names
+from muonsw.lab.runs.arms import differences, name_arms, unique_names
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.run import Points, Run, Scopes, last, load_run, load_runs, norm_history
 
-__all__ = ["Columns", "Points", "Run", "Scopes", "by_arm", "differences"]
+__all__ = ["Columns", "Points", "Run", "Scopes", "differences"]
 __all__ += ["last", "load_run", "load_runs", "name_arms", "norm_history", "unique_names"]

@@ -47,14 +47,6 @@ def name_arms(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of each arm, arms and runs in the order given."""
-    arms: dict[str, list[Run]] = {}
-    for run, name in zip(runs, name_arms(runs), strict=True):
-        arms.setdefault(name, []).append(run)
-    return arms
-
-
 def _describe(run: Run, values: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in values.items() if key != "optimizer.decay" and value is not None}
     words = [str(run.rule)] if run.rule else []

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from muonsw.lab.runs.run import Points
-from muonsw.lab.theory.sampled import window_in_steps, windowed_line
-
-# From so many samples on a curve is smoothed, over this share of the run.
-NOISY, NEIGHBOURHOOD = 60, 0.05
 
 
 def median_curve(parts: Sequence[Points]) -> Points:
@@ -48,16 +43,6 @@ def running_mean(values: NDArray[np.float64], share: float) -> NDArray[np.float6
     beginnings[width - 1 :: width] = 0.0  # where a window is a whole block
     count = np.minimum(places + half + 1, len(values)) - np.maximum(places - half, 0)
     return np.asarray((ends[places] + beginnings[places + width - 1]) / count)
-
-
-def smooth_curve(points: Points) -> Points | None:
-    """The curve as lines fitted around each sample draw it; None where samples are too few to need that."""
-    steps, values = points
-    if len(values) < NOISY:
-        return None
-    at = torch.from_numpy(steps.astype(np.float64))
-    height, _ = windowed_line(at, torch.from_numpy(values.copy()), window_in_steps(at, NEIGHBOURHOOD))
-    return steps, height.numpy()
 
 
 def extremes(values: NDArray[np.float64], points: int) -> NDArray[np.int64]:

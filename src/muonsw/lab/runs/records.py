@@ -21,7 +21,7 @@ from muonsw.lab.base.settings import flatten
 from muonsw.lab.base.storage import locked, write_atomically
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.run import NORMALIZED, SCOPES, Run
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import TaskConfig
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.folder import identity
 
@@ -70,7 +70,7 @@ class Records:
         """
         with _held(path):
             if not path.exists():
-                text = {} if config.task else {"fingerprint": config.data.fingerprint}
+                text = {} if config.task else {"fingerprint": config.tokens.fingerprint}
                 write_atomically(path, json.dumps({**about, **text, "config": _usual(config).as_data()}) + "\n")
             found = cls.read(path)
         ours, theirs = (_text(one) for one in (config, found.base))
@@ -81,8 +81,8 @@ class Records:
 
     def ready(self, config: RunConfig) -> RunConfig:
         """A planned run as it is on this text and this kind of machine."""
-        model, data = replace(config.model, vocab=self.base.model.vocab), self.base.data
-        data = replace(config.data, path="", fingerprint=data.fingerprint)
+        model, data = replace(config.decoder, vocab=self.base.decoder.vocab), self.base.tokens
+        data = replace(config.tokens, path="", fingerprint=data.fingerprint)
         return replace(config, model=model, data=data, device=self.base.device, threads=self.base.threads)
 
     def find(self, config: RunConfig) -> Run | None:
@@ -154,11 +154,11 @@ def _usual(config: RunConfig) -> RunConfig:
     """
     if config.task is not None:
         return RunConfig(task=TaskConfig(""))
-    return replace(config, data=replace(config.data, path=""), optimizer=OptimizerConfig(), arm="")
+    return replace(config, data=replace(config.tokens, path=""), optimizer=OptimizerConfig(), arm="")
 
 
 def _text(config: RunConfig) -> str | None:
-    return "of tasks" if config.task else config.data.fingerprint
+    return "of tasks" if config.task else config.tokens.fingerprint
 
 
 def _without_place(settings: Mapping[str, Any]) -> dict[str, Any]:

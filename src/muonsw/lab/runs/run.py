@@ -262,13 +262,6 @@ class Run:
         """The smallest validation loss; not a number where there is none."""
         return self._result("best_loss", min(self.losses[1].tolist(), default=NAN))
 
-    @property
-    def best_step(self) -> int | None:
-        """The update after which the validation loss was smallest; None where there is none."""
-        steps, losses = self.losses
-        best = self._result("best_step", float(steps[losses.argmin()]) if len(steps) else NAN)
-        return int(best) if np.isfinite(best) else None
-
     def recorded(self, key: str) -> Points:
         """Steps and values of what telemetry holds of the weights that decay, or of all where none do."""
         found = (self.telemetry.scope(scope).known(key) for scope in SCOPES)

@@ -203,8 +203,8 @@ def hidden_multiplier(config: RunConfig, optimizer: OptimizerConfig) -> float:
     if config.task is not None:
         return 1.0
     if optimizer.algorithm == "adamw":
-        return scalings(config.model)["hidden"].lr
-    return muon_lr_multiplier(config.model, optimizer.muon_lr)
+        return scalings(config.decoder)["hidden"].lr
+    return muon_lr_multiplier(config.decoder, optimizer.muon_lr)
 
 
 def same_total(config: RunConfig, arm: Arm) -> Arm:
@@ -235,7 +235,7 @@ def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
     """
     scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
     arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]
-    if run.model.relative_width != 1.0 and run.optimizer.peak == "base":
+    if run.decoder.relative_width != 1.0 and run.optimizer.peak == "base":
         arms.append(Arm(GROUP, replace(scaled.optimizer, peak="group")))
     return (*arms, control_arm(run, scaled))
 
@@ -248,7 +248,7 @@ def control_arm(run: RunConfig, scaled: Arm) -> Arm:
 
 def own_peak(run: RunConfig) -> OptimizerConfig:
     """The optimizer with every group's own peak, so that all rules decay alike where the learning rate is highest."""
-    return replace(run.optimizer, peak="group") if run.model.relative_width != 1.0 else run.optimizer
+    return replace(run.optimizer, peak="group") if run.decoder.relative_width != 1.0 else run.optimizer
 
 
 def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from muonsw.lab import paper, theory
 from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup
@@ -51,7 +49,6 @@ ROWS = {
     "paper": "Nothing is scaled; above width 256 scaled decay is run with both readings of eta_max, and constant decay "
     "of the same total beside it, which the paper does not have.",
 }
-LOSS_AND_NORM = partial(rows.draw_figures, figures=("loss-and-norm",))
 
 TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
     TrainingStudy(
@@ -61,7 +58,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.all_rows,
         claims=rows.judge_rows,
         own_tables=rows.row_tables,
-        figures=LOSS_AND_NORM,
+        figures=rows.draw_figures,
         notes=ROWS,
     ),
     TrainingStudy(
@@ -71,7 +68,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.headline_row,
         claims=rows.judge_rows,
         own_tables=rows.control_tables,
-        figures=LOSS_AND_NORM,
+        figures=rows.draw_figures,
         notes=ROWS,
     ),
     TrainingStudy(
@@ -81,7 +78,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.sampled_row,
         claims=dynamics.judge_steady_state,
         charts=dynamics.norm_charts,
-        figures=partial(rows.draw_figures, figures=("alignment-and-prediction", "tracking")),
+        figures=rows.draw_figures,
         notes=ROWS,
     ),
     TrainingStudy(
@@ -90,7 +87,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         reference="appendix with additional data",
         comparisons=rows.sampled_row,
         claims=dynamics.judge_diagnostics,
-        figures=partial(rows.draw_figures, figures=("orthogonality", "gradient-and-momentum", "late-alignment")),
+        figures=rows.draw_figures,
         notes=ROWS,
     ),
     TrainingStudy(
@@ -100,7 +97,7 @@ TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
         comparisons=rows.other_rows,
         claims=rows.judge_rows,
         own_tables=rows.control_tables,
-        figures=LOSS_AND_NORM,
+        figures=rows.draw_figures,
         notes=ROWS,
     ),
     TrainingStudy(

@@ -1,4 +1,4 @@
-"""The study behind `muonsw compare`: one comparison, the paper's effects as claims, and a verdict in sentences."""
+"""The study behind `muonsw compare`: one comparison, and a verdict that says first whether decay acts at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from muonsw.lab import paper
-from muonsw.lab.base.tables import Table, change_text, norm_text
+from muonsw.lab.advise import RULES, Advice, Advise
+from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, above, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import Claims
@@ -17,7 +18,7 @@ from muonsw.lab.paper import Tolerance
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.report.report import write_report
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import Arm, Comparison, Key, Runs, same_total
+from muonsw.lab.studies.arms import CONTROL, Arm, Comparison, Key, Runs, hidden_multiplier, same_total
 from muonsw.lab.studies.outcome import (
     ArmOutcome,
     Outcome,
@@ -26,7 +27,7 @@ from muonsw.lab.studies.outcome import (
     compare,
     describe_divergence,
     last_loss,
-    mean,
+    pair_outcome,
     paired,
     pairs_table,
     signed,
@@ -65,6 +66,8 @@ class CompareStudy(Study[ComparisonResult]):
     title: str  # of the page
     control: bool = False  # whether constant decay of the total of the first scaled arm is added
     tune_lambda: bool = False  # whether each arm is compared at its best lambda, found on a seed of its own
+    epochs: float = 1.0  # how often a run sees its text
+    claims: bool = False  # whether the paper's claims are judged
     name: str = field(default="compare", init=False)
     numbers: ClassVar[str] = "outcome.json"
 
@@ -72,19 +75,28 @@ class CompareStudy(Study[ComparisonResult]):
         """Search for lambda where that is asked, then train every arm with every seed."""
         tuned = tune(workshop.train, self.base, self.arms, seed=self.seeds) if self.tune_lambda else []
         arms = [one.arm for one in tuned] or list(self.arms)
-        if self.control:
-            arms.append(same_total(self.base, next(arm for arm in arms if arm.optimizer.decay == "scaled")))
-        results = workshop.train([Comparison(KEY, self.base, tuple(arms), tuple(range(self.seeds)))])
-        return ComparisonResult(results[KEY], compare(results[KEY]), tuned)
+        scaled = next((arm for arm in arms if arm.optimizer.decay == "scaled"), None)
+        if self.control and scaled is not None:
+            arms.append(same_total(self.base, scaled))
+        runs = workshop.train([Comparison(KEY, self.base, tuple(arms), tuple(range(self.seeds)))])[KEY]
+        outcome = compare(runs)
+        if self.control and scaled is not None:
+            # The control is the baseline of the scaled arm: what differs is when decay acts, not how much there is.
+            others = [pair for pair in outcome.pairs if pair.arm != CONTROL]
+            outcome = replace(outcome, pairs=(*others, pair_outcome(runs[CONTROL], runs[scaled.name])))
+        return ComparisonResult(runs, outcome, tuned)
 
     def judge(self, found: ComparisonResult) -> Claims:
         """The paper's claims, which are about one lambda for both rules; none where each has its own."""
-        own_task = self.base.task is not None  # the paper claims nothing of it
-        return {} if self.tune_lambda or own_task else {NAME: effects(found.runs, found.outcome)}
+        own_task = self.base.task is not None  # the paper claims nothing about it
+        return {NAME: effects(found.runs, found.outcome)} if self.claims and not (self.tune_lambda or own_task) else {}
 
     def sentence(self, found: ComparisonResult, claims: Claims) -> str:  # noqa: ARG002
         """The verdict."""
-        return verdict(found.outcome, found.tuned)
+        measured = [arm for arm in self.arms if _like_our_runs(arm) and not (found.tuned or self.base.task)]
+        judged = max(measured, key=lambda arm: arm.optimizer.decay, default=None)  # the scaled arm, where there is one
+        advice = advise_arm(self.base, judged, self.epochs) if judged else None
+        return verdict(found.outcome, found.tuned, advice)
 
     def record(self, found: ComparisonResult, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
         """The verdict, every arm, every pair, the search over lambda, the claims."""
@@ -98,18 +110,42 @@ class CompareStudy(Study[ComparisonResult]):
         return [arms_table(found.outcome), pairs_table(found.outcome.pairs), *search]
 
     def draw(self, found: ComparisonResult, conclusion: Conclusion, folder: Path, *, images: bool) -> list[Path]:
-        """The page."""
-        runs = [run for those in found.runs.values() for run in those]
-        claims = conclusion.claims if any(conclusion.claims.values()) else None
+        """The page: the paired difference before the curves, everything else after them."""
+        arms, pairs, *search = conclusion.tables
         return write_report(
             folder / PAGE,
             self.title,
-            runs,
+            [run for those in found.runs.values() for run in those],
             verdict=conclusion.sentence,
-            claims=claims,
-            tables=conclusion.tables,
+            claims=conclusion.claims if any(conclusion.claims.values()) else None,
+            tables=[pairs],
+            details=[arms, *search],
             images=images,
         )
+
+
+def advise_arm(base: RunConfig, arm: Arm, epochs: float) -> Advice:
+    """What the formula says about the lambda of an arm with constant or scaled decay."""
+    optimizer, schedule = arm.optimizer, base.schedule
+    rule: Any = optimizer.decay
+    return Advise(
+        base.steps,
+        lr=optimizer.lr * hidden_multiplier(base, optimizer),
+        weight_decay=optimizer.weight_decay,
+        decay=rule,
+        schedule=schedule.shape,
+        final_fraction=schedule.final_fraction,
+        decay_fraction=schedule.decay_fraction,
+        warmup_steps=schedule.warmup_steps,
+        base_lr=optimizer.lr if optimizer.peak == "base" else None,
+        epochs=epochs,
+    ).advice()
+
+
+def _like_our_runs(arm: Arm) -> bool:
+    optimizer = arm.optimizer
+    plain = optimizer.algorithm == "muon" and optimizer.norm == "free" and not optimizer.preset
+    return plain and optimizer.decay in RULES
 
 
 def effects(runs: Runs, outcome: Outcome) -> list[Claim]:
@@ -151,14 +187,18 @@ def kept_norm(id: str, statement: str, constant: Sequence[Run], scaled: Sequence
     return above(id, statement, Source(paper.HEADLINE, SAME_LAMBDA), kept, 0.0, MOVED)
 
 
-def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = ()) -> str:
-    """What came out, in a few sentences that claim no more than the numbers carry."""
+def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice | None = None) -> str:
+    """What came out: whether decay acts, whether lambda is sensible, the differences, then what to be careful about."""
     arms = {arm.name: arm for arm in outcome.arms}
     lines = [_diverged(arm) for arm in outcome.arms if arm.diverged]
     lines += [_skipped(arm) for arm in outcome.arms if arm.skipped]
+    lines += [_acts(outcome.arms), _sensible(outcome.arms, advice)]
     for pair in outcome.pairs:
         lines += [_loss(pair, arms, outcome.unit), *(_metric(pair, name) for name in pair.metrics)]
-    lines += [_norms(outcome.arms), *_caveats(outcome, tuned)]
+    lines += [_less_decay(outcome.pairs), edge_note(tuned)]
+    rules = {arm.rule for arm in outcome.arms if arm.total_decay >= IDLE}
+    if not tuned and len(rules) > 1 and not (advice and advice.verdict == "fine"):
+        lines.append("At another lambda the answer may differ: --tune-lambda compares each rule at its best.")
     return " ".join(line for line in lines if line)
 
 
@@ -174,6 +214,30 @@ def _skipped(arm: ArmOutcome) -> str:
     return f"{arm.name!r} skipped {seeds}, whose gradients were not finite: lower its learning rate."
 
 
+def _acts(arms: Sequence[ArmOutcome]) -> str:
+    """Whether decay acts; empty where no total is known before the run."""
+    known = [arm for arm in arms if not math.isnan(arm.total_decay)]
+    totals = ", ".join(f"{arm.total_decay:.2g} ({arm.name!r})" for arm in known)
+    if known and all(arm.total_decay < IDLE for arm in arms):  # never where a total is not known
+        return f"Too short for decay to matter: total decay is below {IDLE:g}, {totals}. Raise lambda or train longer."
+    return f"Decay acts in this run: total decay is {totals}." if known else ""
+
+
+def _sensible(arms: Sequence[ArmOutcome], advice: Advice | None) -> str:
+    """Whether lambda suits the length of the run; empty where no run of ours tells."""
+    lambdas = {arm.weight_decay for arm in arms if arm.name != CONTROL}
+    if advice is None or len(lambdas) > 1:
+        return ""
+    lam, better = f"Lambda {lambdas.pop():g}", ""
+    if advice.verdict == "fine":
+        return f"{lam} suits its length."
+    if advice.low is not None and advice.high is not None:
+        better = f" ({advice.low:.2g}{'' if advice.low == advice.high else f' to {advice.high:.2g}'} would suit it)"
+    if advice.verdict == "large":
+        return f"{lam} is too large for its length{better}, which favours the rule that decays less."
+    return f"{lam} is small for its length{better}." if better else ""
+
+
 def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome], unit: str) -> str:
     seeds, unit = counted(len(pair.seeds), "seed"), f" {unit}" if unit else ""
     size = f"{signed(abs(pair.mean))[1:]}{unit}"
@@ -184,20 +248,29 @@ def _loss(pair: PairOutcome, arms: dict[str, ArmOutcome], unit: str) -> str:
     if pair.interval is None:
         where = f"{size} {'below' if pair.mean < 0 else 'above'} {pair.baseline!r}"
         where = where if pair.mean else f"at the same loss as {pair.baseline!r}"
-        return f"{pair.arm!r} ended {where}; one seed says nothing about chance."
+        return f"{pair.arm!r} ended {where}; one seed gives no error bar."
     spread = f"{signed(pair.mean)}{unit}, 95% t interval {signed(pair.interval.low)} to {signed(pair.interval.high)}"
     if pair.interval.low <= 0.0 <= pair.interval.high:
-        both = f"{pair.arm!r} and {pair.baseline!r}"
-        return f"The final losses of {both} do not differ beyond chance over {seeds} ({spread})."
+        return f"No significant difference between {pair.arm!r} and {pair.baseline!r} over {seeds} ({spread})."
     word = "lower" if pair.mean < 0 else "higher"
     text = f"{pair.arm!r} ended {word} than {pair.baseline!r} over {seeds} ({spread}"
-    if not math.isnan(arms[pair.arm].weight_decay):
+    if pair.baseline != CONTROL and not math.isnan(arms[pair.arm].weight_decay):
         text += "; same lambda" if _same_lambda(arms[pair.arm], arms[pair.baseline]) else "; different lambda"
     text += ")."
     match = pair.mean_match
     if word == "lower" and match is not None:
-        text += f" It reached the other's best loss after {100 * match:.0f}% of its updates."
+        text += f" It matched the best loss of {pair.baseline!r} in {100 * match:.0f}% of the steps."
     return text
+
+
+def _less_decay(pairs: Sequence[PairOutcome]) -> str:
+    """How much of a gain constant decay of the same total has too; empty without a control or a gain."""
+    control = next((pair for pair in pairs if pair.baseline == CONTROL), None)
+    gain = next((pair for pair in pairs if control and pair.arm == control.arm and pair.baseline != CONTROL), None)
+    if control is None or gain is None or gain.interval is None or not gain.interval.high < 0 or not control.seeds:
+        return ""
+    share = min(1.0, max(0.0, 1.0 - control.mean / gain.mean))
+    return f"So {share:.0%} of the gain is explained by less total decay."
 
 
 def _metric(pair: PairOutcome, name: str) -> str:
@@ -205,12 +278,12 @@ def _metric(pair: PairOutcome, name: str) -> str:
     if found.interval is None or not math.isfinite(found.mean):
         return f"Difference of {name}: {signed(found.mean)}." if math.isfinite(found.mean) else ""
     low, high = found.interval.low, found.interval.high
-    chance = "not beyond chance" if low <= 0.0 <= high else "beyond chance"
+    chance = "not significant" if low <= 0.0 <= high else "significant"
     return f"Difference of {name}: {signed(found.mean)}, {chance} (95% t interval {signed(low)} to {signed(high)})."
 
 
 def _same_but_rule(runs: Runs, pair: PairOutcome) -> bool:
-    """Whether two arms share learning rate and optimizer: the paper claims nothing of others."""
+    """Whether two arms share learning rate and optimizer: the paper claims nothing about others."""
     one, other = (runs[name][0].config.optimizer for name in (pair.baseline, pair.arm))
     rule = {name: getattr(other, name) for name in ("decay", "unnormalized", "peak", "weight_decay")}
     return replace(one, **rule) == other
@@ -218,29 +291,3 @@ def _same_but_rule(runs: Runs, pair: PairOutcome) -> bool:
 
 def _same_lambda(one: ArmOutcome, other: ArmOutcome) -> bool:
     return math.isclose(one.weight_decay, other.weight_decay)
-
-
-def _norms(arms: Sequence[ArmOutcome]) -> str:
-    known = [(arm.name, mean(arm.norm), mean(arm.norm_change)) for arm in arms]
-    shown = [
-        f"{name!r} ends at {norm_text(norm)} ({change_text(change)})"
-        for name, norm, change in known
-        if math.isfinite(norm)
-    ]
-    return f"Weight RMS, and its change since its largest value: {', '.join(shown)}." if shown else ""
-
-
-def _caveats(outcome: Outcome, tuned: Sequence[TuningResult]) -> list[str]:
-    notes = [edge_note(tuned)]
-    known = not any(math.isnan(arm.weight_decay) for arm in outcome.arms)
-    if all(arm.total_decay < IDLE for arm in outcome.arms):  # never where it follows the gradients, and is NaN
-        notes.append(
-            f"Decay hardly acts at this length (its factors add up to less than {IDLE}), so its rule hardly matters: "
-            "raise lambda or train longer to compare rules."
-        )
-    elif not tuned and known and len({arm.rule for arm in outcome.arms}) > 1:
-        notes.append(
-            "A comparison at one lambda answers the paper's question; constant decay may do better at a smaller "
-            "lambda, which --tune-lambda looks for."
-        )
-    return notes

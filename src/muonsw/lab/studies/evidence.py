@@ -1,4 +1,4 @@
-"""The evidence: studies at scale mini whose runs are kept as records, the page that they make, and what advice knows.
+"""The evidence: studies at scale mini whose runs are kept as records, and the page that they make.
 
 `gather` trains what has no record yet and exports it; `write_page` needs the records alone.
 """
@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.tables import markdown
 from muonsw.lab.claims.table import claims_table
@@ -28,15 +27,13 @@ from muonsw.lab.studies.jobs import Job
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.studies.training import (
-    best_rules,
-    cases,
     family,
     lambda_scaling,
     regret,
     untuned,
     worked_tasks,
 )
-from muonsw.lab.studies.training.regret import GOOD, Optimum, measurement
+from muonsw.lab.studies.training.regret import Optimum
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.train.folder import CHECKPOINTS, RESULT
 from muonsw.registry import unknown
@@ -44,7 +41,6 @@ from muonsw.registry import unknown
 NAME, FOLDER = "evidence", Path("evidence")
 TEMPLATE, STEP_TIME = "evidence.md.in", "step-time.json"
 PAGE, ASSETS = Path("docs/evidence.md"), Path("docs/assets")
-MEASURED = Path("src/muonsw/lab/measured.json")
 # By study, the file of its records in `FOLDER`: a file holds the runs of one text.
 TEXTS: Mapping[str, str] = {
     **dict.fromkeys(("regret", "best-rules", "hard-cases", "adamw"), "enwiki-23M"),
@@ -113,7 +109,7 @@ def chosen(name: str, data: Path | None, folder: Path = FOLDER) -> list[str]:
     if data is None:
         return []
     text = fingerprint(read_record(data))
-    found = [name for name, records in read_records(folder).items() if records.base.data.fingerprint == text]
+    found = [name for name, records in read_records(folder).items() if records.base.tokens.fingerprint == text]
     if not found:
         raise UsageError(f"no records in {folder} are of the text in {data} ({text}): name a study, as evidence/long")
     return found
@@ -134,7 +130,7 @@ def gather(
     study = part(name)
     first = study.comparisons(study.scale)
     config = next(iter(workshop.jobs(first).values())).config
-    text = read_record(Path(config.data.path))
+    text = read_record(Path(config.tokens.path))
     sizes = {"documents": text.documents, "tokens": text.tokens("train"), "vocabulary": text.vocab_size}
     records = Records.open(path, config, **sizes)
 
@@ -264,12 +260,10 @@ class EvidencePage:
 
     def prices(self) -> list[untuned.Price]:
         """What a lambda that is never tuned costs in runs of the map, on fresh text, and of other sizes."""
-        known = self.optima()
-        found = untuned.prices(MAP_TEXT, self.results["regret"], known, leave_out=True)
-        found += untuned.prices(FRESH_TEXT, self.results["long"], known)
+        found = untuned.prices(MAP_TEXT, self.results["regret"]) + untuned.prices(FRESH_TEXT, self.results["long"])
         for axis in lambda_scaling.AXES:
             points = lambda_scaling.points_of(axis, self.results["lambda-scaling"])
-            found += untuned.prices(FRESH_TEXT, points, known, over=axis.name)
+            found += untuned.prices(FRESH_TEXT, points, over=axis.name)
         return found
 
     def untuned(self) -> str:
@@ -305,10 +299,9 @@ class EvidencePage:
 
 
 def write_page(root: Path = Path()) -> None:
-    """Rebuild the page, its pictures, and what advice knows, from the records alone."""
+    """Rebuild the page and its pictures from the records alone."""
     evidence = read_page(root / FOLDER)
     (root / PAGE).write_text(page(evidence, (root / FOLDER / TEMPLATE).read_text("utf-8")), encoding="utf-8")
-    (root / MEASURED).write_text(json.dumps(measured(evidence), indent=1) + "\n", encoding="utf-8")
     draw(evidence, root / ASSETS)
 
 
@@ -337,30 +330,3 @@ def draw(evidence: EvidencePage, folder: Path) -> None:
         for path in write_sheet(sheet, [LegendEntry(arm, arm) for arm in arms], folder):
             if path.suffix == ".svg":
                 path.unlink()
-
-
-def measured(evidence: EvidencePage) -> dict[str, Any]:
-    """What `muonsw.lab.advice` knows: the best lambda of each decay rule at each horizon, and how it scales."""
-    run, fresh = MINI.map_run, regret.optima(evidence.results["long"])
-    first = min((one.steps for one in fresh), default=math.inf)  # from here on fresh text is what is known
-    found = sorted([one for one in evidence.optima() if one.steps < first] + fresh, key=lambda one: one.rule)
-    rates = dict.fromkeys(f"{one.steps:,} updates at a peak of {one.peak_lr:.3g}" for one in found)
-    text = f"; from {first:,} on with half as many tokens, on fresh text" if fresh else ""
-    basis = (
-        f"width {run.model.width}, {run.model.layers} layers, {run.model.experts} experts, Muon with cosine to a "
-        f"tenth, {run.tokens_per_step:,} tokens an update, English Wikipedia; {', '.join(rates)}{text}"
-    )
-    others = _other_rules(evidence.results["best-rules"])
-    scaling = lambda_scaling.scaling_measured(evidence.results["lambda-scaling"], MINI)
-    optima = [measurement(one) for one in (*found, *others)]
-    often = evidence.results["repeated-text"]
-    repeated = cases.repeated_measured(often, MINI) if often else []
-    more = {name: those for name, those in (("scaling", scaling), ("repeated", repeated)) if those}
-    return {"basis": basis, "good": GOOD, "optima": optima, **more}
-
-
-def _other_rules(results: Results) -> list[Optimum]:
-    """Of the decay rules that the map does not have and that follow no gradients."""
-    tried = (rule for rule in best_rules.candidates(best_rules.rules_run(MINI)) if rule in DECAY_RULES)
-    rules = [rule for rule in tried if rule not in (*RULES, "none") and not DECAY_RULES[rule].uses_gradient]
-    return [regret.optimum(arms, rule) for arms in results.values() for rule in rules]

@@ -75,7 +75,7 @@ def compiling_alone(job: Job) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     prepare_folder(job.folder.parent)
-    shape = job.config.batch // job.config.accumulation, asdict(job.config.task or job.config.model)
+    shape = job.config.batch // job.config.accumulation, asdict(job.config.task or job.config.decoder)
     name = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:10]
     done, lock = job.folder.parent / f".compiled-{name}", FileLock(job.folder.parent / f".compiling-{name}")
 

@@ -7,16 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text, norm_text
 from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
-from muonsw.lab.diagnose.history import History
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
-from muonsw.lab.theory import relaxation_number
 
 Measure = Callable[[Run], float]
 
@@ -81,11 +77,7 @@ class ArmOutcome:
     best: tuple[float, ...]  # lowest validation loss of each run
     norm: tuple[float, ...]  # weight RMS of the decayed matrices at the end of each run
     norm_change: tuple[float, ...]  # the same relative to its largest value, minus one
-    relative_update: tuple[float, ...]  # update over weight RMS, at the peak of the learning rate
-    relaxation: float  # N = 2 sum phi, how many relaxation times the run lasts
-    total_decay: float  # sum of phi
-    phi_peak: float  # decay of one update at the peak
-    memory_ratio: float  # phi_peak over 1 - beta; well under one where decay is slow beside momentum
+    total_decay: float  # sum of phi; not a number where only the user's own loop knew it
     diverged: Mapping[int, int]  # by seed, the update at which a run diverged
     skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, updates whose gradients were not finite
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, at the last evaluation
@@ -150,7 +142,7 @@ def compare(runs: Runs) -> Outcome:
 def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
     """What the runs of one arm found; they differ in the seed alone."""
     first, ended = runs[0], completed(runs)
-    phis, weight_decay, beta = _decay_of(first)
+    weight_decay, total_decay = _decay_of(first)
     return ArmOutcome(
         name=first.arm,
         rule=first.rule,
@@ -160,23 +152,19 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         best=tuple(map(lowest_loss, ended)),
         norm=tuple(run.final_norm if _decays(run) else math.nan for run in ended),
         norm_change=tuple(run.norm_change for run in ended),
-        relative_update=tuple(map(_relative_update_at_peak, ended)),
-        relaxation=math.nan if math.isnan(phis[0]) else relaxation_number(phis),
-        total_decay=math.fsum(phis),
-        phi_peak=max(phis),
-        memory_ratio=max(phis) / (1.0 - beta),
+        total_decay=total_decay,
         diverged=divergence_steps(runs),
         skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
         metrics={name: tuple(run.final_metric(name) for run in ended) for name in metric_names(runs)},
     )
 
 
-def _decay_of(run: Run) -> tuple[list[float], float, float]:
-    """The decay factors of a run, its lambda and its momentum; not numbers where its own loop knew them alone."""
+def _decay_of(run: Run) -> tuple[float, float]:
+    """Lambda and total decay of a run; not numbers where only the user's own loop knew them."""
     if "optimizer" not in run.settings:
-        return [math.nan], math.nan, math.nan
+        return math.nan, math.nan
     optimizer = run.config.optimizer
-    return decay_factors(run.config, optimizer), optimizer.weight_decay, optimizer.beta
+    return optimizer.weight_decay, math.fsum(decay_factors(run.config, optimizer))
 
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
@@ -187,12 +175,6 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
 def _decays(run: Run) -> bool:
     """Whether telemetry, or the record of an exported run, has norms of weights that decay."""
     return bool(run.telemetry.scope("decayed").records) or "end_norm" in (run.result or {})
-
-
-def _relative_update_at_peak(run: Run) -> float:
-    seen = History(run)
-    lr = seen.column("lr")
-    return float(seen.relative_update[int(np.nanargmax(lr))]) if np.isfinite(lr).any() else math.nan
 
 
 def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
@@ -284,21 +266,18 @@ def arms_table(outcome: Outcome) -> Table:
     columns = (
         Column("arm", rank=0),
         Column("lambda", number=True, rank=0),
+        Column("total decay", number=True, digits=3, rank=1),
         Column("seeds", number=True, rank=2),
         Column("final loss", number=True, rank=0),
         *(Column(name, number=True, rank=0) for name in metrics),
         Column("best loss", number=True, rank=2),
         Column("weight RMS at the end", number=True, rank=1),
         Column("change since largest", number=True, rank=1),
-        Column("relative update at peak", number=True, digits=3, rank=3),
-        Column("N", number=True, digits=3, rank=3),
-        Column("sum of phi", number=True, digits=3, rank=3),
-        Column("phi at peak / (1 - beta)", number=True, digits=2, rank=3),
     )
     losses = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
     note = (
-        f"Losses: {losses}; means over seeds ± half a 95% t interval. phi: share of a "
-        "weight that decay takes in a step; N = 2 sum phi: relaxation times of the norm."
+        f"Losses: {losses}; means over seeds ± half a 95% t interval. Total decay: the sum over all steps of the share "
+        "of a weight that decay removes."
     )
     return Table("arms", "Arms", columns, [_arm_row(arm, metrics) for arm in outcome.arms], note)
 
@@ -312,17 +291,15 @@ def _arm_row(arm: ArmOutcome, metrics: Sequence[str]) -> tuple[Value | Cell, ...
     if arm.diverged:
         lost = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
         final = Cell(lost, note=describe_divergence(arm.diverged), tone="fails")
-    numbers = mean(arm.relative_update), arm.relaxation, arm.total_decay, arm.memory_ratio
     return (
         arm.name,
-        None if math.isnan(arm.weight_decay) else arm.weight_decay,
+        *(None if math.isnan(value) else value for value in (arm.weight_decay, arm.total_decay)),
         len(arm.seeds),
         final,
         *(with_interval(arm.metrics.get(name, ())) for name in metrics),
         with_interval(arm.best),
         with_interval(arm.norm, digits=3),
         change_text(mean(arm.norm_change)),
-        *(None if math.isnan(value) else value for value in numbers),
     )
 
 
@@ -343,7 +320,7 @@ def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
         "other's best loss, over the update at which the other did; it compares the middle of one schedule with the "
         "end of another, so read it beside the final losses."
     )
-    return Table("pairs", "Against the baseline", columns, [_pair_row(pair, metrics) for pair in pairs], note)
+    return Table("pairs", "Paired difference", columns, [_pair_row(pair, metrics) for pair in pairs], note)
 
 
 def _pair_row(pair: PairOutcome, metrics: Sequence[str]) -> tuple[Value, ...]:

@@ -84,8 +84,9 @@ def at_least_one(text: str) -> int:
 
 def as_job(config: Path, folder: Path, note: Path) -> int:
     """Be one of the ranks of a job."""
-    with joined() as world:
-        train_alone(read_config_file(config), folder, note, world)
+    run = read_config_file(config)
+    with joined(run.parallel.timeout) as world:
+        train_alone(run, folder, note, world)
     return OK
 
 
@@ -101,7 +102,7 @@ def run(config: RunConfig, folder: Path) -> int:
     """Train, on all ranks that were started, with progress on the terminal of the first; and report how it ended."""
     console = Console()
     try:
-        with joined() as world, watching(console) if world.leads else nullcontext() as watch:
+        with joined(config.parallel.timeout) as world, watching(console) if world.leads else nullcontext() as watch:
             result = train(config, folder, watch, world)
     except Diverged as error:
         report(error)

@@ -115,7 +115,7 @@ def at_width(run: RunConfig, width: int) -> RunConfig:
         >>> at_width(PAPER.sweep, 512).model == preset("w512")
         True
     """
-    return replace(run, model=widened(run.model, width))
+    return replace(run, model=widened(run.decoder, width))
 
 
 def widened(model: ModelConfig, width: int) -> ModelConfig:
@@ -177,7 +177,7 @@ MINI = Scale(
     name="mini",
     title="6 layers, minutes to an hour on one GPU; with the text of docs/evidence.md its runs are those of that page",
     rows={
-        width: shortened(relaxed("mini", widened(_MINI.model, width), phi_peak=0.01), 1_600, 16)
+        width: shortened(relaxed("mini", widened(_MINI.decoder, width), phi_peak=0.01), 1_600, 16)
         for width in (128, 256, 512)
     },
     headline=256,
@@ -208,7 +208,7 @@ _CPU = relaxed("demo", replace(preset("demo"), mup=MuP(base_width=64)), phi_peak
 CPU = Scale(
     name="cpu",
     title="4 layers, Python source, under half an hour on two cores",
-    rows={width: relaxed("demo", widened(_CPU.model, width), phi_peak=0.02) for width in (64, 96)},
+    rows={width: relaxed("demo", widened(_CPU.decoder, width), phi_peak=0.02) for width in (64, 96)},
     headline=64,
     others=(96,),
     small=64,

@@ -80,7 +80,12 @@ def tune(
     """
     grids = {arm.name: sorted(factors) for arm in arms}
     for extensions in range(MOST_EXTENSIONS + 1):
-        candidates = {arm.name: _possible(base, grid(arm, grids[arm.name])) for arm in arms}
+        candidates = {}
+        for arm in arms:
+            # An update that would take more than the whole weight is refused; the smallest lambda is tried in any case.
+            smallest, *larger = grid(arm, grids[arm.name])
+            possible = [one for one in larger if not max(decay_factors(base, one.optimizer)) > 1.0]
+            candidates[arm.name] = [smallest, *possible]
         everyone = tuple(candidate for those in candidates.values() for candidate in those)
         runs = train([Comparison(SEARCH, base, everyone, (seed,), paired=False)])[SEARCH]
         found = [best_of(arm, candidates[arm.name], runs) for arm in arms]
@@ -88,12 +93,6 @@ def tune(
             break
         grids = {tuned.name: _extended(grids[tuned.name], tuned) for tuned in found}
     return found
-
-
-def _possible(base: RunConfig, candidates: list[Arm]) -> list[Arm]:
-    """Those of which no update would take more than the whole weight, which is refused; the smallest in any case."""
-    smallest, *larger = candidates
-    return [smallest, *(one for one in larger if not max(decay_factors(base, one.optimizer)) > 1.0)]
 
 
 def _extended(factors: list[float], tuned: TuningResult) -> list[float]:

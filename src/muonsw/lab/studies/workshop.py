@@ -64,8 +64,8 @@ class BySettings:
         """The run on these tokens and this device, under a name that its settings alone decide."""
         chosen = replace(
             config,
-            model=replace(config.model, vocab=padded_vocab(read_record(self.data).vocab_size)),
-            data=replace(config.data, path=str(self.data)),
+            model=replace(config.decoder, vocab=padded_vocab(read_record(self.data).vocab_size)),
+            data=replace(config.tokens, path=str(self.data)),
             device=self.device,
             threads=1 if self.device == "cpu" else config.threads,  # so that the number of workers changes nothing
             arm="",
@@ -82,9 +82,9 @@ def describe(config: RunConfig) -> str:
         >>> describe(preset_run("w512-dense", ""))
         'w512-dense-muon-scaled-lr0.007-wd0.1-T110000'
     """
-    chosen, dense = config.optimizer, "-dense" if config.model.experts == 1 else ""
+    chosen, dense = config.optimizer, "-dense" if config.decoder.experts == 1 else ""
     rule = f"{chosen.algorithm}-{chosen.decay}-lr{chosen.lr:.4g}-wd{chosen.weight_decay:.4g}"
-    return f"w{config.model.width}{dense}-{rule}-T{config.steps}"
+    return f"w{config.decoder.width}{dense}-{rule}-T{config.steps}"
 
 
 @dataclass(frozen=True)

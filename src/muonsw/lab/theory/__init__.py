@@ -21,14 +21,12 @@ from muonsw.lab.theory.scalar import constant_decay_loss_gap as constant_decay_l
 from muonsw.lab.theory.scalar import scaled_decay_error as scaled_decay_error
 from muonsw.lab.theory.steady_state import constant_decay_norm_limit as constant_decay_norm_limit
 from muonsw.lab.theory.steady_state import next_norm as next_norm
-from muonsw.lab.theory.steady_state import relaxation_number as relaxation_number
 from muonsw.lab.theory.steady_state import relaxation_times as relaxation_times
 from muonsw.lab.theory.steady_state import scaled_decay_norm_limit as scaled_decay_norm_limit
 from muonsw.lab.theory.steady_state import steady_state_norm as steady_state_norm
 from muonsw.lab.theory.strongly_convex import STRONGLY_CONVEX
 from muonsw.lab.theory.tracking import NormHistory as NormHistory
 from muonsw.lab.theory.tracking import Tracking as Tracking
-from muonsw.lab.theory.tracking import norms_with_memory as norms_with_memory
 from muonsw.lab.theory.tracking import predict_norms as predict_norms
 from muonsw.lab.theory.tracking import steady_state_norm_with_memory as steady_state_norm_with_memory
 from muonsw.lab.theory.tracking import target_norms as target_norms

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from muonsw.lab.theory.hypotheses import Number, Steps, check_rates, require, require_at_least, require_positive
+from muonsw.lab.theory.hypotheses import Number, require, require_at_least, require_positive
 
 
 def next_norm(r: Number, *, s: Number, phi: Number, a: Number) -> Number:
@@ -58,11 +58,6 @@ def relaxation_times(*, s: Number, phi: Number, r_star: Number) -> tuple[Number,
     where a = 0; an outward push makes the second longer, an inward push shorter.
     """
     return 1.0 / (2.0 * phi), 1.0 / (phi + s**2 / (2.0 * r_star**2))
-
-
-def relaxation_number(phis: Steps) -> float:
-    """How many relaxation times a run lasts: `N = 2 sum phi_t`. Equal N forget the initial norm equally well."""
-    return 2.0 * math.fsum(check_rates(phis))
 
 
 def scaled_decay_norm_limit(*, lam: float, eta_max: float, k: float, update: float = 0.2) -> float:

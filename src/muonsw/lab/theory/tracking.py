@@ -5,7 +5,6 @@ the update's size `s_n`, its decay factor `phi_n` and its alignment `a_n`. Signs
 `muonsw.lab.theory.steady_state`. The alignment is the measured one, so whatever momentum does to it is inside.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -58,10 +57,8 @@ class Tracking:
     target: Tensor  # the quasi-steady norm r*; not a number where the step did not decay or did not move
     smooth_target: Tensor  # the same with the noise of single alignments averaged out
     ratio: Tensor  # adiabatic ratio `tau |d ln r*/dt|`, with tau for an alignment that follows s/r
-    ratio_fixed: Tensor  # the same with tau for an alignment that does not react to r
     lag: Tensor  # `ln(r / smooth_target)`: how far the norm is from where it would settle
     broke_at: int | None  # step from which the lag exceeds a fifth to the end; None if the norm still follows
-    followed: bool  # whether the norm was ever within a fifth of its target after the peak
     predicted: Tensor  # the recursion from the first observed norm
 
 
@@ -75,22 +72,20 @@ def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
         >>> steps = range(1, 1001, 10)
         >>> still = dict(s=[0.01] * 100, phi=[0.005] * 100, a=[0.0] * 100)
         >>> tracking = track(NormHistory.of(steps, r=[0.1] * 100, **still))
-        >>> float(tracking.target[-1]), tracking.followed, tracking.broke_at
-        (0.1, True, None)
+        >>> float(tracking.target[-1]), tracking.broke_at
+        (0.1, None)
     """
     target, width = target_norms(history), window_in_steps(history.steps, window)
     smooth, slope = windowed_line(history.steps, target.log(), width)
     # Where decay or update is zero, the slope and the ratios are not a number.
-    tau, tau_fixed = relaxation_times(s=history.s, phi=history.phi, r_star=target)
-    lag, after = history.r.log() - smooth, peak_decay_step(history)
+    tau, _ = relaxation_times(s=history.s, phi=history.phi, r_star=target)
+    lag = history.r.log() - smooth
     return Tracking(
         target=target,
         smooth_target=smooth.exp(),
         ratio=tau * slope.abs(),
-        ratio_fixed=tau_fixed * slope.abs(),
         lag=lag,
-        broke_at=tracking_break(history.steps, lag, after=after, lasting=width / 2),
-        followed=bool((lag.abs()[history.steps >= after] <= LAG).any()),
+        broke_at=tracking_break(history.steps, lag, after=peak_decay_step(history), lasting=width / 2),
         predicted=predict_norms(history),
     )
 
@@ -155,27 +150,3 @@ def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> flo
     require_positive("phi", phi)
     require_at_least("memory", memory, 0)
     return float(s * (memory / (2.0 * phi)) ** 0.5)
-
-
-def norms_with_memory(
-    start: float, *, s: Sequence[float], phi: Sequence[float], memory: float, stride: float = 1.0
-) -> list[float]:
-    """Predict the norm before each step of a run that has not begun, and after the last.
-
-    The alignment is a guess that follows the norm, `a = -(memory - 1) s/(2 r)`, but never beyond -1. Each s and phi
-    stands for `stride` steps, over which the recursion of the square is summed in closed form.
-
-    Hypotheses: start > 0, s >= 0, 0 <= phi <= 1, memory >= 1, stride >= 1.
-    """
-    require_positive("start", start)
-    require_at_least("memory", memory, 1)
-    require_at_least("stride", stride, 1)
-    norms = [start]
-    for size, share in zip(s, phi, strict=True):
-        r = norms[-1]
-        require("0 <= phi <= 1", 0.0 <= share <= 1.0, phi=share)
-        added = (1.0 - share) * min((memory - 1.0) * size * size, 2.0 * size * r) + size * size
-        rate = 2.0 * math.log1p(-share) if share < 1.0 else -math.inf
-        grown = added * (math.expm1(stride * rate) / math.expm1(rate) if rate else stride)
-        norms.append((math.exp(stride * rate) * r * r + grown) ** 0.5)
-    return norms

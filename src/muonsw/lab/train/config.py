@@ -12,8 +12,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES, refuse_unknown_run
 from muonsw.lab.base.settings import as_data, from_data
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
-from muonsw.lab.tasks.decoder import DataConfig
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import DataConfig, TaskConfig
 from muonsw.lab.theory.schedule import SHAPES, schedule_of, warmup_steps_for_horizon
 from muonsw.options import validate_option
 from muonsw.orthogonalize import ORTHOGONALIZERS
@@ -49,7 +48,7 @@ class OptimizerConfig:
     momentum: float = 0.95  # Muon's beta
     nesterov: bool = True  # whether Muon looks ahead along its momentum
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's averages
-    adam_lr: float | None = None  # peak learning rate of what AdamW owns beside Muon; None is `lr`
+    adam_lr: float | None = None  # peak learning rate of the AdamW groups next to Muon; None is `lr`
     orthogonalizer: str = "newton_schulz"  # what makes Muon's direction
     ns_dtype: str = "auto"  # precision of its products; "auto" is bfloat16 where the hardware multiplies it
     # How muP scales Muon's learning rate with the width: "adam" as 1/width (the paper's), "sqrt", "none".
@@ -122,11 +121,11 @@ class ScheduleConfig:
         _require_one_of("schedule.warmup_shape", self.warmup_shape, ("linear", "cosine"))
 
     def warmup(self, steps: int) -> int:
-        """Warmup steps of a run of so many steps."""
+        """Warmup steps of a run of `steps` updates."""
         return warmup_steps_for_horizon(steps) if self.warmup_steps is None else self.warmup_steps
 
     def multiple(self, steps: int) -> Callable[[int], float]:
-        """The multiple of the peak learning rate at each step of a run of so many steps."""
+        """The multiple of the peak learning rate at each step of a run of `steps` updates."""
         settings = {one.name: getattr(self, one.name) for one in fields(self)}
         return schedule_of(settings.pop("shape"), steps, **settings)
 
@@ -147,7 +146,7 @@ class ParallelConfig:
     # Copies of the model under "fsdp", each divided over `ranks / replicas` ranks that follow each other; with as
     # many as there are machines, weights travel within a machine only.
     replicas: int = 1
-    timeout: float = 600.0  # seconds without progress after which a rank ends itself, because another one is lost
+    timeout: float = 600.0  # seconds that a rank waits for the others before it gives up
 
     def __post_init__(self) -> None:
         _require_one_of("parallel.strategy", self.strategy, ("ddp", "fsdp"))
@@ -160,10 +159,9 @@ class ParallelConfig:
 class RunConfig:
     """One training run."""
 
-    # The decoder and its tokens; None where a task says what is trained. Only code about decoders reads these two, and
-    # need not ask whether they are there.
-    model: ModelConfig = None  # type: ignore[assignment]
-    data: DataConfig = None  # type: ignore[assignment]
+    # The decoder and its tokens; None if a task is trained. Code about decoders reads `decoder` and `tokens`.
+    model: ModelConfig | None = None
+    data: DataConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # how weights move
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # learning rate over the run
     steps: int = 1000  # updates
@@ -173,11 +171,13 @@ class RunConfig:
     arm: str = ""  # what a comparison calls this run; runs that differ in the seed alone share it
     eval_every: int = 100  # updates between evaluations; the end is always evaluated
     checkpoint_every: int = 500  # updates between checkpoints; the end is always saved
-    # Save also when the last checkpoint is so old; 0 goes by updates alone.
+    # Also save when the last checkpoint is this old; 0 saves by updates only.
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     keep: int = 2  # checkpoints to keep besides the best
     log_every: int = 1  # updates between training records
-    telemetry_every: int = 10  # updates between telemetry samples, beside the first and the last update; 0 takes none
+    telemetry_every: int = (
+        10  # updates between telemetry samples; the first and the last update are always sampled; 0: none
+    )
     device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU where there is one
     precision: str = "auto"  # "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU
     # Dtype of the parameters: "float32", or "bfloat16" with stochastic rounding and no float32 copy.
@@ -185,8 +185,8 @@ class RunConfig:
     compile: str = "auto"  # "on", "off", or "auto" for compiling the decoder on a GPU
     graphs: str = "auto"  # "on", "off", or "auto" for replaying small updates of the decoder on a GPU as CUDA graphs
     threads: int = 0  # CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed
-    diverged: float = 5.0  # stop when the training loss exceeds its best by so many nats
-    skipped: int = 20  # stop when so many updates in a row are skipped because their gradients are not finite
+    diverged: float = 5.0  # stop when the training loss exceeds its best by this many nats
+    skipped: int = 20  # stop after this many updates in a row with gradients that are not finite
     tensorboard: bool = False  # also write TensorBoard events into the run folder
     wandb: str = ""  # also log to this Weights & Biases project
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how several ranks share the work
@@ -212,12 +212,24 @@ class RunConfig:
             raise ValueError(f"batch={self.batch} does not split into accumulation={self.accumulation} equal parts")
         if self.schedule.warmup(self.steps) >= self.steps > 1:
             raise ValueError(f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={self.steps}")
-        self.schedule.multiple(self.steps)(0)  # whatever is wrong with the schedule is said before anything is trained
+        self.schedule.multiple(self.steps)(0)  # an invalid schedule raises before anything is trained
+
+    @property
+    def decoder(self) -> ModelConfig:
+        """The decoder that is trained."""
+        assert self.model is not None, "a task has no decoder"
+        return self.model
+
+    @property
+    def tokens(self) -> DataConfig:
+        """The tokens that a decoder is trained on."""
+        assert self.data is not None, "a task has no tokens"
+        return self.data
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens in an update of a decoder."""
-        return self.batch * self.model.sequence
+        return self.batch * self.decoder.sequence
 
     def as_data(self) -> dict[str, Any]:
         """The run as JSON data, with the version of this format; how it is carried out only where that is chosen."""

@@ -1,4 +1,4 @@
-"""A trained model on its own: as files that need nothing of the run, read back, and as text it writes."""
+"""Export a trained model, load it, and sample text from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from muonsw.lab.train.folder import CHECKPOINTS, read_config_file, refuse_change
 MODEL, CONFIG, TOKENIZER, UNFINISHED = "model.safetensors", "config.json", "tokenizer", ".unfinished"
 FORMAT = "muonsw-decoder"
 AGAIN = "export the run again"
-# The table of rotations is no part of the file, so that nothing else bounds it.
+# The rotary table is not in the file, so nothing else limits its length.
 LONGEST_SEQUENCE = 1 << 22
 Note = Callable[[str], None]
 
@@ -40,12 +40,20 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     """
     config = _decoder_config(run)
     saved = load_newest(run, config, best=best, note=note)
-    data = Path(config.data.path)
+    data = Path(config.tokens.path)
     tokenizer, record = load_tokenizer(data), read_record(data)
     _require_own(folder)
     busy = f"{folder} is being written by another export: wait for it to end, or choose another folder with --out"
     with locked(folder, busy), locked(folder / TOKENIZER, busy), placing(folder / MODEL) as beside:
-        _write_model(folder / UNFINISHED, beside, saved.tensors["model"])
+        # safetensors begins a file under a name of its own, which a killed process would leave in the folder.
+        unfinished = folder / UNFINISHED
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir()
+            checkpoint.write_tensors(unfinished / MODEL, saved.tensors["model"], {"format": "pt"})
+            (unfinished / MODEL).rename(beside)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
         tokenizer.save(folder / TOKENIZER)
         save_record(folder / TOKENIZER, replace(record, groups=()))  # which tokenizer it is, and nothing of the tokens
         content = {
@@ -59,20 +67,6 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     return folder
 
 
-def _write_model(unfinished: Path, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file of tensors in a folder of its own: the library begins under a name that no other process can tell.
-
-    What a killed process left in that folder is removed.
-    """
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    try:
-        checkpoint.write_tensors(unfinished / MODEL, tensors, {"format": "pt"})
-        (unfinished / MODEL).rename(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
 def _decoder_config(run: Path) -> RunConfig:
     """The config of a run that trained the decoder."""
     config = read_config_file(run / CONFIG)
@@ -83,7 +77,7 @@ def _decoder_config(run: Path) -> RunConfig:
 
 
 def _require_own(folder: Path) -> None:
-    """Find out whether an export may be written there: outside of it nothing is written, inside nothing foreign lost.
+    """Refuse a folder in which an export would overwrite something else.
 
     Raises:
         UsageError: If the folder is a link, or holds a run, or a model that is no export.
@@ -132,8 +126,8 @@ def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder,
         tokenizer = load_tokenizer(path / TOKENIZER)
     else:
         run = _decoder_config(path)
-        config, tensors = run.model, load_newest(path, run, note=note).tensors["model"]
-        tokenizer = load_tokenizer(Path(run.data.path))
+        config, tensors = run.decoder, load_newest(path, run, note=note).tensors["model"]
+        tokenizer = load_tokenizer(Path(run.tokens.path))
     _require_fit(path, config, tensors)
     if tokenizer.vocab_size > config.vocab:
         raise UsageError(f"the tokenizer of {path} has more tokens than its model: {AGAIN}")
@@ -157,7 +151,7 @@ def _exported(path: Path, content: dict[str, Any]) -> tuple[ModelConfig, Mapping
 
 
 def _require_fit(path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare a config with tensors before anything of the size that it asks for is allocated.
+    """Compare a config with tensors before the model is allocated.
 
     Raises:
         UsageError: If they are not of one model.
@@ -184,7 +178,7 @@ def sample(
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Continue a prompt until the document ends, by at most so many tokens; an empty prompt starts a document.
+    """Continue a prompt until the document ends, or by at most `tokens` tokens; an empty prompt starts a document.
 
     Each token is drawn among the `top_k` likeliest, or among all if that is 0; at temperature 0 it is the likeliest.
     """
@@ -194,19 +188,12 @@ def sample(
     for _ in range(tokens):
         context = torch.tensor([ids[-model.config.sequence :]], device=device)
         logits = model.logits(context)[0, -1, : tokenizer.vocab_size].float().cpu()
-        ids.append(_draw(logits, temperature, top_k, generator))
+        if not bool(logits.isfinite().all()):
+            raise UsageError("the model's outputs are not finite: it has diverged; take an earlier checkpoint")
+        likeliest = logits.topk(min(top_k or len(logits), len(logits)) if temperature else 1)
+        # The largest is subtracted first: a tiny temperature would make it infinite.
+        weights = ((likeliest.values - likeliest.values[0]).double() / (temperature or 1.0)).softmax(0)
+        ids.append(int(likeliest.indices[torch.multinomial(weights, 1, generator=generator)]))
         if ids[-1] == tokenizer.end_of_document:
             return
         yield ids[-1]
-
-
-def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if not bool(logits.isfinite().all()):
-        raise UsageError("the model's outputs are not finite: it has diverged; export or sample an earlier checkpoint")
-    if temperature == 0:
-        return int(logits.argmax())
-    kept = logits.topk(min(top_k or len(logits), len(logits)))
-    # The largest is subtracted first: a tiny temperature would make it infinite.
-    weights = ((kept.values - kept.values[0]).double() / temperature).softmax(0)
-    chosen = torch.multinomial(weights, 1, generator=generator)
-    return int(kept.indices[chosen])

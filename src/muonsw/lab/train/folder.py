@@ -1,4 +1,4 @@
-"""A run's folder: one process at a time, one config for ever, and what was measured where."""
+"""A run's folder: one process at a time, an immutable config, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
 from muonsw.lab.base.settings import differences, flatten
 from muonsw.lab.base.storage import locked, read_object, refuse_folder, require_writable, write_json
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import TaskConfig
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 
@@ -27,8 +27,8 @@ CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metri
 CHECKPOINTS = "checkpoints"
 REMEDY = "put the run's own back, or delete it: checkpoints know their settings"
 
-# Settings that change what is kept or shown, and never a number of the run. Data may move: their hash is compared.
-# How ranks share the work, like their number, changes sums in their last digits alone.
+# Settings that change what is saved or shown, never a result. Data may move: their hash is compared. How ranks share
+# the work only changes sums in their last digits.
 HARMLESS = (
     *("keep", "checkpoint_every", "checkpoint_seconds", "tensorboard", "wandb", "data.path", "task.path"),
     *(f"parallel.{one.name}" for one in fields(ParallelConfig)),
@@ -43,7 +43,7 @@ def identity(config: RunConfig) -> str:
 
 @contextmanager
 def claimed(folder: Path, config: RunConfig) -> Iterator[Callable[[], None]]:
-    """Hold a run's folder while the block runs, for this config alone; yields what raises once it is lost.
+    """Lock a run's folder for this config; yield a function that raises once the folder is lost.
 
     Raises:
         UsageError: If another process holds it, or it belongs to a run with another config.
@@ -54,7 +54,7 @@ def claimed(folder: Path, config: RunConfig) -> Iterator[Callable[[], None]]:
 
 
 def require_free(folder: Path, config: RunConfig) -> None:
-    """Find out whether a folder could be claimed, before a model is built: no folder is made, and no config written.
+    """Check that a folder can be claimed, before a model is built; create and write nothing.
 
     Raises:
         UsageError: As `claimed`.
@@ -80,12 +80,12 @@ def _held(folder: Path, config: RunConfig) -> Iterator[Callable[[], None]]:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether the config in a folder is that of a run, and not of one that never took an update."""
+    """Whether the config in a folder belongs to a run that took an update."""
     return os.path.lexists(folder / CONFIG) and any((folder / name).exists() for name in (CHECKPOINTS, METRICS))
 
 
 def recorded_code(folder: Path, task: TaskConfig) -> str | None:
-    """The hash of the code of a task that a run in a folder was begun with; None if there is no run of this task."""
+    """The code hash of the task that a folder's run began with; None if it has no run of this task."""
     found = read_object(folder / CONFIG, remedy=REMEDY).get("task") if _has_begun(folder) else None
     if not isinstance(found, Mapping) or Path(str(found.get("path"))).name != task.name:
         return None
@@ -93,7 +93,7 @@ def recorded_code(folder: Path, task: TaskConfig) -> str | None:
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:
-    """Make sure that the run in a folder is the one that a config describes.
+    """Refuse a folder whose run has other settings than a config.
 
     Raises:
         UsageError: If it is not, with the differences.
@@ -102,7 +102,7 @@ def refuse_other_settings(folder: Path, config: RunConfig) -> None:
 
 
 def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
-    """Make sure that the settings on record somewhere are those of a config.
+    """Refuse recorded settings that differ from those of a config.
 
     Raises:
         UsageError: If they are not, with the differences.
@@ -130,7 +130,7 @@ def read_config_file(path: Path) -> RunConfig:
 
 
 def write_environment(folder: Path, **more: Any) -> None:
-    """Say on what the run is trained, once it has set its threads."""
+    """Record the machine, once the run has set its threads."""
     device = torch.cuda.get_device_name() if machine.gpus() else "cpu"
     threads = torch.get_num_threads()
     content = {**environment(), "device": device, "threads": threads, "command": sys.argv, **more}

@@ -1,4 +1,4 @@
-"""Functions of a batch as CUDA graphs: the kernels of a small model end sooner than the host can launch the next."""
+"""Replay functions of a batch as CUDA graphs: a small model is bound by kernel launches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from muonsw.kernels.graphs import recorded
-from muonsw.lab.tasks.task import Batch, map_tensors, tensors_of
+from muonsw.lab.tasks import Batch, map_tensors, tensors_of
 
 # Eager calls before one is captured: kernels are compiled, and states made, on the way.
 WARM_CALLS = 3
 
-# A graph keeps the activations of a call for itself, and beyond so many tokens the kernels are long enough.
+# A graph holds the activations of a call; beyond this many tokens the launches no longer matter.
 MOST_TOKENS = 65_536
 
 Result = TypeVar("Result")
@@ -44,7 +44,8 @@ class GraphedFunction(Generic[Result]):
     def __call__(self, batches: list[Batch]) -> Result:
         """The function of these batches; the first calls are eager."""
         self._calls += 1
-        if self._calls <= WARM_CALLS or self._refused or (self._graph is not None and not self._fits(batches)):
+        fits = self._graph is None or [t.shape for t in _tensors(batches)] == [t.shape for t in _tensors(self._batches)]
+        if self._calls <= WARM_CALLS or self._refused or not fits:
             return self.eager(batches)
         if self._graph is None:
             self._capture(batches)
@@ -64,9 +65,6 @@ class GraphedFunction(Generic[Result]):
             result = self.function(batches)
         current.wait_stream(self._stream)
         return result
-
-    def _fits(self, batches: list[Batch]) -> bool:
-        return [t.shape for t in _tensors(batches)] == [t.shape for t in _tensors(self._batches)]
 
     def _capture(self, batches: list[Batch]) -> None:
         """Record a call without making it; the thread that reads batches ahead goes on meanwhile."""

@@ -1,4 +1,4 @@
-"""The optimizer of a run: which parameter moves by which rule, at which multiple of the learning rate."""
+"""The optimizer of a run: the algorithm and learning rate of every parameter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_optimizer(
         config: How its weights move and decay.
         steps: The length of the run, for decay rules that end with it.
         process_group: Ranks that hold the same whole model, among which Muon's matrices are divided.
-        patterns: What a task says of the routing; that of a decoder is known here.
+        patterns: The routing of a task; a decoder's is known here.
 
     Examples:
         >>> from muonsw.lab.model import ModelConfig
@@ -84,7 +84,7 @@ def _for_adamw(config: OptimizerConfig) -> Options:
 
 
 def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable[[int], float], steps: int) -> None:
-    """Refuse settings under which an update would take away more than the whole weight.
+    """Refuse settings under which one update would decay more than the whole weight.
 
     Args:
         optimizer: With a scheduler, so that its groups know their peak.
@@ -109,7 +109,7 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
 
 
 def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
-    """What the routing by role leaves open for one parameter."""
+    """Options of one parameter that its role does not decide."""
     role = role_of(name)
     rule = {"decay": config.unnormalized} if role == "hidden" and config.unnormalized else {}
     if config.algorithm == "adamw":

@@ -15,22 +15,21 @@ from muonsw import Telemetry
 from muonsw.lab.base.errors import Diverged, Interrupted, UsageError
 from muonsw.lab.base.processes import StopRequest, stop_requests, torch_threads
 from muonsw.lab.base.storage import write_json
-from muonsw.lab.train.checkpoint import CheckpointError, Shelf, require_room
+from muonsw.lab.train.checkpoint import Shelf, require_room
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, RESULT, claimed, require_free, write_environment
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks, tensorboard_sink, wandb_sink
-from muonsw.lab.train.shared import SharedShelf
 from muonsw.lab.train.state import Training, with_fingerprint
 from muonsw.lab.train.world import World, agreed
 from muonsw.state import state_bytes
 
-# Between checkpoints that the clock asks for lies at least so many times what the last one took: 2 % of the time.
+# The clock leaves at least 50 times the last save between checkpoints: 2% of the time.
 SAVING_INTERVALS = 50
 
 
 @dataclass
 class SaveClock:
-    """Asks for a checkpoint when the last one is old; saving changes no number of the run, so the clock may decide."""
+    """Ask for a checkpoint when the last one is old; saving changes no result, so a clock may decide."""
 
     seconds: float  # how old it may be; 0 never asks
     _saved: float = field(default_factory=time.monotonic)
@@ -65,12 +64,12 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
 
     Args:
         config: The run.
-        folder: Where it is, for all ranks.
+        folder: Its folder, the same for all ranks.
         watch: Callbacks for what happens; on rank 0.
         world: The ranks, each of which calls this with the same config.
 
     Returns:
-        What `result.json` holds.
+        The content of `result.json`.
 
     Raises:
         UsageError: If the run cannot start, or something cannot be written.
@@ -82,43 +81,34 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     config = world.together(lambda: with_fingerprint(config))
     world.leading(lambda: require_sinks(config))
     world.leading(lambda: require_free(folder, config))
-    with stop_requests() as request, torch_threads(None):
-        training = _usable(config, world)  # what cannot be trained must leave no trace in the folder
-        with _held(folder, config, world) as require_held:
-            return _train(training, folder, watch, request, require_held)
+    with stop_requests() as request, torch_threads(None), ExitStack() as stack:
+        try:
+            training = Training(config, world)  # before the folder is touched: an invalid run must leave no trace in it
+        except ValueError as error:  # the same on all ranks, since they have the same settings
+            raise agreed(UsageError(str(error))) from error
+        require_held = world.leading(lambda: stack.enter_context(claimed(folder, config))) or (lambda: None)
+        world.together(lambda: _require_shared(folder, world))
 
-
-def _train(
-    training: Training, folder: Path, watch: Watch, request: StopRequest, require_held: Callable[[], None]
-) -> dict[str, Any]:
-    """Train in a folder that is held."""
-    shelf = _shelf(folder, watch, training, require_held)
-    resume(training, shelf, watch)
-    if training.step < training.config.steps:
-        training.world.leading(lambda: require_room(folder, training.saved_bytes()))
-    journal = Journal(training)
-    with _recording(training, journal, folder, watch) as metrics:
+        shelf = Shelf(folder / CHECKPOINTS, config.keep, watch.note, world, require_held)
+        _resume(training, shelf, watch)
+        if training.step < config.steps:
+            size = training.saved_bytes()
+            world.leading(lambda: require_room(folder, size))
+        journal = Journal(training)
+        metrics = world.leading(lambda: _open_records(training, journal, folder, watch))
+        if metrics is not None:
+            stack.callback(metrics.close)
         watch.started(training)
         try:
             _updates(training, journal, metrics, shelf, request)
         except Diverged as error:
-            shelf.finish()
             saved = shelf.newest()
-            kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
-            raise Diverged(f"{error}; {kept}", error.step) from error
-    result = _result(training)
-    training.world.leading(require_held)
-    training.world.leading(lambda: write_json(folder / RESULT, result))
-    return result
-
-
-@contextmanager
-def _held(folder: Path, config: RunConfig, world: World) -> Iterator[Callable[[], None]]:
-    """Hold the folder for all ranks, by rank 0; yields what raises there once it is lost."""
-    with ExitStack() as stack:
-        require_held = world.leading(lambda: stack.enter_context(claimed(folder, config)))
-        world.together(lambda: _require_shared(folder, world))
-        yield require_held or (lambda: None)
+            left = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
+            raise Diverged(f"{error}; {left}", error.step) from error
+        result = _result(training)
+        world.leading(require_held)
+        world.leading(lambda: write_json(folder / RESULT, result))
+        return result
 
 
 def _require_shared(folder: Path, world: World) -> None:
@@ -126,54 +116,44 @@ def _require_shared(folder: Path, world: World) -> None:
         raise UsageError(f"{folder} is not the same on rank {world.rank} as on rank 0: choose one that all ranks share")
 
 
-def _shelf(folder: Path, watch: Watch, training: Training, require_held: Callable[[], None]) -> Shelf | SharedShelf:
-    shelf = Shelf(folder / CHECKPOINTS, training.config.keep, watch.note, require_held)
-    return shelf if training.world.alone else SharedShelf(shelf, training.world)
-
-
-@contextmanager
-def _recording(training: Training, journal: Journal, folder: Path, watch: Watch) -> Iterator[MetricsFile | None]:
-    """Write records while the block runs, on rank 0."""
-    metrics = training.world.leading(lambda: _open_records(training, journal, folder, watch))
-    try:
-        yield metrics
-    finally:
-        if metrics is not None:
-            metrics.close()
+def _resume(training: Training, shelf: Shelf, watch: Watch) -> None:
+    here = torch.get_num_threads()
+    shelf.resume(training)
+    if here != (threads := torch.get_num_threads()):
+        watch.note(f"torch uses {threads} CPU threads, as before, and not the {here} it would choose here")
 
 
 def _open_records(training: Training, journal: Journal, folder: Path, watch: Watch) -> MetricsFile:
+    """Describe the machine, and open every place where records go."""
     config, world = training.config, training.world
     write_environment(folder, trained=training.describe(), **({} if world.alone else {"ranks": world.size}))
     metrics = MetricsFile(
         folder, after=training.step, log_every=config.log_every, latest=training.latest, note=watch.note
     )
-    journal.sinks = _sinks(metrics, config, folder, watch)
+    sinks: list[Sink] = [metrics, watch.record]
+    if config.tensorboard:
+        sinks.append(tensorboard_sink(folder))
+    if config.wandb:
+        sinks.append(wandb_sink(config.wandb, folder, config.as_data()))
+    journal.sinks = sinks
     return metrics
 
 
 def _updates(
-    training: Training,
-    journal: Journal,
-    metrics: MetricsFile | None,
-    shelf: Shelf | SharedShelf,
-    request: StopRequest,
+    training: Training, journal: Journal, metrics: MetricsFile | None, shelf: Shelf, request: StopRequest
 ) -> None:
-    """Every update that is left."""
+    """Take every update that is left."""
     config, world, clock = training.config, training.world, SaveClock(training.config.checkpoint_seconds)
     training.settle()
     if training.step == 0:
         evaluate(training, journal)
-    world.watch(config.parallel.timeout)
     with _telemetry(training, journal) as telemetry:
         for batches in training.batches():
-            world.alive(f"update {training.step + 1}")
             lr = training.base_lr()
             if telemetry is not None and training.step == config.steps - 1:
                 telemetry.every = 1
             losses, norm, _ = training.update(batches)
             journal.note_update(lr, losses, norm)
-            shelf.look()
 
             last = training.step == config.steps
             if last or training.step % config.eval_every == 0:
@@ -183,8 +163,6 @@ def _updates(
                 with clock.saving():
                     save(training, journal, metrics, shelf)
                 stop = world.largest(request.signal or 0)  # a signal may have come meanwhile
-            if stop or last:
-                shelf.finish()
             if stop and not last:
                 message = f"stopped after {training.step} of {config.steps} updates, saved; "
                 raise Interrupted(f"{message}run the same command again to go on in {shelf.folder.parent}", stop)
@@ -198,38 +176,14 @@ def evaluate(training: Training, journal: Journal) -> None:
     journal.restart_clock()
 
 
-def save(training: Training, journal: Journal, metrics: MetricsFile | None, shelf: Shelf | SharedShelf) -> None:
-    """Write a checkpoint, once everything before it is known to be well and on disk."""
+def save(training: Training, journal: Journal, metrics: MetricsFile | None, shelf: Shelf) -> None:
+    """Write a checkpoint, once every record before it is on disk and no loss has diverged."""
     journal.catch_up()
     if metrics is not None:
         metrics.sync()
     training.seconds += journal.elapsed()
-    training.world.alive(f"saving after update {training.step}")
     shelf.save(training.checkpoint())
     journal.restart_clock()
-
-
-def resume(training: Training, shelf: Shelf | SharedShelf, watch: Watch) -> None:
-    """Load the newest checkpoint that is whole; a damaged one is put aside and the one before it tried."""
-    here = torch.get_num_threads()
-    shelf.sweep()
-    while (path := shelf.newest()) is not None:
-        training.world.alive(f"reading {path}")
-        try:
-            shelf.load_into(training, path)
-            watch.note(f"going on after update {training.step}, from {path}")
-            if here != (threads := torch.get_num_threads()):
-                watch.note(f"torch uses {threads} CPU threads, as before, and not the {here} it would choose here")
-            return
-        except CheckpointError as error:
-            shelf.put_aside(path, error)
-
-
-def _usable(config: RunConfig, world: World) -> Training:
-    try:
-        return Training(config, world)
-    except ValueError as error:  # the same on all ranks, since they have the same settings
-        raise agreed(UsageError(str(error))) from error
 
 
 def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[Telemetry | None]:
@@ -237,15 +191,6 @@ def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[T
     if not every:
         return nullcontext(None)
     return Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write)  # on every rank
-
-
-def _sinks(metrics: MetricsFile, config: RunConfig, folder: Path, watch: Watch) -> list[Sink]:
-    sinks: list[Sink] = [metrics, watch.record]
-    if config.tensorboard:
-        sinks.append(tensorboard_sink(folder))
-    if config.wandb:
-        sinks.append(wandb_sink(config.wandb, folder, config.as_data()))
-    return sinks
 
 
 def _result(training: Training) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -12,102 +13,78 @@ import torch.distributed as dist
 from torch import nn
 
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.tasks.task import LossParts
+from muonsw.lab.tasks import LossParts
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.world import World
-
-
-class LocalModel:
-    """A module that computes a loss, on one process: its own forward pass, and nothing to synchronise."""
-
-    # The ranks among which Muon's matrices are divided; sharded weights say themselves where they lie.
-    process_group: dist.ProcessGroup | None = None
-    # Whether sums take another order after the first backward pass.
-    settles = False
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.forward: Callable[..., LossParts] = module
-
-    def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
-        """Around the passes of a micro-batch: ranks add up their gradients at the last one of an update."""
-        del last
-        return nullcontext()
-
-    def share_buffers(self) -> None:
-        """Give all ranks the buffers of the first, which batches of their own have changed."""
-
 
 # torch 2.13 has renamed the setting.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers"
 
 
-class ReplicatedModel(LocalModel):
-    """The whole model on every rank; gradients are averaged while the last backward pass is still going on."""
+class PlacedModel:
+    """A module that computes a loss: on one process, replicated by DDP, or sharded layer by layer by FSDP2.
 
-    settles = True  # it puts gradients together in the order in which the first pass made them
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        # Buffers that are not saved, such as a table of rotations, never change.
-        self._buffers = saved_buffers(module)
-        settings: dict[str, Any] = {_SYNC_BUFFERS: bool(self._buffers)}
-        self._ddp = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **settings)
-        self.forward = self._ddp
-        self.process_group = dist.group.WORLD
-
-    def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
-        """Gradients stay on their rank until the last micro-batch."""
-        return nullcontext() if last else cast("AbstractContextManager[object]", self._ddp.no_sync())
-
-    def share_buffers(self) -> None:
-        """Give all ranks the buffers of the first, as the next forward pass would."""
-        for name in self._buffers:
-            dist.broadcast(self.module.get_buffer(name), src=0)
-
-
-class ShardedModel(LocalModel):
-    """Weights, gradients and state divided over ranks, layer by layer; a layer is whole only while it computes."""
-
-    def __init__(self, module: nn.Module, config: RunConfig, world: World, device: torch.device) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        replicas = config.parallel.replicas
-        axes = {"replicas": replicas, "shards": world.size // replicas} if replicas > 1 else {"shards": world.size}
-        mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        place = _rows_of_experts(module) if config.parallel.experts == "rows" else None
-        for layer in layers_of(module):
-            fully_shard(layer, mesh=mesh, shard_placement_fn=place)
-        fully_shard(module, mesh=mesh, shard_placement_fn=place)
-        super().__init__(module)
-
-    def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
-        """Gradients stay on their rank until the last micro-batch."""
-        cast("Any", self.module).set_requires_gradient_sync(last)
-        return nullcontext()
-
-
-def place_model(module: nn.Module, config: RunConfig, world: World, device: torch.device) -> LocalModel:
-    """Put a module that computes a loss on all ranks, as the settings say.
+    Attributes:
+        forward: Its forward pass.
+        process_group: The ranks among which Muon's matrices are divided; sharded weights know their ranks themselves.
+        settles: Whether sums take another order after the first backward pass, as in DDP, which puts gradients
+            together in the order in which that pass made them.
 
     Raises:
-        UsageError: If it has buffers that ranks would have to keep equal, and is to be divided.
+        UsageError: If it is to be sharded and has buffers that ranks would have to keep equal.
     """
-    if world.alone:
-        return LocalModel(module)
-    if config.parallel.strategy == "ddp":
-        return ReplicatedModel(module)
-    if buffers := saved_buffers(module):
-        raise UsageError(f"{buffers[0]} is a buffer of each rank, so the model cannot be divided: use strategy ddp")
-    return ShardedModel(module, config, world, device)
+
+    def __init__(self, module: nn.Module, config: RunConfig, world: World, device: torch.device) -> None:
+        self.module, self.forward = module, cast("Callable[..., LossParts]", module)
+        self.strategy = "" if world.alone else config.parallel.strategy
+        self.process_group = dist.group.WORLD if self.strategy == "ddp" else None
+        self.settles = self.strategy == "ddp"
+        # Buffers that are not saved, such as a table of rotations, never change; the statistics of a BatchNorm do.
+        saved = module.state_dict(keep_vars=True)
+        self._buffers = [name for name, _ in module.named_buffers() if name in saved]
+        if self.strategy == "ddp":
+            settings: dict[str, Any] = {_SYNC_BUFFERS: bool(self._buffers), "gradient_as_bucket_view": True}
+            self.forward = nn.parallel.DistributedDataParallel(module, **settings)
+        elif self.strategy == "fsdp":
+            if self._buffers:
+                buffer = f"{self._buffers[0]} is a buffer of each rank"
+                raise UsageError(f"{buffer}, so the model cannot be divided: use strategy ddp")
+            _shard(module, config, world, device)
+
+    def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
+        """Surround the passes of a micro-batch: gradients stay on their rank until the last one of an update."""
+        if self.strategy == "fsdp":
+            cast("Any", self.module).set_requires_gradient_sync(last)
+        if self.strategy == "ddp" and not last:
+            return cast("AbstractContextManager[object]", cast("Any", self.forward).no_sync())
+        return nullcontext()
+
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers of the first, as DDP's next forward pass would."""
+        if self.strategy == "ddp":
+            for name in self._buffers:
+                dist.broadcast(self.module.get_buffer(name), src=0)
 
 
-def saved_buffers(module: nn.Module) -> list[str]:
-    """The buffers that a checkpoint holds, such as the statistics of a BatchNorm."""
-    saved = module.state_dict(keep_vars=True)
-    return [name for name, _ in module.named_buffers() if name in saved]
+def _shard(module: nn.Module, config: RunConfig, world: World, device: torch.device) -> None:
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    replicas = config.parallel.replicas
+    axes = {"replicas": replicas, "shards": world.size // replicas} if replicas > 1 else {"shards": world.size}
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():  # new groups do not take the timeout of the first one
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.parallel.timeout), group)
+    experts = {id(param) for param in module.parameters() if param.dim() == 3}
+    rows = config.parallel.experts == "rows"
+
+    def place(param: nn.Parameter) -> Any:
+        return Shard(1) if rows and id(param) in experts else None
+
+    for part in (*layers_of(module), module):
+        fully_shard(part, mesh=mesh, shard_placement_fn=place)
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -124,7 +101,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def require_division(config: RunConfig, ranks: int) -> None:
-    """Find out whether a run can be divided over so many ranks.
+    """Check that a run can be divided over this number of ranks.
 
     Raises:
         UsageError: If it cannot.
@@ -138,17 +115,6 @@ def require_division(config: RunConfig, ranks: int) -> None:
     if ranks % replicas:
         raise UsageError(f"{ranks} ranks cannot hold parallel.replicas={replicas} equal copies: choose a divisor")
     shards, model = ranks // replicas, config.model
-    if (
-        config.task is None
-        and config.parallel.experts == "rows"
-        and (model.width % shards or 2 * model.ff_width % shards)
-    ):
+    if model and config.parallel.experts == "rows" and (model.width % shards or 2 * model.ff_width % shards):
         sizes = f"model.width={model.width} and twice ff={model.ff_width}"
         raise UsageError(f"{sizes} do not split into {shards} equal parts: set parallel.experts to 'stack'")
-
-
-def _rows_of_experts(model: nn.Module) -> Callable[[nn.Parameter], Any]:
-    from torch.distributed.tensor import Shard
-
-    experts = {id(param) for param in model.parameters() if param.dim() == 3}
-    return lambda param: Shard(1) if id(param) in experts else None

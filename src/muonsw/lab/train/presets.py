@@ -17,9 +17,7 @@ from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
-from muonsw.lab.tasks.check import Checked
-from muonsw.lab.tasks.decoder import DataConfig, with_tokens
-from muonsw.lab.tasks.functions import TaskConfig
+from muonsw.lab.tasks import Checked, DataConfig, TaskConfig, with_tokens
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import OptimizerConfig, RunConfig, ScheduleConfig
 from muonsw.registry import unknown
@@ -91,19 +89,6 @@ def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **ch
         raise UsageError(str(error)) from error
 
 
-def trained_like(name: str) -> tuple[OptimizerConfig, int]:
-    """How a preset is trained, and on how many tokens an update; one that exists on paper alone as the paper's are.
-
-    Examples:
-        >>> [(optimizer.weight_decay, tokens) for optimizer, tokens in map(trained_like, ("w1024", "mini", "moe-1t"))]
-        [(0.1, 524288), (0.5, 32768), (0.1, 524288)]
-    """
-    if name.removesuffix("-dense") not in DEFAULTS:
-        return PAPER_OPTIMIZER, PAPER_BATCH_TOKENS
-    run = preset_run(name, "")
-    return run.optimizer, run.tokens_per_step
-
-
 def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> RunConfig:
     """A run on a folder of tokens, with the vocabulary that those have; on no others, should the folder change.
 
@@ -114,10 +99,10 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
     """
     if data is not None and text:
         raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
-    vocab = run.model.vocab
+    vocab = run.decoder.vocab
     folder = data or (text_data(text, vocab) if text else default_data(vocab))
-    fitting = replace(run.model, vocab=padded_vocab(read_record(folder).vocab_size))
-    return replace(run, model=fitting, data=with_tokens(replace(run.data, path=str(folder)), fitting))
+    fitting = replace(run.decoder, vocab=padded_vocab(read_record(folder).vocab_size))
+    return replace(run, model=fitting, data=with_tokens(replace(run.tokens, path=str(folder)), fitting))
 
 
 def require_enough_text(run: RunConfig) -> None:
@@ -126,7 +111,7 @@ def require_enough_text(run: RunConfig) -> None:
     Raises:
         UsageError: If not, with how much text is enough.
     """
-    record, sequence = read_record(Path(run.data.path)), run.model.sequence
+    record, sequence = read_record(Path(run.tokens.path)), run.decoder.sequence
     train, validation = run.batch * sequence + 1, sequence + 1
     if record.tokens("train") >= train and record.tokens("validation") >= validation:
         return

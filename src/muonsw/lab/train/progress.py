@@ -65,7 +65,7 @@ class _Display:
             f"{parameters:,} parameters, {counted(config.steps, 'update')} of {task.per_step:,} {task.unit}, "
             f"{task.data(config.steps)}, on {training.device}"
         )
-        if config.task is None and (lost := lost_tokenizer(Path(config.data.path))):
+        if config.task is None and (lost := lost_tokenizer(Path(config.tokens.path))):
             self.view.say(f"note: {lost} is missing, which `export` and `sample` will need: put it back")
         order = (*ORDER, f"{self.unit}/s", "MFU")
         self.view.update(NAME, training.step, dict.fromkeys(order, ""), total=config.steps)

@@ -1,4 +1,4 @@
-"""From numbers on the device to records: read back in groups, timed, watched, written down and passed on."""
+"""Records of a run: losses are read back from the device in groups, checked, and passed to every sink."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muonsw.lab.base.errors import needed
 from muonsw.lab.base.storage import numbered, parse_json, plain, replacing, reported, write_atomically
-from muonsw.lab.tasks.task import LossParts
+from muonsw.lab.tasks import LossParts
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Evaluation, Training
@@ -31,7 +31,7 @@ READ_EVERY = 16
 
 @dataclass
 class Journal:
-    """Turns what updates leave on the device into records, and passes them on."""
+    """Turn the losses that updates leave on the device into records."""
 
     training: Training  # the run
     sinks: Sequence[Sink] = ()  # where the records go; empty on ranks that do not lead
@@ -50,7 +50,7 @@ class Journal:
             sink(record)
 
     def note_update(self, lr: float, losses: LossParts, norm: Tensor) -> None:
-        """Remember an update; its numbers are read back together with others'."""
+        """Remember an update; losses are read back in groups."""
         self._names = [name for name, part in losses._asdict().items() if not part.dim()]
         single, others = losses[: len(self._names)], losses[len(self._names) :]
         numbers = torch.cat([torch.stack([*single, norm]).double(), *(part.double().flatten() for part in others)])
@@ -68,41 +68,36 @@ class Journal:
             return
         waiting, self._waiting = self._waiting, []
         rows = self.training.world.mean(torch.stack([numbers for _, _, numbers in waiting]).cpu())
-        speed = {f"{self.training.task.unit}_per_second": self._speed(last=waiting[-1][0])}
+        config, task, scalars = self.training.config, self.training.task, len(self._names)
+        now, last = time.perf_counter(), waiting[-1][0]
+        speed = task.per_step * (last - self._written) / (now - self._since)
+        self._since, self._written = now, last
         for (step, lr, _), row in zip(waiting, rows, strict=True):
-            record = self._record(step, lr, row) | speed
-            if step % self.training.config.log_every == 0 or step == self.training.config.steps:
-                self.write(record)
-            self.training.guard.watch(step, record["loss"], record["grad_norm"])
+            total, *parts, norm = row[: scalars + 1].tolist()
+            if step % config.log_every == 0 or step == config.steps:
+                self.write(
+                    {
+                        "kind": "train",
+                        "step": step,
+                        "loss": total,
+                        **dict(zip(self._names[1:], parts, strict=True)),
+                        "grad_norm": norm,
+                        "lr": lr,
+                        task.unit: step * task.per_step,
+                        **task.record(row[scalars + 1 :]),
+                        f"{task.unit}_per_second": speed,
+                    }
+                )
+            self.training.guard.watch(step, total, norm)
 
     def restart_clock(self) -> None:
-        """Leave what was not training out of the speed."""
+        """Leave time that was not training out of the speed."""
         self._since = time.perf_counter()
 
     def elapsed(self) -> float:
-        """Seconds since this was last asked."""
+        """Seconds since the last call."""
         before, self._started = self._started, time.perf_counter()
         return self._started - before
-
-    def _speed(self, last: int) -> float:
-        now = time.perf_counter()
-        rate = self.training.task.per_step * (last - self._written) / (now - self._since)
-        self._since, self._written = now, last
-        return rate
-
-    def _record(self, step: int, lr: float, row: Tensor) -> Record:
-        task, scalars = self.training.task, len(self._names)
-        total, *parts, norm = row[: scalars + 1].tolist()
-        return {
-            "kind": "train",
-            "step": step,
-            "loss": total,
-            **dict(zip(self._names[1:], parts, strict=True)),
-            "grad_norm": norm,
-            "lr": lr,
-            task.unit: step * task.per_step,
-            **task.record(row[scalars + 1 :]),
-        }
 
 
 class MetricsFile:
@@ -150,7 +145,7 @@ class MetricsFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; what could not be written was said when it was to be written."""
+        """Close the file; failed writes were reported already."""
         with suppress(OSError):
             self._file.close()
 

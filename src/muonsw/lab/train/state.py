@@ -1,4 +1,4 @@
-"""What a run consists of while it runs: model, optimizer, schedule, batches; and its way in and out of a checkpoint."""
+"""A run in memory: model, optimizer, schedule and batches, and how they are saved and loaded."""
 
 from __future__ import annotations
 
@@ -13,26 +13,40 @@ import torch
 from torch import Tensor
 
 from muonsw import machine
-from muonsw.distributed.shards import whole
 from muonsw.lab.base.errors import Diverged, UsageError
 from muonsw.lab.data.loader import prefetch
 from muonsw.lab.model import ModelConfig
-from muonsw.lab.tasks.decoder import DecoderTask, with_tokens
-from muonsw.lab.tasks.functions import TaskConfig
-from muonsw.lab.tasks.task import Batch, LossParts, Task, to_device
-from muonsw.lab.tasks.user import UserTask, with_file
+from muonsw.lab.tasks import (
+    Batch,
+    DecoderTask,
+    LossParts,
+    Task,
+    TaskConfig,
+    UserTask,
+    to_device,
+    with_file,
+    with_tokens,
+)
 from muonsw.lab.theory.schedule import lr_scheduler
-from muonsw.lab.train.checkpoint import Checkpoint, CheckpointError, load_optimizer, optimizer_tensors
+from muonsw.lab.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    gathered,
+    load_optimizer,
+    optimizer_tensors,
+    sharded_like,
+    whole,
+)
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
-from muonsw.lab.train.parallel import place_model, require_division
+from muonsw.lab.train.parallel import PlacedModel, require_division
 from muonsw.lab.train.world import World
 from muonsw.state import state_bytes
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
-# No machine needs more; a number beyond it does not come from a run of ours.
+# A larger number in a checkpoint does not come from a run.
 MOST_THREADS = 1024
 
 
@@ -93,8 +107,8 @@ class Training:
         if not self.world.alone:
             self.task.join_ranks(self.model, self.world.size)
         self.module = self.task.computing_loss(self.model)
-        self.placed = place_model(self.module, config, self.world, self.device)
-        self.forward = self._compiled()
+        self.placed = PlacedModel(self.module, config, self.world, self.device)
+        self.forward = _compiled(self.placed.forward, config) if compiles(config) else self.placed.forward
         patterns = self.task.patterns(self.model, config.optimizer.weight_decay)
         group = self.placed.process_group
         self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, group, patterns)
@@ -116,9 +130,9 @@ class Training:
         return {"model": kind, "parameters": dict(roles), "data": self.task.data(self.config.steps)}
 
     def settle(self) -> None:
-        """Take a backward pass for nothing where the first one decides in which order ranks add up gradients.
+        """Take a backward pass and discard it, if the first one decides in which order ranks add up gradients.
 
-        Otherwise the first update after each start would differ in its last bits from that of a run that never stopped.
+        Otherwise the first update of a resumed run would differ in its last bits.
         """
         if not self.placed.settles:
             return
@@ -188,7 +202,6 @@ class Training:
         self.placed.share_buffers()
         self.module.eval()
         for batch, counted in self.task.validation(ranks=self.world.size, rank=self.world.rank):
-            self.world.alive(f"evaluation after update {self.step}")
             with self._blamed():
                 total = total + (self.replayed_score or self.score)([to_device(batch, self.device)]) * counted
             rows += counted
@@ -202,7 +215,7 @@ class Training:
         return self.latest
 
     def _blamed(self) -> AbstractContextManager[None]:
-        """Name the user's code in its errors; among ranks they stay as they are, for one may tell of a lost rank."""
+        """Name the user's code in its errors; on several ranks they stay as they are: they may mean a lost rank."""
         return self.task.blamed() if self.world.alone else nullcontext()
 
     def score(self, batches: list[Batch]) -> Tensor:
@@ -229,15 +242,8 @@ class Training:
         wanted = chosen == "bfloat16" or (chosen == "auto" and self.device.type == "cuda")
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted else nullcontext()
 
-    def _compiled(self) -> Callable[..., LossParts]:
-        if not compiles(self.config):
-            return self.placed.forward
-        _forget_other_shapes(self.config)
-        compiled: Callable[..., LossParts] = torch.compile(self.placed.forward)
-        return compiled
-
     def checkpoint(self) -> Checkpoint:
-        """Everything needed to go on from here."""
+        """Everything needed to go on from here; tensors on rank 0 only, which writes them."""
         self.placed.share_buffers()
         optimizer, groups = optimizer_tensors(self.optimizer)
         random = {"cpu": torch.get_rng_state()}
@@ -253,13 +259,16 @@ class Training:
             "threads": torch.get_num_threads(),
             "config": self.config.as_data(),
         }
-        tensors = {"model": own_tensors(self.model), "optimizer": optimizer, "random": random}
+        parts = {"model": own_tensors(self.model), "optimizer": optimizer, "random": random}
+        tensors = {part: gathered(values, keep=self.world.leads) for part, values in parts.items()}
         return Checkpoint(self.step, tensors, state)
 
     def saved_bytes(self) -> int:
-        """What the tensors of a checkpoint take on disk, without optimizer state that other ranks hold."""
+        """The size of a checkpoint's tensors; ranks add up their parts of the optimizer state."""
         model = sum(tensor.numel() * tensor.element_size() for tensor in own_tensors(self.model).values())
-        return model + sum(state_bytes(self.optimizer.param_groups).values())
+        state = self.world.total(torch.tensor(sum(state_bytes(self.optimizer.param_groups).values())))
+        copies = self.config.parallel.replicas if self.placed.strategy == "fsdp" else self.world.size
+        return model + int(state) // copies
 
     def load(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint, as if the run had never stopped.
@@ -268,33 +277,29 @@ class Training:
             CheckpointError: If it is not one of such a run, though all its checksums are right.
         """
         try:
-            self._load(saved)
+            weights, here = saved.tensors["model"], self.model.state_dict(keep_vars=True)
+            names = _own_names(self.model)
+            self.model.load_state_dict({name: sharded_like(here[name], weights[names[name]]) for name in names})
+            load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
+            # The schedule is a function of the step; the learning rates themselves came with the groups.
+            self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
+            self.scheduler._step_count = self.scheduler.last_epoch + 1
+            self.guard.load(saved.state["guard"])
+            self.best, self.latest = (Evaluation.load(*saved.state[key]) for key in ("best", "latest"))
+            self.step, self.seconds = saved.step, saved.state["seconds"]
+            # Sums are split among threads, so another number of them would change the last bits.
+            if not self.config.threads and 1 <= saved.state["threads"] <= MOST_THREADS:
+                torch.set_num_threads(saved.state["threads"])
+            torch.set_rng_state(saved.tensors["random"]["cpu"])
+            if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
+                torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
         except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CheckpointError(f"the one after update {saved.step} does not fit this run ({reason})") from error
 
-    def _load(self, saved: Checkpoint) -> None:
-        self.model.load_state_dict({name: saved.tensors["model"][own] for name, own in _own_names(self.model).items()})
-        load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
-        # The schedule is a function of the step; the learning rates themselves came with the groups.
-        self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
-        self.scheduler._step_count = self.scheduler.last_epoch + 1
-        self.guard.load(saved.state["guard"])
-        self.best, self.latest = (Evaluation.load(*saved.state[key]) for key in ("best", "latest"))
-        self.step, self.seconds = saved.step, saved.state["seconds"]
-        self._restore_threads(saved.state["threads"])
-        torch.set_rng_state(saved.tensors["random"]["cpu"])
-        if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
-            torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
-
-    def _restore_threads(self, number: int) -> None:
-        """Sums are split among threads, so another number of them would change the last bits."""
-        if not self.config.threads and 1 <= number <= MOST_THREADS:
-            torch.set_num_threads(number)
-
 
 def open_task(config: RunConfig, ranks: int = 1) -> Task:
-    """What a run trains, on so many ranks.
+    """The task of a run on this number of ranks.
 
     Raises:
         UsageError: If its data or its file cannot be used.
@@ -302,7 +307,7 @@ def open_task(config: RunConfig, ranks: int = 1) -> Task:
     if config.task is not None:
         return UserTask(config.task, batch=config.batch, seed=config.seed)
     micro = config.batch // (config.accumulation * ranks)
-    return DecoderTask(config.model, config.data, batch=config.batch, micro=micro, seed=config.seed)
+    return DecoderTask(config.decoder, config.tokens, batch=config.batch, micro=micro, seed=config.seed)
 
 
 def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -333,22 +338,25 @@ def has_compiled(config: RunConfig) -> bool:
 
 
 def _shape(config: RunConfig) -> tuple[ModelConfig | TaskConfig, int]:
-    return config.task or config.model, config.batch // config.accumulation
+    return config.task or config.decoder, config.batch // config.accumulation
 
 
-def _forget_other_shapes(config: RunConfig) -> None:
-    """Drop compiled code of other shapes; code of the same shape serves the next run in this process.
+def _compiled(forward: Callable[..., LossParts], config: RunConfig) -> Callable[..., LossParts]:
+    """Compile a forward pass; code of the same shape, from an earlier run in this process, is used again.
 
-    The compiler keeps few variants of a function, and runs without any, silently, once there are more.
+    Code of other shapes is dropped: the compiler keeps few variants of a function, and runs without any, silently,
+    once there are more.
     """
     global _compiled_shape  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
     if not has_compiled(config):
         torch.compiler.reset()
         _compiled_shape = _shape(config)
+    compiled: Callable[..., LossParts] = torch.compile(forward)
+    return compiled
 
 
 class LossGuard:
-    """Watches the training loss, and whether updates are taken at all.
+    """Watch the training loss, and count skipped updates.
 
     Args:
         excess: Nats above the lowest loss so far that count as diverging.
@@ -382,30 +390,25 @@ class LossGuard:
         self.lowest = min(self.lowest, loss)
         if self.strikes >= PATIENCE:
             raise Diverged(f"the loss of update {step} is {loss:.4g}, after {self.lowest:.4g} at best; {advice}", step)
-        self._count_skipped(step, skipped=not math.isfinite(norm))
-
-    def _count_skipped(self, step: int, *, skipped: bool) -> None:
-        self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if math.isfinite(norm):
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.most_skipped:
             many = f"the gradients of {self.skipped_in_a_row} updates in a row, up to update {step}, are not finite"
             fix = "check model and precision, lower the learning rate, or allow more with the setting `skipped`"
             raise Diverged(f"{many}, so that nothing was learned from them; {fix}", step)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
-        return {
-            "lowest": self.lowest if math.isfinite(self.lowest) else None,
-            "strikes": self.strikes,
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        """What a checkpoint must hold; JSON writes an infinite `lowest` as None."""
+        return {name: getattr(self, name) for name in ("lowest", "strikes", "skipped", "skipped_in_a_row")}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.lowest = math.inf if state["lowest"] is None else state["lowest"]
-        self.strikes = state["strikes"]
-        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+        self.strikes, self.skipped = state["strikes"], state["skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
 
 
 def uses_graphs(config: RunConfig) -> bool:
@@ -460,4 +463,4 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     """
     if config.task is not None:
         return replace(config, task=with_file(config.task))
-    return replace(config, data=with_tokens(config.data, config.model))
+    return replace(config, data=with_tokens(config.tokens, config.decoder))

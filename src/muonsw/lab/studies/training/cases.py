@@ -6,7 +6,6 @@ What is claimed of repeated text was written down before its runs.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, below
@@ -15,7 +14,7 @@ from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, lambda
 from muonsw.lab.studies.outcome import against_constant
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import rules_run
-from muonsw.lab.studies.training.regret import EXACT, basins, best_against_best, optimum
+from muonsw.lab.studies.training.regret import EXACT, basins, best_against_best
 from muonsw.lab.train.config import RunConfig, ScheduleConfig
 
 LITTLE, STRONG = Key("little text"), Key("little text, four times the lambda")
@@ -50,7 +49,7 @@ def hard_cases(scale: Scale) -> list[Comparison]:
 
 def little_text(run: RunConfig) -> RunConfig:
     """The run on so little text that it is seen `EPOCHS` times."""
-    return replace(run, data=replace(run.data, train_windows=max(run.batch, run.steps * run.batch // EPOCHS)))
+    return replace(run, data=replace(run.tokens, train_windows=max(run.batch, run.steps * run.batch // EPOCHS)))
 
 
 def repeated_text(scale: Scale) -> list[Comparison]:
@@ -75,20 +74,6 @@ def judge_repeated(results: Results, _scale: Scale) -> list[Claim]:
     ]
 
 
-def repeated_measured(results: Results, scale: Scale) -> list[dict[str, Any]]:
-    """What advice reads: how many times the lambda of fresh text was best, by rule."""
-    fresh, found = rules_run(scale).optimizer.weight_decay, [optimum(results[REPEATED], rule) for rule in RULES]
-    return [
-        {
-            "rule": one.rule,
-            "epochs": round(one.epochs),
-            "times": float(f"{one.best / fresh:.2g}"),
-            "at_an_end": one.at_an_end,
-        }
-        for one in found
-    ]
-
-
 def repeated_charts(results: Results, _scale: Scale) -> list[Chart]:
     """The three rules over lambda."""
     return basins("repeated", results, (*RULES, "piecewise"))
@@ -103,7 +88,7 @@ def adamw_forms(scale: Scale) -> list[Comparison]:
         arms += [lambda_arm(base, rule, lam) for rule in RULES]
         adamc = replace(base, decay="scaled", unnormalized="constant", weight_decay=lam)
         arms.append(Arm(f"adamc, lambda {lam:g}", adamc))
-    return [Comparison(Key("adamw", width=run.model.width), run, tuple(arms), tuple(range(scale.sweep_seeds)))]
+    return [Comparison(Key("adamw", width=run.decoder.width), run, tuple(arms), tuple(range(scale.sweep_seeds)))]
 
 
 def case_tables(results: Results, _scale: Scale) -> list[Table]:

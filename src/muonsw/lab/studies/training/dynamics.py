@@ -9,8 +9,7 @@ import numpy as np
 from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, below, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose.fits import late_fits
-from muonsw.lab.diagnose.history import open_history
+from muonsw.lab.diagnose import late_fits, open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
@@ -77,7 +76,7 @@ def norm_charts(results: Results, _scale: Scale) -> list[Chart]:
         (steps, seen), (known, predicted) = run.norms, run.predicted_norms
         norms += [
             Curve(rule, rule, steps.tolist(), seen.tolist()),
-            Curve(f"{rule}, recursion", rule, known.tolist(), predicted.tolist(), line="dashed", neutral=True),
+            Curve(f"{rule}, recursion", rule, known.tolist(), predicted.tolist(), dashed=True, neutral=True),
         ]
         at, alignment = run.recorded("alignment_update")
         alignments.append(Curve(rule, rule, at.tolist(), alignment.tolist()))
@@ -123,9 +122,9 @@ def _printed_diagnostics(arms: Runs) -> list[Claim]:
     size, slope = "scaled decay: normalized size of Muon's direction", "scaled decay: k of the late fit a = -k eta"
     line = "constant decay: {} of the late fit a = -a0 - k eta"
     defect = over_runs(arms[SCALED], lambda run: typical(run, "defect"))
-    k_scaled = over_runs(arms[SCALED], lambda run: _fit(run, "origin", "k"))
-    a0 = over_runs(arms[CONSTANT], lambda run: _fit(run, "offset", "a0"))
-    k = over_runs(arms[CONSTANT], lambda run: _fit(run, "offset", "k"))
+    k_scaled = over_runs(arms[SCALED], lambda run: _fit(run, "k"))
+    a0 = over_runs(arms[CONSTANT], lambda run: _fit(run, "offset"))
+    k = over_runs(arms[CONSTANT], lambda run: _fit(run, "slope"))
     return [
         within("defect", size, DEFECT_FIGURE, defect, paper.DEFECT, paper.DEFECT_TOLERANCE),
         within_share("scaled-slope", slope, figure, k_scaled, paper.SCALED_SLOPE, paper.FIT),
@@ -137,7 +136,7 @@ def _printed_diagnostics(arms: Runs) -> list[Claim]:
 def late(run: Run, key: str) -> float:
     """The median of a column over the last part of a run."""
     seen = open_history(run)
-    return seen.typical(seen.column(key), seen.late())
+    return seen.typical(seen.column(key), seen.late)
 
 
 def typical(run: Run, key: str) -> float:
@@ -169,7 +168,6 @@ def tracking_end(run: Run) -> float:
     return math.inf if tracking.broke_at is None else float(tracking.broke_at)
 
 
-def _fit(run: Run, which: str, key: str) -> float:
+def _fit(run: Run, key: str) -> float:
     fits = late_fits(open_history(run))
-    chosen = None if fits is None else getattr(fits, which)
-    return math.nan if chosen is None else float(getattr(chosen, key))
+    return math.nan if fits is None else float(getattr(fits, key))

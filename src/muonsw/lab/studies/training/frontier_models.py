@@ -1,16 +1,19 @@
-"""The recipe table of the frontier models, as inputs of the planner: nothing is trained."""
+"""The recipe table of the frontier models, and what scaled decay would change: nothing is trained."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from muonsw.lab.base.tables import Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, within_share
-from muonsw.lab.cost.amounts import amount
-from muonsw.lab.cost.run import RecipePlan, plan_recipe
-from muonsw.lab.paper import RECIPES, Tolerance
+from muonsw.lab.paper import RECIPES, PrintedRecipe, Tolerance
+from muonsw.lab.plan import amount
 from muonsw.lab.studies.arms import Comparison, Results
 from muonsw.lab.studies.scales import Scale
+from muonsw.lab.theory.schedule import MOST_STEPS, sampled
+from muonsw.lab.train.config import ScheduleConfig
 
 # The share of constant decay's total that scaled decay applies under a cosine to a tenth, without warmup: the mean of
 # the squared multiple over that of the multiple.
@@ -20,6 +23,28 @@ SHARE = (0.55**2 + 0.45**2 / 2.0) / 0.55
 def no_runs(_scale: Scale) -> list[Comparison]:
     """Planning trains nothing."""
     return []
+
+
+class RecipePlan(NamedTuple):
+    """A printed recipe, and its decay under the scaled rule."""
+
+    recipe: PrintedRecipe
+    scaled_over_constant: float  # total decay of the scaled rule relative to the constant one
+    equal_total_weight_decay: float  # lambda at which scaled decay has the total of constant decay
+
+
+def plan_recipe(recipe: PrintedRecipe) -> RecipePlan:
+    """Compute the total decay of a cosine, with the paper's warmup where the number of updates is printed.
+
+    Examples:
+        >>> round(plan_recipe(RECIPES["kimi-k2"]).scaled_over_constant, 2)
+        0.73
+    """
+    schedule = ScheduleConfig(warmup_steps=None if recipe.steps else 0, final_fraction=recipe.final_fraction)
+    updates = recipe.steps or MOST_STEPS
+    multiples = sampled(schedule.multiple(updates), updates)
+    share = math.fsum(multiple**2 for multiple in multiples) / math.fsum(multiples)
+    return RecipePlan(recipe, share, recipe.weight_decay / share)
 
 
 def plans() -> Mapping[str, RecipePlan]:
@@ -45,9 +70,9 @@ def judge_recipes(_results: Results, _scale: Scale) -> list[Claim]:
 
 
 def recipe_tables(_results: Results, _scale: Scale) -> list[Table]:
-    """What is printed, and what the planner makes of it."""
+    """What is printed, and what scaled decay would change."""
     rows = [_cells(planned) for planned in plans().values()]
-    note = "Updates are printed for the paper's own runs only; `muonsw plan --recipe NAME` shows one in full."
+    note = "Updates are printed for the paper's own runs only."
     return [Table("recipes", "Recipes", list(rows[0]), [tuple(row.values()) for row in rows], note)]
 
 
@@ -62,7 +87,7 @@ def _cells(planned: RecipePlan) -> dict[Column, Value]:
         Column("peak lr", number=True): recipe.peak_lr,
         Column("final lr", number=True, rank=2): recipe.final_lr,
         Column("lambda", number=True): recipe.weight_decay,
-        Column("updates", number=True, rank=2): planned.steps,
+        Column("updates", number=True, rank=2): recipe.steps,
         Column("scaled / constant total", number=True, digits=3): planned.scaled_over_constant,
         Column("lambda of equal total", number=True, digits=3): planned.equal_total_weight_decay,
     }

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
@@ -109,12 +108,12 @@ def points_of(axis: Growth, results: Results) -> Results:
 
 def along(axis: Growth, results: Results, rule: str) -> dict[int, Runs]:
     """Those at which the best lambda of a rule is known, by what grows along the axis."""
-    own = [arms for arms in points_of(axis, results).values() if not optimum(arms, rule).at_an_end]
-    return {_grown(axis, first_run(arms).config): arms for arms in own}
-
-
-def _grown(axis: Growth, run: RunConfig) -> int:
-    return run.batch if axis.name == "batch" else run.model.width
+    found = {}
+    for arms in points_of(axis, results).values():
+        if not optimum(arms, rule).at_an_end:
+            run = first_run(arms).config
+            found[run.batch if axis.name == "batch" else run.decoder.width] = arms
+    return found
 
 
 def exponent(axis: Growth, results: Results, rule: str) -> Estimate | None:
@@ -192,7 +191,7 @@ def _points_table(results: Results) -> Table:
             run = first_run(results[key]).config
             best = f"{one.best:.3g}{', at an end' if one.at_an_end else ''}"
             total, lowest = f"{one.best * one.per_lambda:.2f}", f"{min(one.losses.values()):.4f}"
-            rows.append([key.name.split()[0], rule, run.model.width, run.batch, run.steps, best, total, lowest])
+            rows.append([key.name.split()[0], rule, run.decoder.width, run.batch, run.steps, best, total, lowest])
     note = "From means over seeds: the vertex of a parabola over log lambda through the lowest and its neighbours."
     return Table("lambda-points", "The best lambda of every point", columns, rows, note)
 
@@ -207,7 +206,7 @@ def scaling_charts(results: Results, _scale: Scale) -> list[Chart]:
                 best = [optimum(arms, rule).best for arms in grown.values()]
                 curves.append(Curve(rule, rule, list(grown), best))
                 published = [best[0] * (one / min(grown)) ** axis.published for one in grown]
-                curves.append(Curve(f"{rule}, published", rule, list(grown), published, line="dashed"))
+                curves.append(Curve(f"{rule}, published", rule, list(grown), published, dashed=True))
         if curves:
             ticks = sorted({one for grown in known.values() for one in grown})
             x = Axis("batch" if axis.name == "batch" else "width", log=2, ticks=ticks)
@@ -216,21 +215,3 @@ def scaling_charts(results: Results, _scale: Scale) -> list[Chart]:
     shown = [value for chart in charts for curve in chart.curves for value in curve.y]
     limits = (0.8 * min(shown), 1.25 * max(shown)) if shown else None
     return [replace(chart, y=Axis("best lambda", log=2, limits=limits)) for chart in charts]
-
-
-def scaling_measured(results: Results, scale: Scale) -> list[dict[str, Any]]:
-    """What advice reads: by which power the best total follows width and batch, with its interval over seeds.
-
-    Along the batch the tokens stay, so updates fall with it, and the power of the total is that of lambda less one.
-    """
-    base, found = {"width": scale.map_run.model.width, "batch": scale.map_run.tokens_per_step}, []
-    for axis in AXES[:2]:
-        for rule in RULES:
-            one = exponent(axis, results, rule)
-            if one is not None and one.interval is not None:
-                less = 1.0 if axis.name == "batch" else 0.0
-                ends = (one.value, one.interval.low, one.interval.high)
-                value, low, high = (float(f"{end - less:.4g}") for end in ends)
-                where = {"rule": rule, "of": axis.name, "from": base[axis.name]}
-                found.append({**where, "power": value, "low": low, "high": high})
-    return found

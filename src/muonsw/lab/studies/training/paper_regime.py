@@ -15,11 +15,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from muonsw.lab.advise import published_total
 from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, above, at_most, below, within
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.cost.parts import parts_of
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.plan import parts_of
 from muonsw.lab.report.sections import Chart
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (
@@ -58,7 +59,7 @@ from muonsw.lab.train.config import RunConfig
 # By scale, the number of steps: 300 tokens for each of 0.95 million active parameters at scale mini.
 STEPS = {"mini": 34_800}
 TOTALS, ADVISED = (0.6, 1.3, 4.0, 10.0, 20.0), 1.3
-POWER_LINES = Source("Power Lines (arXiv 2505.13738), AdamW", "total decay = TPP^0.527 / 1.084")
+POWER_LINES = Source("Power Lines (arXiv 2505.13738), AdamW", "lambda * peak rate * steps = TPP^0.527 / 1.084")
 POWER = 0.527
 COARSE = Tolerance(0.15, "the lambdas are a factor of 2.5 apart, and tokens per parameter differ by a factor of 19")
 PAPER_SAVED = Source("the paper's main table", "the same lambda and total decay")
@@ -80,7 +81,7 @@ def with_totals(run: RunConfig, totals: Sequence[float]) -> list[float]:
 
 def tokens_per_parameter(run: RunConfig) -> float:
     """Training tokens over active parameters: a token visits `top_k` of the experts."""
-    parts, model = parts_of(run.model), run.model
+    parts, model = parts_of(run.decoder), run.decoder
     active = parts.hidden.parameters + parts.rest.parameters + parts.experts.parameters * model.top_k / model.experts
     return run.steps * run.tokens_per_step / active
 
@@ -187,12 +188,13 @@ def judge_adamw(results: Results, _scale: Scale) -> list[Claim]:
     if (arms := results.get(Key(ADAMW))) is None:
         return []
     run, claims = first_run(arms).config, []
-    published = tokens_per_parameter(run) ** POWER / 1.084
+    mean_multiple = optimum(arms, CONSTANT).per_lambda / (run.steps * run.optimizer.lr)
+    published = published_total(tokens_per_parameter(run), mean_multiple)
     octave = Tolerance(1.0, "the lambdas are a factor of two apart")
     for rule in RULES:
         one = optimum(arms, rule)
         octaves = [math.log2(vertex(losses) * one.per_lambda / published) for losses in losses_of(arms, rule)]
-        words = f"{rule} decay: log2 of the best total over the published {published:.1f}"
+        words = f"{rule} decay: log2 of the best total over the published one, {published:.1f} summed over the schedule"
         claims.append(within(f"{rule}-published", words, POWER_LINES, over_seeds(octaves), 0.0, octave))
     return [*claims, *at_one_length(losses_of(arms, SCALED), losses_of(arms, CONSTANT), run.steps)]
 
@@ -211,7 +213,7 @@ def peaks(scale: Scale) -> list[Comparison]:
     """Above the base width: constant decay, both peaks of scaled decay, and constant decay of each total."""
     found = []
     for width, run in scale.rows.items():
-        if run.model.relative_width == 1.0:
+        if run.decoder.relative_width == 1.0:
             continue
         arms = decay_arms(run)
         group = next(arm for arm in arms if arm.name == GROUP)

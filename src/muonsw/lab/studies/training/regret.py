@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_least, at_most
@@ -194,14 +193,12 @@ class Optimum:
     per_lambda: float  # what decay takes over the run, the sum of phi, for each unit of lambda
     at_an_end: bool  # whether the best is the smallest or the largest that was tried
     losses: Losses  # means by lambda
-    # By lambda, the mean regret, and half of its 95% interval over seeds; None of one seed.
-    costs: Mapping[float, tuple[float, float | None]]
 
 
 def optimum(arms: Runs, rule: str) -> Optimum:
     """What the runs of a rule say, which differ in lambda and seed alone."""
     seeds, run = losses_of(arms, rule), first_run(arms)
-    config, losses, lowest = run.config, mean_losses(seeds), best_of_means(seeds)
+    config, losses = run.config, mean_losses(seeds)
     one = replace(config.optimizer, decay=rule, weight_decay=1.0)
     low, high = good_range(losses)
     return Optimum(
@@ -216,36 +213,12 @@ def optimum(arms: Runs, rule: str) -> Optimum:
         per_lambda=math.fsum(decay_factors(config, one)),
         at_an_end=at_an_end(losses),
         losses=losses,
-        costs={lam: _cost([seed[lam] - seed[lowest] for seed in seeds]) for lam in losses},
     )
-
-
-def _cost(values: Sequence[float]) -> tuple[float, float | None]:
-    cost = over_seeds(values)
-    return cost.value, None if cost.interval is None else cost.interval.high - cost.value
 
 
 def optima(results: Results) -> list[Optimum]:
     """Of every rule at every horizon."""
     return [optimum(arms, rule) for rule in RULES for arms in results.values()]
-
-
-def measurement(one: Optimum) -> dict[str, Any]:
-    """What advice reads of it, in four digits."""
-    totals = {"total": one.best, "low_total": one.low, "high_total": one.high}
-    return {
-        **{key: getattr(one, key) for key in ("rule", "steps", "epochs", "seeds", "at_an_end")},
-        "peak_lr": _rounded(one.peak_lr),
-        **{key: _rounded(lam * one.per_lambda) for key, lam in totals.items()},
-        "costs": [
-            [_rounded(lam * one.per_lambda), _rounded(cost), None if error is None else _rounded(error)]
-            for lam, (cost, error) in one.costs.items()
-        ],
-    }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def good_range(losses: Losses) -> tuple[float, float]:
@@ -308,9 +281,10 @@ def too_large(found: Sequence[Optimum]) -> list[TooLargeLambda]:
     scaled_at = {one.steps: one for one in found if one.rule == "scaled"}
     for constant in (one for one in found if one.rule == "constant"):
         scaled = scaled_at[constant.steps]
-        for lam in (lam for lam in constant.costs if lam > max(constant.best, scaled.best)):
-            same_total = loss_at(regrets(scaled.losses), lam * constant.per_lambda / scaled.per_lambda)
-            rows.append(TooLargeLambda(constant, lam, constant.costs[lam][0], scaled.costs[lam][0], same_total))
+        theirs, ours = regrets(constant.losses), regrets(scaled.losses)
+        for lam in (lam for lam in theirs if lam > max(constant.best, scaled.best)):
+            same_total = loss_at(ours, lam * constant.per_lambda / scaled.per_lambda)
+            rows.append(TooLargeLambda(constant, lam, theirs[lam], ours[lam], same_total))
     return rows
 
 
@@ -381,19 +355,23 @@ def _too_large_table(found: Sequence[Optimum]) -> Table:
 
 def map_charts(results: Results, _scale: Scale) -> list[Chart]:
     """Regret over lambda, one panel for each horizon."""
-    return [
-        Chart(
-            f"regret-{first_run(arms).config.steps}",
-            f"Regret at {first_run(arms).config.steps:,} updates",
-            [_regret_curve(arms, rule) for rule in RULES],
-            x=Axis("lambda", log=2),
-            y=Axis("regret", "nats per token"),
-            note="Mean final loss over seeds minus the lowest of the same rule.",
-            points=True,
-            levels=[Level(GOOD, f"{GOOD} nats")],
+    charts = []
+    for arms in results.values():
+        steps = first_run(arms).config.steps
+        means = {rule: mean_losses(losses_of(arms, rule)) for rule in RULES}
+        charts.append(
+            Chart(
+                f"regret-{steps}",
+                f"Regret at {steps:,} updates",
+                [Curve(rule, rule, list(losses), excess(losses)) for rule, losses in means.items()],
+                x=Axis("lambda", log=2),
+                y=Axis("regret", "nats per token"),
+                note="Mean final loss over seeds minus the lowest of the same rule.",
+                points=True,
+                levels=[Level(GOOD, f"{GOOD} nats")],
+            )
         )
-        for arms in results.values()
-    ]
+    return charts
 
 
 def basins(name: str, results: Results, rules: Sequence[str] = RULES) -> list[Chart]:
@@ -411,8 +389,3 @@ def basins_chart(name: str, title: str, means: Mapping[str, Losses], x: Axis) ->
     curves = [Curve(rule, rule, list(losses), excess(losses, lowest)) for rule, losses in means.items()]
     note = "Mean final loss over seeds minus the lowest of all rules."
     return Chart(name, title, curves, x=x, y=Axis("above the lowest", "nats"), note=note, points=True)
-
-
-def _regret_curve(arms: Runs, rule: str) -> Curve:
-    means = mean_losses(losses_of(arms, rule))
-    return Curve(rule, rule, list(means), excess(means))

@@ -11,7 +11,7 @@ from muonsw.lab import paper
 from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose.diagnosis import diagnose
+from muonsw.lab.diagnose import diagnose, draw
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (
     CONSTANT,
@@ -169,13 +169,10 @@ def control_tables(results: Results, _scale: Scale) -> list[Table]:
     return [replace(table, name="control", title="Scaled decay against constant decay of the same total")]
 
 
-def draw_figures(results: Results, folder: Path, *, figures: Sequence[str]) -> list[Path]:
-    """Figures of the two rules, for each comparison the first seed, in a folder of its own."""
-    from muonsw.lab.diagnose.figures import draw  # training the runs needs nothing that draws
-
+def draw_figures(results: Results, folder: Path) -> list[Path]:
+    """Draw the two rules of each comparison, the first seed, as one figure."""
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
     paths = []
     for key, arms in results.items():
-        chosen = folder / "figures" / key.slug
-        chosen.mkdir(parents=True, exist_ok=True)
-        paths += draw([diagnose(arms[rule][0]) for rule in RULES], chosen, figures)
+        paths += draw([diagnose(arms[rule][0]) for rule in RULES], folder / "figures" / key.slug)
     return paths

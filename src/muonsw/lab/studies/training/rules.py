@@ -9,7 +9,7 @@ from muonsw.decay import convert_weight_decay
 from muonsw.lab import paper
 from muonsw.lab.claims.claim import Claim, Source, at_least, below, within
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose.history import open_history
+from muonsw.lab.diagnose import open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (
@@ -105,7 +105,7 @@ def log_norm_of_all(run: Run) -> float:
 def dense_and_moe(scale: Scale) -> list[Comparison]:
     """The two rules and their control in a mixture of experts, and in the same decoder with one expert."""
     run = scale.rows[scale.small]
-    dense = replace(run, model=run.model.dense())
+    dense = replace(run, model=run.decoder.dense())
     return [
         Comparison(Key(name), chosen, decay_arms(chosen), tuple(range(scale.seeds)))
         for name, chosen in (("moe", run), ("dense", dense))

@@ -2,18 +2,17 @@
 
 Costs are in nats above the better rule at its best lambda in runs of the same kind, seed by seed, so that rules can be
 compared; between the lambdas that were tried by lines over log lambda, and beyond them that of the last, because what
-little decay costs levels off at the cost of none. Advice has not seen the runs that it is judged on: a length of the
-map is judged by what the other lengths found, and other text by the map.
+little decay costs levels off at the cost of none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from muonsw.lab.advice import best_totals
+from muonsw.lab.advise import WANTED
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, at_most
 from muonsw.lab.claims.statistics import over_seeds
@@ -24,15 +23,13 @@ from muonsw.lab.studies.training.regret import (
     BEYOND,
     EXACT,
     GOOD,
-    Optimum,
     best_of_means,
     first_run,
     loss_at,
     losses_of,
-    measurement,
     optimum,
 )
-from muonsw.lab.studies.training.sweeps import Losses, mean_losses
+from muonsw.lab.studies.training.sweeps import mean_losses
 
 # What recipes for language models have, and torch's default.
 KEPT = (0.1, 0.01)
@@ -65,30 +62,26 @@ class Price:
         return over_seeds(self.costs)
 
 
-def prices(
-    text: str, results: Results, known: Sequence[Optimum], *, leave_out: bool = False, over: str = "updates"
-) -> list[Price]:
-    """The price of every choice under both rules in runs of every kind, `known` being what advice knows.
+def prices(text: str, results: Results, *, over: str = "updates") -> list[Price]:
+    """The price of every choice under both rules in runs of every kind.
 
-    With `leave_out` that was found in these very runs, and a length does not know itself. Kinds of runs of which some
-    diverged are left out: there chance decides what a lambda costs.
+    Kinds of runs of which some diverged are left out: there chance decides what a lambda costs.
     """
     found: list[Price] = []
     for arms in results.values():
-        steps = first_run(arms).config.steps
         if not any(divergence_steps(runs) for runs in arms.values()):
-            found += _of_kind(over, text, arms, [one for one in known if not (leave_out and one.steps == steps)])
+            found += _of_kind(over, text, arms)
     return found
 
 
-def _of_kind(over: str, text: str, arms: Runs, known: Sequence[Optimum]) -> Iterator[Price]:
+def _of_kind(over: str, text: str, arms: Runs) -> Iterator[Price]:
     losses, run = {rule: losses_of(arms, rule) for rule in RULES}, first_run(arms)
-    lowest = _lowest(losses)
+    # By seed, the loss of the better rule at its best lambda.
+    best = {rule: best_of_means(seeds) for rule, seeds in losses.items()}
+    better = min(RULES, key=lambda rule: mean_losses(losses[rule])[best[rule]])
+    lowest = [one[best[better]] for one in losses[better]]
     for rule in RULES:
-        chosen = dict(zip(CHOICES, KEPT, strict=False))
-        if advised := [measurement(one) for one in known if one.rule == rule]:
-            total = best_totals(rule, run.config.steps, advised)[0]
-            chosen[ADVICE] = total / optimum(arms, rule).per_lambda
+        chosen = dict(zip(CHOICES, (*KEPT, WANTED / optimum(arms, rule).per_lambda), strict=True))
         tried = losses[rule][0]
         for choice, lam in chosen.items():
             nearest = min(max(lam, min(tried)), max(tried))
@@ -96,15 +89,8 @@ def _of_kind(over: str, text: str, arms: Runs, known: Sequence[Optimum]) -> Iter
                 ends = [loss_at(one, nearest) for one in losses[rule]]
                 costs = tuple(end - low for end, low in zip(ends, lowest, strict=True) if end is not None)
                 config = run.config
-                kind = text, config.model.width, config.batch, config.steps, config.optimizer.lr, rule
+                kind = text, config.decoder.width, config.batch, config.steps, config.optimizer.lr, rule
                 yield Price(over, *kind, choice, lam, costs, beyond=nearest != lam)
-
-
-def _lowest(losses: Mapping[str, Sequence[Losses]]) -> list[float]:
-    """By seed, the loss of the better rule at its best lambda."""
-    best = {rule: best_of_means(seeds) for rule, seeds in losses.items()}
-    better = min(RULES, key=lambda rule: mean_losses(losses[rule])[best[rule]])
-    return [one[best[better]] for one in losses[better]]
 
 
 def price_table(found: Sequence[Price]) -> Table:
@@ -125,8 +111,8 @@ def price_table(found: Sequence[Price]) -> Table:
     ]
     note = (
         "In nats above the better rule at its best lambda, with 95% t intervals over seeds (none of one seed, and none "
-        "of that best lambda itself); in brackets the lambda that advice gives for such a run from the regret map, "
-        "without runs of the same length on the same text. By lines between the lambdas that were tried; ≥ where one "
+        "of that best lambda itself); in brackets the lambda that advice gives for such a run, "
+        "whose total decay is 1. By lines between the lambdas that were tried; ≥ where one "
         "lies beyond them, with the cost of the last that was tried. Kinds of runs of which some diverged are left out."
     )
     return Table("never-tuned", "The price of never tuning", columns, rows, note)
@@ -175,7 +161,7 @@ def _price_chart(
             own = [one for one in found if (one.text, one.rule, one.choice) == (text, rule, choice)]
             points = sorted((where(one), one.cost.value) for one in own)
             x, y = [x for x, _ in points], [y for _, y in points]
-            curves.append(Curve(f"{rule}, {text}", rule, x, y, line="dashed" if text != texts[0] else ""))
+            curves.append(Curve(f"{rule}, {text}", rule, x, y, dashed=text != texts[0]))
     each = "run" if over == "updates" else over
     title = "Lambda as advised" if choice == ADVICE else f"Lambda {choice} for every {each}"
     return Chart(

@@ -1,6 +1,6 @@
 """Worked tasks under both rules: does the rule carry over to other models, other data and later stages of training?
 
-`muonsw compare --task FILE --control total --record evidence/tasks.jsonl` makes the records. The claims were written
+`muonsw compare --task FILE --control --record evidence/tasks.jsonl` makes the records. The claims were written
 when `vision.py`, `bandit.py`, and `finetune.py` from one model of each rule had been run, and before all others.
 """
 
@@ -33,7 +33,7 @@ def described(config: RunConfig) -> str:
     """A task with its options, without the folders of files.
 
     Examples:
-        >>> from muonsw.lab.tasks.functions import TaskConfig
+        >>> from muonsw.lab.tasks import TaskConfig
         >>> described(RunConfig(task=TaskConfig("examples/tasks/audio.py", ("depth=2", "folder=sounds/digits"))))
         'audio.py depth=2 folder=digits'
     """

@@ -1,0 +1,249 @@
+"""`muonsw advise`: choose lambda so that total decay, the sum of phi over the run, is about 1.
+
+The formula and its exceptions come from the runs in `evidence/`; `tests/lab/test_advise.py` checks it against them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+
+from muonsw.decay import decay_factors
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.terminal import paragraph
+from muonsw.lab.recipes import IDLE
+from muonsw.lab.theory.schedule import sampled, schedule_of
+
+RULES = ("scaled", "constant")
+# The best total of our runs; under a rate that stays flat for most of the run, as in WSD, it was lower.
+WANTED, WANTED_FLAT = 1.0, 0.35
+# Text seen 16 times wanted this much more; up to 4 times it wanted no more than fresh text.
+REPEATED = {"constant": 20.0, "scaled": 40.0}
+HARMLESS_EPOCHS, REPEATED_EPOCHS = 4.0, 16.0
+# A total within this factor of the wanted one cost at most about 0.01 nats.
+FINE = 2.0
+# Steps and tokens per active parameter of our runs: within twice that the formula gives one lambda, beyond it a range.
+SHORTEST, LONGEST, TOKENS_PER_PARAMETER = 400, 34_800, 300
+RANGE = (0.5, 4.0)
+# No lambda of ours was best above 0.3: where the formula asks for more than this, decay cannot act.
+LARGEST = 1.0
+NO_LAMBDA = {
+    "finetuning": "Decay pulls trained weights towards zero, not towards where they started.",
+    "lora": "Decay of low-rank factors pulls the model back to where it started.",
+    "dpo": "In our DPO runs total decay 1.1 ended 0.24 nats above total decay 0.11.",
+    "bert": "None of our runs tried several lambdas on such a model.",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """An answer for one run.
+
+    Attributes:
+        answer: the answer in words.
+        verdict: "idle", "small", "fine" or "large" for the given lambda; empty where nothing is known about it.
+        total: total decay at the given lambda.
+        low: the smallest lambda to try; None where there is none to recommend.
+        high: the largest one, equal to `low` where the formula gives a single one.
+        notes: what the answer rests on.
+    """
+
+    answer: str
+    verdict: str
+    total: float | None
+    low: float | None
+    high: float | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Advise:
+    """Say before a run whether decay matters in it, and which lambda to try.
+
+    Nothing is trained: lambda is chosen so that total decay is about 1, which was best in our runs.
+    """
+
+    steps: int
+    """Steps of the run."""
+    lr: float = 0.02
+    """Peak learning rate of the matrices that decay."""
+    weight_decay: float | None = None
+    """The lambda that you have in mind."""
+    decay: Literal["scaled", "constant"] = "scaled"
+    """The decay rule."""
+    schedule: str = "cosine"
+    """Learning rate after warmup: cosine, wsd or constant."""
+    final_fraction: float = 0.1
+    """What is left of the peak at the end."""
+    decay_fraction: float = 0.2
+    """The share of the run in which the learning rate falls under wsd."""
+    warmup_steps: int | None = None
+    """Steps of warmup; default: the paper's rule."""
+    base_lr: float | None = None
+    """The undivided peak, where muP divides the learning rate and scaled decay divides by it."""
+    algorithm: Literal["muon", "adamw"] = "muon"
+    """What moves these matrices."""
+    training: Literal["pretraining", "finetuning", "lora", "dpo", "bert"] = "pretraining"
+    """What kind of run it is; only pretraining has a lambda to recommend."""
+    epochs: float = 1.0
+    """How often the run sees its text."""
+    tokens: float | None = None
+    """Tokens of the run, such as 2e9."""
+    parameters: float | None = None
+    """Active parameters of the model."""
+
+    def run(self) -> int:
+        """Print the answer, then what it rests on."""
+        try:
+            advice = self.advice()
+        except (ValueError, OverflowError) as error:
+            raise UsageError(str(error)) from error
+        for line in (advice.answer, *advice.notes):
+            paragraph(Console(), line)
+        return 0
+
+    def advice(self) -> Advice:
+        """Compute the answer.
+
+        Raises:
+            ValueError: If a number makes no sense.
+
+        Examples:
+            >>> Advise(25_600, lr=0.0116, weight_decay=0.1).advice().answer
+            'Try lambda 0.0084 (total decay 1 instead of 12).'
+            >>> Advise(1_600, weight_decay=0.1).advice().answer
+            'Your lambda is fine (total decay 1.3).'
+            >>> Advise(200, lr=1e-5, weight_decay=0.1).advice().answer
+            'Decay does nothing in this run; leave it.'
+        """
+        self._check()
+        per_lambda = {rule: self._total(rule) for rule in RULES}
+        total = None if self.weight_decay is None else self.weight_decay * per_lambda[self.decay]
+        flat = self.schedule == "constant" or (self.schedule == "wsd" and self.decay_fraction < 0.5)
+        fresh = WANTED_FLAT if flat else WANTED
+        wanted = fresh * more_decay(self.decay, self.epochs)
+        basis, low, high = self._basis(flat), wanted, wanted
+        if far := self._far_from_ours():
+            basis, low, high = far, RANGE[0] * wanted, RANGE[1] * wanted
+            if self.algorithm == "adamw":
+                mean_multiple = per_lambda["constant"] / (self.steps * self.lr)
+                high = max(high, published_total(self._tokens_per_parameter(), mean_multiple))
+        per = per_lambda[self.decay]
+        # A lambda with which a step would remove the whole weight cannot be tried.
+        if self.training in NO_LAMBDA or fresh > LARGEST * per or high * self.lr >= per:
+            return self._without_lambda(total)
+
+        verdict = "" if total is None else judge_total(total, low, high)
+        totals, lambdas = (
+            f"{low / unit:.2g}" if low == high else f"{low / unit:.2g} to {high / unit:.2g}" for unit in (1.0, per)
+        )
+        answer = f"Try lambda {lambdas} (total decay {totals}{'' if total is None else f' instead of {total:.2g}'})."
+        if verdict == "fine":
+            answer = f"Your lambda is {'plausible' if far else 'fine'} (total decay {total:.2g})."
+        removes = " and ".join(f"{per_lambda[rule]:.3g} times lambda under {rule} decay" for rule in RULES)
+        notes = [f"Total decay, the sum of the shares of a weight that each step removes, is {removes}.", basis]
+        if self.epochs > HARMLESS_EPOCHS:
+            notes.append(
+                f"Text seen {REPEATED_EPOCHS:g} times wanted {REPEATED['constant']:g} (constant) and "
+                f"{REPEATED['scaled']:g} (scaled) times the total of fresh text; below that we interpolate, above it "
+                "nothing was measured."
+            )
+        return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
+
+    def _total(self, rule: str) -> float:
+        """Total decay for lambda 1; long runs are summed over evenly spaced steps."""
+        multiple = schedule_of(
+            self.schedule,
+            self.steps,
+            warmup_steps=self.warmup_steps,
+            final_fraction=self.final_fraction,
+            decay_fraction=self.decay_fraction,
+        )
+        rates = [self.lr * one for one in sampled(multiple, self.steps)]
+        return self.steps / len(rates) * math.fsum(decay_factors(rule, 1.0, rates, self.base_lr or self.lr))
+
+    def _basis(self, flat: bool) -> str:
+        if flat:
+            return (
+                "A rate that stays flat for most of the run wanted a quarter of the lambda of a cosine, or less, in "
+                "our runs of 1,600 steps."
+            )
+        return (
+            f"In our runs (Muon, cosine, {SHORTEST:,} to {LONGEST:,} steps, widths 64 to 512, up to "
+            f"{TOKENS_PER_PARAMETER} tokens per parameter) total decay 1 ended 0.002 (constant) and 0.003 nats "
+            "(scaled) above the best lambda in the median, and at most 0.05 (400 steps of width 64)."
+        )
+
+    def _far_from_ours(self) -> str:
+        """What a range of lambdas rests on; empty where our runs support a single one."""
+        if self.algorithm == "adamw":
+            return (
+                "A range: our runs searched lambda for Muon only. Its upper end is at least what Power Lines (arXiv "
+                "2505.13738) fitted for AdamW, given --tokens and --parameters."
+            )
+        reasons = []
+        if not SHORTEST / 2 <= self.steps <= LONGEST * 2:
+            reasons.append(f"{self.steps:,} steps (ours: {SHORTEST:,} to {LONGEST:,})")
+        if (ratio := self._tokens_per_parameter()) > 2 * TOKENS_PER_PARAMETER:
+            reasons.append(f"{ratio:,.0f} tokens per parameter (ours: up to {TOKENS_PER_PARAMETER})")
+        where = f"A range, because this run is far from ours: {' and '.join(reasons)}. In ours the best total "
+        grew = "grew with tokens per parameter under scaled decay, from 1.1 at 64 to 2.6 at 300"
+        return f"{where}{grew}; the paper's runs have 19 to 25, not tuned." if reasons else ""
+
+    def _tokens_per_parameter(self) -> float:
+        return self.tokens / self.parameters if self.tokens and self.parameters else 0.0
+
+    def _without_lambda(self, total: float | None) -> Advice:
+        few = "At so few steps and so low a rate no usual lambda removes much of a weight."
+        reason = NO_LAMBDA.get(self.training, few)
+        if total is not None and total >= IDLE:
+            answer = f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
+            return Advice(answer, "large", total, None, None, (reason,))
+        if total is None and self.training in NO_LAMBDA:
+            answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
+            return Advice(answer, "", None, None, None, (reason,))
+        return Advice("Decay does nothing in this run; leave it.", "idle", total, None, None, (reason,))
+
+    def _check(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps}: must be at least 1")
+        for name in ("lr", "base_lr", "epochs", "tokens", "parameters"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r}: must be a positive number")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay!r}: must be a number of at least 0")
+
+
+def published_total(tokens_per_parameter: float, mean_multiple: float) -> float:
+    """Power Lines' best total decay for AdamW, summed over a schedule whose mean is this multiple of the peak rate.
+
+    Their fit (arXiv 2505.13738) is of lambda times the peak rate times the number of steps.
+
+    Examples:
+        >>> [round(published_total(300, multiple)) for multiple in (1.0, 0.54)]
+        [19, 10]
+    """
+    return mean_multiple * math.pow(tokens_per_parameter, 0.527) / 1.084
+
+
+def more_decay(rule: str, epochs: float) -> float:
+    """How many times the total of fresh text a rule wants where text is repeated.
+
+    Examples:
+        >>> [round(more_decay("constant", epochs), 1) for epochs in (1, 4, 8, 16, 100)]
+        [1.0, 1.0, 4.5, 20.0, 20.0]
+    """
+    share = math.log(epochs / HARMLESS_EPOCHS) / math.log(REPEATED_EPOCHS / HARMLESS_EPOCHS)
+    return float(REPEATED[rule] ** min(1.0, max(0.0, share)))
+
+
+def judge_total(total: float, low: float, high: float) -> str:
+    """What a total decay is against the wanted one, or against a range of them: idle, small, fine or large."""
+    slack = FINE if low == high else 1.0
+    if low / slack <= total <= high * slack:
+        return "fine"
+    return "large" if total > high else "idle" if total < IDLE else "small"

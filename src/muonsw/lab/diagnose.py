@@ -1,0 +1,784 @@
+"""What weight decay does to the weights of a run; and live hints while training.
+
+Both put the same `RULES` to a `History`: `diagnose` to all records of a run, `Findings` to the records so far.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.text import Text
+
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.storage import plain
+from muonsw.lab.base.tables import Column, Table, norm_text, print_table
+from muonsw.lab.base.terminal import harmless, say
+from muonsw.lab.recipes import IDLE
+from muonsw.lab.report.own import METADATA, write_own
+from muonsw.lab.runs import Columns, Run, norm_history, unique_names
+from muonsw.lab.theory import (
+    HypothesisError,
+    NormHistory,
+    Tracking,
+    steady_state_norm_with_memory,
+    target_norms,
+    track,
+)
+from muonsw.telemetry.record import Record
+from muonsw.text import counted
+
+Array = NDArray[np.float64]
+
+LATE = 0.133  # the paper fits the alignment over the last 50,000 of 376,000 steps
+LARGEST = 1e100  # values above come from damaged records or diverged float64 weights; their squares overflow
+MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
+MUON_BETA = 0.95  # assumed for weights that Muon moves when no configuration says otherwise
+LINEAR = ("constant", "independent")  # rules whose phi is proportional to the learning rate
+
+# A norm that follows sqrt(lr) loses 29% when the learning rate halves; part of the loss must come after that.
+COLLAPSE, HALVED, LATE_LOSS = 0.29, 0.5, 0.1
+RELAXED = 3.0  # exp(-3) = 0.05: the squared norm has forgotten 95% of its start
+AVERAGED, GIVEN_BACK = 0.05, 0.1  # share of the records in one loss average; share of the progress that was lost
+CHANCE = 6.0  # standard errors that noise does not reach
+REACHED = 0.95  # sampled steps miss the exact peak of a schedule
+UNEXPLAINED = 0.1
+DEFECT_RANGE = (0.68, 1.21)  # five Newton-Schulz steps map singular values above 1.5e-3 of the largest into this range
+SLOW, TOO_FAST = 0.2, 0.4  # phi as a share of 1 - beta; theory assumes that decay is slow against momentum
+ROUNDING, NEARLY_ALWAYS, MANY_SKIPPED = 0.05, 0.9, 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """Telemetry of one scope of a run: `decayed`, `all`, `role:NAME`, `layer:NUMBER` or `parameter:NAME`."""
+
+    run: Run
+    scope: str = "decayed"
+
+    @cached_property
+    def steps(self) -> NDArray[np.int64]:
+        """The sampled steps."""
+        return self.run.telemetry.scope(self.scope).step
+
+    def column(self, key: str) -> Array:
+        """Return one value per sample, NaN where it is missing or too large to square."""
+        values = self.run.telemetry.scope(self.scope).get(key, np.full(len(self.steps), np.nan))
+        return np.where(np.abs(values) < LARGEST, values, np.nan)
+
+    def last(self, key: str) -> float:
+        """Return the last known value, or NaN."""
+        known = _known(self.column(key))
+        return float(known[-1]) if len(known) else math.nan
+
+    def highest(self, key: str) -> float:
+        """Return the largest known value, or NaN."""
+        known = _known(self.column(key))
+        return float(known.max()) if len(known) else math.nan
+
+    def setting(self, name: str) -> Any:
+        """Return a setting of the optimizer, or None."""
+        return (self.run.settings.get("optimizer") or {}).get(name)
+
+    @property
+    def momentum(self) -> float:
+        """Muon's beta for the weights that Muon moves, else AdamW's first one, else 0."""
+        if np.isfinite(self.column("defect")).any():
+            return float(self.setting("momentum") or MUON_BETA)
+        return float((self.setting("betas") or [0.0])[0])
+
+    @cached_property
+    def norm(self) -> NormHistory | None:
+        """The samples with everything that the theory of the norm needs."""
+        return norm_history(self.run.telemetry.scope(self.scope))
+
+    @property
+    def complete(self) -> int:
+        """The number of samples in `norm`."""
+        return 0 if self.norm is None else len(self.norm)
+
+    @cached_property
+    def tracking(self) -> Tracking | None:
+        """Steady state, lag and predicted norm; None where theory does not apply."""
+        try:
+            return None if self.norm is None else track(self.norm)
+        except (HypothesisError, OverflowError):
+            return None
+
+    @property
+    def relative_update(self) -> Array:
+        """Update RMS over weight RMS."""
+        return ratio(self.column("update_rms"), self.column("weight_rms"))
+
+    @cached_property
+    def peak_at(self) -> int:
+        """Index of the last sample at the peak learning rate."""
+        at_peak = np.flatnonzero(self.column("lr") >= self.highest("lr") * (1.0 - 1e-9))
+        return int(at_peak[-1]) if len(at_peak) else 0
+
+    @property
+    def still_rising(self) -> bool:
+        """Whether the last sample of an unfinished run has the highest learning rate so far."""
+        return self.peak_at == len(self.steps) - 1 and not self.run.complete
+
+    @property
+    def lr_left(self) -> float:
+        """The last learning rate as a share of its peak."""
+        peak = self.highest("lr")
+        return self.last("lr") / peak if peak > 0 else math.nan
+
+    @property
+    def late(self) -> NDArray[np.bool_]:
+        """Mask of the samples in the last part of the run."""
+        if not len(self.steps):
+            return np.zeros(0, dtype=np.bool_)
+        mask: NDArray[np.bool_] = self.steps > self.steps[-1] - LATE * (self.steps[-1] - self.steps[0])
+        return mask
+
+    def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
+        """Return the median of the known values, by default from the peak on (all of them while the rate rises)."""
+        if where is None:
+            first = 0 if self.peak_at == len(self.steps) - 1 else self.peak_at
+            where = np.arange(len(self.steps)) >= first
+        known = _known(values[where])
+        return float(np.median(known)) if len(known) else math.nan
+
+    @cached_property
+    def relaxations_so_far(self) -> Array:
+        """`2 sum(phi)` over all steps up to each sample, with phi interpolated between samples."""
+        phi = self.column("decay")
+        known = np.isfinite(phi)
+        if not known.any():
+            return np.full(len(self.steps), np.nan)
+        steps, phi = self.steps[known], phi[known]
+        # A sum over consecutive integers of a straight line, the right end included and the left one not.
+        between = np.diff(steps) * (phi[1:] + phi[:-1]) / 2.0 + np.diff(phi) / 2.0
+        totals = phi[0] + np.concatenate([[0.0], np.cumsum(between)])
+        return np.asarray(2.0 * np.interp(self.steps, steps, totals, left=0.0))
+
+    @property
+    def relaxations(self) -> float:
+        """How many relaxation times the run lasted."""
+        return float(self.relaxations_so_far[-1]) if len(self.steps) else math.nan
+
+    def held_norm(self) -> float:
+        """Return the norm that scaled decay would hold at this lambda and peak, or NaN."""
+        r, s, lr, phi, a = map(self.column, ("weight_rms", "update_rms", "lr", "decay", "alignment_update"))
+        peak, lam, update = self.highest("lr"), self.typical(ratio(phi, lr)), self.typical(ratio(s, lr))
+        # How many times its own square an update adds to the squared norm; this holds under another decay too.
+        memory = self.typical(1.0 - ratio(2.0 * a * r, s))
+        if not (lam > 0 and peak > 0 and memory >= 0 and update > 0):
+            return math.nan
+        return steady_state_norm_with_memory(s=update * peak, phi=lam * peak, memory=memory)
+
+
+def ratio(over: Array, under: Array) -> Array:
+    """Divide; zero and tiny denominators give NaN or infinity without a warning."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return over / under
+
+
+def _known(values: Array) -> Array:
+    return values[np.isfinite(values)]
+
+
+def open_history(run: Run, scope: str = "decayed") -> History:
+    """Return the telemetry of a scope.
+
+    Raises:
+        UsageError: If the run has no telemetry of this scope.
+    """
+    if not run.telemetry.records:
+        when = "" if run.complete else " yet"
+        raise UsageError(f"{run.path} has no telemetry{when}; train with --telemetry-every 20")
+    scopes = run.telemetry.scopes()
+    if scope not in scopes:
+        choices = ", ".join(name for name in scopes if not name.startswith("parameter:"))
+        raise UsageError(f"{run.path} has no telemetry of {scope!r}; --scope can be {choices}")
+    return History(run, scope)
+
+
+def _roles(run: Run) -> tuple[History, ...]:
+    return tuple(History(run, scope) for scope in sorted(run.telemetry.scopes()) if scope.startswith("role:"))
+
+
+class LateFits(NamedTuple):
+    """Least squares of the late alignment over the learning rate: `a = -k eta` and `a = -offset - slope eta`."""
+
+    first_step: int
+    k: float
+    offset: float
+    slope: float
+
+
+def late_fits(history: History) -> LateFits | None:
+    """Fit the alignment over the last part of a run; None with too few samples or a constant learning rate."""
+    lr, alignment = history.column("lr"), history.column("alignment_update")
+    where = history.late & np.isfinite(lr) & np.isfinite(alignment) & (lr > 0)
+    if where.sum() < MIN_SAMPLES or np.ptp(lr[where]) < 1e-3 * lr[where].mean():
+        return None
+    lr, alignment = lr[where], alignment[where]
+    slope, offset = np.polyfit(lr, alignment, 1)
+    return LateFits(int(history.steps[where][0]), -float(lr @ alignment / (lr @ lr)), -float(offset), -float(slope))
+
+
+# The rules.
+
+
+class Severity(StrEnum):
+    """A problem ruins the run, a warning costs something, a note explains."""
+
+    PROBLEM = "problem"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found."""
+
+    rule: str  # name of the rule, as in the guide
+    severity: Severity
+    scope: str  # the weights it is about
+    text: str  # what was found, and what to do
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    also: tuple[str, ...] = ()  # roles in which the rule found the same
+
+
+Answer = tuple[Severity, str, Mapping[str, float]] | None
+
+
+class Rule(NamedTuple):
+    """A check of a history."""
+
+    name: str
+    check: Callable[[History], Answer]
+    roles: bool = False  # also check every role
+    live: bool = False  # also check while training
+    samples: int = 0  # fewer samples are not checked
+
+    def find(self, history: History) -> Finding | None:
+        """Apply the rule."""
+        answer = self.check(history) if len(history.steps) >= self.samples else None
+        return answer and Finding(self.name, answer[0], history.scope, *answer[1:])
+
+
+def examine(history: History, roles: Sequence[History] = (), *, live: bool = False) -> list[Finding]:
+    """Apply all rules, or those for live hints; the most serious findings come first.
+
+    What holds for the whole scope is reported once, with the roles it also holds for.
+    """
+    findings: list[Finding] = []
+    for rule in RULES:
+        if live and not rule.live:
+            continue
+        overall = rule.find(history)
+        in_roles = [finding for role in roles if rule.roles and (finding := rule.find(role))]
+        findings += [replace(overall, also=tuple(finding.scope for finding in in_roles))] if overall else in_roles
+    return sorted(findings, key=lambda finding: list(Severity).index(finding.severity))
+
+
+def words(scope: str) -> str:
+    """Name a scope in a sentence."""
+    kind, _, name = scope.partition(":")
+    return f"the weights of {kind} {name}" if name else {"all": "all weights"}.get(scope, f"the {scope} weights")
+
+
+def percent(share: float) -> str:
+    """Write a share with at most two digits."""
+    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
+
+
+def unfinished(history: History) -> Answer:
+    """Report a run that has not ended, or whose records end early."""
+    step, planned = history.run.steps, history.run.planned_steps or history.run.steps
+    if history.run.in_progress:
+        text = f"The run is not complete: step {step:,} of {planned:,}."
+    elif (lost := history.run.lost_records) > 0:
+        step = planned - lost
+        text = f"The run is complete, but its records end at step {step:,} of {planned:,}: part of the file is lost."
+    else:
+        return None
+    return Severity.NOTE, text, {"step": step, "planned": planned}
+
+
+def too_few_samples(history: History) -> Answer:
+    """Report telemetry that is too sparse for the other rules."""
+    if history.complete >= ENOUGH_SAMPLES:
+        return None
+    advice = f"Sample every {counted(max(history.run.steps // 100, 1), 'step')} (--telemetry-every)."
+    if not np.isfinite(history.column("decay")).any():
+        advice = "The decay is unknown: a norm rule acts, or the optimizer does not report it."
+    elif history.run.steps < ENOUGH_SAMPLES:
+        advice = "The run is too short for more."
+    text = f"Only {counted(history.complete, 'complete telemetry sample')}: some rules cannot be checked. {advice}"
+    return Severity.NOTE, text, {"samples": history.complete}
+
+
+def skipped(history: History) -> Answer:
+    """Report steps that were skipped because gradients were not finite."""
+    counts = _known(history.run.telemetry.skipped)
+    # A resumed run counts from zero again.
+    number = int(counts[-1] + counts[:-1][np.diff(counts) < 0].sum()) if len(counts) else 0
+    if not number:
+        return None
+    steps = int(history.run.telemetry.step[-1])
+    share = number / max(steps, 1)
+    severity = Severity.WARNING if share > MANY_SKIPPED else Severity.NOTE
+    text = (
+        f"{number:,} of {steps:,} steps ({percent(share)}) were skipped because a gradient was not finite. "
+        "Look for overflow (loss scale, data, attention logits), or lower the learning rate."
+    )
+    return severity, text, {"skipped": number, "share": share}
+
+
+def diverging(history: History) -> Answer:
+    """Report a training loss that is not a number, or has risen by a good part of what was learned."""
+    losses, steps = history.run.train.get("loss"), history.run.train.step
+    if losses is None or not len(losses):
+        return None
+    known = np.isfinite(losses)
+    if not known[-1]:
+        finite = np.flatnonzero(known)
+        since = int(steps[finite[-1] + 1]) if len(finite) else int(steps[0])
+        text = f"The training loss is not a number since step {since:,}. Restart from a checkpoint before that step, "
+        return Severity.PROBLEM, text + "with a lower learning rate.", {"since": since}
+    steps, losses = steps[known], losses[known]
+    width = max(int(AVERAGED * len(losses)), 5)
+    if len(losses) < 2 * width:
+        return None
+    averages = np.convolve(losses, np.full(width, 1.0 / width), mode="valid")
+    best = int(averages.argmin())
+    progress, back = float(averages[0] - averages[best]), float(averages[-1] - averages[best])
+    noise = float(np.median(np.abs(np.diff(losses)))) / width**0.5
+    if not back > max(GIVEN_BACK * progress, CHANCE * noise, 1e-12):
+        return None
+    step = int(steps[best + width // 2])
+    text = (
+        f"The run is diverging: the training loss rose from {averages[best]:.4f} around step {step:,} to "
+        f"{averages[-1]:.4f}. Lower the learning rate, or go back to a checkpoint."
+    )
+    return Severity.PROBLEM, text, {"best": float(averages[best]), "now": float(averages[-1]), "best_step": step}
+
+
+def collapsing(history: History) -> Answer:
+    """Report decay proportional to the learning rate that takes the norm down with it."""
+    r = history.column("weight_rms")
+    halved = np.flatnonzero((history.column("lr") <= HALVED * history.highest("lr")) & np.isfinite(r))
+    halved = halved[halved > history.peak_at]
+    forgotten = np.flatnonzero((history.relaxations_so_far >= RELAXED) & np.isfinite(r))
+    # A fall from the initial norm is no collapse: the start must be forgotten before the learning rate has halved.
+    if history.run.rule not in LINEAR or len(halved) < 2 or not len(forgotten) or forgotten[0] > halved[0]:
+        return None
+    top, end = int(forgotten[r[forgotten].argmax()]), history.last("weight_rms")
+    lost, held = 1.0 - end / float(r[top]), history.held_norm()
+    if lost < COLLAPSE or 1.0 - end / float(r[halved[0]]) < LATE_LOSS:
+        return None
+    hope = f" Scaled decay would hold it at about {norm_text(held)}." if held > end else ""
+    text = (
+        f"{history.run.rule.capitalize()} decay collapses {words(history.scope)}: they lost {percent(lost)} of their "
+        f"norm since step {history.steps[top]:,} ({norm_text(float(r[top]))} to {norm_text(end)}), and the learning "
+        f'rate is at {percent(history.lr_left)} of its peak.{hope} Try decay="scaled", or a smaller lambda.'
+    )
+    numbers = {"lost": lost, "peak_norm": float(r[top]), "peak_step": int(history.steps[top]), "held_norm": held}
+    return Severity.WARNING, text, numbers
+
+
+def decay_idle(history: History) -> Answer:
+    """Report a total decay too small to matter."""
+    total = history.relaxations / 2.0
+    if not 0.0 <= total < IDLE or history.still_rising or (total > 0.0 and history.run.in_progress):
+        return None
+    numbers = {"total_decay": total}
+    if total == 0.0:
+        return Severity.NOTE, f"No decay acts on {words(history.scope)}: lambda is 0, or the rule is none.", numbers
+    times = f"{1.0 / total:.0f} times"
+    # Raising lambda is no remedy where decay would then be fast against momentum.
+    fast = history.highest("decay") / (1.0 - history.momentum) / total > SLOW
+    advice = f"train about {times} as long" if fast else f"raise lambda about {times}, or train longer"
+    text = (
+        f"Decay does nothing to {words(history.scope)} in this run: the total decay is {total:.2g}, so it does not "
+        f"matter which rule is used. For decay to act, {advice}."
+    )
+    return Severity.WARNING, text, numbers
+
+
+def peak_not_reached(history: History) -> Answer:
+    """Report a learning rate that stays below the peak that scaled decay divides by."""
+    used, peak = history.highest("lr"), history.highest("peak_lr")
+    # With peak="base" a divided learning rate stays below the peak on purpose.
+    if not used < REACHED * peak or history.setting("peak") == "base" or history.still_rising:
+        return None
+    # The summaries of the groups also know the steps between samples.
+    records = history.run.telemetry.scope("")
+    peaks = [key for key in records if key.startswith("groups.") and key.endswith(".peak_lr")]
+    highest = [records.get(key.replace(".peak_lr", ".highest_lr"), np.full(1, np.nan))[-1] for key in peaks]
+    if peaks and all(top >= REACHED * records[key][-1] for top, key in zip(highest, peaks, strict=True)):
+        return None
+    text = (
+        f"The learning rate of {words(history.scope)} never reached the peak that decay divides by: {used:.3g} of "
+        f"{peak:.3g}, so decay is {percent(used / peak)} of what lambda says. Set peak_lr to the peak of the schedule."
+    )
+    return Severity.WARNING, text, {"highest_lr": used, "peak_lr": peak}
+
+
+def unexplained_norm(history: History) -> Answer:
+    """Report recorded updates that do not add up to the recorded norm."""
+    tracking, norm = history.tracking, history.norm
+    if tracking is None or norm is None or len(norm) < MIN_SAMPLES:
+        return None
+    error = tracking.predicted / norm.r - 1.0
+    worst = int(error.abs().argmax())
+    size, step = float(error[worst].abs()), int(norm.steps[worst])
+    if size < UNEXPLAINED:
+        return None
+    text = (
+        f"The recorded updates of {words(history.scope)} do not add up to their norm: off by {percent(size)} at step "
+        f"{step:,}. Something else changes the weights (a constraint, a cautious mask, rounding, groups with different "
+        "decay), or samples are too sparse."
+    )
+    return Severity.WARNING, text, {"error": float(error[worst]), "step": step}
+
+
+def large_updates(history: History) -> Answer:
+    """Report momentum that replaces the weights within its own memory."""
+    size, bound = history.typical(history.relative_update), 1.0 - history.momentum
+    if not size > bound:
+        return None
+    text = (
+        f"Updates are {percent(size)} of {words(history.scope)}: momentum {history.momentum:g} replaces the weights "
+        f"within the {1.0 / bound:.0f} steps that it remembers. Lower the learning rate, or lower lambda if decay has "
+        "made the weights this small."
+    )
+    return Severity.WARNING, text, {"relative_update": size, "bound": bound}
+
+
+def fast_decay(history: History) -> Answer:
+    """Report decay that is not slow against momentum."""
+    peak, forgetting = history.highest("decay"), 1.0 - history.momentum
+    speed = peak / forgetting
+    if not speed > SLOW * (1.0 + 1e-6):  # rounding must not decide at the limit itself
+        return None
+    text = (
+        f"Decay of {words(history.scope)} is fast against momentum: phi reaches {peak:.2g} a step, {percent(speed)} of "
+        f"1 - beta = {forgetting:.2g}. Use a smaller lambda and more steps."
+    )
+    return Severity.WARNING if speed > TOO_FAST else Severity.NOTE, text, {"phi_peak": peak, "ratio": speed}
+
+
+def defect_out_of_range(history: History) -> Answer:
+    """Report a Muon direction that is further from orthogonal than Newton-Schulz leaves it."""
+    defect, (low, high) = history.typical(history.column("defect")), DEFECT_RANGE
+    if not (defect < low or defect > high):
+        return None
+    cause = "the iteration overshoots; check ns_dtype and the coefficients"
+    if defect < low:
+        cause = "the momentum is nearly of low rank, so many directions hardly move (dead experts, unused rows)"
+    text = f"Muon's direction for {words(history.scope)} has size {defect:.2f} (1 is orthogonal): {cause}."
+    return Severity.WARNING, text, {"defect": defect}
+
+
+def lost_in_rounding(history: History) -> Answer:
+    """Report weights that moved by something else than decay and update intend."""
+    r, s, phi, a = (history.column(key) for key in ("weight_rms", "update_rms", "decay", "alignment_update"))
+    intended = np.sqrt((phi * r + a * s) ** 2 + (1.0 - a**2) * s**2)
+    arrived = history.typical(ratio(history.column("applied_rms"), intended))
+    if not abs(arrived - 1.0) > ROUNDING:
+        return None
+    moved = f"Steps move {words(history.scope)} by {percent(arrived)} of what decay and update intend"
+    if arrived > 1.0:
+        text = f"{moved}: stochastic rounding adds noise that averages out, or decay is cautious."
+        return Severity.NOTE, text, {"arrived": arrived}
+    if history.setting("rounding") == "stochastic":
+        return None  # correct on average, even if most steps change nothing
+    text = f'{moved}: the rest is lost in rounding. Keep them in float32, or use rounding="stochastic".'
+    return Severity.WARNING, text, {"arrived": arrived}
+
+
+def always_clipped(history: History) -> Answer:
+    """Report gradient clipping that acts on nearly every step."""
+    limit, norms = history.setting("clip"), history.run.train.get("grad_norm")
+    by_trainer = isinstance(limit, int | float) and bool(limit) and norms is not None
+    if by_trainer:
+        clipped = (_known(norms) > limit).astype(float)  # type: ignore[arg-type]
+    else:
+        clipped = _known(history.run.telemetry.scope("").get("clipped", np.full(0, np.nan)))
+    share = float(clipped.mean()) if len(clipped) >= MIN_SAMPLES else math.nan
+    if not share > NEARLY_ALWAYS:
+        return None
+    text = f"Gradient clipping acts on {percent(share)} of the steps, so it divides every gradient by its norm"
+    if by_trainer and history.setting("algorithm") == "muon":
+        return Severity.NOTE, f"{text}. Muon's steps keep their size; clip only what AdamW trains.", {"share": share}
+    text += " instead of guarding against outliers. Raise the limit to a few times the usual norm."
+    return Severity.WARNING, text, {"share": share}
+
+
+RULES = (
+    Rule("unfinished", unfinished),
+    Rule("too-few-samples", too_few_samples),
+    Rule("skipped", skipped, live=True),
+    Rule("diverging", diverging),
+    Rule("collapsing", collapsing, roles=True, live=True),
+    Rule("decay-idle", decay_idle),
+    Rule("peak-not-reached", peak_not_reached, roles=True),
+    Rule("unexplained-norm", unexplained_norm),
+    Rule("large-updates", large_updates, roles=True, live=True, samples=MIN_SAMPLES),
+    Rule("fast-decay", fast_decay),
+    Rule("defect", defect_out_of_range, roles=True, samples=MIN_SAMPLES),
+    Rule("rounding", lost_in_rounding, roles=True, live=True, samples=MIN_SAMPLES),
+    Rule("clipping", always_clipped, live=True),
+)
+
+
+# One run, examined.
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """One run, examined."""
+
+    history: History
+    roles: tuple[History, ...]
+    findings: tuple[Finding, ...]  # the most serious first
+
+
+def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
+    """Examine a run.
+
+    Args:
+        run: A loaded run.
+        scope: Which weights: `decayed` (the default where something decays), `all`, `role:NAME`, `layer:NUMBER` or
+            `parameter:NAME`.
+
+    Raises:
+        UsageError: If the run has no telemetry of this scope.
+    """
+    history = open_history(run, scope or _default_scope(run))
+    roles = _roles(run) if history.scope in ("decayed", "all") else ()
+    return Diagnosis(history, roles, tuple(examine(history, roles)))
+
+
+def _default_scope(run: Run) -> str:
+    return "decayed" if "decayed" in run.telemetry.scopes() else "all"
+
+
+def norm_numbers(history: History) -> dict[str, float]:
+    """Return where the norm is and would settle, and why; NaN where that was not recorded."""
+    highest, last = history.highest("weight_rms"), history.last("weight_rms")
+    return {
+        "norm": last,
+        "of_peak": last / highest if highest else math.nan,
+        "steady_state": math.nan if history.norm is None else float(target_norms(history.norm)[-1]),
+        "lr_left": history.lr_left,
+        "relaxations": history.relaxations,
+        "relative_update": history.typical(history.relative_update),
+        "late_alignment": history.typical(history.column("alignment_update"), history.late),
+    }
+
+
+def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return a diagnosis as JSON data."""
+    history, run = diagnosis.history, diagnosis.history.run
+    data: dict[str, Any] = plain(
+        {
+            "name": run.name,
+            "path": str(run.path),
+            "rule": run.rule,
+            "complete": run.complete,
+            "samples": history.complete,
+            "findings": [asdict(finding) for finding in diagnosis.findings],
+            "norms": {part.scope: norm_numbers(part) for part in (history, *diagnosis.roles)},
+        }
+    )
+    return data
+
+
+COLOURS = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+NOTE = (
+    "norm: RMS of the weights, and as a share of its peak; r*: the norm at which it would settle at the present "
+    "learning rate; 2Σφ: relaxation times so far, with φ the share of a weight that decay takes in a step."
+)
+
+
+def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
+    """Print the findings of each run, then one table of norms."""
+    names = unique_names(diagnosis.history.run.name for diagnosis in diagnoses)
+    for name, diagnosis in zip(names, diagnoses, strict=True):
+        console.print(Text(harmless(f"{name} ({diagnosis.history.run.rule or 'unknown'} decay)"), style="bold"))
+        if not diagnosis.findings:
+            say(console, "  nothing to report")
+        for finding in diagnosis.findings:
+            roles = ", ".join(scope.partition(":")[2] for scope in finding.also)
+            text = f"{finding.text} The same holds for: {roles}." if roles else finding.text
+            label = f"{finding.severity:>8}  "
+            for line in textwrap.wrap(harmless(text), width=max(min(console.width, 110) - 11, 30)):
+                console.print(
+                    Text(label, style=COLOURS[finding.severity]) + Text(line, style="default"), soft_wrap=True
+                )
+                label = " " * len(label)
+    rows = [
+        (f"{name} {history.scope}" if len(diagnoses) > 1 else history.scope, *plain(norm_numbers(history)).values())
+        for name, diagnosis in zip(names, diagnoses, strict=True)
+        for history in (diagnosis.history, *diagnosis.roles)
+    ]
+    titles = ("norm", "of its peak", "r*", "lr left", "2Σφ", "update/weight", "late cosine")
+    columns = [Column("weights"), *(Column(title, number=True, digits=3) for title in titles)]
+    print_table(console, Table("norms", "Weight norms", columns, rows, NOTE), hint="diagnose.json has them")
+
+
+# The figure.
+
+Curves = list[tuple[Any, Any, str]]  # x, y and matplotlib's style of the line
+NORM = "weight RMS (dashed: steady state, dotted: recursion)"
+
+
+def panels(history: History) -> dict[str, Curves]:
+    """Return the curves of a run by the title of their panel; the diagnostic figures of the paper are among them."""
+    norm, tracking, steps, fits = history.norm, history.tracking, history.steps, late_fits(history)
+    evaluated, trained = history.run.losses, history.run.training_losses
+    curves: dict[str, Curves] = {"loss": [(*(evaluated if len(evaluated[0]) else trained), "-")]}
+    for title, key in (
+        (NORM, "weight_rms"),
+        ("cosine of weight and update", "alignment_update"),
+        ("cosine of weight and gradient", "alignment_gradient"),
+        ("cosine of weight and momentum", "alignment_momentum"),
+        ("size of Muon's direction", "defect"),
+    ):
+        curves[title] = [(steps, history.column(key), "-")]
+    if norm is not None and tracking is not None:
+        curves[NORM] += [(norm.steps, tracking.smooth_target, "--"), (norm.steps, tracking.predicted, ":")]
+        after = norm.steps >= int(steps[history.peak_at])
+        curves["lag ln(r/r*)"] = [(norm.steps[after], tracking.lag[after], "-")]
+        curves["adiabatic ratio"] = [(norm.steps[after], tracking.ratio[after], "-")]
+    if fits is not None:
+        where = steps >= fits.first_step
+        lr = history.column("lr")[where]
+        ends = np.array([0.0, np.nanmax(lr)])
+        lines = [(ends, -fits.k * ends, "--"), (ends, -fits.offset - fits.slope * ends, ":")]
+        curves["late cosine of weight and update over lr"] = [
+            (lr, history.column("alignment_update")[where], "."),
+            *lines,
+        ]
+    return curves
+
+
+def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
+    """Draw everything that was recorded as one figure, and write it as PNG and SVG."""
+    from matplotlib.figure import Figure  # training needs nothing that draws
+
+    histories = [diagnosis.history for diagnosis in diagnoses]
+    names = unique_names(f"{history.run.name} ({history.run.rule or 'unknown'})" for history in histories)
+    drawn = [panels(history) for history in histories]
+    known = dict.fromkeys(title for curves in drawn for title in curves)
+    titles = [title for title in known if any(_has_values(curves.get(title, [])) for curves in drawn)]
+    rows = math.ceil(len(titles) / 3)
+    figure = Figure(figsize=(15, 0.6 + 3.6 * rows), layout="constrained")
+    for place, title in enumerate(titles, start=1):
+        axes = figure.add_subplot(rows, 3, place)
+        for number, (name, curves) in enumerate(zip(names, drawn, strict=True)):
+            for x, y, style in curves.get(title, []):
+                values = np.asarray(y, dtype=np.float64)
+                values = np.where(np.abs(values) < LARGEST, values, np.nan)  # axes overflow far beyond
+                label = name.replace("$", r"\$") if style == "-" else None
+                axes.plot(np.asarray(x), values, style, color=f"C{number}", linewidth=1.3, label=label)
+        axes.set_title(title, fontsize=10)
+        if title == "adiabatic ratio":
+            axes.set_yscale("log")
+        if title == NORM:  # during warmup the steady state is far outside
+            highest = _known(np.array([history.highest("weight_rms") for history in histories]))
+            axes.set_ylim(0.0, 1.4 * highest.max(initial=0.0) or 1.0)
+    handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    written = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # letters that the font lacks become boxes
+        for suffix, metadata in METADATA.items():
+            figure.savefig(buffer := io.BytesIO(), format=suffix[1:], dpi=130, metadata=metadata)
+            written.append(write_own(stem.with_name(stem.name + suffix), buffer.getvalue()))
+    return written
+
+
+def _has_values(curves: Curves) -> bool:
+    return any(np.isfinite(np.asarray(y, dtype=np.float64)).any() for _, y, _ in curves)
+
+
+# Hints while training.
+
+# What the live rules read of a scope.
+LIVE = ("weight_rms", "update_rms", "applied_rms", "decay", "lr", "alignment_update", "defect")
+AGAIN = 10  # a hint is repeated after this many times the steps
+MOST_SAMPLES = 400
+
+
+class Findings:
+    """A sink for telemetry that returns hints: what `diagnose` would warn of in the records so far.
+
+    A hint is repeated only after ten times as many steps.
+
+    Attributes:
+        history: every hint so far, with the step of its record.
+
+    Examples:
+        >>> findings = Findings()
+        >>> findings({"step": 10, "roles": {}, "skipped": 5})
+        ['5 of 10 steps (50%) were skipped because a gradient was not finite. Look for overflow ...']
+        >>> findings({"step": 20, "roles": {}, "skipped": 10})
+        []
+    """
+
+    def __init__(self) -> None:
+        self.history: list[tuple[int, str]] = []
+        self._reported_at: dict[tuple[str, str], int] = {}
+        self._settings: dict[str, Any] = {}
+        self._records: list[dict[str, dict[str, Any]]] = []
+
+    def __call__(self, record: Record) -> list[str]:
+        """Take a record, and return the hints that are due."""
+        step = record["step"]
+        scopes: dict[str, Any] = {scope: record[scope] for scope in ("all", "decayed") if scope in record}
+        scopes |= {f"role:{role}": values for role, values in record["roles"].items()}
+        table = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
+        table[""] = {key: record.get(key) for key in ("skipped", "clipped")}
+        self._settings = self._settings if self._records else recorded_settings(record)
+        self._records.append({scope: {"step": step, **values} for scope, values in table.items()})
+        if len(self._records) > MOST_SAMPLES:
+            del self._records[1:-1:2]
+        run = Run("live", Path(), self._settings, {}, None, {"telemetry": self._tables()})
+        hints = []
+        for finding in examine(History(run, _default_scope(run)), _roles(run), live=True):
+            topic = finding.rule, finding.scope
+            worth_saying = finding.severity in (Severity.PROBLEM, Severity.WARNING)
+            if worth_saying and step >= AGAIN * self._reported_at.get(topic, 0):
+                self._reported_at[topic] = step
+                hints.append(finding.text)
+        self.history += [(step, hint) for hint in hints]
+        return hints
+
+    def _tables(self) -> dict[str, Columns]:
+        tables = {}
+        for scope in self._records[-1]:
+            rows = [record[scope] for record in self._records if scope in record]
+            keys = ("step", *(LIVE if scope else ("skipped", "clipped")))
+            tables[scope] = Columns({key: np.array([row[key] for row in rows], dtype=np.float64) for key in keys})
+        return tables
+
+
+def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a telemetry record says about the optimizer, as a run's configuration would."""
+    listed = record.get("groups")
+    groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    decaying = {str(group.get("rule")) for group in groups if group.get("decay")}
+    settings: dict[str, Any] = {"decay": decaying.pop()} if len(decaying) == 1 else {}
+    if groups and all(group.get("rounding") == "stochastic" for group in groups):
+        settings["rounding"] = "stochastic"
+    return {"optimizer": settings} if settings else {}

@@ -1,0 +1,549 @@
+"""What a run costs before it is started, on one GPU or thousands.
+
+Bytes are counted, and tests compare them with what tensors take and ranks send. Times are sums over measured rates of
+one GPU and assumed rates of links (docs/scaling.md). Products overlap with the optimizer's exchange, and the passes of
+the model with its own traffic: perfectly, which is optimistic.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Literal, NamedTuple, get_args
+
+from muonsw.algorithms import ALGORITHMS
+from muonsw.distributed.rounds import ROUNDS, SMALLEST_ROUND
+from muonsw.lab.model import ModelConfig, count, role_of, unallocated
+from muonsw.lab.model.loss import chunk_tokens
+from muonsw.lab.paper import PAPER_BATCH_TOKENS
+from muonsw.lab.train.config import RunConfig
+from muonsw.orthogonalize.iterations import gram_saves
+from muonsw.step import ACCELERATOR_CHUNK_BYTES
+
+FLOAT32, BFLOAT16 = 4, 2
+NS_STEPS = 5
+MUON_ROLES = ("hidden", "residual")  # roles in the muP table whose parameters Muon moves
+# Bytes that passes over memory read and write for each parameter (docs/performance.md). Muon: momentum, look-ahead and
+# cast 14, division 4, decay and move 10, finite check 4. AdamW: reads four numbers, writes three, finite check.
+MUON_PASSES, ADAMW_PASSES = 32, 32
+# Bytes of an element on its way to the rank that orthogonalizes it (momentum) and back (product).
+THERE, BACK = FLOAT32, BFLOAT16
+IN_FLIGHT = 8  # buffers of the exchange: sent, received, whole and result, for two rounds
+KEPT = 0.59  # share of autograd's tensors that a compiled model keeps; fitted to three runs on one H200
+JOURNEYS = 4  # a token travels to its experts and back, in the forward and in the backward pass
+NODE = 8  # GPUs of one machine
+UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+GIB = 2**30
+
+# A model that exists only on paper: about the size and shape of the largest open mixtures.
+ON_PAPER: Mapping[str, ModelConfig] = {
+    "moe-1t": ModelConfig(
+        width=7168, layers=61, head_dim=128, experts=384, top_k=8, ff=2048, vocab=163_840, sequence=4096
+    )
+}
+
+
+class H200:
+    """Rates of one NVIDIA H200, in units a second (docs/performance.md)."""
+
+    memory = 4.3e12  # bytes, read and written
+    dense = 720e12  # FLOPs of products
+    gram = 530e12  # useful FLOPs of `X X^T`, of which one triangle is computed
+    short = 400e12  # useful FLOPs of the small symmetric products
+    triangles = 512  # rows from which on one triangle is computed
+    overhead = 1.3e-3  # seconds of a step that depend on nothing: launches and the last wave of each product
+    capacity = 141e9  # bytes of memory
+    latency = 20e-6  # seconds of a collective. Assumed.
+    message = 1e-6  # seconds more for each further rank of it. Assumed.
+
+
+def parse_amount(text: str) -> int:
+    """Read a number of tokens as people write it.
+
+    Examples:
+        >>> parse_amount("197B"), parse_amount("1.5e9"), parse_amount("300M"), parse_amount("524,288")
+        (197000000000, 1500000000, 300000000, 524288)
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmbt]?)", text.strip().replace(",", "").replace("_", ""), re.I)
+    try:
+        number = float(match.group(1)) * UNITS[match.group(2).upper()] if match else 0.0
+    except ValueError:
+        number = 0.0
+    if not 1.0 <= number < math.inf:
+        raise ValueError(f"{text!r} is not a number of tokens; write it like 197B, 300M, 1.5e9 or 524288")
+    return round(number)
+
+
+def amount(number: float, digits: int = 3) -> str:
+    """Write a large number with the letter that `parse_amount` reads.
+
+    Examples:
+        >>> amount(18_350_080_000), amount(962_560), amount(197_132_288_000, 4), amount(999_960_000), amount(512)
+        ('18.4B', '963K', '197.1B', '1B', '512')
+    """
+    rounded = float(f"{number:.{digits}g}")
+    letter, unit = max(UNITS.items(), key=lambda pair: pair[1] if pair[1] <= rounded else 0.0)
+    return f"{rounded / unit:g}{letter}"
+
+
+# What a model is made of, and its FLOPs.
+
+
+class ModelPart(NamedTuple):
+    """Parameters that are moved in one way."""
+
+    parameters: int
+    stack: int  # how many matrices lie on each other in one tensor; 1 for plain matrices
+    matrices: Mapping[tuple[int, int], int]  # those that Muon orthogonalizes, by short and long side; none for AdamW's
+
+
+class ModelParts(NamedTuple):
+    """A model, divided by what the optimizer and ranks do with it."""
+
+    experts: ModelPart  # stacks of experts
+    hidden: ModelPart  # other matrices of Muon
+    rest: ModelPart  # what AdamW moves
+
+
+@cache
+def parts_of(config: ModelConfig) -> ModelParts:
+    """Divide the modules that would be trained; fused projections count one by one.
+
+    Examples:
+        >>> parts = parts_of(ModelConfig(width=256))
+        >>> parts.experts.parameters, sum(parts.experts.matrices.values()), parts.hidden.matrices
+        (56623104, 288, {(256, 256): 48})
+    """
+    model = unallocated(config)
+    fused, sizes = model.fused_projections(), Counter[str]()
+    matrices: dict[str, Counter[tuple[int, int]]] = {"experts": Counter(), "hidden": Counter()}
+    for name, param in model.named_parameters():
+        if role_of(name) not in MUON_ROLES:
+            sizes["rest"] += param.numel()
+            continue
+        part = "experts" if param.dim() == 3 and config.experts > 1 else "hidden"
+        sizes[part] += param.numel()
+        *stack, rows, columns = param.shape
+        for size in next((sizes for pattern, sizes in fused.items() if fnmatchcase(name, pattern)), (rows,)):
+            matrices[part][min(size, columns), max(size, columns)] += math.prod(stack)
+    return ModelParts(
+        ModelPart(sizes["experts"], config.experts, dict(matrices["experts"])),
+        ModelPart(sizes["hidden"], 1, dict(matrices["hidden"])),
+        ModelPart(sizes["rest"], 1, {}),
+    )
+
+
+@cache
+def flops_per_token(config: ModelConfig) -> int:
+    """FLOPs of a trained token, forward and backward."""
+    return count(config).flops_per_token
+
+
+def newton_schulz_flops(short: int, long: int) -> int:
+    """FLOPs of Newton-Schulz for one matrix: three products a step."""
+    return NS_STEPS * (4 * short**2 * long + 2 * short**3)
+
+
+def orthogonalizer_flops(config: ModelConfig) -> float:
+    """FLOPs of Newton-Schulz in one update, every matrix by itself."""
+    pairs = (pair for part in parts_of(config) for pair in part.matrices.items())
+    return float(sum(number * newton_schulz_flops(*shape) for shape, number in pairs))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Runs and what they take."""
+
+    runs: int
+    tokens: int  # trained on
+    flops: float  # training, Newton-Schulz and evaluation together
+
+    def hours(self, tflops: float, workers: int) -> float:
+        """Hours at a sustained rate for each run, with this many runs at a time."""
+        return self.flops / (tflops * 1e12) / 3600.0 / max(1, min(workers, self.runs))
+
+
+def cost(configs: Iterable[RunConfig]) -> Cost:
+    """Add up runs, equal ones once."""
+    distinct = list(dict.fromkeys(configs))
+    tokens = sum(config.steps * config.tokens_per_step for config in distinct)
+    return Cost(len(distinct), tokens, math.fsum(map(run_flops, distinct)))
+
+
+def run_flops(config: RunConfig) -> float:
+    """FLOPs of a run: three passes a trained token, one a validated token, and Newton-Schulz in every update."""
+    each = flops_per_token(config.decoder)
+    evaluations = 1 + math.ceil(config.steps / config.eval_every)
+    validated = evaluations * (config.tokens.eval_windows or 0) * config.decoder.sequence
+    muon = orthogonalizer_flops(config.decoder) if ALGORITHMS[config.optimizer.matrix_algorithm].matrices else 0.0
+    return config.steps * (config.tokens_per_step * each + muon) + validated * each / 3.0
+
+
+# One update on N GPUs.
+
+Strategy = Literal["ddp", "fsdp", "ep"]
+Experts = Literal["stack", "rows"]
+
+
+class Sharding(NamedTuple):
+    """How a part lies on the ranks: `stack * cut * copies` of them."""
+
+    stack: int = 1  # ranks over which stacks are divided
+    cut: int = 1  # ranks over which each matrix is cut
+    copies: int = 1  # ranks that hold the same
+    stride: int = 1  # how far apart two neighbours of a cut are in the numbering of ranks
+
+    def fullest(self, part: ModelPart) -> float:
+        """The share of a stack on the rank that holds the most of it."""
+        return math.ceil(part.stack / self.stack) / part.stack
+
+    def held(self, part: ModelPart) -> float:
+        """Elements of a part on the rank that holds the most."""
+        return self.fullest(part) * part.parameters / self.cut
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The GPUs, all like the H200 that was measured."""
+
+    gpus: int = 1
+    """How many."""
+
+    strategy: Strategy = "ddp"
+    """ddp: a copy on each; fsdp: everything divided; ep: experts stay on their GPUs and tokens travel."""
+
+    experts: Experts = "stack"
+    """Under fsdp: experts divided along their stack, or each by its rows."""
+
+    replicas: int = 1
+    """Copies: under fsdp of the whole model (HSDP), under ep of all but the experts."""
+
+    micro_batch: int = 8
+    """Sequences that a GPU computes at once."""
+
+    tflops: float = 400.0
+    """What one GPU sustains in the model, in 1e12 FLOP a second: not what a data sheet says."""
+
+    recompute: bool = False
+    """Keep only the inputs of layers, and compute the rest again: a third more FLOPs."""
+
+    gathered_bytes: Literal[2, 4] = 4
+    """Bytes of a gathered weight; the trainer gathers float32."""
+
+    inside: float = 360.0
+    """GB/s that a GPU receives from others of its machine while it sends as many. Assumed, not measured."""
+
+    outside: float = 40.0
+    """The same from other machines. Assumed, not measured."""
+
+    def check(self) -> None:
+        """Refuse settings that make no sense, with a ValueError that names one."""
+        for name, value, known in (("strategy", self.strategy, Strategy), ("experts", self.experts, Experts)):
+            if value not in get_args(known):
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(get_args(known))}")
+        names = ("micro_batch", "tflops", "gathered_bytes", "inside", "outside")
+        require_positive(**{name: getattr(self, name) for name in names})
+        if self.gpus < 1 or self.replicas < 1 or self.gpus % self.replicas:
+            raise ValueError(f"gpus={self.gpus} must be a positive multiple of replicas={self.replicas}")
+        if self.replicas > 1 and self.strategy == "ddp":
+            raise ValueError(f"replicas={self.replicas} needs strategy fsdp or ep: ddp has a copy on every GPU")
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the model, or under ep of all but its experts."""
+        return 1 if self.strategy == "ddp" else self.gpus // self.replicas
+
+    def shardings(self, parts: ModelParts) -> tuple[Sharding, Sharding, Sharding]:
+        """How each part of a model lies."""
+        others, number = Sharding(cut=self.shards, copies=self.gpus // self.shards), parts.experts.stack
+        experts = others
+        if self.strategy == "fsdp" and number > 1 and self.experts == "stack":
+            experts = Sharding(stack=min(self.shards, number), copies=self.replicas)
+        elif self.strategy == "ep" and number > 1:
+            stack = math.gcd(self.gpus, number)
+            experts = Sharding(stack=stack, cut=self.gpus // stack, stride=stack)
+        return experts, others, others
+
+    def link(self, reach: int) -> float:
+        """Bytes a second among ranks of which the first and the last are this far apart."""
+        return 1e9 * (self.inside if reach <= NODE else self.outside)
+
+
+def require_positive(**values: float) -> None:
+    """Refuse numbers that are not positive and finite."""
+    for name, value in values.items():
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be positive and finite")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU that holds the most."""
+
+    weights: float  # float32
+    gradients: float  # float32
+    muon_state: float  # a float32 momentum for hidden and expert matrices
+    adamw_state: float  # two float32 averages for the rest
+    activations: float  # an estimate of what a micro-batch keeps for its backward pass
+    gathered: float  # bfloat16 copies of weights, and gathered ones, two layers at a time
+    buffers: float  # of the optimizer's exchange and products, at most
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return math.fsum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """What one update takes."""
+
+    setup: Setup
+    memory: Memory
+    model_bytes: float  # that a GPU receives for weights, gradients and tokens
+    optimizer_bytes: float  # that a GPU receives for Muon's exchange, on average over ranks
+    model_seconds: float  # forward and backward, computing
+    model_link_seconds: float  # the model's traffic, which overlaps with computing
+    product_seconds: float  # orthogonalizing, on the rank with the most
+    exchange_seconds: float  # the optimizer's traffic, which overlaps with its products
+    pass_seconds: float  # momentum, decay, AdamW: passes over memory
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """A step of the optimizer."""
+        return max(self.product_seconds, self.exchange_seconds) + self.pass_seconds + H200.overhead
+
+    @property
+    def seconds(self) -> float:
+        """The whole update."""
+        return max(self.model_seconds, self.model_link_seconds) + self.optimizer_seconds
+
+    @property
+    def optimizer_share(self) -> float:
+        """The optimizer's part of the time."""
+        return self.optimizer_seconds / self.seconds
+
+
+def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_TOKENS) -> UpdateCost:
+    """Predict an update of this many tokens, on all GPUs together.
+
+    Examples:
+        >>> update = plan_update(ModelConfig(width=1024), Setup())
+        >>> update.optimizer_bytes, f"{1e3 * update.optimizer_seconds:.0f} ms"
+        (0.0, '29 ms')
+    """
+    setup.check()
+    require_positive(batch_tokens=batch_tokens)
+    parts = parts_of(model)
+    experts, others, _ = shardings = setup.shardings(parts)
+
+    # Muon's matrices: products on the rank with the most, and the exchange with their owners.
+    products = exchange = optimizer_bytes = buffers = 0.0
+    for part, sharding in ((parts.experts, experts), (parts.hidden, others)):
+        owners = sharding.copies if setup.strategy == "ddp" else sharding.cut
+        here = [(orthogonalizing(*shape), round(n * sharding.fullest(part))) for shape, n in part.matrices.items()]
+        products += heaviest(here, owners)
+        share = FLOAT32 * part.parameters / sharding.stack / owners
+        if owners == 1 or not share:
+            buffers = max(buffers, 2 * min(ACCELERATOR_CHUNK_BYTES, share))
+            continue
+        if setup.strategy == "ddp":
+            collectives, received = 1, BACK * (owners - 1) / owners * part.parameters
+        else:
+            collectives = 2
+            received = (THERE + BACK) * (owners - 1) / owners**2 * part.parameters / sharding.stack
+        room = min(ACCELERATOR_CHUNK_BYTES, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
+        buffers = max(buffers, IN_FLIGHT * room)
+        waiting = math.ceil(share / room) * collectives * (H200.latency + H200.message * (owners - 1))
+        optimizer_bytes += received
+        exchange += received / setup.link(owners * sharding.stride) + waiting
+
+    # The model's traffic, with how far the ranks are apart: divided weights are gathered in both passes of every
+    # micro-batch, gradients are reduced once, and under ep tokens travel to their experts.
+    tokens = batch_tokens / setup.gpus
+    micro_batches = max(1, math.ceil(tokens / (setup.micro_batch * model.sequence)))
+    traffic: list[tuple[float, int]] = []
+    for part, sharding in zip(parts, shardings, strict=True):
+        divided = sharding.cut if setup.strategy == "ep" else sharding.cut * sharding.stack
+        held = part.parameters / (sharding.cut * sharding.stack)
+        reach = setup.shards if setup.strategy == "fsdp" else divided * sharding.stride
+        traffic.append(((2 * micro_batches * setup.gathered_bytes + FLOAT32) * held * (divided - 1), reach))
+        traffic.append((2 * FLOAT32 * (sharding.copies - 1) / sharding.copies * held, setup.gpus))
+    if setup.strategy == "ep":
+        sent = JOURNEYS * BFLOAT16 * tokens * model.top_k * model.width * model.layers
+        traffic.append((sent * (experts.stack - 1) / experts.stack, experts.stack))
+
+    muon, rest = experts.held(parts.experts) + others.held(parts.hidden), others.held(parts.rest)
+    flops = flops_per_token(model) * (4 / 3 if setup.recompute else 1.0)
+    return UpdateCost(
+        setup=setup,
+        memory=Memory(
+            weights=FLOAT32 * (muon + rest),
+            gradients=FLOAT32 * (muon + rest),
+            muon_state=FLOAT32 * muon,
+            adamw_state=2 * FLOAT32 * rest,
+            activations=_activations(model, setup),
+            gathered=_gathered(model, parts, setup),
+            buffers=buffers,
+        ),
+        model_bytes=math.fsum(size for size, _ in traffic),
+        optimizer_bytes=optimizer_bytes,
+        model_seconds=flops * batch_tokens / (setup.gpus * setup.tflops * 1e12),
+        model_link_seconds=math.fsum(size / setup.link(reach) for size, reach in traffic),
+        product_seconds=products,
+        exchange_seconds=exchange,
+        pass_seconds=(MUON_PASSES * muon + ADAMW_PASSES * rest) / H200.memory,
+    )
+
+
+def orthogonalizing(short: int, long: int) -> float:
+    """Seconds of the products of one matrix among many; `muonsw.orthogonalize.iterations` says how many there are.
+
+    Examples:
+        >>> f"{1e6 * orthogonalizing(1024, 2816):.0f} us"
+        '65 us'
+    """
+    if short < H200.triangles:
+        return newton_schulz_flops(short, long) / H200.dense
+    segments = 2 if gram_saves(short, long) > 0 else NS_STEPS
+    symmetric = NS_STEPS + 3 * (NS_STEPS - segments)
+    long_products = segments * short**2 * long
+    return long_products / H200.gram + symmetric * short**3 / H200.short + 2 * long_products / H200.dense
+
+
+def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
+    """The load of the most loaded owner: costs, each with how often it occurs, are given out largest first.
+
+    Examples:
+        >>> heaviest([(1.0, 2), (8.0, 1), (2.0, 1), (4.0, 1)], 2)
+        8.0
+    """
+    loads = [0.0] * owners
+    for load, number in sorted(costs, reverse=True):
+        for _ in range(number):
+            heapq.heapreplace(loads, loads[0] + load)
+    return max(loads)
+
+
+def _activations(model: ModelConfig, setup: Setup) -> float:
+    if not setup.recompute:
+        return KEPT * activation_bytes(model, setup.micro_batch)
+    inputs = FLOAT32 * setup.micro_batch * model.sequence * model.width * model.layers
+    return inputs + KEPT * activation_bytes(replace(model, layers=1), setup.micro_batch)
+
+
+def activation_bytes(config: ModelConfig, sequences: int) -> int:
+    """Estimate the bytes that an eager forward pass keeps for its backward in bfloat16 autocast.
+
+    A layer keeps 36 bytes a token for each unit of the width (norms and the stream in float32, attention in bfloat16),
+    and for each expert of a token 4 for each unit of the width and 8 for each of the expert's; the coefficients count
+    the tensors that autograd saves. The loss holds the bfloat16 logits of one chunk.
+    """
+    tokens, width = sequences * config.sequence, config.width
+    layer = 36 * width + config.top_k * (4 * width + 8 * config.ff_width)
+    logits = BFLOAT16 * min(tokens, chunk_tokens(config.vocab, BFLOAT16)) * config.vocab
+    return tokens * (config.layers * layer + 12 * width) + logits
+
+
+def _gathered(model: ModelConfig, parts: ModelParts, setup: Setup) -> float:
+    """Copies in bfloat16, and weights that are whole for a while: the layer at work, the next one, and the rest."""
+    if setup.shards == 1:
+        return BFLOAT16 * sum(part.parameters for part in parts)
+    stack = setup.shardings(parts)[0].stack if setup.strategy == "ep" else 1
+    layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
+    return setup.gathered_bytes * (2 * layer + parts.rest.parameters) + BFLOAT16 * layer
+
+
+# The command.
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run, computed without running it."""
+
+    parameters: int
+    active: int  # parameters that one token uses
+    steps: int
+    batch_tokens: int
+    tokens: int
+    flops_per_token: int  # forward and backward
+    flops: float  # of the whole run, without the orthogonalizer
+    orthogonalizer_share: float  # what Newton-Schulz adds to them
+    update: UpdateCost
+    hours: float
+
+
+def plan(
+    model: ModelConfig, steps: int, *, batch_tokens: int = PAPER_BATCH_TOKENS, setup: Setup | None = None
+) -> RunPlan:
+    """Compute a run of this many steps, on one GPU unless `setup` has more.
+
+    Examples:
+        >>> from muonsw.lab.model import preset
+        >>> result = plan(preset("w256"), 35_000)
+        >>> result.parameters, f"{result.flops:.2g}"
+        (72677632, '4e+18')
+    """
+    require_positive(steps=steps, batch_tokens=batch_tokens)
+    sizes, tokens = count(model), steps * batch_tokens
+    flops, update = float(sizes.flops_per_token) * tokens, plan_update(model, setup or Setup(), batch_tokens)
+    return RunPlan(
+        parameters=sizes.total,
+        active=sizes.active,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        tokens=tokens,
+        flops_per_token=sizes.flops_per_token,
+        flops=flops,
+        orthogonalizer_share=orthogonalizer_flops(model) * steps / flops,
+        update=update,
+        hours=steps * update.seconds / 3600.0,
+    )
+
+
+def rows_of(result: RunPlan) -> list[tuple[str, str, str]]:
+    """What is printed: a name, a value, and where the value comes from."""
+    update, memory, setup = result.update, result.update.memory, result.update.setup
+
+    def gib(size: float) -> str:
+        return f"{size / GIB:.2f} GiB"
+
+    def ms(seconds: float) -> str:
+        return f"{1e3 * seconds:,.1f} ms"
+
+    rows = [
+        ("parameters", f"{result.parameters:,}", f"{result.active:,} of them active for a token"),
+        ("steps", f"{result.steps:,}", f"of {result.batch_tokens:,} tokens"),
+        ("tokens", amount(result.tokens, 4), f"{result.tokens / result.active:.0f} for each active parameter"),
+        ("FLOP a token", amount(result.flops_per_token, 4), "forward and backward, causal attention at full length"),
+        ("FLOP", f"{result.flops:.3g}", f"Newton-Schulz adds {100 * result.orthogonalizer_share:.1f}%"),
+        ("weights", gib(memory.weights), "float32, and as many gradients"),
+        ("optimizer state", gib(memory.muon_state + memory.adamw_state), f"AdamW alone: {gib(2 * memory.weights)}"),
+        ("activations", gib(memory.activations), f"estimate: {setup.micro_batch} sequences at once, compiled"),
+        ("copies of weights", gib(memory.gathered), "bfloat16, or gathered"),
+        ("optimizer's buffers", gib(memory.buffers), "at most"),
+        ("forward and backward", ms(update.model_seconds), f"at {setup.tflops:g} TFLOP/s sustained by each GPU"),
+        ("optimizer", ms(update.optimizer_seconds), f"{100 * update.optimizer_share:.1f}% of an update"),
+    ]
+    if setup.gpus > 1:
+        rows += link_rows(update)
+    return rows
+
+
+def link_rows(update: UpdateCost) -> list[tuple[str, str, str]]:
+    """What a GPU receives in an update."""
+    links = (
+        ("optimizer receives", update.optimizer_bytes, update.exchange_seconds, update.product_seconds),
+        ("model receives", update.model_bytes, update.model_link_seconds, update.model_seconds),
+    )
+    rows = []
+    for name, size, seconds, computing in links:
+        overlap = "hidden behind computing" if seconds <= computing else "not hidden behind computing"
+        rows.append((name, f"{size / 1e6:,.1f} MB", f"in {1e3 * seconds:,.1f} ms, {overlap}; links are assumed"))
+    return rows

@@ -1,0 +1,172 @@
+"""`muonsw reproduce`: what it lists, writes and prints, and how it says no."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import muonsw.lab.commands.reproduce  # noqa: F401 (before anything in it is replaced)
+from muonsw.lab.claims.claim import Estimate, Evidence, Interval, Source, at_most
+from muonsw.lab.cli import main
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.study_figures import draw_convergence
+from muonsw.lab.studies.catalogue import STUDIES, find_study
+from muonsw.lab.studies.study import ExperimentStudy
+from muonsw.lab.theory.experiment import Experiment, seed_for
+from muonsw.registry import Registry
+from tests.lab.small_experiments import SMALL, SWAPPED, smaller
+
+FIELDS = {
+    "id", "statement", "reference", "hypothesis", "predicted", "measured",
+    "comparison", "tolerance", "because", "interval", "limits", "verdict",
+}  # fmt: skip
+
+
+@pytest.fixture
+def studies(monkeypatch):
+    """A small study under the name of the real one, and one whose claims fail."""
+    chosen: Registry[ExperimentStudy] = Registry("study")
+    small = tuple(SMALL[name] for name in ("scalar", "scalar-figure", "matrix-figure", "fixed-rate"))
+    broken = smaller(SMALL["scalar"], rules=SWAPPED)
+    chosen.register("theory", ExperimentStudy("theory", "small", small, draw_convergence))
+    chosen.register("broken", ExperimentStudy("broken", "swapped", (broken, SMALL["fixed-rate"]), draw_convergence))
+    for module in ("muonsw.lab.studies.catalogue", "muonsw.lab.commands.reproduce"):
+        monkeypatch.setattr(f"{module}.STUDIES", chosen)
+    return chosen
+
+
+@pytest.mark.usefixtures("studies")
+def test_a_study_is_run_written_and_printed(tmp_path, capsys):
+    assert main(["reproduce", "theory", "--out", str(tmp_path), "--processes", "1"]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
+    claims = [claim for experiment in data["experiments"] for claim in experiment["claims"]]
+    assert data["claims_total"] == len(claims) > 10
+    assert data["claims_failed"] == data["claims_undecided"] == 0
+    assert data["seed"] == 0
+    assert all(set(claim) == FIELDS and claim["verdict"] == "holds" for claim in claims)
+    assert {"muonsw", "python", "torch", "cpu_cores"} <= set(data["environment"])
+    assert set(data["seconds"]) == {"scalar", "scalar-figure", "matrix-figure", "fixed-rate", "total"}
+    assert data["experiments"][0]["settings"]["lam"] == 0.1
+    assert f"All {len(claims)} claims hold" in printed
+    for name in ("claims.json", "series.json", "convergence.png", "convergence.svg", "convergence.html"):
+        assert (tmp_path / name).exists()
+    assert f"wrote claims.json, series.json, convergence.html and 2 figures to {tmp_path}" in printed
+    assert printed.count("wrote") == 1
+    for claim in claims:
+        assert f"/{claim['id']}" in printed
+    assert "\x1b" not in printed
+
+
+@pytest.mark.usefixtures("studies")
+def test_series_are_plain_data(tmp_path):
+    assert main(["reproduce", "theory/matrix-figure", "--out", str(tmp_path), "--processes", "1"]) == 0
+    series = json.loads((tmp_path / "series.json").read_text(encoding="utf-8"))
+    assert [curves["rule"] for curves in series] == ["constant", "scaled"]
+    assert all(len(values) == len(curves["steps"]) for curves in series for values in curves["values"])
+    assert series[0]["level"] > 0
+
+
+@pytest.mark.usefixtures("studies")
+def test_the_claims_of_a_whole_study_outlast_one_of_its_experiments(tmp_path, capsys):
+    for name in ("theory", "theory/scalar", "theory/scalar"):
+        assert main(["reproduce", name, "--out", str(tmp_path), "--processes", "1"]) == 0
+    studies = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("claims*")}
+    assert {name: len(data["experiments"]) for name, data in studies.items()} == {
+        "claims.json": 1,
+        "claims.json.1": 4,
+    }
+    assert capsys.readouterr().out.count(f"they are now {tmp_path / 'claims.json.1'}") == 1
+
+
+@pytest.mark.usefixtures("studies")
+def test_a_failed_claim_is_shown_first_and_sets_the_exit_code(tmp_path, capsys):
+    assert main(["reproduce", "broken", "--out", str(tmp_path), "--processes", "1"]) == 1
+    printed = capsys.readouterr().out
+    verdicts = [line.split()[-1] for line in printed.splitlines() if line.endswith(("  holds", "  fails"))]
+    assert verdicts == sorted(verdicts)
+    assert verdicts[0] == "fails"
+    assert "claims FAILED" in printed
+    assert json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))["claims_failed"] == verdicts.count(
+        "fails"
+    )
+    assert not (tmp_path / "series.json").exists()
+
+
+def test_list_shows_every_experiment(capsys):
+    assert main(["reproduce", "--list"]) == 0
+    printed = capsys.readouterr().out
+    for study in STUDIES.values():
+        assert f"{study.name}: {study.title}" in printed
+        for experiment in getattr(study, "experiments", ()):
+            assert f"{study.name}/{experiment.name}" in printed
+            assert experiment.title in printed
+    assert {"theory", "coordinates", "main-table", "width-transfer"} <= set(STUDIES)
+    assert all(f"scale {scale}: " in printed for scale in ("cpu", "mini", "paper"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["theroy"], "did you mean 'theory'"),
+        (["theory/matrx"], "did you mean 'matrix'"),
+        ([], "say what to reproduce: theory"),
+        (["theory", "--processes", "0"], "at least 1"),
+    ],
+)
+def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):
+    assert main(["reproduce", *arguments, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_name_cannot_steer_the_terminal_through_an_error(capsys):
+    assert main(["reproduce", "theory\x1b]52;c;aGk=\x07"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_an_unwritable_folder_is_refused_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert main(["reproduce", "theory", "--out", str(tmp_path / "file" / "below")]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot write to the folder {tmp_path / 'file' / 'below'}" in error
+    assert "choose another" in error
+
+
+def test_one_experiment_of_a_study():
+    assert [experiment.name for experiment in find_study("theory/scalar").experiments] == ["scalar"]
+    with pytest.raises(ValueError, match="unknown study"):
+        find_study("nothing/scalar")
+
+
+def test_each_experiment_has_random_numbers_of_its_own():
+    assert len({seed_for(seed, name) for seed in range(3) for name in SMALL}) == 3 * len(SMALL)
+
+
+def test_what_is_undecided_is_no_failure(tmp_path, capsys, monkeypatch):
+    wide = Interval(-1.0, 1.0, "95% t, n=2")
+    unsure = at_most("x", "an unsure statement", Source("", "nothing"), Estimate(0.0, wide), 0.5, Tolerance(0.0, ""))
+    study = replace(
+        STUDIES["theory"], experiments=(Experiment("one", "", (), Settings(), lambda *_: Evidence([unsure])),)
+    )
+    monkeypatch.setattr("muonsw.lab.commands.reproduce.find_study", lambda _name: study)
+    assert main(["reproduce", "theory", "--out", str(tmp_path), "--processes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "No claim failed; 1 of 1 claims is undecided" in printed
+    assert printed.splitlines()[-3].endswith("undecided")
+    data = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
+    assert (data["claims_failed"], data["claims_undecided"]) == (0, 1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of an experiment without any."""
+
+
+@pytest.mark.usefixtures("studies")
+def test_the_default_folder_is_named_after_the_study(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "theory/fixed-rate", "--processes", "1"]) == 0
+    assert (Path("out") / "theory" / "claims.json").exists()

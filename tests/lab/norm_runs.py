@@ -1,0 +1,108 @@
+"""Run folders without training: norms that obey the recursion, under a known schedule, rule and memory."""
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from muonsw.decay import decay_factor
+from muonsw.lab.diagnose import History
+from muonsw.lab.runs import load_run
+from muonsw.lab.theory import next_norm
+
+MEMORY = 39.0
+
+
+def cosine(step: int, steps: int, warmup: int, final: float) -> float:
+    if step <= warmup:
+        return step / max(warmup, 1)
+    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+@cache
+def simulate(
+    *, rule="scaled", lam=0.1, lr=0.02, steps=4000, warmup=100, final=0.1, start=0.05, update=0.176,
+    memory=MEMORY, noise=0.0, seed=0,
+):  # fmt: skip
+    """Step, norm, update, decay, learning rate and alignment of every update, in float64."""
+    generator = np.random.default_rng(seed)
+    r, rows = start, []
+    for step in range(1, steps + 1):
+        eta = lr * cosine(step, steps, warmup, final)
+        s, phi = update * eta, decay_factor(rule, lam, eta, lr)
+        # Momentum needs some steps until it remembers.
+        known = 1.0 + (memory - 1.0) * (1.0 - 0.95 ** (step - 1))
+        a = max(-0.5, -(known - 1.0) * s / (2.0 * r)) * (1.0 + noise * generator.standard_normal())
+        rows.append({"step": step, "r": r, "s": s, "phi": phi, "lr": eta, "a": a})
+        r = next_norm(r, s=s, phi=phi, a=a)
+    return rows
+
+
+def scope_record(row, peak, **changes):
+    r, s, phi, a = row["r"], row["s"], row["phi"], row["a"]
+    applied = math.sqrt(phi**2 * r**2 + 2.0 * phi * r * s * a + s**2)
+    record = {
+        "weight_rms": r, "update_rms": s, "relative_update": s / r, "applied_rms": applied, "decay": phi,
+        "lr": row["lr"], "peak_lr": peak, "alignment_update": a, "alignment_update_mean": 0.9 * a,
+        "alignment_gradient": 0.02 * a, "alignment_momentum": 1.2 * a, "defect": 0.88, "numel": 1000,
+    }  # fmt: skip
+    return record | changes
+
+
+def make_run(
+    folder: Path, *, every=20, roles=("experts", "hidden"), layers=0, complete=True, evals=True, losses=None,
+    skipped=0, momentum=0.95, change=None, optimizer=None, peak=None, telemetry=True, grad_norm=0.5,
+    clipped=None, **settings,
+):  # fmt: skip
+    """Write a run folder and return it.
+
+    Args:
+        change: Called with role (None for the pool) and record; returns the record to write.
+        losses: Training losses, one for each update, of which every tenth is written; a falling curve unless given.
+        grad_norm: Norm of the gradients before clipping, in the trainer's records; None leaves it out.
+        clipped: Share of clipped updates, in telemetry's; None leaves it out.
+        peak: What decay says it divides by; the schedule's peak unless given.
+        settings: For `simulate`.
+    """
+    rows = simulate(**settings)
+    lr, rule, steps = settings.get("lr", 0.02), settings.get("rule", "scaled"), len(rows)
+    peak = (lr if rule == "scaled" else None) if peak is None else peak
+    change = change or (lambda _role, record: record)
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = {
+        "algorithm": "muon",
+        "lr": lr,
+        "weight_decay": settings.get("lam", 0.1),
+        "decay": rule,
+        "momentum": momentum,
+    }
+    config = {"version": 1, "steps": steps, "optimizer": chosen | (optimizer or {})}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    losses = losses if losses is not None else [3.0 + 7.0 * math.exp(-6.0 * n / steps) for n in range(steps)]
+    lines = [{"kind": "eval", "step": 0, "loss": 10.0}] if evals else []
+    for row, loss in zip(rows, losses, strict=True):
+        step = row["step"]
+        if telemetry and (step - 1) % every == 0:
+            pooled = change(None, scope_record(row, peak))
+            by_role = {role: change(role, scope_record(row, peak)) for role in roles}
+            by_layer = {str(n): change(None, scope_record(row, peak)) for n in range(layers)}
+            lines.append(
+                {"kind": "telemetry", "step": step, "all": pooled, "decayed": pooled, "roles": by_role,
+                 "layers": by_layer, "parameters": {}, "skipped": skipped}
+                | ({} if clipped is None else {"clipped": clipped})
+            )  # fmt: skip
+        if (step - 1) % 10 == 0:
+            norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+            lines.append({"kind": "train", "step": step, "loss": loss, "lr": row["lr"], **norm})
+        if evals and step % max(steps // 20, 1) == 0:
+            lines.append({"kind": "eval", "step": step, "loss": loss})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    if complete:
+        (folder / "result.json").write_text(json.dumps({"steps": steps, "final_loss": losses[-1]}), encoding="utf-8")
+    return folder
+
+
+def make_history(folder: Path, scope="decayed", **settings) -> History:
+    return History(load_run(make_run(folder, **settings)), scope)

@@ -1,0 +1,45 @@
+"""The figures of the studies that train no run, as pictures and as a page."""
+
+import pytest
+import torch
+
+from muonsw.lab.claims.claim import Evidence
+from muonsw.lab.report.study_figures import draw_convergence
+from tests.lab.report.pages import data_of
+from tests.lab.small_experiments import SMALL
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    torch.set_num_threads(1)
+    return {name: SMALL[name].run(0) for name in ("scalar-figure", "matrix-figure")}
+
+
+@pytest.fixture(scope="module")
+def drawn(outcomes, tmp_path_factory):
+    return {path.suffix: path for path in draw_convergence(outcomes, tmp_path_factory.mktemp("figure"))}
+
+
+def test_pictures_and_a_page_are_written(drawn):
+    assert drawn[".png"].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in drawn[".svg"].read_text(encoding="utf-8")[:1000]
+    assert not list(drawn[".png"].parent.glob(".*"))
+
+
+def test_equal_results_give_equal_files(outcomes, drawn, tmp_path):
+    for path in draw_convergence(outcomes, tmp_path):
+        assert path.read_bytes() == drawn[path.suffix].read_bytes()
+
+
+def test_nothing_is_drawn_without_curves(tmp_path):
+    assert draw_convergence({"scalar": Evidence([])}, tmp_path) == []
+
+
+def test_the_page_holds_every_start_the_median_and_the_bound(drawn, outcomes):
+    figures = data_of(drawn[".html"].read_text(encoding="utf-8"))["figures"]
+    assert [figure["name"] for figure in figures] == list(outcomes)
+    for figure, outcome in zip(figures, outcomes.values(), strict=True):
+        starts = sum(len(series.values) for series in outcome.series)
+        assert len(figure["data"]) == starts + 2  # and the median of each rule
+        assert [shape["y0"] for shape in figure["layout"]["shapes"]] == [outcome.series[0].level]
+        assert figure["layout"]["xaxis"]["type"] == figure["layout"]["yaxis"]["type"] == "log"

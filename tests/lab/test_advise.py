@@ -1,0 +1,214 @@
+"""Advice before a run: its totals are exact, and the formula does as well on our own records as it says."""
+
+import math
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muonsw.decay import decay_factors
+from muonsw.lab.advise import HARMLESS_EPOCHS, RULES, TOKENS_PER_PARAMETER, Advise
+from muonsw.lab.cli import main
+from muonsw.lab.runs.records import Records
+from muonsw.lab.theory import schedule
+from muonsw.lab.theory.schedule import SHAPES, warmup_cosine, warmup_steps_for_horizon
+
+EVIDENCE = Path(__file__).parents[2] / "evidence"
+
+
+def recorded():
+    """By setting, the mean loss at each lambda over the seeds that all have: Muon with at least three lambdas."""
+    groups = defaultdict(lambda: defaultdict(dict))
+    for text in ("enwiki-23M", "enwiki-123M"):
+        for run in Records.read(EVIDENCE / f"{text}.jsonl").runs.values():
+            chosen = run.config.optimizer
+            plain = chosen.algorithm == "muon" and chosen.norm == "free" and not (chosen.preset or chosen.unnormalized)
+            if plain and chosen.decay in RULES and run.config.steps >= 400:
+                alike = replace(run.config, seed=0, arm="", eval_every=1, telemetry_every=0, checkpoint_every=1)
+                key = text, round(run.epochs, 2), replace(alike, optimizer=replace(chosen, weight_decay=1.0))
+                groups[key][chosen.weight_decay][run.seed] = run.final_loss
+    for (_, epochs, config), by_lambda in groups.items():
+        seeds = set.intersection(*map(set, by_lambda.values()))
+        if len(by_lambda) >= 3 and seeds:
+            yield (
+                config,
+                epochs,
+                {lam: statistics.mean(losses[seed] for seed in seeds) for lam, losses in sorted(by_lambda.items())},
+            )
+
+
+RECORDED = list(recorded())
+
+
+def advised(config, epochs):
+    """What the formula says about a setting; muP divides the learning rate of some."""
+    chosen, shape = config.optimizer, config.schedule
+    own = chosen.lr * (config.model.width / 256) ** -1 if chosen.muon_lr == "adam" else chosen.lr
+    return Advise(
+        config.steps,
+        lr=own,
+        decay=chosen.decay,
+        schedule=shape.shape,
+        final_fraction=shape.final_fraction,
+        decay_fraction=shape.decay_fraction,
+        base_lr=chosen.lr if chosen.peak == "base" else None,
+        epochs=epochs,
+    ).advice()
+
+
+def cost(losses, lam):
+    """The loss at a lambda above the best one, by lines over log lambda; beyond those tried, that of the nearest."""
+    points = [(math.log(tried), loss) for tried, loss in losses.items()]
+    x = min(max(math.log(lam), points[0][0]), points[-1][0])
+    (x0, y0), (x1, y1) = next(pair for pair in pairwise(points) if x <= pair[1][0])
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0) - min(losses.values())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_total_decay_of_one_is_nearly_the_best_in_our_records(rule):
+    """As `muonsw advise` says: 0.002 and 0.003 nats in the median, at most 0.05 at learning rates up to 0.02."""
+    found = [
+        (config.optimizer.lr, cost(losses, advised(config, epochs).low))
+        for config, epochs, losses in RECORDED
+        if config.optimizer.decay == rule and config.schedule.shape == "cosine" and epochs < 5
+    ]
+    assert len(found) >= 19
+    assert statistics.median(regret for _, regret in found) < {"constant": 0.0025, "scaled": 0.0035}[rule]
+    assert max(regret for lr, regret in found if lr <= 0.02) < 0.05
+    tenfold = [
+        cost(losses, 10 * advised(config, epochs).low)
+        for config, epochs, losses in RECORDED
+        if config.optimizer.decay == rule and config.schedule.shape == "cosine" and len(losses) > 4 and epochs < 5
+    ]
+    assert statistics.median(tenfold) > 0.01, "a wrong lambda would show"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_flat_rate_wants_a_quarter_of_the_lambda_or_less(rule):
+    wsd = [
+        (advised(config, epochs).low, losses)
+        for config, epochs, losses in RECORDED
+        if config.optimizer.decay == rule and config.schedule.shape == "wsd" and config.schedule.decay_fraction < 0.5
+    ]
+    assert len(wsd) >= 2
+    assert all(cost(losses, lam) < 0.005 for lam, losses in wsd)
+    cosine = Advise(1_600, decay=rule).advice().low
+    assert all(lam < 0.26 * cosine for lam, _ in wsd)
+    assert Advise(1_600, decay=rule, schedule="constant").advice().low < 0.25 * cosine
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_repeated_text_wants_twenty_times_the_lambda_or_more(rule):
+    ((config, epochs, losses),) = [one for one in RECORDED if round(one[1]) == 16 and one[0].optimizer.decay == rule]
+    often, once = advised(config, epochs).low, advised(config, 1.0).low
+    assert often / once >= 20
+    assert cost(losses, often) < 0.1
+    assert cost(losses, once) > 0.5
+    assert advised(config, HARMLESS_EPOCHS).low == once
+    assert once < advised(config, 8.0).low < often == advised(config, 100.0).low
+
+
+@pytest.mark.parametrize("training", ["finetuning", "lora", "dpo", "bert"])
+def test_only_pretraining_gets_a_lambda(training):
+    for weight_decay, verdict in ((None, ""), (0.001, "idle"), (0.5, "large")):
+        advice = Advise(2_000, weight_decay=weight_decay, training=training).advice()
+        assert (advice.low, advice.high, advice.verdict) == (None, None, verdict)
+    assert not Advise(2_000, training=training).advice().answer.startswith("Try")
+
+
+def test_no_lambda_is_recommended_that_nobody_would_use():
+    """A DPO run of 200 steps at a rate of 1e-6 was once told to try 14,000."""
+    for steps, lr in ((200, 1e-6), (2_000, 1e-5), (20, 0.02)):
+        advice = Advise(steps, lr=lr, weight_decay=0.01).advice()
+        assert (advice.low, advice.verdict) == (None, "idle")
+        assert advice.answer == "Decay does nothing in this run; leave it."
+
+
+def test_verdicts_follow_the_total():
+    wanted = Advise(2_000).advice().low
+    verdicts = {0.0: "idle", 0.1: "idle", 0.4: "small", 0.6: "fine", 1.0: "fine", 1.9: "fine", 2.1: "large"}
+    for factor, verdict in verdicts.items():
+        advice = Advise(2_000, weight_decay=factor * wanted).advice()
+        assert (advice.total, advice.verdict) == (pytest.approx(factor), verdict)
+    assert advice.answer == f"Try lambda {wanted:.2g} (total decay 1 instead of 2.1)."
+
+
+@pytest.mark.parametrize(
+    "far",
+    [
+        {"steps": 80_000},
+        {"steps": 190},
+        {"steps": 10_000, "tokens": 1e9, "parameters": 1e6},
+        {"steps": 10_000, "algorithm": "adamw"},
+    ],
+)
+def test_far_from_our_runs_there_is_a_range_without_a_cost(far):
+    advice = Advise(**far).advice()
+    assert advice.high == pytest.approx(8 * advice.low)
+    assert advice.notes[1].startswith("A range")
+    assert "nats" not in " ".join(advice.notes)
+    near = Advise(10_000, tokens=1e9, parameters=1e9 / TOKENS_PER_PARAMETER).advice()
+    assert near.low == near.high
+
+
+def test_tokens_per_parameter_raise_the_range_of_adamw():
+    """By Power Lines' fit, lambda times peak rate times steps is 18.6 at 300 tokens per parameter."""
+    advice = Advise(10_000, lr=0.01, algorithm="adamw", tokens=3e9, parameters=1e7, decay="constant").advice()
+    assert advice.high * 0.01 * 10_000 == pytest.approx(18.6, rel=0.01)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_total_is_the_sum_over_the_schedule(rule, monkeypatch):
+    warmup = warmup_steps_for_horizon(1_000)
+    rates = [0.02 * warmup_cosine(step, total_steps=1_000, warmup_steps=warmup) for step in range(1_000)]
+    exact = math.fsum(decay_factors(rule, 0.1, rates, 0.02))
+    assert Advise(1_000, weight_decay=0.1, decay=rule).advice().total == pytest.approx(exact, rel=1e-9)
+    monkeypatch.setattr(schedule, "MOST_STEPS", 500)
+    assert Advise(1_000, weight_decay=0.1, decay=rule).advice().total == pytest.approx(exact, rel=1e-2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.integers(1, 10**9),
+    lr=st.floats(1e-7, 0.5),
+    lam=st.none() | st.floats(0, 1.9),
+    shape=st.sampled_from(SHAPES),
+    algorithm=st.sampled_from(["muon", "adamw"]),
+    epochs=st.floats(0.01, 1e3),
+)
+def test_a_lambda_to_try_can_be_tried(steps, lr, lam, shape, algorithm, epochs):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "MOST_STEPS", 50)
+        asked = Advise(steps, lr=lr, weight_decay=lam, schedule=shape, algorithm=algorithm, epochs=epochs)
+        advice = asked.advice()
+        if advice.low is not None:
+            again = replace(asked, weight_decay=(advice.low * advice.high) ** 0.5).advice()
+            assert again.verdict == "fine"
+            assert advice.high * lr < 1
+
+
+def test_the_command_answers_first_in_at_most_ten_more_lines(capsys):
+    words = ["advise", "--steps", "1600", "--weight-decay", "0.5", "--schedule", "wsd", "--epochs", "8"]
+    assert main(words) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("Try lambda ")
+    assert len(others) <= 10
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "steps=0: must be at least 1"),
+        (["--steps", "100", "--lr", "0"], "lr=0.0: must be a positive number"),
+        (["--steps", "100", "--weight-decay", "-1"], "weight_decay=-1.0: must be a number of at least 0"),
+        (["--steps", "100", "--schedule", "linear"], "schedule='linear' must be one of cosine, wsd, constant"),
+    ],
+)
+def test_bad_numbers_are_named(words, message, capsys):
+    assert main(["advise", *words]) == 2
+    assert message in capsys.readouterr().err

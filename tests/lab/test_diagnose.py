@@ -1,0 +1,493 @@
+"""Every rule on a broken run and on a healthy one, live hints beside the diagnosis, and what the command writes."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from muonsw import AdamWSW, JsonlSink, MuonSW, Telemetry
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.commands.diagnose import Diagnose
+from muonsw.lab.diagnose import (
+    AGAIN,
+    MOST_SAMPLES,
+    RULES,
+    Findings,
+    History,
+    Severity,
+    as_data,
+    diagnose,
+    examine,
+    late_fits,
+    print_diagnosis,
+)
+from muonsw.lab.runs import load_run
+from muonsw.lab.theory import steady_state_norm_with_memory
+from muonsw.lab.theory.schedule import lr_scheduler, warmup_cosine
+from tests.lab.norm_runs import MEMORY, make_history, make_run, simulate
+
+# Relaxation-matched to the paper: lambda * peak * steps = 40.
+LONG = {"lam": 0.5, "lr": 0.02, "steps": 4000}
+CONSTANT, SCALED = LONG | {"rule": "constant"}, LONG | {"rule": "scaled"}
+FEW = {"lam": 2.0, "steps": 60, "every": 10, "warmup": 10}
+CHECKS = {rule.name: rule.find for rule in RULES}
+
+
+def with_values(**values):
+    return lambda _role, record: record | values
+
+
+def times(key, factor):
+    return lambda _role, record: record | {key: factor * record[key]}
+
+
+def losses(steps, rise=0.0):
+    curve = [3.0 + 7.0 * math.exp(-10.0 * n / steps) for n in range(steps)]
+    return [loss + (rise * (n - 0.7 * steps) / steps if n > 0.7 * steps else 0.0) for n, loss in enumerate(curve)]
+
+
+BROKEN = {
+    "unfinished": {"complete": False},
+    "too-few-samples": {"every": 300},
+    "skipped": {"skipped": 3},
+    "diverging": {"losses": losses(4000, rise=4.0)},
+    "collapsing": CONSTANT,
+    "decay-idle": {"lam": 0.002},
+    "peak-not-reached": {"peak": 0.05},
+    "unexplained-norm": {"change": times("update_rms", 1.2)},
+    "large-updates": {"change": times("weight_rms", 0.01)},
+    "fast-decay": {"lam": 0.6},
+    "defect": {"change": with_values(defect=0.5)},
+    "rounding": {"change": times("applied_rms", 0.8)},
+    "clipping": {"grad_norm": 3.0, "optimizer": {"clip": 1.0}},
+}
+HEALTHY = dict.fromkeys(BROKEN, SCALED) | {
+    "diverging": {"losses": losses(4000, rise=0.5)},
+    "unexplained-norm": CONSTANT,
+    "large-updates": CONSTANT,
+    "fast-decay": {"lam": 0.4},
+    "defect": {"change": with_values(defect=0.9)},
+    "rounding": {"change": times("applied_rms", 1.02)},
+    "clipping": {"grad_norm": 0.9, "optimizer": {"clip": 1.0}},
+}
+
+
+@pytest.mark.parametrize("rule", CHECKS)
+def test_a_rule_recognizes_a_broken_run_and_no_healthy_one(tmp_path, rule):
+    finding = CHECKS[rule](make_history(tmp_path / "broken", **LONG | BROKEN[rule]))
+    assert finding is not None
+    assert (finding.rule, finding.scope) == (rule, "decayed")
+    assert finding.numbers
+    assert CHECKS[rule](make_history(tmp_path / "healthy", **LONG | HEALTHY[rule])) is None
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "diagnose.md").read_text(encoding="utf-8")
+    assert f"**{rule}**" in guide
+
+
+def test_nothing_is_reported_of_a_healthy_run(tmp_path):
+    assert examine(make_history(tmp_path / "run", **SCALED | {"lam": 0.4})) == []
+
+
+def test_one_run_is_not_told_to_raise_and_to_lower_lambda(tmp_path):
+    """Too short for decay to act, and decay is fast against momentum already."""
+    findings = examine(make_history(tmp_path / "run", lam=1.0, steps=20, warmup=2, every=1))
+    text = " ".join(finding.text for finding in findings)
+    assert {"decay-idle", "fast-decay"} <= {finding.rule for finding in findings}
+    assert "smaller lambda" in text
+    assert "raise lambda" not in text
+
+
+def test_a_collapse_predicts_the_norm_that_scaled_decay_holds(tmp_path):
+    constant, scaled = (make_history(tmp_path / settings["rule"], **settings) for settings in (CONSTANT, SCALED))
+    numbers = CHECKS["collapsing"](constant).numbers
+    expected = steady_state_norm_with_memory(s=0.176 * 0.02, phi=0.5 * 0.02, memory=MEMORY)
+    assert numbers["held_norm"] == pytest.approx(expected, rel=0.01)
+    assert scaled.last("weight_rms") == pytest.approx(numbers["held_norm"], rel=0.02)
+    assert numbers["lost"] == pytest.approx(1.0 - constant.last("weight_rms") / constant.highest("weight_rms"))
+
+
+def test_a_norm_that_falls_from_a_large_start_is_no_collapse(tmp_path):
+    """The fall is the initial norm being forgotten, at a constant learning rate or until too late to tell."""
+    for name, settings in {"steady": {"final": 1.0}, "slow": {"lam": 0.03}}.items():
+        history = make_history(tmp_path / name, **CONSTANT | {"start": 2.0} | settings)
+        assert history.last("weight_rms") < 0.5 * history.highest("weight_rms")
+        assert CHECKS["collapsing"](history) is None
+    large = CHECKS["collapsing"](make_history(tmp_path / "large", **CONSTANT | {"start": 0.5}))
+    assert large.numbers["peak_norm"] < 0.5, "the loss counts from where the start is forgotten"
+
+
+def test_decay_that_is_off_is_a_note(tmp_path):
+    for name, settings in {"zero": {"lam": 0.0}, "none": {"rule": "none"}}.items():
+        finding = CHECKS["decay-idle"](make_history(tmp_path / name, steps=400, **settings))
+        assert finding.severity is Severity.NOTE
+
+
+def test_the_total_decay_of_a_run(tmp_path):
+    for every in (1, 10):
+        history = make_history(tmp_path / str(every), rule="constant", lam=0.008, steps=991, every=every)
+        total = 0.008 * sum(row["lr"] for row in simulate(rule="constant", lam=0.008, steps=991))
+        assert CHECKS["decay-idle"](history).numbers["total_decay"] == pytest.approx(total, rel=1e-3)
+
+
+def test_a_run_in_progress_is_not_told_to_decay_more(tmp_path):
+    """A tenth of a run has a tenth of its decay."""
+    folder = make_run(tmp_path / "run", **SCALED | {"lam": 0.04, "complete": False})
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[: len(lines) // 10]) + '{"kind": "tr', encoding="utf-8")
+    findings = {finding.rule: finding for finding in diagnose(load_run(folder)).findings}
+    assert "decay-idle" not in findings
+    assert findings["unfinished"].numbers["planned"] == 4000
+
+
+def test_a_peak_between_two_samples_was_reached(tmp_path):
+    path, model = tmp_path / "telemetry.jsonl", nn.Linear(8, 8, bias=False)
+    for peak_lr, fires in ((None, False), (0.04, True)):
+        optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.5, peak_lr=peak_lr)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
+        with JsonlSink(path) as sink, Telemetry(optimizer, every=30, start_step=1, sink=sink):
+            for _ in range(100):
+                model.weight.grad = torch.ones_like(model.weight)
+                optimizer.step()
+                schedule.step()
+        history = History(load_run(path))
+        assert history.highest("lr") < 0.95 * 0.02
+        assert (CHECKS["peak-not-reached"](history) is not None) == fires
+
+
+def test_a_peak_ahead_or_divided_on_purpose_is_no_mistake(tmp_path):
+    base = make_history(tmp_path / "base", **SCALED | {"peak": 0.08, "optimizer": {"peak": "base"}})
+    early = make_history(tmp_path / "early", steps=100, warmup=200, every=5, complete=False)
+    assert CHECKS["peak-not-reached"](base) is CHECKS["peak-not-reached"](early) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_is_no_divergence(tmp_path, seed):
+    generator = np.random.default_rng(seed)
+    curve = [3.0 - 0.1 * n / 4000 + 0.2 * float(generator.standard_normal()) for n in range(4000)]
+    assert CHECKS["diverging"](make_history(tmp_path / "run", losses=curve)) is None
+    rising = [loss + max(0.0, (n - 3000) / 1000) for n, loss in enumerate(curve)]
+    assert CHECKS["diverging"](make_history(tmp_path / "rising", losses=rising)) is not None
+
+
+def test_a_loss_that_is_not_a_number_comes_first(tmp_path):
+    curve = [*losses(4000)[:3900], *[None] * 100]
+    findings = examine(make_history(tmp_path / "run", **CONSTANT | {"losses": curve}))
+    assert (findings[0].rule, findings[0].severity) == ("diverging", Severity.PROBLEM)
+    assert findings[0].numbers["since"] == 3901
+    assert "collapsing" in {finding.rule for finding in findings[1:]}
+
+
+def test_skipped_steps_are_counted_over_a_resume(tmp_path):
+    """Telemetry of a resumed run counts from zero: 3 before, 2 after."""
+    folder = make_run(tmp_path / "run", steps=400, every=20, skipped=3)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in (line for line in lines if line["kind"] == "telemetry" and line["step"] > 200):
+        line["skipped"] = 0 if line["step"] < 300 else 2
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert CHECKS["skipped"](History(load_run(folder))).numbers["skipped"] == 5
+
+
+@pytest.mark.parametrize(
+    ("rule", "note", "warning"),
+    [
+        ("skipped", {"skipped": 1}, {"skipped": 40}),
+        ("fast-decay", {"lam": 0.7}, {"lam": 1.5}),
+        ("clipping", {"optimizer": {"clip": 1.0}}, {"optimizer": {"clip": 1.0, "algorithm": "adamw"}}),
+    ],
+)
+def test_a_finding_has_two_degrees(tmp_path, rule, note, warning):
+    settings = {"steps": 400, "every": 20, "grad_norm": 3.0}
+    found = [CHECKS[rule](make_history(tmp_path / str(n), **settings | more)) for n, more in enumerate((note, warning))]
+    assert [finding.severity for finding in found] == [Severity.NOTE, Severity.WARNING]
+
+
+def test_clipping_in_a_users_own_loop_is_what_telemetry_counted(tmp_path):
+    always, often = (
+        make_history(tmp_path / str(share), **LONG, grad_norm=None, clipped=share) for share in (0.95, 0.5)
+    )
+    assert CHECKS["clipping"](always).numbers["share"] == pytest.approx(0.95)
+    assert CHECKS["clipping"](often) is None
+
+
+def test_a_finding_names_the_roles_it_holds_for(tmp_path):
+    def change(role, record):
+        return record | {"defect": 0.4} if role == "experts" else record
+
+    findings = {
+        finding.rule: finding for finding in diagnose(load_run(make_run(tmp_path / "run", **CONSTANT))).findings
+    }
+    assert findings["collapsing"].also == ("role:experts", "role:hidden"), "once for the whole"
+    findings = diagnose(load_run(make_run(tmp_path / "one", **SCALED | {"change": change}))).findings
+    assert [(finding.rule, finding.scope) for finding in findings] == [("defect", "role:experts")]
+
+
+def test_missing_columns_silence_rules_and_break_none(tmp_path):
+    kept = ("weight_rms", "lr", "numel")
+    run = load_run(make_run(tmp_path / "run", **SCALED | {"change": lambda _, r: {key: r[key] for key in kept}}))
+    assert [finding.rule for finding in diagnose(run).findings] == ["too-few-samples"]
+    assert math.isnan(History(run).held_norm())
+    assert examine(History(run, "nowhere"))[0].rule == "too-few-samples"
+
+
+def test_cautious_decay_loses_nothing(tmp_path):
+    """It moves weights by more than decay and update intend."""
+    model, path = nn.Linear(8, 8, bias=False), tmp_path / "telemetry.jsonl"
+    optimizer = MuonSW.for_model(model, lr=0.01, weight_decay=5.0, cautious=True)
+    with JsonlSink(path) as sink, Telemetry(optimizer, every=1, sink=sink):
+        for _ in range(60):
+            model(torch.randn(16, 8)).sub(1.0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finding = CHECKS["rounding"](History(load_run(path)))
+    assert finding.numbers["arrived"] > 1.05
+    assert finding.severity is Severity.NOTE
+
+
+STEPS, BETA = 240, 0.8
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A small normalized network on noisy targets under both rules; the run folders, and the live hints."""
+    folder, hints = tmp_path_factory.mktemp("trained"), {}
+    for decay in ("constant", "scaled"):
+        torch.manual_seed(0)
+        layers = [module for _ in range(2) for module in (nn.Linear(16, 16, bias=False), nn.RMSNorm(16))]
+        model = nn.Sequential(*layers)
+        for norm in (model[1], model[3]):
+            norm.weight.requires_grad_(False)
+        optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=2.0, decay=decay, momentum=BETA)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda t: 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * t / STEPS))
+        )
+        records, findings = [], Findings()
+        with Telemetry(optimizer, every=1, model=model, sink=[records.append, findings]):
+            for _ in range(STEPS):
+                inputs = torch.randn(16, 16)
+                (model(inputs) - inputs.flip(1) - torch.randn(16, 16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        settings = {"algorithm": "muon", "decay": decay, "weight_decay": 2.0, "lr": 0.02, "momentum": BETA}
+        (folder / decay).mkdir()
+        files = {"config.json": json.dumps({"steps": STEPS, "optimizer": settings}), "result.json": "{}"}
+        files["metrics.jsonl"] = "".join(json.dumps({"kind": "telemetry", **record}) + "\n" for record in records)
+        for name, text in files.items():
+            (folder / decay / name).write_text(text, encoding="utf-8")
+        hints[decay] = findings.history
+    return folder, hints
+
+
+@pytest.mark.parametrize("decay", ["constant", "scaled"])
+def test_the_recursion_explains_every_step_of_a_real_run(trained, decay):
+    history = History(load_run(trained[0] / decay))
+    assert len(history.norm) == STEPS
+    # An identity up to the rounding of float32 weights, 6e-8 of them in each step at most.
+    assert history.tracking.predicted.tolist() == pytest.approx(history.norm.r.tolist(), rel=STEPS * 6e-8)
+    assert history.momentum == BETA
+
+
+def test_a_real_collapse_is_found_live_and_afterwards(trained):
+    folder, hints = trained
+    found = {decay: diagnose(load_run(folder / decay)) for decay in hints}
+    rules = {decay: {finding.rule for finding in one.findings} for decay, one in found.items()}
+    assert "collapsing" in rules["constant"] - rules["scaled"]
+    assert {"unexplained-norm", "diverging", "rounding"}.isdisjoint(rules["constant"] | rules["scaled"])
+    assert any("Constant decay collapses" in text for _, text in hints["constant"])
+    assert not any("collapses" in text for _, text in hints["scaled"])
+    # What the constant run alone says about scaled decay, against the run that used it.
+    collapse = next(finding for finding in found["constant"].findings if finding.rule == "collapsing")
+    assert collapse.numbers["held_norm"] == pytest.approx(found["scaled"].history.last("weight_rms"), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rules"),
+    [
+        (CONSTANT, {"collapsing"}),
+        (SCALED, set()),
+        (SCALED | {"skipped": 90, "clipped": 1.0, "grad_norm": None}, {"skipped", "clipping"}),
+        (CONSTANT | {"change": times("applied_rms", 0.5)}, {"collapsing", "rounding"}),
+        (SCALED | {"change": times("weight_rms", 0.01)}, {"large-updates"}),
+    ],
+)
+def test_live_hints_are_the_warnings_of_the_diagnosis(tmp_path, settings, rules):
+    """On the same records, at any time."""
+    folder = make_run(tmp_path / "run", **settings | {"every": 100})
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = [line for line in lines if '"telemetry"' in line]
+    path, live = tmp_path / "telemetry.jsonl", {rule.name for rule in RULES if rule.live}
+    for number in (6, 20, len(lines)):
+        path.write_text("".join(lines[:number]), encoding="utf-8")
+        found = [finding for finding in diagnose(load_run(path)).findings if finding.rule in live]
+        warnings = [finding for finding in found if finding.severity in (Severity.PROBLEM, Severity.WARNING)]
+        findings = Findings()
+        for line in lines[: number - 1]:
+            findings(json.loads(line))
+        findings._reported_at.clear()
+        assert findings(json.loads(lines[number - 1])) == [finding.text for finding in warnings]
+    assert rules <= {finding.rule for finding in warnings}
+
+
+def test_a_hint_is_repeated_rarely_and_memory_is_bounded():
+    record = {"weight_rms": 1.0, "lr": 1.0, "update_rms": 0.2, "decay": 0.0, "alignment_update": 0.0, "defect": 0.9}
+    findings = Findings()
+    for step in range(1, 401):
+        findings({"step": step, "all": record, "roles": {"hidden": record}, "skipped": 0})
+    assert [step for step, _ in findings.history] == [5, 5 * AGAIN]
+    for step in range(401, 1201):
+        findings({"step": step, "all": record, "roles": {}, "skipped": 0})
+    assert len(findings._records) <= MOST_SAMPLES
+
+
+@pytest.mark.filterwarnings("ignore:rounding='nearest' loses")
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_only_rounding_to_nearest_loses_what_does_not_arrive(tmp_path, rounding):
+    """Few elements of a gain near 1 change at a time, and over many steps they move as far as intended."""
+    model, findings, path = nn.RMSNorm(8).bfloat16(), Findings(), tmp_path / "telemetry.jsonl"
+    optimizer = AdamWSW.for_model(model, lr=1e-5, weight_decay=0.0, rounding=rounding)
+    with JsonlSink(path) as sink, Telemetry(optimizer, every=1, sink=[findings, sink]):
+        for _ in range(20):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+    assert any("is lost in rounding" in text for _, text in findings.history) == (rounding == "nearest")
+    assert Diagnose(runs=(path,)).run() == 0
+    data = json.loads((tmp_path / "telemetry-diagnose" / "diagnose.json").read_text(encoding="utf-8"))
+    rules = {finding["rule"] for finding in data["runs"][0]["findings"]}
+    assert ("rounding" in rules) == (rounding == "nearest")
+
+
+def test_there_are_no_hints_for_a_healthy_real_run():
+    model = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32), nn.Linear(32, 32))
+    optimizer = MuonSW.for_model(model, lr=0.002, weight_decay=0.1)
+    scheduler = lr_scheduler(optimizer, warmup_cosine, total_steps=60, warmup_steps=6)
+    findings = Findings()
+    with Telemetry(optimizer, every=2, sink=findings):
+        for _ in range(60):
+            model(torch.randn(8, 32)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert findings.history == []
+
+
+def test_the_papers_late_fits_are_recovered(tmp_path):
+    def change(_role, record):
+        return record | {"alignment_update": -7.4e-3 - 40.5 * record["lr"]}
+
+    fits = late_fits(make_history(tmp_path / "run", lr=4.8e-3, steps=1000, every=5, change=change))
+    assert (fits.offset, fits.slope) == pytest.approx((7.4e-3, 40.5), rel=1e-9)
+    assert fits.first_step == pytest.approx(1000 * (1 - 50 / 376), abs=5)
+    through_origin = make_history(tmp_path / "origin", steps=1000, every=5, change=_proportional)
+    assert late_fits(through_origin).k == pytest.approx(20.8, rel=1e-9)
+    assert late_fits(make_history(tmp_path / "flat", final=1.0, steps=500, every=5)) is None
+    assert late_fits(make_history(tmp_path / "few", steps=200, every=50)) is None
+
+
+def _proportional(_role, record):
+    return record | {"alignment_update": -20.8 * record["lr"]}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Both rules diagnosed together."""
+    folder = tmp_path_factory.mktemp("diagnose")
+    runs = tuple(make_run(folder / rule, rule=rule, lam=2.0, steps=1000, every=10) for rule in ("constant", "scaled"))
+    assert Diagnose(runs=runs, out=folder / "out").run() == 0
+    return folder
+
+
+def test_the_command_writes_numbers_and_one_figure(written):
+    assert sorted(path.name for path in (written / "out").iterdir()) == [
+        "diagnose.json",
+        "diagnose.png",
+        "diagnose.svg",
+    ]
+    assert (written / "out" / "diagnose.png").read_bytes().startswith(b"\x89PNG")
+    data = json.loads((written / "out" / "diagnose.json").read_text(encoding="utf-8"))
+    assert [run["rule"] for run in data["runs"]] == ["constant", "scaled"]
+    for run in data["runs"]:
+        rows = simulate(rule=run["rule"], lam=2.0, steps=1000)
+        assert run["norms"]["decayed"]["norm"] == rows[990]["r"]
+        assert run["norms"]["decayed"]["relaxations"] == pytest.approx(
+            2.0 * sum(row["phi"] for row in rows[:991]), 1e-3
+        )
+        assert set(run["norms"]) == {"decayed", "role:experts", "role:hidden"}
+    before = (written / "out" / "diagnose.json").read_bytes()
+    assert Diagnose(runs=(written / "constant", written / "scaled"), out=written / "out").run() == 0
+    assert (written / "out" / "diagnose.json").read_bytes() == before, "it replaces an earlier diagnosis"
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_terminal_gets_findings_first_and_cuts_no_number(written, width):
+    diagnoses = [diagnose(load_run(written / rule)) for rule in ("constant", "scaled")]
+    buffer = io.StringIO()
+    print_diagnosis(Console(file=buffer, force_terminal=True, width=width, color_system=None), diagnoses)
+    text = buffer.getvalue()
+    assert text.startswith("constant (constant decay)\n warning  ")
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for diagnosis in diagnoses:
+        assert f" {diagnosis.history.last('weight_rms'):.3g} " in text
+
+
+def test_the_lines_of_a_users_own_loop_are_diagnosed(written, tmp_path):
+    """Without a run folder: the rule comes from the recorded decay, momentum is Muon's default."""
+    file = tmp_path / "telemetry.jsonl"
+    lines = (written / "constant" / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")
+    assert Diagnose(runs=(file,)).run() == 0
+    data = json.loads((tmp_path / "telemetry-diagnose" / "diagnose.json").read_text(encoding="utf-8"))
+    expected = as_data(diagnose(load_run(written / "constant")))
+    assert data["runs"][0]["findings"] == json.loads(json.dumps(expected["findings"]))
+
+
+def test_a_scope_can_be_chosen(tmp_path):
+    run = load_run(make_run(tmp_path / "run", layers=1, **FEW))
+    for scope in ("all", "role:experts", "layer:0"):
+        found = diagnose(run, scope=scope)
+        assert found.history.scope == scope
+        assert len(found.roles) == (2 if scope == "all" else 0)
+
+
+def refused(*runs: Path, **options) -> str:
+    with pytest.raises(UsageError) as error:
+        Diagnose(runs=runs, **options).run()
+    return str(error.value)
+
+
+def test_what_cannot_be_diagnosed_is_refused_before_anything_is_written(tmp_path):
+    run = make_run(tmp_path / "run", **FEW)
+    assert "missing run" in refused()
+    assert "does not exist" in refused(tmp_path / "nowhere")
+    assert "role:experts, role:hidden" in refused(run, scope="role:unknown")
+    assert "no telemetry;" in refused(make_run(tmp_path / "silent", telemetry=False, **FEW))
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert "cannot write" in refused(run, out=tmp_path / "file" / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "diagnose.svg").write_text("mine", encoding="utf-8")
+    assert "diagnose.svg was not written by muonsw" in refused(run, out=tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["diagnose.svg"]
+    assert not (run / "diagnose").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_values(alignment_update=None, defect=None),
+        with_values(weight_rms=0.0, alignment_update=None, relative_update=None),
+        lambda _role, record: {"weight_rms": record["weight_rms"]},
+        times("decay", -1.0),
+        times("weight_rms", 1e200),
+    ],
+    ids=["no alignment", "zero weights", "norms alone", "negative decay", "overflow"],
+)
+def test_odd_records_are_drawn_and_stop_nothing(tmp_path, change):
+    odd = make_run(tmp_path / "odd $走", change=change, evals=False, **FEW)
+    single = make_run(tmp_path / "single", **FEW | {"every": 1000})
+    assert Diagnose(runs=(odd, single), out=tmp_path / "out").run() == 0
+    assert (tmp_path / "out" / "diagnose.png").exists()

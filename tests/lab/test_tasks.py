@@ -1,0 +1,513 @@
+"""A user's own task: what is refused before anything is trained, and what a run of one promises."""
+
+import gc
+import json
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.processes import Audience, run_jobs
+from muonsw.lab.cli import main
+from muonsw.lab.tasks import (
+    BatchSource,
+    TaskConfig,
+    UserTask,
+    check_task,
+    fingerprint,
+    load_functions,
+    rows_between,
+    rows_of,
+    same,
+)
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import identity
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.presets import preset_run
+from muonsw.lab.train.state import Training, with_fingerprint
+from tests.lab.small_tasks import task_file, task_run
+from tests.lab.train.ranks import NEEDED, on_ranks, run, run_well
+
+# The same batches, in each of the ways in which a file may give them.
+LIST = "def batches(split, seed):\n    return [(x, x[:, :3].argmax(1)) for x in torch.randn(5, 12, 4)]\n"
+GENERATOR = """
+def batches(split, seed):
+    while True:
+        x = torch.randn(12, 4) * random.random() + np.random.normal()
+        yield x, x[:, :3].argmax(1)
+"""
+LOADER = """
+def batches(split, seed):
+    x = torch.arange(480.0).view(120, 4).sin()
+    data = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+    return torch.utils.data.DataLoader(data, batch_size=12, shuffle=True)
+"""
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(x, x[:3].argmax()) for x in torch.randn(60, 4)])
+
+def batches(split, seed):
+    return torch.utils.data.DataLoader(Stream(), batch_size=12)
+"""
+WORKERS = """
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, place):
+        return torch.randn(4) + place
+
+def batches(split, seed):
+    def collate(rows):
+        x = torch.stack(rows)
+        return x, x[:, :3].argmax(1)
+
+    return torch.utils.data.DataLoader(Rows(), batch_size=12, shuffle=True, num_workers=1, collate_fn=collate)
+"""
+DICTS = """
+def batches(split, seed):
+    return lambda i: {"x": torch.randn(12, 4), "scale": torch.tensor(2.0), "name": "a"}
+"""
+MIXED = """
+def loss(model, batch):
+    share = np.random.beta(1.0, 1.0) + random.random()
+    return nn.functional.cross_entropy(model(share * batch[0]), batch[1])
+"""
+SHARED = """
+def model(seed):
+    made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    made[1].weight.data = made[0].weight.data
+    made.register_buffer("rows", made[0].weight.data[:2])
+    return made
+"""
+NAN_HELD_OUT = """
+def batches(split, seed):
+    part = 1.0 if split == "train" else float("nan")
+    return lambda i: (part * torch.randn(12, 4), torch.zeros(12).long())
+"""
+UNSEEDED = (
+    "def batches(split, seed):\n    return lambda i: torch.from_numpy(np.random.default_rng().normal(size=(4, 4)))\n"
+)
+
+
+class StoppedError(Exception):
+    pass
+
+
+def losses(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in record.items() if key != "samples_per_second"} for record in records]
+
+
+def weights(folder, step=12):
+    return load_file(folder / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def stop_at(step):
+    def record(record):
+        if record["kind"] == "train" and record["step"] == step:
+            raise StoppedError
+
+    return Watch(record=record)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {"batches": LIST}, {"batches": GENERATOR}, {"batches": LOADER}, {"batches": STREAM}, {"loss": MIXED},
+     {"model": SHARED}],
+    ids=["function", "list", "generator", "loader", "stream", "drawing-loss", "shared-memory"],
+)  # fmt: skip
+def test_a_run_that_was_stopped_goes_on_with_equal_bits(parts, tmp_path):
+    path = task_file(tmp_path, **parts)
+    config = task_run(path)
+    train(config, tmp_path / "whole")
+    with pytest.raises(StoppedError):
+        train(config, tmp_path / "run", stop_at(7))
+    torch.manual_seed(99)
+    np.random.seed(99)
+    random.seed(99)
+    train(config, tmp_path / "run")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "run")
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "run")[name]), name
+
+
+def train_in(job, _tell):
+    train(*job)
+
+
+def test_a_loader_with_workers_serves_a_run_in_a_process_of_a_pool(tmp_path):
+    config = task_run(task_file(tmp_path, batches=WORKERS), steps=4)
+    run_jobs(train_in, [(name, (config, tmp_path / name)) for name in "ab"], Audience(), workers=2)
+    train(config, tmp_path / "here")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "here")
+
+
+def test_what_batches_are_drawn_from_ends_with_its_source_and_waits_for_no_collector(tmp_path):
+    ends = "def batches(split, seed):\n    try:\n        yield from [1, 2]\n    finally:\n        ENDED.append(seed)\n"
+    functions = load_functions(TaskConfig(str(task_file(tmp_path, batches=ends, more="ENDED = []\n"))))
+    gc.disable()
+    try:
+        BatchSource(functions, "train", 0).batch(1)
+        assert functions.module.ENDED
+    finally:
+        gc.enable()
+
+
+def test_metrics_are_means_over_the_rows_of_all_validation_batches(tmp_path):
+    uneven = "def batches(split, seed):\n    return [(torch.ones(n, 4), torch.full((n,), n % 3)) for n in (12, 6, 2)]\n"
+    metrics = "def metrics(model, batch):\n    return {'label': batch[1].double().mean(), 'training': model.training}\n"
+    config = task_run(task_file(tmp_path, batches=uneven, metrics=metrics), steps=1)
+    train(config, tmp_path / "run")
+    found = [record for record in losses(tmp_path / "run") if record["kind"] == "eval"]
+    assert [record["label"] for record in found] == [pytest.approx(2 * 2 / 20)] * 2
+    assert [record["training"] for record in found] == [0.0, 0.0]
+
+
+def test_metrics_are_told_apart_by_name_and_the_same_for_all_batches(tmp_path):
+    body = "    pairs = [('one', 1.0), ('two', 2.0), ('three', 3.0)]\n    swap = batch[0][0, 0] > 0\n"
+    task = "\ndef metrics(model, batch):\n" + body
+    path = task_file(tmp_path, metrics=task + "    return dict(reversed(pairs) if swap else pairs)\n")
+    training = Training(with_fingerprint(task_run(path)))
+    training.evaluate()
+    assert training.metrics == {"one": 1.0, "two": 2.0, "three": 3.0}
+    path = task_file(tmp_path, metrics=task + "    return dict(pairs[:2] if swap else pairs)\n")
+    with pytest.raises(UsageError, match="of one validation batch and"):
+        Training(with_fingerprint(task_run(path))).evaluate()
+
+
+def test_an_update_in_micro_batches_is_that_of_the_whole_batch(tmp_path):
+    path = task_file(
+        tmp_path,
+        model="def model(seed):\n    return nn.Linear(4, 3).double()\n",
+        metrics="",
+        batches="""
+def batches(split, seed):
+    return lambda i: (torch.randn(12, 4).double(), torch.arange(12) % 3)
+""",
+    )
+
+    def gradient(accumulation):
+        training = Training(with_fingerprint(task_run(path, accumulation=accumulation)))
+        training.forward_backward(next(training.batches()))
+        return training.model.weight.grad
+
+    torch.testing.assert_close(gradient(3), gradient(1), rtol=1e-12, atol=1e-14)
+    assert (
+        rows_of(
+            next(UserTask(TaskConfig(str(path)), batch=12, seed=0).micro_batches(0, ranks=2, rank=1, accumulation=2))
+        )
+        == 3
+    )
+    with pytest.raises(UsageError, match="batch 0 has 12 rows, not a multiple of 5 ranks x 1 micro-batches"):
+        UserTask(TaskConfig(str(path)), batch=12, seed=0).micro_batches(0, ranks=5, rank=0, accumulation=1)
+
+
+def test_rows_of_dicts_are_cut_and_what_belongs_to_all_stays(tmp_path):
+    source = BatchSource(load_functions(TaskConfig(str(task_file(tmp_path, batches=DICTS)))), "train", 0)
+    part = rows_between(source.batch(0), 3, 5)
+    assert torch.equal(part["x"], source.batch(0)["x"][3:5])
+    assert (part["scale"], part["name"]) == (torch.tensor(2.0), "a")
+
+
+def test_drawing_batches_leaves_the_generators_alone(tmp_path):
+    source = BatchSource(load_functions(TaskConfig(str(task_file(tmp_path)))), "train", 0)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    source.batch(5)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_seeds_differ_and_validation_is_the_same_for_all(tmp_path):
+    one, other = (UserTask(TaskConfig(str(task_file(tmp_path))), batch=12, seed=seed) for seed in (0, 1))
+    first, second = (next(task.micro_batches(0, ranks=1, rank=0, accumulation=1)) for task in (one, other))
+    assert not same(first, second)
+    held_out = [[batch for batch, _ in task.validation(ranks=1, rank=0)] for task in (one, other)]
+    assert same(*held_out)
+    assert not same(one.model(0).state_dict(), other.model(1).state_dict())
+
+
+def test_ranks_validate_every_batch_once_in_as_many_passes(tmp_path):
+    task = UserTask(TaskConfig(str(task_file(tmp_path, batches=LIST))), batch=12, seed=0)
+    shares = [[rows for _, rows in task.validation(ranks=3, rank=rank)] for rank in range(3)]
+    assert shares == [[12, 12], [12, 12], [12, 0]]
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
+    tied = """
+def model(seed):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+"""
+    config = task_run(task_file(tmp_path, model=tied), steps=4)
+    train(config, tmp_path / "run")
+    assert "1.weight" not in weights(tmp_path / "run", 4)
+    resumed = Training(with_fingerprint(config))
+    from muonsw.lab.train.checkpoint import load
+
+    resumed.load(load(tmp_path / "run" / "checkpoints" / "step-00000004"))
+    assert resumed.model[1].weight is resumed.model[0].weight
+    assert torch.equal(resumed.model[0].weight, weights(tmp_path / "run", 4)["0.weight"])
+
+
+def test_a_file_that_changed_does_not_go_on_with_another_run(tmp_path):
+    config = task_run(task_file(tmp_path), steps=2)
+    train(config, tmp_path / "run")
+    task_file(tmp_path, more="# changed\n")
+    with pytest.raises(UsageError, match=r"other settings; .*\n  task\.fingerprint:"):
+        train(config, tmp_path / "run")
+    saved = RunConfig.from_data(json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8")))
+    with pytest.raises(UsageError, match=r"small_task\.py has changed since this run was started"):
+        train(saved, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("helper", "imported"),
+    [
+        ("helper.py", "import helper"),
+        ("helper.py", "def later():\n    from helper import scale"),
+        ("other/helper.py", "import other.helper as chosen"),
+        ("other/parts/helper.py", "from other.parts import helper"),
+        ("other/helper.py", "from other import first"),  # which imports it with `from .helper import scale`
+    ],
+)
+def test_a_module_that_the_task_imports_counts_as_part_of_it(helper, imported, tmp_path):
+    for name, text in (("other/first.py", "from .helper import scale"), (helper, "scale = 1.0\n")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    path = str(task_file(tmp_path, more=f"import os, torch.nn\n{imported}\n"))
+    before = fingerprint(path)
+    (tmp_path / "unused.py").write_text("scale = 1.0\n", encoding="utf-8")
+    assert fingerprint(path) == before
+    (tmp_path / helper).write_text("scale = 2.0\n", encoding="utf-8")
+    assert fingerprint(path) != before
+    (tmp_path / helper).write_text("scale = \n", encoding="utf-8")  # whoever imports it will say so
+    assert fingerprint(path) != before
+
+
+def test_code_that_changed_is_refused_before_any_of_it_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper_of_small_task.py").write_text("", encoding="utf-8")
+    path = task_file(tmp_path, more="import helper_of_small_task\n")
+    commands = (
+        ["train", "--task", str(path), "--steps", "2"],
+        ["train", "--config", "out/train/small_task/config.json", "--out", "out/train/small_task"],
+        ["compare", "--task", str(path), "--steps", "2", "--seeds", "1", "--workers", "1"],
+    )
+    assert [main(words) for words in commands] == [0, 0, 0]
+    (tmp_path / "helper_of_small_task.py").write_text("print('executed')", encoding="utf-8")
+    task_file(tmp_path, more="import helper_of_small_task\nprint('executed')\n")
+    capsys.readouterr()
+    for words in commands:
+        assert main(words) == 2
+        printed = capsys.readouterr()
+        assert "executed" not in printed.out
+        assert "small_task.py has changed since this run was started" in printed.err
+
+
+def test_the_decoder_has_the_settings_and_the_names_that_it_had():
+    found = {name: identity(preset_run(name, "x")) for name in ("demo", "mini", "w256-dense")}
+    assert found == {"demo": "0cc7862385", "mini": "5f79006e6e", "w256-dense": "dfb50bbdcf"}
+    with pytest.raises(ValueError, match="setting model is missing"):
+        RunConfig()
+    with pytest.raises(ValueError, match="a task has no model"):
+        RunConfig(preset_run("demo", "x").model, task=TaskConfig("x.py"))
+
+
+def with_state(buffer):
+    return f"def model(seed):\n    m = nn.Linear(4, 3)\n    m.register_buffer('more', {buffer})\n    return m\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": ""}, "small_task.py has no model(seed); `muonsw task new FILE` writes"),
+        ({"loss": "loss = 3\n"}, "small_task.py has no loss(model, batch)"),
+        ({"loss": "def loss(model):\n    return 0\n"}, "raised TypeError: loss() takes 1 positional"),
+        ({"model": "def model(seed):\n    return 3\n"}, "model(seed) returned int 3; expected an nn.Module"),
+        ({"model": "def model(seed):\n    return nn.ReLU()\n"}, "returned a ReLU without a parameter to train"),
+        ({"model": "def model(seed):\n    return 1 / 0\n"}, "raised ZeroDivisionError: division by zero (line 6)"),
+        ({"model": with_state("torch.eye(4).to_sparse()")}, "more of its state_dict is 4x4 float32; expected a dense"),
+        ({"model": with_state("torch.ones(2, dtype=torch.complex128)")}, "more of its state_dict is 2 complex128; "),
+        ({"model": "class M(nn.Linear):\n    get_extra_state = dict\ndef model(seed):\n    return M(4, 3)\n"},
+         "_extra_state of its state_dict is dict {}; expected"),
+        ({"batches": "def batches(split, seed):\n    return 3\n"}, "batches('train', 0) returned int 3; expected a "),
+        ({"batches": "def batches(split, seed):\n    return []\n"}, "returned list [], without a batch"),
+        ({"batches": "def batches(split, seed):\n    return torch.utils.data.TensorDataset(torch.ones(3, 4))\n"},
+         "a Dataset needs a DataLoader around it"),
+        ({"batches": "def batches(split, seed):\n    return ['a']\n"}, "is str 'a'; expected tensors"),
+        ({"batches": "def batches(split, seed):\n    yield torch.ones(3, 4), torch.ones(3).long()\n"}, "ended after 1"),
+        ({"loss": "def loss(model, batch):\n    return 0.5\n"}, "loss(model, batch) returned float 0.5 for the first"),
+        ({"loss": "def loss(model, batch):\n    return model(batch[0])\n"}, "a tensor of shape (12, 3) for the first"),
+        ({"loss": "def loss(model, batch):\n    return torch.tensor(1.0)\n"}, "returned Tensor tensor(1.) for"),
+        ({"loss": "def loss(model, batch):\n    return model(batch[0]).sum() / 0\n"}, "expected a finite scalar"),
+        ({"metrics": "def metrics(model, batch):\n    return 1\n"}, "metrics(model, batch) returned int 1; expected"),
+        ({"metrics": "def metrics(model, batch):\n    return {'loss': 1}\n"}, "with other names than kind, step, loss"),
+        ({"metrics": "def metrics(model, batch):\n    return {'a': [1]}\n"}, "{'a': [1]}; expected a dict of numbers"),
+        ({"batches": NAN_HELD_OUT}, "for the first batch of 'validation'; expected a finite scalar"),
+        ({"model": "def model(seed):\n    raise SystemExit(0)\n"}, "model(seed) raised SystemExit: 0 (line 6)"),
+        ({"more": "raise SystemExit('usage')\n"}, "cannot be imported, line 5: SystemExit: usage"),
+        ({"more": "import no_such_package\n"}, "cannot be imported, line 5: ModuleNotFoundError"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused_by_name(changes, message, tmp_path):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_task(TaskConfig(str(task_file(tmp_path, **changes))))
+
+
+@pytest.mark.parametrize(
+    ("function", "body"),
+    [
+        ("loss", "    return nn.functional.cross_entropy(model(batch[0]), batch[1])"),
+        ("metrics", "    return {'rows': len(batch[0])}"),
+    ],
+)
+def test_an_error_of_the_file_while_it_trains_names_function_and_line(function, body, tmp_path):
+    fails = f"def {function}(model, batch):\n    later()\n{body}\n"
+    later = "calls = []\ndef later():\n    calls.append(1)\n    if len(calls) > 2:\n        raise OSError('gone')\n"
+    path = task_file(tmp_path, **{function: fails}, more=later)
+    with pytest.raises(UsageError, match=re.escape(f"{function}(model, batch) raised OSError: gone (li")):
+        train(task_run(path), tmp_path / "run")
+
+
+def test_an_error_of_other_code_is_not_blamed_on_the_file(tmp_path):
+    functions = load_functions(TaskConfig(str(task_file(tmp_path))))
+    with pytest.raises(KeyError, match="ours"), functions.blamed():
+        raise KeyError("ours")
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({}, None),
+        ({"batches": GENERATOR}, None),
+        ({"batches": LOADER}, None),
+        ({"model": "def model(seed):\n    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))\n"}, None),
+        ({"batches": UNSEEDED, "model": "def model(seed):\n    return nn.Linear(4, 3).double()\n",
+          "loss": "def loss(model, batch):\n    return model(batch).sum()\n", "metrics": ""}, "not a function of"),
+        ({"batches": "def batches(split, seed):\n    x = torch.ones(3, 4)\n    return lambda i: (x, x[:, 0].long())\n"},
+         "'train' and 'validation' are equal"),
+        ({"batches": LIST.replace("5, 12", "1, 12")}, "batches 0 and 1 of 'train' are equal"),
+        ({"model": "def model(seed):\n    m = nn.Linear(4, 3)\n    m.extra = nn.Linear(1, 1)\n    return m\n"},
+         "does not depend on 2 parameters (extra.weight, extra.bias)"),
+    ],
+)  # fmt: skip
+def test_what_is_odd_about_a_file_is_noted(changes, note, tmp_path):
+    notes = check_task(TaskConfig(str(task_file(tmp_path, **changes)))).notes
+    assert notes == () if note is None else any(note in one for one in notes)
+
+
+def test_a_file_is_checked_with_the_same_loss_each_time_whatever_draws(tmp_path):
+    noisy = "    return nn.functional.cross_entropy(model(batch[0]), batch[1]) + random.random() + np.random.rand()\n"
+    drawn = "def metrics(model, batch):\n    return {'drawn': torch.rand(()) + random.random() + np.random.rand()}\n"
+    task = TaskConfig(str(task_file(tmp_path, loss=f"def loss(model, batch):\n{noisy}", metrics=drawn)))
+    one, again, other = check_task(task), check_task(task), check_task(task, seed=1)
+    assert (one.loss, one.metrics) == (again.loss, again.metrics)
+    assert one.loss != other.loss
+
+
+def test_weights_that_no_seed_decides_are_noted(tmp_path):
+    unseeded = "def model(seed):\n    m = nn.Linear(4, 3)\n    nn.init.constant_(m.bias, np.random.default_rng().random())\n    return m\n"  # noqa: E501
+    (note,) = check_task(TaskConfig(str(task_file(tmp_path, model=unseeded)))).notes
+    assert note.startswith("model(seed) gives other weights each time")
+
+
+KEYWORDS = """
+def model(seed, width: int = 8, rate=0.5, sizes=(1, 2), name=None, odd: "NoSuch" = 1):
+    return nn.Linear(4, width)
+"""
+
+
+@pytest.mark.parametrize(("given", "width"), [((), 8), (("width=5", "rate=1e-3", "name=x", "odd=2"), 5)])
+def test_options_come_from_keywords(given, width, tmp_path):
+    functions = load_functions(TaskConfig(str(task_file(tmp_path, model=KEYWORDS)), given))
+    assert functions("model", 0).out_features == width
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("widht=5", "unknown option 'widht' (did you mean 'width'?); known: width, rate, sizes, name"),
+        ("width=wide", "--task.width must be of type int, not 'wide'"),
+        ("rate=x", "--task.rate must be of type float, not 'x'"),
+        ("sizes=3", "--task.sizes has a default of type tuple; options are bool"),
+    ],
+)
+def test_a_wrong_option_is_refused(given, message, tmp_path):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_functions(TaskConfig(str(task_file(tmp_path, model=KEYWORDS)), (given,)))
+
+
+def test_a_task_without_options_says_how_it_would_have_one(tmp_path):
+    with pytest.raises(UsageError, match=r"unknown option 'depth'; known: none at all; .* takes --task\.depth 8"):
+        load_functions(TaskConfig(str(task_file(tmp_path)), ("depth=8",)))
+
+
+NO_DROPOUT = """
+def model(seed):
+    norm = nn.BatchNorm1d(8) if BATCH_NORM else nn.LayerNorm(8)
+    return nn.Sequential(nn.Linear(4, 8), norm, nn.ModuleList([nn.Linear(8, 8)])[0], nn.GELU(), nn.Linear(8, 3))
+"""
+
+
+def norm_task(folder, *, batch_norm):
+    return task_file(folder, model=NO_DROPOUT, more=f"BATCH_NORM = {batch_norm}\n")
+
+
+def scalars(folder):
+    records = (record for record in losses(folder) if record["kind"] != "telemetry")
+    return [{key: value for key, value in record.items() if key != "kind"} for record in records]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+class TestRanks:
+    pytestmark = NEEDED
+
+    def test_two_ranks_train_the_same_model_as_one(self, strategy, tmp_path):
+        config = task_run(norm_task(tmp_path, batch_norm=False), steps=4)
+        train(config, tmp_path / "one")
+        run_well(2, on_ranks(config, strategy=strategy), tmp_path / "two")
+        for ours, theirs in zip(scalars(tmp_path / "two"), scalars(tmp_path / "one"), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+
+    def test_buffers_of_ranks_are_kept_equal_or_refused(self, strategy, tmp_path):
+        config = on_ranks(
+            task_run(norm_task(tmp_path, batch_norm=True), steps=4, checkpoint_every=2), strategy=strategy
+        )
+        if strategy == "fsdp":
+            ended = run(2, config, tmp_path / "run")
+            assert {one.code for one in ended} == {2}
+            assert "model.1.running_mean is a buffer of each rank" in ended[0].text
+            return
+        run_well(2, config, tmp_path / "run")
+        whole = losses(tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+        run_well(2, config, tmp_path / "run")
+        assert losses(tmp_path / "run") == whole
+
+
+PATTERNS = "def patterns(model, weight_decay, flat=False):\n    return {}\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "decayed"), [("{}", 1), ("{'0.weight': {'algorithm': 'adamw', 'weight_decay': weight_decay / 2}}", 2)]
+)
+def test_a_file_may_say_how_its_parameters_are_routed(found, decayed, tmp_path):
+    path = task_file(tmp_path, more=PATTERNS.replace("{}", found))
+    training = Training(with_fingerprint(task_run(path, optimizer={"weight_decay": 0.2})))
+    groups = {group["weight_decay"]: group["algorithm"] for group in training.optimizer.param_groups}
+    assert groups == ({0.2: "muon", 0.0: "adamw"} if decayed == 1 else {0.2: "muon", 0.1: "adamw", 0.0: "adamw"})
+
+
+def test_a_routing_that_is_no_dict_is_refused(tmp_path):
+    path = task_file(tmp_path, more=PATTERNS.replace("{}", "3"))
+    with pytest.raises(UsageError, match=r"patterns\(model, weight_decay\) returned int 3; expected a dict of dicts"):
+        Training(with_fingerprint(task_run(path)))

@@ -1,0 +1,117 @@
+"""Checkpoints of a run: which are kept, which are put aside, and what older versions wrote."""
+
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from muonsw.lab.base.errors import UsageError
+from muonsw.lab.train import checkpoint
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.state import Training, with_fingerprint
+from tests.lab.train.small_runs import assert_same_run, losses, small_run, stop_at
+
+
+def damage(path):
+    """Flip the last bit of a checkpoint's model."""
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_damaged_checkpoints_of_later_updates_take_no_place_from_good_ones(uninterrupted, tmp_path):
+    """They would be the newest for ever, and every checkpoint that the resumed run saves the oldest."""
+    stop_at(4, small_run(keep=1), tmp_path)
+    good = tmp_path / "checkpoints" / "step-00000004"
+    for step in (20, 30):
+        shutil.copytree(good, damaged := good.with_name(f"step-{step:08d}"))
+        damage(damaged)
+    notes = []
+    train(small_run(keep=1), tmp_path, Watch(note=notes.append))
+    assert [note.partition(":")[0] for note in notes[:2]] == ["damaged checkpoint left out"] * 2
+    assert checkpoints(tmp_path) == ["damaged-step-00000020.1", "damaged-step-00000030.1", "step-00000012"]
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
+def test_a_damaged_checkpoint_of_an_earlier_update_is_not_counted_either(tmp_path):
+    stop_at(8, small_run(keep=3, steps=16), tmp_path)
+    damage(tmp_path / "checkpoints" / "step-00000004")
+    notes = []
+    train(small_run(keep=3, steps=16), tmp_path, Watch(note=notes.append))
+    assert "after update 8" in notes[0]
+    assert "step-00000004/model.safetensors does not match" in notes[1]
+    whole = ["step-00000008", "step-00000012", "step-00000016"]
+    assert checkpoints(tmp_path) == ["damaged-step-00000004.1", *whole]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_keeps_its_records(uninterrupted, tmp_path):
+    stop_at(4, small_run(), tmp_path)
+    before = losses(tmp_path)
+    damage(tmp_path / "checkpoints" / "step-00000004")
+    notes = []
+    train(small_run(), tmp_path, Watch(note=notes.append))
+    assert f"was moved to {tmp_path / 'metrics.jsonl.1'}: there is no checkpoint to go on from" in notes[1]
+    assert losses(tmp_path, "metrics.jsonl.1") == before
+    assert_same_run(uninterrupted, tmp_path, 12)
+
+
+def test_only_the_last_checkpoints_and_the_best_are_kept(tmp_path):
+    # the learning rate grows until the loss does, so that the best evaluation is not the last
+    schedule = replace(small_run().schedule, warmup_steps=31)
+    config = small_run(steps=32, keep=2, optimizer={"lr": 1.0}, schedule=schedule, diverged=1e9)
+    train(config, tmp_path)
+    evaluations = {record["step"]: record["loss"] for record in losses(tmp_path) if record["kind"] == "eval"}
+    best = min((step for step in evaluations if step), key=evaluations.get)
+    assert best < 28, "the test needs a best evaluation before the last two"
+    kept = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "checkpoints")}
+    assert kept == {best, 28, 32}
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_checkpoints_that_cannot_be_written_are_named_before_the_first_update(tmp_path, linked):
+    train(small_run(), tmp_path / "run")
+    before, place = losses(tmp_path / "run"), tmp_path / "run" / "checkpoints"
+    shutil.rmtree(place)
+    (tmp_path / "run" / "result.json").unlink()
+    if linked:
+        place.symlink_to(tmp_path / "gone")
+    else:
+        place.write_text("", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"cannot write to the folder .*checkpoints: "):
+        train(small_run(), tmp_path / "run")
+    assert losses(tmp_path / "run") == before, "the run is not begun anew"
+
+
+def test_a_checkpoint_with_rates_in_tensors_is_read(tmp_path):
+    """As versions before 0.1 wrote them on accelerators."""
+    saved = Training(with_fingerprint(small_run()))
+    saved.evaluate()
+    for group in saved.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.5 * group["lr"])
+        group["capturable"] = True
+    path = checkpoint.save(tmp_path, saved.checkpoint())
+    resumed = Training(with_fingerprint(small_run()))
+    resumed.load(checkpoint.load(path))
+    rates = [float(group["lr"]) for group in saved.optimizer.param_groups]
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == rates
+
+
+def test_an_evaluation_without_a_number_goes_through_a_checkpoint(tmp_path):
+    """A validation loss may overflow though the training losses are well; the run goes on, and so does its resume."""
+    whole = Training(with_fingerprint(small_run()))
+    whole.evaluate()
+    whole.best = whole.latest = whole.latest._replace(loss=math.nan)
+    path = checkpoint.save(tmp_path, whole.checkpoint())
+    resumed = Training(with_fingerprint(small_run()))
+    resumed.load(checkpoint.load(path))
+    assert math.isnan(resumed.latest.loss)
+    resumed.evaluate()
+    assert resumed.best == resumed.latest
+    assert math.isfinite(resumed.best.loss)

@@ -1,0 +1,259 @@
+"""One run on several ranks: the same data, the same losses, the same records, and checkpoints that any number reads."""
+
+import functools
+import json
+import os
+import signal
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from muonsw.lab.train import checkpoint, loop
+from muonsw.lab.train.export import export, load_model
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.state import Training
+from tests.lab.train.ranks import NEEDED, on_ranks, run, run_well, start
+from tests.lab.train.small_runs import losses, small_run
+
+pytestmark = NEEDED
+
+# In float64, where another order of summation changes the 16th digit; some steps multiply that.
+CLOSE = 1e-9
+STEPS = 6
+SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def config(**settings):
+    chosen = {"steps": STEPS, "batch": 8, "eval_every": 2, "checkpoint_every": 2, "keep": 9}
+    return small_run(**{**chosen, **settings}, optimizer={"ns_dtype": "float64"})
+
+
+def in_float64(_rank=0):
+    torch.set_default_dtype(torch.float64)
+
+
+@functools.cache
+def one_process(accumulation=1):
+    """The run on one process, without torch.distributed."""
+    folder = Path(tempfile.mkdtemp()) / "one"
+    in_float64()
+    try:
+        train(config(accumulation=accumulation), folder)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return folder
+
+
+def weights(folder, step=STEPS):
+    return checkpoint.load(folder / "checkpoints" / f"step-{step:08d}").tensors
+
+
+def numbers(record):
+    """Every number of a record by its place in it."""
+    if isinstance(record, dict):
+        return {f"{key}.{place}": value for key, inner in record.items() for place, value in numbers(inner).items()}
+    if isinstance(record, list):
+        return {f"{key}.{place}": v for key, inner in enumerate(record) for place, v in numbers(inner).items()}
+    return {"": record} if isinstance(record, float) else {}
+
+
+def assert_same_numbers(folder, reference):
+    """Records and tensors of two runs, to rounding: that of the largest number of a tensor."""
+    ours, theirs = losses(folder), losses(reference)
+    assert [(r["kind"], r["step"]) for r in ours] == [(r["kind"], r["step"]) for r in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert numbers(mine) == pytest.approx(numbers(other), rel=1e3 * CLOSE, abs=CLOSE), mine["step"]
+    found, expected = weights(folder), weights(reference)
+    for part in ("model", "optimizer"):
+        assert found[part].keys() == expected[part].keys()
+        for name, tensor in expected[part].items():
+            distance = (found[part][name] - tensor).abs().max()
+            assert distance <= CLOSE * tensor.abs().max().clamp(min=1e-3), (name, distance)
+
+
+QUICK = [
+    pytest.param(2, 2, {"strategy": "ddp"}, id="ddp-2"),
+    pytest.param(2, 2, {"strategy": "fsdp"}, id="fsdp-2"),
+]
+MORE = [
+    (1, 1, {"strategy": "ddp"}),
+    (1, 2, {"strategy": "fsdp"}),
+    (4, 2, {"strategy": "ddp"}),
+    (4, 1, {"strategy": "fsdp"}),
+    (4, 1, {"strategy": "fsdp", "experts": "rows"}),
+    (4, 2, {"strategy": "fsdp", "replicas": 2}),
+    (8, 1, {"strategy": "fsdp"}),  # more ranks than experts: some hold none
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "how"), [*QUICK, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)]
+)
+def test_a_run_on_several_ranks_is_the_run_of_one_process(ranks, accumulation, how, tmp_path):
+    """Data order, losses, load balance over the batch, clipping, telemetry, evaluation, weights and state."""
+    chosen = on_ranks(config(accumulation=accumulation), **how)
+    ended = run(ranks, chosen, tmp_path / "run", in_float64)
+    assert [one.code for one in ended] == [0] * ranks, "\n".join(one.text for one in ended)
+    assert_same_numbers(tmp_path / "run", one_process(accumulation))
+    assert [one.text for one in ended[1:]] == [""] * (ranks - 1), "only the first rank speaks"
+    assert json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))["ranks"] == ranks
+
+
+def stop_after(step):
+    """Ask one rank alone to stop: all of them must stop after the same update."""
+
+    def before(rank):
+        in_float64()
+        if rank == 1:
+            taken = Training.update
+
+            def update(self, *given, **more):
+                if self.step + 1 == step:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return taken(self, *given, **more)
+
+            Training.update = update
+
+    return before
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_and_strategy(tmp_path):
+    """Four ranks of one kind, stopped by a signal to one of them; then two of another; then one process."""
+    folder = tmp_path / "run"
+    ended = run(4, on_ranks(config(), strategy="fsdp"), folder, stop_after(3))
+    assert [one.code for one in ended] == [128 + signal.SIGTERM] * 4, ended
+    assert "stopped after 3 of 6 updates, saved" in ended[0].text
+    ended = run(2, on_ranks(config(), strategy="ddp"), folder, stop_after(5))
+    assert "going on after update 3" in ended[0].text
+    assert "stopped after 5 of 6 updates, saved" in ended[0].text
+    notes = []
+    in_float64()
+    try:
+        train(config(), folder, Watch(note=notes.append))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert "going on after update 5" in notes[0]
+    assert_same_numbers(folder, one_process())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_process_goes_on_with_several_ranks(tmp_path):
+    folder = tmp_path / "run"
+    reference = one_process()
+    for name in ("config.json", "metrics.jsonl"):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes((reference / name).read_bytes())
+    checkpoint.save(folder / "checkpoints", checkpoint.load(reference / "checkpoints" / "step-00000004"))
+    ended = run(2, on_ranks(config(), strategy="fsdp"), folder, in_float64)
+    assert "going on after update 4" in ended[0].text
+    assert_same_numbers(folder, reference)
+
+
+def counting(strategy, log):
+    """Write a byte for each bucket or layer whose gradients this rank sends."""
+
+    def count():
+        with log.open("a", encoding="utf-8") as file:
+            file.write(".")
+
+    def before(rank):
+        if rank:
+            return
+        made, scatter = Training.__init__, getattr(dist, SCATTER)
+
+        def make(self, *given, **more):
+            made(self, *given, **more)
+            if strategy == "ddp":
+                self.placed.forward.register_comm_hook(None, reduced)
+
+        def reduced(_state, bucket):
+            count()
+            return allreduce_hook(None, bucket)
+
+        def scattered(*given, **more):
+            count()
+            return scatter(*given, **more)
+
+        Training.__init__ = make
+        setattr(dist, SCATTER, scattered)
+
+    return before
+
+
+@pytest.mark.parametrize(("strategy", "sent"), [("ddp", 4 + 1), pytest.param("fsdp", 4 * 3, marks=pytest.mark.slow)])
+def test_gradients_are_sent_once_an_update_however_many_micro_batches_it_has(strategy, sent, tmp_path):
+    """One bucket an update and one to begin with; or two layers and what is around them."""
+    log, chosen = tmp_path / "log", on_ranks(small_run(steps=4, batch=8, accumulation=4), strategy=strategy)
+    ended = run(2, chosen, tmp_path / "run", counting(strategy, log))
+    assert [one.code for one in ended] == [0, 0], ended
+    assert len(log.read_text(encoding="utf-8")) == sent
+
+
+def test_the_model_of_several_ranks_is_exported_like_any_other(tmp_path):
+    folder = tmp_path / os.fsdecode(b"run-\xff")  # a name that is not UTF-8
+    run_well(2, on_ranks(small_run(steps=2), strategy="fsdp"), folder)
+    model, _ = load_model(export(folder, tmp_path / "export"))
+    saved = weights(folder, 2)["model"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def test_settings_of_the_ranks_leave_the_files_of_other_runs_as_they_were(tmp_path):
+    train(small_run(steps=2), tmp_path)
+    assert "parallel" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert "ranks" not in json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+    train(on_ranks(small_run(steps=2), strategy="fsdp"), tmp_path)  # not refused as another run
+
+
+@pytest.mark.parametrize(
+    ("settings", "how", "said"),
+    [
+        ({"batch": 4, "accumulation": 4}, {}, "batch=4 does not split into accumulation=4 micro-batches on each of 2"),
+        ({}, {"strategy": "fsdp", "replicas": 3}, "2 ranks cannot hold parallel.replicas=3 equal copies"),
+        ({"model": {"vocab": 128}}, {}, "vocabulary of 257 tokens, more than model.vocab=128"),
+    ],
+    ids=["batch", "replicas", "vocabulary"],
+)
+def test_what_ranks_cannot_do_is_said_once_before_anything_is_trained(settings, how, said, tmp_path):
+    ended = run(2, on_ranks(small_run(**settings), **how), tmp_path / "run")
+    assert [one.code for one in ended] == [2, 2], ended
+    assert said in ended[0].text
+    assert ended[0].text.count("muonsw:") == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_folder_in_use_is_refused_on_all_ranks(tmp_path):
+    ended = []
+    train(
+        small_run(steps=2),
+        tmp_path,
+        Watch(started=lambda _training: ended.extend(run(2, on_ranks(small_run(steps=2)), tmp_path))),
+    )
+    assert [one.code for one in ended] == [2, 2]
+    assert "another process is training in" in ended[0].text
+
+
+def test_a_run_that_is_done_is_done_again_on_any_number_of_ranks(tmp_path):
+    chosen = on_ranks(small_run(steps=2), strategy="fsdp")
+    run_well(2, chosen, tmp_path / "run")
+    before = weights(tmp_path / "run", 2)["model"]
+    started = start(2, replace(chosen, parallel=replace(chosen.parallel, strategy="ddp")), tmp_path / "run")
+    assert [one.code for one in started.wait()] == [0, 0]
+    after = weights(tmp_path / "run", 2)["model"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_ranks_save_together_when_the_clock_of_one_of_them_asks(tmp_path):
+    def before(rank):
+        in_float64()
+        loop.SaveClock.due = lambda _self: rank == 1
+
+    ended = run(2, on_ranks(config(), strategy="ddp"), tmp_path / "run", before)
+    assert [one.code for one in ended] == [0, 0], "\n".join(one.text for one in ended)
+    saved = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "run" / "checkpoints")}
+    assert saved == set(range(1, STEPS + 1))
+    assert_same_numbers(tmp_path / "run", one_process())

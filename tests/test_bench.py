@@ -1,0 +1,68 @@
+"""`bench/step_time.py` times steps that are right, of everyone who is installed; the numbers are not tested."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
+    return importlib.import_module("step_time")
+
+
+def test_the_sets_hold_the_same_numbers_for_everyone(steps):
+    for name, matrices in steps.SETS.items():
+        ours = sum(torch.Size(shape).numel() for shape, _ in matrices.ours)
+        assert ours == sum(torch.Size(shape).numel() for shape in matrices.stacks), name
+        assert ours == sum(torch.Size(shape).numel() for shape in matrices.plain), name
+    a, b = (steps.MatrixSource(CPU).make([(8, 8), (8, 12)]) for _ in range(2))
+    assert all(torch.equal(x.grad, y.grad) and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_wrong_step_is_not_timed(steps, monkeypatch):
+    assert steps.check(CPU, [(16, 16), (16, 24)]).keys() == {"muon", "adamw"}
+    pair = steps.PAIRS["adamw"]
+    monkeypatch.setattr(steps, "PAIRS", {"adamw": pair._replace(ours=lambda p: pair.torchs(p[:1]))})
+    with pytest.raises(SystemExit, match="our adamw step differs from torch's by 100"):
+        steps.check(CPU, [(4, 4), (4, 6)])
+
+
+def test_everyone_is_timed_and_a_failure_is_named(steps):
+    def broken(_matrices, _tensors):
+        raise ValueError("it cannot")
+
+    given = []
+
+    class Taker(torch.optim.SGD):
+        """Takes its gradients away, as some peers do."""
+
+        def step(self):
+            given.append(all(param.grad is not None for param in self.param_groups[0]["params"]))
+            for param in self.param_groups[0]["params"]:
+                param.grad = None
+
+    chosen, missing = steps.contenders(["muonsw", "AdamWSW", "schedule_free"])
+    assert missing == []
+    chosen |= {"broken": broken, "taker": steps.theirs(lambda params: Taker(params, lr=0.1))}
+    rows = steps.measure(steps.listed([(8, 8), (8, 12)]), steps.MatrixSource(CPU), rounds=1, chosen=chosen)
+    assert rows.pop("broken") == {"error": "ValueError: it cannot"}
+    assert all(0 < row["ms_min"] <= row["ms"] for row in rows.values())
+    assert all(given[:-1]), "the last call is for its memory alone"
+    state = {name: row["state_bytes_per_parameter"] for name, row in rows.items() if name != "taker"}
+    assert state == pytest.approx({"muonsw": 4, "AdamWSW": 8, "schedule_free": 12}, rel=0.1)
+
+
+def test_peers_that_are_missing_are_named(steps, monkeypatch):
+    def absent():
+        raise ModuleNotFoundError("No module named 'absent'")
+
+    monkeypatch.setattr(steps, "PEERS", {"absent": absent})
+    chosen, missing = steps.contenders()
+    assert (set(chosen), missing) == (set(steps.USUAL), ["absent"])
+    with pytest.raises(SystemExit, match=r"unknown optimizer 'muonws' \(did you mean 'muonsw'\?\)"):
+        steps.contenders(["muonws"])
