@@ -326,7 +326,7 @@ def test_names_roles_and_layers():
 def test_mistakes_are_refused():
     params = matrices((4, 4))
     optimizer = MuonSW(params, lr=0.02)
-    with pytest.raises(ValueError, match="every=0: must be a whole number, at least 1"):
+    with pytest.raises(ValueError, match="every=0: must be a whole number of at least 1"):
         Telemetry(optimizer, every=0)
     with pytest.raises(ValueError, match=r"every=2\.5"):
         Telemetry(optimizer, every=2.5)
