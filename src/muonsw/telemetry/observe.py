@@ -29,8 +29,6 @@ from muonsw.telemetry.record import Measured, Sample, inner, norm
 from muonsw.telemetry.spectrum import Spectrum
 from muonsw.work import Batch, Group, Item, StepContext
 
-MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
-
 # An update that is smaller than a weight by this many units of rounding cannot be told from none.
 ROUNDING = 4
 
@@ -150,7 +148,7 @@ class Observer:
     def _momentum(self, param: Tensor) -> Tensor | None:
         """The momentum after the step, as it is kept."""
         state = self.optimizer.state.get(param, {})
-        for key in MOMENTUM_KEYS:
+        for key in ("momentum_buffer", "exp_avg"):
             value = state.get(key)
             if isinstance(value, Tensor) and value.shape == param.shape:
                 held = local(value).to(local(param).device)

@@ -161,7 +161,8 @@ def parameter_rows(sample: Sample) -> tuple[Rows, list[ParameterInfo]]:
         rows[name] = _column([0.0 if values is None else float(values.sum()) for values in spectra])
         rows[f"count_{name}"] = _column([0 if values is None else len(values) for values in spectra])
     measured = rows["numel"] > 0
-    return {name: row[measured] for name, row in rows.items()}, [infos[i] for i in measured.nonzero().flatten()]
+    chosen = [info for info, is_measured in zip(infos, measured.tolist(), strict=True) if is_measured]
+    return {name: row[measured] for name, row in rows.items()}, chosen
 
 
 def _cosine(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
