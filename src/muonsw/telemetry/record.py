@@ -2,8 +2,8 @@
 
 1. **Measurements** are norms and inner products of weights with what moves them, for each matrix (an expert of a stack,
    a part of a fused projection, or a whole tensor), kept on the device until a sample is complete.
-2. **Rows** hold sums (squares, inner products, values times the number of elements), with a column for each matrix and
-   then for each parameter. Columns of parts add up to the column of the whole: over ranks, roles and layers.
+2. **Sums** of squares, of inner products, and of settings times the number of elements, for each matrix and then for
+   each parameter. Sums of parts add up to the sum of the whole: over ranks, roles and layers.
 3. **The record** has means and cosines: of each parameter, and of all, the decayed, each role and each layer together.
 """
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Record = dict[str, Any]
-Rows = dict[str, Tensor]
+# Vectors with an element for each matrix or parameter.
+Sums = dict[str, Tensor]
 
 # 1. measurements
 
@@ -82,7 +83,7 @@ def norm(x: Tensor) -> Tensor:
     return norms
 
 
-# 2. rows
+# 2. sums
 
 # Each cosine: its inner product, and the squares it divides by.
 ALIGNMENTS = {
@@ -91,11 +92,11 @@ ALIGNMENTS = {
     "alignment_momentum": ("wm", "ww_momentum", "mm"),
 }
 
-# What only matrices have: rows hold the sum over matrices, and how many there are under `count_`.
+# What only matrices have: a sum over matrices, and under `count_` how many there are.
 PER_MATRIX = ("defect", "spectral_norm", "condition")
 
 
-def matrix_rows(sample: Sample) -> Rows:
+def matrix_sums(sample: Sample) -> Sums:
     """Sums over ranks for each matrix of each parameter in turn, as float64 on the CPU; zero where nothing moved."""
     counts = {param: info.matrices.total for param, info in sample.infos.items()}
     firsts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
@@ -126,43 +127,43 @@ def matrix_rows(sample: Sample) -> Rows:
     return dict(zip(("numel", *names), table, strict=True))
 
 
-def parameter_rows(sample: Sample) -> tuple[Rows, list[ParameterInfo]]:
+def parameter_sums(sample: Sample) -> tuple[Sums, list[ParameterInfo]]:
     """One column for each parameter that was measured, in the order of the optimizer, and what is known of each."""
-    infos, rows = list(sample.infos.values()), matrix_rows(sample)
-    rows["matrices"] = (rows["numel"] > 0).double()
+    infos, sums = list(sample.infos.values()), matrix_sums(sample)
+    sums["matrices"] = (sums["numel"] > 0).double()
     # The norm that each update would have if its direction were orthogonal.
     orthogonal = _column(
         [i.lr * length for i in infos for length in i.matrices.lengths for _ in range(i.matrices.stack.numel())]
     )
-    has_defect = (orthogonal > 0) & (rows["numel"] > 0)
-    rows["defect"] = torch.where(has_defect, rows["uu"].sqrt() / orthogonal, 0.0)
-    rows["count_defect"] = has_defect.double()
+    has_defect = (orthogonal > 0) & (sums["numel"] > 0)
+    sums["defect"] = torch.where(has_defect, sums["uu"].sqrt() / orthogonal, 0.0)
+    sums["count_defect"] = has_defect.double()
     for name, (product, left, right) in ALIGNMENTS.items():
-        defined = ~((rows[left] == 0) | (rows[right] == 0))  # a NaN is defined: it must show
-        cosines = _cosine(rows[product], rows[left], rows[right])
-        rows[name], rows[f"count_{name}"] = torch.where(defined, cosines, 0.0), defined.double()
+        defined = ~((sums[left] == 0) | (sums[right] == 0))  # a NaN is defined: it must show
+        cosines = _cosine(sums[product], sums[left], sums[right])
+        sums[name], sums[f"count_{name}"] = torch.where(defined, cosines, 0.0), defined.double()
 
     owners = torch.repeat_interleave(_indices(info.matrices.total for info in infos))
-    table = torch.stack([*rows.values()])
-    rows = dict(zip(rows, table.new_zeros(len(rows), len(infos)).index_add(1, owners, table), strict=True))
+    table = torch.stack([*sums.values()])
+    sums = dict(zip(sums, table.new_zeros(len(sums), len(infos)).index_add(1, owners, table), strict=True))
     for name in ALIGNMENTS:
-        cosines, count = rows.pop(name), rows.pop(f"count_{name}")
-        rows[f"{name}_mean"] = torch.where(count > 0, cosines / count, 0.0)
-        rows[f"count_{name}_mean"] = (count > 0).double()
+        cosines, count = sums.pop(name), sums.pop(f"count_{name}")
+        sums[f"{name}_mean"] = torch.where(count > 0, cosines / count, 0.0)
+        sums[f"count_{name}_mean"] = (count > 0).double()
     # Decay, learning rate and peak, each times the number of elements that have one.
     for name in ("decay", "lr", "peak_lr"):
         settings = [getattr(info, name) for info in infos]
-        rows[name] = _column([setting or 0.0 for setting in settings]) * rows["numel"]
-        rows[f"count_{name}"] = _column([setting is not None for setting in settings]) * rows["numel"]
-    acted_on = torch.where((rows["ww"] == 0) | (rows["count_decay"] == 0), 1.0, rows["decayed"] / rows["ww"])
-    rows["decay"] *= acted_on
+        sums[name] = _column([setting or 0.0 for setting in settings]) * sums["numel"]
+        sums[f"count_{name}"] = _column([setting is not None for setting in settings]) * sums["numel"]
+    acted_on = torch.where((sums["ww"] == 0) | (sums["count_decay"] == 0), 1.0, sums["decayed"] / sums["ww"])
+    sums["decay"] *= acted_on
     for name in ("spectral_norm", "condition"):
         spectra = [sample.spectra.get(param, {}).get(name) for param in sample.infos]
-        rows[name] = _column([0.0 if values is None else float(values.sum()) for values in spectra])
-        rows[f"count_{name}"] = _column([0 if values is None else len(values) for values in spectra])
-    measured = rows["numel"] > 0
+        sums[name] = _column([0.0 if values is None else float(values.sum()) for values in spectra])
+        sums[f"count_{name}"] = _column([0 if values is None else len(values) for values in spectra])
+    measured = sums["numel"] > 0
     chosen = [info for info, is_measured in zip(infos, measured.tolist(), strict=True) if is_measured]
-    return {name: row[measured] for name, row in rows.items()}, chosen
+    return {name: row[measured] for name, row in sums.items()}, chosen
 
 
 def _cosine(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -185,20 +186,20 @@ _KNOWN_WHEN_SKIPPED = ("weight_rms", "lr", "peak_lr", "spectral_norm", "conditio
 
 def build(step: int, sample: Sample, *, parameters: bool) -> Record:
     """The record of update number `step`."""
-    rows, infos = parameter_rows(sample)
+    sums, infos = parameter_sums(sample)
     roles, layers = _positions(info.role for info in infos), _positions(info.layer for info in infos)
     layers = dict(sorted(layers.items(), key=lambda entry: int(entry[0])))
     decayed = [column for column, info in enumerate(infos) if info.decayed]
-    table = torch.stack([*rows.values()])
+    table = torch.stack([*sums.values()])
     pools = [range(len(infos)), decayed, *roles.values(), *layers.values()]
     pooled = torch.stack([table[:, _indices(columns)].sum(1) for columns in pools], dim=1)
-    of_all, of_decayed, *others = described = describe(dict(zip(rows, pooled, strict=True)))
+    of_all, of_decayed, *others = described = describe(dict(zip(sums, pooled, strict=True)))
     record: Record = {"kind": "telemetry", "step": step, "all": of_all, "decayed": of_decayed}
     record["roles"] = dict(zip(roles, others, strict=False))
     record["layers"] = dict(zip(layers, others[len(roles) :], strict=True))
     if parameters:
-        singles = describe(rows)
-        for values, matrices in zip(singles, rows["matrices"].tolist(), strict=True):
+        singles = describe(sums)
+        for values, matrices in zip(singles, sums["matrices"].tolist(), strict=True):
             if matrices == 1:  # means over matrices say nothing new
                 for name in ALIGNMENTS:
                     del values[f"{name}_mean"]
@@ -210,24 +211,24 @@ def build(step: int, sample: Sample, *, parameters: bool) -> Record:
     return {**record, "skipped": sample.skipped, "was_skipped": sample.was_skipped}
 
 
-def describe(rows: Rows) -> list[Record]:
-    """Columns of sums as the values of the record, None where a value does not exist or is not finite."""
-    numel = rows["numel"]
+def describe(sums: Sums) -> list[Record]:
+    """The values of the record from sums, None where a value does not exist or is not finite."""
+    numel = sums["numel"]
     values = {
-        "weight_rms": (rows["ww"] / numel).sqrt(),
-        "update_rms": (rows["uu"] / numel).sqrt(),
-        "relative_update": (rows["uu"] / rows["ww"]).sqrt(),
-        "applied_rms": (rows["dd"] / numel).sqrt(),
-        "gradient_rms": (rows["gg"] / numel).sqrt(),
+        "weight_rms": (sums["ww"] / numel).sqrt(),
+        "update_rms": (sums["uu"] / numel).sqrt(),
+        "relative_update": (sums["uu"] / sums["ww"]).sqrt(),
+        "applied_rms": (sums["dd"] / numel).sqrt(),
+        "gradient_rms": (sums["gg"] / numel).sqrt(),
     }
-    values |= {name: rows[name] / rows[f"count_{name}"] for name in ("decay", "lr", "peak_lr")}
+    values |= {name: sums[name] / sums[f"count_{name}"] for name in ("decay", "lr", "peak_lr")}
     for name, (product, left, right) in ALIGNMENTS.items():
-        values[name] = _cosine(rows[product], rows[left], rows[right])
-        values[f"{name}_mean"] = rows[f"{name}_mean"] / rows[f"count_{name}_mean"]
-    values |= {name: rows[name] / rows[f"count_{name}"] for name in PER_MATRIX}
+        values[name] = _cosine(sums[product], sums[left], sums[right])
+        values[f"{name}_mean"] = sums[f"{name}_mean"] / sums[f"count_{name}_mean"]
+    values |= {name: sums[name] / sums[f"count_{name}"] for name in PER_MATRIX}
     described: list[Record] = []
     columns = zip(*(row.tolist() for row in values.values()), strict=True)
-    counts = zip(*(rows[f"count_{name}"].tolist() for name in PER_MATRIX), strict=True)
+    counts = zip(*(sums[f"count_{name}"].tolist() for name in PER_MATRIX), strict=True)
     for column, count, elements in zip(columns, counts, numel.tolist(), strict=True):
         lacking = {name for name, number in zip(PER_MATRIX, count, strict=True) if not number}
         finite = [number if math.isfinite(number) else None for number in column]
