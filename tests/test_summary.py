@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import MuonSW, NonFiniteGradientWarning, Telemetry
+from muonsw import MuonSW, Telemetry
 from tests.common.problems import flag_on_device, matrices, run
 
 
@@ -39,25 +39,25 @@ def test_it_counts_what_the_step_orthogonalized_and_moved():
     assert [group.rule for group in summary.groups] == ["scaled"] * 4 + ["none"], "as routing() says it"
 
 
-def test_before_the_first_step_and_after_a_skipped_one_nothing_was_moved():
+@pytest.mark.parametrize("on_device", [False, True])  # on accelerators a flag there says so, which the summary reads
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+def test_before_the_first_step_and_after_a_skipped_one_nothing_was_moved(monkeypatch, on_device):
+    if on_device:
+        monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     optimizer, params = optimizer_of_many_kinds()
-    assert optimizer.summary().parameters == {"muon": 0, "adamw": 0}
-    run(optimizer, params, 1)
-    params[0].grad[0, 0] = torch.nan
-    with pytest.warns(NonFiniteGradientWarning):
-        optimizer.step()
+    before = optimizer.summary()
+    assert before.parameters == {"muon": 0, "adamw": 0}
+    assert [group.decay for group in before.groups] == [0.0] * 5
+    run(optimizer, params[1:], 1)  # a group without a gradient is not decayed
+    assert not optimizer.summary().skipped
+    assert [group.decay for group in optimizer.summary().groups] == pytest.approx([0.0, 0.05, 0.05, 0.05, 0.0])
+    params[1].grad[0, 0] = torch.nan
+    optimizer.step()
     summary = optimizer.summary()
     assert (summary.skipped, summary.skipped_steps, summary.matrices) == (True, 1, 0)
     assert [group.decay for group in summary.groups] == [0.0] * 5
     assert [group.lr for group in summary.groups] == [0.1] * 5
     assert "the last step was skipped" in str(summary)
-
-
-def test_a_group_without_a_gradient_was_not_decayed():
-    optimizer, params = optimizer_of_many_kinds()
-    assert [group.decay for group in optimizer.summary().groups] == [0.0] * 5
-    run(optimizer, params[1:], 1)
-    assert [group.decay for group in optimizer.summary().groups] == pytest.approx([0.0, 0.05, 0.05, 0.05, 0.0])
 
 
 def test_the_rates_are_those_of_the_step_and_not_of_the_next_one():
@@ -78,17 +78,3 @@ def test_telemetry_carries_it():
     other = Telemetry(torch.optim.SGD(theirs, lr=0.1), every=1)
     run(other.optimizer, theirs, 1)
     assert "groups" not in other.last
-
-
-def test_a_step_that_the_device_skipped_was_not_decayed(monkeypatch):
-    """On accelerators a flag there says so, which the summary reads."""
-    monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
-    optimizer, params = optimizer_of_many_kinds()
-    run(optimizer, params, 1)
-    assert not optimizer.summary().skipped
-    assert optimizer.summary().groups[1].decay == pytest.approx(0.05)
-    params[0].grad[0, 0] = torch.nan
-    optimizer.step()
-    summary = optimizer.summary()
-    assert (summary.skipped, summary.skipped_steps, summary.matrices) == (True, 1, 0)
-    assert [group.decay for group in summary.groups] == [0.0] * 5

@@ -120,8 +120,8 @@ def state_line(state: dict[str, int]) -> str:
 
 def summarize(groups: Sequence[Group], last: LastStep, skipped: bool, skipped_steps: int) -> Summary:
     """What the last step did to these groups."""
-    found = [_summarize_group(number, group, last, skipped) for number, group in enumerate(groups)]
-    return Summary(tuple(found), skipped, skipped_steps, state_bytes(groups))
+    summaries = tuple(_summarize_group(number, group, last, skipped) for number, group in enumerate(groups))
+    return Summary(summaries, skipped, skipped_steps, state_bytes(groups))
 
 
 def _summarize_group(number: int, group: Group, last: LastStep, skipped: bool) -> GroupSummary:

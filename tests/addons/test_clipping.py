@@ -35,27 +35,12 @@ def stepped(clip, spike):
 
 def test_a_spike_in_the_embedding_does_not_reach_the_matrices():
     """One norm for the whole model takes that batch out of every matrix's momentum; ours does not."""
-    whole = {spike: stepped(lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0), spike) for spike in (1.0, 1e4)}
+    by_torch = {
+        spike: stepped(lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0), spike) for spike in (1.0, 1e4)
+    }
     ours = {spike: stepped(lambda _, o: clip_optimizer_grads_(o, 1.0), spike) for spike in (1.0, 1e4)}
     assert torch.equal(ours[1.0], ours[1e4])
-    assert (whole[1.0] - whole[1e4]).norm() > 0.1 * 0.02 * math.sqrt(8)
-
-
-def test_a_limit_that_always_acts_leaves_muons_steps_as_they_are():
-    """A constant factor on all gradients: heavy-ball momentum is homogeneous and the direction scale-free."""
-    results = []
-    for factor in (1.0, 2.0**-10):  # a power of two, so that nothing is rounded differently
-        model = model_and_gradients()
-        matrices = [model[1].weight, model[3].weight]
-        optimizer = MuonSW(matrices, lr=0.02, ns_dtype="float32")
-        for seed in range(4):
-            torch.manual_seed(seed)
-            for matrix in matrices:
-                matrix.grad = torch.randn_like(matrix) * factor
-            optimizer.step()
-        results.append(matrices)
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert (by_torch[1.0] - by_torch[1e4]).norm() > 0.1 * 0.02 * math.sqrt(8)
 
 
 @pytest.mark.parametrize("cls", [AdamWSW, SGDSW])
@@ -78,18 +63,15 @@ def test_the_whole_model_by_one_norm_on_request():
 def test_wrong_arguments():
     model = model_and_gradients()
     optimizer = MuonSW.for_model(model, lr=0.01)
-    with pytest.raises(ValueError, match="max_norm=0"):
-        clip_optimizer_grads_(optimizer, 0)
-    for wrong in ("1", None, [1.0]):
+    for wrong in (0, "1", None, [1.0]):
         with pytest.raises(ValueError, match=r"max_norm=.*: must be a number"):
             clip_optimizer_grads_(optimizer, wrong)
     for wrong in ("adamw", 3):
         with pytest.raises(TypeError, match="several names"):
             clip_optimizer_grads_(optimizer, 1.0, algorithms=wrong)
-    with pytest.raises(ValueError, match=r"unknown algorithm .*did you mean 'adamw'"):
-        clip_optimizer_grads_(optimizer, 1.0, algorithms=[["adamw"]])
-    with pytest.raises(ValueError, match="unknown algorithm 'adagrad'"):
-        clip_optimizer_grads_(optimizer, 1.0, algorithms=("adagrad",))
+    for wrong in ([["adamw"]], ("adagrad",)):
+        with pytest.raises(ValueError, match="unknown algorithm"):
+            clip_optimizer_grads_(optimizer, 1.0, algorithms=wrong)
     for other in (torch.optim.AdamW(model.parameters()), model, model.parameters()):
         with pytest.raises(TypeError, match="use torch"):
             clip_optimizer_grads_(other, 1.0)

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -71,19 +71,40 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
     require_number("max_norm", max_norm)
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm!r}: must be a number above 0")
-    chosen = _chosen(algorithms)
+    if isinstance(algorithms, str) or not isinstance(algorithms, Iterable | None):
+        raise TypeError(f"algorithms={algorithms!r}: must be several names, such as ('{algorithms}',)")
     if any("algorithm" not in group for group in getattr(optimizer, "param_groups", [{}])):
         raise TypeError(
             f"clip_optimizer_grads_ needs an optimizer of this library, whose groups name their algorithm, not a "
             f"{type(optimizer).__name__}; use torch.nn.utils.clip_grad_norm_"
         )
-    groups = [group for group in optimizer.param_groups if group["algorithm"] in chosen]
-    params = [param for group in groups for param in group["params"] if _counts_in(param)]
-    meshes = _by_mesh(params)
-    norm = _common_norm([[torch.zeros_like(p) if p.grad is None else p.grad for p in same] for same in meshes])
-    for same in meshes:
-        torch.nn.utils.clip_grads_with_norm_(same, max_norm, norm)
-    _count(optimizer, norm > max_norm)
+    chosen = [name for name, algorithm in ALGORITHMS.items() if not algorithm.scale_free]
+    if algorithms is not None:
+        chosen = [str(name) for name in algorithms]
+        for name in chosen:
+            ALGORITHMS[name]  # raises for a name that it does not know
+
+    # torch's functions take no mixture of meshes; a shard without a gradient may have one on other ranks
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["algorithm"] in chosen else ():
+            if param.grad is not None or (is_dtensor(param) and param.requires_grad):
+                by_mesh.setdefault(as_dtensor(param).device_mesh if is_dtensor(param) else None, []).append(param)
+    norms = []
+    for params in by_mesh.values():
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        norms.append(whole(torch.nn.utils.get_total_norm(grads)))
+    norm = norms[0] if norms else torch.zeros((), dtype=torch.float32, device="cpu")
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack([part.to(norm.device) for part in norms]))
+    for params in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+
+    counts = _counts.get(optimizer)
+    if counts is None or counts.clipped.device != norm.device:
+        counts = _counts[optimizer] = Counts(*(torch.zeros_like(norm, dtype=torch.int64) for _ in Counts._fields))
+    counts.calls.add_(1)
+    counts.clipped.add_(norm > max_norm)
     return norm
 
 
@@ -95,43 +116,3 @@ def clipped_share(optimizer: Optimizer) -> float | None:
     share = float(counts.clipped) / int(counts.calls)
     torch._foreach_zero_(list(counts))
     return share
-
-
-def _chosen(algorithms: Collection[str] | None) -> set[str]:
-    if algorithms is None:
-        return {name for name, algorithm in ALGORITHMS.items() if not algorithm.scale_free}
-    if isinstance(algorithms, str) or not isinstance(algorithms, Iterable):
-        raise TypeError(f"algorithms={algorithms!r}: must be several names, such as ('{algorithms}',)")
-    for name in algorithms:
-        ALGORITHMS[str(name)]
-    return set(algorithms)
-
-
-def _counts_in(param: Tensor) -> bool:
-    """Whether a parameter has a gradient; one that is sharded may have it on other ranks alone, and is zero here."""
-    return param.grad is not None or (is_dtensor(param) and param.requires_grad)
-
-
-def _by_mesh(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parameters of one mesh together, and plain ones; torch's functions take no mixture."""
-    found: dict[Any, list[Tensor]] = {}
-    for param in params:
-        found.setdefault(as_dtensor(param).device_mesh if is_dtensor(param) else None, []).append(param)
-    return list(found.values())
-
-
-def _common_norm(grads: Sequence[list[Tensor]]) -> Tensor:
-    """The norm of all gradients as a plain tensor; plain ones count as the same on every rank."""
-    norms = [whole(torch.nn.utils.get_total_norm(same)) for same in grads]
-    if len(norms) < 2:
-        return norms[0] if norms else torch.zeros((), dtype=torch.float32, device="cpu")
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
-    return norm
-
-
-def _count(optimizer: Optimizer, clipped: Tensor) -> None:
-    counts = _counts.get(optimizer)
-    if counts is None or counts.clipped.device != clipped.device:
-        counts = _counts[optimizer] = Counts(*(torch.zeros_like(clipped, dtype=torch.int64) for _ in Counts._fields))
-    counts.calls.add_(1)
-    counts.clipped.add_(clipped)

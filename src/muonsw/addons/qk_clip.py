@@ -72,7 +72,7 @@ class HeadRows(NamedTuple):
                 raise ValueError(f"QK-clip needs contiguous shards, but a parameter has placements {placements}")
         return self._replace(size=size, stride=stride)
 
-    def scale_(self, factors: Tensor, state: State | None) -> None:
+    def scale_(self, factors: Tensor, state: State) -> None:
         """Multiply the rows of each head by its factor; of a sharded parameter, those that this rank holds.
 
         Under Schedule-Free the weights that are evaluated follow from the parameter and from z, so z is scaled too.
@@ -84,11 +84,11 @@ class HeadRows(NamedTuple):
         rows = (rows[:, None] + torch.arange(self.size, dtype=torch.int64, device=shard.device)).view(-1)
         wide = torch.ones(self.param.shape[self.dim], dtype=factors.dtype, device=shard.device)
         wide[rows] = factors.to(shard.device).repeat_interleave(self.size, output_size=len(rows))
-        mine = wide.narrow(0, offset(self.param)[self.dim], shard.shape[self.dim])
-        shape = [-1 if axis == self.dim else 1 for axis in range(shard.dim())]
-        z = None if state is None else state.get(self.param, {}).get("z")
-        for held in (shard,) if z is None else (shard, local(z)):
-            held.copy_(held * mine.view(shape))
+        here = wide.narrow(0, offset(self.param)[self.dim], shard.shape[self.dim])
+        here = here.view([-1 if axis == self.dim else 1 for axis in range(shard.dim())])
+        z = state.get(self.param, {}).get("z")
+        for scaled in (shard,) if z is None else (shard, local(z)):
+            scaled.copy_(scaled * here)
 
 
 Rows = Tensor | HeadRows | Sequence[Tensor | HeadRows]
@@ -110,21 +110,22 @@ class AttentionLogits:
             max_logits: of every head, scaled as softmax sees them; a rank that computes some heads alone has those.
             first_head: the number of the first head among them.
         """
-        found = max_logits.detach().reshape(-1, max_logits.shape[-1]).amax(0).float()
-        if first_head < 0 or first_head + len(found) > self.heads:
+        largest = max_logits.detach().reshape(-1, max_logits.shape[-1]).amax(0).float()
+        count = len(largest)
+        if first_head < 0 or first_head + count > self.heads:
             raise ValueError(
-                f"logits of {len(found)} heads from head {first_head} on do not fit an attention of {self.heads} heads"
+                f"logits of {count} heads from head {first_head} on do not fit an attention of {self.heads} heads"
             )
-        if self.maximum is None or self.maximum.device != found.device:
+        if self.maximum is None or self.maximum.device != largest.device:
             with torch.inference_mode(False):  # an evaluation may be what reports first
-                self.maximum = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=found.device)
-        mine = self.maximum.narrow(0, first_head, len(found))
-        torch.maximum(mine, found.nan_to_num(-torch.inf, -torch.inf), out=mine)
+                self.maximum = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=largest.device)
+        reported = self.maximum.narrow(0, first_head, count)
+        torch.maximum(reported, largest.nan_to_num(-torch.inf, -torch.inf), out=reported)
 
-    def clip_(self, maximum: Tensor, threshold: float, state: State | None = None) -> None:
+    def clip_(self, maximum: Tensor, threshold: float, state: State) -> None:
         """Scale the rows of heads whose largest logit is above the threshold."""
-        shared = maximum.view(self.groups, -1).amax(1)
-        gamma = torch.where(shared > threshold, threshold / shared, 1.0)
+        largest = maximum.view(self.groups, -1).amax(1)
+        gamma = torch.where(largest > threshold, threshold / largest, 1.0)
         for rows, heads, power in self.parts:
             rows.scale_(gamma.pow(power).repeat_interleave(heads // self.groups, output_size=heads), state)
 
@@ -186,11 +187,18 @@ class QKClip:
         require_whole("key_heads", groups, 1)
         if heads % groups:
             raise ValueError(f"heads={heads} must be a multiple of key_heads={groups}")
-        asked = ((query, heads, self.alpha), (key, groups, 1 - self.alpha), (rotary_query, heads, 1.0))
-        found = [
-            (one, groups if one.by_group else count, power) for given, count, power in asked for one in _rows(given)
-        ]
-        parts = [(one.complete(count), count, power) for one, count, power in found]
+        parts = []
+        uses = ((query, heads, self.alpha), (key, groups, 1 - self.alpha), (rotary_query, heads, 1.0))
+        for given, count, power in uses:
+            single = isinstance(given, HeadRows | Tensor) or not isinstance(given, Iterable)
+            entries: Iterable[Any] = [given] if single else given
+            for entry in entries:
+                rows: HeadRows = entry if isinstance(entry, HeadRows) else HeadRows(entry)
+                if not isinstance(getattr(entry, "param", entry), Tensor):
+                    kind = type(rows.param).__name__
+                    raise TypeError(f"QK-clip takes weights and biases or HeadRows of them, not a {kind}")
+                units = groups if rows.by_group else count
+                parts.append((rows.complete(units), units, power))
         self.attentions.append(AttentionLogits(heads, groups, parts))
         return self.attentions[-1]
 
@@ -201,41 +209,29 @@ class QKClip:
             The largest logit of each head over all ranks, those of all attentions one after another; -inf where none
             was reported.
         """
-        return self._clip(None)
+        return self._clip({})
+
+    def __call__(self, optimizer: Optimizer | None = None, *_: Any) -> None:
+        """Do it as a hook of `optimizer.register_step_post_hook`."""
+        self._clip({} if optimizer is None else optimizer.state)
 
     @torch.no_grad()
-    def _clip(self, state: State | None) -> Tensor:
+    def _clip(self, state: State) -> Tensor:
         if not self.attentions:
             raise RuntimeError("this QKClip has no attention to clip; call add for each of them first")
-        maxima = self._maxima()
-        each = maxima.split_with_sizes([attention.heads for attention in self.attentions])
-        for attention, maximum in zip(self.attentions, each, strict=True):
+        device = local(self.attentions[0].parts[0][0].param).device
+        none = torch.full((), -torch.inf, dtype=torch.float32, device=device)
+        maxima = torch.cat(
+            [none.expand(a.heads) if a.maximum is None else a.maximum.to(device) for a in self.attentions]
+        )
+        if has_ranks():
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.process_group)
+        by_attention = maxima.split_with_sizes([attention.heads for attention in self.attentions])
+        for attention, maximum in zip(self.attentions, by_attention, strict=True):
             attention.clip_(maximum, self.threshold, state)
             if attention.maximum is not None:
                 attention.maximum.fill_(-torch.inf)  # in place: a graph of the forward pass reports to this very one
         return maxima
-
-    def __call__(self, optimizer: Optimizer | None = None, *_: Any) -> None:
-        """Do it as a hook of `optimizer.register_step_post_hook`."""
-        self._clip(None if optimizer is None else optimizer.state)
-
-    def _maxima(self) -> Tensor:
-        device = local(self.attentions[0].parts[0][0].param).device
-        none = torch.full((), -torch.inf, dtype=torch.float32, device=device)
-        found = [none.expand(a.heads) if a.maximum is None else a.maximum.to(device) for a in self.attentions]
-        maxima = torch.cat(found)
-        if has_ranks():
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.process_group)
-        return maxima
-
-
-def _rows(given: Any) -> list[HeadRows]:
-    several = [given] if isinstance(given, HeadRows | Tensor) or not isinstance(given, Iterable) else given
-    found = [one if isinstance(one, HeadRows) else HeadRows(one) for one in several]
-    for rows in found:
-        if not isinstance(rows.param, Tensor):
-            raise TypeError(f"QK-clip takes weights and biases or HeadRows of them, not a {type(rows.param).__name__}")
-    return found
 
 
 @torch.no_grad()
@@ -261,12 +257,12 @@ def max_attention_logits(
     """
     heads, length = query.shape[-3], query.shape[-2]
     keys = key.repeat_interleave(heads // key.shape[-3], -3) if key.shape[-3] != heads else key
-    found = []
+    maxima = []
     for begin in range(0, length, block):
         logits = (query[..., begin : begin + block, :] @ keys.mT).float()
         if is_causal:
             unseen = torch.ones_like(logits, dtype=torch.bool).triu(begin + 1)
             logits = logits.masked_fill(unseen, -torch.inf)
-        found.append(logits.amax((-2, -1)).view(-1, heads).amax(0))
-    largest: Tensor = torch.stack(found).amax(0)
+        maxima.append(logits.amax((-2, -1)).view(-1, heads).amax(0))
+    largest: Tensor = torch.stack(maxima).amax(0)
     return largest * (query.shape[-1] ** -0.5 if scale is None else scale)

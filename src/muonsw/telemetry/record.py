@@ -1,36 +1,39 @@
-"""From what was measured at one update to its record: one pipeline, top to bottom.
+"""From the measurements of one update to its record.
 
-1. **Measurements** are norms and inner products of weights with what moves them, one column for each matrix (an expert
-   of a stack, a part of a fused projection, or a whole tensor), kept on the device until a sample is complete.
-2. **Rows** hold sums (squares, inner products, values times the number of elements), so that the row of a larger part
-   is the sum of the rows of its smaller parts: over ranks, to parameters, roles and layers.
+1. **Measurements** are norms and inner products of weights with what moves them, for each matrix (an expert of a stack,
+   a part of a fused projection, or a whole tensor), kept on the device until a sample is complete.
+2. **Sums** of squares, of inner products, and of settings times the number of elements, for each matrix and then for
+   each parameter. Sums of parts add up to the sum of the whole: over ranks, roles and layers.
 3. **The record** has means and cosines: of each parameter, and of all, the decayed, each role and each layer together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonsw.distributed.shards import local
 from muonsw.telemetry.parameters import ParameterInfo
-from muonsw.telemetry.spectrum import Spectra
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Rows = dict[str, Tensor]
+Record = dict[str, Any]
+# Vectors with an element for each matrix or parameter.
+Sums = dict[str, Tensor]
 
 # 1. measurements
 
 # w is the weight before the update, u the update, g the gradient, m the momentum after the update, d the change of the
-# stored weight, `decayed` those elements of w that decay acts on. Measured are the roots of squares, and products.
-SQUARES = ("ww", "decayed", "uu", "gg", "mm", "dd")
+# stored weight, `decayed` those elements of w that decay acts on, `ww_momentum` the square of w if it has a momentum.
+# The roots of squares are measured.
+SQUARES = ("ww", "ww_momentum", "decayed", "uu", "gg", "mm", "dd")
 PRODUCTS = ("wu", "wg", "wm")
 
 # Rows of more elements than this are summed in pieces: float32 sums lose digits with their length.
@@ -40,32 +43,22 @@ LONGEST = 2**16
 class Measured(NamedTuple):
     """Matrices of a parameter, by their numbers in it, of each of which `area` elements were measured here.
 
-    `orthogonal` are the norms that their updates would have if their directions were orthogonal, 0 where they are not
-    orthogonalized; `phi` is the decay factor, None where it is not known. `values` are vectors by the names in
-    `SQUARES` and `PRODUCTS`, with one element for each matrix.
+    `values` are vectors by the names in `SQUARES` and `PRODUCTS`, with one element for each matrix.
     """
 
     param: Tensor
     numbers: Sequence[int]
     area: int
-    orthogonal: Sequence[float]
-    phi: float | None
     values: dict[str, Tensor]
 
 
-class MeasuringRanks(NamedTuple):
-    """The ranks that measure parts of a parameter, where they reduce, and how many matrices it has in all."""
-
-    groups: tuple[ProcessGroup, ...]
-    device: torch.device
-    matrices: int
-
-
 class Sample(NamedTuple):
-    """What was measured at one update; `shared` are the parameters of which other ranks measure other parts."""
+    """What was measured at one update; `shared` are the groups of ranks that measure parts of a parameter."""
 
+    infos: dict[Tensor, ParameterInfo]
     measured: list[Measured]
-    shared: dict[Tensor, MeasuringRanks]
+    shared: dict[Tensor, tuple[ProcessGroup, ...]]
+    spectra: dict[Tensor, dict[str, Tensor]]
     skipped: int
     was_skipped: bool
 
@@ -90,7 +83,7 @@ def norm(x: Tensor) -> Tensor:
     return norms
 
 
-# 2. rows
+# 2. sums
 
 # Each cosine: its inner product, and the squares it divides by.
 ALIGNMENTS = {
@@ -99,114 +92,82 @@ ALIGNMENTS = {
     "alignment_momentum": ("wm", "ww_momentum", "mm"),
 }
 
-# What only matrices have: rows hold the sum over matrices, and how many there are under `count_`.
+# What only matrices have: a sum over matrices, and under `count_` how many there are.
 PER_MATRIX = ("defect", "spectral_norm", "condition")
 
 
-def _device(entry: Measured) -> str:
-    return str(entry.values["ww"].device)
-
-
-def _measured_rows(measured: Sequence[Measured]) -> Rows:
-    """One column for each matrix in turn, as float64 on the CPU; one transfer for each device."""
-    names, constants = (*SQUARES, *PRODUCTS), ("numel", "orthogonal", "phi", "count_decay", "has_momentum")
-    tables = [torch.zeros(len(names), 0, dtype=torch.float64, device="cpu")]
-    for _, same in groupby(measured, _device):
-        found = [entry.values for entry in same]
-        zeros = [torch.zeros_like(values["ww"]) for values in found]
-        columns = [values.get(name, zero) for name in names for values, zero in zip(found, zeros, strict=True)]
-        tables.append(torch.cat(columns).cpu().double().view(len(names), -1))
-    table = torch.cat(tables, dim=1)
-    table[: len(SQUARES)].square_()
-    known = [
-        (e.area, length * e.area, (e.phi or 0.0) * e.area, (e.phi is not None) * e.area, "mm" in e.values)
-        for e in measured
-        for length in e.orthogonal
-    ]
+def matrix_sums(sample: Sample) -> Sums:
+    """Sums over ranks for each matrix of each parameter in turn, as float64 on the CPU; zero where nothing moved."""
+    counts = {param: info.matrices.total for param, info in sample.infos.items()}
+    firsts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+    names = (*SQUARES, *PRODUCTS)
+    table = torch.zeros(1 + len(names), sum(counts.values()), dtype=torch.float64, device="cpu")
+    by_device: dict[torch.device, list[Measured]] = {}
+    for entry in sample.measured:
+        by_device.setdefault(entry.values["ww"].device, []).append(entry)
+    for entries in by_device.values():  # one transfer for each
+        values = []
+        for entry in entries:
+            zero = torch.zeros_like(entry.values["ww"])
+            values.append(torch.stack([entry.values.get(name, zero) for name in names]))
+        columns = _indices(firsts[entry.param] + number for entry in entries for number in entry.numbers)
+        table[0, columns] = _column([entry.area for entry in entries for _ in entry.numbers])
+        table[1:, columns] = torch.cat(values, dim=1).cpu().double()
+    table[1 : 1 + len(SQUARES)].square_()
     # What has overflowed is NaN: over infinity an alignment or a relative size would be zero.
-    rows = dict(zip(names, torch.where(table.isfinite(), table, torch.nan), strict=True))
-    rows |= zip(
-        constants, torch.tensor(known, dtype=torch.float64, device="cpu").view(-1, len(constants)).T, strict=True
-    )
-    rows["ww_momentum"] = torch.where(rows.pop("has_momentum") > 0, rows["ww"], 0.0)
-    return rows
+    table[~table.isfinite()] = torch.nan
 
-
-def _matrix_columns(sample: Sample, params: Sequence[Tensor]) -> tuple[Tensor, Rows]:
-    """One column for each matrix, summed over ranks: the number of its parameter in `params`, and its rows."""
-    measured = sorted(sample.measured, key=_device)
-    counts = dict.fromkeys(params, 0)
-    for entry in measured:
-        counts[entry.param] = max(counts[entry.param], 1 + max(entry.numbers))
-    counts |= {param: ranks.matrices for param, ranks in sample.shared.items()}
-    firsts = dict(zip(params, accumulate(counts.values(), initial=0), strict=False))
-    rows = _measured_rows(measured)
-    table = torch.zeros(len(rows), sum(counts.values()), dtype=torch.float64, device="cpu")
-    table[:, _indices(firsts[entry.param] + n for entry in measured for n in entry.numbers)] = torch.stack(
-        [*rows.values()]
-    )
-
-    together: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
-    for param in [param for param in params if param in sample.shared]:
-        together.setdefault(sample.shared[param].groups, []).append(param)
-    for groups, of_groups in together.items():
-        columns = _indices(firsts[param] + n for param in of_groups for n in range(counts[param]))
-        total = table[:, columns].to(sample.shared[of_groups[0]].device)
+    for groups in dict.fromkeys(sample.shared.values()):
+        params = [param for param, ranks in sample.shared.items() if ranks == groups]
+        columns = _indices(firsts[param] + number for param in params for number in range(counts[param]))
+        total = table[:, columns].to(local(params[0]).device)
         for group in groups:
             dist.all_reduce(total, group=group)
         table[:, columns] = total.cpu()
-
-    there = table[list(rows).index("numel")] > 0
-    owners = torch.repeat_interleave(_indices(counts.values()))
-    return owners[there], dict(zip(rows, table[:, there], strict=True))
+    return dict(zip(("numel", *names), table, strict=True))
 
 
-def parameter_columns(
-    sample: Sample, infos: Mapping[Tensor, ParameterInfo], spectra: Spectra
-) -> tuple[Rows, list[ParameterInfo]]:
+def parameter_sums(sample: Sample) -> tuple[Sums, list[ParameterInfo]]:
     """One column for each parameter that was measured, in the order of the optimizer, and what is known of each."""
-    seen = {entry.param for entry in sample.measured} | sample.shared.keys()
-    params = [param for param in infos if param in seen]
-    owners, matrices = _matrix_columns(sample, params)
-    present, owners = torch.unique(owners, return_inverse=True)
-    params = [params[number] for number in present.tolist()]
-
-    matrices["matrices"] = torch.ones_like(matrices["numel"])
-    orthogonal = matrices.pop("orthogonal") / matrices["numel"]
-    matrices["count_defect"] = (orthogonal > 0).double()
-    matrices["defect"] = torch.where(orthogonal > 0, matrices["uu"].sqrt() / orthogonal, 0.0)
+    infos, sums = list(sample.infos.values()), matrix_sums(sample)
+    sums["matrices"] = (sums["numel"] > 0).double()
+    # The norm that each update would have if its direction were orthogonal.
+    orthogonal = _column(
+        [i.lr * length for i in infos for length in i.matrices.lengths for _ in range(i.matrices.stack.numel())]
+    )
+    has_defect = (orthogonal > 0) & (sums["numel"] > 0)
+    sums["defect"] = torch.where(has_defect, sums["uu"].sqrt() / orthogonal, 0.0)
+    sums["count_defect"] = has_defect.double()
     for name, (product, left, right) in ALIGNMENTS.items():
-        defined = ~((matrices[left] == 0) | (matrices[right] == 0))  # a NaN is defined: it must show
-        cosines = _cosine(matrices[product], matrices[left], matrices[right])
-        matrices[name], matrices[f"count_{name}"] = torch.where(defined, cosines, 0.0), defined.double()
+        defined = ~((sums[left] == 0) | (sums[right] == 0))  # a NaN is defined: it must show
+        cosines = _cosine(sums[product], sums[left], sums[right])
+        sums[name], sums[f"count_{name}"] = torch.where(defined, cosines, 0.0), defined.double()
 
-    rows = _summed(matrices, owners, len(params))
+    owners = torch.repeat_interleave(_indices(info.matrices.total for info in infos))
+    table = torch.stack([*sums.values()])
+    sums = dict(zip(sums, table.new_zeros(len(sums), len(infos)).index_add(1, owners, table), strict=True))
     for name in ALIGNMENTS:
-        cosines, count = rows.pop(name), rows.pop(f"count_{name}")
-        rows[f"{name}_mean"] = torch.where(count > 0, cosines / count, 0.0)
-        rows[f"count_{name}_mean"] = (count > 0).double()
-    found = [infos[param] for param in params]
+        cosines, count = sums.pop(name), sums.pop(f"count_{name}")
+        sums[f"{name}_mean"] = torch.where(count > 0, cosines / count, 0.0)
+        sums[f"count_{name}_mean"] = (count > 0).double()
     # Decay, learning rate and peak, each times the number of elements that have one.
-    acted_on = torch.where(rows["ww"] == 0, 1.0, rows["decayed"] / rows["ww"])
-    rows["decay"] = torch.where(rows["count_decay"] > 0, rows["phi"] * acted_on, 0.0)
-    rows["lr"], rows["count_lr"] = _column([info.lr for info in found]) * rows["numel"], rows["numel"]
-    rows["peak_lr"] = _column([info.peak_lr or 0.0 for info in found]) * rows["numel"]
-    rows["count_peak_lr"] = _column([info.peak_lr is not None for info in found]) * rows["numel"]
+    for name in ("decay", "lr", "peak_lr"):
+        settings = [getattr(info, name) for info in infos]
+        sums[name] = _column([setting or 0.0 for setting in settings]) * sums["numel"]
+        sums[f"count_{name}"] = _column([setting is not None for setting in settings]) * sums["numel"]
+    acted_on = torch.where((sums["ww"] == 0) | (sums["count_decay"] == 0), 1.0, sums["decayed"] / sums["ww"])
+    sums["decay"] *= acted_on
     for name in ("spectral_norm", "condition"):
-        spectrum = [spectra.get(name, {}).get(param) for param in params]
-        rows[name] = _column([0.0 if v is None else float(v.sum()) for v in spectrum])
-        rows[f"count_{name}"] = _column([0 if v is None else len(v) for v in spectrum])
-    return rows, found
+        spectra = [sample.spectra.get(param, {}).get(name) for param in sample.infos]
+        sums[name] = _column([0.0 if values is None else float(values.sum()) for values in spectra])
+        sums[f"count_{name}"] = _column([0 if values is None else len(values) for values in spectra])
+    measured = sums["numel"] > 0
+    chosen = [info for info, is_measured in zip(infos, measured.tolist(), strict=True) if is_measured]
+    return {name: row[measured] for name, row in sums.items()}, chosen
 
 
 def _cosine(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return (product / (left.sqrt() * right.sqrt())).clamp(-1.0, 1.0)  # rounding may lead beyond
-
-
-def _summed(rows: Rows, target: Tensor, size: int) -> Rows:
-    """The rows with their columns added up into `size` new ones."""
-    table = torch.stack([*rows.values()])
-    return dict(zip(rows, table.new_zeros(len(rows), size).index_add(1, target, table), strict=True))
 
 
 def _column(values: Sequence[float]) -> Tensor:
@@ -219,81 +180,67 @@ def _indices(values: Iterable[int]) -> Tensor:
 
 # 3. the record
 
-Record = dict[str, Any]
-Values = dict[str, float | int | None]
-
 # What is known of an update that was skipped.
 _KNOWN_WHEN_SKIPPED = ("weight_rms", "lr", "peak_lr", "spectral_norm", "condition", "numel")
 
 
-def build(
-    step: int, sample: Sample, infos: Mapping[Tensor, ParameterInfo], spectra: Spectra, *, parameters: bool
-) -> Record:
+def build(step: int, sample: Sample, *, parameters: bool) -> Record:
     """The record of update number `step`."""
-    rows, found = parameter_columns(sample, infos, spectra)
-    members: dict[tuple[str, ...], list[int]] = {
-        ("all",): list(range(len(found))),
-        ("decayed",): [i for i, info in enumerate(found) if info.decayed],
-        **{("roles", role): chosen for role, chosen in _collect(info.role for info in found).items()},
-        **{("layers", layer): chosen for layer, chosen in _collect(info.layer for info in found).items()},
-    }
-    chosen = _indices(column for columns in members.values() for column in columns)
-    target = _indices(number for number, columns in enumerate(members.values()) for _ in columns)
-    pooled = _summed({name: row[chosen] for name, row in rows.items()}, target, len(members))
-    record: Record = {"kind": "telemetry", "step": step, "all": {}, "decayed": {}, "roles": {}, "layers": {}}
-    for (first, *rest), values in zip(members, describe(pooled), strict=True):
-        if rest:
-            record[first][rest[0]] = values
-        else:
-            record[first] = values
+    sums, infos = parameter_sums(sample)
+    roles, layers = _positions(info.role for info in infos), _positions(info.layer for info in infos)
+    layers = dict(sorted(layers.items(), key=lambda entry: int(entry[0])))
+    decayed = [column for column, info in enumerate(infos) if info.decayed]
+    table = torch.stack([*sums.values()])
+    pools = [range(len(infos)), decayed, *roles.values(), *layers.values()]
+    pooled = torch.stack([table[:, _indices(columns)].sum(1) for columns in pools], dim=1)
+    of_all, of_decayed, *others = described = describe(dict(zip(sums, pooled, strict=True)))
+    record: Record = {"kind": "telemetry", "step": step, "all": of_all, "decayed": of_decayed}
+    record["roles"] = dict(zip(roles, others, strict=False))
+    record["layers"] = dict(zip(layers, others[len(roles) :], strict=True))
     if parameters:
-        record["parameters"] = {}
-        for info, values, matrices in zip(found, describe(rows), rows["matrices"].tolist(), strict=True):
-            # means over matrices say nothing new where there is one
-            own = values if matrices > 1 else {k: v for k, v in values.items() if not k.endswith("_mean")}
-            record["parameters"][info.name] = own
+        singles = describe(sums)
+        for values, matrices in zip(singles, sums["matrices"].tolist(), strict=True):
+            if matrices == 1:  # means over matrices say nothing new
+                for name in ALIGNMENTS:
+                    del values[f"{name}_mean"]
+        record["parameters"] = dict(zip([info.name for info in infos], singles, strict=True))
+        described += singles
     if sample.was_skipped:  # it has no size and no direction; zeros would claim otherwise
-        nested = (v for key in ("roles", "layers", "parameters") for v in record.get(key, {}).values())
-        for values in (record["all"], record["decayed"], *nested):
+        for values in described:
             values.update(dict.fromkeys(values.keys() - _KNOWN_WHEN_SKIPPED))
     return {**record, "skipped": sample.skipped, "was_skipped": sample.was_skipped}
 
 
-def describe(rows: Rows) -> list[Values]:
-    """Columns of sums as the values of the record, None where a value does not exist or is not finite."""
-    numel = rows["numel"]
+def describe(sums: Sums) -> list[Record]:
+    """The values of the record from sums, None where a value does not exist or is not finite."""
+    numel = sums["numel"]
     values = {
-        "weight_rms": (rows["ww"] / numel).sqrt(),
-        "update_rms": (rows["uu"] / numel).sqrt(),
-        "relative_update": (rows["uu"] / rows["ww"]).sqrt(),
-        "applied_rms": (rows["dd"] / numel).sqrt(),
-        "gradient_rms": (rows["gg"] / numel).sqrt(),
+        "weight_rms": (sums["ww"] / numel).sqrt(),
+        "update_rms": (sums["uu"] / numel).sqrt(),
+        "relative_update": (sums["uu"] / sums["ww"]).sqrt(),
+        "applied_rms": (sums["dd"] / numel).sqrt(),
+        "gradient_rms": (sums["gg"] / numel).sqrt(),
     }
-    values |= {name: rows[name] / rows[f"count_{name}"] for name in ("decay", "lr", "peak_lr")}
+    values |= {name: sums[name] / sums[f"count_{name}"] for name in ("decay", "lr", "peak_lr")}
     for name, (product, left, right) in ALIGNMENTS.items():
-        values[name] = _cosine(rows[product], rows[left], rows[right])
-        values[f"{name}_mean"] = rows[f"{name}_mean"] / rows[f"count_{name}_mean"]
-    values |= {name: rows[name] / rows[f"count_{name}"] for name in PER_MATRIX}
-    described: list[Values] = []
+        values[name] = _cosine(sums[product], sums[left], sums[right])
+        values[f"{name}_mean"] = sums[f"{name}_mean"] / sums[f"count_{name}_mean"]
+    values |= {name: sums[name] / sums[f"count_{name}"] for name in PER_MATRIX}
+    described: list[Record] = []
     columns = zip(*(row.tolist() for row in values.values()), strict=True)
-    counts = zip(*(rows[f"count_{name}"].tolist() for name in PER_MATRIX), strict=True)
+    counts = zip(*(sums[f"count_{name}"].tolist() for name in PER_MATRIX), strict=True)
     for column, count, elements in zip(columns, counts, numel.tolist(), strict=True):
         lacking = {name for name, number in zip(PER_MATRIX, count, strict=True) if not number}
-        entry = {name: _finite(value) for name, value in zip(values, column, strict=True) if name not in lacking}
+        finite = [number if math.isfinite(number) else None for number in column]
+        entry = {name: number for name, number in zip(values, finite, strict=True) if name not in lacking}
         described.append({**entry, "numel": int(elements)})
     return described
 
 
-def _collect(keys: Iterable[str | None]) -> dict[str, list[int]]:
-    """Which positions share a key; None is no key. Layers come in the order of their numbers."""
-    found: dict[str, list[int]] = {}
+def _positions(keys: Iterable[str | None]) -> dict[str, list[int]]:
+    """Which positions share a key; None is no key."""
+    positions: dict[str, list[int]] = {}
     for position, key in enumerate(keys):
         if key is not None:
-            found.setdefault(key, []).append(position)
-    return dict(
-        sorted(found.items(), key=lambda item: (not item[0].isdecimal(), int(item[0]) if item[0].isdecimal() else 0))
-    )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+            positions.setdefault(key, []).append(position)
+    return positions

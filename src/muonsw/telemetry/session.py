@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 
 from muonsw import machine
 from muonsw.addons.clipping import clipped_share
-from muonsw.distributed.shards import is_dtensor, local, whole
+from muonsw.distributed.shards import is_dtensor, local
 from muonsw.interop.unwrap import required_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.options import require_whole
 from muonsw.telemetry.observe import Observer
-from muonsw.telemetry.parameters import matrices, members, model_view, parameter_infos
+from muonsw.telemetry.parameters import model_view
 from muonsw.telemetry.record import Record, build
-from muonsw.telemetry.spectrum import Spectra, SpectralNorms, condition_numbers
+from muonsw.telemetry.spectrum import Spectrum
+from muonsw.work import names_of
 
 Sink = Callable[[Record], object]
 
@@ -76,23 +78,23 @@ class Telemetry:
         keep: int | None = 200,
         seed: int = 0,
     ) -> None:
-        _require_whole("every", every, 1)
-        _require_whole("start_step", start_step, 0)
+        require_whole("every", every, 1)
+        require_whole("start_step", start_step, 0)
         if keep is not None:
-            _require_whole("keep", keep, 1)
+            require_whole("keep", keep, 1)
         optimizer = required_optimizer(optimizer, "Telemetry")
         _check_optimizer(optimizer)
         self.optimizer = optimizer
         self.every = every
         self.step = start_step
         self.parameters = parameters
-        self.sinks = _as_sinks(sink)
+        self.sinks: list[Sink] = [sink] if callable(sink) else list(sink or ())
+        for entry in self.sinks:
+            if not callable(entry):
+                raise TypeError(f"sink={entry!r} cannot be called; pass a function that takes a record, or several")
         self._records: deque[Record] = deque(maxlen=keep)
-        self._view = model_view(model)
-        self._observer = Observer(optimizer, self._view)
-        self._norms = SpectralNorms(seed=seed) if spectral_norm else None
-        self._condition = condition
-        self._spectra: Spectra = {}
+        spectrum = Spectrum(spectral_norm=spectral_norm, condition=condition, seed=seed)
+        self._observer = Observer(optimizer, model_view(model), spectrum)
         self._sampling = self._unseen = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -127,99 +129,59 @@ class Telemetry:
         self.detach()
 
     @_disable_dynamo  # a compiled step calls hooks as they are, and its own graphs stay the same
+    @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._observer.stop()  # a step that raised an error has left it on
-        self._unseen = _capturing() or _makes_state(optimizer)
+        is_capturing = machine.gpus() > 0 and torch.cuda.is_current_stream_capturing()
+        self._unseen = is_capturing or _makes_state(optimizer)
         self._sampling = self.due and not self._unseen
-        if self._sampling:
+        if self._sampling:  # hooks of our optimizers run after the closure, those of others before it
             closure = kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:])
-            self._spectra = self._measure_spectra(optimizer, closure)
-            with torch.no_grad():
-                self._observer.begin(closure)
+            self._observer.begin(closure)
 
     @_disable_dynamo
+    @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        self.step += not self._unseen
         if not self._sampling:
-            self.step += not self._unseen
             return
-        self.step += 1
         self._sampling = False
-        summary = optimizer.summary() if isinstance(optimizer, ScaledDecayOptimizer) else None
-        with torch.no_grad():
-            sample = self._observer.finish(summary)
-            infos = parameter_infos(optimizer, self._view)
-            record = build(self.step, sample, infos, self._spectra, parameters=self.parameters)
-        if isinstance(optimizer, ScaledDecayOptimizer) and summary is not None:
-            roundings = [group["rounding"] for group in optimizer.param_groups]
-            groups = [asdict(group) | {"rounding": own} for group, own in zip(summary.groups, roundings, strict=True)]
-            record |= {"matrices": summary.matrices, "groups": groups}
+        if isinstance(optimizer, ScaledDecayOptimizer):
+            summary = optimizer.summary()
+            record = build(self.step, self._observer.finish(summary), parameters=self.parameters)
+            record |= {"matrices": summary.matrices, "groups": [asdict(group) for group in summary.groups]}
+            for values, group in zip(record["groups"], optimizer.param_groups, strict=True):
+                values["rounding"] = group["rounding"]
             clipped = clipped_share(optimizer)
-            record |= {} if clipped is None else {"clipped": clipped}
+            if clipped is not None:
+                record["clipped"] = clipped
+        else:
+            record = build(self.step, self._observer.finish(None), parameters=self.parameters)
         self._records.append(record)
         for sink in self.sinks:
             sink(record)
         if isinstance(optimizer, ScaledDecayOptimizer):
             optimizer._counters.warn_of_skips()
 
-    @torch.no_grad()
-    def _measure_spectra(self, optimizer: Optimizer, closure: bool) -> Spectra:
-        """Singular values of the weights before the update, where they were asked for."""
-        spectra: Spectra = {}
-        if self._norms is None and not self._condition:
-            return spectra
-        infos = parameter_infos(optimizer, self._view)
-        for group, _, _, param in members(optimizer):
-            sharded = is_dtensor(param)  # brought together on all ranks, also where one of them lacks a gradient
-            batches = matrices(group, whole(param), infos[param].matrix)
-            if not batches or not (closure or sharded or param.grad is not None):
-                continue
-            if self._norms is not None:
-                spectra.setdefault("spectral_norm", {})[param] = self._norms.measure(param, batches)
-            if self._condition:
-                spectra.setdefault("condition", {})[param] = condition_numbers(batches)
-        return spectra
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being recorded, which is not an update."""
-    return machine.gpus() > 0 and torch.cuda.is_current_stream_capturing()
-
 
 def _makes_state(optimizer: Optimizer) -> bool:
     """Whether this is the step at learning rates and gradients of zero by which torch makes state for a checkpoint."""
     if optimizer.state or any(group.get("lr") != 0 for group in optimizer.param_groups):
         return False
-    gradients = [param.grad for _, _, _, param in members(optimizer) if param.requires_grad]
-    return all(grad is not None and not local(grad).any() for grad in gradients)
-
-
-def _as_sinks(sink: Sink | Iterable[Sink] | None) -> list[Sink]:
-    if sink is None:
-        return []
-    sinks = [sink] if callable(sink) else list(sink)
-    for entry in sinks:
-        if not callable(entry):
-            raise TypeError(f"sink={entry!r} cannot be called; pass a function that takes a record, or several")
-    return sinks
-
-
-def _require_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: must be a whole number, at least {least}")
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    return all(param.grad is not None and not local(param.grad).any() for param in params)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
     """Refuse what cannot be measured, before anything is attached."""
-    params = [(name or words, param) for _, name, words, param in members(optimizer)]
-    if not params:
+    if not any(group["params"] for group in optimizer.param_groups):
         raise ValueError(f"this {type(optimizer).__name__} has no parameters, so there is nothing to measure")
-    for name, param in params:
-        if is_dtensor(param) and not isinstance(optimizer, ScaledDecayOptimizer):
-            raise ValueError(
-                f"{name} is sharded (a DTensor), which can be measured with optimizers of this library only"
-            )
-        if not param.is_floating_point():
-            raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be measured")
+    for number, group in enumerate(optimizer.param_groups):
+        for name, param in zip(names_of(group, number), group["params"], strict=True):
+            if is_dtensor(param) and not isinstance(optimizer, ScaledDecayOptimizer):
+                raise ValueError(f"{name} is sharded (a DTensor); only optimizers of this library can be measured then")
+            if not param.is_floating_point():
+                raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be measured")
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if isinstance(getattr(hook, "__self__", None), Telemetry):
             raise ValueError("this optimizer has a Telemetry already; call its detach() first, or give it more sinks")

@@ -40,11 +40,7 @@ class JsonlSink:
 
     def __call__(self, record: Record) -> None:
         """Write a record."""
-        try:
-            line = json.dumps(record, allow_nan=False)
-        except ValueError:  # rare, so that the others are not searched
-            line = json.dumps(_without_nan(record), allow_nan=False)
-        self._file.write(line + "\n")
+        self._file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

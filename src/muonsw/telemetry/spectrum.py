@@ -7,10 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from muonsw.distributed.shards import whole
 from muonsw.slots import wide_dtype
-
-# By value and parameter, one entry for each matrix of the parameter.
-Spectra = dict[str, dict[Tensor, Tensor]]
+from muonsw.telemetry.parameters import Matrices
 
 # Vectors that are iterated together: the error falls with the gap to the singular value after the last of them.
 BLOCK = 8
@@ -18,28 +17,34 @@ BLOCK = 8
 COLD, WARM = 12, 4
 
 
-class SpectralNorms:
-    """Power iteration with a memory: each sample starts from the directions that the last one ended with.
+class Spectrum:
+    """Measures spectral norms by a power iteration that starts where the last sample ended, and condition numbers.
 
     Start vectors come from a generator of its own, so that no random number of the training is used up.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, *, spectral_norm: bool, condition: bool, seed: int = 0) -> None:
+        self.spectral_norm = spectral_norm
+        self.condition = condition
         self._generator = torch.Generator().manual_seed(seed)
         self._vectors: dict[tuple[Tensor, int], Tensor] = {}
 
-    def measure(self, param: Tensor, batches: Iterable[Tensor]) -> Tensor:
-        """The spectral norm of each matrix in these batches (count, m, n) of a parameter, on its device.
-
-        Examples:
-            >>> weight = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
-            >>> SpectralNorms().measure(weight, [weight.unsqueeze(0)])
-            tensor([3.0000], dtype=torch.float64)
-        """
-        return torch.cat([self._norms((param, number), batch) for number, batch in enumerate(batches)])
+    def measure(self, param: Tensor, matrices: Matrices, weight: Tensor) -> dict[str, Tensor]:
+        """The requested values of each matrix of a parameter, from a copy of its weight; brings shards together."""
+        values: dict[str, Tensor] = {}
+        if not (self.spectral_norm or self.condition):
+            return values
+        batches = matrices.batches(whole(weight))
+        if batches and self.spectral_norm:
+            norms = [self._norms((param, number), batch) for number, batch in enumerate(batches)]
+            values["spectral_norm"] = torch.cat(norms)
+        if batches and self.condition:
+            values["condition"] = condition_numbers(batches)
+        return values
 
     def _norms(self, key: tuple[Tensor, int], batch: Tensor) -> Tensor:
-        W = batch.detach().to(wide_dtype(batch.dtype))
+        """The largest singular value of each matrix of a batch (count, m, n)."""
+        W = batch.to(wide_dtype(batch.dtype))
         shape = (W.shape[0], W.shape[2], min(BLOCK, *W.shape[1:]))
         V = self._vectors.get(key)
         iterations = WARM
@@ -64,15 +69,15 @@ def condition_numbers(batches: Iterable[Tensor]) -> Tensor:
         >>> condition_numbers([torch.diag(torch.tensor([4.0, 2.0, 1.0])).unsqueeze(0)])
         tensor([4.], dtype=torch.float64)
     """
-    found = []
+    numbers = []
     for batch in batches:
-        W = batch.detach().double()
+        W = batch.double()
         gram = W @ W.mT if W.shape[1] <= W.shape[2] else W.mT @ W
         eigenvalues = _eigenvalues(gram)
         noise = eigenvalues[:, -1] * gram.shape[-1] * torch.finfo(torch.float64).eps
         smallest = torch.where(eigenvalues[:, 0] > noise, eigenvalues[:, 0], 0.0)
-        found.append((eigenvalues[:, -1] / smallest).sqrt())
-    return torch.cat(found)
+        numbers.append((eigenvalues[:, -1] / smallest).sqrt())
+    return torch.cat(numbers)
 
 
 def _eigenvalues(gram: Tensor) -> Tensor:
