@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw import peak, rates
+from muonsw import checkpoint, peak, rates
 from muonsw.addons import gradient_norm, norm_rules
 from muonsw.addons.replay import Replay
 from muonsw.algorithms import ALGORITHMS
@@ -18,8 +18,6 @@ from muonsw.codecs import refuse_shards, wait_for_host
 from muonsw.counters import Counters
 from muonsw.decay import decays
 from muonsw.distributed import Ranks
-from muonsw.interop import load
-from muonsw.interop.unwrap import unwrap_optimizer, unwrap_scheduler
 from muonsw.nonfinite import Flag
 from muonsw.options import (
     BOOKKEEPING,
@@ -183,9 +181,8 @@ class ScaledDecayOptimizer(Optimizer):
         rates.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
         prune(group)
-        norm_rules.attach(self)
-        gradient_norm.attach(self)
         try:
+            self._attach_addons()
             self._refuse_shared_peak()
             for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
                 refuse_parameter(name, param)
@@ -240,22 +237,26 @@ class ScaledDecayOptimizer(Optimizer):
         """
         if group is not None and group not in range(len(self.param_groups)):
             raise ValueError(f"group={group!r}: this optimizer has param groups 0 to {len(self.param_groups) - 1}")
-        chosen = self.param_groups if group is None else [self.param_groups[group]]
-        scheduler = unwrap_scheduler(peak_lr)
+        numbers = range(len(self.param_groups)) if group is None else [group]
+        chosen = [self.param_groups[number] for number in numbers]
+        scheduler = peak_lr
+        while callable(getattr(inner := getattr(scheduler, "scheduler", None), "step", None)):  # Accelerate's wrapper
+            scheduler = inner
         if hasattr(scheduler, "step") and hasattr(scheduler, "optimizer"):
-            if unwrap_optimizer(scheduler.optimizer) is not self:
+            if checkpoint.unwrap_optimizer(scheduler.optimizer) is not self:
                 raise ValueError(
                     f"this {type(scheduler).__name__} schedules another optimizer; hand over this one's own"
                 )
             peaks = peak.scheduler_peaks(scheduler)
-            for one in [one for one in chosen if one["peak_lr"] is None]:
-                peak.set_resolved_peak(one, peaks[self.param_groups.index(one)])
+            for number, target in zip(numbers, chosen, strict=True):
+                if target["peak_lr"] is None:
+                    peak.set_resolved_peak(target, peaks[number])
         else:
             setting = validate_option("peak_lr", peak_lr)
-            peak.refuse_shared(setting, [one for one in chosen if rates.needs_peak(one)])
-            for one in chosen:
-                one["peak_lr"] = setting
-                peak.set_resolved_peak(one, setting if isinstance(setting, float) else None)
+            peak.refuse_shared(setting, list(filter(rates.needs_peak, chosen)))
+            for target in chosen:
+                target["peak_lr"] = setting
+                peak.set_resolved_peak(target, setting if isinstance(setting, float) else None)
         self._loaded_rates.clear()
 
     def _refuse_shared_peak(self) -> None:
@@ -292,8 +293,7 @@ class ScaledDecayOptimizer(Optimizer):
         """
         self._counters.warn_of_skips()
         self._wait_for_host()
-        with load.saved_by_groups(self):
-            return super().state_dict()
+        return checkpoint.save(self, super().state_dict)
 
     def _wait_for_host(self) -> None:
         """Wait for state that is on its way to host memory, whatever its group says by now."""
@@ -308,15 +308,7 @@ class ScaledDecayOptimizer(Optimizer):
         peak learning rate wins over this optimizer's own, with a warning where they differ. Nothing is changed when it
         raises.
         """
-        before = [(g["constructor_lr"], g["resolved_peak_lr"] or peak.expected_peak(g)) for g in self.param_groups]
-        with load.undone_on_error(self):
-            with load.through_hooks(self):
-                super().load_state_dict(state_dict)
-            for group in self.param_groups:
-                prune(group)
-            norm_rules.attach(self)
-            gradient_norm.attach(self)
-            load.settle_peaks(self, before, state_dict)
+        checkpoint.load(self, state_dict, super().load_state_dict)
         self._loaded_rates[:] = [float(g["lr"]) if g["resolved_peak_lr"] else None for g in self.param_groups]
         self._replay = Replay()  # its graph would keep the old state alive
         self._allocated.clear()
@@ -330,8 +322,7 @@ class ScaledDecayOptimizer(Optimizer):
         if "_counters" not in self.__dict__:
             self._reset()
         super().__setstate__(state)
-        norm_rules.attach(self)  # copies have none of torch's hooks
-        gradient_norm.attach(self)
+        self._attach_addons()  # copies have none of torch's hooks
 
     def __repr__(self) -> str:
         lines = [_group_line(group, number) for number, group in enumerate(self.param_groups)]
@@ -343,6 +334,11 @@ class ScaledDecayOptimizer(Optimizer):
         Its hooks run inside it, so they run once also where a subclass overrides it and calls it.
         """
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
+
+    def _attach_addons(self) -> None:
+        """Register the hooks that options of the groups need."""
+        norm_rules.attach(self)
+        gradient_norm.attach(self)
 
     def _reset(self) -> None:
         self._counters = Counters()

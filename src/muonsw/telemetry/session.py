@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from muonsw import machine
 from muonsw.addons.clipping import clipped_share
+from muonsw.checkpoint import required_optimizer
 from muonsw.distributed.shards import is_dtensor, local, whole
-from muonsw.interop.unwrap import required_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.telemetry.observe import Observer
 from muonsw.telemetry.parameters import matrices, members, model_view, parameter_infos

@@ -235,7 +235,7 @@ def test_a_lambda_of_zero_is_not_loaded_into_a_tensor():
         (lambda s: s["param_groups"][0].update(orthogonalizer="mine"), "unknown orthogonalizer 'mine'"),
         (
             lambda s: s["state"][0].update(momentum_buffer=torch.zeros(2, 2)),
-            r"momentum_buffer of parameter 0 has shape",
+            r"momentum_buffer of parameter 0 of group 0 has shape",
         ),
         *(
             (lambda s, key=key, value=value: s["param_groups"][0].update({key: value}), key)
@@ -435,7 +435,7 @@ def test_an_average_that_is_one_number_for_its_matrix_is_refused_before_anything
     saved = state_of(lambda p: torch.optim.AdamW(p, lr=0.1))
     saved["state"][0]["exp_avg_sq"] = torch.tensor(1.0)  # as NovoGrad has it
     optimizer = AdamWSW(matrices((4, 4)), lr=0.2)
-    with pytest.raises(ValueError, match=r"exp_avg_sq of parameter 0 has shape \(\), but the parameter has \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"exp_avg_sq of parameter 0 of group 0 has shape \(\), but \(4, 4\) is needed"):
         optimizer.load_state_dict(saved)
     assert not optimizer.state
 
