@@ -435,7 +435,9 @@ def test_an_average_that_is_one_number_for_its_matrix_is_refused_before_anything
     saved = state_of(lambda p: torch.optim.AdamW(p, lr=0.1))
     saved["state"][0]["exp_avg_sq"] = torch.tensor(1.0)  # as NovoGrad has it
     optimizer = AdamWSW(matrices((4, 4)), lr=0.2)
-    with pytest.raises(ValueError, match=r"exp_avg_sq of parameter 0 of group 0 has shape \(\), but \(4, 4\) is needed"):
+    with pytest.raises(
+        ValueError, match=r"exp_avg_sq of parameter 0 of group 0 has shape \(\), but \(4, 4\) is needed"
+    ):
         optimizer.load_state_dict(saved)
     assert not optimizer.state
 

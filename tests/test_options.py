@@ -83,9 +83,9 @@ def test_bad_settings(cls, options, message):
         ({"lr": -0.1}, "lr"),
         ({"nonfinite": "raise"}, "nonfinite='raise' is an optimizer-level argument; pass it to the constructor"),
         ({"chunk_bytes": 4096}, "chunk_bytes=4096 is an optimizer-level argument"),
-        ({"preset": "normuon"}, "preset='normuon' is an optimizer-level argument"),
-        ({"betas": (0.8, 0.9)}, "'betas' is an option of adamw, .*, and this group has algorithm='muon'; leave it out"),
-        ({"algorithm": "adamw", "ns_steps": 3}, "'ns_steps' is an option of muon and dion2, and this group has"),
+        ({"preset": "normuon"}, "'preset' is not an option: pass it to for_model"),
+        ({"betas": (0.8, 0.9)}, "'betas' is an option of adamw, .*, not of muon; set it in"),
+        ({"algorithm": "adamw", "ns_steps": 3}, "'ns_steps' is an option of muon and dion2, not of adamw"),
     ],
 )
 def test_bad_groups_leave_the_optimizer_as_it_was(group, message):

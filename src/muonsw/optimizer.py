@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
@@ -20,26 +21,24 @@ from muonsw.decay import decays
 from muonsw.distributed import Ranks
 from muonsw.nonfinite import Flag
 from muonsw.options import (
-    BOOKKEEPING,
     algorithm_defaults,
     completed,
+    constructor_defaults,
     differing_options,
     prune,
-    refuse_model,
     refuse_options_of_others,
     refuse_parameter,
-    refuse_settings,
-    require_alike_names,
     require_model,
     validate_option,
-    warn_of_rounding,
+    validate_settings,
 )
+from muonsw.precision import LOW_PRECISION
 from muonsw.presets import PRESETS
 from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import state_bytes
 from muonsw.step import take_step
 from muonsw.summary import LastStep, Summary, state_line, summarize
-from muonsw.text import counted
+from muonsw.text import counted, users_line
 from muonsw.work import Group, label_of, names_of
 
 if TYPE_CHECKING:
@@ -66,17 +65,19 @@ class ScaledDecayOptimizer(Optimizer):
         replay: bool | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        refuse_model(params, type(self).__name__)
-        refuse_settings(nonfinite, chunk_bytes, replay, process_group)
+        if isinstance(params, torch.nn.Module):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} takes parameters, not a model; call {name}.for_model(model, lr=...), which gives each "
+                f"parameter the algorithm that suits it"
+            )
+        validate_settings(nonfinite=nonfinite, chunk_bytes=chunk_bytes, replay=replay, process_group=process_group)
         self.nonfinite = nonfinite
         self.chunk_bytes = chunk_bytes
         self.replay = replay
         self._reset()
         self._ranks = Ranks(process_group)
-        checked = {key: validate_option(key, value) for key, value in options.items()}
-        refuse_options_of_others(checked, self.algorithm)
-        defaults = {**algorithm_defaults(self.algorithm), "algorithm": self.algorithm, **BOOKKEEPING, **checked}
-        prune(defaults)
+        defaults = constructor_defaults(options, self.algorithm)
         given: Any = params if isinstance(params, Tensor) else list(params)
         super().__init__(given, defaults)
 
@@ -144,7 +145,7 @@ class ScaledDecayOptimizer(Optimizer):
         if algorithm == cls.algorithm:
             return routing, rest
         of_algorithms = {key for name in ALGORITHMS for key in ALGORITHMS[name].defaults}
-        refuse_options_of_others({key: rest[key] for key in of_algorithms & rest.keys()}, algorithm)
+        refuse_options_of_others(of_algorithms & rest.keys(), algorithm)
         chosen = {key: rest.pop(key) for key in ALGORITHMS[algorithm].defaults if key in rest}
         groups = [{**chosen, **group} if group["algorithm"] == algorithm else group for group in routing.groups]
         return Routing(groups, routing.reasons), rest
@@ -176,7 +177,7 @@ class ScaledDecayOptimizer(Optimizer):
         """
         group = completed(dict(param_group), self.defaults)
         label = f"param group {len(self.param_groups)}"
-        require_alike_names(group, self.param_groups, label)
+        _refuse_mixed_names(group, self.param_groups, label)
         rates.require_run(group, label)
         rates.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
@@ -188,7 +189,11 @@ class ScaledDecayOptimizer(Optimizer):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
                 refuse_shards(name, group, param)
-            warn_of_rounding(group)
+            if group["rounding"] == "nearest" and any(p.dtype in LOW_PRECISION for p in group["params"]):
+                warnings.warn(
+                    "rounding='nearest' loses decay and small updates of low-precision weights; use 'stochastic'",
+                    stacklevel=users_line(),
+                )
         except BaseException:
             self.param_groups.pop()
             raise
@@ -352,6 +357,19 @@ class ScaledDecayOptimizer(Optimizer):
         self._replay = Replay()
         self._allocated: dict[int, Any] = {}  # by group: what its state was allocated for
         self._addons: set[str] = set()  # whose hooks are registered
+
+
+def _refuse_mixed_names(group: Group, others: list[Group], label: str) -> None:
+    """Refuse parameters without names beside named ones, and the other way round: states follow names or places."""
+    if not isinstance(group["params"], Tensor | set):  # torch takes a tensor, and refuses a set
+        group["params"] = list(group["params"])
+    named = "param_names" in group or any(isinstance(entry, tuple) for entry in group["params"])
+    if others and named != ("param_names" in others[0]):
+        wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
+        raise ValueError(
+            f"{label} has parameters {'with' if named else 'without'} names, unlike those of the groups before it; "
+            f"write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
+        )
 
 
 def _group_line(group: Group, number: int) -> str:
