@@ -156,8 +156,8 @@ class ScaledDecayOptimizer(Optimizer):
         optimizer = cls(routing.groups, **options)
         optimizer._reasons = routing.reasons
         for name in [name for name, param in model.named_parameters() if not param.requires_grad]:
-            path, _, own = name.rpartition(".")
-            optimizer._left_out.append((name, weakref.ref(model.get_submodule(path)), own))
+            path, _, key = name.rpartition(".")
+            optimizer._left_out.append((name, weakref.ref(model.get_submodule(path)), key))
         return optimizer
 
     def routing(self, *, reasons: bool = False) -> str:
@@ -184,7 +184,9 @@ class ScaledDecayOptimizer(Optimizer):
         prune(group)
         try:
             self._attach_addons()
-            self._refuse_shared_peak()
+            number = self.defaults["peak_lr"]
+            takers = [other for other in self.param_groups if other["peak_lr"] == number and rates.needs_peak(other)]
+            peak.refuse_shared(number, takers)
             for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
@@ -264,12 +266,6 @@ class ScaledDecayOptimizer(Optimizer):
                 peak.set_resolved_peak(target, setting if isinstance(setting, float) else None)
         self._loaded_rates.clear()
 
-    def _refuse_shared_peak(self) -> None:
-        """Refuse the constructor's number where groups that take it have different rates."""
-        number = self.defaults["peak_lr"]
-        takers = [group for group in self.param_groups if group["peak_lr"] == number and rates.needs_peak(group)]
-        peak.refuse_shared(number, takers)
-
     def summary(self) -> Summary:
         """What the last step did: matrices orthogonalized, parameters moved by each algorithm, decay and peak.
 
@@ -302,8 +298,8 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _wait_for_host(self) -> None:
         """Wait for state that is on its way to host memory, whatever its group says by now."""
-        kept = [(param, value) for param, state in self.state.items() if param.is_cuda for value in state.values()]
-        for device in {param.device for param, value in kept if isinstance(value, Tensor) and value.is_cpu}:
+        states = [(param.device, state.values()) for param, state in self.state.items() if param.is_cuda]
+        for device in {device for device, values in states if any(isinstance(v, Tensor) and v.is_cpu for v in values)}:
             wait_for_host(device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

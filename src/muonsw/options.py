@@ -177,10 +177,10 @@ def optional_defaults(algorithm: str) -> Group:
 def prune(group: Group) -> None:
     """Remove options of other algorithms from a group, and optional ones that are at their defaults."""
     algorithm = group["algorithm"]
-    own, optional = algorithm_defaults(algorithm), optional_defaults(algorithm)
-    kept = ALGORITHMS[algorithm].defaults
+    known, required = algorithm_defaults(algorithm), ALGORITHMS[algorithm].defaults
+    optional = {key: value for key, value in optional_defaults(algorithm).items() if key not in required}
     for key in [key for key in group if key in CHECKS and key not in ("algorithm", "foreach")]:
-        if key not in own or (key in optional and key not in kept and group[key] == optional[key]):
+        if key not in known or (key in optional and group[key] == optional[key]):
             del group[key]
 
 
@@ -195,7 +195,7 @@ def completed(group: Group, defaults: Group) -> Group:
         if key in (*SETTINGS, "process_group"):
             raise ValueError(f"{key}={group[key]!r} is an optimizer-level argument; pass it to the constructor")
         group[key] = validate_option(key, group[key])
-    algorithm = group["algorithm"] if "algorithm" in group else defaults["algorithm"]
+    algorithm = group.get("algorithm") or defaults["algorithm"]
     inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)
     common = {key: defaults[key] for key in (*COMMON, *_OPTIONAL) if key in defaults}
     changed = [slot for slot in EMPTY_SLOTS if slot in group and group[slot] != inherited.get(slot)]
@@ -282,8 +282,9 @@ def constructor_defaults(options: Group, algorithm: str) -> Group:
         raise ValueError(f"algorithm={checked['algorithm']!r} is an option of for_model and of a param group")
     refuse_options_of_others(checked, algorithm)
     known = algorithm_defaults(algorithm)
-    for key in checked.keys() - {*known, *NOT_NEEDED, "foreach"}:
-        raise ValueError(unknown_option(key, known))
+    for key in checked:
+        if key not in (*known, *NOT_NEEDED, "foreach"):
+            raise ValueError(unknown_option(key, known))
     defaults = {**known, "algorithm": algorithm, **BOOKKEEPING, **checked}
     prune(defaults)
     return defaults
