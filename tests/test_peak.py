@@ -566,16 +566,6 @@ def test_a_peak_that_was_raised_is_still_to_be_reached():
     assert optimizer.param_groups[0]["highest_lr"] == pytest.approx(0.5 / 25)
 
 
-def test_a_refused_first_step_says_nothing_of_the_highest_rate():
-    param = weight()
-    optimizer = SGDSW([param], lr=0.1, weight_decay=LAMBDA, nonfinite="raise")
-    fresh = optimizer.state_dict()
-    param.grad = torch.full_like(param, torch.nan)
-    with pytest.raises(FloatingPointError):
-        optimizer.step()
-    assert optimizer.state_dict() == fresh
-
-
 def test_a_schedule_that_dips_before_its_top_is_not_reported_to_lower_its_peak():
     """ConstantLR holds down what ExponentialLR lowers, and lets go after five steps; warnings are errors here."""
     optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)

@@ -155,6 +155,10 @@ def test_a_saved_state_holds_the_same_kinds_before_and_after_the_first_step(rule
     for key in ("step_count", "gradient_average"):
         assert type(before.get(key)) is type(after.get(key)), key
     expected = copy.deepcopy(after)
+    resumed = clones(params)
+    other = MuonSW(resumed, lr=0.05, weight_decay=0.3, decay=rule, **OF_THE_RUN[rule])
+    other.load_state_dict({"state": {}, "param_groups": [after]})
+    run(other, resumed, 2, start=2)
     run(optimizer, params, 2, start=2)
     assert after["step_count"] == expected["step_count"] == 2
     assert after.get("gradient_average") == expected.get("gradient_average")
