@@ -40,13 +40,12 @@ def gradients(params, steps):
     return found
 
 
-def trained(algorithm, switch=None, *, tensor_lr=False, dtype=torch.float32, steps=4, **options):
+def trained(algorithm, switch=None, *, dtype=torch.float32, steps=4, **options):
     params, group = parameters(algorithm, dtype)
     every = gradients(params, steps)
-    lr = torch.tensor(0.05) if tensor_lr else 0.05
     if switch is not None:
         switch()
-    optimizer = MuonSW([group], lr=lr, ns_dtype="float32", **{"weight_decay": 0.01, "peak_lr": 0.05, **options})
+    optimizer = MuonSW([group], lr=0.05, ns_dtype="float32", **{"weight_decay": 0.01, "peak_lr": 0.05, **options})
     telemetry = Telemetry(optimizer, every=2, spectral_norm=True)
     for grads in every:
         for param, grad in zip(params, grads, strict=True):
@@ -75,10 +74,9 @@ def assert_same(found, expected):
     assert found[1] == expected[1]
 
 
-@pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("decay", DECAY_RULES)
-def test_steps_are_the_same_whatever_the_defaults(decay, tensor_lr, other_defaults):
-    options = {"decay": decay, "tensor_lr": tensor_lr, **RULE_OPTIONS.get(decay, {})}
+def test_steps_are_the_same_whatever_the_defaults(decay, other_defaults):
+    options = {"decay": decay, **RULE_OPTIONS.get(decay, {})}
     assert_same(trained("sgd", other_defaults, **options), with_usual_defaults("sgd", **options))
 
 

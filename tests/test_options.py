@@ -1,7 +1,5 @@
 """Wrong settings are named, with the fix, before anything is built."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -18,18 +16,14 @@ def weights():
     ("cls", "options", "message"),
     [
         (MuonSW, {"lr": -1.0}, r"lr=-1\.0: must be a finite number of at least 0"),
-        (MuonSW, {"lr": float("nan")}, "lr=nan"),
         (MuonSW, {"lr": "fast"}, "must be a number"),
         (MuonSW, {"lr": torch.ones(2)}, "one floating-point number"),
-        (AdamWSW, {"weight_decay": -0.1}, r"weight_decay=-0\.1"),
         (MuonSW, {"momentum": 1.0}, r"momentum=1\.0: must be in \[0, 1\)"),
         (AdamWSW, {"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\)"),
         (AdamWSW, {"betas": 0.9}, "must be two numbers"),
-        (AdamWSW, {"eps": -1e-8}, "eps"),
         (MuonSW, {"decay": "scale"}, r"unknown decay rule 'scale' \(did you mean 'scaled'\?\)"),
         (MuonSW, {"decay": ["scaled"]}, r"decay=\['scaled'\]: must be one of 'constant', 'scaled'"),
         (MuonSW, {"orthogonalizer": "newton"}, "unknown orthogonalizer 'newton'"),
-        (MuonSW, {"scale": "adamw"}, "unknown shape scale 'adamw'"),
         (MuonSW, {"ns_steps": 0}, "ns_steps=0: must be a whole number of at least 1"),
         (MuonSW, {"ns_steps": 2**70}, "ns_steps=1180591620717411303424: must be at most 2000"),
         (MuonSW, {"orthogonalizer": "aurora", "aurora_iterations": 2**70}, "aurora_iterations=.* at most 2000"),
@@ -38,21 +32,16 @@ def weights():
         (MuonSW, {"split_sizes": 3}, "split_sizes=3"),
         (MuonSW, {"split_dim": 2}, "split_dim=2: must be one of 0, 1"),
         (MuonSW, {"momentum_form": "nesterov"}, "must be one of 'ema', 'heavy_ball'"),
-        (MuonSW, {"peak": "all"}, "peak='all'"),
         (MuonSW, {"peak_lr": -1.0}, "peak_lr"),
         (MuonSW, {"peak_lr": torch.tensor(1.0)}, "a peak is read by the host"),
         (MuonSW, {"peak_lr": "max"}, r"peak_lr='max': must be a float, None or 'running_max'"),
         (MuonSW, {"target_norm": torch.ones(2)}, "target_norm=tensor.*must be a number"),
-        (MuonSW, {"rounding": "down"}, "rounding='down'"),
         (MuonSW, {"nonfinite": "ignore"}, "nonfinite='ignore': must be one of 'skip', 'raise', 'propagate'"),
         (MuonSW, {"chunk_bytes": 0}, "chunk_bytes=0: must be a whole number of at least 1, or None"),
-        (AdamWSW, {"chunk_bytes": 1e6}, "chunk_bytes=1000000.0: must be a whole number"),
         (MuonSW, {"replay": "never"}, "replay='never': must be True or False, or None"),
         (MuonSW, {"fused": 0}, "fused=0: must be True or False"),
-        (MuonSW, {"cautious": 1}, "cautious=1: must be True or False"),
         (MuonSW, {"lr": float("inf")}, "lr=inf: must be a finite number"),
         (MuonSW, {"lr": torch.tensor(float("nan"))}, "lr=tensor.*must be a finite number"),
-        (MuonSW, {"lr": torch.ones(1, 1)}, "one floating-point number"),
         (MuonSW, {"peak_lr": 0.0}, r"peak_lr=0\.0: a peak of zero would mean no decay for ever"),
         (MuonSW, {"differentiable": True}, "'differentiable' is not an option: steps are not differentiable"),
         (AdamWSW, {"amsgrad": True}, "no AMSGrad variant"),
@@ -61,8 +50,6 @@ def weights():
         (MuonSW, {"adjust_lr_fn": "original"}, "it is called scale here"),
         (MuonSW, {"decya": "scaled"}, r"unknown option 'decya' \(did you mean 'decay'\?\)$"),
         (MuonSW, {"wd": 0.1}, r"unknown option 'wd' \(did you mean 'weight_decay'\?\)$"),
-        (SGDSW, {"learning_rate": 0.1}, r"unknown option 'learning_rate' \(did you mean 'lr'\?\)$"),
-        (MuonSW, {"beta1": 0.9}, r"unknown option 'beta1' \(did you mean 'betas'\?\)$"),
         (SGDSW, {"nesterov": True}, "nesterov=True needs a momentum above zero"),
         (SGDSW, {"lr_multiplier": 0.0}, "lr_multiplier"),
         (MuonSW, {"betas": (0.8, 0.9)}, r"'betas' is an option of adamw.*, not of muon; set it in a param group"),
@@ -78,14 +65,13 @@ def test_bad_settings(cls, options, message):
     ("group", "message"),
     [
         ({"weight_deacy": 0.1}, r"unknown option 'weight_deacy' \(did you mean 'weight_decay'\?\)"),
-        ({"wd": 0.1}, r"unknown option 'wd' \(did you mean 'weight_decay'\?\)$"),
         ({"algorithm": "adam"}, r"unknown algorithm 'adam' \(did you mean 'adamw'\?\)"),
         ({"lr": -0.1}, "lr"),
         ({"nonfinite": "raise"}, "nonfinite='raise' is an optimizer-level argument; pass it to the constructor"),
-        ({"chunk_bytes": 4096}, "chunk_bytes=4096 is an optimizer-level argument"),
-        ({"preset": "normuon"}, "preset='normuon' is an optimizer-level argument"),
-        ({"betas": (0.8, 0.9)}, "'betas' is an option of adamw, .*, and this group has algorithm='muon'; leave it out"),
-        ({"algorithm": "adamw", "ns_steps": 3}, "'ns_steps' is an option of muon and dion2, and this group has"),
+        ({"preset": "normuon"}, "'preset' is not an option: pass it to for_model"),
+        ({"betas": (0.8, 0.9)}, "'betas' is an option of adamw, .*, not of muon; set it in"),
+        ({"norm": "target", "cautious": True}, "cautious=True is for norm='free'"),
+        ({"algorithm": "adamw", "ns_steps": 3}, "'ns_steps' is an option of muon and dion2, not of adamw"),
     ],
 )
 def test_bad_groups_leave_the_optimizer_as_it_was(group, message):
@@ -115,10 +101,9 @@ def test_a_group_must_have_names_where_the_others_have_them():
         assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
-def test_for_model_without_a_learning_rate_says_what_to_write(cls):
-    with pytest.raises(TypeError, match=rf"write {cls.__name__}\.for_model\(model, lr=\.\.\.\)"):
-        cls.for_model(nn.Linear(2, 2))
+def test_for_model_without_a_learning_rate_says_what_to_write():
+    with pytest.raises(TypeError, match=r"write AdamWSW\.for_model\(model, lr=\.\.\.\)"):
+        AdamWSW.for_model(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("again", [lambda groups: groups, lambda groups: groups[1:]])
@@ -197,31 +182,6 @@ def test_numbers_of_numpy_are_numbers():
     assert group["params"][0][0, 0].item() == pytest.approx(1 - 0.2 * 0.05**2 / np.float32(0.1), rel=1e-6)
 
 
-@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -0.1, None, "fast", [0.1]])
-def test_a_rate_that_goes_wrong_later_is_refused_with_nothing_changed(lr):
-    optimizer = MuonSW(weights(), lr=0.1)
-    (param,) = optimizer.param_groups[0]["params"]
-    optimizer.param_groups[0]["lr"] = lr
-    param.grad = torch.ones_like(param)
-    with pytest.raises(ValueError, match=re.escape(f"the learning rate of param group 0 is {lr!r}; it must be")):
-        optimizer.step()
-    assert torch.equal(param, torch.ones_like(param))
-
-
-@pytest.mark.parametrize("begun", [0.1, torch.tensor(0.1)])
-@pytest.mark.parametrize("lr", [torch.tensor([0.1, 0.1]), torch.tensor(0.1 + 1j), torch.tensor(torch.nan)])
-def test_a_tensor_that_is_no_rate_is_refused_with_nothing_changed(lr, begun):
-    optimizer = MuonSW(weights(), lr=begun, weight_decay=0.0)
-    (param,) = optimizer.param_groups[0]["params"]
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    before = param.detach().clone()
-    optimizer.param_groups[0]["lr"] = lr
-    with pytest.raises(ValueError, match=re.escape(f"of param group 0 is {lr!r}; it must be a finite number")):
-        optimizer.step()
-    assert torch.equal(param, before)
-
-
 @pytest.mark.parametrize("preset", [["normuon"], {"normuon": 1}, ("normuon",)])
 def test_a_preset_that_is_no_name_is_refused_by_name(preset):
     with pytest.raises(ValueError, match=r"unknown preset .*did you mean 'normuon'"):
@@ -263,24 +223,11 @@ def test_a_model_in_the_place_of_parameters_is_reported_from_them():
         MuonSW(nn.Sequential(nn.Linear(2, 2)))
 
 
-@pytest.mark.parametrize("kind", [MuonSW, AdamWSW, SGDSW])
-@pytest.mark.parametrize(
-    "given",
-    [
-        lambda model: model.parameters(),
-        lambda model: list(model.parameters()),
-        lambda model: model.named_parameters(),
-        lambda model: model.state_dict(),
-        lambda model: AdamWSW(model.parameters()),
-        list,
-        type,
-    ],
-    ids=["generator", "list", "named", "state", "optimizer", "modules", "class"],
-)
-def test_anything_else_in_the_place_of_a_model_is_refused_with_the_remedy(kind, given):
-    message = rf"{kind.__name__}\.for_model takes the model itself, .*; pass model, not model\.parameters\(\)"
+@pytest.mark.parametrize("given", [lambda model: model.parameters(), lambda model: AdamWSW(model.parameters()), list])
+def test_anything_else_in_the_place_of_a_model_is_refused_with_the_remedy(given):
+    message = r"MuonSW\.for_model takes the model itself, .*; pass model, not model\.parameters\(\)"
     with pytest.raises(TypeError, match=message):
-        kind.for_model(given(nn.Sequential(nn.Linear(2, 2))), lr=0.1)
+        MuonSW.for_model(given(nn.Sequential(nn.Linear(2, 2))), lr=0.1)
 
 
 def test_eight_bit_weights_are_refused_by_name():

@@ -33,7 +33,7 @@ class Counters:
     """Flags and counters of one optimizer. None of them is saved."""
 
     def __init__(self) -> None:
-        self.skipped_on_host = 0
+        self._skipped_on_host = 0
         self._skipped_on_device = torch.zeros((), dtype=torch.float32, device="cpu")
         self._flags: Flags | None = None
         self._warned: set[str] = set()
@@ -53,7 +53,7 @@ class Counters:
     def skipped_steps(self) -> int:
         """How many steps were skipped for gradients that were not finite; waits for the device."""
         counted = 0 if self._flags is None else self._flags.raised
-        return self.skipped_on_host + int(self._skipped_on_device) + counted
+        return self._skipped_on_host + int(self._skipped_on_device) + counted
 
     def flags(self, device: torch.device) -> Flags | None:
         """Zeros for the finite check of eager steps on a GPU; None where there can be none."""
@@ -71,8 +71,8 @@ class Counters:
 
     def skip_on_host(self, items: Sequence[Item]) -> None:
         """Count a step that is skipped, and warn of it at growing intervals."""
-        self.skipped_on_host += 1
-        self._warn_of_skips(self.skipped_on_host, items)
+        self._skipped_on_host += 1
+        self._warn_of_skips(self._skipped_on_host, items)
 
     def warn_of_skips(self) -> None:
         """Warn of skipped steps; waits for the device."""

@@ -39,7 +39,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 class RunPosition(NamedTuple):
-    """Where a run is: everything that a decay may depend on beside lambda.
+    """Where a run is: everything that phi may depend on, apart from lambda.
 
     Attributes:
         eta: the learning rate of the step.
@@ -59,7 +59,7 @@ class RunPosition(NamedTuple):
 
 
 class DecayRule(NamedTuple):
-    """How lambda and the position in the run make phi, linear in lambda; and what of the position it uses."""
+    """Phi as a function of lambda, in which it is linear, and of the position in the run; and what it uses of that."""
 
     phi: Callable[[float, RunPosition], float]
     uses_peak: bool = False
@@ -67,11 +67,6 @@ class DecayRule(NamedTuple):
     uses_length: bool = False
     uses_gradient: bool = False
     uses_points: bool = False
-
-    @property
-    def follows_run(self) -> bool:
-        """Whether phi depends on more than learning rates."""
-        return self.uses_step or self.uses_length or self.uses_gradient
 
 
 def constant(lam: float, at: RunPosition) -> float:
@@ -149,11 +144,11 @@ def validated_points(given: Any) -> Points:
         ((0.0, 0.6), (0.5, 0.1), (1.0, 1.25))
     """
     pairs = given if isinstance(given, tuple | list) else ()
-    known = bool(pairs) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs)
-    if known and all(isinstance(value, Real) for pair in pairs for value in pair):
+    sizes = {len(pair) if isinstance(pair, tuple | list) else 0 for pair in pairs}
+    if sizes == {2} and all(isinstance(value, Real) for pair in pairs for value in pair):
         points = tuple((float(fraction), float(multiple)) for fraction, multiple in pairs)
         rising = all(before < after for (before, _), (after, _) in pairwise(points))
-        if rising and all(0 <= fraction <= 1 and 0 <= multiple < math.inf for fraction, multiple in points):
+        if rising and all(0 <= x <= 1 and 0 <= y < math.inf for x, y in points):
             return points
     raise ValueError("must be pairs (fraction of the run, multiple of weight_decay), fractions rising from 0 to 1")
 
@@ -194,8 +189,7 @@ def decay_factor(
 ) -> float:
     """The fraction of a weight that a step at learning rate `eta` takes away.
 
-    A peak that is zero or not known yet (no step with a learning rate above zero has been taken) means
-    no decay for the rules that divide by it.
+    Rules that divide by the peak do not decay before it is known, at the first step with a rate above zero.
 
     Args:
         rule: a name from `DECAY_RULES`.
@@ -220,23 +214,13 @@ def decay_factor(
     entry = DECAY_RULES[rule]
     if entry.uses_peak and not eta_max:
         return 0.0
-    for asked, value, word in (
-        (entry.uses_step, step, "step"),
-        (entry.uses_length, steps, "steps"),
-        (entry.uses_gradient, gradient, "gradient"),
-        (entry.uses_points, points, "points"),
-    ):
-        if asked and value is None:
+    given: dict[str, Any] = {"step": step, "steps": steps, "gradient": gradient, "points": points}
+    needed = (entry.uses_step, entry.uses_length, entry.uses_gradient, entry.uses_points)
+    for (word, value), is_needed in zip(given.items(), needed, strict=True):
+        if is_needed and value is None:
             raise ValueError(f"decay rule {rule!r} depends on {word}; pass {word}=")
-    position = RunPosition(
-        eta,
-        eta_max or 0.0,
-        1 if step is None else step,
-        1 if steps is None else steps,
-        1.0 if gradient is None else gradient,
-        points or (),
-    )
-    return entry.phi(lam, position)
+    known = {word: value for word, value in given.items() if value is not None}
+    return entry.phi(lam, RunPosition(eta, eta_max or 0.0, **known))
 
 
 def decay_factors(

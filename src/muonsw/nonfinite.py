@@ -41,7 +41,7 @@ class Flags:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._room = torch.zeros(_ROOM, _APART, dtype=torch.float32, device=device)
-        self._free = self._all()
+        self._free = list(self._room[:, 0].unbind())
         self._counted = torch.zeros((), dtype=torch.float32, device=device)
 
     def next(self) -> Tensor:
@@ -49,11 +49,8 @@ class Flags:
         if not self._free:
             self._counted += self._room.sum()
             self._room.zero_()
-            self._free = self._all()
+            self._free = list(self._room[:, 0].unbind())
         return self._free.pop()
-
-    def _all(self) -> list[Tensor]:
-        return list(self._room[:, 0].unbind())
 
     @property
     def raised(self) -> int:
@@ -179,8 +176,9 @@ def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool) -> Tensor:
     return bad.copy_(~all_finite(grads))
 
 
-# Dtypes of gradients that mixed precision's check reads.
+# Dtypes of gradients that mixed precision's check reads, and the number one on each device.
 _AMP_DTYPES = {torch.float32, torch.float16}
+_ones: TensorCache[Tensor] = TensorCache()
 
 
 def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
@@ -189,17 +187,10 @@ def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
     It multiplies by one in place, which leaves every number as it is (a NaN of half precision may become another NaN);
     it writes what it reads, so large sets have a kernel.
     """
+    one = _ones.get(bad.device, bad.device, lambda _: torch.ones((), dtype=torch.float32, device=bad.device))
     for same in by_dtype:
-        torch._amp_foreach_non_finite_check_and_unscale_(same, bad, _one(bad.device))
+        torch._amp_foreach_non_finite_check_and_unscale_(same, bad, one)
     return bad
-
-
-_ones: TensorCache[Tensor] = TensorCache()
-
-
-def _one(device: torch.device) -> Tensor:
-    """The number one on a device."""
-    return _ones.get(device, device, lambda _: torch.ones((), dtype=torch.float32, device=device))
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:

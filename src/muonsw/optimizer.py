@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw import peak, rates
+from muonsw import checkpoint, peak, rates
 from muonsw.addons import gradient_norm, norm_rules
 from muonsw.addons.replay import Replay
 from muonsw.algorithms import ALGORITHMS
@@ -18,30 +19,26 @@ from muonsw.codecs import refuse_shards, wait_for_host
 from muonsw.counters import Counters
 from muonsw.decay import decays
 from muonsw.distributed import Ranks
-from muonsw.interop import load
-from muonsw.interop.unwrap import unwrap_optimizer, unwrap_scheduler
 from muonsw.nonfinite import Flag
 from muonsw.options import (
-    BOOKKEEPING,
     algorithm_defaults,
     completed,
+    constructor_defaults,
     differing_options,
     prune,
-    refuse_model,
     refuse_options_of_others,
     refuse_parameter,
-    refuse_settings,
-    require_alike_names,
     require_model,
     validate_option,
-    warn_of_rounding,
+    validate_settings,
 )
+from muonsw.precision import LOW_PRECISION
 from muonsw.presets import PRESETS
 from muonsw.routing import Routing, reasons_table, route, routing_table
 from muonsw.state import state_bytes
 from muonsw.step import take_step
 from muonsw.summary import LastStep, Summary, state_line, summarize
-from muonsw.text import counted
+from muonsw.text import counted, users_line
 from muonsw.work import Group, label_of, names_of
 
 if TYPE_CHECKING:
@@ -68,17 +65,19 @@ class ScaledDecayOptimizer(Optimizer):
         replay: bool | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        refuse_model(params, type(self).__name__)
-        refuse_settings(nonfinite, chunk_bytes, replay, process_group)
+        if isinstance(params, torch.nn.Module):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} takes parameters, not a model; call {name}.for_model(model, lr=...), which gives each "
+                f"parameter the algorithm that suits it"
+            )
+        validate_settings(nonfinite=nonfinite, chunk_bytes=chunk_bytes, replay=replay, process_group=process_group)
         self.nonfinite = nonfinite
         self.chunk_bytes = chunk_bytes
         self.replay = replay
         self._reset()
         self._ranks = Ranks(process_group)
-        checked = {key: validate_option(key, value) for key, value in options.items()}
-        refuse_options_of_others(checked, self.algorithm)
-        defaults = {**algorithm_defaults(self.algorithm), "algorithm": self.algorithm, **BOOKKEEPING, **checked}
-        prune(defaults)
+        defaults = constructor_defaults(options, self.algorithm)
         given: Any = params if isinstance(params, Tensor) else list(params)
         super().__init__(given, defaults)
 
@@ -146,7 +145,7 @@ class ScaledDecayOptimizer(Optimizer):
         if algorithm == cls.algorithm:
             return routing, rest
         of_algorithms = {key for name in ALGORITHMS for key in ALGORITHMS[name].defaults}
-        refuse_options_of_others({key: rest[key] for key in of_algorithms & rest.keys()}, algorithm)
+        refuse_options_of_others(of_algorithms & rest.keys(), algorithm)
         chosen = {key: rest.pop(key) for key in ALGORITHMS[algorithm].defaults if key in rest}
         groups = [{**chosen, **group} if group["algorithm"] == algorithm else group for group in routing.groups]
         return Routing(groups, routing.reasons), rest
@@ -157,8 +156,8 @@ class ScaledDecayOptimizer(Optimizer):
         optimizer = cls(routing.groups, **options)
         optimizer._reasons = routing.reasons
         for name in [name for name, param in model.named_parameters() if not param.requires_grad]:
-            path, _, own = name.rpartition(".")
-            optimizer._left_out.append((name, weakref.ref(model.get_submodule(path)), own))
+            path, _, key = name.rpartition(".")
+            optimizer._left_out.append((name, weakref.ref(model.get_submodule(path)), key))
         return optimizer
 
     def routing(self, *, reasons: bool = False) -> str:
@@ -178,20 +177,25 @@ class ScaledDecayOptimizer(Optimizer):
         """
         group = completed(dict(param_group), self.defaults)
         label = f"param group {len(self.param_groups)}"
-        require_alike_names(group, self.param_groups, label)
+        _refuse_mixed_names(group, self.param_groups, label)
         rates.require_run(group, label)
         rates.join_in_mid_run(group, self.param_groups)
         super().add_param_group(group)
         prune(group)
-        norm_rules.attach(self)
-        gradient_norm.attach(self)
         try:
-            self._refuse_shared_peak()
+            self._attach_addons()
+            number = self.defaults["peak_lr"]
+            takers = [other for other in self.param_groups if other["peak_lr"] == number and rates.needs_peak(other)]
+            peak.refuse_shared(number, takers)
             for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
                 refuse_shards(name, group, param)
-            warn_of_rounding(group)
+            if group["rounding"] == "nearest" and any(p.dtype in LOW_PRECISION for p in group["params"]):
+                warnings.warn(
+                    "rounding='nearest' loses decay and small updates of low-precision weights; use 'stochastic'",
+                    stacklevel=users_line(),
+                )
         except BaseException:
             self.param_groups.pop()
             raise
@@ -240,29 +244,27 @@ class ScaledDecayOptimizer(Optimizer):
         """
         if group is not None and group not in range(len(self.param_groups)):
             raise ValueError(f"group={group!r}: this optimizer has param groups 0 to {len(self.param_groups) - 1}")
-        chosen = self.param_groups if group is None else [self.param_groups[group]]
-        scheduler = unwrap_scheduler(peak_lr)
+        numbers = range(len(self.param_groups)) if group is None else [group]
+        chosen = [self.param_groups[number] for number in numbers]
+        scheduler = peak_lr
+        while callable(getattr(inner := getattr(scheduler, "scheduler", None), "step", None)):  # Accelerate's wrapper
+            scheduler = inner
         if hasattr(scheduler, "step") and hasattr(scheduler, "optimizer"):
-            if unwrap_optimizer(scheduler.optimizer) is not self:
+            if checkpoint.unwrap_optimizer(scheduler.optimizer) is not self:
                 raise ValueError(
                     f"this {type(scheduler).__name__} schedules another optimizer; hand over this one's own"
                 )
             peaks = peak.scheduler_peaks(scheduler)
-            for one in [one for one in chosen if one["peak_lr"] is None]:
-                peak.set_resolved_peak(one, peaks[self.param_groups.index(one)])
+            for number, target in zip(numbers, chosen, strict=True):
+                if target["peak_lr"] is None:
+                    peak.set_resolved_peak(target, peaks[number])
         else:
             setting = validate_option("peak_lr", peak_lr)
-            peak.refuse_shared(setting, [one for one in chosen if rates.needs_peak(one)])
-            for one in chosen:
-                one["peak_lr"] = setting
-                peak.set_resolved_peak(one, setting if isinstance(setting, float) else None)
+            peak.refuse_shared(setting, list(filter(rates.needs_peak, chosen)))
+            for target in chosen:
+                target["peak_lr"] = setting
+                peak.set_resolved_peak(target, setting if isinstance(setting, float) else None)
         self._loaded_rates.clear()
-
-    def _refuse_shared_peak(self) -> None:
-        """Refuse the constructor's number where groups that take it have different rates."""
-        number = self.defaults["peak_lr"]
-        takers = [group for group in self.param_groups if group["peak_lr"] == number and rates.needs_peak(group)]
-        peak.refuse_shared(number, takers)
 
     def summary(self) -> Summary:
         """What the last step did: matrices orthogonalized, parameters moved by each algorithm, decay and peak.
@@ -292,13 +294,12 @@ class ScaledDecayOptimizer(Optimizer):
         """
         self._counters.warn_of_skips()
         self._wait_for_host()
-        with load.saved_by_groups(self):
-            return super().state_dict()
+        return checkpoint.save(self, super().state_dict)
 
     def _wait_for_host(self) -> None:
         """Wait for state that is on its way to host memory, whatever its group says by now."""
-        kept = [(param, value) for param, state in self.state.items() if param.is_cuda for value in state.values()]
-        for device in {param.device for param, value in kept if isinstance(value, Tensor) and value.is_cpu}:
+        states = [(param.device, state.values()) for param, state in self.state.items() if param.is_cuda]
+        for device in {device for device, values in states if any(isinstance(v, Tensor) and v.is_cpu for v in values)}:
             wait_for_host(device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -308,15 +309,7 @@ class ScaledDecayOptimizer(Optimizer):
         peak learning rate wins over this optimizer's own, with a warning where they differ. Nothing is changed when it
         raises.
         """
-        before = [(g["constructor_lr"], g["resolved_peak_lr"] or peak.expected_peak(g)) for g in self.param_groups]
-        with load.undone_on_error(self):
-            with load.through_hooks(self):
-                super().load_state_dict(state_dict)
-            for group in self.param_groups:
-                prune(group)
-            norm_rules.attach(self)
-            gradient_norm.attach(self)
-            load.settle_peaks(self, before, state_dict)
+        checkpoint.load(self, state_dict, super().load_state_dict)
         self._loaded_rates[:] = [float(g["lr"]) if g["resolved_peak_lr"] else None for g in self.param_groups]
         self._replay = Replay()  # its graph would keep the old state alive
         self._allocated.clear()
@@ -330,8 +323,7 @@ class ScaledDecayOptimizer(Optimizer):
         if "_counters" not in self.__dict__:
             self._reset()
         super().__setstate__(state)
-        norm_rules.attach(self)  # copies have none of torch's hooks
-        gradient_norm.attach(self)
+        self._attach_addons()  # copies have none of torch's hooks
 
     def __repr__(self) -> str:
         lines = [_group_line(group, number) for number, group in enumerate(self.param_groups)]
@@ -343,6 +335,11 @@ class ScaledDecayOptimizer(Optimizer):
         Its hooks run inside it, so they run once also where a subclass overrides it and calls it.
         """
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
+
+    def _attach_addons(self) -> None:
+        """Register the hooks that options of the groups need."""
+        norm_rules.attach(self)
+        gradient_norm.attach(self)
 
     def _reset(self) -> None:
         self._counters = Counters()
@@ -356,6 +353,19 @@ class ScaledDecayOptimizer(Optimizer):
         self._replay = Replay()
         self._allocated: dict[int, Any] = {}  # by group: what its state was allocated for
         self._addons: set[str] = set()  # whose hooks are registered
+
+
+def _refuse_mixed_names(group: Group, others: list[Group], label: str) -> None:
+    """Refuse parameters without names beside named ones, and the other way round: states follow names or places."""
+    if not isinstance(group["params"], Tensor | set):  # torch takes a tensor, and refuses a set
+        group["params"] = list(group["params"])
+    named = "param_names" in group or any(isinstance(entry, tuple) for entry in group["params"])
+    if others and named != ("param_names" in others[0]):
+        wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
+        raise ValueError(
+            f"{label} has parameters {'with' if named else 'without'} names, unlike those of the groups before it; "
+            f"write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
+        )
 
 
 def _group_line(group: Group, number: int) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
@@ -26,11 +25,11 @@ from muonsw.normalize.normuon import LONGER, ROWS
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.orthogonalize.iterations import MOST_STEPS
 from muonsw.peak import RUNNING_MAX
-from muonsw.precision import AUTO, DTYPES, INT8, LOW_PRECISION, dtype_name
+from muonsw.precision import AUTO, DTYPES, INT8
 from muonsw.precondition import PRECONDITION, PRECONDITIONERS
 from muonsw.registry import unknown
 from muonsw.slots import EMPTY_SLOTS
-from muonsw.text import listed, users_line
+from muonsw.text import listed
 from muonsw.work import Group
 
 Check = Callable[[Any], Any]
@@ -147,11 +146,9 @@ BOOKKEEPING: Group = {
 # Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
 _KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
-# Arguments of the constructor and of for_model that a group cannot have.
-_OF_THE_WHOLE = ("nonfinite", "chunk_bytes", "replay", "process_group", "preset")
-
-# Options of torch's optimizers that people will try, and what to do instead.
+# Options of torch's optimizers and of for_model that people will try, and what to do instead.
 NOT_NEEDED = {
+    "preset": "pass it to for_model, which routes a whole model",
     "differentiable": "steps are not differentiable",
     "capturable": "capture forward and backward; small steps are replayed as CUDA graphs by themselves",
     "amsgrad": "AdamW here has no AMSGrad variant",
@@ -180,10 +177,10 @@ def optional_defaults(algorithm: str) -> Group:
 def prune(group: Group) -> None:
     """Remove options of other algorithms from a group, and optional ones that are at their defaults."""
     algorithm = group["algorithm"]
-    own, optional = algorithm_defaults(algorithm), optional_defaults(algorithm)
-    kept = ALGORITHMS[algorithm].defaults
+    known, required = algorithm_defaults(algorithm), ALGORITHMS[algorithm].defaults
+    optional = {key: value for key, value in optional_defaults(algorithm).items() if key not in required}
     for key in [key for key in group if key in CHECKS and key not in ("algorithm", "foreach")]:
-        if key not in own or (key in optional and key not in kept and group[key] == optional[key]):
+        if key not in known or (key in optional and group[key] == optional[key]):
             del group[key]
 
 
@@ -195,10 +192,10 @@ def completed(group: Group, defaults: Group) -> Group:
     where the group has the constructor's member.
     """
     for key in group.keys() - {"params", "param_names"}:
-        if key in _OF_THE_WHOLE:
+        if key in (*SETTINGS, "process_group"):
             raise ValueError(f"{key}={group[key]!r} is an optimizer-level argument; pass it to the constructor")
         group[key] = validate_option(key, group[key])
-    algorithm = group["algorithm"] if "algorithm" in group else defaults["algorithm"]
+    algorithm = group.get("algorithm") or defaults["algorithm"]
     inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)
     common = {key: defaults[key] for key in (*COMMON, *_OPTIONAL) if key in defaults}
     changed = [slot for slot in EMPTY_SLOTS if slot in group and group[slot] != inherited.get(slot)]
@@ -207,7 +204,9 @@ def completed(group: Group, defaults: Group) -> Group:
     if "lr" not in group and filled["lr_multiplier"] != 1:  # what a group says of itself is its own
         filled["lr"] = filled["lr"] * filled["lr_multiplier"]
     if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has options of all kinds
-        _refuse_in_group(group, filled)
+        # loops that warm momentum up give it to all groups, and one decay rule reads betas
+        allowed = _FOR_SCHEDULERS if DECAY_RULES[filled["decay"]].uses_gradient else ("momentum",)
+        refuse_options_of_others(group, algorithm, allowed)
     if filled.get("foreach") is False and not filled["fused"]:  # torch's third implementation: a loop over tensors
         raise ValueError("foreach=False: equal shapes are always one batch; leave it out, or say fused=True or False")
     if filled["constructor_lr"] is None:
@@ -216,19 +215,30 @@ def completed(group: Group, defaults: Group) -> Group:
 
 
 def validate_option(key: str, value: Any) -> Any:
-    """The value as a group stores it, or an error that names the option and what it takes.
+    """The value as a group stores it, or an error that names the option and the values that it takes.
 
-    A key that is no option of ours is kept, as torch keeps it: frameworks write names, scales and hints into groups.
-    Refused are only a misspelt option, and an option of torch's that asks for something else than is done here.
+    A key that is not an option stays, as in torch: frameworks write names, scales and hints into groups. Refused are
+    only misspelt options, and options of torch that ask for something else than is done here.
     """
-    check = CHECKS.get(key)
-    if check is None:
-        if key in NOT_NEEDED and value:
-            raise ValueError(f"{key!r} is not an option: {NOT_NEEDED[key]}")
-        if key in _ALIASES or _looks_misspelt(key):
+    if key in CHECKS:
+        return _checked(key, value, CHECKS[key])
+    if key in NOT_NEEDED and value:
+        raise ValueError(f"{key!r} is not an option: {NOT_NEEDED[key]}")
+    if key in _ALIASES:
+        raise ValueError(unknown_option(key, CHECKS))
+    if key not in (*_KEYS_OF_OTHERS, *BOOKKEEPING) and not _owners(key):
+        close = difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
+        if close and abs(len(close[0]) - len(key)) <= 2:  # a longer name is a name of its own
             raise ValueError(unknown_option(key, CHECKS))
-        return value
-    return _checked(key, value, check)
+    return value
+
+
+def validate_settings(**settings: Any) -> None:
+    """Refuse invalid settings of a whole optimizer."""
+    for key, check in SETTINGS.items():
+        _checked(key, settings[key], check)
+    if settings["replay"] and settings["process_group"] is not None:
+        raise ValueError("replay=True captures no step that talks to other ranks; leave out process_group or replay")
 
 
 def _checked(key: str, value: Any, check: Check) -> Any:
@@ -239,42 +249,18 @@ def _checked(key: str, value: Any, check: Check) -> Any:
 
 
 def require_number(key: str, value: Any) -> None:
-    """Refuse an argument that is neither a number nor a tensor, with its name; which numbers it takes is not asked."""
+    """Refuse an argument that is neither a number nor a tensor."""
     if not isinstance(value, Real | Tensor):
         raise ValueError(f"{key}={value!r}: must be a number")
 
 
 def require_whole(key: str, value: Any, low: int, high: float = math.inf) -> None:
-    """Refuse an argument that is no whole number from `low` to `high`, with its name."""
+    """Refuse an argument that is not a whole number from `low` to `high`."""
     _checked(key, value, _whole(low, high))
 
 
-def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
-    """The message for a key that is no option: what was probably meant, or else all options that there are."""
-    options = sorted(known)
-    close = [_ALIASES[key]] if key in _ALIASES else difflib.get_close_matches(key, options, n=1)
-    return f"unknown {kind} {key!r} (did you mean {close[0]!r}?)" if close else unknown(kind, key, options)
-
-
-def _looks_misspelt(key: str) -> bool:
-    """Whether a key is one or two letters away from an option; a longer name is a name of its own."""
-    if key in _KEYS_OF_OTHERS or key in BOOKKEEPING or _owners(key):
-        return False
-    close = difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
-    return bool(close) and abs(len(close[0]) - len(key)) <= 2
-
-
-def refuse_model(params: Any, optimizer: str) -> None:
-    """Refuse a model where its parameters are expected."""
-    if isinstance(params, torch.nn.Module):
-        raise TypeError(
-            f"{optimizer} takes parameters, not a model; call {optimizer}.for_model(model, lr=...), which gives each "
-            f"parameter the algorithm that suits it"
-        )
-
-
 def require_model(model: Any, caller: str) -> None:
-    """Refuse parameters, a state or an optimizer where the model is expected, whose modules tell roles."""
+    """Refuse parameters, a state or an optimizer instead of a model, whose modules tell roles."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"{caller} takes the model itself, a torch.nn.Module, not a {type(model).__name__}: roles come from its "
@@ -282,52 +268,37 @@ def require_model(model: Any, caller: str) -> None:
         )
 
 
-def refuse_settings(nonfinite: str, chunk_bytes: int | None, replay: bool | None, process_group: Any) -> None:
-    """Refuse settings of a whole optimizer that mean nothing."""
-    if nonfinite not in POLICIES:
-        raise ValueError(f"nonfinite={nonfinite!r}: must be one of {', '.join(map(repr, POLICIES))}")
-    for key, value, check in (("chunk_bytes", chunk_bytes, _whole(1)), ("replay", replay, _flag)):
-        try:
-            _optional(check)(value)
-        except ValueError as error:
-            raise ValueError(f"{key}={value!r}: {error}, or None for the default") from None
-    if replay and process_group is not None:
-        raise ValueError("replay=True captures no step that talks to other ranks; leave out process_group or replay")
+def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
+    """The message for a key that is not an option: the closest option, or else all of them."""
+    options = sorted(known)
+    close = [_ALIASES[key]] if key in _ALIASES else difflib.get_close_matches(key, options, n=1)
+    return f"unknown {kind} {key!r} (did you mean {close[0]!r}?)" if close else unknown(kind, key, options)
 
 
-def refuse_options_of_others(options: Group, algorithm: str) -> None:
-    """A constructor's options must mean something to its algorithm; those of another belong in a group."""
-    known = algorithm_defaults(algorithm).keys() - _FOR_SCHEDULERS.keys() | ALGORITHMS[algorithm].defaults.keys()
-    known |= {"foreach", *NOT_NEEDED}
-    for key in options:
-        if key == "preset":
-            raise ValueError(f"preset={options[key]!r} is an option of for_model, which routes a whole model")
-        if key == "algorithm":
-            raise ValueError(f"algorithm={options[key]!r} is an option of for_model and of a param group")
-        if key not in known:
-            owners = _owners(key)
-            if not owners:
-                raise ValueError(unknown_option(key, known - NOT_NEEDED.keys()))
+def constructor_defaults(options: Group, algorithm: str) -> Group:
+    """What a constructor's options and its algorithm's defaults give to every group."""
+    checked = {key: validate_option(key, value) for key, value in options.items()}
+    if "algorithm" in checked:
+        raise ValueError(f"algorithm={checked['algorithm']!r} is an option of for_model and of a param group")
+    refuse_options_of_others(checked, algorithm)
+    known = algorithm_defaults(algorithm)
+    for key in checked:
+        if key not in (*known, *NOT_NEEDED, "foreach"):
+            raise ValueError(unknown_option(key, known))
+    defaults = {**known, "algorithm": algorithm, **BOOKKEEPING, **checked}
+    prune(defaults)
+    return defaults
+
+
+def refuse_options_of_others(given: Iterable[str], algorithm: str, allowed: Iterable[str] = ()) -> None:
+    """Refuse options that another algorithm has and this one has not."""
+    known = {*(algorithm_defaults(algorithm).keys() - _FOR_SCHEDULERS), *ALGORITHMS[algorithm].defaults, *allowed}
+    for key in given:
+        if key not in known and (owners := _owners(key)):
             raise ValueError(
-                f"{key!r} is an option of {listed(owners)}, not of {algorithm}; set it in a param "
-                f"group with that algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
+                f"{key!r} is an option of {listed(owners)}, not of {algorithm}; set it in a param group with that "
+                f"algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
             )
-
-
-def _refuse_in_group(given: Group, filled: Group) -> None:
-    """Refuse options of a group that its algorithm does not have, such as AdamW's betas where it was not named.
-
-    Norm rules read how any weight is seen as matrices, and one decay rule reads betas. `momentum` is let through: loops
-    that warm it up give it to all groups.
-    """
-    algorithm, rule = filled["algorithm"], DECAY_RULES[filled["decay"]]
-    known = algorithm_defaults(algorithm).keys() - ({"betas"} if not rule.uses_gradient else set())
-    known |= ALGORITHMS[algorithm].defaults.keys()
-    for key in [key for key in given if key not in known and _owners(key)]:
-        raise ValueError(
-            f"{key!r} is an option of {listed(_owners(key))}, and this group has algorithm={algorithm!r}; leave it "
-            f"out, or name its algorithm in the group"
-        )
 
 
 def _owners(key: str) -> list[str]:
@@ -339,15 +310,11 @@ def _owners(key: str) -> list[str]:
 
 
 def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """What two groups hold under the keys in which they differ; of tensors it is their numbers."""
+    """The values of two groups under the keys in which they differ; tensors as numbers."""
     keys = sorted((left.keys() | right.keys()) - set(ignored))
-    unequal = [key for key in keys if left.get(key) is not right.get(key)]
-    pairs = {key: (_plain(left.get(key)), _plain(right.get(key))) for key in unequal}
-    return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+    unequal = [(key, left.get(key), right.get(key)) for key in keys if left.get(key) is not right.get(key)]
+    plain = {key: tuple(v.tolist() if isinstance(v, Tensor) else v for v in pair) for key, *pair in unequal}
+    return {key: (a, b) for key, (a, b) in plain.items() if a != b}
 
 
 def refuse_parameter(name: str, param: Tensor) -> None:
@@ -368,49 +335,36 @@ def refuse_parameter(name: str, param: Tensor) -> None:
         )
 
 
-def require_alike_names(group: Group, others: Sequence[Group], label: str) -> None:
-    """Refuse parameters without names beside named ones, and the other way round: states follow names or places."""
-    if not isinstance(group["params"], Tensor | set):  # torch takes the one, and refuses the other
-        group["params"] = list(group["params"])
-    named = "param_names" in group or any(isinstance(entry, tuple) for entry in group["params"])
-    if others and named != ("param_names" in others[0]):
-        wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
-        raise ValueError(
-            f"{label} has parameters {'with' if named else 'without'} names, unlike those of the groups before it; "
-            f"write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
-        )
+# checks: each returns the value as a group stores it, or raises what completes the sentence "lr=-1: ..."
 
 
-def warn_of_rounding(group: Group) -> None:
-    """Warn of low-precision weights that are rounded to the nearest number."""
-    if group["rounding"] == "nearest" and any(p.dtype in LOW_PRECISION for p in group["params"]):
-        warnings.warn(
-            "rounding='nearest' loses decay and small updates of low-precision weights; use 'stochastic'",
-            stacklevel=users_line(),
-        )
+def _number(low: float = 0.0, high: float = math.inf, *, above: bool = False, below: bool = False) -> Check:
+    """A number from `low` to `high`, the ends included unless it must be above the one or below the other."""
 
-
-def _number(low: float, high: float = math.inf, *, open_end: bool = False) -> Check:
     def check(given: Any) -> float:
         if isinstance(given, bool) or not isinstance(given, Real):  # numpy's numbers are Real too
             raise ValueError("must be a number")
         value = float(given)
-        if high == math.inf and not (math.isfinite(value) and value >= low):
-            raise ValueError(f"must be a finite number of at least {low:g}")
-        if not low <= value <= high or (open_end and value == high):
-            raise ValueError(f"must be in [{low:g}, {high:g}{')' if open_end else ']'}")
-        return value
+        if (
+            math.isfinite(value)
+            and low <= value <= high
+            and not ((above and value == low) or (below and value == high))
+        ):
+            return value
+        if high == math.inf:
+            raise ValueError(f"must be a finite number {'above' if above else 'of at least'} {low:g}")
+        raise ValueError(f"must be in {'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}")
 
     return check
 
 
 def _number_or_tensor(value: Any) -> float | Tensor:
     if not isinstance(value, Tensor):
-        return float(_number(0.0)(value))
+        return float(_number()(value))
     if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
         raise ValueError("a tensor must hold one floating-point number")
     if value.device.type == "cpu":
-        _number(0.0)(value.item())
+        _number()(value.item())
     return value
 
 
@@ -425,26 +379,28 @@ def _whole(low: int, high: float = math.inf) -> Check:
     return check
 
 
-def _optional(check: Check) -> Check:
-    return lambda value: None if value is None else check(value)
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be True or False")
-    return value
-
-
-def _one_of(*names: str | None) -> Check:
+def _is(kind: type, words: str) -> Check:
     def check(value: Any) -> Any:
-        if value not in names:
-            raise ValueError("must be one of " + ", ".join(map(repr, names)))
+        if not isinstance(value, kind):
+            raise ValueError(f"must be {words}")
         return value
 
     return check
 
 
-def _known(table: Any) -> Check:
+_flag = _is(bool, "True or False")
+
+
+def _one_of(*values: Any) -> Check:
+    def check(value: Any) -> Any:
+        if value not in values:
+            raise ValueError("must be one of " + ", ".join(map(repr, values)))
+        return value
+
+    return check
+
+
+def _name_in(table: Any) -> Check:
     def check(name: Any) -> Any:
         if not isinstance(name, str):
             raise ValueError(f"must be one of {', '.join(map(repr, table))}")
@@ -454,24 +410,20 @@ def _known(table: Any) -> Check:
     return check
 
 
-def _fraction(value: Any) -> float:
-    fraction = float(_number(0.0)(value))
-    if not 0 < fraction <= 1:
-        raise ValueError("must be in (0, 1]")
-    return fraction
+def _sequence(of: Check, what: str, length: int | None = None) -> Check:
+    def check(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, tuple | list) or not value or length not in (None, len(value)):
+            raise ValueError(f"must be {what}")
+        return tuple(map(of, value))
 
-
-def _polar(name: Any) -> Any:
-    if name == "aurora":
-        raise ValueError("is the orthogonalizer inside Aurora; leave it out for that of its authors, 'simple_quintic'")
-    return _known(ORTHOGONALIZERS)(name)
+    return check
 
 
 def _dtype(*more: str) -> Check:
     names = (*DTYPES, *more)
 
     def check(value: Any) -> str:
-        name = dtype_name(value) if isinstance(value, str | torch.dtype) else ""
+        name = str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else ""
         if name != AUTO and name not in names:
             raise ValueError(f"must be 'auto' or one of {', '.join(names)}")
         return name
@@ -486,46 +438,42 @@ def _peak_lr(value: Any) -> Any:
         raise ValueError("must be a float, None or 'running_max'; a peak is read by the host")
     if value == 0:
         raise ValueError("a peak of zero would mean no decay for ever; leave it out to have it found, or give the peak")
-    return float(_number(0.0)(value))
+    return _number()(value)
 
 
-def _two(check: Check) -> Check:
-    def check_both(value: Any) -> tuple[Any, Any]:
-        if not isinstance(value, tuple | list) or len(value) != 2:
-            raise ValueError("must be two numbers")
-        return check(value[0]), check(value[1])
-
-    return check_both
+def _polar(name: Any) -> Any:
+    if name == "aurora":
+        raise ValueError("is the orthogonalizer inside Aurora; leave it out for that of its authors, 'simple_quintic'")
+    return _name_in(ORTHOGONALIZERS)(name)
 
 
-def _split_sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or not value:
-        raise ValueError("must be None or a sequence of whole numbers")
-    return tuple(_whole(1)(size) for size in value)
+def _or_none(check: Check) -> Check:
+    def check_unless_none(value: Any) -> Any:
+        try:
+            return None if value is None else check(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or None") from None
+
+    return check_unless_none
 
 
-def _target_norm(value: Any) -> float:
-    norm = float(_number(0.0)(value))
-    if norm == 0:
-        raise ValueError("a norm of zero is what decay aims at; leave norm='free'")
-    return norm
+# Options of a whole optimizer.
+SETTINGS: dict[str, Check] = {
+    "nonfinite": _one_of(*POLICIES),
+    "chunk_bytes": _or_none(_whole(1)),
+    "replay": _or_none(_flag),
+}
 
-
-def _role(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be a string or None")
-    return value
-
-
+# Options of a param group.
 CHECKS: dict[str, Check] = {
-    "algorithm": _known(ALGORITHMS),
+    "algorithm": _name_in(ALGORITHMS),
     "lr": _number_or_tensor,
     "weight_decay": _number_or_tensor,
-    "decay": _known(DECAY_RULES),
-    "total_steps": _optional(_whole(1)),
-    "decay_points": _optional(validated_points),
-    "norm": _known(NORM_RULES),
-    "target_norm": _optional(_target_norm),
+    "decay": _name_in(DECAY_RULES),
+    "total_steps": _or_none(_whole(1)),
+    "decay_points": _or_none(validated_points),
+    "norm": _name_in(NORM_RULES),
+    "target_norm": _or_none(_number(above=True)),
     "cautious": _flag,
     "peak_lr": _peak_lr,
     "peak": _one_of("group", "base"),
@@ -535,40 +483,40 @@ CHECKS: dict[str, Check] = {
     "rounding": _one_of(*ROUNDINGS),
     "rounding_seed": _whole(0),
     "maximize": _flag,
-    "fused": _optional(_flag),
-    "foreach": _optional(_flag),
-    "role": _optional(_role),
-    "momentum": _number(0.0, 1.0, open_end=True),
+    "fused": _or_none(_flag),
+    "foreach": _or_none(_flag),
+    "role": _or_none(_is(str, "a string")),
+    "momentum": _number(0, 1, below=True),
     "momentum_form": _one_of(*MOMENTUM_FORMS),
     "nesterov": _flag,
-    "betas": _two(_number(0.0, 1.0, open_end=True)),
-    "eps": _number(0.0),
-    "shampoo_beta": _optional(_number(0.0, 1.0)),
+    "betas": _sequence(_number(0, 1, below=True), "two numbers", 2),
+    "eps": _number(),
+    "shampoo_beta": _or_none(_number(0, 1)),
     "block_size": _whole(1),
     "grafting": _one_of(*GRAFTINGS),
-    "grafting_eps": _number(0.0),
-    "orthogonalizer": _known(ORTHOGONALIZERS),
-    "ns_steps": _optional(_whole(1, MOST_STEPS)),
+    "grafting_eps": _number(),
+    "orthogonalizer": _name_in(ORTHOGONALIZERS),
+    "ns_steps": _or_none(_whole(1, MOST_STEPS)),
     "ns_dtype": _dtype(),
-    "fraction": _fraction,
-    "block_period": _optional(_whole(1)),
-    "aurora_iterations": _optional(_whole(1, MOST_STEPS)),
-    "aurora_beta": _optional(_number(0.0)),
-    "aurora_polar": _optional(_polar),
-    "scale": _known(SHAPE_SCALES),
-    "precondition": _optional(_known(PRECONDITIONERS)),
-    "normalize": _optional(_known(NORMALIZERS)),
-    "normalize_beta2": _optional(_number(0.0, 1.0, open_end=True)),
-    "normalize_eps": _optional(_number(0.0)),
+    "fraction": _number(0, 1, above=True),
+    "block_period": _or_none(_whole(1)),
+    "aurora_iterations": _or_none(_whole(1, MOST_STEPS)),
+    "aurora_beta": _or_none(_number()),
+    "aurora_polar": _or_none(_polar),
+    "scale": _name_in(SHAPE_SCALES),
+    "precondition": _or_none(_name_in(PRECONDITIONERS)),
+    "normalize": _or_none(_name_in(NORMALIZERS)),
+    "normalize_beta2": _or_none(_number(0, 1, below=True)),
+    "normalize_eps": _or_none(_number()),
     "normalize_axis": _one_of(None, ROWS, LONGER),
-    "normalize_snap": _optional(_flag),
-    "precondition_beta2": _optional(_number(0.0, 1.0, open_end=True)),
-    "precondition_eps": _optional(_number(0.0)),
-    "precondition_max_dim": _optional(_whole(1)),
-    "precondition_frequency": _optional(_whole(1)),
+    "normalize_snap": _or_none(_flag),
+    "precondition_beta2": _or_none(_number(0, 1, below=True)),
+    "precondition_eps": _or_none(_number()),
+    "precondition_max_dim": _or_none(_whole(1)),
+    "precondition_frequency": _or_none(_whole(1)),
     "matrix": _one_of(None, STACK, FLATTEN),
-    "split_sizes": _optional(_split_sizes),
-    "split_dim": _one_of(0, 1),  # type: ignore[arg-type]
+    "split_sizes": _or_none(_sequence(_whole(1), "a sequence of whole numbers")),
+    "split_dim": _one_of(0, 1),
     "transposed": _flag,
-    "heads": _optional(_whole(1)),
+    "heads": _or_none(_whole(1)),
 }

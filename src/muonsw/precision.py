@@ -31,11 +31,6 @@ STORED = (INT8, "bfloat16")
 SCALE = "_scale"
 
 
-def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name under which a param group stores a dtype."""
-    return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-
-
 def state_dtype(setting: str, param_dtype: torch.dtype) -> torch.dtype:
     """The dtype of optimizer state; by default float32 for weights in less, else the weight's own.
 

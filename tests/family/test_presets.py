@@ -131,7 +131,7 @@ def test_errors_say_what_was_meant(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preset": "soap"}, "is an option of for_model"),
+        ({"preset": "soap"}, "pass it to for_model"),
         ({"algorithm": "soap"}, "is an option of for_model and of a param group"),
         ({"nesterovv": True}, "did you mean 'nesterov'"),
     ],

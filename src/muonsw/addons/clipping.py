@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonsw.algorithms import ALGORITHMS
+from muonsw.checkpoint import unwrap_optimizer
 from muonsw.distributed.shards import as_dtensor, is_dtensor, whole
-from muonsw.interop.unwrap import unwrap_optimizer
 from muonsw.options import require_number
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonsw import peak
+from muonsw.checkpoint import required_optimizer
 from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, Points, decay_factor, own_weight_decay, refuse_unknown_run
-from muonsw.interop.unwrap import required_optimizer
 from muonsw.options import validate_option
 from muonsw.text import users_line
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from muonsw.interop.unwrap import unwrap_optimizer
+from muonsw.checkpoint import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import validate_option
 from muonsw.routing.groups import check_adamw

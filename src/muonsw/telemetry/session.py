@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from muonsw import machine
 from muonsw.addons.clipping import clipped_share
+from muonsw.checkpoint import required_optimizer
 from muonsw.distributed.shards import is_dtensor, local
-from muonsw.interop.unwrap import required_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_whole
 from muonsw.telemetry.observe import Observer

@@ -1,0 +1,388 @@
+"""Save and load states: this library's, today's or older ones, and those of torch's Muon, AdamW and SGD.
+
+A load translates the saved groups, matches them with the groups here, and checks options and shapes, all before torch
+replaces anything. At the end: how to find the optimizer inside what a framework has wrapped around it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muonsw import peak, rates
+from muonsw.algorithms import ALGORITHMS
+from muonsw.codecs import is_code, refuse_shards
+from muonsw.decay import LAMBDA_KEYS, decays, own_weight_decay
+from muonsw.options import BOOKKEEPING, CHECKS, differing_options, prune, require_whole, validate_option
+from muonsw.orthogonalize import NS5
+from muonsw.peak import PeakLRWarning
+from muonsw.precision import SCALE
+from muonsw.routing.names import WRAPPER_WORDS
+from muonsw.slots import EMPTY_SLOTS
+from muonsw.state import layouts, restored
+from muonsw.text import counted, users_line
+from muonsw.work import Group, label_of, names_of
+
+if TYPE_CHECKING:
+    from muonsw.optimizer import ScaledDecayOptimizer
+
+StateDict = dict[str, Any]
+
+# Options that may be tensors, which code outside changes in place.
+_MAYBE_TENSORS = ("lr", "weight_decay")
+
+# What groups are called, which has no effect on training.
+_LABELS = ("name", "role")
+
+# Options of older versions: those that are gone, and today's names of the others.
+_REMOVED = ("capturable", "update_floor", "radial_brake")
+_RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
+
+# Options by which groups of torch's optimizers are recognized, and our names of their algorithms and classes.
+_OPTIONS_OF_TORCH = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
+_CLASSES = {"muon": "MuonSW", "adamw": "AdamWSW", "sgd": "SGDSW"}
+
+# Keys of torch's groups that mean nothing here once they were checked.
+_TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
+
+# Values of torch's adjust_lr_fn that have another name here.
+_SCALES_OF_TORCH = {None: "original", "spectral_unclamped": "spectral"}
+
+# Options of torch's and timm's optimizers that make another algorithm of these three where they are set.
+_OF_OTHER_RULES = ("amsgrad", "caution", "delta", "trust_coeff")
+
+
+def save(optimizer: Optimizer, state_dict: Callable[[], StateDict]) -> StateDict:
+    """Call torch's `state_dict` without state of parameters that are in no group, which would be a KeyError."""
+    members = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    strays = {param: state for param, state in optimizer.state.items() if id(param) not in members}
+    if strays:
+        warnings.warn(
+            f"the state of {len(strays)} parameters that are in no param group any more is not saved; to freeze "
+            f"parameters, leave them in their group and call requires_grad_(False)",
+            stacklevel=users_line(),
+        )
+    try:
+        for param in strays:
+            del optimizer.state[param]
+        return state_dict()
+    finally:
+        optimizer.state.update(strays)
+
+
+def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Callable[[StateDict], None]) -> None:
+    """Translate a saved state and load it by torch's `load_state_dict`; if that fails, put everything back.
+
+    The state is translated after the user's hooks that run before a load, and settled before those that run after it.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    settings = [{key: group[key] for key in _MAYBE_TENSORS} for group in groups]
+    tensors = [(value, value.clone()) for each in settings for value in each.values() if isinstance(value, Tensor)]
+    expected = [(group["constructor_lr"], group["resolved_peak_lr"] or peak.expected_peak(group)) for group in groups]
+    translated: StateDict = {}
+
+    def before(_: Optimizer, given: StateDict) -> StateDict:
+        translated.update(translated_state(given, groups))
+        return translated
+
+    def after(_: Optimizer) -> None:
+        for old, group in zip(translated["param_groups"], optimizer.param_groups, strict=True):
+            for key, param in zip(old["params"], group["params"], strict=True):
+                if loaded := translated["state"].get(key):  # copied, and in its own dtype, which torch has changed
+                    optimizer.state[param] = restored(loaded, group, param)
+        _fill_tensors(optimizer.param_groups, settings)
+
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    )
+    try:
+        load_state_dict(saved)
+        for group in optimizer.param_groups:
+            prune(group)
+        optimizer._attach_addons()
+        _settle_peaks(optimizer.param_groups, expected, saved)
+    except BaseException:
+        optimizer.param_groups, optimizer.state = groups, state
+        for tensor, value in tensors:
+            tensor.copy_(value)
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _fill_tensors(groups: list[Group], settings: list[Group]) -> None:
+    """Put loaded rates and lambdas into the tensors that this optimizer was built with.
+
+    Groups that share a tensor go on sharing it where their values are equal. A lambda that is the number 0 stays one:
+    norm rules leave such a group alone, and a tensor may be anything.
+    """
+    for key in _MAYBE_TENSORS:
+        filled: dict[tuple[int, float], Tensor] = {}
+        taken: set[int] = set()
+        for group, before in zip(groups, [each[key] for each in settings], strict=True):
+            if isinstance(before, Tensor) and (key == "lr" or decays(group)):
+                value = float(group[key])
+                tensor = torch.full_like(before, value) if id(before) in taken else before
+                taken.add(id(before))
+                group[key] = filled.setdefault((id(before), value), tensor).fill_(value)
+            elif key == "lr":
+                group[key] = float(group[key])
+
+
+def _settle_peaks(groups: list[Group], expected: list[tuple[float, float]], saved: StateDict) -> None:
+    """Warn of loaded peaks that surprise, and complete those that were not saved.
+
+    `expected` has the constructor's rate and the peak that each group was built for.
+    """
+    surprises: dict[str, list[str]] = {}
+    for number, (group, (built_with, built_for)) in enumerate(zip(groups, expected, strict=True)):
+        message = peak.surprise_after_load(built_with, built_for, group) if rates.needs_peak(group) else None
+        if message is not None:
+            surprises.setdefault(message, []).append(label_of(group, number))
+    if not any("highest_lr" in group for group in saved["param_groups"]):  # assume that the peak was reached
+        for group in groups:
+            group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
+    for message, labels in surprises.items():
+        warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
+
+
+# translate a saved state, and refuse one that does not fit; nothing here changes the optimizer
+
+
+def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
+    """A copy of a saved state in the groups of this optimizer, each parameter with the options it was saved with.
+
+    Options that the saved groups lack are those of this optimizer; a peak that they lack is found as in a new run.
+    """
+    if not {"state", "param_groups"} <= saved.keys():
+        raise ValueError(
+            f"a saved state has state and param_groups, and this holds {', '.join(map(str, saved)) or 'nothing'}; pass "
+            f"what optimizer.state_dict() returned"
+        )
+    for number, group in enumerate(saved["param_groups"]):
+        if "params" not in group:
+            raise ValueError(f"param group {number} of the saved state has no params, the keys of its states")
+    # torch's SGD once saved None for a momentum that it lacked
+    states = {
+        key: {name: value for name, value in (state or {}).items() if value is not None}
+        for key, state in saved["state"].items()
+    }
+    theirs = [_translated(group) for group in saved["param_groups"]]
+    for group in theirs:
+        _refuse_regrouped(group)
+    matched = _matched(theirs, groups)
+    if not any("algorithm" in group for group in saved["param_groups"]):
+        _refuse_other_algorithms(matched, groups)
+    completed = [_completed(old, here) for old, here in zip(matched, groups, strict=True)]
+    for number, (group, here) in enumerate(zip(completed, groups, strict=True)):
+        _refuse_unfit(group, here, number, states)
+    return {**saved, "state": states, "param_groups": completed}
+
+
+def _translated(group: Group) -> Group:
+    """A group of torch's Muon, AdamW or SGD in this library's words; a group of ours as it is."""
+    if "algorithm" in group:
+        return group
+    for key in [key for key in _OF_OTHER_RULES if group.get(key)]:
+        raise ValueError(f"the saved state is of an optimizer with {key}={group[key]!r}, which has no counterpart here")
+    if group.get("decoupled_weight_decay") is False and float(group["weight_decay"]):
+        raise ValueError(
+            f"the saved state is of Adam with weight_decay={float(group['weight_decay']):g}, which it adds to the "
+            f"gradient; here decay is decoupled and means something else. To go on from its averages, set weight_decay "
+            f"to 0 in the saved groups, and choose a decoupled one in optimizer.param_groups after loading"
+        )
+    coefficients = group.get("ns_coefficients")
+    if coefficients is not None and tuple(coefficients) != NS5:
+        raise ValueError(
+            f"the saved state used Newton-Schulz coefficients {tuple(coefficients)}; register an orthogonalizer with "
+            f"them, and remove ns_coefficients from the saved groups"
+        )
+    if group.get("dampening"):
+        raise ValueError("the saved state is of SGD with dampening, which has no counterpart here")
+    translated = {key: value for key, value in group.items() if key not in (*_TORCH_KEYS, *LAMBDA_KEYS)}
+    for key in _OPTIONS_OF_TORCH.keys() & group.keys():
+        translated["algorithm"] = _OPTIONS_OF_TORCH[key]
+    if "weight_decay" in group:
+        translated["weight_decay"] = own_weight_decay(group)
+    if "adjust_lr_fn" in translated:
+        scale = translated.pop("adjust_lr_fn")
+        translated |= {"scale": _SCALES_OF_TORCH.get(scale, scale), "momentum_form": "ema"}
+        translated.pop("eps", None)  # torch's floor under the norm, which scale invariance makes unnecessary
+    if translated.pop("dampening", None) is not None:
+        translated["momentum_form"] = "heavy_ball"
+    return translated
+
+
+def _refuse_regrouped(group: Group) -> None:
+    """Refuse groups that torch's distributed checkpoint has joined or divided: it hands over the options of one."""
+    named = {_plain_name(name) for name in group.get("param_names") or ()}
+    params = [param for param in group["params"] if isinstance(param, str)]
+    strangers = [param for param in params if _plain_name(param) not in named]
+    if params and ("lr" not in group or 0 < len(strangers) < len(params)):  # all of them: names of another model
+        raise ValueError(
+            f"{strangers[0] if strangers else params[0]} was saved in another param group than those that share its "
+            f"group here; build the optimizer with the groups that were saved"
+        )
+
+
+def _refuse_other_algorithms(saved: list[Group], groups: list[Group]) -> None:
+    """Refuse states of other libraries, and torch's for another algorithm: equal names may mean other averages."""
+    for number, (old, here) in enumerate(zip(saved, groups, strict=True)):
+        if old["params"] and "algorithm" not in old:
+            raise ValueError(
+                f"the saved state is not of torch's Muon, AdamW or SGD: its groups hold "
+                f"{', '.join(sorted(old.keys() - {'params'}))}; start with fresh state instead"
+            )
+        if old["params"] and old["algorithm"] != here["algorithm"]:
+            raise ValueError(
+                f"the saved state is of torch's {old['algorithm']}, and param group {number} of this optimizer has "
+                f"algorithm={here['algorithm']!r}; build one with the algorithms that were saved, or start afresh"
+            )
+
+
+def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
+    """The saved options and state keys for each group here: by name if both sides have the same names, else by place.
+
+    torch goes by place alone, so two parameters of equal shape that have changed places would swap their states, and
+    two groups their options.
+    """
+    wanted = [_names(group) for group in groups]
+    members = {name: (key, group) for group in saved for name, key in zip(_names(group), group["params"], strict=False)}
+    sizes = [sum(len(group["params"]) for group in side) for side in (saved, groups)]
+    if sizes != [len(members)] * 2 or sorted(members) != sorted(name for names in wanted for name in names):
+        return _matched_by_place(saved, groups)
+    matched = []
+    for names in wanted:
+        group: Group = members[names[0]][1] if names else {}
+        joined = [name for name in names if members[name][1] is not group]
+        for name in joined:
+            different = differing_options(group, members[name][1], ignored=("params", "param_names", *_LABELS))
+            if different:
+                raise ValueError(
+                    f"{names[0]} and {name} are in one param group of this optimizer and were saved with different "
+                    f"options: {'; '.join(f'{key} is {a!r} and {b!r}' for key, (a, b) in different.items())}. Build it "
+                    f"with the groups that were saved"
+                )
+        options = {key: value for key, value in group.items() if not joined or key not in _LABELS}
+        matched.append({**options, "params": [members[name][0] for name in names]})
+    return matched
+
+
+def _matched_by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
+    """The saved groups one by one, as torch matches them; names that both sides know must not contradict it."""
+    if len(saved) != len(groups):
+        remedy = "build it with the same groups"
+        if len(saved) == 1 and "peak_lr" not in saved[0] and "algorithm" in saved[0]:  # of torch
+            remedy = (
+                f"to resume that run, load it into {_CLASSES[saved[0]['algorithm']]}(model.parameters(), lr=...) with "
+                f"the parameters in the same order; to train with these groups, start without the saved state"
+            )
+        raise ValueError(
+            f"the saved state has {counted(len(saved), 'param group')} and this optimizer {len(groups)}; {remedy}"
+        )
+    known, wanted = ({name for group in side for name in _names(group)} for side in (saved, groups))
+    for old, here in zip(saved, groups, strict=True):
+        if len(old["params"]) != len(here["params"]):
+            raise ValueError(
+                f"a saved param group has {len(old['params'])} parameters and this optimizer's has "
+                f"{len(here['params'])}; build it with the same groups"
+            )
+        for theirs, ours in zip(_names(old), _names(here), strict=False):
+            if theirs != ours and (theirs in wanted or ours in known):
+                raise ValueError(
+                    f"{ours} would get what was saved for {theirs}: the names of the saved state are not all known "
+                    f"here, and those that are have changed places; write today's names into param_names of its groups"
+                )
+    return saved
+
+
+def _names(group: Group) -> list[str]:
+    """The names of a group's parameters, or nothing; distributed checkpoints have them in place of numbers."""
+    params = group["params"]
+    named = bool(params) and all(isinstance(param, str) for param in params)
+    names = params if named else group.get("param_names") or ()
+    return [_plain_name(name) for name in names] if len(names) == len(params) else []
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name without the words that compilers and parallel wrappers add."""
+    return ".".join(word for word in name.split(".") if word not in {*WRAPPER_WORDS, "module"})
+
+
+def _completed(saved: Group, here: Group) -> Group:
+    """A saved group under today's names, validated, with every key that this optimizer needs; unknown keys stay."""
+    group = {key: value for key, value in saved.items() if key not in (*_REMOVED, *_RENAMED)}
+    for old, new in _RENAMED.items():
+        if old in saved and group.get(new) is None:  # older groups had options of other algorithms too
+            group[new] = saved[old]
+    for key in ("step_count", "update_count"):
+        count = group.get(key, 0)
+        require_whole(key, int(count) if isinstance(count, Tensor) else count, 0)
+    average = group.get("gradient_average")
+    pair = average.tolist() if isinstance(average, Tensor) else average
+    if pair is not None and not (
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(x, int | float) and x >= 0 for x in pair)
+    ):
+        raise ValueError(
+            f"a saved param group has gradient_average={average!r}; it must be two numbers, a mean square and its "
+            f"weight, or None to start over"
+        )
+    group = {key: validate_option(key, value) if key in CHECKS else value for key, value in group.items()}
+    options = {key: value for key, value in here.items() if key not in ("params", "param_names")}
+    fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
+    names = {"param_names": here["param_names"]} if "param_names" in here else {}
+    return {**options, **fresh, **group, **names, "offload": here["offload"]}
+
+
+def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]) -> None:
+    """Refuse loaded options that could not have been given to this optimizer, and states of other shapes."""
+    rates.require_run(group, f"param group {number}")
+    algorithm = ALGORITHMS[group["algorithm"]]
+    needed = algorithm.state({**group, **EMPTY_SLOTS})  # state of slots may be missing
+    for name, key_of_state, param in zip(names_of(here, number), group["params"], here["params"], strict=True):
+        algorithm.validate(group, name, param)
+        refuse_shards(name, group, param)
+        state = states.get(key_of_state) or {}
+        missing = [key for key in needed if key not in state and f"{key}.0" not in state]
+        if state and missing:
+            raise ValueError(
+                f"the saved state of {name} holds {', '.join(state)} but algorithm={group['algorithm']!r} "
+                f"needs {', '.join(missing)}; it was saved by another algorithm"
+            )
+        codes = [key for key, value in state.items() if isinstance(value, Tensor) and is_code(value)]
+        for key in [key for key in codes if f"{key}{SCALE}" not in state]:
+            raise ValueError(f"the saved {key} of {name} is in 8 bits, and {key}{SCALE}, its scales, is missing")
+        for key, layout in layouts({**here, **group}, param).items():
+            value = state.get(key)
+            if isinstance(value, Tensor) and value.shape != layout.shape:
+                raise ValueError(
+                    f"the saved {key} of {name} has shape {tuple(value.shape)}, but {tuple(layout.shape)} is needed"
+                )
+
+
+# optimizers inside wrappers, such as those of Accelerate's `prepare`
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The innermost optimizer: wrappers keep theirs under `optimizer`."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def required_optimizer(given: Any, caller: str) -> Optimizer:
+    """The innermost optimizer of what a caller was given; anything else, such as a model, is a TypeError."""
+    optimizer = unwrap_optimizer(given)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{caller} needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; of a wrapper, pass the "
+            f"optimizer inside"
+        )
+    return optimizer

@@ -1,1 +1,0 @@
-"""States of other optimizers, and what frameworks wrap around ours."""

@@ -1,0 +1,73 @@
+"""Decay by the size of gradients: the average that it divides by, and which steps enter it."""
+
+import pytest
+import torch
+
+from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from tests.common.problems import cosine, flag_on_device, follow, matrices, run, set_gradients
+from tests.common.reference_rules import Decay
+
+CLASSES = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
+
+
+@pytest.mark.parametrize("algorithm", CLASSES)
+def test_decay_by_the_size_of_gradients_is_the_reference(algorithm):
+    """The other rules are held against it in `test_against_reference.py`, with several parameters in a group."""
+    references = {
+        "muon": lambda W, d: ReferenceMuonSW(W, d, nesterov=True, heavy_ball=False, orthogonalize=ns5),
+        "adamw": ReferenceAdamWSW,
+        "sgd": ReferenceSGDSW,
+    }
+    (param,) = matrices((5, 7), dtype=torch.float64)
+    beta2 = 0.999 if algorithm == "adamw" else 0.95
+    reference = references[algorithm](param.detach(), Decay("gradient_norm", 0.3, 0.05, beta2=beta2))
+    optimizer = CLASSES[algorithm]([param], lr=0.05, weight_decay=0.3, decay="gradient_norm")
+    assert follow(optimizer, [param], [reference], 30, cosine(0.05, 30)) < 1e-9
+
+
+def test_the_average_over_steps_is_the_mean_of_adams_own():
+    """Averages over entries and over steps commute, so that the rule needs no state of Adam's."""
+    params = matrices((5, 7), (4,), dtype=torch.float64)
+    optimizer = AdamWSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
+    run(optimizer, params, 7)
+    squares = sum(float(optimizer.state[p]["exp_avg_sq"].sum()) for p in params) / sum(p.numel() for p in params)
+    total, weight = optimizer.param_groups[0]["gradient_average"]
+    assert total == pytest.approx(squares, rel=1e-12)
+    assert weight == pytest.approx(1 - 0.999**7, rel=1e-12)
+    assert optimizer.summary().groups[0].decay == pytest.approx(0.01 * 0.05 / (squares / (1 - 0.999**7)) ** 0.5)
+
+
+@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
+@pytest.mark.parametrize("known_by", ["host", "device"])
+def test_an_infinite_gradient_does_not_enter_the_average(known_by, monkeypatch):
+    if known_by == "device":
+        monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
+    run(optimizer, params, 2)
+    before = optimizer.param_groups[0]["gradient_average"]
+    set_gradients(params, 2)
+    params[0].grad[0, 0] = torch.inf
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert optimizer.param_groups[0]["gradient_average"] == before
+
+
+def test_a_step_at_zero_leaves_no_gradient_in_the_average():
+    params = matrices((4, 6))
+    optimizer = MuonSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
+    run(optimizer, params, 1, schedule=lambda _: 0.0)
+    assert optimizer.param_groups[0]["gradient_average"] == [0.0, 0.0]
+
+
+def test_a_step_that_raises_leaves_no_gradient_in_the_average():
+    params = matrices((4, 6))
+    set_gradients(params, 0)
+    optimizer = MuonSW(params, lr=0.05, weight_decay=1e3, decay="gradient_norm")
+    with pytest.raises(ValueError, match="times the weight in one step"):
+        optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    optimizer.step()
+    mean = float(params[0].grad.square().mean())
+    assert optimizer.param_groups[0]["gradient_average"] == pytest.approx([0.05 * mean, 0.05])
