@@ -23,6 +23,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.distributed.layout import mesh_ranks
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local, shard_misfit
+from muonsw.matrices import MatrixView
 from muonsw.work import Group, copied_to, label_of, names_of
 
 if TYPE_CHECKING:
@@ -186,7 +187,8 @@ def plain_options(group: Group) -> Group:
                 value = float(value)
         if value is None or isinstance(value, bool | int | float | str | tuple | list):
             options[key] = value
-    if DECAY_RULES[group["decay"]].uses_step:
+    rule = DECAY_RULES.get(group["decay"])  # the plan refuses an unknown one, and the others must hear of it
+    if rule is not None and rule.uses_step:
         options["step_count"] = group["step_count"]
     return options
 
@@ -194,9 +196,9 @@ def plain_options(group: Group) -> Group:
 def _describe(group: Group, name: str, param: Tensor) -> str:
     """A line about a parameter: what it is, how it lies over ranks, and in which precision it is orthogonalized."""
     sharded = f" {as_dtensor(param).placements} over {as_dtensor(param).device_mesh.shape}" if is_dtensor(param) else ""
-    rule = ALGORITHMS[group["algorithm"]]
     frozen = "" if param.requires_grad else " frozen"
-    where = param.device.type if rule.matrices is None else rule.matrices.result_dtype(group, param.dtype, param.device)
-    view = rule.view(group)
-    misfit = shard_misfit(param, view.stack_axes(param.dim())) if sharded and view is not None else ""
+    rule, where, misfit = ALGORITHMS.get(group["algorithm"]), str(param.device.type), ""
+    if rule is not None and rule.matrices is not None:
+        where = str(rule.matrices.result_dtype(group, param.dtype, param.device))
+        misfit = shard_misfit(param, MatrixView.of(group).stack_axes(param.dim())) if sharded else ""
     return f"{name} {tuple(param.shape)} {param.dtype}{sharded}{frozen}: {group['algorithm']} in {where}{misfit}"

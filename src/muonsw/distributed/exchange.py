@@ -37,25 +37,31 @@ def _exchange(batches: Sequence[Batch], round_: Round, apply: Apply) -> Iterator
     """One round; it pauses while its collectives are under way."""
     transfers = [_send(round_, trip, _load(batches, round_, trip)) for trip in round_.there]
     yield
-    blocks: dict[Shape, State] = {}
-    for trip, transfer in zip(round_.there, transfers, strict=True):
-        for (shape, number, _), tensor in zip(trip.owned, _assemble(round_, trip, transfer.wait()), strict=True):
-            blocks.setdefault(shape, {})[shape.tensors[number].key] = tensor
-    transfers.clear()  # frees their buffers
-    results = {
-        shape: _directions(batches[shape.batch], shape, block, round_.wire.back) for shape, block in blocks.items()
-    }
-    for trip in round_.back:
-        owned = [results[shape][shape.tensors[number].key] for shape, number, _ in trip.owned]
-        transfers.append(_send(round_, trip, _packed(_pieces(round_, trip, owned), trip.dtype, round_.wire.device)))
-    blocks.clear()
-    results.clear()
+    transfers = _answer(batches, round_, transfers)
     yield
     for trip, transfer in zip(round_.back[1:], transfers[1:], strict=True):
         for (unit, number), piece in zip(trip.held, transfer.wait().split_with_sizes(trip.lengths), strict=True):
             state = _held(batches, unit, number)
             state.copy_(piece.view(state.shape))
     _apply_directions(batches, round_, transfers[0].wait(), apply)
+
+
+def _answer(batches: Sequence[Batch], round_: Round, transfers: list[Transfer]) -> list[Transfer]:
+    """Compute the directions of the matrices that this rank owns, and send them and their new state back."""
+    blocks: dict[Shape, State] = {}
+    for trip in round_.there:
+        tensors = _assemble(round_, trip, transfers.pop(0).wait())  # frees the buffer
+        for (shape, number, _), tensor in zip(trip.owned, tensors, strict=True):
+            blocks.setdefault(shape, {})[shape.tensors[number].key] = tensor
+    results = {
+        shape: _directions(batches[shape.batch], shape, block, round_.wire.back) for shape, block in blocks.items()
+    }
+    returning = []
+    for trip in round_.back:
+        owned = [results[shape][shape.tensors[number].key] for shape, number, _ in trip.owned]
+        send = _packed(_pieces(round_, trip, owned), trip.dtype, round_.wire.device)
+        returning.append(_send(round_, trip, send))
+    return returning
 
 
 class Transfer(NamedTuple):
@@ -166,18 +172,14 @@ def _directions(batch: Batch, shape: Shape, block: State, dtype: torch.dtype) ->
         for key, tensor in block.items()
     }
     X = flat.pop(MATRIX)
-    rule, _ = rule_of(batch)
-    directions, state = rule.directions(batch.group, X, flat, dtype)
+    directions, state = rule_of(batch)[0].directions(batch.group, X, flat, dtype)
     results = {**state, MATRIX: directions}
-    return {
-        tensor.key: results[tensor.key].reshape(-1, *tensor.shape) for tensor in shape.tensors if tensor.key in results
-    }
+    return {t.key: results[t.key].reshape(-1, *t.shape) for t in shape.tensors if t.key != GRADIENT}
 
 
 def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not pieces:
-        return torch.empty(0, dtype=dtype, device=device)
-    return torch.cat([piece.reshape(-1).to(dtype) for piece in pieces])
+    nothing = torch.empty(0, dtype=dtype, device=device)  # a rank may have no piece
+    return torch.cat([nothing, *(piece.reshape(-1).to(dtype) for piece in pieces)])
 
 
 def _apply_directions(batches: Sequence[Batch], round_: Round, arrived: Tensor, apply: Apply) -> None:

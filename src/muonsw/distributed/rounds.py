@@ -140,14 +140,7 @@ def rule_of(batch: Batch) -> tuple[MatrixRule, MatrixView]:
 def make_rounds(
     batches: Sequence[Batch], layouts: Sequence[Sequence[Layout]], chunk_bytes: int, known: Layouts
 ) -> list[Round]:
-    """All units in rounds.
-
-    Args:
-        batches: what has to be exchanged.
-        layouts: those of the items of each batch.
-        chunk_bytes: how much of whole matrices one rank may own in a round.
-        known: finds the layouts of state with a shape of its own.
-    """
+    """Plan the exchange of batches, given the layouts of their items; in a round no rank owns more than a chunk."""
     wires: dict[Wire, list[Unit]] = {}
     for number, batch in enumerate(batches):
         rule, _ = rule_of(batch)
