@@ -27,7 +27,6 @@ from muonsw.algorithms.base import Chunk, Update, elementwise_chunks, whole_part
 from muonsw.apply import apply_update
 from muonsw.decay import decays
 from muonsw.distributed import exchange_updates
-from muonsw.distributed.agreement import plain_options
 from muonsw.distributed.shards import is_dtensor, local, local_item, refuse_interleaved
 from muonsw.matrices import MatrixView, matrix_chunks
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
@@ -36,7 +35,7 @@ from muonsw.state import allocate
 from muonsw.work import Batch, Group, Item, StepContext, any_dtensor, items_of, names_of
 
 if TYPE_CHECKING:
-    from muonsw.distributed.rounds import ExchangeBatch
+    from muonsw.distributed.layout import Layout
     from muonsw.optimizer import ScaledDecayOptimizer
 
 CPU_CHUNK_BYTES = 4 * 2**20
@@ -190,9 +189,7 @@ def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, bool]:
     if optimizer.replay:
         optimizer._counters.not_replayed("parameters are sharded, or shared by a process_group")
     settings = {"nonfinite": optimizer.nonfinite, "chunk_bytes": optimizer.chunk_bytes}
-    agree = partial(
-        optimizer._ranks.agree, optimizer.param_groups, options=[settings, *map(plain_options, optimizer.param_groups)]
-    )
+    agree = partial(optimizer._ranks.agree, optimizer.param_groups, settings)
     try:
         plan = make_plan(optimizer)
         for batch in [batch for batch in plan.batches if ALGORITHMS[batch.group["algorithm"]].matrices is not None]:
@@ -203,12 +200,12 @@ def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, bool]:
     except Exception:
         agree(ok=False)  # the other ranks skip this step instead of waiting for this one
         raise
-    agreement = agree(ok=finite.ok if isinstance(finite, Flag) else finite)
-    if agreement.absent:
-        plan = make_plan(optimizer, absent=agreement.absent)
-    if not agreement.ok and optimizer.nonfinite == "raise":
+    all_ok, absent = agree(ok=finite.ok if isinstance(finite, Flag) else finite)
+    if absent:
+        plan = make_plan(optimizer, absent=absent)
+    if not all_ok and optimizer.nonfinite == "raise":
         raise NonFiniteGradientError(f"{describe_non_finite(items_of(plan.batches))}; nothing was changed")
-    return plan, agreement.ok
+    return plan, all_ok
 
 
 def chunk_bytes(optimizer: ScaledDecayOptimizer, device: torch.device) -> int:
@@ -309,24 +306,27 @@ def count_step(items: list[Item], flag: Flag | None) -> None:
 
 def update_sharded(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
     """Update parameters that ranks share: matrices that are whole here, then those that are exchanged."""
-    exchanged: list[tuple[ExchangeBatch, StepContext]] = []
+    batches: list[Batch] = []
+    contexts: list[StepContext] = []
+    layouts: list[list[Layout]] = []
     encoded: list[tuple[Group, list[Item], list[Item]]] = []
     for batch, ctx in zip(plan.batches, plan.contexts, strict=True):
-        here, sent = optimizer._ranks.sort(batch)
+        here, sent, places = optimizer._ranks.sort(batch)
         if here:
             update_batch(batch, here, ctx)
-        if sent is not None:
-            count_step(sent.items, None)
+        if sent:
+            count_step(sent, None)
             if codecs.is_encoded(batch.group):
-                encoded.append((batch.group, sent.items, codecs.decode_items(batch.group, sent.items)))
-                sent = sent._replace(items=encoded[-1][2])
-            exchanged.append((sent, ctx))
-    if exchanged:
-        batches = [batch for batch, _ in exchanged]
-        rounds = optimizer._ranks.rounds(batches, exchanged[0][1].chunk_bytes)
+                encoded.append((batch.group, sent, codecs.decode_items(batch.group, sent)))
+                sent = encoded[-1][2]
+            batches.append(batch._replace(items=sent))
+            contexts.append(ctx)
+            layouts.append(places)
+    if batches:
+        rounds = optimizer._ranks.rounds(batches, layouts, contexts[0].chunk_bytes)
 
         def apply(number: int, update: Update) -> None:
-            apply_update(batches[number].group, update, exchanged[number][1])
+            apply_update(batches[number].group, update, contexts[number])
 
         exchange_updates(batches, rounds, apply)
     for group, items, decoded in encoded:

@@ -1,8 +1,8 @@
 """Ranks agree before a step: on what they do, and on whether they do it."""
 
 import contextlib
-import time
 import warnings
+from itertools import chain
 from unittest.mock import patch
 
 import pytest
@@ -25,7 +25,6 @@ from tests.distributed.problems import (
     shard0,
     sharded_over,
     take_step,
-    whole,
     worst,
 )
 
@@ -90,61 +89,75 @@ def test_every_rank_raises_for_a_nan_on_one(pool):
         assert unchanged
 
 
-def different_plans(kind, what):
-    """Rank 3 differs; a rank that waited for ever would fail by the pool's time limit."""
+def swap_two(optimizer):
+    params = optimizer.param_groups[0]["params"]
+    params[0], params[3] = params[3], params[0]
+
+
+def drop_the_last(optimizer):
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.param_groups[0]["param_names"].pop()
+
+
+def option(**changed):
+    return lambda optimizer: optimizer.param_groups[1].update(changed)
+
+
+# What one rank alone does to its optimizer, and how the error names it.
+DIFFERENCES = {
+    "order of parameters": (swap_two, "matrices.0 (1, 6)"),
+    "fewer parameters": (drop_the_last, "matrices.4"),
+    "frozen parameter": (lambda o: o.param_groups[0]["params"][1].requires_grad_(False), "frozen: muon"),
+    "chunk_bytes": (lambda o: setattr(o, "chunk_bytes", 512), "the optimizer: chunk_bytes=512"),
+    "lr": (option(lr=0.01), "param group 1: lr=0.01"),
+    "weight_decay": (option(weight_decay=0.3), "param group 1: weight_decay=0.3"),
+    "betas": (option(betas=(0.8, 0.95)), "param group 1: betas=(0.8, 0.95)"),
+    "role": (lambda o: o.param_groups[0].update(role="experts"), "param group 0 (experts)"),
+    "fused": (option(fused=False), "param group 1: fused=False"),
+    "rounding_seed": (option(rounding_seed=7), "param group 1: rounding_seed=7"),
+    "peak_lr": (lambda o: o.set_peak_lr(0.25, group=1), "param group 1: peak_lr=0.25"),
+    "scheduler's record": (option(initial_lr=0.125), "param group 1: initial_lr=0.125"),
+    "unknown option": (option(averaged_steps=3), "param group 1: averaged_steps=3"),
+    "unknown decay": (option(decay="constnat"), "param group 1: decay='constnat'"),
+    "unknown algorithm": (option(algorithm="adamv"), "param group 1: algorithm='adamv'"),
+    "tensor lr": (lambda o: o.param_groups[1]["lr"].mul_(0.5), f"param group 1: lr={PEAK / 2}"),
+    "tensor weight_decay": (lambda o: o.param_groups[1]["weight_decay"].fill_(0.75), "weight_decay=0.75"),
+    "number for a tensor": (option(lr=0.01), "param group 1: lr=0.01"),
+}
+
+
+def different_on_rank_2(kind, what, steps_before):
+    """Rank 2 differs, from the start or after some steps. The error of this rank, and whether the weights stayed."""
     optimizer, give = built(kind)
-    if dist.get_rank() == 3:
-        group = optimizer.param_groups[0]
-        if what == "setting":
-            group["nesterov"] = False
-        elif what == "order":
-            group["params"][0], group["params"][3] = group["params"][3], group["params"][0]
-        elif what == "fewer":
-            group["params"].pop()
-            group["param_names"].pop()
-        elif what == "frozen":
-            group["params"][1].requires_grad_(False)
-        elif what == "chunks":
-            optimizer.chunk_bytes = 512
-        elif what == "decay":
-            optimizer.param_groups[1]["weight_decay"] = 0.0
-        else:
-            group[what] = {
-                "weight_decay": None,
-                "betas": (0.9, 0.5),
-                "role": "experts",
-                "fused": False,
-                "averaged_steps": 3,
-            }[what]
-    begun = time.monotonic()
-    try:
-        take_step(optimizer, 0, give)
-    except RuntimeError as error:
-        return str(error), time.monotonic() - begun
-    return "", 0.0
+    if "tensor" in what:
+        rates = {"lr": torch.tensor(PEAK, dtype=torch.float64), "weight_decay": torch.tensor(0.5, dtype=torch.float64)}
+        optimizer.param_groups[1].update(rates)
+    every = parameters(optimizer)
+    for step in range(steps_before + 1):
+        if step == steps_before and dist.get_rank() == 2:
+            DIFFERENCES[what][0](optimizer)
+        for number, param in enumerate(every):
+            param.grad = give(param, gradient(param.shape, step, number))
+        before = [local(param.detach()).clone() for param in every]
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error), all(map(torch.equal, before, [local(param.detach()) for param in every]))
+    return "", False
+
+
+def different_sooner_or_later(kind, what):
+    return [different_on_rank_2(kind, what, steps_before) for steps_before in (0, 1)]
 
 
 @pytest.mark.parametrize("kind", ["shards", "copies"])
-@pytest.mark.parametrize(
-    "what",
-    [
-        "setting",
-        "order",
-        "fewer",
-        "frozen",
-        "decay",
-        "chunks",
-        "weight_decay",
-        "betas",
-        "role",
-        "fused",
-        "averaged_steps",
-    ],
-)
-def test_ranks_with_different_plans_all_get_an_error(pool, kind, what):
-    for message, seconds in pool.run(different_plans, kind, what, timeout=20):
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_difference_on_one_rank_is_an_error_on_all(pool, kind, what):
+    """A rank that waits for the others fails by the time limit of the pool."""
+    for message, unchanged in chain(*pool.run(different_sooner_or_later, kind, what, timeout=20)):
         assert "the ranks would take different steps" in message
-        assert seconds < 10
+        assert DIFFERENCES[what][1] in message
+        assert unchanged
 
 
 def shards_of_other_shapes(rows, matrix):
@@ -171,71 +184,6 @@ def test_shards_that_are_not_as_placements_say_are_refused_on_all_ranks(pool, ro
 
 def test_ranks_may_hold_any_number_of_whole_matrices(pool):
     assert pool.run(shards_of_other_shapes, (2, 2, 1, 3), "stack", timeout=20) == [""] * 4
-
-
-def a_plan_that_changes_on_one_rank():
-    optimizer, give = built("shards")
-    take_step(optimizer, 0, give)
-    if dist.get_rank() == 1:
-        optimizer.param_groups[0]["params"][0].requires_grad_(False)
-    try:
-        take_step(optimizer, 1, give)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_plan_that_changes_later_on_one_rank_is_noticed(pool):
-    for message in pool.run(a_plan_that_changes_on_one_rank, timeout=20):
-        assert "frozen" in message
-
-
-# What one rank alone may do to its second group between two steps, and how the error names it.
-LATER = {
-    "lr": (lambda o: o.param_groups[1].update(lr=0.01), "lr=0.01"),
-    "weight_decay": (lambda o: o.param_groups[1].update(weight_decay=0.3), "weight_decay=0.3"),
-    "betas": (lambda o: o.param_groups[1].update(betas=(0.8, 0.95)), "betas=(0.8, 0.95)"),
-    "rounding_seed": (lambda o: o.param_groups[1].update(rounding_seed=7), "rounding_seed=7"),
-    "peak_lr": (lambda o: o.set_peak_lr(0.25, group=1), "peak_lr=0.25"),
-    "scheduler's record": (lambda o: o.param_groups[1].update(initial_lr=0.125), "initial_lr=0.125"),
-    "tensor lr": (lambda o: o.param_groups[1]["lr"].mul_(0.5), f"lr={PEAK / 2}"),
-    "tensor weight_decay": (lambda o: o.param_groups[1]["weight_decay"].fill_(0.75), "weight_decay=0.75"),
-    "number of a tensor": (lambda o: o.param_groups[1].update(lr=0.01), "lr=0.01"),
-}
-
-
-def changed_later(kind, what):
-    """Two steps; between them rank 2 changes something. What it says, and whether the weights stayed."""
-    tensors = {"lr": torch.tensor(PEAK, dtype=torch.float64), "weight_decay": torch.tensor(0.5, dtype=torch.float64)}
-    optimizer, give = built(kind)
-    if "tensor" in what:
-        optimizer.param_groups[1].update({key: value.clone() for key, value in tensors.items()})
-    feed(optimizer, 0, give)
-    optimizer.step()
-    if dist.get_rank() == 2:
-        LATER[what][0](optimizer)
-    feed(optimizer, 1, give)
-    before = whole(optimizer)
-    try:
-        optimizer.step()
-        message = ""
-    except RuntimeError as error:
-        message = str(error)
-    return message, all(map(torch.equal, before, whole(optimizer)))
-
-
-def feed(optimizer, step, give):
-    for number, param in enumerate(parameters(optimizer)):
-        param.grad = give(param, gradient(param.shape, step, number))
-
-
-@pytest.mark.parametrize("kind", ["shards", "copies"])
-@pytest.mark.parametrize("what", LATER)
-def test_a_setting_that_changes_on_one_rank_is_an_error_on_all(pool, kind, what):
-    for message, unchanged in pool.run(changed_later, kind, what, timeout=20):
-        assert "the ranks would take different steps" in message
-        assert f"param group 1: {LATER[what][1]}" in message
-        assert unchanged
 
 
 def changed_on_all():

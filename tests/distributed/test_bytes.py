@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from muonsw import MuonSW
+from muonsw.distributed.rounds import share_by_cost
 from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
 
 # Two layers' worth of a decoder, in float32, so that a number is four bytes there and back.
@@ -122,36 +123,23 @@ def test_settings_and_rates_travel_in_the_one_reduction_of_a_step(pool, rates):
     assert pool.run(agreement_bytes, rates) == [[8 * 1024]] * 4
 
 
-def stacks():
-    mesh = mesh_of(4)
-    values = [torch.randn(experts, 6, 4) for experts in (8, 5)]
-    params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
-    optimizer = MuonSW(params, lr=0.05, matrix="stack")
-    with CommDebugMode() as debug:
+def calls_and_bytes(shape, options):
+    """Collectives of a step on rows over four ranks, and bytes that this rank received in the exchange."""
+    param = nn.Parameter(distribute_tensor(torch.randn(shape), mesh_of(4), [Shard(0)]))
+    optimizer = MuonSW([param], lr=0.05, **options)
+    with Counter(group_of(4)) as counter, CommDebugMode() as debug:
         take_step(optimizer, 0, give_sharded)
-    return {str(name).rpartition(".")[2]: count for name, count in debug.get_comm_counts().items()}
+    return debug.get_total_counts(), counter.received
 
 
-def test_experts_that_are_sharded_along_their_stack_send_nothing(pool):
-    for calls in pool.run(stacks):
-        assert calls.pop("allreduce_") == 1  # the agreement
-        assert not any(calls.values()), calls
-
-
-def blocks(heads):
-    group, value = group_of(4), torch.randn(16, 8)
-    param = nn.Parameter(distribute_tensor(value, mesh_of(4), [Shard(0)]))
-    optimizer = MuonSW([param], lr=0.05, heads=heads)
-    with Counter(group) as counter, CommDebugMode() as debug:
-        take_step(optimizer, 0, give_sharded)
-    return counter.received, debug.get_total_counts()
-
-
-@pytest.mark.parametrize(("heads", "sent"), [(4, False), (8, False), (2, True)])
-def test_blocks_that_one_rank_holds_stay_there(pool, heads, sent):
-    received, calls = zip(*pool.run(blocks, heads), strict=True)
-    assert any(received) == sent
-    assert set(calls) == {3 if sent else 1}  # the agreement, and an exchange there and back
+@pytest.mark.parametrize(("shape", "options", "is_sent"), [
+    ((8, 6, 4), {"matrix": "stack"}, False), ((5, 6, 4), {"matrix": "stack"}, False),
+    ((16, 8), {"heads": 4}, False), ((16, 8), {"heads": 8}, False), ((16, 8), {"heads": 2}, True),
+], ids=str)  # fmt: skip
+def test_matrices_that_one_rank_holds_stay_there(pool, shape, options, is_sent):
+    calls, received = zip(*pool.run(calls_and_bytes, shape, options), strict=True)
+    assert set(calls) == {3 if is_sent else 1}  # the agreement, and an exchange there and back
+    assert any(received) == is_sent
 
 
 def in_periods():
@@ -171,17 +159,9 @@ def test_whole_matrices_travel_once_in_a_period(pool):
     assert whole > 0
 
 
-def balance():
-    from muonsw.distributed.rounds import share_by_cost
-
+def test_the_most_loaded_rank_is_within_one_matrix_of_the_mean():
     costs = [max(shape) * min(shape) ** 2 for shape in SHAPES]
     loads = [0] * 4
     for owner, cost in zip(share_by_cost(costs, 4), costs, strict=True):
         loads[owner] += cost
-    return max(loads) / (sum(loads) / 4)
-
-
-def test_the_most_loaded_rank_is_within_one_matrix_of_the_mean():
-    mean = sum(max(shape) * min(shape) ** 2 for shape in SHAPES) / 4
-    largest = max(max(shape) * min(shape) ** 2 for shape in SHAPES)
-    assert balance() <= 1 + largest / mean
+    assert max(loads) <= sum(loads) / 4 + max(costs)

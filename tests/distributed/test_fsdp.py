@@ -1,4 +1,4 @@
-"""Models that torch shards (FSDP2, hybrid, tensor and expert parallel), with accumulation and clipping."""
+"""Models that torch shards (FSDP2, hybrid and tensor parallel), with accumulation and clipping."""
 
 import copy
 
@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muonsw import MuonSW, clip_optimizer_grads_
@@ -69,20 +68,14 @@ def fsdp(*mesh_shape, **options):
     return train(alone, together, shares=mesh.size(), share=dist.get_rank(), **options)
 
 
-# shards of every rule are in test_sharded
-@pytest.mark.parametrize("norm", ["hyperball", "target"])
+# shards of every norm rule are in test_sharded
 @pytest.mark.parametrize(
-    "mesh_shape", [*(pytest.param(one, marks=pytest.mark.slow) for one in ((2,), (4,))), (2, 2)], ids=str
+    ("mesh_shape", "options"),
+    [((3,), {}), ((4,), {}), ((2, 2), {}), ((2, 2), {"norm": "hyperball"}), ((2, 2), {"norm": "target"})],
+    ids=str,
 )
-def test_fsdp_keeps_to_norm_rules_as_one_process_does(pool, mesh_shape, norm):
-    for difference, same_summary in pool.run(fsdp, *mesh_shape, norm=norm):
-        assert difference < CLOSE
-        assert same_summary
-
-
-@pytest.mark.parametrize("mesh_shape", [(3,), (4,), (2, 2)], ids=str)
-def test_fsdp_trains_as_one_process_does(pool, mesh_shape):
-    for difference, same_summary in pool.run(fsdp, *mesh_shape):
+def test_fsdp_trains_as_one_process_does(pool, mesh_shape, options):
+    for difference, same_summary in pool.run(fsdp, *mesh_shape, **options):
         assert difference < CLOSE
         assert same_summary
 
@@ -141,41 +134,3 @@ def mixed(*mesh_shape, **options):
 )
 def test_parameters_of_several_meshes_and_plain_ones_are_clipped_and_decayed_together(pool, mesh_shape, options):
     assert max(pool.run(mixed, *mesh_shape, **options)) < CLOSE
-
-
-def experts(placements):
-    """A stack of experts over a mesh of expert and data parallelism, beside a sharded matrix."""
-    mesh = mesh_of(2, 2)
-    torch.manual_seed(2)
-    values = [torch.randn(6, 4, 5, dtype=torch.float64), torch.randn(5, 4, 4, dtype=torch.float64)]
-    dense = torch.randn(6, 6, dtype=torch.float64)
-    options = {"lr": PEAK, "weight_decay": 0.5}
-
-    def groups(make_expert, make_dense):
-        stack = {"params": [make_expert(v) for v in values], "matrix": "stack"}
-        return [stack, {"params": [make_dense(dense)]}]
-
-    alone = MuonSW(groups(*[lambda v: nn.Parameter(v.clone())] * 2), **options)
-    together = MuonSW(
-        groups(
-            lambda v: nn.Parameter(distribute_tensor(v, mesh, placements)),
-            lambda v: nn.Parameter(distribute_tensor(v, mesh, [Replicate(), Shard(0)])),
-        ),
-        **options,
-    )
-    for step in range(3):
-        for left, right in zip(parameters(alone), parameters(together), strict=True):
-            generator = torch.Generator().manual_seed(step + left.numel())
-            left.grad = torch.randn(left.shape, generator=generator, dtype=torch.float64)
-            right.grad = distribute_tensor(left.grad, mesh, list(right.placements))
-        alone.step()
-        together.step()
-    return worst(together, alone)
-
-
-@pytest.mark.parametrize(
-    "axes", [(0, 0), (0, 1), (1, 0), (0, 2), (None, 0), (None, 1)], ids=lambda axes: "x".join(map(str, axes))
-)
-def test_experts_take_the_same_steps_however_they_lie(pool, axes):
-    placements = [Replicate() if axis is None else Shard(axis) for axis in axes]
-    assert max(pool.run(experts, placements)) < CLOSE

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from muonsw.distributed.grid import arranged, route_along
+from muonsw.distributed.grid import Grid, route
 
 
 def lines_through(grid, place, *, turned):
@@ -37,12 +37,13 @@ def exchanged(lines, buffers, hops):
 def test_pieces_between_any_two_ranks_arrive_in_the_order_of_their_senders(shape, turned):
     grid, ranks = torch.arange(math.prod(shape)).view(shape), range(math.prod(shape))
     lines = [lines_through(grid, place, turned=turned) for place in product(*map(range, shape))]
-    routes = [route_along(lines[rank], shape, rank, size) for rank in ranks]
+    groups = ("a process group",) * len(shape)
+    routes = [route(Grid(groups, shape, tuple(ranks), rank, lines[rank]), size) for rank in ranks]
     buffers = [torch.cat([torch.full((size(rank, to),), 100 * rank + to) for to in ranks]) for rank in ranks]
     for axis in range(len(shape)):
-        hops = [route.hops[axis] for route in routes]
-        buffers = [arranged(buffer, hop.pieces, hop.order) for buffer, hop in zip(buffers, hops, strict=True)]
+        hops = [hops[axis] for hops in routes]
+        buffers = [hop.arrange(buffer) for buffer, hop in zip(buffers, hops, strict=True)]
         buffers = exchanged([line[axis] for line in lines], buffers, hops)
     for rank in ranks:
         expected = torch.cat([torch.full((size(sender, rank),), 100 * sender + rank) for sender in ranks])
-        assert arranged(buffers[rank], routes[rank].pieces, routes[rank].order).equal(expected)
+        assert routes[rank][-1].arrange(buffers[rank]).equal(expected)

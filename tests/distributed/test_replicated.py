@@ -19,9 +19,7 @@ from tests.distributed.problems import (
     give_plain,
     gradient,
     group_of,
-    groups_of,
     mesh_of,
-    parameters,
     plain,
     take_step,
     trained_alone,
@@ -59,30 +57,6 @@ def every_norm():
 
 def test_norm_rules_act_on_copies(pool):
     assert all(max(answers) < CLOSE for answers in pool.run(every_norm))
-
-
-def resumed_elsewhere():
-    """A state of four ranks goes on alone and on two ranks; the largest difference to the four."""
-    options = {"lr": PEAK, "weight_decay": 0.5}
-    optimizer = MuonSW(groups_of(GROUPS, plain), process_group=dist.group.WORLD, **options)
-    for step in range(2):
-        take_step(optimizer, step, give_plain)
-    saved, half = copy.deepcopy(optimizer.state_dict()), group_of(2)
-    resumed = [MuonSW(groups_of(GROUPS, plain), **options)]
-    if half is not None:
-        resumed.append(MuonSW(groups_of(GROUPS, plain), process_group=half, **options))
-    for other in resumed:
-        other.load_state_dict(copy.deepcopy(saved))
-        for mine, theirs in zip(parameters(other), parameters(optimizer), strict=True):
-            mine.data.copy_(theirs.data)
-    for step in range(2, 4):
-        for one in (optimizer, *resumed):
-            take_step(one, step, give_plain)
-    return max(worst(one, optimizer) for one in resumed)
-
-
-def test_a_state_of_divided_work_goes_on_alone_and_on_fewer_ranks(pool):
-    assert max(pool.run(resumed_elsewhere)) < CLOSE
 
 
 class Model(nn.Module):
@@ -157,20 +131,6 @@ def test_ddp_trains_as_one_process_does(pool):
         assert difference < CLOSE
         assert same
         assert counted
-
-
-def rounded_copies():
-    """bfloat16 weights under the noise of stochastic rounding, whose seed counts steps on every rank."""
-    optimizer = MuonSW(groups_of(["matrices"], plain, torch.bfloat16), lr=PEAK, process_group=dist.group.WORLD)
-    for step in range(3):
-        take_step(optimizer, step, give_plain)
-    return [p.detach() for p in parameters(optimizer)]
-
-
-def test_copies_round_alike(pool):
-    first, *others = pool.run(rounded_copies)
-    for other in others:
-        assert all(map(torch.equal, first, other))
 
 
 def different_copies():

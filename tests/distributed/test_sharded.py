@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, AdamWSW, MuonSW, clip_optimizer_grads_, rates
-from muonsw.distributed.layout import Layouts
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.pool import Pool
 from tests.distributed.problems import (
@@ -51,28 +50,16 @@ def sharded(mesh_shape, axes, **options):
     return compare(mesh, along(*axes), **options) if mesh is not None else 0.0
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_a_sharded_step_is_the_step_of_one_process(pool, ranks, axis):
-    assert max(pool.run(sharded, [ranks], [axis])) < CLOSE
+MESHES = [
+    *(([ranks], (axis,)) for ranks in (1, 2, 3, 4) for axis in (0, 1)),
+    *(([2, 2], axes) for axes in ((None, 0), (None, 1), (0, 1), (1, 0), (0, 0), (0, 2), (None, None))),
+    ([2, 1], (None, None)),  # half of the world, which must not ask the other half for a process group
+]
 
 
-@pytest.mark.parametrize("axes", [(None, 0), (None, 1), (0, 1), (1, 0), (0, 0), (None, None)], ids=str)
-def test_a_mesh_of_two_axes_gives_the_same_steps(pool, axes):
-    assert max(pool.run(sharded, [2, 2], axes, steps=2)) < CLOSE
-
-
-def group_of_copies():
-    """Copies on a mesh with an axis of one rank, of which the other ranks of the world know nothing."""
-    mesh = mesh_of(2, 1)
-    if mesh is None:
-        return True
-    param = distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Replicate()], src_data_rank=None)
-    return Layouts().of(param, 0).grid.groups == (mesh.get_group(0),)
-
-
-def test_an_axis_of_one_rank_asks_for_no_process_group_of_its_own(pool):
-    assert all(pool.run(group_of_copies))
+@pytest.mark.parametrize(("mesh", "axes"), MESHES, ids=str)
+def test_a_sharded_step_is_the_step_of_one_process(pool, mesh, axes):
+    assert max(pool.run(sharded, mesh, axes)) < CLOSE
 
 
 def part_of_the_world():
@@ -127,14 +114,6 @@ def test_every_option_means_the_same_on_three_ranks(pool):
         assert {name: value for name, value in answers.items() if not value < CLOSE} == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_option_means_the_same_everywhere(pool, options, axis, ranks):
-    assert max(pool.run(sharded, [ranks], [axis], **options)) < CLOSE
-
-
 def block_periodic(mesh_shape, axes, **options):
     """Groups whose matrices are split, in blocks at two of three steps."""
     return sharded(mesh_shape, axes, chosen=("fused", "fused_in", "heads"), block_period=3, **options)
@@ -160,15 +139,7 @@ def every_norm(mesh_shape, axes):
     return {name: sharded(mesh_shape, axes, steps=2, **options) for name, options in NORMS.items()}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "axes"),
-    [([4], (0,)), ([3], (2,)), ([2, 2], (0, 1))]
-    + [
-        pytest.param(*one, marks=pytest.mark.slow)
-        for one in (([2], (0,)), ([4], (1,)), ([2, 2], (None, 0)), ([2, 2], (0, 0)))
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("mesh", "axes"), [([4], (0,)), ([3], (2,)), ([2, 2], (0, 1)), ([2, 2], (None, 0))], ids=str)
 def test_norm_rules_see_whole_weights(pool, mesh, axes):
     """Norms are sums over ranks, also of splits that no shard ends at, of stacks, and of ranks that hold nothing."""
     for answers in pool.run(every_norm, mesh, axes):
@@ -364,21 +335,20 @@ def test_elementwise_rules_take_any_placement(pool, algorithm):
     assert pool.run(step_of_odd_shards, "interleaved", {"algorithm": algorithm}) == [("taken", True)] * 4
 
 
-def low_precision():
-    """Replicas of a hybrid mesh must round alike; shards of one tensor need noise of their own."""
-    mesh = mesh_of(2, 2)
-    make = sharded_over(mesh, [Replicate(), Shard(0)])
-    groups = groups_of(["matrices", "vectors"], make, torch.bfloat16)
-    optimizer = MuonSW(groups, lr=PEAK)
+def low_precision(kind):
+    """What each rank holds after some steps in bfloat16."""
+    shared = {"process_group": dist.group.WORLD} if kind == "copies" else {}
+    make = plain if shared else sharded_over(mesh_of(2, 2), [Replicate(), Shard(0)])
+    optimizer = MuonSW(groups_of(["matrices", "vectors"], make, torch.bfloat16), lr=PEAK, **shared)
     for step in range(3):
-        take_step(optimizer, step, give_sharded)
-    gathered = [None] * 4
-    dist.all_gather_object(gathered, [p.to_local().tolist() for p in parameters(optimizer)])
-    return gathered[0] == gathered[2] and gathered[1] == gathered[3]
+        take_step(optimizer, step, give_plain if shared else give_sharded)
+    return [getattr(p, "_local_tensor", p).tolist() for p in parameters(optimizer)]
 
 
-def test_replicas_round_alike(pool):
-    assert all(pool.run(low_precision))
+@pytest.mark.parametrize(("kind", "replicas"), [("hybrid", [(0, 2), (1, 3)]), ("copies", [(0, 1), (0, 2), (0, 3)])])
+def test_replicas_round_alike(pool, kind, replicas):
+    held = pool.run(low_precision, kind)
+    assert all(held[first] == held[second] for first, second in replicas)
 
 
 def noise_of_shards():

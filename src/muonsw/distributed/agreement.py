@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,28 +23,14 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.distributed.layout import mesh_ranks
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local, shard_misfit
-from muonsw.work import Group, copied_to, label_of
+from muonsw.matrices import MatrixView
+from muonsw.work import Group, copied_to, label_of, names_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Lengths of the reduction are multiples of this, so that plans which differ by a few parameters still meet in it.
 _BLOCK = 1024
-
-
-class Member(NamedTuple):
-    """A parameter of the optimizer, and what to call it."""
-
-    group: Group
-    name: str
-    param: Tensor
-
-
-class StepAgreement(NamedTuple):
-    """Whether every rank may take the step, and the parameters that lack a gradient on this rank alone."""
-
-    ok: bool
-    absent: list[Tensor]
 
 
 class Agreement:
@@ -54,67 +40,54 @@ class Agreement:
         self._process_group = process_group
         self._seen: Any = None
         self._param_lines: list[str] = []
-        self._digest = b""
+        self._digest = ""
         self._groups: list[ProcessGroup] = []
 
     def reach(
-        self,
-        groups: Sequence[Group],
-        members: Sequence[Member],
-        ok: Tensor | bool,
-        *,
-        options: Sequence[Group],
-        announced: Sequence[str],
-    ) -> StepAgreement:
-        """Tell the others whether the gradients here are finite and complete, and hear the same from them.
+        self, groups: Sequence[Group], ok: Tensor | bool, *, settings: Group, announced: Sequence[str]
+    ) -> tuple[bool, list[Tensor]]:
+        """Whether every rank may take the step, and the parameters that lack a gradient on this rank alone.
 
         Args:
             groups: the param groups.
-            members: all parameters of the optimizer.
             ok: whether the gradients on this rank are finite, and it can take the step.
-            options: plain options of the optimizer, then of each group, which must be the same on all ranks.
+            settings: options of the optimizer, which must be the same on all ranks, as those of its groups.
             announced: what hooks of this step will do, in words; it must be the same on all ranks.
 
         Raises:
             RuntimeError: if the ranks have different parameters, shapes or settings, or have announced something else.
             ValueError: if copies of a parameter differ, or have gradients on some ranks only.
         """
+        members = [
+            (group, name, param)
+            for number, group in enumerate(groups)
+            for name, param in zip(names_of(group, number), group["params"], strict=True)
+        ]
         # of which other ranks hold parts, or copies that must stay the same
-        watched = [member for member in members if self._process_group is not None or is_dtensor(member.param)]
-        is_new = self._look(members, watched)
-        digest = _number(self._digest + repr([options, announced]).encode())
-        missing = [int(member.param.grad is None) for member in watched]
-        header = [1, digest, -digest, int(is_new)]
-        values = [*header, *missing, *(-lack for lack in missing)]
-        values = self._reduced(ok, values, local(watched[0].param).device)
+        watched = [(name, p) for _, name, p in members if self._process_group is not None or is_dtensor(p)]
+        seen = [(id(param), param.requires_grad, group["algorithm"]) for group, _, param in members]
+        is_new = seen != self._seen
+        if is_new:
+            self._seen = seen
+            self._param_lines = [_describe(*member) for member in members]
+            self._digest = hashlib.sha256("\n".join(self._param_lines).encode()).hexdigest()
+            self._groups = self._circles([param for _, param in watched])
+        options = [settings, *map(plain_options, groups)]
+        # a digest that fits into a signed number of eight bytes, as does its negative
+        digest = int.from_bytes(hashlib.sha256(repr([self._digest, options, announced]).encode()).digest()[:7])
+        lacks = [int(param.grad is None) for _, param in watched]
+        can_step, low, high, news, *both = self._reduced(
+            ok, [digest, -digest, int(is_new), *lacks, *(-lack for lack in lacks)], local(watched[0][1]).device
+        )
         # where the smallest value and the smallest negative value are not opposite, ranks differ
-        if values[1] != -values[2]:
-            self._refuse([*_described(options, groups), *self._param_lines, *announced])
-        if values[3]:
-            self._compare_copies(watched)
-        return StepAgreement(bool(values[0]), _absent(watched, missing, values[len(header) :]))
-
-    def _reduced(self, ok: Tensor | bool, values: list[int], device: torch.device) -> list[int]:
-        """The smallest of all ranks for each value; the first is whether the step may be taken."""
-        values[0] = 1 if isinstance(ok, Tensor) else int(ok)
-        message = torch.zeros(math.ceil(len(values) / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
-        message[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
-        if isinstance(ok, Tensor):
-            message[0] = copied_to(ok, device)
-        for group in self._groups:
-            dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
-        return message[: len(values)].tolist()
-
-    def _look(self, members: Sequence[Member], watched: Sequence[Member]) -> bool:
-        """Notice whether parameters have changed since the last step."""
-        seen = [(id(member.param), member.param.requires_grad, member.group["algorithm"]) for member in members]
-        if seen == self._seen:
-            return False
-        self._seen = seen
-        self._param_lines = [_describe(member) for member in members]
-        self._digest = hashlib.sha256("\n".join(self._param_lines).encode()).digest()
-        self._groups = self._circles([member.param for member in watched])
-        return True
+        if low != -high:
+            labels = ["the optimizer", *(label_of(group, number) for number, group in enumerate(groups))]
+            settings_of = zip(labels, options, strict=True)
+            lines = [f"{label}: {key}={value!r}" for label, chosen in settings_of for key, value in chosen.items()]
+            self._refuse([*lines, *self._param_lines, *announced])
+        if news and self._process_group is not None:
+            _compare_copies([(name, p) for name, p in watched if not is_dtensor(p)], self._process_group)
+        return bool(can_step), _absent(watched, lacks, both)
 
     def _circles(self, params: Sequence[Tensor]) -> list[ProcessGroup]:
         """Process groups that reach, one after another, every rank that holds parts or copies of the parameters."""
@@ -127,6 +100,17 @@ class Agreement:
         groups = [group for mesh in meshes for group in mesh.get_all_groups()]
         groups += [] if self._process_group is None else [self._process_group]
         return groups if len(meshes) == 1 and self._process_group is None else groups * 2
+
+    def _reduced(self, ok: Tensor | bool, values: list[int], device: torch.device) -> list[int]:
+        """The smallest of all ranks for each value; before them, whether all are ok."""
+        values = [1 if isinstance(ok, Tensor) else int(ok), *values]
+        message = torch.zeros(math.ceil(len(values) / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
+        message[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+        if isinstance(ok, Tensor):
+            message[0] = copied_to(ok, device)
+        for group in self._groups:
+            dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
+        return message[: len(values)].tolist()
 
     def _refuse(self, lines: list[str]) -> NoReturn:
         """Say what this rank would do otherwise than another; all ranks are here."""
@@ -145,47 +129,48 @@ class Agreement:
             "every rank, and build model and optimizer alike on each"
         )
 
-    def _compare_copies(self, watched: Sequence[Member]) -> None:
-        """Plain parameters under a process group must be the same on all its ranks."""
-        if self._process_group is None:
-            return
-        plain = [member for member in watched if not is_dtensor(member.param)]
-        if not plain:
-            return
-        sums = torch.stack([_checksum(member.param) for member in plain])
-        both = torch.cat([sums, -sums])
-        dist.all_reduce(both, dist.ReduceOp.MIN, group=self._process_group)
-        low, high = both.chunk(2)
-        for member, differs in zip(plain, (low != -high).tolist(), strict=True):
-            if differs:
-                raise ValueError(
-                    f"{member.name} has other values on another rank of process_group, which is for parameters that "
-                    f"every rank holds alike; wrap the model in DistributedDataParallel or broadcast it first, and "
-                    f"leave process_group out where ranks hold different parameters"
-                )
+
+def _compare_copies(copies: Sequence[tuple[str, Tensor]], process_group: ProcessGroup) -> None:
+    """Refuse plain parameters that are not the same on all ranks of a process group."""
+    if not copies:
+        return
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = [param.detach().contiguous().view(-1).view(integers[param.element_size()]) for _, param in copies]
+    sums = torch.stack([numbers.sum(dtype=torch.int64) for numbers in bits])  # in any order of summation
+    both = torch.cat([sums, -sums])
+    dist.all_reduce(both, dist.ReduceOp.MIN, group=process_group)
+    low, high = both.chunk(2)
+    for (name, _), differs in zip(copies, (low != -high).tolist(), strict=True):
+        if differs:
+            raise ValueError(
+                f"{name} has other values on another rank of process_group, which is for parameters that every rank "
+                f"holds alike; wrap the model in DistributedDataParallel or broadcast it first, and leave "
+                f"process_group out where ranks hold different parameters"
+            )
 
 
-def _absent(watched: Sequence[Member], missing: Sequence[int], values: Sequence[int]) -> list[Tensor]:
+def _absent(watched: Sequence[tuple[str, Tensor]], lacks: Sequence[int], values: Sequence[int]) -> list[Tensor]:
     """Parameters that lack a gradient here, where it counts as zero, and have one elsewhere."""
     absent = []
-    for place, member in enumerate(watched):
-        missing_everywhere, missing_somewhere = values[place], -values[place + len(watched)]
-        if missing_everywhere != missing_somewhere and _has_copies_only(member.param, watched):
+    for (name, param), lack, everywhere, somewhere in zip(
+        watched, lacks, values[: len(lacks)], values[len(lacks) :], strict=True
+    ):
+        if everywhere != -somewhere and _has_copies_only(param, watched):
             raise ValueError(
-                f"{member.name} has a gradient on some ranks only, and all hold copies of it; average gradients over "
-                f"all ranks before the step, as DistributedDataParallel does (find_unused_parameters=True)"
+                f"{name} has a gradient on some ranks only, and all hold copies of it; average gradients over all "
+                f"ranks before the step, as DistributedDataParallel does (find_unused_parameters=True)"
             )
-        if missing[place] and not missing_everywhere:
-            absent.append(member.param)
+        if lack and not everywhere:
+            absent.append(param)
     return absent
 
 
-def _has_copies_only(param: Tensor, watched: Sequence[Member]) -> bool:
+def _has_copies_only(param: Tensor, watched: Sequence[tuple[str, Tensor]]) -> bool:
     """Whether all ranks that agree hold a whole parameter; on a mesh of some of them, others may lack its gradient."""
     if not is_dtensor(param):
         return True
     replicated = all(placement.is_replicate() for placement in as_dtensor(param).placements)
-    return replicated and mesh_ranks([param]) == mesh_ranks(member.param for member in watched)
+    return replicated and mesh_ranks([param]) == mesh_ranks(other for _, other in watched)
 
 
 # Not compared: what is held by each rank in its own way, and counts of steps, which a rank that failed has not taken.
@@ -202,39 +187,18 @@ def plain_options(group: Group) -> Group:
                 value = float(value)
         if value is None or isinstance(value, bool | int | float | str | tuple | list):
             options[key] = value
-    if DECAY_RULES[group["decay"]].uses_step:
+    rule = DECAY_RULES.get(group["decay"])  # the plan refuses an unknown one, and the others must hear of it
+    if rule is not None and rule.uses_step:
         options["step_count"] = group["step_count"]
     return options
 
 
-def _described(options: Sequence[Group], groups: Sequence[Group]) -> list[str]:
-    """A line for each setting, of the optimizer and of its groups."""
-    labels = ["the optimizer", *(label_of(group, number) for number, group in enumerate(groups))]
-    return [
-        f"{label}: {key}={value!r}"
-        for label, chosen in zip(labels, options, strict=True)
-        for key, value in chosen.items()
-    ]
-
-
-def _describe(member: Member) -> str:
+def _describe(group: Group, name: str, param: Tensor) -> str:
     """A line about a parameter: what it is, how it lies over ranks, and in which precision it is orthogonalized."""
-    group, name, param = member
     sharded = f" {as_dtensor(param).placements} over {as_dtensor(param).device_mesh.shape}" if is_dtensor(param) else ""
-    rule = ALGORITHMS[group["algorithm"]]
     frozen = "" if param.requires_grad else " frozen"
-    where = param.device.type if rule.matrices is None else rule.matrices.result_dtype(group, param.dtype, param.device)
-    view = rule.view(group)
-    misfit = shard_misfit(param, view.stack_axes(param.dim())) if sharded and view is not None else ""
+    rule, where, misfit = ALGORITHMS.get(group["algorithm"]), str(param.device.type), ""
+    if rule is not None and rule.matrices is not None:
+        where = str(rule.matrices.result_dtype(group, param.dtype, param.device))
+        misfit = shard_misfit(param, MatrixView.of(group).stack_axes(param.dim())) if sharded else ""
     return f"{name} {tuple(param.shape)} {param.dtype}{sharded}{frozen}: {group['algorithm']} in {where}{misfit}"
-
-
-def _number(data: bytes) -> int:
-    """A digest that fits into a signed number of eight bytes, as does its negative."""
-    return int.from_bytes(hashlib.sha256(data).digest()[:7])
-
-
-def _checksum(param: Tensor) -> Tensor:
-    """The sum of a tensor's bits, which does not depend on the order of summation."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return param.detach().contiguous().view(-1).view(integers[param.element_size()]).sum(dtype=torch.int64)

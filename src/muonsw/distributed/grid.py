@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain, product, starmap
+from itertools import product, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,71 +28,67 @@ class Grid(NamedTuple):
         shape: the length of each axis.
         ranks: all of them, by their numbers in the world; the last axis changes fastest.
         me: the place of this rank among them.
+        lines: the places along each axis through this rank, in the order of its process group.
     """
 
     groups: tuple[ProcessGroup, ...]
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     me: int
+    lines: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[ProcessGroup], shape: Sequence[int], ranks: Sequence[int]) -> Grid:
+        """The grid of these ranks, of which this is one."""
+        places = {rank: place for place, rank in enumerate(ranks)}
+        lines = tuple(tuple(places[rank] for rank in dist.get_process_group_ranks(group)) for group in groups)
+        return cls(tuple(groups), tuple(shape), tuple(ranks), places[dist.get_rank()], lines)
 
 
 def row(group: ProcessGroup) -> Grid:
     """The ranks of a process group, in its order."""
     ranks = dist.get_process_group_ranks(group)
-    return Grid((group,), (len(ranks),), tuple(ranks), dist.get_rank(group))
+    return Grid.of([group], [len(ranks)], ranks)
 
 
 class Hop(NamedTuple):
-    """An exchange along one axis.
+    """An exchange along one axis: pieces of these lengths are put in order, then sent.
 
-    Attributes:
-        pieces: the lengths of the pieces that lie here before it.
-        order: the order in which they are sent.
-        sent: elements for each rank of the axis.
-        received: elements from each.
+    `sent` and `received` count elements for each rank of the axis. A last hop without a group puts in order only.
     """
 
-    pieces: list[int]
+    lengths: list[int]
     order: list[int]
-    sent: list[int]
-    received: list[int]
+    group: ProcessGroup | None = None
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
+
+    def arrange(self, buffer: Tensor) -> Tensor:
+        """The pieces of a buffer in order."""
+        if self.order == sorted(self.order):
+            return buffer
+        pieces = buffer.split_with_sizes(self.lengths)
+        return torch.cat([pieces[number] for number in self.order])
 
 
-class Route(NamedTuple):
-    """How pieces travel from each rank to each: a hop along each axis, then into the order of their senders."""
-
-    hops: list[Hop]
-    pieces: list[int]
-    order: list[int]
-
-
-def plan_route(grid: Grid, size: Callable[[int, int], int]) -> Route:
-    """The route of `size(sender, receiver)` elements between any two ranks of a grid."""
-    places = {rank: place for place, rank in enumerate(grid.ranks)}
-    lines = [[places[rank] for rank in dist.get_process_group_ranks(group)] for group in grid.groups]
-    return route_along(lines, grid.shape, grid.me, size)
-
-
-def route_along(
-    lines: Sequence[Sequence[int]], shape: Sequence[int], me: int, size: Callable[[int, int], int]
-) -> Route:
-    """The route as rank `me` sees it; `lines` are the ranks along each axis through it, in the order of their group.
+def route(grid: Grid, size: Callable[[int, int], int]) -> list[Hop]:
+    """The hops of `size(sender, receiver)` elements between any two ranks, the last into the order of senders.
 
     Before its hop along an axis, a piece is in its receiver's place along the axes before, and in its sender's along
     this one and those after.
     """
-    size, ranks = cache(size), math.prod(shape)
-    held = [(me, receiver) for receiver in range(ranks)]
+    size, ranks = cache(size), len(grid.ranks)
+    held = [(grid.me, receiver) for receiver in range(ranks)]
     hops = []
-    for axis, line in enumerate(lines):
-        given = [_handed(shape, axis, me, taker) for taker in line]
-        taken = [_handed(shape, axis, giver, me) for giver in line]
-        found = {piece: number for number, piece in enumerate(held)}
-        order = [found[piece] for pieces in given for piece in pieces]
+    for axis, (group, line) in enumerate(zip(grid.groups, grid.lines, strict=True)):
+        given = [_handed(grid.shape, axis, grid.me, taker) for taker in line]
+        taken = [_handed(grid.shape, axis, giver, grid.me) for giver in line]
+        numbers = {piece: number for number, piece in enumerate(held)}
+        order = [numbers[piece] for pieces in given for piece in pieces]
         sent, received = ([sum(starmap(size, pieces)) for pieces in way] for way in (given, taken))
-        hops.append(Hop(list(starmap(size, held)), order, sent, received))
-        held = list(chain.from_iterable(taken))
-    return Route(hops, list(starmap(size, held)), sorted(range(ranks), key=held.__getitem__))
+        hops.append(Hop(list(starmap(size, held)), order, group, sent, received))
+        held = [piece for pieces in taken for piece in pieces]
+    return [*hops, Hop(list(starmap(size, held)), sorted(range(ranks), key=held.__getitem__))]
 
 
 def _handed(shape: Sequence[int], axis: int, giver: int, taker: int) -> list[tuple[int, int]]:
@@ -101,11 +97,3 @@ def _handed(shape: Sequence[int], axis: int, giver: int, taker: int) -> list[tup
     senders = range(giver % block, math.prod(shape), block)
     first = taker - taker % behind
     return list(product(senders, range(first, first + behind)))
-
-
-def arranged(buffer: Tensor, lengths: list[int], order: list[int]) -> Tensor:
-    """The pieces of a buffer in another order."""
-    if order == sorted(order):
-        return buffer
-    pieces = buffer.split_with_sizes(lengths)
-    return torch.cat([pieces[number] for number in order])

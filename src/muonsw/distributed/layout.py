@@ -18,25 +18,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-# Every rank holds whole matrices that no other needs: nothing is sent.
-HERE = "here"
-# Every rank holds a piece of each matrix: pieces meet at its owner and part again.
-SHARDS = "shards"
-# Every rank holds the same matrices: each orthogonalizes its share, and all get the results.
-COPIES = "copies"
-
 
 class Layout(NamedTuple):
     """How a parameter lies over ranks.
 
-    `shape` is what the ranks of `grid` hold together: the whole parameter, or the experts of one rank of an
-    expert-parallel mesh. `boxes` are the shards of these ranks within it, in the order of the grid.
+    Attributes:
+        shape: what the ranks of `grid` hold together: the whole parameter, or the experts of one rank of an
+            expert-parallel mesh.
+        grid: the ranks that exchange its matrices; None where each holds whole matrices that no other needs.
+        boxes: what each of them holds, in the order of the grid.
+        copies: every rank holds all of it; each orthogonalizes its share of the matrices, and all get the results.
     """
 
-    kind: str
     shape: torch.Size
     grid: Grid | None = None
     boxes: tuple[Region, ...] = ()
+    copies: bool = False
 
 
 class Layouts:
@@ -65,24 +62,29 @@ class Layouts:
         """The layout of a tensor of state of this shape, which has axes of its own in the place of the matrix axes."""
         if not is_dtensor(param):
             return self._plain(shape)
-        like, placements = as_dtensor(param), state_placements(param, first_matrix_axis)
-        return self._on_mesh(shape, like.device_mesh, placements, first_matrix_axis)
+        placements = state_placements(param, first_matrix_axis)
+        return self._on_mesh(shape, as_dtensor(param).device_mesh, placements, first_matrix_axis)
 
     def sharding_groups(self, param: Tensor) -> tuple[ProcessGroup, ...]:
         """The process groups over which, one after another, the shards of a parameter add up; none for a whole one."""
         if not is_dtensor(param):
             return ()
-        like = as_dtensor(param)
-        mesh = like.device_mesh
-        dims = [dim for dim, one in enumerate(like.placements) if not one.is_replicate() and mesh.shape[dim] > 1]
+        mesh, placements = as_dtensor(param).device_mesh, as_dtensor(param).placements
+        dims = [dim for dim, place in enumerate(placements) if not place.is_replicate() and mesh.shape[dim] > 1]
         return _grid(mesh, dims).groups if dims else ()
 
     def _plain(self, shape: torch.Size) -> Layout:
         if self._process_group is None:
-            return Layout(HERE, shape)
+            return Layout(shape)
         if shape not in self._known:
             self._known[shape] = self._copies(shape, self._process_group)
         return self._known[shape]
+
+    def _copies(self, shape: torch.Size, group: ProcessGroup) -> Layout:
+        ranks = dist.get_world_size(group)
+        if ranks < self.fewest:
+            return Layout(shape)
+        return Layout(shape, row(group), (box((0,) * len(shape), shape),) * ranks, copies=True)
 
     def _on_mesh(self, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any], first: int) -> Layout:
         order = cutting_order(placements, mesh.shape)
@@ -92,19 +94,13 @@ class Layouts:
             return self._copies(shape, grid.groups[grid.shape.index(max(grid.shape))])  # along the longest axis
         dims = [dim for dim in order if placements[dim].dim >= first and mesh.shape[dim] >= self.fewest]
         if not dims:
-            return Layout(HERE, shape)
+            return Layout(shape)
         grid = _grid(mesh, sorted(dims))
-        coordinates = _coordinates(mesh)
+        coordinates = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, mesh.shape)), strict=True))
         boxes = [box_at(coordinates[rank], shape, placements, mesh.shape, order) for rank in grid.ranks]
         held = torch.Size((*boxes[0].shape_in(shape)[:first], *shape[first:]))
-        shifted = (Region(tuple((a, start if a >= first else 0, n) for a, start, n in one.cuts)) for one in boxes)
-        return Layout(SHARDS, held, grid, tuple(shifted))
-
-    def _copies(self, shape: torch.Size, group: ProcessGroup) -> Layout:
-        ranks = dist.get_world_size(group)
-        if ranks < self.fewest:
-            return Layout(HERE, shape)
-        return Layout(COPIES, shape, row(group), (box((0,) * len(shape), shape),) * ranks)
+        shifted = (Region(tuple((a, start if a >= first else 0, n) for a, start, n in box.cuts)) for box in boxes)
+        return Layout(held, grid, tuple(shifted))
 
 
 def _grid(mesh: DeviceMesh, dims: Sequence[int]) -> Grid:
@@ -117,17 +113,10 @@ def _grid(mesh: DeviceMesh, dims: Sequence[int]) -> Grid:
     chosen = mesh.mesh[tuple(slice(None) if dim in dims else mine[dim] for dim in range(mesh.ndim))]
     if chosen.numel() == dist.get_world_size() and dist.group.WORLD is not None:
         return row(dist.group.WORLD)
-    ranks = tuple(chosen.flatten().tolist())
-    return Grid(tuple(map(mesh.get_group, dims)), tuple(chosen.shape), ranks, ranks.index(dist.get_rank()))
+    return Grid.of([mesh.get_group(dim) for dim in dims], chosen.shape, chosen.flatten().tolist())
 
 
 def mesh_ranks(params: Iterable[Tensor]) -> set[int]:
     """The ranks that hold parts of these parameters."""
     meshes = {as_dtensor(param).device_mesh for param in params if is_dtensor(param)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-
-
-def _coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
-    """Where each rank stands in a mesh."""
-    places = product(*map(range, mesh.shape))
-    return dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))

@@ -7,75 +7,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import MatrixRule
-from muonsw.distributed.grid import Grid, Route, plan_route
-from muonsw.distributed.layout import SHARDS, Layout
-from muonsw.matrices import MatrixCell, MatrixView, Region, StackRun, runs
+from muonsw.distributed.grid import Grid, Hop, route
+from muonsw.distributed.layout import Layout, Layouts
+from muonsw.matrices import MatrixView, Region, runs
 from muonsw.slots import wide_dtype
-from muonsw.work import Group, Item
+from muonsw.work import Batch
 
 # Matrices that take one way travel in at least so many rounds if they are large enough, so that one round is multiplied
 # while the next is on its way.
 ROUNDS = 4
 SMALLEST_ROUND = 2**22
 
-# The key of the gradient among what travels with a matrix.
-GRADIENT = "grad"
+# The keys of the matrix itself and of its gradient among the tensors that travel.
+MATRIX, GRADIENT = "matrix", "grad"
 
 
-class ExchangeBatch(NamedTuple):
-    """Parameters of one batch whose matrices are sharded or divided over ranks."""
+class Traveller(NamedTuple):
+    """A tensor that travels: a matrix, its gradient or a tensor of its state.
 
-    group: Group
-    rule: MatrixRule
-    view: MatrixView
-    items: list[Item]
-    layouts: list[Layout]
-
-
-class Companion(NamedTuple):
-    """A tensor that travels with each matrix: its shape, and each rank's piece of it; state also travels back."""
+    `shape` is that of one; `pieces` is what each rank holds of a stack of them.
+    """
 
     key: str
     shape: tuple[int, ...]
     pieces: tuple[Region, ...]
-    returns: bool = True
-
-    def held(self, rank: int) -> int:
-        """Elements that a rank holds."""
-        return math.prod(self.pieces[rank].lengths)
 
 
 class Shape(NamedTuple):
-    """What matrices must share to travel as one block: the batch, the cell they fill, and each rank's piece of it."""
+    """What matrices must share to travel as one block: the batch, the sizes, and what travels, the matrix first."""
 
     batch: int
-    cell: tuple[int, ...]
     rows: int
     columns: int
-    pieces: tuple[Region, ...]
-    companions: tuple[Companion, ...] = ()
+    tensors: tuple[Traveller, ...]
 
 
 class Unit(NamedTuple):
     """Matrices of one parameter that have one owner: a matrix, or a run of a stack.
 
-    `region` is this rank's piece within its shard; `companions` are the keys of the tensors that travel with it, each
-    with the region that does.
+    `place` is that of the parameter in its batch. `regions` say where this rank's pieces lie: for each tensor that
+    travels, its key in the parameter's state and the region of it.
     """
 
     shape: Shape
     place: int
-    region: Region
     matrices: int
-    owner: int
-    companions: tuple[tuple[str, Region], ...] = ()
+    regions: tuple[tuple[str, Region], ...]
+    owner: int = 0
 
     @property
     def cost(self) -> int:
@@ -85,100 +71,132 @@ class Unit(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Entries of its whole matrices, and of what travels with them."""
-        beside = sum(math.prod(one.shape) for one in self.shape.companions)
-        return self.matrices * (self.shape.rows * self.shape.columns + beside)
+        """Elements of its whole matrices, and of what travels with them."""
+        return self.matrices * sum(math.prod(tensor.shape) for tensor in self.shape.tensors)
 
-    def held(self, rank: int) -> int:
-        """Entries that a rank holds."""
-        return self.matrices * math.prod(self.shape.pieces[rank].lengths)
+    def held(self, number: int, rank: int) -> int:
+        """Elements that a rank holds of a tensor that travels."""
+        return self.matrices * math.prod(self.shape.tensors[number].pieces[rank].lengths)
 
-    def held_beside(self, rank: int, *, returning: bool) -> int:
-        """Elements that a rank holds of what travels with it, there or back."""
-        return self.matrices * sum(one.held(rank) for one in self.shape.companions if one.returns or not returning)
+    def holder(self) -> int | None:
+        """The rank that holds these matrices alone, such as the heads of its shard: they need not travel."""
+        numel = self.matrices * self.shape.rows * self.shape.columns
+        holders = [rank for rank in range(len(self.shape.tensors[0].pieces)) if self.held(0, rank) == numel]
+        return holders[0] if len(holders) == 1 else None
 
 
 class Wire(NamedTuple):
     """What units must share to travel together: ranks, kind of exchange, and dtypes at home, there and back."""
 
     grid: Grid
-    kind: str
+    copies: bool
     device: torch.device
     home: torch.dtype
     there: torch.dtype
     back: torch.dtype
 
-    @property
-    def beside(self) -> torch.dtype:
-        """The dtype of what travels with matrices."""
-        return wide_dtype(self.home)
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks take part."""
-        return len(self.grid.ranks)
+class Trip(NamedTuple):
+    """One collective of a round.
 
-    @property
-    def me(self) -> int:
-        """The number of this rank among them."""
-        return self.grid.me
-
-
-class Sizes(NamedTuple):
-    """Elements of each owner's units that this rank holds, and of this rank's own units that each rank holds.
-
-    Where they travel in pieces, `there` and `back` are their routes to the owners and from them.
+    Attributes:
+        dtype: of its buffers.
+        held: units, each with the number of a tensor: the pieces that this rank sends to owners or gets from them, by
+            owner, then by shape.
+        lengths: elements of each of them.
+        owned: shapes, each with the number of a tensor and the count of matrices, that this rank owns.
+        hops: how pieces travel; none where nothing does.
+        shares: elements of each owner's matrices, where all ranks get them whole.
     """
 
-    held: list[int]
-    pieces: list[int]
-    there: Route | None = None
-    back: Route | None = None
+    dtype: torch.dtype
+    held: list[tuple[Unit, int]]
+    lengths: list[int]
+    owned: list[tuple[Shape, int, int]]
+    hops: Sequence[Hop] = ()
+    shares: Sequence[int] = ()
 
 
 class Round(NamedTuple):
-    """Units that travel together, by owner and then by shape: the order in which they lie in buffers.
+    """Units that travel together: to their owners and back, the matrices first, then what travels with them.
 
-    Attributes:
-        wire: how they travel.
-        owned: the units of each owner.
-        counts: how many matrices of each shape this rank owns.
-        sizes: elements of the matrices.
-        beside: elements of what travels with them, there, then back; None where nothing does.
-        stays: every owner holds its units whole and alone, and nothing travels.
+    `others` are copies that other ranks own: only their momenta advance here.
     """
 
     wire: Wire
-    owned: tuple[tuple[Unit, ...], ...]
-    counts: dict[Shape, int]
-    sizes: Sizes
-    beside: tuple[Sizes, Sizes] | None = None
-    stays: bool = False
-
-    @property
-    def units(self) -> Iterator[Unit]:
-        """All of them, in order."""
-        return (unit for units in self.owned for unit in units)
+    there: list[Trip]
+    back: list[Trip]
+    others: list[Unit]
 
 
-# The layout of a tensor of state of a parameter, by its shape and its first axis that the parameter has not.
-StateLayout = Callable[[Tensor, torch.Size, int], Layout]
+def rule_of(batch: Batch) -> tuple[MatrixRule, MatrixView]:
+    """The rule of a batch that is exchanged, and how it sees parameters."""
+    rule = ALGORITHMS[batch.group["algorithm"]].matrices
+    assert rule is not None
+    assert batch.view is not None
+    return rule, batch.view
 
 
-def make_rounds(batches: Sequence[ExchangeBatch], chunk_bytes: int, state_layout: StateLayout) -> list[Round]:
-    """All units in rounds.
-
-    Args:
-        batches: what has to be exchanged.
-        chunk_bytes: how much of whole matrices one rank may own in a round.
-        state_layout: how state with a shape of its own lies over the ranks.
-    """
+def make_rounds(
+    batches: Sequence[Batch], layouts: Sequence[Sequence[Layout]], chunk_bytes: int, known: Layouts
+) -> list[Round]:
+    """Plan the exchange of batches, given the layouts of their items; in a round no rank owns more than a chunk."""
     wires: dict[Wire, list[Unit]] = {}
     for number, batch in enumerate(batches):
-        for place, (item, layout) in enumerate(zip(batch.items, batch.layouts, strict=True)):
-            units = _units(number, place, batch, layout, chunk_bytes, state_layout)
-            wires.setdefault(_wire(batch, item, layout), []).extend(units)
-    return [one for wire, units in wires.items() for one in _rounds(wire, _with_owners(wire, units), chunk_bytes)]
+        rule, _ = rule_of(batch)
+        dtypes = batch.dtype, rule.sent_dtype(batch.group, batch.dtype)
+        back = rule.result_dtype(batch.group, batch.dtype, batch.device)
+        for place, layout in enumerate(layouts[number]):
+            assert layout.grid is not None
+            wire = Wire(layout.grid, layout.copies, batch.device, *dtypes, back)
+            wires.setdefault(wire, []).extend(_units(number, place, batch, layout, chunk_bytes, known))
+    return [round_ for wire, units in wires.items() for round_ in _rounds(wire, _with_owners(wire, units), chunk_bytes)]
+
+
+def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: int, known: Layouts) -> Iterator[Unit]:
+    """The matrices of a parameter, stacks cut into runs: at least one for each rank, none above `chunk_bytes`."""
+    assert layout.grid is not None
+    rule, view = rule_of(batch)
+    param, first = batch.items[place].parameter, view.stack_axes(len(layout.shape))
+    for run in runs(layout.shape, view, chunk_bytes, fewest=len(layout.boxes)):
+        cell, rows, columns = run.cell
+        shape = tuple(cell.shape_in(layout.shape)[first:])
+        pieces = tuple(_in_stack(shard.within(cell), first) for shard in layout.boxes)
+        cut_axes = {axis for axis, _, _ in cell.cuts}
+        mine = (cut for cut in cell.within(layout.boxes[layout.grid.me]).cuts if cut[0] in cut_axes)
+        region = Region((*mine, *run.stack))
+        tensors, regions = [Traveller(MATRIX, shape, pieces)], [(MATRIX, region)]
+        for key, spec in rule.state(batch.group).items():
+            if spec.shape is None:
+                tensors.append(Traveller(key, shape, pieces))
+                regions.append((key, region))
+                continue
+            state_shape = spec.shape(*view.out_in(rows, columns))
+            boxes = known.of_state(param, torch.Size((*param.shape[:first], *state_shape)), first).boxes
+            tensors.append(Traveller(key, state_shape, tuple(_in_stack(box, first) for box in boxes)))
+            regions.append((view.cell_keys(key)[view.cell_number(layout.shape, cell.cuts)], Region(run.stack)))
+        if rule.sends_gradient(batch.group):
+            tensors.append(Traveller(GRADIENT, shape, pieces))
+            regions.append((GRADIENT, region))
+        yield Unit(Shape(number, rows, columns, tuple(tensors)), place, run.matrices, tuple(regions))
+
+
+def _in_stack(piece: Region, first: int) -> Region:
+    """A piece of a tensor whose axes from `first` on are a matrix, as a piece of a stack (count, *matrix)."""
+    return Region(tuple((axis - first + 1, start, length) for axis, start, length in piece.cuts if axis >= first))
+
+
+def _with_owners(wire: Wire, units: list[Unit]) -> list[Unit]:
+    """Units with their owners: the one rank that holds all of it if there is one, else shared by cost."""
+    loads = [0] * len(wire.grid.ranks)
+    holders = [unit.holder() for unit in units]
+    for unit, holder in zip(units, holders, strict=True):
+        if holder is not None:
+            loads[holder] += unit.cost
+    free = [unit.cost for unit, holder in zip(units, holders, strict=True) if holder is None]
+    shared = iter(share_by_cost(free, len(loads), loads))
+    owners = [next(shared) if holder is None else holder for holder in holders]
+    return [unit._replace(owner=owner) for unit, owner in zip(units, owners, strict=True)]
 
 
 def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -> list[int]:
@@ -196,93 +214,19 @@ def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -
     return owners
 
 
-def _wire(batch: ExchangeBatch, item: Item, layout: Layout) -> Wire:
-    assert layout.grid is not None
-    there = batch.rule.sent_dtype(batch.group, item.param.dtype)
-    back = batch.rule.result_dtype(batch.group, item.param.dtype, item.param.device)
-    return Wire(layout.grid, layout.kind, item.param.device, item.param.dtype, there, back)
-
-
-def _units(
-    number: int, place: int, batch: ExchangeBatch, layout: Layout, chunk_bytes: int, state_layout: StateLayout
-) -> Iterator[Unit]:
-    """The matrices of a parameter, stacks cut into runs: at least one for each rank, none above `chunk_bytes`."""
-    assert layout.grid is not None
-    first = batch.view.stack_axes(len(layout.shape))
-    here = layout.boxes[layout.grid.me]
-    for run in runs(layout.shape, batch.view, chunk_bytes, fewest=len(layout.boxes)):
-        cell = run.cell.region
-        pieces = tuple(_matrix_axes(shard.within(cell), first) for shard in layout.boxes)
-        shape = Shape(number, tuple(cell.shape_in(layout.shape)[first:]), run.cell.rows, run.cell.columns, pieces)
-        unit = Unit(shape, place, Region((*_mine(run.cell, here), *run.stack)), run.matrices, 0)
-        yield _with_companions(unit, batch, layout, run, state_layout)
-
-
-def _with_companions(
-    unit: Unit, batch: ExchangeBatch, layout: Layout, run: StackRun, state_layout: StateLayout
-) -> Unit:
-    """A unit with the state that its rule keeps of whole matrices, and the gradient if the rule asks for it."""
-    companions, regions = [], []
-    for key, spec in batch.rule.state(batch.group).items():
-        if spec.shape is None:
-            companions.append(Companion(key, unit.shape.cell, unit.shape.pieces))
-            regions.append((key, unit.region))
-        else:
-            first = batch.view.stack_axes(len(layout.shape))
-            number = batch.view.cell_number(layout.shape, run.cell.region.cuts)
-            own = spec.shape(*batch.view.out_in(run.cell.rows, run.cell.columns))
-            param = batch.items[unit.place].parameter
-            boxes = state_layout(param, torch.Size((*param.shape[:first], *own)), first).boxes
-            companions.append(Companion(key, own, tuple(_matrix_axes(box, first) for box in boxes)))
-            regions.append((batch.view.cell_keys(key)[number], Region(run.stack)))
-    if batch.rule.sends_gradient(batch.group):
-        companions.append(Companion(GRADIENT, unit.shape.cell, unit.shape.pieces, returns=False))
-        regions.append((GRADIENT, unit.region))
-    return unit._replace(shape=unit.shape._replace(companions=tuple(companions)), companions=tuple(regions))
-
-
-def _matrix_axes(piece: Region, first: int) -> Region:
-    """A piece of a shard in the coordinates of the matrix, whose axes begin at `first`."""
-    return Region(tuple((axis - first, start, length) for axis, start, length in piece.cuts if axis >= first))
-
-
-def _mine(cell: MatrixCell, here: Region) -> Iterator[tuple[int, int, int]]:
-    """The cuts that this rank's shard needs to be the part of it that lies in a cell."""
-    cut_axes = {axis for axis, _, _ in cell.region.cuts}
-    return (cut for cut in cell.region.within(here).cuts if cut[0] in cut_axes)
-
-
-def _with_owners(wire: Wire, units: list[Unit]) -> list[Unit]:
-    """Units with their owners: the one rank that holds all of it if there is one, else shared by cost."""
-    fixed = [_holder(unit) for unit in units]
-    loads = [sum(u.cost for u, owner in zip(units, fixed, strict=True) if owner == rank) for rank in range(wire.ranks)]
-    free = [unit.cost for unit, owner in zip(units, fixed, strict=True) if owner is None]
-    shared = iter(share_by_cost(free, wire.ranks, loads))
-    return [
-        unit._replace(owner=next(shared) if owner is None else owner) for unit, owner in zip(units, fixed, strict=True)
-    ]
-
-
-def _holder(unit: Unit) -> int | None:
-    """The rank that holds these matrices alone, such as the heads of its shard: they need not travel."""
-    whole = unit.matrices * unit.shape.rows * unit.shape.columns
-    holders = [rank for rank in range(len(unit.shape.pieces)) if unit.held(rank) == whole]
-    return holders[0] if len(holders) == 1 else None
-
-
 def _rounds(wire: Wire, units: list[Unit], chunk_bytes: int) -> Iterator[Round]:
     """Units of equal shape one after another, a new round where an owner would have too much."""
-    size = wire.there.itemsize
-    share = sum(unit.numel for unit in units) * size / wire.ranks
+    size, ranks = wire.there.itemsize, len(wire.grid.ranks)
+    share = sum(unit.numel for unit in units) * size / ranks
     room = min(chunk_bytes, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
     together: list[Unit] = []
-    owned = [0] * wire.ranks
+    owned = [0] * ranks
     order = {shape: place for place, shape in enumerate(dict.fromkeys(unit.shape for unit in units))}
     for unit in sorted(units, key=lambda unit: order[unit.shape]):
         taken = unit.numel * size
         if owned[unit.owner] and owned[unit.owner] + taken > room:
             yield _round(wire, together)
-            together, owned = [], [0] * wire.ranks
+            together, owned = [], [0] * ranks
         together.append(unit)
         owned[unit.owner] += taken
     if together:
@@ -290,25 +234,37 @@ def _rounds(wire: Wire, units: list[Unit], chunk_bytes: int) -> Iterator[Round]:
 
 
 def _round(wire: Wire, units: list[Unit]) -> Round:
-    owned = tuple(tuple(unit for unit in units if unit.owner == rank) for rank in range(wire.ranks))
-    mine = owned[wire.me]
-    counts: dict[Shape, int] = {}
-    for unit in mine:
-        counts[unit.shape] = counts.get(unit.shape, 0) + unit.matrices
+    """The trips of a round: one there and one back for matrices, and the same for what travels with them."""
+    owned = [[unit for unit in units if unit.owner == rank] for rank in range(len(wire.grid.ranks))]
+    others = [unit for unit in units if unit.owner != wire.grid.me] if wire.copies else []
+    beside = any(len(unit.shape.tensors) > 1 for unit in units)
+    travels = beside or any(unit.holder() != unit.owner for unit in units)
 
-    def sizes(held: Callable[[Unit, int], int]) -> Sizes:
+    def trip(dtype: torch.dtype, chosen: Callable[[str], bool], *, back: bool) -> Trip:
+        def numbers(shape: Shape) -> list[int]:
+            return [number for number, tensor in enumerate(shape.tensors) if chosen(tensor.key)]
+
         def size(holder: int, owner: int) -> int:
-            return sum(held(unit, holder) for unit in owned[owner])
+            return sum(unit.held(number, holder) for unit in owned[owner] for number in numbers(unit.shape))
 
-        every = range(wire.ranks)
-        found = Sizes([size(wire.me, owner) for owner in every], [size(holder, wire.me) for holder in every])
-        if wire.kind != SHARDS:
-            return found
-        there, back = plan_route(wire.grid, size), plan_route(wire.grid, lambda owner, holder: size(holder, owner))
-        return found._replace(there=there, back=back)
+        me, every = wire.grid.me, range(len(owned))
+        held: list[tuple[Unit, int]] = []
+        for owner in [me] if wire.copies and not back else every:
+            for shape, alike in groupby(owned[owner], key=attrgetter("shape")):
+                same = list(alike)
+                held += [(unit, number) for number in numbers(shape) for unit in same]
+        counts: dict[Shape, int] = {}
+        for unit in owned[me]:
+            counts[unit.shape] = counts.get(unit.shape, 0) + unit.matrices
+        mine = [(shape, number, count) for shape, count in counts.items() for number in numbers(shape)]
+        lengths = [unit.held(number, me) for unit, number in held]
+        if wire.copies:
+            return Trip(dtype, held, lengths, mine, shares=[size(me, owner) for owner in every] if back else ())
+        hops = route(wire.grid, (lambda owner, holder: size(holder, owner)) if back else size) if travels else ()
+        return Trip(dtype, held, lengths, mine, hops)
 
-    if any(unit.companions for unit in units):
-        there, back = (sizes(partial(Unit.held_beside, returning=returning)) for returning in (False, True))
-        return Round(wire, owned, counts, sizes(Unit.held), (there, back))
-    stays = all(_holder(unit) == unit.owner for unit in units)
-    return Round(wire, owned, counts, sizes(Unit.held), stays=stays)
+    there, back = [trip(wire.there, MATRIX.__eq__, back=False)], [trip(wire.back, MATRIX.__eq__, back=True)]
+    if beside:
+        there.append(trip(wide_dtype(wire.home), MATRIX.__ne__, back=False))
+        back.append(trip(wide_dtype(wire.home), lambda key: key not in (MATRIX, GRADIENT), back=True))
+    return Round(wire, there, back, others)

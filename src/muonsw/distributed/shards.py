@@ -78,20 +78,15 @@ def state_placements(param: Tensor, axis: int) -> tuple[Any, ...]:
     like = as_dtensor(param)
     if cutting_order(like.placements, like.device_mesh.shape) is None:  # shown and loaded, but never stepped
         return (Replicate(),) * len(like.placements)
-    return tuple(one if one.is_replicate() or _axis_of(one) < axis else Shard(axis) for one in like.placements)
-
-
-def _axis_of(placement: Any) -> int:
-    return int(placement.dim)
+    places: list[Any] = list(like.placements)  # the type of a placement has no axis
+    return tuple(place if place.is_replicate() or place.dim < axis else Shard(axis) for place in places)
 
 
 def held_state(param: Tensor, shape: torch.Size, axis: int) -> tuple[int, ...]:
     """The shape of what this rank holds of a tensor of state of a global shape, placed as `state_placements` says."""
-    mesh, places = as_dtensor(param).device_mesh, state_placements(param, axis)
-    order, mine = cutting_order(places, mesh.shape), mesh.get_coordinate()
+    mine = _box_here(param, shape, state_placements(param, axis))
     assert mine is not None
-    assert order is not None
-    return box_at(mine, shape, places, mesh.shape, order).lengths
+    return mine.lengths
 
 
 def zeros_like_state(param: Tensor, shape: torch.Size, axis: int, dtype: torch.dtype) -> Tensor:
@@ -174,19 +169,17 @@ def box_at(
     return box(starts, lengths)
 
 
+def _box_here(param: Tensor, shape: Sequence[int], placements: Sequence[Any]) -> Region | None:
+    """What this rank holds of a tensor on the mesh of a DTensor; None where shards are not contiguous."""
+    mesh = as_dtensor(param).device_mesh
+    order, mine = cutting_order(placements, mesh.shape), mesh.get_coordinate()
+    return None if order is None or mine is None else box_at(mine, shape, placements, mesh.shape, order)
+
+
 def offset(param: Tensor) -> tuple[int, ...]:
     """Where this rank's shard begins in the whole, along each axis; zeros where shards are not contiguous."""
-    mine = _box_here(param) if is_dtensor(param) else None
+    mine = _box_here(param, param.shape, as_dtensor(param).placements) if is_dtensor(param) else None
     return (0,) * param.dim() if mine is None else mine.starts
-
-
-def _box_here(param: Tensor) -> Region | None:
-    """This rank's shard of a DTensor, as its placements say; None where shards are not contiguous."""
-    like = as_dtensor(param)
-    order, mine = cutting_order(like.placements, like.device_mesh.shape), like.device_mesh.get_coordinate()
-    if order is None or mine is None:
-        return None
-    return box_at(mine, like.shape, like.placements, like.device_mesh.shape, order)
 
 
 def shard_misfit(param: Tensor, axis: int) -> str:
@@ -194,10 +187,9 @@ def shard_misfit(param: Tensor, axis: int) -> str:
 
     `DTensor.from_local` makes such tensors; their pieces would get into wrong places.
     """
-    mine, shape = _box_here(param), tuple(local(param).shape)
-    if mine is None or mine.lengths == shape:
-        return ""
-    if all(one.is_replicate() or _axis_of(one) < axis for one in as_dtensor(param).placements):
+    placements: list[Any] = list(as_dtensor(param).placements)
+    mine, shape = _box_here(param, param.shape, placements), tuple(local(param).shape)
+    if mine is None or mine.lengths == shape or all(p.is_replicate() or p.dim < axis for p in placements):
         return ""
     here = f"rank {dist.get_rank()}"  # other ranks have another remark, or none, so that all refuse the step
     return f", on {here} a shard of {shape} instead of {mine.lengths}: make it with distribute_tensor or fully_shard"
