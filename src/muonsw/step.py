@@ -94,8 +94,6 @@ def make_plan(
     """
     groups = [dict(group) for group in optimizer.param_groups]
     counters = optimizer._counters
-    if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
-        counters.no_decay()
     for group in groups:
         if rates.counts_steps(group):
             group["update_count"] = int(group["update_count"]) + 1
@@ -104,6 +102,8 @@ def make_plan(
     changes = [rates.check(group, number, counters) for number, group in enumerate(groups)]
     if any(changes):
         peak.warn_of_changes(changes)
+    if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
+        counters.no_decay()
     if batches is None:
         batches = collect(optimizer, groups, absent)
     contexts = []
