@@ -6,7 +6,7 @@ A plan follows from global shapes, placements and settings, which are the same o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -21,8 +21,8 @@ from muonsw.matrices import MatrixView, Region, runs
 from muonsw.slots import wide_dtype
 from muonsw.work import Batch
 
-# Matrices that take one way travel in at least so many rounds if they are large enough, so that one round is multiplied
-# while the next is on its way.
+# Matrices between the same ranks travel in at least this many rounds if they are large enough, so that one round is
+# multiplied while the next is on its way.
 ROUNDS = 4
 SMALLEST_ROUND = 2**22
 
@@ -144,11 +144,11 @@ def make_rounds(
     wires: dict[Wire, list[Unit]] = {}
     for number, batch in enumerate(batches):
         rule, _ = rule_of(batch)
-        dtypes = batch.dtype, rule.sent_dtype(batch.group, batch.dtype)
+        there = rule.sent_dtype(batch.group, batch.dtype)
         back = rule.result_dtype(batch.group, batch.dtype, batch.device)
         for place, layout in enumerate(layouts[number]):
             assert layout.grid is not None
-            wire = Wire(layout.grid, layout.copies, batch.device, *dtypes, back)
+            wire = Wire(layout.grid, layout.copies, batch.device, batch.dtype, there, back)
             wires.setdefault(wire, []).extend(_units(number, place, batch, layout, chunk_bytes, known))
     return [round_ for wire, units in wires.items() for round_ in _rounds(wire, _with_owners(wire, units), chunk_bytes)]
 
@@ -237,34 +237,37 @@ def _round(wire: Wire, units: list[Unit]) -> Round:
     """The trips of a round: one there and one back for matrices, and the same for what travels with them."""
     owned = [[unit for unit in units if unit.owner == rank] for rank in range(len(wire.grid.ranks))]
     others = [unit for unit in units if unit.owner != wire.grid.me] if wire.copies else []
-    beside = any(len(unit.shape.tensors) > 1 for unit in units)
-    travels = beside or any(unit.holder() != unit.owner for unit in units)
+    there, back = _trip(wire, owned, wire.there, {MATRIX}), _trip(wire, owned, wire.back, {MATRIX}, back=True)
+    keys = {tensor.key for unit in units for tensor in unit.shape.tensors} - {MATRIX}
+    if keys:
+        dtype = wide_dtype(wire.home)
+        state = _trip(wire, owned, dtype, keys), _trip(wire, owned, dtype, keys - {GRADIENT}, back=True)
+        return Round(wire, [there, state[0]], [back, state[1]], others)
+    if all(unit.holder() == unit.owner for unit in units):
+        there, back = there._replace(hops=()), back._replace(hops=())
+    return Round(wire, [there], [back], others)
 
-    def trip(dtype: torch.dtype, chosen: Callable[[str], bool], *, back: bool) -> Trip:
-        def numbers(shape: Shape) -> list[int]:
-            return [number for number, tensor in enumerate(shape.tensors) if chosen(tensor.key)]
 
-        def size(holder: int, owner: int) -> int:
-            return sum(unit.held(number, holder) for unit in owned[owner] for number in numbers(unit.shape))
+def _trip(wire: Wire, owned: list[list[Unit]], dtype: torch.dtype, keys: set[str], *, back: bool = False) -> Trip:
+    """One way of the tensors with these keys, of the units of each owner."""
 
-        me, every = wire.grid.me, range(len(owned))
-        held: list[tuple[Unit, int]] = []
-        for owner in [me] if wire.copies and not back else every:
-            for shape, alike in groupby(owned[owner], key=attrgetter("shape")):
-                same = list(alike)
-                held += [(unit, number) for number in numbers(shape) for unit in same]
-        counts: dict[Shape, int] = {}
-        for unit in owned[me]:
-            counts[unit.shape] = counts.get(unit.shape, 0) + unit.matrices
-        mine = [(shape, number, count) for shape, count in counts.items() for number in numbers(shape)]
-        lengths = [unit.held(number, me) for unit, number in held]
-        if wire.copies:
-            return Trip(dtype, held, lengths, mine, shares=[size(me, owner) for owner in every] if back else ())
-        hops = route(wire.grid, (lambda owner, holder: size(holder, owner)) if back else size) if travels else ()
-        return Trip(dtype, held, lengths, mine, hops)
+    def numbers(shape: Shape) -> list[int]:
+        return [number for number, tensor in enumerate(shape.tensors) if tensor.key in keys]
 
-    there, back = [trip(wire.there, MATRIX.__eq__, back=False)], [trip(wire.back, MATRIX.__eq__, back=True)]
-    if beside:
-        there.append(trip(wide_dtype(wire.home), MATRIX.__ne__, back=False))
-        back.append(trip(wide_dtype(wire.home), lambda key: key not in (MATRIX, GRADIENT), back=True))
-    return Round(wire, there, back, others)
+    def size(holder: int, owner: int) -> int:
+        return sum(unit.held(number, holder) for unit in owned[owner] for number in numbers(unit.shape))
+
+    me, every = wire.grid.me, range(len(owned))
+    held: list[tuple[Unit, int]] = []
+    for owner in [me] if wire.copies and not back else every:
+        for shape, alike in groupby(owned[owner], key=attrgetter("shape")):
+            units = list(alike)
+            held += [(unit, number) for number in numbers(shape) for unit in units]
+    counts: dict[Shape, int] = {}
+    for unit in owned[me]:
+        counts[unit.shape] = counts.get(unit.shape, 0) + unit.matrices
+    mine = [(shape, number, count) for shape, count in counts.items() for number in numbers(shape)]
+    trip = Trip(dtype, held, [unit.held(number, me) for unit, number in held], mine)
+    if wire.copies:
+        return trip._replace(shares=[size(me, owner) for owner in every] if back else ())
+    return trip._replace(hops=route(wire.grid, (lambda owner, holder: size(holder, owner)) if back else size))
