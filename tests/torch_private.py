@@ -36,6 +36,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._fused_adamw_": _FUSED,
         "torch._fused_sgd_": _FUSED,
         "torch._amp_foreach_non_finite_check_and_unscale_": "the check of a GradScaler, for all gradients at once",
+        "torch.distributed.distributed_c10d._set_pg_timeout": "groups of a mesh are made without the run's timeout",
         "torch._utils._flatten_dense_tensors": "one vector of many tensors, without a Python call for each",
         "torch._utils._unflatten_dense_tensors": "the way back",
         "torch._C._cuda_endAllocateToPool": "the end of a capture that was invalidated, which torch leaves open",

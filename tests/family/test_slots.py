@@ -59,7 +59,9 @@ class TestMatrixAlgorithm:
         run(optimizer, params, 1)
         saved = optimizer.state_dict()
         saved["state"][0]["toy_factor"] = torch.zeros(6, 6)
-        with pytest.raises(ValueError, match=r"toy_factor of parameter 0 has shape \(6, 6\), but \(4, 4\) is needed"):
+        with pytest.raises(
+            ValueError, match=r"toy_factor of parameter 0 of group 0 has shape \(6, 6\), but \(4, 4\) is needed"
+        ):
             build(matrices((4, 6))).load_state_dict(saved)
 
 

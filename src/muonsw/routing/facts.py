@@ -280,8 +280,10 @@ def expert_counts(module: nn.Module) -> set[int]:
 
 
 def is_linear(module: nn.Module, own: str, weight: Tensor) -> bool:
-    """Whether a bare matrix is a linear map, as its name says; of experts it has one flat row for each."""
-    return names.says_linear(own) and not is_norm(module) and weight.shape[0] not in expert_counts(module)
+    """Whether a bare matrix is a linear map, as its name or class says; of experts it has one flat row for each."""
+    kind = type(module).__name__.lower()
+    called = names.says_linear(own) or any(word in kind for word in ("linear", "dense", "conv1d"))
+    return called and not is_norm(module) and weight.shape[0] not in expert_counts(module)
 
 
 def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | None:

@@ -333,10 +333,11 @@ OTHER_RULES = {
 @pytest.mark.parametrize("optimizer", OTHER_RULES.values(), ids=OTHER_RULES)
 def test_rules_that_follow_the_run_go_on_where_it_stopped(optimizer, tmp_path):
     """Through a checkpoint, in which groups are plain data; with weights in bfloat16, and on a part of the text."""
-    config = small_run(optimizer=optimizer, weights="bfloat16", steps=6, checkpoint_every=3)
+    dtype = "float32" if "norm" in optimizer else "bfloat16"  # which norm rules refuse
+    config = small_run(optimizer=optimizer, weights=dtype, steps=6, checkpoint_every=3)
     config = replace(config, data=replace(config.data, train_windows=12))
     train(config, tmp_path / "whole")
     stop_at(3, config, tmp_path / "stopped")
     train(config, tmp_path / "stopped")
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", 6)
-    assert {value.dtype for value in weights(tmp_path / "whole", 6).values()} == {torch.bfloat16}
+    assert {value.dtype for value in weights(tmp_path / "whole", 6).values()} == {getattr(torch, dtype)}
