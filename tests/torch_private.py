@@ -41,7 +41,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._utils._unflatten_dense_tensors": "the way back",
         "torch._C._cuda_endAllocateToPool": "the end of a capture that was invalidated, which torch leaves open",
         "torch._C._cuda_releasePool": "the same",
-        "torch.cuda._sleep": "a kernel that waits, so that the host is ahead of what is timed",
         "torch._compile._disable_dynamo": "as torch.compiler.disable, but the compiler is imported only when it runs",
         "torch.utils._python_dispatch.TorchDispatchMode": "sees each operation of a capture; no public module has it",
         "torch.nn.modules.batchnorm._NormBase": "the one parent of all batch and instance norms",
