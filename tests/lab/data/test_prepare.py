@@ -238,11 +238,11 @@ def test_no_document_is_an_error_before_a_folder_is_made(tmp_path):
 
 
 def test_the_default_corpus_can_be_trained_on(tmp_path):
-    record = prepare_default(tmp_path, limit_characters=200_000)
+    record = prepare_default(tmp_path, limit_characters=1_500_000)
     assert load_tokenizer(tmp_path).vocab_size == record.vocab_size == 1024
     assert TokenLoader(open_split(tmp_path, "train"), 64, 8, 0).batch_at(0)[0].shape == (8, 64)
     assert len(ValidationLoader(open_split(tmp_path, "validation"), 64, 8)) > 0
-    modules = list(Corpus(limit_characters=200_000).documents())
+    modules = list(Corpus(limit_characters=1_500_000).documents())
     assert sorted(texts(tmp_path, "train") + texts(tmp_path, "validation")) == sorted(modules)
 
 

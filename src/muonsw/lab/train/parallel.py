@@ -69,15 +69,16 @@ class PlacedModel:
 
 def _shard(module: nn.Module, config: RunConfig, world: World, device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh  # slow to import
-    from torch.distributed.distributed_c10d import _set_pg_timeout
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
     replicas = config.parallel.replicas
     axes = {"replicas": replicas, "shards": world.size // replicas} if replicas > 1 else {"shards": world.size}
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    for group in mesh.get_all_groups():  # new groups do not take the timeout of the first one
-        _set_pg_timeout(timedelta(seconds=config.parallel.timeout), group)
+    # New groups do not take the timeout of the first one. torch 2.15 made the function public.
+    set_timeout = getattr(dist, "set_timeout", None) or torch.distributed.distributed_c10d._set_pg_timeout
+    for group in mesh.get_all_groups():
+        set_timeout(timedelta(seconds=config.parallel.timeout), group)
     experts = {id(param) for param in module.parameters() if param.dim() == 3}
     rows = config.parallel.experts == "rows"
 
