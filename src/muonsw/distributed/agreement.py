@@ -63,7 +63,7 @@ class Agreement:
             for number, group in enumerate(groups)
             for name, param in zip(names_of(group, number), group["params"], strict=True)
         ]
-        # of which other ranks hold parts, or copies that must stay the same
+        # Other ranks hold parts of these, or copies that must stay the same.
         watched = [(name, p) for _, name, p in members if self._process_group is not None or is_dtensor(p)]
         seen = [(id(param), param.requires_grad, group["algorithm"]) for group, _, param in members]
         is_new = seen != self._seen

@@ -52,8 +52,11 @@ def test_ids_are_unique_and_tables_have_headings(written):
 
 
 def test_plotly_accepts_every_figure(written):
-    for figure in data_of(written[0].read_text(encoding="utf-8"))["figures"]:
-        plotly.graph_objects.Figure(figure["data"], figure["layout"])
+    """It raises for a property that it does not know."""
+    figures = data_of(written[0].read_text(encoding="utf-8"))["figures"]
+    drawn = [plotly.graph_objects.Figure(figure["data"], figure["layout"]) for figure in figures]
+    assert drawn
+    assert [len(figure.data) for figure in drawn] == [len(figure["data"]) for figure in figures]
 
 
 def test_a_row_of_the_wrong_length_is_refused():

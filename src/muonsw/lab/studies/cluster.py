@@ -240,7 +240,7 @@ class _Watcher:
 
 
 def counted(jobs: Sequence[str], one: str, more: str) -> str:
-    """So many jobs, with the verb that goes with them."""
+    """Count jobs in a sentence, with the verb in the right number."""
     return f"{len(jobs) or 'no'} {'job' if len(jobs) < 2 else 'jobs'} {one if len(jobs) < 2 else more}"
 
 
