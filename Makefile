@@ -133,8 +133,8 @@ test-package:  ## build wheel and sdist, check what they hold, use the wheel in 
 bench: install  ## time our step against torch's, on this machine
 	$(BIN)/python bench/step_time.py
 
-evidence: install  ## rebuild docs/evidence.md and its figures from the records of our own runs
-	$(BIN)/muonsw reproduce evidence
+evidence: install  ## rebuild the tables and figures of docs/evidence.md from research/runs.jsonl
+	$(BIN)/python research/tables.py
 
 docs: $(DOCS_INSTALLED)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

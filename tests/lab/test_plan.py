@@ -30,7 +30,7 @@ from muonsw.lab.plan import (
     plan,
     plan_update,
 )
-from muonsw.lab.studies.training.frontier_models import plan_recipe
+from muonsw.lab.studies.frontier import plan_recipe
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.lab.train.presets import preset_run

@@ -24,11 +24,10 @@ from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_w
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.report.report import check_target
 from muonsw.lab.runs import load_runs
-from muonsw.lab.runs.records import Records
+from muonsw.lab.runs.records import append
 from muonsw.lab.studies.arms import Arm, parse_arm, refuse_too_much_decay
 from muonsw.lab.studies.compare import CompareStudy, advise_arm
 from muonsw.lab.studies.study import PAGE, Conclusion, conduct
-from muonsw.lab.studies.training.worked_tasks import comparison_key
 from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.studies.workshop import ByArm
 from muonsw.lab.train.config import RunConfig
@@ -90,7 +89,7 @@ class Compare:
     accumulation: int | None = None
     """Micro-batches an update is cut into, for less memory."""
     record: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Add what the runs of a task found to this file of JSON lines, which needs no run folder any more."""
+    """Append the runs to this JSONL table; run folders can then be deleted."""
     verbose: FlagCreatePairsOff[bool] = False
     """Print all tables, with all their columns."""
     own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
@@ -125,16 +124,15 @@ class Compare:
         )
         places, runs = ByArm(self.out / "runs"), self.seeds * (len(self.arms) + self.control)
         workshop = self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
-        records = None if self.record is None else Records.open(self.record, base)
         prepare_folder(self.out)
         paragraph(console, self._plan(study, workshop.workers))
         conclusion = conduct(study, workshop, self.out)
         tables = self._tables(conclusion)
         print_conclusion(console, conclusion, self.out, tables, verbose=self.verbose)
-        if records is not None:
+        if self.record is not None:
             ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
-            records.add(load_runs(ended), comparison=comparison_key(base))
-            say(console, f"records of {counted(len(ended), 'run')} are in {self.record}")
+            count = append(self.record, load_runs(ended), study="tasks" if self.task else "compare")
+            say(console, f"added {counted(count, 'run')} to {self.record}")
         return int(conclusion.failed)
 
     def _tables(self, conclusion: Conclusion) -> list[Table]:
@@ -168,8 +166,6 @@ class Compare:
     def _decoder_base(self, console: Console) -> RunConfig:
         """The run of a preset, after preparing its tokens."""
         self.own.refuse_without_task()
-        if self.record is not None:
-            raise UsageError("--record keeps runs of a task: give --task FILE; those of the decoder are studies")
         base = changed_run(self.preset, self.steps, given(self, "lr", "weight_decay"), **self._changes())
         self._arms(base)  # what is wrong with them is said before tokens are prepared, which may take long
         if self.data is None and not self.text:

@@ -21,7 +21,8 @@ from muonsw.lab.commands.parsing import require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report.report import check_target
-from muonsw.lab.studies import evidence
+from muonsw.lab.runs import load_runs
+from muonsw.lab.runs.records import append
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.scales import SCALES, find_data
 from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
@@ -41,8 +42,8 @@ class Reproduce:
     """
 
     name: Annotated[str, Positional, arg(metavar="NAME")] = ""
-    """The study, such as `main-table` or `theory`, or one experiment of it, such as `theory/matrix`. `evidence`
-    rebuilds docs/evidence.md from the records of our own runs; with --data it makes those that are missing first."""
+    """The study, such as `main-table` or `theory`, or a part of it, such as `main-table/width-256` or
+    `theory/matrix`."""
 
     list: FlagCreatePairsOff[bool] = False
     """Show what can be reproduced, and run nothing."""
@@ -69,6 +70,9 @@ class Reproduce:
 
     workers: Annotated[int | None, arg(metavar="N")] = None
     """Runs of a training study at a time; one for each core or GPU, or all of them on a cluster, unless given."""
+
+    record: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Append the runs of a training study to this JSONL table; run folders can then be deleted."""
 
     retry_diverged: FlagCreatePairsOff[bool] = False
     """Try runs again that diverged in an earlier call."""
@@ -97,31 +101,8 @@ class Reproduce:
             return 0
         require_at_least_one(self, "workers", "seeds", "processes")
         self.cluster.check(self.device)
-        if self.name.partition("/")[0] == evidence.NAME:
-            return self._evidence(console)
         study = self._study()
         return self._train(console, study) if isinstance(study, TrainingStudy) else self._run(console, study)
-
-    def _evidence(self, console: Console) -> int:
-        """Make what the evidence lacks where data is given; then its page, from the records alone."""
-        records = self.out or evidence.FOLDER
-        names = evidence.chosen(self.name, self.data, records)
-        if self.dry_run:
-            for name in names:
-                self._price(console, evidence.part(name))
-            say(console, f"{evidence.PAGE} would be written; without --data nothing is trained")
-            return 0
-        if not (evidence.FOLDER / evidence.TEMPLATE).exists():
-            raise UsageError(f"there is no {evidence.FOLDER / evidence.TEMPLATE} here: go to a clone of the repository")
-        if self.data is not None:
-            places = BySettings(Path("out/runs-mini"), self.data, self.cluster.device_type(self.device))
-            for name in names:
-                shop = self._workshop(console, places, len(evidence.part(name).runs()))
-                made = evidence.gather(name, shop, evidence.file_of(name, records), self.seeds)
-                say(console, f"{name}: {made} runs exported to {evidence.file_of(name, records)}")
-        evidence.write_page()
-        say(console, f"wrote {evidence.PAGE} and its pictures")
-        return 0
 
     def _run(self, console: Console, study: ExperimentStudy) -> int:
         """A study of experiments that are run anew each time."""
@@ -157,7 +138,11 @@ class Reproduce:
         data = find_data(scale, self.data) if study.planned() else Path()
         places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
         prepare_folder(folder)
-        conclusion = conduct(study, self._workshop(console, places, len(study.runs())), folder)
+        workshop = self._workshop(console, places, len(study.runs()))
+        conclusion = conduct(study, workshop, folder)
+        if self.record is not None:
+            count = append(self.record, load_runs(workshop.jobs(study.planned())), study=study.name, arm=None)
+            say(console, f"added {counted(count, 'run')} to {self.record}")
         tables = [claims_table(conclusion.claims, ("expected", "measured")), *conclusion.tables]
         kept = f"; runs are in {places.folder}" if study.planned() else ""
         print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
@@ -175,10 +160,10 @@ class Reproduce:
 
     def _study(self) -> ExperimentStudy | TrainingStudy:
         if not self.name:
-            raise UsageError(f"say what to reproduce: {', '.join((*STUDIES, evidence.NAME))} (or --list)")
+            raise UsageError(f"missing study name: one of {', '.join(STUDIES)} (or --list)")
         study = self.name.partition("/")[0]
         if study not in STUDIES:
-            raise UsageError(unknown("study", study, [*STUDIES, evidence.NAME]))
+            raise UsageError(unknown("study", study, list(STUDIES)))
         try:
             return find_study(self.name)
         except ValueError as error:
@@ -195,10 +180,6 @@ def print_studies(console: Console, studies: Iterable[ExperimentStudy | Training
         for experiment in study.experiments:
             name = f"{study.name}/{experiment.name}"
             say(console, f"  {name:<28} {experiment.title}")
-    say(
-        console,
-        "evidence: docs/evidence.md from the records of our own runs; evidence/NAME --data DIR makes more of them",
-    )
     for scale in SCALES.values():
         say(console, f"scale {scale.name}: {scale.title}")
     say(console, "what a study takes at a scale: muonsw reproduce NAME --scale SCALE --dry-run")

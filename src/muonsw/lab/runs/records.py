@@ -1,205 +1,128 @@
-"""Runs exported to a file of JSON lines and read back: what the runs on one text, or of tasks, found, without weights.
-
-The first line says on which text, and has the settings of a run in full; every other line has a run's settings where
-they differ, its result, its evaluations, its telemetry where that was sampled often, and what it was made with.
-"""
+"""Finished runs as rows of one flat JSONL table: settings, seed, losses, norms, total decay, and sampled curves."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import flatten
 from muonsw.lab.base.storage import locked, write_atomically
+from muonsw.lab.model import ModelConfig
 from muonsw.lab.runs.metrics import Columns
-from muonsw.lab.runs.run import NORMALIZED, SCOPES, Run
-from muonsw.lab.tasks import TaskConfig
-from muonsw.lab.train.config import OptimizerConfig, RunConfig
-from muonsw.lab.train.folder import identity
+from muonsw.lab.runs.run import Run
+from muonsw.lab.studies.arms import decay_factors
+from muonsw.lab.tasks import DataConfig
+from muonsw.lab.train.config import RunConfig
 
-# Telemetry is kept of runs that were sampled so often, and of it these columns.
-SAMPLES = 100
-SAMPLED = (
-    *("weight_rms", "update_rms", "decay", "alignment_update", "alignment_gradient", "alignment_momentum"),
-    *("defect", "lr", "gradient_rms"),
-)
-OF_NORMALIZED = ("weight_rms", "update_rms", "gradient_rms", "decay", "lr")
-DIGITS = 5
-# Seconds in which another process that adds runs to a file is done with it.
-PATIENCE = 60.0
-MADE_WITH = ("device", "python", "torch", "muonsw", "transformers", "timm")
-
-
-class Records:
-    """The runs of one text, or of tasks, by identity; `base` has what a run has unless its line says otherwise."""
-
-    def __init__(self, path: Path, header: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-        self.path, self.header = path, dict(header)
-        self.base = RunConfig.from_data(self.header["config"])
-        self.lines: list[Mapping[str, Any]] = []
-        self.runs: dict[str, Run] = {}
-        self._take(lines)
-
-    @classmethod
-    def read(cls, path: Path) -> Records:
-        """Read a file back.
-
-        Raises:
-            UsageError: If it holds something else.
-        """
-        try:
-            header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            return cls(path, header, lines)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path} holds no records of runs ({error}): name another file") from error
-
-    @classmethod
-    def open(cls, path: Path, config: RunConfig, **about: Any) -> Records:
-        """Read a file, or begin one for runs on the tokens of this config, or for runs of tasks.
-
-        Raises:
-            UsageError: If it holds runs on other tokens.
-        """
-        with _held(path):
-            if not path.exists():
-                text = {} if config.task else {"fingerprint": config.tokens.fingerprint}
-                write_atomically(path, json.dumps({**about, **text, "config": _usual(config).as_data()}) + "\n")
-            found = cls.read(path)
-        ours, theirs = (_text(one) for one in (config, found.base))
-        if theirs != ours:
-            other = f"{path} has runs on other text ({theirs})"
-            raise UsageError(f"{other} than --data has ({ours}): give that text, or another --out")
-        return found
-
-    def ready(self, config: RunConfig) -> RunConfig:
-        """A planned run as it is on this text and this kind of machine."""
-        model, data = replace(config.decoder, vocab=self.base.decoder.vocab), self.base.tokens
-        data = replace(config.tokens, path="", fingerprint=data.fingerprint)
-        return replace(config, model=model, data=data, device=self.base.device, threads=self.base.threads)
-
-    def find(self, config: RunConfig) -> Run | None:
-        """The run that a study plans, if it was made, or one that differs in being sampled more often alone."""
-        wanted = self.ready(config)
-        if (run := self.runs.get(identity(wanted))) is not None:
-            return run
-        often = (replace(wanted, telemetry_every=every) for every in self.sampled if every < wanted.telemetry_every)
-        found = (self.runs.get(identity(one)) for one in often)
-        return next((run for run in found if run is not None), None)
-
-    @property
-    def sampled(self) -> set[int]:
-        """Updates between samples that runs of this file have."""
-        return {run.config.telemetry_every for run in self.runs.values()}
-
-    def add(self, runs: Sequence[Run], **about: Any) -> None:
-        """Export runs to the file, to which other processes may have added theirs meanwhile."""
-        if all(identity(run.config) in self.runs for run in runs):
-            return
-        with _held(self.path):
-            written = self.path.read_text(encoding="utf-8")
-            self._take(map(json.loads, written.splitlines()[1 + len(self.lines) :]))
-            new = {identity(run.config): {**self._line(run), **about} for run in runs}
-            lines = [line for name, line in new.items() if name not in self.runs]
-            write_atomically(self.path, written + "".join(json.dumps(line) + "\n" for line in lines))
-            self._take(lines)
-
-    def _take(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        for line in lines:
-            run = self._run(line)
-            self.lines.append(line)
-            self.runs[identity(run.config)] = run
-
-    def _line(self, run: Run) -> dict[str, Any]:
-        usual = flatten(self.header["config"])
-        settings = flatten(run.settings if "task" in run.settings else _without_place(run.settings))
-        norms = {"end_norm": _short(run.final_norm), "highest_norm": _short(run.highest_norm)}
-        return {
-            "settings": {name: value for name, value in settings.items() if usual.get(name) != value},
-            "result": {**(run.result or {}), **{name: norm for name, norm in norms.items() if norm is not None}},
-            **({"metrics": run.metrics} if run.metrics else {}),
-            "losses": [row for row in _rows(run.evals, ("loss", *run.metrics)) if row[0]],
-            **_telemetry(run),
-            "made_with": {name: run.environment[name] for name in MADE_WITH if run.environment.get(name)},
-        }
-
-    def _run(self, line: Mapping[str, Any]) -> Run:
-        settings = _nested(flatten(self.header["config"]) | line["settings"])
-        tables: dict[str, dict[str, Columns]] = {
-            "eval": {"": _columns(("step", "loss", *line.get("metrics", ())), line["losses"])}
-        }
-        if "samples" in line:
-            tables["telemetry"] = dict.fromkeys(("", *SCOPES), _columns(line["sampled"], line["samples"]))
-        if NORMALIZED in line:
-            tables["telemetry"][NORMALIZED] = _columns(("step", *OF_NORMALIZED), line[NORMALIZED])
-        return Run(settings.get("arm") or "", self.path, settings, {}, dict(line["result"]), tables)
+# Settings that every row has, by their place in a run's config.
+COLUMNS = {
+    "width": "model.width",
+    "base_width": "model.mup.base_width",
+    "batch": "batch",
+    "steps": "steps",
+    "seed": "seed",
+    "algorithm": "optimizer.algorithm",
+    "preset": "optimizer.preset",
+    "decay": "optimizer.decay",
+    "weight_decay": "optimizer.weight_decay",
+    "lr": "optimizer.lr",
+    "adam_lr": "optimizer.adam_lr",
+    "muon_lr": "optimizer.muon_lr",
+    "peak": "optimizer.peak",
+    "norm": "optimizer.norm",
+    "schedule": "schedule.shape",
+    "final_fraction": "schedule.final_fraction",
+    "decay_fraction": "schedule.decay_fraction",
+    "weights": "weights",
+    "arm": "arm",
+    "task": "task.path",
+    "options": "task.options",
+    "text": "data.fingerprint",
+}
+USUAL = flatten(RunConfig(ModelConfig(width=64), DataConfig("")).as_data())
+# How a run was watched and where it lay: no part of what it found.
+HOUSEKEEPING = {
+    *("version", "data.path", "device", "threads", "log_every", "checkpoint_every", "checkpoint_seconds", "keep"),
+    *("eval_every", "tensorboard", "wandb", "compile", "graphs", "skipped", "diverged", "telemetry_every"),
+}
+RESULTS = ("epochs", "final_loss", "best_loss", "skipped", "diverged", "seconds", "state_bytes")
+MADE_WITH = ("device", "torch", "muonsw", "transformers", "timm")
+# Curves are kept of runs with at least this many evaluations or samples.
+EVALUATIONS, SAMPLES = 10, 100
+SAMPLED = ("weight_rms", "update_rms", "decay", "lr")
+SAMPLED_DECAYED = (*SAMPLED, "alignment_update", "alignment_gradient", "alignment_momentum", "defect")
+SAMPLED_NORMALIZED = (*SAMPLED, "gradient_rms")
 
 
-def _held(path: Path) -> AbstractContextManager[object]:
-    busy = f"another process holds the folder of {path}: end it, then run the same command again"
-    return locked(path.parent, busy, wait=PATIENCE)
+def row(run: Run, **about: Any) -> dict[str, Any]:
+    """A run as one flat row; other settings than `COLUMNS` have their dotted name, where they are not the default."""
+    settings = flatten(run.settings)
+    named = {name: settings.get(path) for name, path in COLUMNS.items()}
+    known = {*COLUMNS.values(), *HOUSEKEEPING}
+    others = {path: value for path, value in settings.items() if path not in known and value != USUAL.get(path)}
+    result = {name: (run.result or {}).get(name) for name in RESULTS}
+    norms = {"end_norm": short(run.final_norm), "highest_norm": short(run.highest_norm)}
+    total = short(math.fsum(decay_factors(run.config, run.config.optimizer)), 6)
+    metrics = {f"final.{name}": short(run.final_metric(name)) for name in run.metrics}
+    made_with = {name: run.environment.get(name) for name in MADE_WITH}
+    found = {"total_decay": total, **result, **norms, **metrics, **made_with, **_curves(run)}
+    flat = {**about, **named, **others, **found} | about
+    return {name: value for name, value in flat.items() if value not in (None, "", [])}
 
 
-def _usual(config: RunConfig) -> RunConfig:
-    """The settings that lines leave out.
-
-    The optimizer's are defaults: those that are saved only where they are chosen must not pass to other runs.
-    """
-    if config.task is not None:
-        return RunConfig(task=TaskConfig(""))
-    return replace(config, data=replace(config.tokens, path=""), optimizer=OptimizerConfig(), arm="")
-
-
-def _text(config: RunConfig) -> str | None:
-    return "of tasks" if config.task else config.tokens.fingerprint
-
-
-def _without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {**settings, "data": {**settings["data"], "path": ""}, "arm": ""}
-
-
-def _telemetry(run: Run) -> dict[str, Any]:
-    scope = run.telemetry.scope(SCOPES[0])
-    if scope.records < SAMPLES:
-        return {}
-    found = {"sampled": ["step", *SAMPLED], "samples": _rows(scope, SAMPLED)}
-    normalized = run.normalized
-    return {**found, NORMALIZED: _rows(normalized, OF_NORMALIZED)} if normalized.records else found
-
-
-def _rows(scope: Columns, keys: Sequence[str]) -> list[list[float | None]]:
-    columns = [scope.step, *(scope.get(key, np.full(scope.records, np.nan)) for key in keys)]
-    return [[int(step), *map(_short, values)] for step, *values in zip(*columns, strict=True)]
-
-
-def _columns(names: Sequence[str], rows: Sequence[Sequence[float | None]]) -> Columns:
-    values = np.array([[math.nan if value is None else value for value in row] for row in rows], dtype=float)
-    return Columns({name: values[:, place] if len(rows) else np.empty(0) for place, name in enumerate(names)})
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What `flatten` makes dotted names of.
-
-    Examples:
-        >>> _nested({"steps": 10, "optimizer.lr": 0.01})
-        {'steps': 10, 'optimizer': {'lr': 0.01}}
-    """
-    found: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, last = name.split(".")
-        place = found
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+def _curves(run: Run) -> dict[str, list[float | None]]:
+    """Losses over steps, and telemetry of the weights that decay and of those that a normalization follows."""
+    found: dict[str, list[float | None]] = {}
+    if run.evals.records >= EVALUATIONS:
+        found |= {"eval.step": run.evals.step.tolist(), "eval.loss": [short(one, 6) for one in run.evals["loss"]]}
+    for name, scope, columns in (
+        ("decayed", run.telemetry.scope("decayed"), SAMPLED_DECAYED),
+        ("normalized", run.normalized if run.config.task is None else Columns(), SAMPLED_NORMALIZED),
+    ):
+        if scope.records >= SAMPLES:
+            found[f"{name}.step"] = scope.step.tolist()
+            found |= {f"{name}.{key}": [short(one) for one in scope[key]] for key in columns if key in scope}
     return found
 
 
-def _short(value: float) -> float | None:
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table.
+
+    Raises:
+        UsageError: If the file is not one.
+    """
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if all(isinstance(one, dict) and {"steps", "seed", "decay"} <= set(one) for one in rows):
+            return rows
+        raise ValueError("a line is not a run")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is not a table of runs ({error}): name another file") from error
+
+
+def append(path: Path, runs: Sequence[Run], **about: Any) -> int:
+    """Add runs to a table, those that it has already left out, and return how many were added."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    busy = f"another process is writing {path}: wait for it, then run the same command again"
+    with locked(path.parent, busy, wait=60.0):
+        written = path.read_text(encoding="utf-8") if path.exists() else ""
+        known = {_key(one) for one in (read(path) if written else [])}
+        new = [made for run in runs if _key(made := row(run, **about)) not in known]
+        lines = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in new)
+        write_atomically(path, written + lines)
+    return len(new)
+
+
+def _key(one: dict[str, Any]) -> str:
+    """What sets a run apart: its settings but for the names of arm and text, and the loss that it ended at."""
+    names = {*COLUMNS, "final_loss"} - {"arm", "text"}
+    return json.dumps({name: one[name] for name in sorted(names & one.keys())})
+
+
+def short(value: float, digits: int = 5) -> float | None:
+    """A number with few digits; None where it is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

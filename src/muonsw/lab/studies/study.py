@@ -32,7 +32,7 @@ from muonsw.lab.report.report import write_report
 from muonsw.lab.report.sections import Chart
 from muonsw.lab.studies.arms import Comparison, Results
 from muonsw.lab.studies.outcome import arms_table, compare, completed, divergences, pairs_table
-from muonsw.lab.studies.scales import CPU, Scale
+from muonsw.lab.studies.scales import CPU, SCALES, Scale
 from muonsw.lab.studies.workshop import ExperimentResult, Workshop
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
@@ -240,8 +240,6 @@ class TrainingStudy(Study[Results]):
     title: str
     reference: str  # where the paper has it
     comparisons: Callable[[Scale], Sequence[Comparison]]  # the runs, given a scale
-    # Further runs, given what those found; before that, runs of the same sizes, for plans.
-    then: Callable[[Results, Scale], Sequence[Comparison]] = nothing
     claims: Callable[[Results, Scale], Sequence[Claim]] = nothing  # the claims that they allow
     own_tables: Callable[[Results, Scale], Sequence[Table]] = nothing
     charts: Callable[[Results, Scale], Sequence[Chart]] = nothing  # figures of its own, for the page
@@ -254,24 +252,29 @@ class TrainingStudy(Study[Results]):
         """The study at another scale."""
         return replace(self, scale=scale)
 
-    def planned(self, found: Results | None = None) -> list[Comparison]:
-        """All comparisons, given what was found so far."""
-        return [*self.comparisons(self.scale), *self.then(found or {}, self.scale)]
+    def select(self, part: str) -> TrainingStudy:
+        """The study with one of its comparisons only, such as `width-256`.
 
-    def runs(self, found: Results | None = None) -> list[RunConfig]:
+        Raises:
+            ValueError: If none of its scales has it.
+        """
+        known = [one.key.slug for scale in SCALES.values() for one in self.comparisons(scale)]
+        if part not in known:
+            raise ValueError(f"{self.name} has no part {part!r}; parts: {', '.join(dict.fromkeys(known)) or 'none'}")
+        own = self.comparisons
+        return replace(self, comparisons=lambda scale: [one for one in own(scale) if one.key.slug == part])
+
+    def planned(self) -> list[Comparison]:
+        """All comparisons at its scale."""
+        return list(self.comparisons(self.scale))
+
+    def runs(self) -> list[RunConfig]:
         """Every run, those that comparisons share once."""
-        return list(dict.fromkeys(config for one in self.planned(found) for config in one.configs()))
+        return list(dict.fromkeys(config for one in self.planned() for config in one.configs()))
 
     def run(self, workshop: Workshop) -> Results:
-        """Train everything, one stage after the other."""
-        found = workshop.train(self.comparisons(self.scale))
-        while more := self.next_stage(found):
-            found = {**found, **workshop.train(more)}
-        return found
-
-    def next_stage(self, found: Results) -> list[Comparison]:
-        """What follows from what was found and is not there yet."""
-        return [one for one in self.then(found, self.scale) if one.key not in found]
+        """Train everything."""
+        return workshop.train(self.planned())
 
     def judge(self, found: Results) -> Claims:
         """The claims about runs that were completed; those that failed first."""
@@ -283,7 +286,7 @@ class TrainingStudy(Study[Results]):
 
         A sweep keeps them: a learning rate at which training diverges is a bad one.
         """
-        sweeps = {one.key for one in self.planned(found) if not one.paired}
+        sweeps = {one.key for one in self.planned() if not one.paired}
         kept = {
             key: arms if key in sweeps else {arm: completed(runs) for arm, runs in arms.items()}
             for key, arms in found.items()
@@ -313,7 +316,7 @@ class TrainingStudy(Study[Results]):
 
     def record(self, found: Results, claims: Claims, seconds: float) -> dict[str, Any]:  # noqa: ARG002 (see its runs)
         """Everything except the curves."""
-        seeds = {one.key: one.seeds for one in self.planned(found)}
+        seeds = {one.key: one.seeds for one in self.planned()}
         return {
             "study": self.name,
             "title": self.title,
@@ -337,7 +340,7 @@ class TrainingStudy(Study[Results]):
     def tables(self, found: Results) -> list[Table]:
         """Its own, then losses and norms of every arm, and of pairs where there is a baseline."""
         tables = [*self.own_tables(found, self.scale)]
-        for place, one in enumerate(one for one in self.planned(found) if one.key in found):
+        for place, one in enumerate(one for one in self.planned() if one.key in found):
             outcome = compare(found[one.key])
             for table in (arms_table(outcome), pairs_table(outcome.pairs))[: 2 if one.paired else 1]:
                 tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {one.key}"))

@@ -14,9 +14,10 @@ from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import CONSTANT, RULES, SCALED, Results, Runs
+from muonsw.lab.studies.main_table import NOTES, SAME_RUNS, draw_figures, larger_norm, sampled_row
 from muonsw.lab.studies.outcome import log_end_norm, over_runs, paired
 from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.training.rows import SAME_RUNS, larger_norm
+from muonsw.lab.studies.study import TrainingStudy
 
 RECURSION = Tolerance(0.1, "alignment is sampled every few updates and interpolated between, and the error adds up")
 NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
@@ -171,3 +172,24 @@ def tracking_end(run: Run) -> float:
 def _fit(run: Run, key: str) -> float:
     fits = late_fits(open_history(run))
     return math.nan if fits is None else float(getattr(fits, key))
+
+
+STEADY_STATE = TrainingStudy(
+    name="steady-state",
+    title="the steady-state figure: alignment, and the norm beside its target and its recursion",
+    reference=paper.STEADY,
+    comparisons=sampled_row,
+    claims=judge_steady_state,
+    charts=norm_charts,
+    figures=draw_figures,
+    notes=NOTES,
+)
+DIAGNOSTICS = TrainingStudy(
+    name="diagnostics",
+    title="the three diagnostic figures: orthogonality, gradient and momentum, late alignment",
+    reference="appendix with additional data",
+    comparisons=sampled_row,
+    claims=judge_diagnostics,
+    figures=draw_figures,
+    notes=NOTES,
+)

@@ -10,19 +10,15 @@ from muonsw.lab.base.tables import Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, within_share
 from muonsw.lab.paper import RECIPES, PrintedRecipe, Tolerance
 from muonsw.lab.plan import amount
-from muonsw.lab.studies.arms import Comparison, Results
+from muonsw.lab.studies.arms import Results
 from muonsw.lab.studies.scales import Scale
+from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.theory.schedule import MOST_STEPS, sampled
 from muonsw.lab.train.config import ScheduleConfig
 
 # The share of constant decay's total that scaled decay applies under a cosine to a tenth, without warmup: the mean of
 # the squared multiple over that of the multiple.
 SHARE = (0.55**2 + 0.45**2 / 2.0) / 0.55
-
-
-def no_runs(_scale: Scale) -> list[Comparison]:
-    """Planning trains nothing."""
-    return []
 
 
 class RecipePlan(NamedTuple):
@@ -91,3 +87,13 @@ def _cells(planned: RecipePlan) -> dict[Column, Value]:
         Column("scaled / constant total", number=True, digits=3): planned.scaled_over_constant,
         Column("lambda of equal total", number=True, digits=3): planned.equal_total_weight_decay,
     }
+
+
+RECIPES_STUDY = TrainingStudy(
+    name="recipes",
+    title="the recipe table of the frontier models, as inputs of the planner",
+    reference="appendix on frontier models",
+    comparisons=lambda _scale: [],
+    claims=judge_recipes,
+    own_tables=recipe_tables,
+)
