@@ -147,6 +147,13 @@ def steps_saved(constant, scaled):
     return found if len(found) == len(constant) else []
 
 
+def geometric(values):
+    """A geometric mean with its 95% t interval."""
+    logs = np.log(values)
+    low, high = np.exp(np.mean(logs) - half(logs)), np.exp(np.mean(logs) + half(logs))
+    return f"{np.exp(np.mean(logs)):.1f} ({low:.1f} to {high:.1f})"
+
+
 def slopes(grown, values):
     """By seed, the power of what grew that the values follow."""
     return [np.polyfit(np.log(grown), np.log(own), 1)[0] for own in zip(*values, strict=True)]
@@ -561,9 +568,10 @@ def answer_table():
     little = shown(paired(*(of("hard-cases", decay=rule, **fewer) for rule in ("scaled", "constant"))))
     every = pooled([rows for cells in tuned().values() for rows in cells])
     first = (
-        f"scaled decay needs fewer steps to constant decay's best loss: {saved[BASE_256]} at width "
-        f"256 with the peak of the paper's code, {saved[GROUP_256]} with the group's own, {saved['width 128']} at "
-        f"width 128, {saved[LONG]} in 25,600 steps, {saved[LONGEST]} at the paper's total decay (the paper: 22% to 29%)"
+        f"scaled decay needs fewer steps to constant decay's best loss: {saved[BASE_256]} and "
+        f"{saved[BASE_512]} at widths 256 and 512 with the peak of the paper's code, {saved[GROUP_256]} and "
+        f"{saved[GROUP_512]} with the group's own, {saved['width 128']} at width 128, {saved[LONG]} in 25,600 steps, "
+        f"{saved[LONGEST]} at 300 tokens per parameter (the paper: 22% to 29%)"
     )
     lines = {
         "you keep one large lambda": first,
@@ -576,6 +584,7 @@ def answer_table():
 
 
 BASE_256, GROUP_256 = "width 256, undivided peak", "width 256, group's own peak"
+BASE_512, GROUP_512 = "width 512, undivided peak", "width 512, group's own peak"
 LONG, LONGEST = "width 128, 25,600 steps, lambda 0.08", "width 64, 34,800 steps, lambda 0.1"
 TABLES = {
     "answer": answer_table,
@@ -622,8 +631,16 @@ def facts():
             shares += [costs[0] / costs[1]] if costs[1] > 0.02 else []
         for rule, own in (("scaled", scaled), ("constant", constant)):
             totals[rule] += [] if at_end(own) else [vertex(own) * per_lambda(rows, rule)]
+    arms = {words: own for words, *own in one_lambda()}
     less = [1 - np.mean(paired(scaled, control)) / np.mean(paired(scaled, constant))
-            for words, constant, scaled, control in one_lambda() if words in ("width 128", BASE_256)]  # fmt: skip
+            for constant, scaled, control in (arms[words] for words in ("width 128", BASE_256, BASE_512))]  # fmt: skip
+    peaks = [
+        shown(paired(arms[group][1], arms[base][1])) for base, group in ((BASE_256, GROUP_256), (BASE_512, GROUP_512))
+    ]
+    tenth = near(of("main-table", width=256, decay="constant"), "weight_decay", 0.219)
+    (adamw,) = settings("adamw-lambda", steps=6_400).values()
+    adamw_totals = [[v * per_lambda(adamw, rule) for v in vertices(by(adamw, rule=rule))] for rule in RULES]
+    at_four = [[row for row in adamw if (row["decay"], row["weight_decay"]) == (rule, 0.08)] for rule in RULES]
     pairs = defaultdict(dict)
     for row in (row for row in of("adamw gradient-growth", algorithm="adamw") if "optimizer.unnormalized" not in row):
         pairs[row["width"], row["lr"], row["weight_decay"], row["seed"]][row["decay"]] = row["final_loss"]
@@ -640,7 +657,13 @@ def facts():
         f"{np.mean(map_gap) + half(map_gap):+.3f}",
         "tuned at 25,600 steps": shown(gap(lengths[4]), 3, "+"),
         "share": f"{np.median(shares):.2f} in the median ({min(shares):.2f} to {max(shares):.2f}",
-        "less decay": f"{less[0]:.0%} of the gain at width 128 and {less[1]:.0%} at width 256",
+        "less decay": "{:.0%} of the gain at width 128 and {:.0%} and {:.0%} at".format(*less),
+        "peaks": " and ".join(peaks),
+        "a tenth of lambda": shown(paired(arms[BASE_256][1], tenth)),
+        "AdamW, totals": " and ".join(
+            f"{geometric(own)} under {rule}" for own, rule in zip(adamw_totals, RULES, strict=True)
+        ),
+        "AdamW, steps": percent(steps_saved(*at_four)),
         "best lambda": f"factor of {best_lambdas[400, 'constant'] / best_lambdas[25_600, 'constant']:.0f} ",
         "best totals": " and ".join(f"{min(own):.2f} to {max(own):.2f} under {rule}" for rule, own in totals.items()),
         "lambda 0.1 at 300 tokens, scaled": shown(longest["scaled"][0.1] - longest["scaled"][0.02]),
