@@ -66,15 +66,6 @@ def test_the_plain_entry_says_how_it_is_used(capsys):
     assert "usage" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--seeds", "-1"], ["--seeds", "0"], ["--workers", "0"], ["--workers", "few"]])
-def test_runs_of_the_evidence_are_counted_from_one(option, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        entry.main(["evidence/regret", "--data", tokens(), "--runs", str(tmp_path), *option])
-    assert ended.value.code == 2
-    assert f"argument {option[0]}: " in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
-
-
 def test_a_diverging_run_exits_with_one(tmp_path, capsys):
     file = tmp_path / "settings.json"
     file.write_text(
