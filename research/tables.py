@@ -333,11 +333,6 @@ def grown(column, where, rule):
     return {value: losses for value, losses in sorted(own.items()) if not at_end(losses)}
 
 
-def power_text(values):
-    width = half(values)
-    return f"{np.mean(values):.2f} ({np.mean(values) - width:.2f} to {np.mean(values) + width:.2f})"
-
-
 def totals_by_tokens(rule):
     """By tokens per parameter, the best total of each seed on fresh text."""
     cells = tuned()["lengths, 123M tokens"]
@@ -351,9 +346,9 @@ def scaling_table():
         powers = []
         for rule in RULES:
             own = grown(column, where, rule)
-            powers.append(power_text(slopes(list(own), [vertices(losses) for losses in own.values()])))
+            powers.append(shown(slopes(list(own), [vertices(losses) for losses in own.values()]), 2))
         lines.append([f"best lambda over {words}", published, *powers])
-    powers = [power_text(slopes(list(own), own.values())) for own in map(totals_by_tokens, RULES)]
+    powers = [shown(slopes(list(own), own.values()), 2) for own in map(totals_by_tokens, RULES)]
     lines.append(["best total over tokens per parameter, 16 to 300", "0.53 (Power Lines)", *powers])
     return table(["power of", "published", "constant", "scaled"], lines)
 
@@ -640,7 +635,9 @@ def facts():
     tenth = near(of("main-table", width=256, decay="constant"), "weight_decay", 0.219)
     (adamw,) = settings("adamw-lambda", steps=6_400).values()
     adamw_totals = [[v * per_lambda(adamw, rule) for v in vertices(by(adamw, rule=rule))] for rule in RULES]
-    at_four = [[row for row in adamw if (row["decay"], row["weight_decay"]) == (rule, 0.08)] for rule in RULES]
+    at = {(rule, lam): [row for row in adamw if (row["decay"], row["weight_decay"]) == (rule, lam)]
+          for rule in RULES for lam in (0.08, 0.16)}  # fmt: skip
+    lower = [shown(paired(at["constant", lam], at["scaled", lam])) for lam in (0.08, 0.16)]
     pairs = defaultdict(dict)
     for row in (row for row in of("adamw gradient-growth", algorithm="adamw") if "optimizer.unnormalized" not in row):
         pairs[row["width"], row["lr"], row["weight_decay"], row["seed"]][row["decay"]] = row["final_loss"]
@@ -663,7 +660,8 @@ def facts():
         "AdamW, totals": " and ".join(
             f"{geometric(own)} under {rule}" for own, rule in zip(adamw_totals, RULES, strict=True)
         ),
-        "AdamW, steps": percent(steps_saved(*at_four)),
+        "AdamW, steps": percent(steps_saved(at["constant", 0.08], at["scaled", 0.08])),
+        "AdamW, lower": f"ends {lower[0]} and {lower[1]} lower",
         "best lambda": f"factor of {best_lambdas[400, 'constant'] / best_lambdas[25_600, 'constant']:.0f} ",
         "best totals": " and ".join(f"{min(own):.2f} to {max(own):.2f} under {rule}" for rule, own in totals.items()),
         "lambda 0.1 at 300 tokens, scaled": shown(longest["scaled"][0.1] - longest["scaled"][0.02]),
