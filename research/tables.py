@@ -267,7 +267,7 @@ def adamw_table():
             first = f"{rule}, best lambda"
             lines.append([first, f"{vertex(own):.3g}{mark}", f"{total:.2f}{mark}", f"{np.mean(own[best(own)]):.4f}"])
             lines[-1].append(shown(costs))
-        lines.append(["scaled minus constant, each at its best", None, None, shown(gap(rows), 4, "+"), None])
+        lines.append(["scaled minus constant, each at its best", None, None, shown(gap(rows), 3, "+"), None])
     return table(
         ["AdamW, width 128, 6,400 steps", "lambda", "total decay", "loss", "cost of the largest lambda"], lines
     )
