@@ -227,7 +227,7 @@ def percent(values):
 
 TUNED = {
     "lengths, 23M tokens": "regret",
-    "lengths, 123M tokens": "tokens-per-parameter",
+    "lengths, 123M tokens": "long tokens-per-parameter",
     "width, batch, size": "lambda-scaling",
     "schedules": "schedules",
 }
@@ -235,7 +235,7 @@ TUNED = {
 
 def tuned():
     """By kind, the settings of Muon at several lambdas: rows of each setting."""
-    return {kind: list(settings(study).values()) for kind, study in TUNED.items()}
+    return {kind: sorted(settings(study).values(), key=lambda rows: rows[0]["steps"]) for kind, study in TUNED.items()}
 
 
 def pooled(cells):
