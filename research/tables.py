@@ -629,9 +629,9 @@ def facts():
     arms = {words: own for words, *own in one_lambda()}
     less = [1 - np.mean(paired(scaled, control)) / np.mean(paired(scaled, constant))
             for constant, scaled, control in (arms[words] for words in ("width 128", BASE_256, BASE_512))]  # fmt: skip
-    peaks = [
-        shown(paired(arms[group][1], arms[base][1])) for base, group in ((BASE_256, GROUP_256), (BASE_512, GROUP_512))
-    ]
+    both = ((arms[BASE_256], arms[GROUP_256]), (arms[BASE_512], arms[GROUP_512]))
+    # The group's own peak minus the undivided one, and minus constant decay of the undivided one's total.
+    peaks = [" and ".join(shown(paired(group[1], base[arm])) for base, group in both) for arm in (1, 2)]
     tenth = near(of("main-table", width=256, decay="constant"), "weight_decay", 0.219)
     (adamw,) = settings("adamw-lambda", steps=6_400).values()
     adamw_totals = [[v * per_lambda(adamw, rule) for v in vertices(by(adamw, rule=rule))] for rule in RULES]
@@ -655,7 +655,8 @@ def facts():
         "tuned at 25,600 steps": shown(gap(lengths[4]), 3, "+"),
         "share": f"{np.median(shares):.2f} in the median ({min(shares):.2f} to {max(shares):.2f}",
         "less decay": "{:.0%} of the gain at width 128 and {:.0%} and {:.0%} at".format(*less),
-        "peaks": " and ".join(peaks),
+        "peaks": peaks[0],
+        "peaks, same total": peaks[1],
         "a tenth of lambda": shown(paired(arms[BASE_256][1], tenth)),
         "AdamW, totals": " and ".join(
             f"{geometric(own)} under {rule}" for own, rule in zip(adamw_totals, RULES, strict=True)

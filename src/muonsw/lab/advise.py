@@ -1,6 +1,7 @@
 """`muonsw advise`: choose lambda so that total decay, the sum of phi over the run, is about 1.
 
-The formula and its exceptions come from the runs in `evidence/`; `tests/lab/test_advise.py` checks it against them.
+The formula and its exceptions come from the runs in `research/runs.jsonl`; `tests/lab/test_advise.py` checks it
+against them.
 """
 
 from __future__ import annotations

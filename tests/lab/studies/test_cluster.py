@@ -366,13 +366,13 @@ def test_options_that_cannot_be_are_named_before_anything_is_prepared(options, d
     with pytest.raises(UsageError, match=message):
         Compare(cluster=chosen, device=device, out=tmp_path / "out", data=tmp_path / "none").run()
     with pytest.raises(UsageError, match=message):
-        Reproduce(name="headline", cluster=chosen, device=device, out=tmp_path / "out").run()
+        Reproduce(name="main-table", cluster=chosen, device=device, out=tmp_path / "out").run()
     assert not list(tmp_path.iterdir())
 
 
 def test_the_command_line_takes_the_options_without_a_prefix(capsys):
     on_slurm = ["--cluster", "slurm", "--partition", "gpu", "--slurm", "constraint=h100", "exclusive"]
-    for command in (["compare"], ["reproduce", "headline"]):
+    for command in (["compare"], ["reproduce", "main-table"]):
         assert cli([*command, *on_slurm]) == 2
         assert "--cluster slurm needs --time" in capsys.readouterr().err
         assert cli([*command, *on_slurm, "--time", "60", "--gpus-per-run", "-1"]) == 2
