@@ -11,19 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muonsw.lab.arms import Key, decay_factors, lambda_arm, lr_multiples
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.statistics import ONE_SEED, over_seeds
 from muonsw.lab.cli import main as command_line
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
-from muonsw.lab.runs import Run, load_run
-from muonsw.lab.runs.metrics import Columns
-from muonsw.lab.runs.records import SAMPLED, Records
+from muonsw.lab.outcome import against_constant, arm_outcome
+from muonsw.lab.runs import Columns, Run, load_run
 from muonsw.lab.studies import evidence
-from muonsw.lab.studies.arms import Key, decay_factors, lambda_arm, lr_multiples
-from muonsw.lab.studies.outcome import against_constant, arm_outcome
 from muonsw.lab.studies.program import main
+from muonsw.lab.studies.records import SAMPLED, Records
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.training import (
     cases,
@@ -177,7 +176,7 @@ def test_the_seeds_of_two_lengths_are_paired_though_one_lacks_a_seed_between(fou
 
 
 def test_telemetry_is_kept_of_runs_that_were_sampled_often(tmp_path, tiny, monkeypatch):
-    monkeypatch.setattr("muonsw.lab.runs.records.SAMPLES", 10)
+    monkeypatch.setattr("muonsw.lab.studies.records.SAMPLES", 10)
     path = tmp_path / "records.jsonl"
     evidence.gather("steady-state", by_settings(tmp_path / "runs"), path)
     study = evidence.part("steady-state")
@@ -609,7 +608,7 @@ def test_claims_tell_a_constant_total_from_another(shift, holds, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_the_growth_of_gradients_from_training_to_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr("muonsw.lab.runs.records.SAMPLES", 10)
+    monkeypatch.setattr("muonsw.lab.studies.records.SAMPLES", 10)
     path = evidence.file_of("gradient-growth", tmp_path)
     assert evidence.gather("gradient-growth", by_settings(tmp_path / "runs"), path) == 2 * 3 * 2
     grown = evidence.read_page(tmp_path)

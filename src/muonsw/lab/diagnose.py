@@ -5,10 +5,9 @@ Both put the same `RULES` to a `History`: `diagnose` to all records of a run, `F
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
-import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -24,18 +23,11 @@ from rich.text import Text
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table, norm_text, print_table
-from muonsw.lab.base.terminal import harmless, say
+from muonsw.lab.base.terminal import harmless
 from muonsw.lab.recipes import IDLE
-from muonsw.lab.report.own import METADATA, write_own
 from muonsw.lab.runs import Columns, Run, norm_history, unique_names
-from muonsw.lab.theory import (
-    HypothesisError,
-    NormHistory,
-    Tracking,
-    steady_state_norm_with_memory,
-    target_norms,
-    track,
-)
+from muonsw.lab.theory.hypotheses import HypothesisError
+from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
 from muonsw.telemetry.record import Record
 from muonsw.text import counted
 
@@ -140,10 +132,8 @@ class History:
     @property
     def late(self) -> NDArray[np.bool_]:
         """Mask of the samples in the last part of the run."""
-        if not len(self.steps):
-            return np.zeros(0, dtype=np.bool_)
-        mask: NDArray[np.bool_] = self.steps > self.steps[-1] - LATE * (self.steps[-1] - self.steps[0])
-        return mask
+        first, last = (self.steps[0], self.steps[-1]) if len(self.steps) else (0, 0)
+        return np.asarray(self.steps > last - LATE * (last - first))
 
     def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
         """Return the median of the known values, by default from the peak on (all of them while the rate rises)."""
@@ -300,7 +290,6 @@ def percent(share: float) -> str:
 
 
 def unfinished(history: History) -> Answer:
-    """Report a run that has not ended, or whose records end early."""
     step, planned = history.run.steps, history.run.planned_steps or history.run.steps
     if history.run.in_progress:
         text = f"The run is not complete: step {step:,} of {planned:,}."
@@ -313,7 +302,6 @@ def unfinished(history: History) -> Answer:
 
 
 def too_few_samples(history: History) -> Answer:
-    """Report telemetry that is too sparse for the other rules."""
     if history.complete >= ENOUGH_SAMPLES:
         return None
     advice = f"Sample every {counted(max(history.run.steps // 100, 1), 'step')} (--telemetry-every)."
@@ -326,7 +314,6 @@ def too_few_samples(history: History) -> Answer:
 
 
 def skipped(history: History) -> Answer:
-    """Report steps that were skipped because gradients were not finite."""
     counts = _known(history.run.telemetry.skipped)
     # A resumed run counts from zero again.
     number = int(counts[-1] + counts[:-1][np.diff(counts) < 0].sum()) if len(counts) else 0
@@ -343,7 +330,6 @@ def skipped(history: History) -> Answer:
 
 
 def diverging(history: History) -> Answer:
-    """Report a training loss that is not a number, or has risen by a good part of what was learned."""
     losses, steps = history.run.train.get("loss"), history.run.train.step
     if losses is None or not len(losses):
         return None
@@ -372,7 +358,6 @@ def diverging(history: History) -> Answer:
 
 
 def collapsing(history: History) -> Answer:
-    """Report decay proportional to the learning rate that takes the norm down with it."""
     r = history.column("weight_rms")
     halved = np.flatnonzero((history.column("lr") <= HALVED * history.highest("lr")) & np.isfinite(r))
     halved = halved[halved > history.peak_at]
@@ -395,7 +380,6 @@ def collapsing(history: History) -> Answer:
 
 
 def decay_idle(history: History) -> Answer:
-    """Report a total decay too small to matter."""
     total = history.relaxations / 2.0
     if not 0.0 <= total < IDLE or history.still_rising or (total > 0.0 and history.run.in_progress):
         return None
@@ -414,7 +398,6 @@ def decay_idle(history: History) -> Answer:
 
 
 def peak_not_reached(history: History) -> Answer:
-    """Report a learning rate that stays below the peak that scaled decay divides by."""
     used, peak = history.highest("lr"), history.highest("peak_lr")
     # With peak="base" a divided learning rate stays below the peak on purpose.
     if not used < REACHED * peak or history.setting("peak") == "base" or history.still_rising:
@@ -433,7 +416,6 @@ def peak_not_reached(history: History) -> Answer:
 
 
 def unexplained_norm(history: History) -> Answer:
-    """Report recorded updates that do not add up to the recorded norm."""
     tracking, norm = history.tracking, history.norm
     if tracking is None or norm is None or len(norm) < MIN_SAMPLES:
         return None
@@ -451,7 +433,6 @@ def unexplained_norm(history: History) -> Answer:
 
 
 def large_updates(history: History) -> Answer:
-    """Report momentum that replaces the weights within its own memory."""
     size, bound = history.typical(history.relative_update), 1.0 - history.momentum
     if not size > bound:
         return None
@@ -464,7 +445,6 @@ def large_updates(history: History) -> Answer:
 
 
 def fast_decay(history: History) -> Answer:
-    """Report decay that is not slow against momentum."""
     peak, forgetting = history.highest("decay"), 1.0 - history.momentum
     speed = peak / forgetting
     if not speed > SLOW * (1.0 + 1e-6):  # rounding must not decide at the limit itself
@@ -477,7 +457,6 @@ def fast_decay(history: History) -> Answer:
 
 
 def defect_out_of_range(history: History) -> Answer:
-    """Report a Muon direction that is further from orthogonal than Newton-Schulz leaves it."""
     defect, (low, high) = history.typical(history.column("defect")), DEFECT_RANGE
     if not (defect < low or defect > high):
         return None
@@ -489,7 +468,6 @@ def defect_out_of_range(history: History) -> Answer:
 
 
 def lost_in_rounding(history: History) -> Answer:
-    """Report weights that moved by something else than decay and update intend."""
     r, s, phi, a = (history.column(key) for key in ("weight_rms", "update_rms", "decay", "alignment_update"))
     intended = np.sqrt((phi * r + a * s) ** 2 + (1.0 - a**2) * s**2)
     arrived = history.typical(ratio(history.column("applied_rms"), intended))
@@ -506,7 +484,6 @@ def lost_in_rounding(history: History) -> Answer:
 
 
 def always_clipped(history: History) -> Answer:
-    """Report gradient clipping that acts on nearly every step."""
     limit, norms = history.setting("clip"), history.run.train.get("grad_norm")
     by_trainer = isinstance(limit, int | float) and bool(limit) and norms is not None
     if by_trainer:
@@ -614,18 +591,16 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     """Print the findings of each run, then one table of norms."""
     names = unique_names(diagnosis.history.run.name for diagnosis in diagnoses)
     for name, diagnosis in zip(names, diagnoses, strict=True):
-        console.print(Text(harmless(f"{name} ({diagnosis.history.run.rule or 'unknown'} decay)"), style="bold"))
-        if not diagnosis.findings:
-            say(console, "  nothing to report")
+        levels = Counter(finding.severity for finding in diagnosis.findings)
+        count = ", ".join(counted(number, level) for level, number in levels.items()) or "nothing to report"
+        heading = f"{name} ({diagnosis.history.run.rule or 'unknown'} decay): {count}"
+        console.print(Text(harmless(heading), style="bold"))
         for finding in diagnosis.findings:
             roles = ", ".join(scope.partition(":")[2] for scope in finding.also)
             text = f"{finding.text} The same holds for: {roles}." if roles else finding.text
-            label = f"{finding.severity:>8}  "
-            for line in textwrap.wrap(harmless(text), width=max(min(console.width, 110) - 11, 30)):
-                console.print(
-                    Text(label, style=COLOURS[finding.severity]) + Text(line, style="default"), soft_wrap=True
-                )
-                label = " " * len(label)
+            lines = textwrap.wrap(harmless(text), width=max(min(console.width, 110) - 11, 30))
+            console.print(Text(f"{finding.severity:>8}  ", style=COLOURS[finding.severity]), end="")
+            console.print(Text("\n          ".join(lines)), soft_wrap=True)
     rows = [
         (f"{name} {history.scope}" if len(diagnoses) > 1 else history.scope, *plain(norm_numbers(history)).values())
         for name, diagnosis in zip(names, diagnoses, strict=True)
@@ -676,6 +651,8 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
     """Draw everything that was recorded as one figure, and write it as PNG and SVG."""
     from matplotlib.figure import Figure  # training needs nothing that draws
 
+    from muonsw.lab.report.figures import save_figure
+
     histories = [diagnosis.history for diagnosis in diagnoses]
     names = unique_names(f"{history.run.name} ({history.run.rule or 'unknown'})" for history in histories)
     drawn = [panels(history) for history in histories]
@@ -699,13 +676,7 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
             axes.set_ylim(0.0, 1.4 * highest.max(initial=0.0) or 1.0)
     handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    written = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # letters that the font lacks become boxes
-        for suffix, metadata in METADATA.items():
-            figure.savefig(buffer := io.BytesIO(), format=suffix[1:], dpi=130, metadata=metadata)
-            written.append(write_own(stem.with_name(stem.name + suffix), buffer.getvalue()))
-    return written
+    return save_figure(figure, stem, dpi=130)
 
 
 def _has_values(curves: Curves) -> bool:

@@ -11,9 +11,9 @@ import torch
 
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
+from muonsw.lab.outcome import compare
 from muonsw.lab.runs import load_run
-from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.outcome import compare
+from muonsw.lab.studies.records import Records
 from muonsw.lab.studies.training.worked_tasks import recorded
 from tests.lab.small_tasks import LOSS, task_file
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from muonsw.lab import paper
+from muonsw.lab.arms import Key, decay_factors
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.statistics import ONE_SEED
 from muonsw.lab.cli import main
 from muonsw.lab.model import count, preset
 from muonsw.lab.plan import cost, run_flops
 from muonsw.lab.runs import load_run
-from muonsw.lab.studies.arms import Key, decay_factors
 from muonsw.lab.studies.catalogue import TRAINING_STUDIES
 from muonsw.lab.studies.scales import GPT2_VOCAB, SCALES, find_data
 from muonsw.lab.studies.study import conduct

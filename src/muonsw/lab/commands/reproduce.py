@@ -17,14 +17,13 @@ from muonsw.lab.base.tables import Column, Table, Value, print_table
 from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
-from muonsw.lab.commands.parsing import require_at_least_one
-from muonsw.lab.commands.show import print_conclusion
+from muonsw.lab.commands.shared import print_conclusion, require_at_least_one
 from muonsw.lab.plan import Cost, amount, cost
-from muonsw.lab.report.report import check_target
+from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.studies import evidence
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.scales import SCALES, find_data
-from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
+from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy, conduct
 from muonsw.lab.studies.workshop import BySettings, Workshop
 from muonsw.registry import unknown
 from muonsw.text import counted

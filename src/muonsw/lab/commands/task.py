@@ -23,8 +23,8 @@ from muonsw.lab.base.errors import FAILED, Diverged, Interrupted, UsageError
 from muonsw.lab.base.storage import prepare_folder, write_atomically
 from muonsw.lab.base.terminal import harmless, paragraph, say
 from muonsw.lab.commands.cluster import runs_at_once
-from muonsw.lab.commands.parsing import changed, given, require_at_least_one
-from muonsw.lab.studies.tuning import FACTORS
+from muonsw.lab.commands.shared import changed, given, require_at_least_one
+from muonsw.lab.compare import FACTORS
 from muonsw.lab.studies.workshop import on_cpu
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.config import RunConfig

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from muonsw.lab.arms import RULES, Key, Results
 from muonsw.lab.claims.claim import Claim, Estimate, Verdict
 from muonsw.lab.claims.statistics import ONE_SEED, over_seeds
-from muonsw.lab.studies.arms import RULES, Key, Results
-from muonsw.lab.studies.outcome import last_loss, over_runs, paired
+from muonsw.lab.outcome import last_loss, over_runs, paired
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training import (
     best_rules,

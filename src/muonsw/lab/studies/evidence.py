@@ -13,17 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from muonsw.lab.arms import RULES, Comparison, Key, Results, Runs
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.tables import markdown
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.data.shards import fingerprint, read_record
-from muonsw.lab.report.sections import Chart, LegendEntry, Sheet
+from muonsw.lab.report.charts import Chart, LegendEntry, Sheet
 from muonsw.lab.runs import Run, load_runs
-from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs
 from muonsw.lab.studies.catalogue import find_study
 from muonsw.lab.studies.conclusions import SENTENCES, conclusion
 from muonsw.lab.studies.jobs import Job
+from muonsw.lab.studies.records import Records
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.studies.training import (
@@ -323,7 +323,7 @@ def page(evidence: EvidencePage, template: str) -> str:
 
 def draw(evidence: EvidencePage, folder: Path) -> None:
     """Write the pictures."""
-    from muonsw.lab.report.static import write_sheet  # nothing else here needs what draws
+    from muonsw.lab.report.figures import write_sheet  # nothing else here needs what draws
 
     for sheet in evidence.sheets():
         arms = dict.fromkeys((*RULES, *(curve.arm for chart in sheet.charts for curve in chart.curves)))

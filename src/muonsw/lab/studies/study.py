@@ -13,32 +13,23 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.arms import Comparison, Results
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.storage import (
-    numbered,
-    plain,
-    read_object,
-    refuse_folder,
-    reported,
-    write_atomically,
-    write_json,
-)
+from muonsw.lab.base.storage import plain, refuse_folder, write_atomically
 from muonsw.lab.base.tables import Table
 from muonsw.lab.base.terminal import say
 from muonsw.lab.claims.claim import Claim, Evidence, Verdict, count_verdicts, failed_first
 from muonsw.lab.claims.table import Claims, any_failed
-from muonsw.lab.report.report import write_report
-from muonsw.lab.report.sections import Chart
-from muonsw.lab.studies.arms import Comparison, Results
-from muonsw.lab.studies.outcome import arms_table, compare, completed, divergences, pairs_table
+from muonsw.lab.compare import write_numbers
+from muonsw.lab.outcome import arms_table, compare, completed, divergences, pairs_table
+from muonsw.lab.report.charts import Chart
+from muonsw.lab.report.page import PAGE, write_report
 from muonsw.lab.studies.scales import CPU, Scale
 from muonsw.lab.studies.workshop import ExperimentResult, Workshop
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
 from muonsw.registry import Registry
 
-PAGE = "report.html"
 Found = TypeVar("Found")
 
 
@@ -109,28 +100,6 @@ def conduct(study: Study[Found], workshop: Workshop, folder: Path, *, images: bo
         seconds=seconds,
     )
     return replace(conclusion, paths=[*conclusion.paths, *study.draw(found, conclusion, folder, images=images)])
-
-
-def write_numbers(path: Path, record: Mapping[str, Any], note: Callable[[str], None] = lambda _text: None) -> Path:
-    """Write the numbers of a study; those of another one, or at other settings, are kept under a further name."""
-    if path.is_file() and _lasting(_read_numbers(path)) != _lasting(plain(record)):
-        aside = numbered(path)
-        with reported(path):
-            path.rename(aside)
-        note(f"{path} held the numbers of another study, or at other settings: they are now {aside}")
-    return write_json(path, record)
-
-
-def _lasting(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the same study finds again."""
-    return {key: value for key, value in record.items() if key not in ("seconds", "environment")}
-
-
-def _read_numbers(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path)
-    except UsageError:
-        return {}
 
 
 def counts(claims: Claims) -> dict[str, int]:

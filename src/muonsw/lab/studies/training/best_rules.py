@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from muonsw.decay import convert_weight_decay
+from muonsw.lab.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier, lr_multiples, multiples
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, within
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.outcome import loss_cell
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier, lr_multiples, multiples
-from muonsw.lab.studies.outcome import loss_cell
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.regret import BEYOND, at_horizon, best_gaps, best_of_means
 from muonsw.lab.studies.training.sweeps import Losses, losses_by_seed, mean_losses

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from muonsw.lab.arms import RULES, Arm, Comparison, Key, Results, lambda_arm
 from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, below
-from muonsw.lab.report.sections import Chart
-from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, lambda_arm
-from muonsw.lab.studies.outcome import against_constant
+from muonsw.lab.outcome import against_constant
+from muonsw.lab.report.charts import Chart
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import rules_run
 from muonsw.lab.studies.training.regret import EXACT, basins, best_against_best

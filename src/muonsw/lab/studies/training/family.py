@@ -26,14 +26,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from muonsw.lab.arms import RULES, Arm, Comparison, Key, Results, Runs, lr_multiples
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, at_most, within
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.outcome import loss_cell, swept_loss, with_interval
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.sections import Axis, Chart
+from muonsw.lab.report.charts import Axis, Chart
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, Runs, lr_multiples
-from muonsw.lab.studies.outcome import loss_cell, swept_loss, with_interval
 from muonsw.lab.studies.scales import NEVER, Scale
 from muonsw.lab.studies.training.regret import (
     BEYOND,

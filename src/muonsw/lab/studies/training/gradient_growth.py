@@ -17,14 +17,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from muonsw.lab.arms import RULES, Arm, Comparison, Key, Results, multiples
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.outcome import over_runs, paired, with_interval
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.sections import Axis, Chart, Curve
+from muonsw.lab.report.charts import Axis, Chart, Curve
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, multiples
-from muonsw.lab.studies.outcome import over_runs, paired, with_interval
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.cases import ADAMW_RATE
 from muonsw.lab.studies.training.regret import EXACT

@@ -20,12 +20,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from muonsw.lab.arms import RULES, Comparison, Key, Results, Runs, multiples
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
 from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.sections import Axis, Chart, Curve
-from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, multiples
+from muonsw.lab.report.charts import Axis, Chart, Curve
 from muonsw.lab.studies.scales import Scale, at_width
 from muonsw.lab.studies.training.long import FACTORS
 from muonsw.lab.studies.training.rate_drift import at_rate, drift_run

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from muonsw.lab.arms import RULES, Comparison, Key, Results, multiples
 from muonsw.lab.claims.claim import Claim, at_least, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, multiples
 from muonsw.lab.studies.scales import Scale, lean
 from muonsw.lab.studies.training.regret import (
     BEYOND,

@@ -16,14 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from muonsw.lab.advise import published_total
-from muonsw.lab.base.tables import Table
-from muonsw.lab.claims.claim import Claim, Source, above, at_most, below, within
-from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.paper import Tolerance
-from muonsw.lab.plan import parts_of
-from muonsw.lab.report.sections import Chart
-from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import (
+from muonsw.lab.arms import (
     CONSTANT,
     CONTROL,
     GROUP,
@@ -38,7 +31,14 @@ from muonsw.lab.studies.arms import (
     decay_arms,
     decay_factors,
 )
-from muonsw.lab.studies.outcome import against_constant, last_loss, paired, steps_to_match, swept_loss
+from muonsw.lab.base.tables import Table
+from muonsw.lab.claims.claim import Claim, Source, above, at_most, below, within
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.outcome import against_constant, last_loss, paired, steps_to_match, swept_loss
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.plan import parts_of
+from muonsw.lab.report.charts import Chart
+from muonsw.lab.runs import Run
 from muonsw.lab.studies.scales import Scale, at_width, lean
 from muonsw.lab.studies.training.long import at_one_length, long_runs
 from muonsw.lab.studies.training.regret import (

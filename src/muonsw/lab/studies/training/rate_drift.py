@@ -18,12 +18,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from muonsw.lab.arms import RULES, Arm, Comparison, Key, Results
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.report.sections import Axis, Chart, Curve
-from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results
-from muonsw.lab.studies.outcome import with_interval
+from muonsw.lab.outcome import with_interval
+from muonsw.lab.report.charts import Axis, Chart, Curve
 from muonsw.lab.studies.scales import Scale, at_width
 from muonsw.lab.studies.training.best_rules import TARGET, rules_run
 from muonsw.lab.studies.training.regret import BEYOND, EXACT, of_same_total

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from muonsw.lab.arms import RULES, Comparison, Key, Results, Runs, decay_factors, lambda_arm
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.outcome import loss_cell
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.sections import Axis, Chart, Curve, Level
+from muonsw.lab.report.charts import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, decay_factors, lambda_arm
-from muonsw.lab.studies.outcome import loss_cell
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.sweeps import Losses, at_an_end, excess, losses_by_seed, mean_losses, power, vertex
 from muonsw.lab.theory.schedule import peak_lr_for_horizon

@@ -8,12 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab import paper
-from muonsw.lab.base.tables import Table
-from muonsw.lab.claims.claim import Claim, Source, above, within, within_share
-from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose import diagnose, draw
-from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import (
+from muonsw.lab.arms import (
     CONSTANT,
     CONTROL,
     GROUP,
@@ -26,8 +21,12 @@ from muonsw.lab.studies.arms import (
     decay_arms,
     rule_arm,
 )
-from muonsw.lab.studies.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
-from muonsw.lab.studies.outcome import (
+from muonsw.lab.base.tables import Table
+from muonsw.lab.claims.claim import Claim, Source, above, within, within_share
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.compare import MOVED, SAME_LAMBDA, kept_norm, lower_loss
+from muonsw.lab.diagnose import diagnose, draw
+from muonsw.lab.outcome import (
     Measure,
     against_constant,
     log_end_norm,
@@ -38,6 +37,7 @@ from muonsw.lab.studies.outcome import (
     pairs_table,
     steps_to_match,
 )
+from muonsw.lab.runs import Run
 from muonsw.lab.studies.scales import Scale
 
 BEYOND = "beyond the paper"

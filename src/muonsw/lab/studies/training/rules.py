@@ -7,12 +7,7 @@ from dataclasses import replace
 
 from muonsw.decay import convert_weight_decay
 from muonsw.lab import paper
-from muonsw.lab.claims.claim import Claim, Source, at_least, below, within
-from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose import open_history
-from muonsw.lab.paper import Tolerance
-from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import (
+from muonsw.lab.arms import (
     CONSTANT,
     RULES,
     SCALED,
@@ -27,8 +22,13 @@ from muonsw.lab.studies.arms import (
     own_peak,
     rule_arm,
 )
-from muonsw.lab.studies.compare import LOWER
-from muonsw.lab.studies.outcome import last_loss, paired
+from muonsw.lab.claims.claim import Claim, Source, at_least, below, within
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.compare import LOWER
+from muonsw.lab.diagnose import open_history
+from muonsw.lab.outcome import last_loss, paired
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.runs import Run
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.regret import best_against_best, best_of_means, losses_of
 from muonsw.lab.studies.training.rows import (

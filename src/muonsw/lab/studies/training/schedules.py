@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from muonsw.lab.arms import RULES, Comparison, Key, Results, multiples
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.report.sections import Chart
-from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, multiples
-from muonsw.lab.studies.outcome import loss_cell, with_interval
+from muonsw.lab.outcome import loss_cell, with_interval
+from muonsw.lab.report.charts import Chart
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.training.best_rules import FACTORS, rules_run
 from muonsw.lab.studies.training.regret import (

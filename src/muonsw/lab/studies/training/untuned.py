@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from muonsw.lab.advise import WANTED
+from muonsw.lab.arms import RULES, Results, Runs
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, at_most
 from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.report.sections import Axis, Chart, Curve, Level
-from muonsw.lab.studies.arms import RULES, Results, Runs
-from muonsw.lab.studies.outcome import divergence_steps
+from muonsw.lab.outcome import divergence_steps
+from muonsw.lab.report.charts import Axis, Chart, Curve, Level
 from muonsw.lab.studies.training.regret import (
     BEYOND,
     EXACT,

@@ -10,15 +10,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from muonsw.lab.arms import CONSTANT, CONTROL, RULES, SCALED, Key, Results, Runs
 from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Interval, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.compare import LOWER
+from muonsw.lab.outcome import Measure, arm_outcome, last_loss, mean, metric_names, paired
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
-from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.arms import CONSTANT, CONTROL, RULES, SCALED, Key, Results, Runs
-from muonsw.lab.studies.compare import LOWER
-from muonsw.lab.studies.outcome import Measure, arm_outcome, last_loss, mean, metric_names, paired
+from muonsw.lab.studies.records import Records
 from muonsw.lab.train.config import RunConfig
 
 NAME = "tasks"

@@ -19,8 +19,7 @@ import numpy as np
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import flatten
 from muonsw.lab.base.storage import locked, write_atomically
-from muonsw.lab.runs.metrics import Columns
-from muonsw.lab.runs.run import NORMALIZED, SCOPES, Run
+from muonsw.lab.runs import NORMALIZED, SCOPES, Columns, Run
 from muonsw.lab.tasks import TaskConfig
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 from muonsw.lab.train.folder import identity
