@@ -52,7 +52,6 @@ class Key:
 
     @property
     def slug(self) -> str:
-        """The key in ids and file names."""
         return str(self).replace(", ", "-").replace(" ", "-")
 
 
@@ -67,7 +66,6 @@ class Comparison:
     paired: bool = True  # whether arms are compared with the first one; a sweep has no baseline
 
     def config(self, arm: Arm, seed: int) -> RunConfig:
-        """One run."""
         return replace(self.base, optimizer=arm.optimizer, seed=seed)
 
     def members(self) -> list[tuple[Arm, int]]:
@@ -75,7 +73,6 @@ class Comparison:
         return [(arm, seed) for seed in self.seeds for arm in self.arms]
 
     def configs(self) -> list[RunConfig]:
-        """Every run."""
         return [self.config(arm, seed) for arm, seed in self.members()]
 
 
@@ -143,7 +140,6 @@ def multiples(value: float, factors: Sequence[float], digits: int = 3) -> list[f
 
 
 def lambda_arm(base: OptimizerConfig, rule: str, lam: float) -> Arm:
-    """A rule at one lambda, named after both."""
     return Arm(f"{rule}, lambda {lam:g}", replace(base, decay=rule, weight_decay=lam))
 
 

@@ -198,7 +198,6 @@ class TuningResult:
 
     @property
     def best(self) -> float:
-        """The lambda with the lowest loss."""
         return self.arm.optimizer.weight_decay
 
     @property
@@ -212,7 +211,6 @@ class TuningResult:
         return self.found and self.best in (min(self.losses), max(self.losses))
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as JSON data; a run that diverged has no loss."""
         losses = [{"weight_decay": lam, "final": loss} for lam, loss in sorted(self.losses.items())]
         data: dict[str, Any] = plain({"arm": self.name, "best": self.best, "at_edge": self.at_edge, "losses": losses})
         return data
@@ -258,7 +256,6 @@ def _with_lambda(arm: Arm, words: str, weight_decay: float) -> Arm:
 
 
 def sweep_table(found: Sequence[TuningResult]) -> Table:
-    """Final loss by lambda and arm."""
     lambdas = sorted({lam for tuned in found for lam in tuned.losses})
     columns = [Column("lambda"), *(Column(tuned.name, number=True) for tuned in found)]
     rows = [(f"{lam:g}", *(loss_cell(tuned.losses, lam) for tuned in found)) for lam in lambdas]

@@ -60,7 +60,6 @@ class History:
 
     @cached_property
     def steps(self) -> NDArray[np.int64]:
-        """The sampled steps."""
         return self.run.telemetry.scope(self.scope).step
 
     def column(self, key: str) -> Array:
@@ -79,7 +78,6 @@ class History:
         return float(known.max()) if len(known) else math.nan
 
     def setting(self, name: str) -> Any:
-        """Return a setting of the optimizer, or None."""
         return (self.run.settings.get("optimizer") or {}).get(name)
 
     @property
@@ -109,7 +107,6 @@ class History:
 
     @property
     def relative_update(self) -> Array:
-        """Update RMS over weight RMS."""
         return ratio(self.column("update_rms"), self.column("weight_rms"))
 
     @cached_property
@@ -125,7 +122,6 @@ class History:
 
     @property
     def lr_left(self) -> float:
-        """The last learning rate as a share of its peak."""
         peak = self.highest("lr")
         return self.last("lr") / peak if peak > 0 else math.nan
 
@@ -158,7 +154,6 @@ class History:
 
     @property
     def relaxations(self) -> float:
-        """How many relaxation times the run lasted."""
         return float(self.relaxations_so_far[-1]) if len(self.steps) else math.nan
 
     def held_norm(self) -> float:
@@ -258,7 +253,6 @@ class Rule(NamedTuple):
     samples: int = 0  # fewer samples are not checked
 
     def find(self, history: History) -> Finding | None:
-        """Apply the rule."""
         answer = self.check(history) if len(history.steps) >= self.samples else None
         return answer and Finding(self.name, answer[0], history.scope, *answer[1:])
 
@@ -564,7 +558,6 @@ def norm_numbers(history: History) -> dict[str, float]:
 
 
 def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return a diagnosis as JSON data."""
     history, run = diagnosis.history, diagnosis.history.run
     data: dict[str, Any] = plain(
         {

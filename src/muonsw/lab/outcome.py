@@ -24,7 +24,6 @@ def diverged_at(run: Run) -> int | None:
 
 
 def completed(runs: Sequence[Run]) -> list[Run]:
-    """The runs that did not diverge."""
     return [run for run in runs if diverged_at(run) is None]
 
 
@@ -168,7 +167,6 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
 
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
-    """What any of the runs measured besides the loss."""
     return list(dict.fromkeys(name for run in runs for name in run.metrics))
 
 
@@ -220,7 +218,6 @@ def steps_to_match(baseline: Run, arm: Run) -> float | None:
 
 
 def divergence_steps(runs: Sequence[Run]) -> dict[int, int]:
-    """The step at which a run diverged, by seed."""
     return {run.seed: step for run in runs if (step := diverged_at(run)) is not None}
 
 

@@ -141,7 +141,6 @@ def parts_of(config: ModelConfig) -> ModelParts:
 
 @cache
 def flops_per_token(config: ModelConfig) -> int:
-    """FLOPs of a trained token, forward and backward."""
     return count(config).flops_per_token
 
 
@@ -204,7 +203,6 @@ class Sharding(NamedTuple):
         return math.ceil(part.stack / self.stack) / part.stack
 
     def held(self, part: ModelPart) -> float:
-        """Elements of a part on the rank that holds the most."""
         return self.fullest(part) * part.parameters / self.cut
 
 
@@ -276,7 +274,6 @@ class Setup:
 
 
 def require_positive(**values: float) -> None:
-    """Refuse numbers that are not positive and finite."""
     for name, value in values.items():
         if not 0.0 < value < math.inf:
             raise ValueError(f"{name}={value} must be positive and finite")
@@ -296,7 +293,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
         return math.fsum(vars(self).values())
 
 
@@ -316,17 +312,14 @@ class UpdateCost:
 
     @property
     def optimizer_seconds(self) -> float:
-        """A step of the optimizer."""
         return max(self.product_seconds, self.exchange_seconds) + self.pass_seconds + H200.overhead
 
     @property
     def seconds(self) -> float:
-        """The whole update."""
         return max(self.model_seconds, self.model_link_seconds) + self.optimizer_seconds
 
     @property
     def optimizer_share(self) -> float:
-        """The optimizer's part of the time."""
         return self.optimizer_seconds / self.seconds
 
 
@@ -537,7 +530,6 @@ def rows_of(result: RunPlan) -> list[tuple[str, str, str]]:
 
 
 def link_rows(update: UpdateCost) -> list[tuple[str, str, str]]:
-    """What a GPU receives in an update."""
     links = (
         ("optimizer receives", update.optimizer_bytes, update.exchange_seconds, update.product_seconds),
         ("model receives", update.model_bytes, update.model_link_seconds, update.model_seconds),

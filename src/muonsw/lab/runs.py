@@ -90,12 +90,10 @@ class Columns(dict[str, Values]):
 
     @property
     def step(self) -> NDArray[np.int64]:
-        """The steps of the records, ascending."""
         return self["step"].astype(np.int64) if "step" in self else np.empty(0, np.int64)
 
     @property
     def records(self) -> int:
-        """The number of records."""
         return len(next(iter(self.values()), ()))
 
     def known(self, key: str) -> Points:
@@ -202,7 +200,6 @@ class Scopes:
 
     @property
     def step(self) -> NDArray[np.int64]:
-        """The steps that were recorded, ascending."""
         return self.scope("").step
 
     @property
@@ -212,11 +209,9 @@ class Scopes:
 
     @property
     def records(self) -> int:
-        """How many steps were recorded."""
         return len(self.step)
 
     def scopes(self) -> list[str]:
-        """Every scope that was recorded."""
         return [scope for scope in self._whole if scope]
 
     def scope(self, scope: str) -> Columns:
@@ -261,17 +256,14 @@ class Run:
 
     @property
     def train(self) -> Columns:
-        """One record for each logged step."""
         return self.tables.get("train", {}).get("", Columns())
 
     @property
     def evals(self) -> Columns:
-        """One record for each evaluation."""
         return self.tables.get("eval", {}).get("", Columns())
 
     @cached_property
     def telemetry(self) -> Scopes:
-        """What telemetry recorded of the weights."""
         return Scopes(self.tables.get("telemetry", {}), self.details)
 
     @cached_property
@@ -284,12 +276,10 @@ class Run:
 
     @property
     def arm(self) -> str:
-        """Its name in a comparison."""
         return str(self.settings.get("arm") or "")
 
     @property
     def seed(self) -> int:
-        """Of its weights and batches."""
         return int(self.settings.get("seed", 0))
 
     @property
@@ -313,7 +303,6 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the run wrote its result."""
         return self.result is not None
 
     @property
@@ -324,7 +313,6 @@ class Run:
 
     @property
     def in_progress(self) -> bool:
-        """Whether the run has a plan and has not ended."""
         return self.planned_steps is not None and not self.complete
 
     @cached_property
@@ -345,7 +333,6 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """How many steps were taken."""
         taken = self._result("steps")
         seen = [int(steps[-1]) for steps in (self.train.step, self.telemetry.step) if len(steps)]
         return int(taken) if np.isfinite(taken) else max(seen, default=0)
@@ -361,17 +348,14 @@ class Run:
 
     @property
     def tokens(self) -> float:
-        """How many tokens were trained on."""
         return self._result("tokens", last(self.train.known("tokens")))
 
     @property
     def epochs(self) -> float:
-        """How often the run saw its text."""
         return self._result("epochs")
 
     @property
     def seconds(self) -> float:
-        """How long the run took."""
         return self._result("seconds")
 
     @property
@@ -381,7 +365,6 @@ class Run:
 
     @property
     def losses(self) -> Points:
-        """Steps and losses of the evaluations."""
         return self.evals.known("loss")
 
     @property
@@ -402,7 +385,6 @@ class Run:
 
     @property
     def best_loss(self) -> float:
-        """The smallest validation loss."""
         return self._result("best_loss", min(self.losses[1].tolist(), default=NAN))
 
     def recorded(self, key: str) -> Points:
@@ -438,7 +420,6 @@ class Run:
 
     @property
     def norm_change(self) -> float:
-        """The last norm over the largest, minus one."""
         largest = self.highest_norm
         return self.final_norm / largest - 1.0 if largest > 0 else NAN
 
@@ -457,7 +438,6 @@ class Run:
 
 
 def last(points: Points) -> float:
-    """The last value; NaN where there is none."""
     return float(points[1][-1]) if len(points[1]) else NAN
 
 

@@ -97,7 +97,6 @@ class Compare:
     """Training as jobs of a cluster."""
 
     def run(self) -> int:
-        """Train all arms, print the verdict, write the report."""
         require_at_least_one(self, "seeds", "workers")
         self.cluster.check(self.device)
         check_target(self.out / PAGE, images=True)
@@ -131,7 +130,6 @@ class Compare:
         return int(any(claim.verdict is Verdict.FAILS for claim in found.claims))
 
     def _plan(self, asked: Question, workers: int) -> str:
-        """What is about to happen, in a sentence."""
         base, names = asked.base, " and ".join(arm.name for arm in asked.arms)
         names += " and constant decay of the same total" if self.control else ""
         if base.task is not None:
@@ -152,7 +150,6 @@ class Compare:
         return base
 
     def _decoder_base(self, console: Console) -> RunConfig:
-        """The run of a preset, after preparing its tokens."""
         self.own.refuse_without_task()
         if self.record is not None:
             raise UsageError("--record keeps runs of a task: give --task FILE; those of the decoder are studies")

@@ -46,7 +46,6 @@ class Diagnose:
     """Which weights: decayed (the default), all, role:NAME, layer:NUMBER or parameter:NAME."""
 
     def run(self) -> int:
-        """Examine, write, print."""
         if not self.runs:
             raise UsageError("missing run: muonsw diagnose RUN...")
         runs = [_with_recorded_settings(run) for run in load_runs(self.runs)]

@@ -38,7 +38,6 @@ class Report:
     """Write the page alone, without PNG and SVG."""
 
     def run(self) -> int:
-        """Load, write, and say where."""
         if not self.runs:
             raise UsageError("missing run: muonsw report RUN [RUN ...] -o report.html")
         check_target(self.out, images=not self.no_images)

@@ -91,7 +91,6 @@ class Train:
     optimizer: OmitArgPrefixes[Changes] = field(default_factory=Changes)
 
     def run(self) -> int:
-        """Train, with progress on the terminal."""
         if self.task is not None:
             return self._run_task(self.task)
         self.own.refuse_without_task()
@@ -117,7 +116,6 @@ class Train:
         return replace(config, parallel=replace(config.parallel, strategy=self.strategy))
 
     def _run_task(self, task: str) -> int:
-        """Check a task, say how it is routed, and train it."""
         refuse_with_task(self, "--preset", "--data", "--text", "--config", "--batch")
         settings = {**self._changes(), **self._optimizer(), **given(self, "steps")}
         folder = self.out or Path("out/train") / Path(task).stem

@@ -38,7 +38,6 @@ class Axis:
 
     @property
     def title(self) -> str:
-        """Label and unit together."""
         return f"{self.label} ({self.unit})" if self.unit and self.label else self.label or self.unit
 
 

@@ -127,7 +127,6 @@ def build_report(title: str, runs: Sequence[Run], **content: Unpack[Content]) ->
 
 
 def summary(charts: Charts) -> str:
-    """Say what there is in one sentence that judges nothing."""
     several = len(charts.runs) > 1
     text = f"{len(charts.runs)} runs in {counted(len(charts.arms), 'arm')}" if several else charts.labels[0]
     if running := sum(run.in_progress for run in charts.runs):
@@ -145,7 +144,6 @@ def summary(charts: Charts) -> str:
 
 
 def runs_table(charts: Charts) -> Table:
-    """One row for each run: losses, norms, time."""
     numbers = ("final loss", "best loss", "weight RMS", "change since largest", "steps", "seconds")
     columns = [Column("run"), Column("arm"), *(Column(name, number=True) for name in numbers), Column("state")]
     rows = []
@@ -222,7 +220,6 @@ def write_page(path: Path, document: Document) -> Path:
 
 
 def page(document: Document) -> str:
-    """Render the document."""
     # Plotly is imported here, so that everything else of a report works where it is not installed.
     library = str(needed("plotly.offline", "an interactive page needs", "lab").get_plotlyjs())
     code, charts = _resource("page.js"), [section for section in document.sections if isinstance(section, Chart)]
@@ -261,7 +258,6 @@ def _resource(name: str) -> str:
 
 
 def _figure(chart: Chart, styles: Mapping[str, ArmStyle]) -> dict[str, Any]:
-    """A chart as plotly's traces and layout."""
     middles = {curve.arm for curve in chart.curves if curve.middle}
     curves = sorted(chart.curves, key=lambda curve: curve.middle)  # thick lines above thin ones
     levels = [
