@@ -25,6 +25,7 @@ from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import Column, Table, norm_text, print_table
 from muonsw.lab.base.terminal import harmless
 from muonsw.lab.recipes import IDLE
+from muonsw.lab.report.charts import Axis, Chart, Curve, LegendEntry, Sheet
 from muonsw.lab.runs import Columns, Run, norm_history, unique_names
 from muonsw.lab.theory.hypotheses import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
@@ -573,6 +574,16 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
     return data
 
 
+NORM, RECURSION = "RMS (dashed: steady state)", "RMS (dashed: recursion)"
+LATE_COSINE = "late cos(weight, update) over lr"
+PANELS = {
+    NORM: "weight_rms",
+    RECURSION: "weight_rms",
+    "cos(weight, update)": "alignment_update",
+    "cos(weight, gradient)": "alignment_gradient",
+    "cos(weight, momentum)": "alignment_momentum",
+    "size of Muon's direction": "defect",
+}
 COLOURS = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 NOTE = (
     "norm: RMS of the weights, and as a share of its peak; r*: the norm at which it would settle at the present "
@@ -604,76 +615,51 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     print_table(console, Table("norms", "Weight norms", columns, rows, NOTE), hint="diagnose.json has them")
 
 
-# The figure.
-
-Curves = list[tuple[Any, Any, str]]  # x, y and matplotlib's style of the line
-NORM = "weight RMS (dashed: steady state, dotted: recursion)"
-
-
-def panels(history: History) -> dict[str, Curves]:
-    """Return the curves of a run by the title of their panel; the diagnostic figures of the paper are among them."""
-    norm, tracking, steps, fits = history.norm, history.tracking, history.steps, late_fits(history)
-    evaluated, trained = history.run.losses, history.run.training_losses
-    curves: dict[str, Curves] = {"loss": [(*(evaluated if len(evaluated[0]) else trained), "-")]}
-    for title, key in (
-        (NORM, "weight_rms"),
-        ("cosine of weight and update", "alignment_update"),
-        ("cosine of weight and gradient", "alignment_gradient"),
-        ("cosine of weight and momentum", "alignment_momentum"),
-        ("size of Muon's direction", "defect"),
-    ):
-        curves[title] = [(steps, history.column(key), "-")]
-    if norm is not None and tracking is not None:
-        curves[NORM] += [(norm.steps, tracking.smooth_target, "--"), (norm.steps, tracking.predicted, ":")]
-        after = norm.steps >= int(steps[history.peak_at])
-        curves["lag ln(r/r*)"] = [(norm.steps[after], tracking.lag[after], "-")]
-        curves["adiabatic ratio"] = [(norm.steps[after], tracking.ratio[after], "-")]
-    if fits is not None:
-        where = steps >= fits.first_step
-        lr = history.column("lr")[where]
-        ends = np.array([0.0, np.nanmax(lr)])
-        lines = [(ends, -fits.k * ends, "--"), (ends, -fits.offset - fits.slope * ends, ":")]
-        curves["late cosine of weight and update over lr"] = [
-            (lr, history.column("alignment_update")[where], "."),
-            *lines,
-        ]
-    return curves
-
-
 def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
-    """Draw everything that was recorded as one figure, and write it as PNG and SVG."""
-    from matplotlib.figure import Figure  # training needs nothing that draws
+    """Draw everything that was recorded as one figure, and write it as PNG and SVG.
 
-    from muonsw.lab.report.figures import save_figure
+    The diagnostic figures of the paper are among its panels.
+    """
+    from muonsw.lab.report.figures import write_sheet  # training needs nothing that draws
 
     histories = [diagnosis.history for diagnosis in diagnoses]
     names = unique_names(f"{history.run.name} ({history.run.rule or 'unknown'})" for history in histories)
-    drawn = [panels(history) for history in histories]
-    known = dict.fromkeys(title for curves in drawn for title in curves)
-    titles = [title for title in known if any(_has_values(curves.get(title, [])) for curves in drawn)]
-    rows = math.ceil(len(titles) / 3)
-    figure = Figure(figsize=(15, 0.6 + 3.6 * rows), layout="constrained")
-    for place, title in enumerate(titles, start=1):
-        axes = figure.add_subplot(rows, 3, place)
-        for number, (name, curves) in enumerate(zip(names, drawn, strict=True)):
-            for x, y, style in curves.get(title, []):
-                values = np.asarray(y, dtype=np.float64)
-                values = np.where(np.abs(values) < LARGEST, values, np.nan)  # axes overflow far beyond
-                label = name.replace("$", r"\$") if style == "-" else None
-                axes.plot(np.asarray(x), values, style, color=f"C{number}", linewidth=1.3, label=label)
-        axes.set_title(title, fontsize=10)
-        if title == "adiabatic ratio":
-            axes.set_yscale("log")
-        if title == NORM:  # during warmup the steady state is far outside
-            highest = _known(np.array([history.highest("weight_rms") for history in histories]))
-            axes.set_ylim(0.0, 1.4 * highest.max(initial=0.0) or 1.0)
-    handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    return save_figure(figure, stem, dpi=130)
+    panels: dict[str, list[Curve]] = {}
 
+    def add(title: str, arm: str, x: Any, y: Any, *, dashed: bool = False) -> None:
+        if np.isfinite(values := np.asarray(y, dtype=np.float64)).any():
+            panels.setdefault(title, []).append(Curve(arm, arm, np.asarray(x).tolist(), values.tolist(), dashed))
 
-def _has_values(curves: Curves) -> bool:
-    return any(np.isfinite(np.asarray(y, dtype=np.float64)).any() for _, y, _ in curves)
+    for arm, history in zip(names, histories, strict=True):
+        evaluated = history.run.losses
+        add("loss", arm, *(evaluated if len(evaluated[0]) else history.run.training_losses))
+        for title, key in PANELS.items():
+            add(title, arm, history.steps, history.column(key))
+        if history.norm is not None and history.tracking is not None:
+            steps, tracking = history.norm.steps, history.tracking
+            add(NORM, arm, steps, tracking.smooth_target, dashed=True)
+            add(RECURSION, arm, steps, tracking.predicted, dashed=True)
+            after = steps >= int(history.steps[history.peak_at])
+            add("lag ln(r/r*)", arm, steps[after], tracking.lag[after])
+            add("adiabatic ratio", arm, steps[after], tracking.ratio[after])
+        if (fits := late_fits(history)) is not None:
+            late = history.steps >= fits.first_step
+            lr, cosine = history.column("lr")[late], history.column("alignment_update")[late]
+            order, ends = np.argsort(lr), np.array([0.0, np.nanmax(lr)])
+            add(LATE_COSINE, arm, lr[order], cosine[order])
+            add(LATE_COSINE, arm, ends, -fits.k * ends, dashed=True)
+            add(LATE_COSINE, arm, ends, -fits.offset - fits.slope * ends, dashed=True)
+    highest = _known(np.array([history.highest("weight_rms") for history in histories])).max(initial=0.0)
+    axes = {
+        NORM: Axis(limits=(0.0, 1.4 * highest or 1.0)),  # during warmup the steady state is far outside
+        "adiabatic ratio": Axis(log=10),
+    }
+    charts = [
+        Chart(title, title, curves, Axis("lr" if title == LATE_COSINE else "step"), axes.get(title, Axis()))
+        for title, curves in panels.items()
+    ]
+    arms = [LegendEntry(name, history.run.rule) for name, history in zip(names, histories, strict=True)]
+    return write_sheet(Sheet(stem.name, "", charts, columns=3), arms, stem.parent) if charts else []
 
 
 # Hints while training.
