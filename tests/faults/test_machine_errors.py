@@ -10,8 +10,8 @@ from muonsw.lab import cli
 from muonsw.lab.base import storage
 from muonsw.lab.base.errors import MachineError, UsageError
 from muonsw.lab.base.storage import write_json
+from muonsw.lab.outcome import diverged_at
 from muonsw.lab.studies import jobs
-from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.train import loop
 from muonsw.lab.train.loop import train
 from tests.lab.base.test_storage import files_no_larger_than

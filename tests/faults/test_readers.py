@@ -317,11 +317,3 @@ def test_an_export_that_asks_for_all_memory_gets_none(settings):
         assert tracemalloc.get_traced_memory()[1] < FIXED_BYTES
     finally:
         tracemalloc.stop()
-
-
-def test_records_without_a_key_in_common_do_not_fill_the_memory(tmp_path):
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    lines = [json.dumps({"kind": "train", "step": n, **{f"{n}-{k}": 1 for k in range(20)}}) for n in range(2_000)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="hardly a key in common"):
-        load_run(tmp_path)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from muonsw.lab.arms import parse_arm
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan
 from muonsw.lab.model import Decoder
 from muonsw.lab.plan import Setup
-from muonsw.lab.studies.arms import parse_arm
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.lab.train.loop import train

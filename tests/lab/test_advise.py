@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from muonsw.decay import decay_factors
 from muonsw.lab.advise import HARMLESS_EPOCHS, RULES, TOKENS_PER_PARAMETER, Advise
 from muonsw.lab.cli import main
-from muonsw.lab.runs import records
+from muonsw.lab.studies import records
 from muonsw.lab.theory import schedule
 from muonsw.lab.theory.schedule import SHAPES, warmup_cosine, warmup_steps_for_horizon
 

@@ -240,7 +240,6 @@ def test_a_dense_model_has_no_stacks_to_divide():
         ({"preset": "w257", "steps": 5}, "unknown preset"),
         ({"preset": "w256", "steps": 0}, "steps=0 must be positive"),
         ({"setup": Setup(tflops=0.0)}, "tflops=0.0 must be positive"),
-        ({"setup": Setup(8, "tp")}, "strategy='tp' must be one of ddp, fsdp, ep"),
         ({"setup": Setup(0)}, "gpus=0 must be a positive multiple"),
         ({"setup": Setup(6, "fsdp", replicas=4)}, "multiple of replicas=4"),
         ({"setup": Setup(8, replicas=2)}, "needs strategy fsdp or ep"),

@@ -97,7 +97,6 @@ class Advise:
     """Active parameters of the model."""
 
     def run(self) -> int:
-        """Print the answer, then what it rests on."""
         try:
             advice = self.advice()
         except (ValueError, OverflowError) as error:

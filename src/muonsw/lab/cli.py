@@ -51,9 +51,7 @@ TASK_PREFIX = "--task."
 class Command(Protocol):
     """What `muonsw` can run."""
 
-    def run(self) -> int:
-        """Run it and return the exit code."""
-        ...
+    def run(self) -> int: ...
 
 
 @enduring
@@ -100,7 +98,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def parse(name: str, options: Sequence[str]) -> Command:
-    """Return the command with these options."""
     kind, tyro = load(name), needed("tyro", "the lab needs", "lab")
     shown, errors = io.StringIO(), io.StringIO()
     try:
@@ -115,7 +112,6 @@ def parse(name: str, options: Sequence[str]) -> Command:
 
 
 def load(name: str) -> type[Any]:
-    """Import the class of a command."""
     module, kind, _ = COMMANDS[name]
     return cast("type[Any]", getattr(needed(f"muonsw.lab.{module}", "the lab needs", "lab"), kind))
 

@@ -12,7 +12,7 @@ from muonsw.lab.cli import main
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.plan import cost
 from muonsw.lab.report.study_figures import draw_convergence
-from muonsw.lab.runs import records
+from muonsw.lab.studies import records
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.study import ExperimentStudy

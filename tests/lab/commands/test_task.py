@@ -11,7 +11,8 @@ import torch
 
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
-from muonsw.lab.runs import load_run, records
+from muonsw.lab.runs import load_run
+from muonsw.lab.studies import records
 from tests.lab.small_tasks import LOSS, task_file
 
 SHORT = ["--steps", "6", "--workers", "1"]

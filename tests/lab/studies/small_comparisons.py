@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from muonsw.lab.arms import Arm, Comparison, Key
 from muonsw.lab.model import MuP
-from muonsw.lab.studies.arms import Arm, Comparison, Key
 from muonsw.lab.studies.scales import Scale, adamw_sweep
 from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop
 from muonsw.lab.train.config import DataConfig, OptimizerConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from muonsw.lab.arms import decay_factors, lr_multiples
 from muonsw.lab.plan import cost
-from muonsw.lab.studies.arms import decay_factors, lr_multiples
 from muonsw.lab.studies.catalogue import (
     TRAINING_STUDIES,
     best_rules,

@@ -2,12 +2,11 @@
 
 import pytest
 
+from muonsw.lab.arms import Key
 from muonsw.lab.studies import dynamics
-from muonsw.lab.studies.arms import Key
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.main_table import sampled_row
 from muonsw.lab.studies.scales import SCALES
-from muonsw.lab.studies.study import conduct
 from tests.lab.studies.made_runs import pair, written
 from tests.lab.studies.small_comparisons import by_settings, tiny_scale
 
@@ -56,7 +55,7 @@ def test_the_same_runs_serve_both_studies_and_their_figures(tmp_path):
     scale, shop = tiny_scale(seeds=1), by_settings(tmp_path / "runs")
     for name in ("steady-state", "diagnostics"):
         (tmp_path / name).mkdir()
-        report = conduct(STUDIES[name].at(scale), shop, tmp_path / name, images=False)
+        report = STUDIES[name].at(scale).conduct(shop, tmp_path / name, images=False)
         claims = report.all_claims
         assert len({claim.id for claim in claims}) == len(claims)
         assert any(path.suffix == ".svg" and "figures" in path.parts for path in report.paths)

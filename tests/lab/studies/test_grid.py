@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from muonsw.lab.studies.arms import Key
+from muonsw.lab.arms import Key
 from muonsw.lab.studies.catalogue import GRIDS, best_rules, over_lambda, rate_drift, regret
 from muonsw.lab.studies.grid import at_edge, best_gaps, best_of_means, grid_charts, grid_table, judge_cell, vertex
 from muonsw.lab.studies.scales import MINI
-from muonsw.lab.studies.study import conduct
 from tests.lab.studies.made_runs import parabola, runs_of
 from tests.lab.studies.small_comparisons import by_settings, tiny_scale
 
@@ -88,7 +87,7 @@ def test_a_rule_without_a_known_total_and_one_without_lambda_are_shown():
 def test_a_grid_from_training_to_page(tmp_path):
     study = next(study for study in GRIDS if study.name == "regret").at(tiny_scale())
     (tmp_path / "out").mkdir()
-    report = conduct(study, by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
+    report = study.conduct(by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
     runs = sorted((tmp_path / "runs").iterdir())
     assert len(runs) == 2 * 2 * 2
     data = json.loads((tmp_path / "out" / "claims.json").read_text(encoding="utf-8"))
@@ -100,7 +99,7 @@ def test_a_grid_from_training_to_page(tmp_path):
     assert gap["measured"] == pytest.approx(lowest[0] - lowest[1])
     assert "Each rule at its best" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     stamps = {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs}
-    again = conduct(study, by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
+    again = study.conduct(by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
     assert {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs} == stamps
     assert again.claims == report.claims
 

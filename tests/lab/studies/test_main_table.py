@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from muonsw.lab import paper
+from muonsw.lab.arms import Key, decay_arms, decay_factors
 from muonsw.lab.model import count, preset
-from muonsw.lab.plan import cost, run_flops
+from muonsw.lab.plan import cost
 from muonsw.lab.studies import main_table
-from muonsw.lab.studies.arms import Key, decay_arms, decay_factors
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES
 from tests.lab.studies.made_runs import pair
@@ -66,7 +66,7 @@ def test_costs_follow_closed_forms():
     sweep = planned("width-transfer", "cpu")[1].base
     evaluated = 11 * sweep.data.eval_windows * sweep.model.sequence
     each = count(sweep.model).flops_per_token
-    assert run_flops(sweep) == pytest.approx(each * (240 * 1536 + evaluated / 3))
+    assert cost([sweep]).flops == pytest.approx(each * (240 * 1536 + evaluated / 3))
     assert found.hours(2.0, 5) == pytest.approx(found.hours(1.0, 1) / 10)
 
 

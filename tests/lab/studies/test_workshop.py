@@ -17,9 +17,9 @@ from torch._dynamo.utils import counters
 
 from muonsw.lab.base.errors import Interrupted, UsageError
 from muonsw.lab.claims.claim import Evidence
+from muonsw.lab.outcome import diverged_at
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.jobs import Job, compiling_alone
-from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.studies.workshop import ByArm, Workshop, describe
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train import state

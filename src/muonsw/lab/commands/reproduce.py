@@ -17,15 +17,14 @@ from muonsw.lab.base.tables import Column, Table, Value, print_table
 from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.cluster import ClusterOptions
-from muonsw.lab.commands.parsing import require_at_least_one
-from muonsw.lab.commands.show import print_conclusion
+from muonsw.lab.commands.shared import print_conclusion, require_at_least_one
 from muonsw.lab.plan import Cost, amount, cost
-from muonsw.lab.report.report import check_target
+from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs
-from muonsw.lab.runs.records import append
 from muonsw.lab.studies.catalogue import STUDIES, find_study
+from muonsw.lab.studies.records import append
 from muonsw.lab.studies.scales import SCALES, find_data
-from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
+from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
 from muonsw.lab.studies.workshop import BySettings, Workshop
 from muonsw.registry import unknown
 from muonsw.text import counted
@@ -119,9 +118,8 @@ class Reproduce:
             return 0
         folder = self.out or Path("out") / study.name
         prepare_folder(folder)
-        conclusion = conduct(
-            replace(study, seed=self.seed), Workshop(console, self.processes or machine.cores()), folder
-        )
+        workshop = Workshop(console, self.processes or machine.cores())
+        conclusion = replace(study, seed=self.seed).conduct(workshop, folder)
         table = claims_table(conclusion.claims, ("predicted", "measured"), named=True)
         print_conclusion(console, conclusion, folder, [table], verbose=self.verbose)
         return int(conclusion.failed)
@@ -139,7 +137,7 @@ class Reproduce:
         places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
         prepare_folder(folder)
         workshop = self._workshop(console, places, len(study.runs()))
-        conclusion = conduct(study, workshop, folder)
+        conclusion = study.conduct(workshop, folder)
         if self.record is not None:
             count = append(self.record, load_runs(workshop.jobs(study.planned())), study=study.name, arm=None)
             say(console, f"added {counted(count, 'run')} to {self.record}")

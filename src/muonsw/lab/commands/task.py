@@ -23,8 +23,8 @@ from muonsw.lab.base.errors import FAILED, Diverged, Interrupted, UsageError
 from muonsw.lab.base.storage import prepare_folder, write_atomically
 from muonsw.lab.base.terminal import harmless, paragraph, say
 from muonsw.lab.commands.cluster import runs_at_once
-from muonsw.lab.commands.parsing import changed, given, require_at_least_one
-from muonsw.lab.studies.tuning import FACTORS
+from muonsw.lab.commands.shared import changed, given, require_at_least_one
+from muonsw.lab.compare import FACTORS
 from muonsw.lab.studies.workshop import on_cpu
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.config import RunConfig
@@ -56,7 +56,6 @@ class TaskOptions:
     """Updates between evaluations of a task; a twentieth of the run unless given."""
 
     def refuse_without_task(self) -> None:
-        """Refuse options that only a task has."""
         for option in changed(self):
             raise UsageError(f"{option} needs a task: give --task FILE")
 
@@ -154,7 +153,6 @@ class Check:
     """cpu, cuda or auto."""
 
     def run(self) -> int:
-        """Check, and time some updates."""
         require_at_least_one(self, "seeds")
         console = Console()
         config, checked = self.own.run_config(self.file, **given(self, "device", "steps"))
@@ -228,7 +226,6 @@ class New:
     """Python file to write; one that exists is left alone."""
 
     def run(self) -> int:
-        """Write the file."""
         if self.file.suffix != ".py":
             raise UsageError(f"{self.file} must end in .py")
         text = files("muonsw.lab").joinpath("task_template.py").read_text(encoding="utf-8")
@@ -251,5 +248,4 @@ class TaskCommand:
     ]
 
     def run(self) -> int:
-        """Do what was asked."""
         return self.action.run()

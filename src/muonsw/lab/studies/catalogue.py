@@ -8,9 +8,9 @@ from typing import Any
 
 from muonsw.decay import convert_weight_decay
 from muonsw.lab import theory
+from muonsw.lab.arms import RULES, Key, decay_factors, lr_multiples, multiples
 from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup
-from muonsw.lab.studies.arms import RULES, Key, decay_factors, lr_multiples, multiples
 from muonsw.lab.studies.dynamics import DIAGNOSTICS, STEADY_STATE
 from muonsw.lab.studies.frontier import RECIPES_STUDY
 from muonsw.lab.studies.grid import Cell, grid, over_lambda, over_rate

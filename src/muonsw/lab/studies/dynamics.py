@@ -7,15 +7,15 @@ import math
 import numpy as np
 
 from muonsw.lab import paper
+from muonsw.lab.arms import CONSTANT, RULES, SCALED, Results, Runs
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, below, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import late_fits, open_history
+from muonsw.lab.outcome import log_end_norm, over_runs, paired
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.sections import Axis, Chart, Curve, Level
+from muonsw.lab.report.charts import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import CONSTANT, RULES, SCALED, Results, Runs
 from muonsw.lab.studies.main_table import NOTES, SAME_RUNS, draw_figures, larger_norm, sampled_row
-from muonsw.lab.studies.outcome import log_end_norm, over_runs, paired
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.study import TrainingStudy
 
@@ -77,7 +77,7 @@ def norm_charts(results: Results, _scale: Scale) -> list[Chart]:
         (steps, seen), (known, predicted) = run.norms, run.predicted_norms
         norms += [
             Curve(rule, rule, steps.tolist(), seen.tolist()),
-            Curve(f"{rule}, recursion", rule, known.tolist(), predicted.tolist(), dashed=True, neutral=True),
+            Curve(f"{rule}, recursion", rule, known.tolist(), predicted.tolist(), dashed=True),
         ]
         at, alignment = run.recorded("alignment_update")
         alignments.append(Curve(rule, rule, at.tolist(), alignment.tolist()))

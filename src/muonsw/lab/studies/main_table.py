@@ -11,12 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab import paper
-from muonsw.lab.base.tables import Table
-from muonsw.lab.claims.claim import Claim, Source, above, below, within, within_share
-from muonsw.lab.claims.statistics import over_seeds
-from muonsw.lab.diagnose import diagnose, draw
-from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import (
+from muonsw.lab.arms import (
     CONSTANT,
     CONTROL,
     GROUP,
@@ -30,8 +25,12 @@ from muonsw.lab.studies.arms import (
     decay_arms,
     rule_arm,
 )
-from muonsw.lab.studies.compare import LOWER, MOVED, SAME_LAMBDA, kept_norm, lower_loss
-from muonsw.lab.studies.outcome import (
+from muonsw.lab.base.tables import Table
+from muonsw.lab.claims.claim import Claim, Source, above, below, within, within_share
+from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.compare import LOWER, MOVED, SAME_LAMBDA, kept_norm, lower_loss
+from muonsw.lab.diagnose import diagnose, draw
+from muonsw.lab.outcome import (
     Measure,
     against_constant,
     last_loss,
@@ -43,6 +42,7 @@ from muonsw.lab.studies.outcome import (
     pairs_table,
     steps_to_match,
 )
+from muonsw.lab.runs import Run
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.study import TrainingStudy
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from muonsw.lab.arms import Arm, Comparison, Results
 from muonsw.lab.base.errors import Diverged
 from muonsw.lab.base.processes import Audience, Tell, run_jobs, stop_at_failure, visible_gpus
 from muonsw.lab.base.progress import View, showing
@@ -20,7 +21,6 @@ from muonsw.lab.claims.claim import Evidence
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.runs import Run, load_runs
-from muonsw.lab.studies.arms import Arm, Comparison, Results
 from muonsw.lab.studies.cluster import Cluster, run_on_cluster
 from muonsw.lab.studies.jobs import Job, train_job, write_divergence
 from muonsw.lab.theory.experiment import Experiment

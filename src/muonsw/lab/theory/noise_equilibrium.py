@@ -62,7 +62,6 @@ class NoiseSettings:
         return 2.0 * self.eta
 
     def phi(self, rule: str) -> float:
-        """The decay of every step."""
         return float(decay_factor(rule, self.lam, self.eta, self.peak))
 
 

@@ -46,12 +46,10 @@ def ripple_loss(y: Tensor) -> Tensor:
 
 
 def ripple_gradient(y: Tensor) -> Tensor:
-    """Its derivative."""
     return (1.0 - RIPPLE) * y + RIPPLE * (FREQUENCY * y).sin() / FREQUENCY
 
 
 def ripple_curvature(y: Tensor) -> Tensor:
-    """Its second derivative."""
     return (1.0 - RIPPLE) + RIPPLE * (FREQUENCY * y).cos()
 
 
@@ -71,7 +69,6 @@ class NonconvexSettings:
 
     @cached_property
     def etas(self) -> list[float]:
-        """The learning rates."""
         return robbins_monro(self.steps, self.eta0, self.p)
 
     @property

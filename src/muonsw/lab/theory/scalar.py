@@ -105,11 +105,9 @@ class Quadratic:
 
     @property
     def constants(self) -> dict[str, float]:
-        """The arguments that all closed forms take."""
         return {"a": self.a, "c": self.c, "lam": self.lam}
 
     def loss(self, w: Tensor) -> Tensor:
-        """The objective."""
         return self.a / 2.0 * (w - self.c).square()
 
 

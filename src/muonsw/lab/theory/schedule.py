@@ -42,7 +42,6 @@ _DECAY_SHAPES: dict[str, _Curve] = {"linear": _linear, "sqrt": math.sqrt}
 
 
 def constant(step: int) -> float:
-    """The peak learning rate at every step."""
     _check_step(step)
     return 1.0
 

@@ -107,7 +107,6 @@ class StronglyConvexSettings:
 
     @property
     def curvature(self) -> Tensor:
-        """The curvature of each coordinate."""
         return torch.linspace(self.mu, self.L, self.dimension, dtype=torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""What comparisons found: each arm's losses and norms, paired differences with their uncertainty, and their tables."""
+"""What the runs of a comparison say: losses and norms of each arm, paired differences, and their tables."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from muonsw.lab.arms import Results, Runs, decay_factors
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text, norm_text
 from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.runs import Run
-from muonsw.lab.studies.arms import Results, Runs, decay_factors
 
 Measure = Callable[[Run], float]
 
 
 def diverged_at(run: Run) -> int | None:
-    """The update at which a run diverged; None if it did not."""
+    """The step at which a run diverged; None if it did not."""
     step = (run.result or {}).get("diverged")
     return step if isinstance(step, int) else None
 
 
 def completed(runs: Sequence[Run]) -> list[Run]:
-    """The runs that did not diverge."""
     return [run for run in runs if diverged_at(run) is None]
 
 
 def last_loss(run: Run) -> float:
-    """The last validation loss, not a number where there is none or the run diverged."""
+    """The last validation loss; NaN where there is none or the run diverged."""
     return run.final_loss if diverged_at(run) is None else math.nan
 
 
 def lowest_loss(run: Run) -> float:
-    """The best validation loss, not a number where there is none or the run diverged."""
+    """The best validation loss; NaN where there is none or the run diverged."""
     return run.best_loss if diverged_at(run) is None else math.nan
 
 
@@ -45,7 +44,7 @@ def swept_loss(run: Run) -> float:
 
 
 def log_end_norm(run: Run) -> float:
-    """The logarithm of the last norm, so that differences are ratios; not a number where none was recorded."""
+    """The logarithm of the last norm, so that differences are ratios; NaN where none was recorded."""
     return math.log(run.final_norm) if run.final_norm > 0 else math.nan
 
 
@@ -55,13 +54,13 @@ def over_runs(runs: Sequence[Run], measure: Measure) -> Estimate:
 
 
 def both_completed(one: Sequence[Run], other: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
-    """By seed, the runs of two arms, on the seeds that both completed."""
+    """The runs of two arms by seed, for the seeds that both completed."""
     theirs = {run.seed: run for run in completed(other)}
     return {run.seed: (run, theirs[run.seed]) for run in completed(one) if run.seed in theirs}
 
 
 def paired(one: Sequence[Run], other: Sequence[Run], measure: Measure) -> list[float]:
-    """A measure of one arm minus that of the other, on the seeds that both completed."""
+    """A measure of one arm minus that of the other, for the seeds that both completed."""
     return [measure(ours) - measure(theirs) for ours, theirs in both_completed(one, other).values()]
 
 
@@ -72,14 +71,14 @@ class ArmOutcome:
     name: str
     rule: str
     weight_decay: float
-    seeds: tuple[int, ...]  # of the runs that were completed, in the order of the values below
+    seeds: tuple[int, ...]  # of the completed runs, in the order of the values below
     final: tuple[float, ...]  # last validation loss of each run
     best: tuple[float, ...]  # lowest validation loss of each run
     norm: tuple[float, ...]  # weight RMS of the decayed matrices at the end of each run
     norm_change: tuple[float, ...]  # the same relative to its largest value, minus one
-    total_decay: float  # sum of phi; not a number where only the user's own loop knew it
-    diverged: Mapping[int, int]  # by seed, the update at which a run diverged
-    skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, updates whose gradients were not finite
+    total_decay: float  # sum of phi; NaN where only the user's own loop knew it
+    diverged: Mapping[int, int]  # by seed, the step at which a run diverged
+    skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, steps whose gradients were not finite
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, at the last evaluation
 
 
@@ -100,18 +99,18 @@ class PairOutcome:
     arm: str
     seeds: tuple[int, ...]  # those that both completed, in the order of the values below
     differences: tuple[float, ...]  # final loss of the arm minus the baseline's; negative where the arm is better
-    mean: float  # their mean; not a number where there is none
+    mean: float  # their mean; NaN where there is none
     interval: Interval | None  # of their mean; None with fewer than two seeds
-    # The update at which the arm reaches the baseline's best loss, over the update at which the baseline did.
+    # The step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
     steps_to_match: tuple[float | None, ...]  # None where it never does
     match_interval: Interval | None  # of the mean of those; None where one is missing or with fewer than two seeds
-    metrics: Mapping[str, MetricOutcome] = field(default_factory=dict)  # what was measured besides the loss
+    metrics: Mapping[str, MetricOutcome] = field(default_factory=dict)
 
     @property
     def mean_match(self) -> float | None:
         """Mean of the steps to match; None where one is missing."""
         known = [value for value in self.steps_to_match if value is not None]
-        return math.fsum(known) / len(known) if known and len(known) == len(self.steps_to_match) else None
+        return mean(known) if known and len(known) == len(self.steps_to_match) else None
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Outcome:
     unit: str = "nats"  # of the losses; empty where it is not known
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as JSON data; metrics and a unit only where they say something."""
+        """Everything as JSON data; metrics only where there are some."""
         data: dict[str, Any] = plain(asdict(self))
         del data["unit"]
         for one in (*data["arms"], *data["pairs"]):
@@ -140,9 +139,17 @@ def compare(runs: Runs) -> Outcome:
 
 
 def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
-    """What the runs of one arm found; they differ in the seed alone."""
+    """What the runs of one arm say; they differ in the seed alone."""
     first, ended = runs[0], completed(runs)
-    weight_decay, total_decay = _decay_of(first)
+    weight_decay = total_decay = math.nan
+    if "optimizer" in first.settings:  # otherwise only the user's own loop knew
+        optimizer = first.config.optimizer
+        weight_decay, total_decay = optimizer.weight_decay, math.fsum(decay_factors(first.config, optimizer))
+
+    def end_norm(run: Run) -> float:
+        decays = run.telemetry.scope("decayed").records or "end_norm" in (run.result or {})
+        return run.final_norm if decays else math.nan
+
     return ArmOutcome(
         name=first.arm,
         rule=first.rule,
@@ -150,7 +157,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         seeds=tuple(run.seed for run in ended),
         final=tuple(map(last_loss, ended)),
         best=tuple(map(lowest_loss, ended)),
-        norm=tuple(run.final_norm if _decays(run) else math.nan for run in ended),
+        norm=tuple(map(end_norm, ended)),
         norm_change=tuple(run.norm_change for run in ended),
         total_decay=total_decay,
         diverged=divergence_steps(runs),
@@ -159,30 +166,20 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
     )
 
 
-def _decay_of(run: Run) -> tuple[float, float]:
-    """Lambda and total decay of a run; not numbers where only the user's own loop knew them."""
-    if "optimizer" not in run.settings:
-        return math.nan, math.nan
-    optimizer = run.config.optimizer
-    return optimizer.weight_decay, math.fsum(decay_factors(run.config, optimizer))
-
-
 def metric_names(runs: Sequence[Run]) -> list[str]:
-    """What any of the runs measured besides the loss."""
     return list(dict.fromkeys(name for run in runs for name in run.metrics))
 
 
-def _decays(run: Run) -> bool:
-    """Whether telemetry, or the record of an exported run, has norms of weights that decay."""
-    return bool(run.telemetry.scope("decayed").records) or "end_norm" in (run.result or {})
-
-
 def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
-    """An arm against the baseline, on the seeds that both completed."""
+    """An arm against the baseline, for the seeds that both completed."""
     both = both_completed(baseline, arm)
-    differences = tuple(last_loss(ours) - last_loss(theirs) for theirs, ours in both.values())
+    differences = tuple(paired(arm, baseline, last_loss))
     matches = tuple(steps_to_match(theirs, ours) for theirs, ours in both.values())
     known = [match for match in matches if match is not None]
+    metrics = {}
+    for name in metric_names([*baseline, *arm]):
+        values = tuple(ours.final_metric(name) - theirs.final_metric(name) for theirs, ours in both.values())
+        metrics[name] = MetricOutcome(values, mean(values), interval_of(values))
     return PairOutcome(
         baseline=baseline[0].arm,
         arm=arm[0].arm,
@@ -192,51 +189,35 @@ def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
         interval=interval_of(differences),
         steps_to_match=matches,
         match_interval=interval_of(known) if len(known) == len(matches) else None,
-        metrics={name: _metric_outcome(name, list(both.values())) for name in metric_names([*baseline, *arm])},
+        metrics=metrics,
     )
 
 
-def _metric_outcome(name: str, both: Sequence[tuple[Run, Run]]) -> MetricOutcome:
-    values = tuple(ours.final_metric(name) - theirs.final_metric(name) for theirs, ours in both)
-    return MetricOutcome(values, mean(values), interval_of(values))
-
-
 def mean(values: Sequence[float]) -> float:
-    """The mean; not a number where there is nothing."""
+    """The mean; NaN of nothing."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
 def steps_to_match(baseline: Run, arm: Run) -> float | None:
-    """The update at which the arm first has the baseline's best loss, over the update at which the baseline had it."""
+    """The step at which the arm first has the baseline's best loss, over the step at which the baseline had it.
+
+    Between evaluations the loss is a straight line; None where it never falls so far.
+    """
     steps, losses = baseline.evals.known("loss")
     best = int(losses.argmin()) if len(losses) else 0
     if not len(losses) or steps[best] == 0:
         return None
-    reached = first_crossing(*arm.evals.known("loss"), level=float(losses[best]))
-    return None if reached is None else reached / float(steps[best])
-
-
-def first_crossing(steps: Any, losses: Any, level: float) -> float | None:
-    """The step at which a loss first falls to a level, between evaluations by a straight line; None if never.
-
-    Examples:
-        >>> first_crossing([0, 10, 20], [5.0, 4.0, 3.0], 3.5)
-        15.0
-        >>> first_crossing([0, 10], [5.0, 4.0], 3.5) is None
-        True
-    """
-    for place, loss in enumerate(losses):
+    level, before = float(losses[best]), None
+    for step, loss in zip(*arm.evals.known("loss"), strict=True):
         if loss <= level:
-            if place == 0:
-                return float(steps[0])
-            before = losses[place - 1]
-            share = (before - level) / (before - loss)
-            return float(steps[place - 1] + share * (steps[place] - steps[place - 1]))
+            share = 1.0 if before is None else (before[1] - level) / (before[1] - loss)
+            start = step if before is None else before[0]
+            return float((start + share * (step - start)) / steps[best])
+        before = step, loss
     return None
 
 
 def divergence_steps(runs: Sequence[Run]) -> dict[int, int]:
-    """By seed, the update at which a run diverged."""
     return {run.seed: step for run in runs if (step := diverged_at(run)) is not None}
 
 
@@ -251,7 +232,7 @@ def divergences(results: Results) -> list[str]:
 
 
 def describe_divergence(where: Mapping[int, int]) -> str:
-    """At which update runs diverged, by seed.
+    """At which step runs diverged, by seed.
 
     Examples:
         >>> describe_divergence({0: 57, 2: 60})
@@ -262,7 +243,7 @@ def describe_divergence(where: Mapping[int, int]) -> str:
 
 def arms_table(outcome: Outcome) -> Table:
     """One row for each arm: losses and norms with their intervals over seeds."""
-    metrics = _measured(outcome.arms)
+    metrics = list(dict.fromkeys(name for arm in outcome.arms for name in arm.metrics))
     columns = (
         Column("arm", rank=0),
         Column("lambda", number=True, rank=0),
@@ -274,38 +255,35 @@ def arms_table(outcome: Outcome) -> Table:
         Column("weight RMS at the end", number=True, rank=1),
         Column("change since largest", number=True, rank=1),
     )
+    rows = []
+    for arm in outcome.arms:
+        final: Value | Cell = with_interval(arm.final)
+        if arm.diverged:
+            lost = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
+            final = Cell(lost, note=describe_divergence(arm.diverged), tone="fails")
+        rows.append(
+            (
+                arm.name,
+                *(None if math.isnan(value) else value for value in (arm.weight_decay, arm.total_decay)),
+                len(arm.seeds),
+                final,
+                *(with_interval(arm.metrics.get(name, ())) for name in metrics),
+                with_interval(arm.best),
+                with_interval(arm.norm, digits=3),
+                change_text(mean(arm.norm_change)),
+            )
+        )
     losses = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
     note = (
         f"Losses: {losses}; means over seeds ± half a 95% t interval. Total decay: the sum over all steps of the share "
         "of a weight that decay removes."
     )
-    return Table("arms", "Arms", columns, [_arm_row(arm, metrics) for arm in outcome.arms], note)
-
-
-def _measured(outcomes: Sequence[ArmOutcome | PairOutcome]) -> list[str]:
-    return list(dict.fromkeys(name for one in outcomes for name in one.metrics))
-
-
-def _arm_row(arm: ArmOutcome, metrics: Sequence[str]) -> tuple[Value | Cell, ...]:
-    final: Value | Cell = with_interval(arm.final)
-    if arm.diverged:
-        lost = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
-        final = Cell(lost, note=describe_divergence(arm.diverged), tone="fails")
-    return (
-        arm.name,
-        *(None if math.isnan(value) else value for value in (arm.weight_decay, arm.total_decay)),
-        len(arm.seeds),
-        final,
-        *(with_interval(arm.metrics.get(name, ())) for name in metrics),
-        with_interval(arm.best),
-        with_interval(arm.norm, digits=3),
-        change_text(mean(arm.norm_change)),
-    )
+    return Table("arms", "Arms", columns, rows, note)
 
 
 def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
     """One row for each arm against the baseline: paired differences and steps to match."""
-    metrics = _measured(pairs)
+    metrics = list(dict.fromkeys(name for pair in pairs for name in pair.metrics))
     columns = (
         Column("arm"),
         Column("against", rank=2),
@@ -315,35 +293,36 @@ def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
         Column("steps to match", number=True, rank=2),
         *(Column(f"difference of {name}", number=True) for name in metrics),
     )
+
+    def between(interval: Interval | None) -> str:
+        return f"[{signed(interval.low)}, {signed(interval.high)}]" if interval else ""
+
+    rows = []
+    for pair in pairs:
+        matches = "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f}%"
+        if pair.match_interval is not None:
+            matches += f" [{100 * pair.match_interval.low:.0f}, {100 * pair.match_interval.high:.0f}]"
+        found = [pair.metrics.get(name) for name in metrics]
+        rows.append(
+            (
+                pair.arm,
+                pair.baseline,
+                signed(pair.mean) if pair.seeds else None,
+                (between(pair.interval) or None) if math.isfinite(pair.mean) else None,
+                ", ".join(map(signed, pair.differences)) or None,
+                matches if pair.seeds else None,
+                *(
+                    f"{signed(one.mean)} {between(one.interval)}".strip() if one and math.isfinite(one.mean) else None
+                    for one in found
+                ),
+            )
+        )
     note = (
-        "Differences are paired by seed; negative is better. Steps to match: the update at which the arm reaches the "
-        "other's best loss, over the update at which the other did; it compares the middle of one schedule with the "
-        "end of another, so read it beside the final losses."
+        "Differences are paired by seed; negative is better. Steps to match: the step at which the arm reaches the "
+        "other's best loss, over the step at which the other did; it compares the middle of one schedule with the "
+        "end of another, so read it together with the final losses."
     )
-    return Table("pairs", "Paired difference", columns, [_pair_row(pair, metrics) for pair in pairs], note)
-
-
-def _pair_row(pair: PairOutcome, metrics: Sequence[str]) -> tuple[Value, ...]:
-    interval = pair.interval
-    matches = "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f}%"
-    if pair.match_interval is not None:
-        matches += f" [{100 * pair.match_interval.low:.0f}, {100 * pair.match_interval.high:.0f}]"
-    return (
-        pair.arm,
-        pair.baseline,
-        signed(pair.mean) if pair.seeds else None,
-        f"[{signed(interval.low)}, {signed(interval.high)}]" if interval and math.isfinite(pair.mean) else None,
-        ", ".join(map(signed, pair.differences)) or None,
-        matches if pair.seeds else None,
-        *(_metric_cell(pair.metrics.get(name)) for name in metrics),
-    )
-
-
-def _metric_cell(found: MetricOutcome | None) -> str | None:
-    if found is None or not math.isfinite(found.mean):
-        return None
-    interval = found.interval
-    return signed(found.mean) + (f" [{signed(interval.low)}, {signed(interval.high)}]" if interval else "")
+    return Table("pairs", "Paired difference", columns, rows, note)
 
 
 def signed(value: float) -> str:
@@ -358,13 +337,6 @@ def signed(value: float) -> str:
     return decimals(value, 4, sign="+") if value == 0 or abs(value) >= 0.00005 else f"{value:+.2g}"
 
 
-def constant_of(runs: Runs, arm: str) -> str | None:
-    """The arm of constant decay that an arm differs from in its rule alone; None where there is none."""
-    wanted = replace(runs[arm][0].config.optimizer, decay="constant", unnormalized="", peak="group")
-    found = (name for name, those in runs.items() if replace(those[0].config.optimizer, peak="group") == wanted)
-    return next((name for name in found if name != arm), None)
-
-
 def against_constant(results: Results) -> Table:
     """One row for each arm of every comparison: its settings, its loss, and how far it ends from constant decay."""
     numbers = ("lambda", "peak rate", "epochs", "loss", "end norm (RMS)", "minus constant", "95% t interval", "seeds")
@@ -372,8 +344,12 @@ def against_constant(results: Results) -> Table:
     rows: list[tuple[Value | Cell, ...]] = []
     for key, runs in results.items():
         for arm, those in runs.items():
-            config, ended, other = those[0].config.optimizer, completed(those), constant_of(runs, arm)
-            gaps = paired(those, runs[other], last_loss) if other else []
+            config, ended = those[0].config.optimizer, completed(those)
+            # Constant decay that differs in the rule alone.
+            wanted = replace(config, decay="constant", unnormalized="", peak="group")
+            same = (other for other in runs if replace(runs[other][0].config.optimizer, peak="group") == wanted)
+            constant = next((other for other in same if other != arm), None)
+            gaps = paired(those, runs[constant], last_loss) if constant else []
             interval = interval_of(gaps)
             measured = (
                 f"{mean([last_loss(run) for run in ended]):.3f}" if ended else "diverged",

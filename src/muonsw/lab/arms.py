@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -28,13 +28,13 @@ RULES = (CONSTANT, SCALED)
 class Arm:
     """One side of a comparison."""
 
-    name: str  # how it is called everywhere
+    name: str
     optimizer: OptimizerConfig
 
 
 @dataclass(frozen=True)
 class Key:
-    """What sets a comparison apart within its study: a name, a width, a number of updates, or several of these.
+    """Identifies a comparison within its study: a name, a width, a number of steps, or several of these.
 
     Examples:
         >>> str(Key(width=256)), str(Key("muon", steps=1600)), Key("muon", steps=1600).slug
@@ -52,7 +52,6 @@ class Key:
 
     @property
     def slug(self) -> str:
-        """The same for ids and names of files."""
         return str(self).replace(", ", "-").replace(" ", "-")
 
 
@@ -64,10 +63,9 @@ class Comparison:
     base: RunConfig  # what the arms share
     arms: tuple[Arm, ...]  # the first is the baseline of every pair
     seeds: tuple[int, ...]  # of initial weights and data order, the same for every arm
-    paired: bool = True  # whether arms are held against the first one; a sweep has no baseline
+    paired: bool = True  # whether arms are compared with the first one; a sweep has no baseline
 
     def config(self, arm: Arm, seed: int) -> RunConfig:
-        """One run."""
         return replace(self.base, optimizer=arm.optimizer, seed=seed)
 
     def members(self) -> list[tuple[Arm, int]]:
@@ -75,7 +73,6 @@ class Comparison:
         return [(arm, seed) for seed in self.seeds for arm in self.arms]
 
     def configs(self) -> list[RunConfig]:
-        """Every run."""
         return [self.config(arm, seed) for arm, seed in self.members()]
 
 
@@ -85,9 +82,9 @@ Results = Mapping[Key, Runs]
 
 
 def parse_arm(text: str, base: OptimizerConfig) -> Arm:
-    """An arm from `RULE`, `PRESET` or `PRESET/RULE`, perhaps with `,setting=value,...` of the optimizer behind.
+    """Parse `RULE`, `PRESET` or `PRESET/RULE`, optionally followed by `,setting=value,...` of the optimizer.
 
-    A preset without a rule takes the one of `base`, and its arm is called after both.
+    A preset without a rule takes the one of `base`, and its arm is named after both.
 
     Raises:
         UsageError: If a name or a setting is unknown, or a value does not fit.
@@ -97,24 +94,8 @@ def parse_arm(text: str, base: OptimizerConfig) -> Arm:
         ('soap', 'soap/scaled')
         >>> parse_arm("constant,weight_decay=0.3", OptimizerConfig()).optimizer.weight_decay
         0.3
-        >>> parse_arm("scaled,algorithm=adamw", OptimizerConfig()).name
-        'scaled, algorithm=adamw'
     """
     first, *settings = (part.strip() for part in text.split(","))
-    changes: dict[str, Any] = _preset_and_rule(text, first, base)
-    name = "/".join(filter(None, (changes["preset"], changes["decay"])))
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        changes[key] = _value(text, key, value)
-    try:
-        data = {field.name: getattr(base, field.name) for field in fields(base)} | changes
-        return Arm(", ".join((name, *settings)), from_data(OptimizerConfig, data, "optimizer"))
-    except ValueError as error:
-        raise UsageError(f"arm {text!r}: {error}") from error
-
-
-def _preset_and_rule(text: str, first: str, base: OptimizerConfig) -> dict[str, str]:
-    """What an arm begins with: a rule, a preset, or both with a slash between them."""
     preset, slash, rule = first.partition("/")
     if not slash:
         preset, rule = (base.preset, first) if first in DECAY_RULES else (first, base.decay)
@@ -123,26 +104,29 @@ def _preset_and_rule(text: str, first: str, base: OptimizerConfig) -> dict[str, 
         raise UsageError(f"arm {text!r}: {unknown('preset' if slash else 'decay rule or preset', preset, known)}")
     if rule not in DECAY_RULES:
         raise UsageError(f"arm {text!r}: {unknown('decay rule', rule, list(DECAY_RULES))}")
-    return {"preset": preset, "decay": rule}
 
-
-def _value(text: str, key: str, value: str) -> Any:
-    known = {field.name: getattr(OptimizerConfig(), field.name) for field in fields(OptimizerConfig)}
-    # Those with which an arm begins; and lists, as commas separate its settings.
-    for name in ("preset", "decay", "betas", "decay_points"):
-        known.pop(name)
-    if key not in known or not value:
-        raise UsageError(
-            f"arm {text!r}: after its first word come setting=value pairs, with settings {', '.join(known)}"
-        )
-    if isinstance(known[key], bool):
-        return {"true": True, "false": False}.get(value.lower(), value)
-    if known[key] is None or isinstance(known[key], float):
-        try:
-            return float(value)
-        except ValueError as error:
-            raise UsageError(f"arm {text!r}: {key} must be a number, not {value!r}") from error
-    return value
+    changes: dict[str, Any] = {"preset": preset, "decay": rule}
+    # Not those with which an arm begins, and no lists, because commas separate the settings.
+    reserved = (*changes, "betas", "decay_points")
+    settable = {field.name: field.default for field in fields(base) if field.name not in reserved}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in settable or not value:
+            wanted = f"after its first word come setting=value pairs, with settings {', '.join(settable)}"
+            raise UsageError(f"arm {text!r}: {wanted}")
+        changes[key] = value
+        if isinstance(settable[key], bool):
+            changes[key] = {"true": True, "false": False}.get(value.lower(), value)
+        elif settable[key] is None or isinstance(settable[key], float):
+            try:
+                changes[key] = float(value)
+            except ValueError as error:
+                raise UsageError(f"arm {text!r}: {key} must be a number, not {value!r}") from error
+    try:
+        optimizer = from_data(OptimizerConfig, asdict(base) | changes, "optimizer")
+    except ValueError as error:
+        raise UsageError(f"arm {text!r}: {error}") from error
+    return Arm(", ".join(("/".join(filter(None, (preset, rule))), *settings)), optimizer)
 
 
 def multiples(value: float, factors: Sequence[float], digits: int = 3) -> list[float]:
@@ -156,19 +140,13 @@ def multiples(value: float, factors: Sequence[float], digits: int = 3) -> list[f
 
 
 def lambda_arm(base: OptimizerConfig, rule: str, lam: float) -> Arm:
-    """A rule at one lambda, called after both."""
     return Arm(f"{rule}, lambda {lam:g}", replace(base, decay=rule, weight_decay=lam))
 
 
-def with_lambda(arm: Arm, name: str, weight_decay: float) -> Arm:
-    """The arm at another lambda, under another name."""
-    return Arm(name, replace(arm.optimizer, weight_decay=weight_decay))
-
-
 def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
-    """The decay factor phi of every update of a run, for hidden and expert matrices as muP divides their rate.
+    """The decay factor phi of every step of a run, for hidden and expert matrices as muP divides their rate.
 
-    Zero under a norm rule that does not decay, not a number under a rule that follows the gradients.
+    Zero under a norm rule that does not decay, NaN under a rule that follows the gradients.
     """
     if not NORM_RULES[optimizer.norm].decays:
         return [0.0] * config.steps
@@ -181,19 +159,15 @@ def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
 
 
 def refuse_too_much_decay(config: RunConfig, optimizer: OptimizerConfig) -> None:
-    """Refuse a lambda with which an update would take more than the whole weight.
-
-    Raises:
-        UsageError: With the share, the learning rate and lambda.
-    """
+    """Refuse a lambda with which a step would remove more than the whole weight."""
     if (share := max(decay_factors(config, optimizer))) > 1.0:
         settings = f"{optimizer.decay} decay with weight_decay={optimizer.weight_decay:g} at lr={optimizer.lr:g}"
         raise UsageError(f"{settings} would take {share:.3g} times the weight in one update: lower one of them")
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # every arm of a long run asks for it
 def lr_multiples(config: RunConfig) -> list[float]:
-    """The learning rate of every update as a multiple of the peak, kept because every arm of a long run asks for it."""
+    """The learning rate of every step as a multiple of the peak."""
     multiple = config.schedule.multiple(config.steps)
     return [multiple(step) for step in range(config.steps)]
 
@@ -208,30 +182,28 @@ def hidden_multiplier(config: RunConfig, optimizer: OptimizerConfig) -> float:
 
 
 def same_total(config: RunConfig, arm: Arm) -> Arm:
-    """Constant decay whose factors add up to those of an arm: the control that tells less decay from later decay.
+    """Constant decay with the total decay of an arm: the control that tells less decay from later decay.
 
     Under a cosine to a tenth, scaled decay applies 0.73 of what constant decay at the same lambda does; less, by
     the factor that muP divides a group's rate by, where it divides by the undivided peak.
 
     Raises:
-        UsageError: If the arm does not decay at all.
+        UsageError: If the arm does not decay, or its total is not known before the run.
     """
     constant = replace(arm.optimizer, decay="constant", norm=FREE)
-    total = math.fsum(decay_factors(config, constant))
+    total, wanted = (math.fsum(decay_factors(config, optimizer)) for optimizer in (constant, arm.optimizer))
     if total == 0.0:
         raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
-    wanted = math.fsum(decay_factors(config, arm.optimizer))
     if math.isnan(wanted):
         raise UsageError(f"arm {arm.name!r} follows the gradients, so its total is not known before the run")
-    weight_decay = constant.weight_decay * (wanted / total)
-    return Arm(CONTROL, replace(constant, weight_decay=weight_decay))
+    return Arm(CONTROL, replace(constant, weight_decay=constant.weight_decay * (wanted / total)))
 
 
 @cache
 def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
     """Constant decay, scaled decay, and constant decay of the same total.
 
-    Where muP divides the group's learning rate, scaled decay with the group's own peak beside it.
+    Where muP divides the group's learning rate, also scaled decay with the group's own peak.
     """
     scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
     arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.runs import load_run, records
+from muonsw.lab.runs import load_run
+from muonsw.lab.studies import records
 from tests.lab.studies.small_comparisons import by_settings, comparison
 
 

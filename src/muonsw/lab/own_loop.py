@@ -15,11 +15,10 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
 from muonsw.lab.base.storage import prepare_folder, refuse_folder
 from muonsw.lab.base.tables import plain_text
-from muonsw.lab.report.report import check_target, write_report
+from muonsw.lab.compare import NUMBERS, verdict, write_numbers
+from muonsw.lab.outcome import Outcome, arms_table, compare, pairs_table
+from muonsw.lab.report.page import PAGE, check_target, write_report
 from muonsw.lab.runs import Columns, Run, load_run
-from muonsw.lab.studies.compare import verdict
-from muonsw.lab.studies.outcome import Outcome, arms_table, compare, pairs_table
-from muonsw.lab.studies.study import PAGE, write_numbers
 
 EXPECTED = "expected losses, as a list or by update ({100: 2.5}, or {100: {'loss': 2.5, 'accuracy': 0.4}})"
 
@@ -83,7 +82,7 @@ def compare_arms(
         raise UsageError(f"seeds are whole numbers, or how many of them ({error})") from error
     if len(given) < 2 or not chosen:
         raise UsageError(f"a comparison needs two arms and a seed, not {len(given)} and {len(chosen)}")
-    page, numbers = Path(folder) / PAGE, Path(folder) / "outcome.json"
+    page, numbers = Path(folder) / PAGE, Path(folder) / NUMBERS
     check_target(page, images=False)
     refuse_folder(numbers)
     runs: dict[str, list[Run]] = {name: [] for name in given}

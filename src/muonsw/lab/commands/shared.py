@@ -1,11 +1,18 @@
-"""Checks that several commands make on their options."""
+"""What several commands do: look at their options, and say how they ended."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
 
 from muonsw.lab.base.errors import UsageError
+from muonsw.lab.base.tables import Table, print_table
+from muonsw.lab.base.terminal import paragraph, say
+from muonsw.text import counted
 
 
 def changed(command: Any) -> list[str]:
@@ -42,3 +49,29 @@ def require_at_least_one(command: Any, *names: str) -> None:
     for name, value in given(command, *names).items():
         if value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+class Conclusion(Protocol):
+    """What came out of a comparison or a study."""
+
+    @property
+    def sentence(self) -> str: ...
+    @property
+    def paths(self) -> Sequence[Path]: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+def print_conclusion(
+    console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], *, verbose: bool, more: str = ""
+) -> None:
+    """Print a result: its sentence, these tables, and where its files are, with `more` about files."""
+    say(console, "")
+    paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
+    for table in tables:
+        print_table(console, table, verbose=verbose)
+    # Files to open by name, figures by number.
+    named = [path.name for path in conclusion.paths if path.suffix in (".json", ".html")]
+    figures = len(conclusion.paths) - len(named)
+    parts = [", ".join(named)] + ([counted(figures, "figure")] if figures else [])
+    say(console, f"\nwrote {' and '.join(parts)} to {folder}{more}")

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from muonsw.lab.arms import decay_factors
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import flatten
 from muonsw.lab.base.storage import locked, write_atomically
 from muonsw.lab.model import ModelConfig
-from muonsw.lab.runs.metrics import Columns
-from muonsw.lab.runs.run import Run
-from muonsw.lab.studies.arms import decay_factors
+from muonsw.lab.runs import Columns, Run
 from muonsw.lab.tasks import DataConfig
 from muonsw.lab.train.config import RunConfig
 
