@@ -71,7 +71,6 @@ def run(
     *,
     console: Console,
     workers: int,
-    devices: Sequence[str] = (),
     cluster: Cluster | None = None,
     retry_diverged: bool = False,
     finished: Callable[[Job], None] = lambda _job: None,
@@ -81,9 +80,8 @@ def run(
     Args:
         jobs: The runs, with different names; of those with the same folder the first is trained.
         console: Where progress is shown.
-        workers: Runs at a time; one is trained in this process. On a cluster, jobs in the queue at a time.
-        devices: GPUs, as CUDA_VISIBLE_DEVICES names them; each worker sees one of them, in turn.
-        cluster: Where runs are jobs of Slurm; None is this machine.
+        workers: Runs at a time; one is trained in this process, several see one GPU each. On Slurm, jobs in the queue.
+        cluster: Where runs are trained; this machine unless it names Slurm.
         retry_diverged: Whether runs that diverged in an earlier call are trained again.
         finished: Called with each run that has ended, also by diverging.
 
@@ -122,9 +120,10 @@ def run(
             )
 
         with _following(view, todo, active):
-            if cluster is not None:
+            if cluster is not None and cluster.cluster == "slurm":
                 _run_on_slurm(todo, cluster, workers, view, active, done)
             else:
+                devices = gpus_for(jobs[0].config.device)
                 each(_train, todo, done, workers=workers, devices=devices, active=active, hold=compiling)
 
 
@@ -213,15 +212,9 @@ def each(
 
     Each worker is a `ProcessPoolExecutor` of one process: if it dies, no other task is lost, and it keeps its GPU.
 
-    Args:
-        function: Raises `Interrupted` at SIGTERM once it has saved its work, if `saves`; any error ends all work.
-        tasks: By name.
-        done: Called in this process with the name and the result of each task.
-        workers: Tasks at a time; with one they are done in this process.
-        devices: GPUs, as CUDA_VISIBLE_DEVICES names them.
-        active: Filled with the names of tasks that have begun.
-        hold: Whether a task must not begin yet.
-        saves: Whether tasks save their work when asked to stop; others are ended.
+    With one worker, tasks are done in this process. Any error ends all work. `done` is called in this process with the
+    name and the result of each task, `active` collects the names that have begun, `hold` says that a task must not
+    begin yet. Tasks that do not save their work and raise `Interrupted` at SIGTERM are ended by it (`saves=False`).
 
     Examples:
         >>> each(abs, {"first": -2, "second": 3}, lambda name, result: print(name, result), workers=1)
@@ -258,8 +251,9 @@ def each(
                         done(name, result)
                 if request.signal is not None:
                     _stop(busy)
-                    errors = {name: future.exception() for future, (name, _) in busy.items()}
-                    raise Interrupted(_stopped(errors) if saves else "stopped; nothing is kept", request.signal)
+                    failed = filter(None, (_unsaved(name, future) for future, (name, _) in busy.items()))
+                    saved = f"stopped, {'; '.join(failed) or 'all runs saved'}; {RESUME}"
+                    raise Interrupted(saved if saves else "stopped; nothing is kept", request.signal)
         finally:
             _stop(busy)
             for pool in pools:
@@ -291,10 +285,11 @@ def _stop(busy: Mapping[Future[Any], Any]) -> None:
         raise
 
 
-def _stopped(errors: Mapping[str, BaseException | None]) -> str:
-    killed = [f"{name} keeps its last checkpoint" for name, one in errors.items() if isinstance(one, BrokenProcessPool)]
-    failed = [f"{name} was not saved: {one}" for name, one in errors.items() if isinstance(one, UsageError)]
-    return f"stopped, {', '.join(failed + killed) or 'all runs saved'}; {RESUME}"
+def _unsaved(name: str, future: Future[Any]) -> str:
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool):  # killed, or still starting
+        return f"{name} keeps its last checkpoint"
+    return "" if error is None or isinstance(error, Interrupted) else f"{name} was not saved: {error}"
 
 
 def _start_worker(device: str, saves: bool) -> None:

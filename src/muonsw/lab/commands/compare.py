@@ -21,7 +21,7 @@ from muonsw.lab.commands.parsing import given, require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.data.shards import read_record
-from muonsw.lab.launch import Cluster
+from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.report.report import check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.records import Records
@@ -124,7 +124,8 @@ class Compare:
             claims=self.claims,
         )
         places, runs = ByArm(self.out / "runs"), self.seeds * (len(self.arms) + self.control)
-        workshop = Workshop.on(self.cluster, console, places, self.device, self.workers, runs, self.retry_diverged)
+        workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
+        workshop = Workshop(console, workers, places, self.retry_diverged, self.cluster)
         records = None if self.record is None else Records.open(self.record, base)
         prepare_folder(self.out)
         paragraph(console, self._plan(study, workshop.workers))

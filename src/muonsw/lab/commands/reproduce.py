@@ -18,7 +18,7 @@ from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.parsing import require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
-from muonsw.lab.launch import Cluster
+from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report.report import check_target
 from muonsw.lab.studies import evidence
@@ -171,7 +171,8 @@ class Reproduce:
         print_cost(console, study, self.tflops or study.scale.tflops, self.workers or usual)
 
     def _workshop(self, console: Console, places: BySettings, runs: int) -> Workshop:
-        return Workshop.on(self.cluster, console, places, self.device, self.workers, runs, self.retry_diverged)
+        workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
+        return Workshop(console, workers, places, self.retry_diverged, self.cluster)
 
     def _study(self) -> ExperimentStudy | TrainingStudy:
         if not self.name:

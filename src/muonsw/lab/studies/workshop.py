@@ -98,24 +98,7 @@ class Workshop:
     # Where runs are kept; experiments keep nothing.
     places: ByArm | BySettings = field(default_factory=lambda: ByArm(Path("runs")))
     retry_diverged: bool = False  # whether runs that diverged in an earlier call are trained again
-    devices: Sequence[str] = ()  # GPUs over which runs are spread
-    cluster: Cluster | None = None  # where runs are jobs of Slurm; None is this machine
-
-    @classmethod
-    def on(
-        cls,
-        cluster: Cluster,
-        console: Console,
-        places: ByArm | BySettings,
-        device: str,
-        workers: int | None,
-        runs: int,
-        retry_diverged: bool,
-    ) -> Workshop:
-        """Open a workshop on Slurm, for all runs at a time, or on the cores or GPUs of this machine."""
-        if cluster.cluster is not None:
-            return cls(console, workers or runs, places, retry_diverged, cluster=cluster)
-        return cls(console, workers or launch.runs_at_once(device), places, retry_diverged, launch.gpus_for(device))
+    cluster: Cluster = field(default_factory=Cluster)  # Slurm, or this machine
 
     def train(self, comparisons: Sequence[Comparison]) -> Results:
         """Train every run of comparisons that has not ended; return all by comparison, arm and seed.
@@ -149,7 +132,6 @@ class Workshop:
             jobs,
             console=self.console,
             workers=self.workers,
-            devices=self.devices,
             cluster=self.cluster,
             retry_diverged=self.retry_diverged,
             finished=after,
