@@ -53,7 +53,8 @@ def test_the_workers_end_with_the_command(tmp_path, number, code, said):
         workers = workers_of(parent)
         parent.send_signal(number)
         _, errors = parent.communicate(timeout=60)
-    assert (parent.returncode, errors) == (code, said)
+    assert parent.returncode == code
+    assert errors == said or code == -signal.SIGKILL, "Python itself reports semaphores of a killed parent"
     assert_gone(workers)
 
 
