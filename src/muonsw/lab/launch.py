@@ -238,7 +238,8 @@ def each(
             while waiting or busy:
                 while waiting and idle and not hold(waiting[0]):
                     name, pool = waiting.popleft(), idle.pop(0)
-                    busy[pool.submit(function, tasks[name])] = name, pool
+                    with _naming(name):
+                        busy[pool.submit(function, tasks[name])] = name, pool
                     active.add(name)
                 for future in wait(busy, POLL_SECONDS, FIRST_COMPLETED).done:
                     if isinstance(future.exception(), BrokenProcessPool):
@@ -454,7 +455,7 @@ def _run_on_slurm(
                     elif states is not None and number not in states and missing[name] >= SETTLE_LOOKS:
                         del numbers[name]
                         active.discard(name)
-                        failures.append(_failure(runs[name], number, folder))
+                        failures.append(SlurmRun(runs[name], folder).failure(number))
                         view.finish(name, f"job {number} ended without a result")
                     elif states is not None:
                         missing[name] = 0 if number in states else missing[name] + 1
@@ -491,27 +492,17 @@ def _submitter(folder: Path, parameters: Mapping[str, Any]) -> Callable[[Job], s
     errors = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError)
 
     def submit(job: Job) -> str:
-        _error_file(job, folder).unlink(missing_ok=True)
+        order = SlurmRun(job, folder)
+        order.error.unlink(missing_ok=True)
         executor.update_parameters(job_name=f"muonsw-{job.folder.name}")
         try:
             with submitit.helpers.clean_env():  # a surrounding job's variables are not for this one
-                return str(executor.submit(SlurmRun(job, folder)).job_id)
+                return str(executor.submit(order).job_id)
         except errors as error:
             said = " ".join(str(error).split())
             raise UsageError(f"Slurm refused {job.name}: {said}; check --partition, --time and --slurm") from error
 
     return submit
-
-
-def _error_file(job: Job, folder: Path) -> Path:
-    return folder / f"{job.folder.name}.error"
-
-
-def _failure(job: Job, number: str, folder: Path) -> UsageError:
-    error, log = _error_file(job, folder), folder / f"{number}_0_log.err"
-    if error.exists():
-        return UsageError(f"{job.name}: {error.read_text(encoding='utf-8')} (job {number}, see {log})")
-    return MachineError(f"{job.name}: job {number} was cancelled, killed or ran out of time, see {log}")
 
 
 def queued_jobs() -> dict[str, str] | None:
@@ -530,6 +521,18 @@ class SlurmRun:
 
     job: Job
     folder: Path  # of all jobs
+
+    @property
+    def error(self) -> Path:
+        """The file in which a job says why it failed."""
+        return self.folder / f"{self.job.folder.name}.error"
+
+    def failure(self, number: str) -> UsageError:
+        """Explain a job that ended without a result."""
+        log = self.folder / f"{number}_0_log.err"
+        if self.error.exists():
+            return UsageError(f"{self.job.name}: {self.error.read_text(encoding='utf-8')} (job {number}, see {log})")
+        return MachineError(f"{self.job.name}: job {number} was cancelled, killed or ran out of time, see {log}")
 
     def __call__(self) -> None:
         """Train; save and requeue when the time is nearly up."""
@@ -553,7 +556,7 @@ class SlurmRun:
             sys.exit(stop.exit_code)
         except Exception as error:
             kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-            write_atomically(_error_file(self.job, self.folder), f"{kind}{error}")
+            write_atomically(self.error, f"{kind}{error}")
             raise
 
     def checkpoint(self) -> Any:

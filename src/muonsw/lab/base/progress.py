@@ -42,11 +42,12 @@ class View:
         if done is not None:
             self.done[name] = done
             self.first.setdefault(name, done)
-        self.numbers[name].update(numbers or {})
+        self.numbers[name] = {**self.numbers[name], **(numbers or {})}  # in one go: another thread draws
         if time.monotonic() - self.printed > SECONDS_BETWEEN_LINES and (moving := self._moving()):
             self.printed = time.monotonic()
             texts = {task: ", ".join(f"{key} {text}" for key, text in row.items() if text) for task, row in moving}
-            self.log("; ".join([self.summary(), *(f"{task}: {text}" for task, text in texts.items())]))
+            lines = [self.summary(), *(f"{task}: {text}" for task, text in texts.items())]
+            self.log("; ".join(filter(None, lines)))
 
     def finish(self, name: str, said: str) -> None:
         """Record that a task has ended, and print the outcome."""
@@ -64,13 +65,14 @@ class View:
 
     def summary(self) -> str:
         """Count what is complete, and estimate the time left from the pace so far."""
-        count = f"{len(self.ended)} of {len(self.totals)} {self.what} complete"
+        count = f"{len(self.ended)} of {len(self.totals)} {self.what} complete" if len(self.totals) > 1 else ""
         totals = {name: total for name, total in self.totals.items() if total is not None}
         made = sum(self._position(name, total) - self.first.get(name, 0.0) for name, total in totals.items())
         left = sum(total - self._position(name, total) for name, total in totals.items())
         if made <= 0 or left <= 0:
             return count
-        return f"{count}, about {clock((time.monotonic() - self.begun) * left / made)} left"
+        time_left = f"about {clock((time.monotonic() - self.begun) * left / made)} left"
+        return f"{count}, {time_left}" if count else time_left
 
     def _position(self, name: str, total: float) -> float:
         return total if name in self.ended else min(self.done.get(name, 0.0), total)
