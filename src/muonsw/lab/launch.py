@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import cycle
 from multiprocessing.connection import wait as wait_for_process
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeVar
@@ -163,7 +164,8 @@ def _following(view: View, jobs: Mapping[str, Job], active: set[str]) -> Iterato
     def follow() -> None:
         while not over.wait(1.0):
             for name in list(active):
-                for record in last_records(jobs[name].folder / METRICS):
+                records = last_records(jobs[name].folder / METRICS)
+                for record in sorted(records, key=itemgetter("kind"), reverse=True):  # "train" has the first columns
                     done = float(record["step"]) if record["kind"] == "train" else None
                     view.update(name, done, numbers_of(record, jobs[name].config.steps))
 
