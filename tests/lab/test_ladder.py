@@ -19,6 +19,8 @@ LADDER = (
     "task_template",
     "tasks",
     "train",
+    "run",
+    "launch",
     "plan",
     "runs",
     "report",
@@ -28,7 +30,6 @@ LADDER = (
     "own_loop",
     "diagnose",
     "studies",
-    "run",
     "commands",
     "cli",
 )
@@ -68,7 +69,7 @@ def test_a_folder_imports_nothing_from_below(folder):
 def test_an_import_upwards_is_seen_in_all_its_forms(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
-        "import muonsw.lab.studies.jobs\nfrom muonsw.lab import report\n"
+        "import muonsw.lab.studies.study\nfrom muonsw.lab import report\n"
         "def late():\n    from muonsw.lab.commands.train import Train\n",
         encoding="utf-8",
     )

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from muonsw.lab import run as entry
 from muonsw.lab.cli import main
-from muonsw.lab.studies import program as entry
 from tests.lab.train.small_runs import losses, small_run, tokens
 
 

@@ -16,8 +16,8 @@ from muonsw.lab.base.storage import prepare_folder
 from muonsw.lab.base.tables import Column, Table, Value, print_table
 from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
-from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.shared import print_conclusion, require_at_least_one
+from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs
@@ -89,7 +89,7 @@ class Reproduce:
     verbose: FlagCreatePairsOff[bool] = False
     """Print all columns of every table, and what each claim assumes and tolerates."""
 
-    cluster: OmitArgPrefixes[ClusterOptions] = field(default_factory=ClusterOptions)
+    cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
     """Training as jobs of a cluster."""
 
     def run(self) -> int:
@@ -154,7 +154,8 @@ class Reproduce:
         print_cost(console, study, self.tflops or study.scale.tflops, self.workers or usual)
 
     def _workshop(self, console: Console, places: BySettings, runs: int) -> Workshop:
-        return self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
+        workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
+        return Workshop(console, workers, places, self.retry_diverged, self.cluster)
 
     def _study(self) -> ExperimentStudy | TrainingStudy:
         if not self.name:
