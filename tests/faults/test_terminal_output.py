@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from muonsw.lab import run as entry
 from muonsw.lab.base.errors import USAGE
 from muonsw.lab.cli import main
 from muonsw.lab.data.shards import RECORD
 from muonsw.lab.diagnose import diagnose, print_diagnosis
 from muonsw.lab.runs import load_run
-from muonsw.lab.studies import program as entry
 from muonsw.lab.train.loop import train
 from tests.lab.train.small_runs import small_run, tokens
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.lab.base.test_processes import IN_PROC, assert_gone, children_of
+from tests.lab.test_launch import IN_PROC, assert_gone, children_of
 
 COMMAND = [sys.executable, "-m", "muonsw", "reproduce", "theory", "--processes", "2", "--out"]
 
@@ -42,9 +42,9 @@ def workers_of(parent):
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
-        (signal.SIGTERM, 143, "muonsw: stopped; the same command begins anew\n"),
-        (signal.SIGHUP, 129, "muonsw: stopped; the same command begins anew\n"),
-        (signal.SIGINT, 130, "muonsw: stopped; the same command begins anew\n"),
+        (signal.SIGTERM, 143, "muonsw: stopped; nothing is kept\n"),
+        (signal.SIGHUP, 129, "muonsw: stopped; nothing is kept\n"),
+        (signal.SIGINT, 130, "muonsw: stopped; nothing is kept\n"),
         (signal.SIGKILL, -9, ""),
     ],
 )
@@ -53,7 +53,8 @@ def test_the_workers_end_with_the_command(tmp_path, number, code, said):
         workers = workers_of(parent)
         parent.send_signal(number)
         _, errors = parent.communicate(timeout=60)
-    assert (parent.returncode, errors) == (code, said)
+    assert parent.returncode == code
+    assert errors == said or code == -signal.SIGKILL, "Python itself reports semaphores of a killed parent"
     assert_gone(workers)
 
 
@@ -65,6 +66,6 @@ def test_a_killed_worker_is_reported_in_a_sentence(tmp_path):
         os.kill(int(workers[0]), signal.SIGKILL)
         _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 3
-    assert "its process was ended from outside (signal 9): run fewer at a time" in errors
+    assert "the worker was killed; run fewer at a time" in errors
     assert "Traceback" not in errors
     assert_gone(workers)

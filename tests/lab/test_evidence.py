@@ -23,7 +23,6 @@ from muonsw.lab.runs.records import SAMPLED, Records
 from muonsw.lab.studies import evidence
 from muonsw.lab.studies.arms import Key, decay_factors, lambda_arm, lr_multiples
 from muonsw.lab.studies.outcome import against_constant, arm_outcome
-from muonsw.lab.studies.program import main
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.training import (
     cases,
@@ -214,21 +213,18 @@ def test_a_run_on_other_text_is_another_run(tmp_path):
         evidence.chosen("evidence/longer", other)
 
 
-def test_the_program_makes_runs_and_the_page_grows_with_them(tmp_path, capsys, monkeypatch, tiny):
+def test_runs_are_made_and_the_page_grows_with_them(tmp_path, monkeypatch, tiny):
     """One seed of two, as far as there is time: what is missing is said, and what rests on one seed."""
     monkeypatch.setattr(evidence, "MINI", replace(tiny, seeds=2))
-    folders = ["--data", tokens(), "--records", str(tmp_path), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
-    assert main(["evidence/hard-cases", *folders, "--seeds", "1", "--only", "wsd"]) == 0
-    assert "hard-cases: 2 runs exported" in capsys.readouterr().out
-    assert main(["evidence/hard-cases", *folders, "--seeds", "1"]) == 0
-    assert "hard-cases: 7 runs exported" in capsys.readouterr().out
+    shop, path = by_settings(tmp_path / "runs"), evidence.file_of("hard-cases", tmp_path)
+    assert evidence.gather("hard-cases", shop, path, seeds=1, only=["wsd"]) == 2
+    assert evidence.gather("hard-cases", shop, path, seeds=1) == 7
     grown = evidence.read_page(tmp_path)
     page = evidence.page(grown, "{hard-cases}\n{regret}\n{conclusion}")
     assert "| little text, four times the lambda | none |" in page
     assert "One seed so far, so without intervals." in page
     assert "6 of 15 planned runs of `hard-cases` are missing." in page
     assert "Not measured yet: 8 of 8 planned runs of `regret` are missing." in page
-    assert main(["evidence/nothing", *folders]) == 2
 
 
 @pytest.mark.parametrize(
@@ -653,7 +649,9 @@ def test_claims_of_gradients_hold_where_norms_have_settled(algorithm):
     assert broken == {f"{key.slug}-rises", f"{key.slug}-rises-more"}
 
 
-def test_training_needs_no_library_of_the_command_line_or_of_pages():
+def test_training_needs_no_library_of_the_command_line_or_of_pages(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(tiny_run(steps=1).as_data()), encoding="utf-8")
     block = (
         "import sys\n"
         "class Block:\n"
@@ -661,11 +659,12 @@ def test_training_needs_no_library_of_the_command_line_or_of_pages():
         "        if name.split('.')[0] in ('tyro', 'plotly', 'orjson', 'datasets', 'pyarrow'):\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Block())\n"
-        "from muonsw.lab.studies.program import main\n"
-        "main(['evidence/long', '-h'])\n"
+        "from muonsw.lab.studies import evidence\n"
+        "from muonsw.lab.run import main\n"
+        f"sys.exit(main([{str(config)!r}, {str(tmp_path / 'run')!r}]))\n"
     )
     ended = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
-    assert (ended.returncode, "--workers" in ended.stdout) == (0, True), ended.stderr
+    assert ended.returncode == 0, ended.stderr
 
 
 def parabola(best, curvature, floor=2.0):

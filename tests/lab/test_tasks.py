@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.processes import Audience, run_jobs
 from muonsw.lab.cli import main
+from muonsw.lab.launch import each
 from muonsw.lab.tasks import (
     BatchSource,
     TaskConfig,
@@ -138,13 +138,13 @@ def test_a_run_that_was_stopped_goes_on_with_equal_bits(parts, tmp_path):
         assert torch.equal(value, weights(tmp_path / "run")[name]), name
 
 
-def train_in(job, _tell):
+def train_in(job):
     train(*job)
 
 
 def test_a_loader_with_workers_serves_a_run_in_a_process_of_a_pool(tmp_path):
     config = task_run(task_file(tmp_path, batches=WORKERS), steps=4)
-    run_jobs(train_in, [(name, (config, tmp_path / name)) for name in "ab"], Audience(), workers=2)
+    each(train_in, {name: (config, tmp_path / name) for name in "ab"}, lambda _name, _result: None, workers=2)
     train(config, tmp_path / "here")
     assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "here")
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from muonsw.lab import run as entry
 from muonsw.lab.cli import main
-from muonsw.lab.studies import program as entry
 from tests.lab.train.small_runs import losses, small_run, tokens
 
 
@@ -64,15 +64,6 @@ def test_a_wrong_setting_is_named(options, message, tmp_path, capsys):
 def test_the_plain_entry_says_how_it_is_used(capsys):
     assert entry.main([]) == 2
     assert "usage" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", [["--seeds", "-1"], ["--seeds", "0"], ["--workers", "0"], ["--workers", "few"]])
-def test_runs_of_the_evidence_are_counted_from_one(option, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        entry.main(["evidence/regret", "--data", tokens(), "--runs", str(tmp_path), *option])
-    assert ended.value.code == 2
-    assert f"argument {option[0]}: " in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_diverging_run_exits_with_one(tmp_path, capsys):

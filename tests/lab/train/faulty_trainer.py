@@ -6,7 +6,7 @@ import sys
 import time
 
 from muonsw.lab.base.launcher import end
-from muonsw.lab.studies.program import main
+from muonsw.lab.run import main
 from muonsw.lab.train.state import Training
 
 FAULTS = {

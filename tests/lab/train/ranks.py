@@ -20,7 +20,7 @@ import torch
 import torch.distributed.fsdp  # once, in the server of children
 
 from muonsw import machine
-from muonsw.lab.studies.program import main
+from muonsw.lab.run import main
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 from tests.common.children import start_child
 

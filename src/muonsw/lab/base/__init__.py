@@ -1,1 +1,1 @@
-"""What every part of the lab stands on: exceptions, files, settings, the terminal, worker processes."""
+"""What every part of the lab stands on: exceptions, files, settings, the terminal, signals."""

@@ -16,12 +16,12 @@ from muonsw.lab.base.storage import prepare_folder
 from muonsw.lab.base.tables import Table
 from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
-from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.parsing import given, require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.data.shards import read_record
+from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.report.report import check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.runs.records import Records
@@ -30,7 +30,7 @@ from muonsw.lab.studies.compare import CompareStudy, advise_arm
 from muonsw.lab.studies.study import PAGE, Conclusion, conduct
 from muonsw.lab.studies.training.worked_tasks import comparison_key
 from muonsw.lab.studies.tuning import FACTORS
-from muonsw.lab.studies.workshop import ByArm
+from muonsw.lab.studies.workshop import ByArm, Workshop
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
 from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
@@ -95,7 +95,7 @@ class Compare:
     """Print all tables, with all their columns."""
     own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
     """For a task of your own."""
-    cluster: OmitArgPrefixes[ClusterOptions] = field(default_factory=ClusterOptions)
+    cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
     """Training as jobs of a cluster."""
 
     def run(self) -> int:
@@ -124,7 +124,8 @@ class Compare:
             claims=self.claims,
         )
         places, runs = ByArm(self.out / "runs"), self.seeds * (len(self.arms) + self.control)
-        workshop = self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
+        workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
+        workshop = Workshop(console, workers, places, self.retry_diverged, self.cluster)
         records = None if self.record is None else Records.open(self.record, base)
         prepare_folder(self.out)
         paragraph(console, self._plan(study, workshop.workers))

@@ -16,9 +16,9 @@ from muonsw.lab.base.storage import prepare_folder
 from muonsw.lab.base.tables import Column, Table, Value, print_table
 from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
-from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.parsing import require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
+from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report.report import check_target
 from muonsw.lab.studies import evidence
@@ -86,7 +86,7 @@ class Reproduce:
     verbose: FlagCreatePairsOff[bool] = False
     """Print all columns of every table, and what each claim assumes and tolerates."""
 
-    cluster: OmitArgPrefixes[ClusterOptions] = field(default_factory=ClusterOptions)
+    cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
     """Training as jobs of a cluster."""
 
     def run(self) -> int:
@@ -171,7 +171,8 @@ class Reproduce:
         print_cost(console, study, self.tflops or study.scale.tflops, self.workers or usual)
 
     def _workshop(self, console: Console, places: BySettings, runs: int) -> Workshop:
-        return self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
+        workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
+        return Workshop(console, workers, places, self.retry_diverged, self.cluster)
 
     def _study(self) -> ExperimentStudy | TrainingStudy:
         if not self.name:

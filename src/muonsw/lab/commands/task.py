@@ -22,10 +22,9 @@ from muonsw.lab.advise import RULES, Advise
 from muonsw.lab.base.errors import FAILED, Diverged, Interrupted, UsageError
 from muonsw.lab.base.storage import prepare_folder, write_atomically
 from muonsw.lab.base.terminal import harmless, paragraph, say
-from muonsw.lab.commands.cluster import runs_at_once
 from muonsw.lab.commands.parsing import changed, given, require_at_least_one
+from muonsw.lab.launch import runs_at_once
 from muonsw.lab.studies.tuning import FACTORS
-from muonsw.lab.studies.workshop import on_cpu
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import recorded_code
@@ -33,7 +32,7 @@ from muonsw.lab.train.groups import build_optimizer
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.presets import task_run
 from muonsw.lab.train.records import Record
-from muonsw.lab.train.state import Training, open_task
+from muonsw.lab.train.state import Training, open_task, resolve_device
 from muonsw.text import counted
 
 TASK_HELP = (
@@ -158,7 +157,7 @@ class Check:
         require_at_least_one(self, "seeds")
         console = Console()
         config, checked = self.own.run_config(self.file, **given(self, "device", "steps"))
-        config = replace(config, threads=1 if on_cpu(self.device) else 0)
+        config = replace(config, threads=1 if resolve_device(self.device).type == "cpu" else 0)
         introduce(console, config, checked)
         try:
             update, evaluation = seconds_of(config)

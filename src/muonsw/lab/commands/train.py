@@ -16,8 +16,8 @@ from muonsw.lab.base.terminal import say
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.parsing import changed, given
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
+from muonsw.lab.run import run
 from muonsw.lab.studies.arms import refuse_too_much_decay
-from muonsw.lab.studies.program import run
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.presets import changed_run, require_enough_text, with_data

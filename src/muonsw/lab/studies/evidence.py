@@ -17,13 +17,13 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.tables import markdown
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.data.shards import fingerprint, read_record
+from muonsw.lab.launch import Job
 from muonsw.lab.report.sections import Chart, LegendEntry, Sheet
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.runs.records import Records
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs
 from muonsw.lab.studies.catalogue import find_study
 from muonsw.lab.studies.conclusions import SENTENCES, conclusion
-from muonsw.lab.studies.jobs import Job
 from muonsw.lab.studies.scales import MINI
 from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.studies.training import (

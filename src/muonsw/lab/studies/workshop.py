@@ -1,34 +1,28 @@
-"""Where runs and experiments are made: each once, several at a time, resumable, and shown while they are under way."""
+"""Plan the runs of studies, launch them, and read them back."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from muonsw.lab.base.errors import Diverged
-from muonsw.lab.base.processes import Audience, Tell, run_jobs, stop_at_failure, visible_gpus
-from muonsw.lab.base.progress import View, showing
-from muonsw.lab.base.storage import read_object
-from muonsw.lab.base.terminal import say
+from muonsw.lab import launch
+from muonsw.lab.base.processes import torch_threads
+from muonsw.lab.base.progress import showing
 from muonsw.lab.claims.claim import Evidence
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
+from muonsw.lab.launch import Cluster, Job
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.studies.arms import Arm, Comparison, Results
-from muonsw.lab.studies.cluster import Cluster, run_on_cluster
-from muonsw.lab.studies.jobs import Job, train_job, write_divergence
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import RESULT, identity, refuse_other_settings
-from muonsw.lab.train.progress import numbers_of
-from muonsw.lab.train.records import Record
-from muonsw.lab.train.state import resolve_device, with_fingerprint
+from muonsw.lab.train.folder import identity
+from muonsw.lab.train.state import with_fingerprint
 
 
 @dataclass(frozen=True)
@@ -97,25 +91,17 @@ class ExperimentResult:
 
 @dataclass(frozen=True)
 class Workshop:
-    """Makes what studies ask for.
-
-    The number of workers changes nothing but the time.
-    """
+    """Trains runs and computes experiments for studies; the number of workers changes only the time."""
 
     console: Console  # where progress is shown
     workers: int  # runs, or experiments, at a time
     # Where runs are kept; experiments keep nothing.
     places: ByArm | BySettings = field(default_factory=lambda: ByArm(Path("runs")))
-    retry_diverged: bool = False  # whether runs that diverged in an earlier call are tried again
-    # GPUs over which runs are spread, as CUDA_VISIBLE_DEVICES names them; with none, a process sees all.
-    devices: tuple[str, ...] = ()
-    cluster: Cluster | None = None  # where runs are jobs; None trains them in processes of this machine
+    retry_diverged: bool = False  # whether runs that diverged in an earlier call are trained again
+    cluster: Cluster = field(default_factory=Cluster)  # Slurm, or this machine
 
     def train(self, comparisons: Sequence[Comparison]) -> Results:
-        """Bring every run to its end, equal ones once, and read all back by comparison and arm.
-
-        Runs that are complete are left alone, those begun go on. A run that diverges does not stop the others: its
-        `result.json` says so.
+        """Train every run of comparisons that has not ended; return all by comparison, arm and seed.
 
         Raises:
             UsageError: If a run cannot start, or a folder holds a run with other settings.
@@ -132,7 +118,7 @@ class Workshop:
         return {one.key: {arm.name: runs(one, arm) for arm in one.arms} for one in comparisons}
 
     def jobs(self, comparisons: Sequence[Comparison]) -> dict[Path, Job]:
-        """The runs of comparisons by folder, equal ones once, under the name that is met first; seed by seed."""
+        """Plan the runs of comparisons by folder, equal ones once, seed by seed."""
         found: dict[Path, Job] = {}
         members = ((one, arm, seed) for one in comparisons for arm, seed in one.members())
         for member in sorted(members, key=lambda member: member[-1]):
@@ -140,44 +126,16 @@ class Workshop:
             found.setdefault(job.folder, job)
         return found
 
-    def bring_to_end(self, jobs: Sequence[Job], after: Callable[[Job], None] | None = None) -> None:
-        """Train what has not ended yet; `after` is called as soon as a run is complete."""
-        todo = {job.name: job for job in jobs if not self._has_ended(job)}
-        ended = [job for job in jobs if job.name not in todo]
-        diverged = sum(_diverged(job) for job in ended)
-        if diverged < len(ended):
-            say(self.console, f"{len(ended) - diverged} of {len(jobs)} runs are complete already")
-        if diverged:
-            say(self.console, f"{diverged} of {len(jobs)} runs diverged earlier; --retry-diverged tries them again")
-        if not todo:
-            return
-        steps = {name: float(job.config.steps) for name, job in todo.items()}
-        with showing(self.console, steps, what="runs", workers=self.workers) as view:
-
-            def finished(name: str, result: Mapping[str, Any]) -> None:
-                view.finish(name, f"validation loss {result['final_loss']:.4f}")
-                if after is not None:
-                    after(todo[name])
-
-            audience = Audience(
-                message=partial(_show, view, todo),
-                finished=finished,
-                failed=lambda name, error: _failed(view, todo[name], error),
-            )
-            if self.cluster is not None:
-                run_on_cluster(todo, audience, self.cluster)
-                return
-            tasks = list(todo.items())
-            run_jobs(train_job, tasks, audience, workers=self.workers, threads=None, devices=self.devices)
-
-    def _has_ended(self, job: Job) -> bool:
-        if not (job.folder / RESULT).exists():
-            return False
-        refuse_other_settings(job.folder, with_fingerprint(job.config))
-        if self.retry_diverged and _diverged(job):
-            (job.folder / RESULT).unlink()
-            return False
-        return True
+    def bring_to_end(self, jobs: Sequence[Job], after: Callable[[Job], None] = lambda _job: None) -> None:
+        """Train what has not ended yet; `after` is called as soon as a run has."""
+        launch.run(
+            jobs,
+            console=self.console,
+            workers=self.workers,
+            cluster=self.cluster,
+            retry_diverged=self.retry_diverged,
+            finished=after,
+        )
 
     def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, ExperimentResult]:
         """Run experiments, the longest first, and return what they found in the order given.
@@ -186,60 +144,20 @@ class Workshop:
         processes nor their order changes a bit of the result.
         """
         found: dict[str, ExperimentResult] = {}
-        by_cost = sorted(experiments, key=lambda experiment: -experiment.cost)
-        costs = {experiment.name: experiment.cost for experiment in by_cost}
-        with showing(self.console, costs, what="experiments", workers=self.workers) as view:
+        by_cost = {one.name: one for one in sorted(experiments, key=lambda one: -one.cost)}
+        with showing(self.console, {name: one.cost for name, one in by_cost.items()}, what="experiments") as view:
 
-            def finished(name: str, result: ExperimentResult) -> None:
+            def done(name: str, result: ExperimentResult) -> None:
                 found[name] = result
                 held = sum(claim.holds for claim in result.evidence.claims)
                 view.finish(name, f"{held} of {len(result.evidence.claims)} claims hold ({result.seconds:.1f} s)")
 
-            audience = Audience(
-                message=lambda name, share: view.update(name, share * costs[name], {"share": f"{share:.0%}"}),
-                finished=finished,
-            )
-            tasks = [(experiment.name, experiment) for experiment in by_cost]
-            run = partial(_run_experiment, seed=seed)
-            run_jobs(run, tasks, audience, workers=self.workers, again="the same command begins anew")
+            launch.each(partial(_run_experiment, seed=seed), by_cost, done, workers=self.workers, saves=False)
         return {experiment.name: found[experiment.name] for experiment in experiments}
 
 
-def _show(view: View, todo: Mapping[str, Job], name: str, content: Record | str) -> None:
-    if isinstance(content, str):
-        view.say(f"{name}: {content}")
-    elif content["kind"] == "job":
-        view.update(name, None, {"job": content["job"]})
-    else:
-        done = float(content["step"]) if content["kind"] == "train" else None
-        view.update(name, done, numbers_of(content, todo[name].config.steps))
-
-
-def _diverged(job: Job) -> bool:
-    return "diverged" in read_object(job.folder / RESULT)
-
-
-def _failed(view: View, job: Job, error: Exception) -> None:
-    """Let the others go on if a run diverged; end everything if it could not run."""
-    if not isinstance(error, Diverged):
-        stop_at_failure(job.name, error)
-        return
-    write_divergence(job.folder, error)
-    view.finish(job.name, f"diverged at update {error.step}")
-    view.say(f"{job.name}: {error}")
-
-
-def _run_experiment(experiment: Experiment, tell: Tell, *, seed: int) -> ExperimentResult:
+def _run_experiment(experiment: Experiment, *, seed: int) -> ExperimentResult:
     start = time.perf_counter()
-    evidence = experiment.run(seed, progress=tell)
+    with torch_threads(1):
+        evidence = experiment.run(seed)
     return ExperimentResult(evidence, time.perf_counter() - start)
-
-
-def on_cpu(device: str) -> bool:
-    """Whether a run on the device of this name would be on the CPU here."""
-    return resolve_device(device).type == "cpu"
-
-
-def gpus_for(device: str) -> tuple[str, ...]:
-    """The GPUs over which runs on the device of this name are spread: all of this machine, unless it names one."""
-    return visible_gpus() if ":" not in device and resolve_device(device).type == "cuda" else ()

@@ -104,7 +104,10 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
         except Diverged as error:
             saved = shelf.newest()
             left = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
-            raise Diverged(f"{error}; {left}", error.step) from error
+            reason = f"{error}; {left}"
+            outcome = {"diverged": error.step, "steps": error.step, "reason": reason}
+            world.leading(lambda: write_json(folder / RESULT, outcome))
+            raise Diverged(reason, error.step) from error
         result = _result(training)
         world.leading(require_held)
         world.leading(lambda: write_json(folder / RESULT, result))

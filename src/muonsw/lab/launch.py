@@ -1,0 +1,572 @@
+"""Run training configs to their end: in this process, in worker processes, or as jobs of Slurm.
+
+A run's folder is all that its worker and the launcher share: records while it trains, `result.json` when it has ended.
+So a command that was stopped, or lost a worker, resumes when it is run again.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from itertools import cycle
+from multiprocessing.connection import wait as wait_for_process
+from operator import itemgetter
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TypeVar
+
+import torch
+from filelock import FileLock
+from rich.console import Console
+
+from muonsw import machine
+from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError, needed
+from muonsw.lab.base.processes import stop_requests
+from muonsw.lab.base.progress import View, showing
+from muonsw.lab.base.storage import LOCK, parse_json, prepare_folder, read_object, write_atomically, write_json
+from muonsw.lab.base.terminal import say
+from muonsw.lab.train import checkpoint
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import CHECKPOINTS, METRICS, RESULT, refuse_other_settings
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.progress import numbers_of
+from muonsw.lab.train.records import Record
+from muonsw.lab.train.state import compiles, resolve_device, with_fingerprint
+from muonsw.lab.train.world import World, joined
+from muonsw.text import counted
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+RESUME = "rerun the same command to resume"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+POLL_SECONDS, RESEND_SECONDS = 0.2, 2.0
+TAIL_BYTES = 1 << 20  # the last records of a run lie within this many bytes, telemetry included
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its name on the console, its settings, its folder."""
+
+    name: str
+    config: RunConfig
+    folder: Path
+
+
+def run(
+    jobs: Sequence[Job],
+    *,
+    console: Console,
+    workers: int,
+    cluster: Cluster | None = None,
+    retry_diverged: bool = False,
+    finished: Callable[[Job], None] = lambda _job: None,
+) -> None:
+    """Train every run that has not ended; the caller then reads their folders.
+
+    Args:
+        jobs: The runs, with different names; of those with the same folder the first is trained.
+        console: Where progress is shown.
+        workers: Runs at a time; one is trained in this process, several see one GPU each. On Slurm, jobs in the queue.
+        cluster: Where runs are trained; this machine unless it names Slurm.
+        retry_diverged: Whether runs that diverged in an earlier call are trained again.
+        finished: Called with each run that has ended, also by diverging.
+
+    Raises:
+        UsageError: If a run cannot start, or a worker was killed (`MachineError`). Runs under way are saved.
+        Interrupted: If this process was asked to stop.
+    """
+    unique: dict[Path, Job] = {}
+    for job in jobs:
+        unique.setdefault(job.folder, job)
+    todo = {job.name: job for job in unique.values() if not _has_ended(job, retry_diverged)}
+    ended = [job for job in unique.values() if job.name not in todo]
+    diverged = sum("diverged" in read_object(job.folder / RESULT) for job in ended)
+    if diverged < len(ended):
+        say(console, f"{len(ended) - diverged} of {len(unique)} runs are complete already")
+    if diverged:
+        say(console, f"{diverged} of {len(unique)} runs diverged earlier; --retry-diverged tries them again")
+    if not todo:
+        return
+    active: set[str] = set()
+    with showing(console, {name: job.config.steps for name, job in todo.items()}) as view:
+
+        def done(name: str, notes: Sequence[str] = ()) -> None:
+            active.discard(name)
+            for note in notes:
+                view.say(f"{name}: {note}")
+            result = read_object(todo[name].folder / RESULT)
+            lost = f"diverged at step {result['diverged']}: {result['reason']}" if "diverged" in result else ""
+            view.finish(name, lost or f"validation loss {result['final_loss']:.4f}")
+            finished(todo[name])
+
+        def compiling(name: str) -> bool:
+            """Whether another process compiles the same model: its code can then be read from torch's caches."""
+            return compiles(todo[name].config) and any(
+                _shape(todo[name]) == _shape(todo[other]) for other in active if other not in view.done
+            )
+
+        with _following(view, todo, active):
+            if cluster is not None and cluster.cluster == "slurm":
+                _run_on_slurm(todo, cluster, workers, view, active, done)
+            else:
+                devices = gpus_for(jobs[0].config.device)
+                each(_train, todo, done, workers=workers, devices=devices, active=active, hold=compiling)
+
+
+def _has_ended(job: Job, retry_diverged: bool) -> bool:
+    if not (job.folder / RESULT).exists():
+        return False
+    refuse_other_settings(job.folder, with_fingerprint(job.config))
+    if retry_diverged and "diverged" in read_object(job.folder / RESULT):
+        (job.folder / RESULT).unlink()
+        return False
+    return True
+
+
+def _shape(job: Job) -> tuple[object, int]:
+    """What decides the code that the compiler makes."""
+    return job.config.task or job.config.model, job.config.batch // job.config.accumulation
+
+
+def _train(job: Job, world: World | None = None) -> list[str]:
+    """Train one run until it ends or diverges, which its folder then says, and return its notes."""
+    notes: list[str] = []
+    try:
+        with suppress(Diverged):
+            train(job.config, job.folder, Watch(note=notes.append), world)
+    finally:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            gc.collect()  # graphs lie in cycles, and other processes need their memory
+            torch.cuda.empty_cache()
+    return notes
+
+
+@contextmanager
+def _following(view: View, jobs: Mapping[str, Job], active: set[str]) -> Iterator[None]:
+    """Show the newest records of the active runs, read from their folders, while the block runs."""
+    over = threading.Event()
+
+    def follow() -> None:
+        while not over.wait(1.0):
+            for name in list(active):
+                records = last_records(jobs[name].folder / METRICS)
+                for record in sorted(records, key=itemgetter("kind"), reverse=True):  # "train" has the first columns
+                    done = float(record["step"]) if record["kind"] == "train" else None
+                    view.update(name, done, numbers_of(record, jobs[name].config.steps))
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def last_records(path: Path) -> list[Record]:
+    """Return the last record of each kind near the end of a run's metrics, oldest first."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]  # a line without an end is still being written
+    except OSError:
+        return []
+    found: dict[str, Record] = {}
+    for line in reversed(lines):
+        with suppress(ValueError):  # the first line may be cut
+            record = parse_json(line.decode())
+            found.setdefault(record["kind"], record)
+        if "train" in found and "eval" in found:
+            break
+    return list(reversed(found.values()))
+
+
+# ---- Worker processes
+
+
+def each(
+    function: Callable[[Task], Result],
+    tasks: Mapping[str, Task],
+    done: Callable[[str, Result], None],
+    *,
+    workers: int,
+    devices: Sequence[str] = (),
+    active: set[str] | None = None,
+    hold: Callable[[str], bool] = lambda _name: False,
+    saves: bool = True,
+) -> None:
+    """Call a picklable function on every task, several at a time, in processes that are used again.
+
+    Each worker is a `ProcessPoolExecutor` of one process: if it dies, no other task is lost, and it keeps its GPU.
+
+    With one worker, tasks are done in this process. Any error ends all work. `done` is called in this process with the
+    name and the result of each task, `active` collects the names that have begun, `hold` says that a task must not
+    begin yet. Tasks that do not save their work and raise `Interrupted` at SIGTERM are ended by it (`saves=False`).
+
+    Examples:
+        >>> each(abs, {"first": -2, "second": 3}, lambda name, result: print(name, result), workers=1)
+        first 2
+        second 3
+    """
+    active = set() if active is None else active
+    if min(workers, len(tasks)) <= 1:
+        for name, task in tasks.items():
+            active.add(name)
+            with _naming(name):
+                result = function(task)
+            done(name, result)
+        return
+    spawn = multiprocessing.get_context("spawn")  # a forked child would inherit torch's threads in any state
+    seats = zip(range(min(workers, len(tasks))), cycle(devices or ("",)), strict=False)
+    pools = [ProcessPoolExecutor(1, spawn, _start_worker, (device, saves)) for _, device in seats]
+    waiting, idle, busy = deque(tasks), list(pools), dict[Future[Result], tuple[str, ProcessPoolExecutor]]()
+    with stop_requests() as request:
+        try:
+            while waiting or busy:
+                while waiting and idle and not hold(waiting[0]):
+                    name, pool = waiting.popleft(), idle.pop(0)
+                    with _naming(name):
+                        busy[pool.submit(function, tasks[name])] = name, pool
+                    active.add(name)
+                for future in wait(busy, POLL_SECONDS, FIRST_COMPLETED).done:
+                    if isinstance(future.exception(), BrokenProcessPool):
+                        time.sleep(POLL_SECONDS)  # a signal to all processes may reach this one a moment later
+                    if request.signal is None:
+                        name, pool = busy.pop(future)
+                        idle.append(pool)
+                        with _naming(name):
+                            result = future.result()
+                        done(name, result)
+                if request.signal is not None:
+                    _stop(busy)
+                    failed = filter(None, (_unsaved(name, future) for future, (name, _) in busy.items()))
+                    saved = f"stopped, {'; '.join(failed) or 'all runs saved'}; {RESUME}"
+                    raise Interrupted(saved if saves else "stopped; nothing is kept", request.signal)
+        finally:
+            _stop(busy)
+            for pool in pools:
+                pool.shutdown()
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put the name of a task before its error."""
+    try:
+        yield
+    except BrokenProcessPool as error:
+        killed = f"{name}: the worker was killed; run fewer at a time if memory was short"
+        raise MachineError(f"{killed}; {RESUME}") from error
+    except UsageError as error:
+        raise (MachineError if isinstance(error, MachineError) else UsageError)(f"{name}: {error}") from error
+
+
+def _stop(busy: Mapping[Future[Any], Any]) -> None:
+    """Ask workers to save until they have; a second Ctrl-C kills them."""
+    try:
+        while pending := [future for future in busy if not future.done()]:
+            for child in multiprocessing.active_children():
+                child.terminate()  # again and again: a run that is just starting does not listen yet
+            wait(pending, RESEND_SECONDS)
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise
+
+
+def _unsaved(name: str, future: Future[Any]) -> str:
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool):  # killed, or still starting
+        return f"{name} keeps its last checkpoint"
+    return "" if error is None or isinstance(error, Interrupted) else f"{name} was not saved: {error}"
+
+
+def _start_worker(device: str, saves: bool) -> None:
+    if device:
+        os.environ[VISIBLE] = device  # before anything asks CUDA for its devices
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes Ctrl-C on
+    if saves:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # training has a handler of its own
+    # Else this process would spawn the workers of a DataLoader, too, which cannot import a task's file.
+    multiprocessing.set_start_method(None, force=True)
+
+    def end_with_parent() -> None:
+        """End even if the parent is killed: checkpoints are on disk, and locks become free."""
+        if (parent := multiprocessing.parent_process()) is not None:
+            wait_for_process([parent.sentinel])
+            os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def gpus_for(device: str) -> tuple[str, ...]:
+    """List the GPUs over which runs on this device are spread: all of this machine, unless it names one."""
+    if ":" in device or resolve_device(device).type != "cuda":
+        return ()
+    number, given = machine.gpus(), os.environ.get(VISIBLE, "")
+    names = given.split(",") if given else [str(place) for place in range(number)]
+    return tuple(name.strip() for name in names[:number])
+
+
+def runs_at_once(device: str) -> int:
+    """Count the runs that this machine trains at a time: one for each core, or for each GPU."""
+    return machine.cores() if resolve_device(device).type == "cpu" else max(1, len(gpus_for(device)))
+
+
+# ---- Slurm
+
+JOBS = "jobs"  # the folder beside the runs with submitit's files, the jobs' output, and which job has which run
+LOOK_SECONDS = 15.0
+SETTLE_LOOKS = 2  # a job may be gone before its files arrive on this side of a shared disk
+TIMEOUTS = 10_000  # submitit counts them; a job that saves nothing is not queued again
+EARLY = getattr(signal, "SIGUSR2", signal.SIGTERM)  # submitit has it sent before a job's time is up
+# Options of sbatch that this command or submitit sets.
+RESERVED = ("array", "error", "job-name", "ntasks", "open-mode", "output", "requeue", "signal", "time", "wckey")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What every run asks Slurm for; also the options of commands that train."""
+
+    cluster: Literal["slurm"] | None = None
+    """Train every run as a job of Slurm. Folder and tokens must lie on a disk that all machines share. Unless given,
+    runs are trained in processes of this machine."""
+    partition: str = ""
+    """Slurm partition."""
+    time: str = ""
+    """The longest that a job may take, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A run that needs longer
+    saves before that, is queued again and continues."""
+    gpus_per_run: int | None = None
+    """GPUs for a run, of one machine, each with a rank of its own; 1 unless given, or 0 with --device cpu."""
+    cpus_per_run: int | None = None
+    """CPU cores for a run, or for each of its ranks; as many as Slurm gives unless given."""
+    memory: str = ""
+    """Memory for a run, such as 32G; as much as Slurm gives unless given."""
+    account: str = ""
+    """Slurm account."""
+    qos: str = ""
+    """Slurm quality of service."""
+    slurm: tuple[str, ...] = ()
+    """Any other option of sbatch: constraint=h100, reservation=lab, exclusive."""
+    setup: tuple[str, ...] = ()
+    """Shell lines before a job begins, such as "module load cuda"."""
+
+    def check(self, device: str) -> None:
+        """Refuse what cannot be submitted, before anything is prepared."""
+        if self.cluster is None:
+            for one in fields(self):
+                if getattr(self, one.name) != one.default:
+                    raise UsageError(f"--{one.name.replace('_', '-')} needs --cluster slurm")
+            return
+        low, high = {"cpu": (0, 0), "cuda": (1, math.inf), "auto": (0, math.inf)}.get(device, (1, 1))
+        if self.gpus_per_run is not None and not low <= self.gpus_per_run <= high:
+            raise UsageError(f"--gpus-per-run {self.gpus_per_run} does not go with --device {device}: leave one out")
+        if self.cpus_per_run is not None and self.cpus_per_run < 1:
+            raise UsageError(f"--cpus-per-run must be at least 1, got {self.cpus_per_run}")
+        self.parameters(device)
+
+    def gpus(self, device: str) -> int:
+        """Count the GPUs for a run on this device; a cluster has some even where this machine has none."""
+        return int(device != "cpu") if self.gpus_per_run is None else self.gpus_per_run
+
+    def device_type(self, device: str) -> str:
+        """Name the type of device where runs are trained, which need not be this machine."""
+        if self.cluster is None:
+            return resolve_device(device).type
+        return "cuda" if self.gpus(device) else "cpu"
+
+    def parameters(self, device: str) -> dict[str, Any]:
+        """Name what a job asks for as submitit's executor does."""
+        extra: dict[str, str | bool] = {}
+        for option in self.slurm:
+            key, equals, value = option.removeprefix("--").partition("=")
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or key in RESERVED:
+                problem = "is set by this command" if key in RESERVED else "is not an option of sbatch"
+                raise UsageError(f"--slurm {key!r} {problem}: give other options, such as constraint=h100")
+            extra[key] = value if equals else True
+        asked = {
+            "time": parse_minutes(self.time),
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "mem": self.memory,
+            "cpus_per_task": self.cpus_per_run,
+            "gpus_per_node": 0 if "gres" in extra else self.gpus(device),
+            "ntasks_per_node": max(1, self.gpus(device)),
+            "setup": list(self.setup),
+        }
+        given = {name: value for name, value in asked.items() if value}
+        # Some clusters requeue only jobs that ask for it.
+        return {**given, "additional_parameters": {"requeue": True, **extra}}
+
+
+def parse_minutes(text: str) -> int:
+    """Convert a time of Slurm's to minutes, rounded up.
+
+    Examples:
+        >>> [parse_minutes(text) for text in ("90", "1:30", "1:30:00", "1-12", "1-12:30")]
+        [90, 2, 90, 2160, 2190]
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    days, *rest = match.groups() if match else (None, "0")
+    parts = [int(part) for part in rest if part is not None]
+    hours, minutes, seconds = [*([0] if days is None and len(parts) < 3 else []), *parts, 0, 0][:3]
+    total = math.ceil(int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60)
+    if total < 1:
+        fix = "give the longest that a job may take as minutes, HH:MM:SS or D-HH:MM:SS"
+        raise UsageError(f"--cluster slurm needs --time, got {text!r}: {fix}")
+    return total
+
+
+def _run_on_slurm(
+    runs: Mapping[str, Job],
+    cluster: Cluster,
+    at_once: int,
+    view: View,
+    active: set[str],
+    done: Callable[[str], None],
+) -> None:
+    """Submit runs as jobs, wait until they have ended, and collect them; a job that fails does not end the others."""
+    first = next(iter(runs.values()))
+    folder = first.folder.parent / JOBS
+    submit = _submitter(folder, cluster.parameters(first.config.device))
+    waiting, numbers = deque(runs), dict[str, str]()
+    missing, failures = Counter[str](), list[UsageError]()
+    with stop_requests() as request:
+        while waiting or numbers:
+            with FileLock(folder / LOCK):  # another command may want the same runs
+                states = queued_jobs()  # None says nothing about the jobs
+                for name, number in list(numbers.items()):
+                    if (runs[name].folder / RESULT).exists():
+                        del numbers[name]
+                        done(name)
+                    elif states is not None and number not in states and missing[name] >= SETTLE_LOOKS:
+                        del numbers[name]
+                        active.discard(name)
+                        failures.append(SlurmRun(runs[name], folder).failure(number))
+                        view.finish(name, f"job {number} ended without a result")
+                    elif states is not None:
+                        missing[name] = 0 if number in states else missing[name] + 1
+                        view.update(name, None, {"job": f"{number} {states.get(number, '').lower()}"})
+                while states is not None and waiting and len(numbers) < at_once:
+                    name = waiting.popleft()
+                    record = folder / f"{runs[name].folder.name}.json"
+                    number = str(read_object(record)["job"]) if record.exists() else ""
+                    if number not in states:
+                        number = submit(runs[name])
+                        write_json(record, {"job": number})
+                    numbers[name] = number
+                    active.add(name)
+            until = time.monotonic() + LOOK_SECONDS
+            while (waiting or numbers) and request.signal is None and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+            if request.signal is not None:
+                left = f"{counted(len(numbers), 'job')} left in the queue (scancel {' '.join(numbers.values())})"
+                raise Interrupted(f"stopped, {left}; rerun the same command to collect them", request.signal)
+    if failures:
+        kind = MachineError if all(isinstance(one, MachineError) for one in failures) else UsageError
+        raise kind("\n".join(f"{one}; {RESUME}" for one in failures))
+
+
+def _submitter(folder: Path, parameters: Mapping[str, Any]) -> Callable[[Job], str]:
+    """Return a function that submits a run and returns the number of its job."""
+    submitit = needed("submitit", "--cluster needs", "cluster")
+    prepare_folder(folder)
+    try:
+        executor = submitit.SlurmExecutor(folder.absolute(), max_num_timeout=TIMEOUTS)
+        executor.update_parameters(**parameters)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"jobs cannot be submitted here: {error}") from error
+    errors = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError)
+
+    def submit(job: Job) -> str:
+        order = SlurmRun(job, folder)
+        order.error.unlink(missing_ok=True)
+        executor.update_parameters(job_name=f"muonsw-{job.folder.name}")
+        try:
+            with submitit.helpers.clean_env():  # a surrounding job's variables are not for this one
+                return str(executor.submit(order).job_id)
+        except errors as error:
+            said = " ".join(str(error).split())
+            raise UsageError(f"Slurm refused {job.name}: {said}; check --partition, --time and --slurm") from error
+
+    return submit
+
+
+def queued_jobs() -> dict[str, str] | None:
+    """Ask Slurm for the states of this user's jobs that have not ended; None if it does not answer."""
+    command = ["squeue", "--me", "--noheader", "--format=%i %T"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(line.split() for line in answer.stdout.splitlines())
+
+
+@dataclass(frozen=True)
+class SlurmRun:
+    """The work of one Slurm job: train one run, on one rank for each task, from wherever its folder says it is."""
+
+    job: Job
+    folder: Path  # of all jobs
+
+    @property
+    def error(self) -> Path:
+        """The file in which a job says why it failed."""
+        return self.folder / f"{self.job.folder.name}.error"
+
+    def failure(self, number: str) -> UsageError:
+        """Explain a job that ended without a result."""
+        log = self.folder / f"{number}_0_log.err"
+        if self.error.exists():
+            return UsageError(f"{self.job.name}: {self.error.read_text(encoding='utf-8')} (job {number}, see {log})")
+        return MachineError(f"{self.job.name}: job {number} was cancelled, killed or ran out of time, see {log}")
+
+    def __call__(self) -> None:
+        """Train; save and requeue when the time is nearly up."""
+        submitit = needed("submitit", "--cluster needs", "cluster")
+        ranks = submitit.helpers.TorchDistributedEnvironment()
+        if ranks.world_size > 1:
+            ranks.export(set_cuda_visible_devices=False, overwrite=True)
+        requeue, early, before = signal.getsignal(EARLY), threading.Event(), saved_step(self.job.folder)
+
+        def stop_early(_number: int, _frame: FrameType | None) -> None:
+            early.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        signal.signal(EARLY, stop_early)  # submitit's own handler would end the process in mid-step
+        try:
+            with joined(self.job.config.parallel.timeout) as world:
+                print(*_train(self.job, world), sep="\n")
+        except Interrupted as stop:
+            if early.is_set() and saved_step(self.job.folder) > before and callable(requeue):
+                requeue(EARLY, None)  # submitit's: puts the job back into the queue, and exits
+            sys.exit(stop.exit_code)
+        except Exception as error:
+            kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+            write_atomically(self.error, f"{kind}{error}")
+            raise
+
+    def checkpoint(self) -> Any:
+        """Tell submitit what to put back into the queue: the same work, since the run's folder has the rest."""
+        return needed("submitit", "--cluster needs", "cluster").helpers.DelayedSubmission(self)
+
+
+def saved_step(folder: Path) -> int:
+    """Return the step of a run's newest checkpoint; 0 without one."""
+    newest = next(checkpoint.newest_first(folder / CHECKPOINTS), None)
+    return 0 if newest is None else checkpoint.step_of(newest)

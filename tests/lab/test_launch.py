@@ -1,0 +1,296 @@
+"""The launcher: every run once, the same bits in any number of processes, and nothing lost whatever ends it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from muonsw import machine
+from muonsw.lab import launch
+from muonsw.lab.base.errors import Interrupted, MachineError, UsageError
+from muonsw.lab.base.processes import stop_requests
+from muonsw.lab.cli import main
+from muonsw.lab.commands.compare import Compare
+from muonsw.lab.commands.reproduce import Reproduce
+from muonsw.lab.launch import VISIBLE, Cluster, Job, each, gpus_for, last_records, saved_step
+from muonsw.lab.train.config import OptimizerConfig
+from tests.lab.studies.small_comparisons import ARMS, QUIET, WILD, tiny_run
+from tests.lab.train.small_runs import losses
+
+IN_PROC = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+STEPS = 120
+
+
+def jobs_in(folder, optimizers=None, **settings):
+    chosen = {arm.name: arm.optimizer for arm in ARMS} if optimizers is None else optimizers
+    settings = {"steps": STEPS, "eval_every": 50, "checkpoint_every": 20, "telemetry_every": 0} | settings
+    run = tiny_run(**settings)
+    return [Job(name, replace(run, optimizer=one, arm=name, threads=1), folder / name) for name, one in chosen.items()]
+
+
+def run(jobs, workers=2, console=QUIET, **settings):
+    launch.run(jobs, console=console, workers=workers, **settings)
+
+
+def assert_same_bits(folder, other):
+    for name in (arm.name for arm in ARMS):
+        assert losses(folder / name) == losses(other / name)
+        assert result_of(folder / name)["final_loss"] == result_of(other / name)["final_loss"]
+
+
+def result_of(folder):
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+
+def once_saved(folder, act):
+    """Do something, from another thread, once every run has saved."""
+
+    def wait():
+        end = time.monotonic() + 120.0
+        while time.monotonic() < end and not all(saved_step(folder / arm.name) for arm in ARMS):
+            time.sleep(0.005)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Both runs, one after the other, in this process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(jobs_in(folder), workers=1)
+    return folder
+
+
+def test_workers_train_the_same_bits_and_show_them(tmp_path, undisturbed):
+    shown = StringIO()
+    jobs = jobs_in(tmp_path)
+    same = replace(jobs[0], name="another name of the first")
+    ended = []
+    run([*jobs, same], console=Console(file=shown, width=200), finished=lambda job: ended.append(job.name))
+    assert_same_bits(tmp_path, undisturbed)
+    assert sorted(ended) == ["constant", "scaled"], "equal runs are trained once"
+    assert f"constant: validation loss {result_of(tmp_path / 'constant')['final_loss']:.4f}" in shown.getvalue()
+    run(jobs, console=Console(file=shown, width=200))
+    assert shown.getvalue().endswith("2 of 2 runs are complete already\n")
+    with pytest.raises(UsageError, match="other settings"):
+        run(jobs_in(tmp_path, steps=STEPS + 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_stopped_runs_are_saved_and_resume_to_the_same_bits(tmp_path, undisturbed, number):
+    jobs = jobs_in(tmp_path)
+    once_saved(tmp_path, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(Interrupted, match="all runs saved; rerun the same command to resume") as stopped:
+        run(jobs)
+    assert stopped.value.exit_code == 128 + number
+    assert any(saved_step(job.folder) < STEPS for job in jobs)
+    run(jobs)
+    assert_same_bits(tmp_path, undisturbed)
+
+
+@IN_PROC
+def test_a_killed_worker_ends_the_command_and_the_next_one_resumes(tmp_path, undisturbed):
+    once_saved(tmp_path, lambda: os.kill(launch.multiprocessing.active_children()[0].pid, signal.SIGKILL))
+    with pytest.raises(MachineError, match=r"(constant|scaled): the worker was killed.*rerun the same command"):
+        run(jobs_in(tmp_path))
+    assert not launch.multiprocessing.active_children()
+    assert all(saved_step(tmp_path / arm.name) for arm in ARMS)
+    run(jobs_in(tmp_path))
+    assert_same_bits(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_diverges_does_not_end_the_others_and_is_not_tried_again(tmp_path, workers):
+    settings = {"steps": 20, "diverged": 1.0}
+    jobs = jobs_in(tmp_path, {"wild": WILD.optimizer, "tame": OptimizerConfig(ns_dtype="float32")}, **settings)
+    run(jobs, workers)
+    assert 1 <= result_of(tmp_path / "wild")["diverged"] <= 20
+    assert "lower the learning rate" in result_of(tmp_path / "wild")["reason"]
+    assert result_of(tmp_path / "tame")["steps"] == 20
+    before = {job.name: (job.folder / "metrics.jsonl").stat().st_mtime_ns for job in jobs}
+    shown = StringIO()
+    run(jobs, workers, Console(file=shown, width=200))
+    note = "1 of 2 runs diverged earlier; --retry-diverged tries them again"
+    assert shown.getvalue().splitlines() == ["1 of 2 runs are complete already", note]
+    run(jobs, workers, retry_diverged=True)
+    after = {job.name: (job.folder / "metrics.jsonl").stat().st_mtime_ns for job in jobs}
+    assert {name for name in before if before[name] != after[name]} == {"wild"}
+
+
+def test_a_run_that_cannot_start_is_named_and_the_others_are_saved(tmp_path):
+    (good,) = jobs_in(tmp_path, {"good": ARMS[0].optimizer}, steps=10**6)
+    (short,) = jobs_in(tmp_path, {"short": ARMS[0].optimizer}, steps=20)
+    (bad,) = jobs_in(tmp_path, {"bad": ARMS[0].optimizer}, model={"vocab": 64})
+    with pytest.raises(UsageError, match=r"^bad: .* has a vocabulary of 257 tokens, more than"):
+        run([good, short, bad])
+    assert not bad.folder.exists()
+    assert saved_step(good.folder) > 0
+    assert result_of(short.folder)["steps"] == 20
+
+
+# ---- Worker processes
+
+
+def work(task):
+    """A task for the tests: does what its name says once it has said so in a file."""
+    kind, folder = task
+    (folder / kind).touch()
+    match kind:
+        case "save":
+            with stop_requests() as request:
+                while request.signal is None:
+                    time.sleep(0.01)
+            raise Interrupted("saved", request.signal)
+        case "fault":
+            raise ZeroDivisionError("by zero")
+        case "deaf" | "deaf too":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (folder / f"{kind} now").touch()
+            time.sleep(60)
+    return os.getpid(), os.environ.get(VISIBLE)
+
+
+def test_workers_are_used_again_and_each_sees_one_gpu(tmp_path):
+    found, before = {}, os.environ.get(VISIBLE)
+    each(work, {name: (name, tmp_path) for name in "abcdef"}, found.__setitem__, workers=2, devices=("7", "GPU-ab"))
+    seats = set(found.values())
+    assert len(seats) == 2, "a process keeps its GPU"
+    assert {device for _, device in seats} == {"7", "GPU-ab"}
+    assert os.environ.get(VISIBLE) == before
+
+
+def test_a_fault_of_the_program_is_raised_with_the_trace_of_its_worker(tmp_path):
+    with pytest.raises(ZeroDivisionError, match="by zero") as raised:
+        each(work, {kind: (kind, tmp_path) for kind in ("fault", "save")}, print, workers=2)
+    assert "in work" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("environment", "number", "names"),
+    [(None, 0, ()), (None, 2, ("0", "1")), ("3, 5", 2, ("3", "5")), ("2,9", 1, ("2",))],
+)
+def test_gpus_keep_the_names_of_the_environment(environment, number, names, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: number)
+    monkeypatch.setattr(launch, "resolve_device", lambda _name: launch.torch.device("cuda" if number else "cpu"))
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if environment is not None:
+        monkeypatch.setenv(VISIBLE, environment)
+    assert gpus_for("auto") == names
+    assert gpus_for("cuda:1") == ()
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from muonsw.lab.launch import each
+from tests.lab.test_launch import work
+
+if __name__ == "__main__":
+    each(work, {kind: (kind, Path(sys.argv[1])) for kind in sys.argv[2:]}, print, workers=2)
+"""
+
+
+def children_of(parent):
+    return Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text(encoding="utf-8").split()
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_gone(children):
+    deadline = time.monotonic() + 10.0
+    while any(is_running(child) for child in children):
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.01)
+
+
+@IN_PROC
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [(signal.SIGKILL,), (signal.SIGINT, signal.SIGINT)], ids=["killed", "Ctrl-C twice"])
+def test_no_worker_outlives_its_parent(tmp_path, signals):
+    """Tasks that do not listen to SIGTERM: only the second Ctrl-C, or the end of the parent, ends them."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, script, tmp_path, "deaf", "deaf too"], env=environment) as parent:
+        while not all((tmp_path / f"{kind} now").exists() for kind in ("deaf", "deaf too")):
+            assert parent.poll() is None
+            time.sleep(0.01)
+        children = children_of(parent)
+        for number in signals:
+            assert parent.poll() is None
+            parent.send_signal(number)
+            time.sleep(1.0)
+        parent.wait(timeout=10)
+    assert_gone(children)
+
+
+def test_the_last_records_are_found_in_a_file_that_is_still_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_records(path) == []
+    records = [{"kind": "eval", "step": 0, "loss": 3.0}]
+    records += [{"kind": "train", "step": step, "loss": 2.0} for step in range(1, 40)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"kind": "tr', encoding="utf-8")
+    assert last_records(path) == [records[0], records[-1]]
+
+
+# ---- Options of Slurm; tests/slurm runs jobs on a real one
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "message"),
+    [
+        ({"partition": "gpu"}, "auto", "--partition needs --cluster slurm"),
+        ({"cluster": "slurm"}, "auto", "needs --time"),
+        ({"cluster": "slurm", "time": "soon"}, "auto", "needs --time, got 'soon'"),
+        ({"cluster": "slurm", "time": "60", "gpus_per_run": -1}, "auto", "--gpus-per-run -1 does not go with"),
+        ({"cluster": "slurm", "time": "60", "gpus_per_run": 2}, "cuda:1", "does not go with --device cuda:1"),
+        ({"cluster": "slurm", "time": "60", "gpus_per_run": 1}, "cpu", "does not go with --device cpu"),
+        ({"cluster": "slurm", "time": "60", "gpus_per_run": 0}, "cuda", "does not go with --device cuda"),
+        ({"cluster": "slurm", "time": "60", "cpus_per_run": 0}, "auto", "at least 1"),
+        ({"cluster": "slurm", "time": "60", "slurm": ("output=x",)}, "auto", "'output' is set by this command"),
+        ({"cluster": "slurm", "time": "60", "slurm": ("rm -rf",)}, "auto", "is not an option of sbatch"),
+    ],
+)
+def test_options_that_slurm_cannot_take_are_refused_before_anything_is_prepared(options, device, message, tmp_path):
+    for command in (Compare(data=tmp_path / "none"), Reproduce(name="headline")):
+        with pytest.raises(UsageError, match=message):
+            replace(command, cluster=Cluster(**options), device=device, out=tmp_path / "out").run()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_takes_the_options_without_a_prefix(capsys):
+    assert main(["compare", "--cluster", "slurm", "--slurm", "constraint=h100", "exclusive", "--setup", "a b"]) == 2
+    assert "--cluster slurm needs --time" in capsys.readouterr().err
+
+
+def test_what_sbatch_is_asked_for():
+    asked = Cluster(
+        cluster="slurm", partition="gpu", time="4:00:00", account="lab", qos="low", memory="32G", cpus_per_run=8,
+        slurm=("constraint=h100", "exclusive"), setup=("module load cuda",),
+    )  # fmt: skip
+    assert asked.parameters("auto") == {
+        "time": 240, "partition": "gpu", "account": "lab", "qos": "low", "mem": "32G", "cpus_per_task": 8,
+        "gpus_per_node": 1, "ntasks_per_node": 1, "setup": ["module load cuda"],
+        "additional_parameters": {"requeue": True, "constraint": "h100", "exclusive": True},
+    }  # fmt: skip
+    bare = Cluster(cluster="slurm", time="10")
+    assert bare.parameters("cpu") == {"time": 10, "ntasks_per_node": 1, "additional_parameters": {"requeue": True}}
+    assert "gpus_per_node" not in replace(bare, slurm=("gres=gpu:h100:1",)).parameters("cuda")
+    four = replace(bare, gpus_per_run=4).parameters("auto")
+    assert (four["ntasks_per_node"], four["gpus_per_node"]) == (4, 4)
+    assert bare.device_type("auto") == "cuda", "a cluster has GPUs where this machine has none"
