@@ -10,7 +10,7 @@ import muonsw.lab
 LADDER = (
     "base",
     "paper",
-    "claims",
+    "stats",
     "theory",
     "recipes",
     "advise",

@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 
-from muonsw.lab.claims.claim import Interval
-from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.outcome import ArmOutcome, Outcome, PairOutcome, arms_table, compare, pairs_table, steps_to_match
 from muonsw.lab.runs import load_run
+from muonsw.lab.stats import Interval, t_interval
 from tests.lab.studies.small_comparisons import tiny_run
 
 

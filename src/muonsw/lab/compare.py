@@ -29,8 +29,6 @@ from muonsw.lab.arms import (
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import numbered, plain, read_object, refuse_folder, reported, write_json
 from muonsw.lab.base.tables import Column, Table
-from muonsw.lab.claims.claim import Claim, Source, above, below
-from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.outcome import (
     ArmOutcome,
     Outcome,
@@ -50,6 +48,7 @@ from muonsw.lab.paper import Tolerance
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.report.page import PAGE, write_report
 from muonsw.lab.runs import Run
+from muonsw.lab.stats import Claim, Source, above, below, over_seeds
 from muonsw.lab.train.config import RunConfig
 from muonsw.text import counted
 

@@ -10,9 +10,8 @@ from typing import Any
 from muonsw.lab.arms import Results, Runs, decay_factors
 from muonsw.lab.base.storage import plain
 from muonsw.lab.base.tables import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text, norm_text
-from muonsw.lab.claims.claim import Estimate, Interval
-from muonsw.lab.claims.statistics import interval_of, over_seeds
 from muonsw.lab.runs import Run
+from muonsw.lab.stats import Estimate, Interval, interval_of, over_seeds
 
 Measure = Callable[[Run], float]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import muonsw.lab.commands.reproduce  # noqa: F401 (before anything in it is replaced)
-from muonsw.lab.claims.claim import Estimate, Evidence, Interval, Source, at_most
 from muonsw.lab.cli import main
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.plan import cost
 from muonsw.lab.report.study_figures import draw_convergence
+from muonsw.lab.stats import Estimate, Evidence, Interval, Source, at_most
 from muonsw.lab.studies import records
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES

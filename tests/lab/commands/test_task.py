@@ -9,9 +9,9 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
 from muonsw.lab.runs import load_run
+from muonsw.lab.stats import t_interval
 from muonsw.lab.studies import records
 from tests.lab.small_tasks import LOSS, task_file
 

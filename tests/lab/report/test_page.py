@@ -14,12 +14,12 @@ import pytest
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import ABANDONED_SECONDS
 from muonsw.lab.base.tables import Table
-from muonsw.lab.claims.claim import Claim, Criterion
 from muonsw.lab.commands.report import Report, find_runs
 from muonsw.lab.own_loop import own_run
 from muonsw.lab.report.charts import HUES, Axis, Chart, Charts, Curve, Document, LegendEntry, Level
 from muonsw.lab.report.page import build_report, page, summary, write_report
 from muonsw.lab.runs import load_runs
+from muonsw.lab.stats import Claim, Criterion
 from tests.faults.killing import killed_at_size
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.pages import HOSTILE, data_of, parse

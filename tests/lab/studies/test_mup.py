@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from muonsw.lab.claims.claim import Criterion
 from muonsw.lab.model import Decoder
 from muonsw.lab.report.study_figures import WIDTH_ARMS, draw_coordinates
+from muonsw.lab.stats import Criterion
 from muonsw.lab.studies.mup import (
     COORDINATES,
     EXPERIMENTS,

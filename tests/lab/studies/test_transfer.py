@@ -4,7 +4,7 @@ import pytest
 
 from muonsw.lab import paper
 from muonsw.lab.arms import Key
-from muonsw.lab.claims.statistics import ONE_SEED
+from muonsw.lab.stats import ONE_SEED
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.transfer import excess_chart, judge_horizons, judge_widths, sweep_table
 from tests.lab.studies.made_runs import parabola

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from muonsw.lab.claims.claim import Evidence
+from muonsw.lab.stats import Evidence
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.workshop import Workshop, describe
 from muonsw.lab.theory.experiment import Experiment

@@ -16,8 +16,6 @@ from muonsw.lab.arms import Arm, parse_arm, refuse_too_much_decay
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import prepare_folder
 from muonsw.lab.base.terminal import paragraph, say
-from muonsw.lab.claims.claim import Verdict
-from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.shared import given, print_conclusion, require_at_least_one
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
@@ -26,6 +24,7 @@ from muonsw.lab.data.shards import read_record
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs
+from muonsw.lab.stats import Verdict, claims_table
 from muonsw.lab.studies.records import append
 from muonsw.lab.studies.workshop import ByArm, Workshop
 from muonsw.lab.train.config import RunConfig

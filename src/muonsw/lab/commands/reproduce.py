@@ -15,12 +15,12 @@ from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.storage import prepare_folder
 from muonsw.lab.base.tables import Column, Table, Value, print_table
 from muonsw.lab.base.terminal import paragraph, say
-from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.shared import print_conclusion, require_at_least_one
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs
+from muonsw.lab.stats import claims_table
 from muonsw.lab.studies.catalogue import STUDIES, find_study
 from muonsw.lab.studies.records import append
 from muonsw.lab.studies.scales import SCALES, find_data

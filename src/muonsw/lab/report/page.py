@@ -25,7 +25,6 @@ from muonsw.lab.base.errors import UsageError, needed
 from muonsw.lab.base.settings import flatten
 from muonsw.lab.base.storage import prepare_folder, remove_abandoned, require_writable, write_atomically
 from muonsw.lab.base.tables import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
-from muonsw.lab.claims.table import Claims, any_failed, claims_table
 from muonsw.lab.report.charts import (
     FONT_SIZE,
     GRID,
@@ -45,6 +44,7 @@ from muonsw.lab.report.charts import (
     arm_styles,
 )
 from muonsw.lab.runs import Run, differences
+from muonsw.lab.stats import Claims, any_failed, claims_table
 from muonsw.lab.train.folder import CONFIG
 from muonsw.text import counted
 

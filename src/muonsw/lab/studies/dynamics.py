@@ -8,13 +8,12 @@ import numpy as np
 
 from muonsw.lab import paper
 from muonsw.lab.arms import CONSTANT, RULES, SCALED, Results, Runs
-from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, below, within, within_share
-from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.diagnose import late_fits, open_history
 from muonsw.lab.outcome import log_end_norm, over_runs, paired
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.charts import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
+from muonsw.lab.stats import Claim, Source, at_least, at_most, below, over_seeds, within, within_share
 from muonsw.lab.studies.main_table import NOTES, SAME_RUNS, draw_figures, larger_norm, sampled_row
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.study import TrainingStudy

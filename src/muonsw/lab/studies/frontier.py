@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from muonsw.lab.arms import Results
 from muonsw.lab.base.tables import Column, Table, Value
-from muonsw.lab.claims.claim import Claim, Source, within_share
 from muonsw.lab.paper import RECIPES, PrintedRecipe, Tolerance
 from muonsw.lab.plan import amount
+from muonsw.lab.stats import Claim, Source, within_share
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.theory.schedule import MOST_STEPS, sampled

@@ -14,12 +14,11 @@ from typing import Any
 from muonsw.lab.arms import CONSTANT, RULES, SCALED, Arm, Comparison, Key, Results, Runs, decay_factors
 from muonsw.lab.base.tables import Cell as TableCell
 from muonsw.lab.base.tables import Column, Table, Value
-from muonsw.lab.claims.claim import Claim, Source, below, within
-from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.outcome import swept_loss, with_interval
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.charts import Axis, Chart, Curve
 from muonsw.lab.runs import Run
+from muonsw.lab.stats import Claim, Source, below, over_seeds, within
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.study import TrainingStudy
 from muonsw.lab.train.config import OptimizerConfig, RunConfig

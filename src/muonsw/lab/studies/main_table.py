@@ -26,8 +26,6 @@ from muonsw.lab.arms import (
     rule_arm,
 )
 from muonsw.lab.base.tables import Table
-from muonsw.lab.claims.claim import Claim, Source, above, below, within, within_share
-from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.compare import LOWER, MOVED, SAME_LAMBDA, kept_norm, lower_loss
 from muonsw.lab.diagnose import diagnose, draw
 from muonsw.lab.outcome import (
@@ -43,6 +41,7 @@ from muonsw.lab.outcome import (
     steps_to_match,
 )
 from muonsw.lab.runs import Run
+from muonsw.lab.stats import Claim, Source, above, below, over_seeds, within, within_share
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.study import TrainingStudy
 

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_least, at_most, within
-from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.model import MUON_LR_POWERS, Decoder, ModelConfig, MuP
 from muonsw.lab.model.grouped import grouped_linear
 from muonsw.lab.model.moe import MoE, plan_routes
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, log_log_slope, mean_of, within
 from muonsw.lab.theory.experiment import Context, Experiment
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer

@@ -17,12 +17,11 @@ from muonsw.lab.base.processes import environment
 from muonsw.lab.base.storage import plain, refuse_folder, write_atomically
 from muonsw.lab.base.tables import Table
 from muonsw.lab.base.terminal import say
-from muonsw.lab.claims.claim import Claim, Evidence, Verdict, count_verdicts, failed_first
-from muonsw.lab.claims.table import Claims, any_failed
 from muonsw.lab.compare import write_numbers
 from muonsw.lab.outcome import arms_table, compare, completed, divergences, pairs_table
 from muonsw.lab.report.charts import Chart
 from muonsw.lab.report.page import PAGE, write_report
+from muonsw.lab.stats import Claim, Claims, Evidence, Verdict, any_failed, count_verdicts, failed_first
 from muonsw.lab.studies.scales import CPU, SCALES, Scale
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.theory.experiment import Experiment

@@ -10,11 +10,10 @@ from statistics import linear_regression
 from muonsw.lab import paper
 from muonsw.lab.arms import Key, Results
 from muonsw.lab.base.tables import Column, Table
-from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, within
-from muonsw.lab.claims.statistics import from_means, over_seeds
 from muonsw.lab.outcome import loss_cell
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.charts import Axis, Chart, Curve
+from muonsw.lab.stats import Claim, Source, at_least, at_most, from_means, over_seeds, within
 from muonsw.lab.studies.grid import Cell, Losses, by_seed, means, vertex
 from muonsw.lab.studies.scales import Scale, adamw_sweep, at_width
 from muonsw.lab.studies.study import TrainingStudy

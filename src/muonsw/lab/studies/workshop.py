@@ -14,11 +14,11 @@ from muonsw.lab import launch
 from muonsw.lab.arms import Arm, Comparison, Results
 from muonsw.lab.base.processes import torch_threads
 from muonsw.lab.base.progress import showing
-from muonsw.lab.claims.claim import Evidence
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.launch import Cluster, Job
 from muonsw.lab.runs import Run, load_runs
+from muonsw.lab.stats import Evidence
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import identity

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from muonsw import decay_factor
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_most, within_share
-from muonsw.lab.claims.statistics import mean_of
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Source, at_most, mean_of, within_share
 from muonsw.lab.theory.chains import BOTH, TRUE_RULES, Rules, chain, gaussian, gradient, march, muon, sgd
 from muonsw.lab.theory.experiment import Context, Experiment, Progress, silent
 from muonsw.lab.theory.hypotheses import require, require_positive

@@ -7,26 +7,25 @@ import pytest
 import torch
 
 from muonsw.lab.base.storage import plain
-from muonsw.lab.claims.claim import (
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import (
     Claim,
     Criterion,
     Estimate,
     Interval,
     Source,
     Verdict,
+    any_failed,
     at_most,
+    claims_table,
     count_verdicts,
     failed_first,
-)
-from muonsw.lab.claims.statistics import (
     log_log_slope,
     over_seeds,
     student_t_cdf,
     student_t_quantile,
     t_interval,
 )
-from muonsw.lab.claims.table import any_failed, claims_table
-from muonsw.lab.paper import Tolerance
 
 
 def claim(criterion, predicted, measured, tolerance=0.0, interval=None):
