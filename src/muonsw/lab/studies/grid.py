@@ -17,7 +17,6 @@ from muonsw.lab.base.tables import Column, Table, Value
 from muonsw.lab.outcome import swept_loss, with_interval
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.charts import Axis, Chart, Curve
-from muonsw.lab.runs import Run
 from muonsw.lab.stats import Claim, Source, below, over_seeds, within
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.study import TrainingStudy
@@ -227,8 +226,3 @@ def grid(
         charts=lambda results, scale: grid_charts(own(results, scale), results),
         notes=notes or {},
     )
-
-
-def first_run(runs: Runs) -> Run:
-    """A run, for what all of a comparison share."""
-    return next(iter(runs.values()))[0]

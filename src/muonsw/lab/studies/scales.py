@@ -36,7 +36,7 @@ class Scale:
     widths: tuple[int, ...]  # over which grids follow the best learning rate and the best lambda of Muon
     drift_steps: int  # steps of these runs
     rates: tuple[float, ...]  # learning rates, ascending
-    horizons: tuple[int, ...]  # updates, ascending
+    horizons: tuple[int, ...]  # steps, ascending
     map_run: RunConfig  # the run of the regret map, at the smallest width that trains stably
     maps: Mapping[int, tuple[float, ...]]  # by its lengths, a factor of four apart, its lambdas, a factor of two apart
     seeds: int  # for each arm of the paper's table
@@ -62,13 +62,8 @@ class Scale:
 def relaxed(name: str, model: ModelConfig, *, phi_peak: float) -> RunConfig:
     """A short run relaxation-matched to the paper: lambda so large that a step at the peak decays by `phi_peak`.
 
-    Lambda times the group's learning rate times the updates, which fixes how far the norm relaxes, then is `phi_peak`
-    times the updates: 35 for the paper's width 256, and for 3,500 updates at 0.01.
-
-    Examples:
-        >>> run = relaxed("mini", replace(preset("mini"), mup=MuP(base_width=128)), phi_peak=0.01)
-        >>> run.optimizer.weight_decay * run.optimizer.lr / 2 * run.steps
-        35.0
+    Lambda times the group's learning rate times the steps, which fixes how far the norm relaxes, then is `phi_peak`
+    times the steps: 35 for the paper's width 256, and for 3,500 steps at 0.01.
     """
     run = preset_run(name, NO_DATA, model=model)
     # The paper's choices where it matters which peak decay divides by; the rest is the preset's.
@@ -88,12 +83,7 @@ def adamw_sweep(run: RunConfig, steps: int) -> RunConfig:
 
 
 def shortened(run: RunConfig, steps: int, batch: int) -> RunConfig:
-    """The run in fewer updates, with more decay in each, so that it takes as much over the run.
-
-    Examples:
-        >>> shortened(preset_run("mini", NO_DATA), 1_750, 16).optimizer.weight_decay
-        1.0
-    """
+    """The run in fewer steps at the same total decay."""
     lam = float(f"{run.optimizer.weight_decay * run.steps / steps:.3g}")
     return lean(replace(run, steps=steps, batch=batch, optimizer=replace(run.optimizer, weight_decay=lam)))
 
@@ -120,22 +110,12 @@ def of_same_total(run: RunConfig, steps: int) -> RunConfig:
 
 
 def at_width(run: RunConfig, width: int) -> RunConfig:
-    """The same run of a wider or narrower model.
-
-    Examples:
-        >>> at_width(PAPER.sweep, 512).model == preset("w512")
-        True
-    """
+    """The same run of a wider or narrower model."""
     return replace(run, model=widened(run.decoder, width))
 
 
 def widened(model: ModelConfig, width: int) -> ModelConfig:
-    """The same model at another width; an expert width that was given grows with it.
-
-    Examples:
-        >>> widened(preset("demo"), 128).ff_width / preset("demo").ff_width
-        2.0
-    """
+    """The same model at another width; an expert width that was given grows with it."""
     ff = None if model.ff is None else model.ff * width // model.width
     return replace(model, width=width, ff=ff)
 
@@ -152,10 +132,6 @@ def _mini_tokens() -> Path:
     folder = DEFAULT_DATA / f"python-packages-bpe{vocab}"
     prepare_default(folder, vocab=vocab, packages=True)
     return folder
-
-
-def _cpu_tokens() -> Path:
-    return default_data(preset("demo").vocab)
 
 
 PAPER = Scale(
@@ -224,7 +200,7 @@ CPU = Scale(
     sweep_seeds=2,
     tflops=0.05,
     workers=2,
-    tokens=_cpu_tokens,
+    tokens=lambda: default_data(preset("demo").vocab),
 )
 
 SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)}
