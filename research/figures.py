@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from tables import (
     GOOD,
     RULES,
-    best,
+    at_best,
     by,
     describe,
     gap,
@@ -63,7 +63,7 @@ def tuned_figure():
 
 
 def family_figure():
-    lines = [(name, own["scaled"][best(own["scaled"])] - own["constant"][best(own["constant"])])
+    lines = [(name, at_best(own["scaled"]) - at_best(own["constant"]))
              for name, own in members().items()]  # fmt: skip
     return forest("family", lines, "scaled minus constant decay, each at its best rate and lambda (nats)")
 

@@ -94,6 +94,11 @@ def best(losses):
     return min(losses, key=lambda value: np.mean(losses[value]))
 
 
+def at_best(losses):
+    """The losses of the best value, by seed."""
+    return losses[best(losses)]
+
+
 def at_end(losses):
     """Whether the best is the smallest or largest that was tried, so that a better one may lie beyond."""
     return best(losses) in (min(losses), max(losses))
@@ -125,7 +130,7 @@ def between(losses, value):
 def gap(rows, one="scaled", other="constant"):
     """By seed, one rule at its best lambda minus another at its own."""
     ours, theirs = by(rows, rule=one), by(rows, rule=other)
-    return ours[best(ours)] - theirs[best(theirs)]
+    return at_best(ours) - at_best(theirs)
 
 
 def paired(rows, others, column="final_loss"):
@@ -147,11 +152,11 @@ def steps_saved(constant, scaled):
     return found if len(found) == len(constant) else []
 
 
-def geometric(values):
+def geometric(values, digits=1):
     """A geometric mean with its 95% t interval."""
-    logs = np.log(values)
-    low, high = np.exp(np.mean(logs) - half(logs)), np.exp(np.mean(logs) + half(logs))
-    return f"{np.exp(np.mean(logs)):.1f} ({low:.1f} to {high:.1f})"
+    mean, width = np.mean(np.log(values)), half(np.log(values))
+    middle, low, high = (f"{math.exp(mean + more):.{digits}f}" for more in (0.0, -width, width))
+    return f"{middle} ({low} to {high})"
 
 
 def slopes(grown, values):
@@ -263,9 +268,9 @@ def adamw_table():
             own = by(rows, rule=rule)
             mark = "*" * at_end(own)
             total = vertex(own) * per_lambda(rows, rule)
-            costs = own[max(own)] - own[best(own)]
+            costs = own[max(own)] - at_best(own)
             first = f"{rule}, best lambda"
-            lines.append([first, f"{vertex(own):.3g}{mark}", f"{total:.2f}{mark}", f"{np.mean(own[best(own)]):.4f}"])
+            lines.append([first, f"{vertex(own):.3g}{mark}", f"{total:.2f}{mark}", f"{np.mean(at_best(own)):.4f}"])
             lines[-1].append(shown(costs))
         lines.append(["scaled minus constant, each at its best", None, None, shown(gap(rows), 3, "+"), None])
     return table(
@@ -281,7 +286,7 @@ def length_table():
         for rule in RULES:
             own = by(rows, rule=rule)
             total = vertex(own) * per_lambda(rows, rule)
-            cells += [f"{vertex(own):.2g}", f"{total:.2f}", shown(own[max(own)] - own[best(own)])]
+            cells += [f"{vertex(own):.2g}", f"{total:.2f}", shown(own[max(own)] - at_best(own))]
         start = f"{row['steps']:,} steps, width {row['width']}, {row['text'].removeprefix('enwiki-')} tokens"
         lines.append([start, f"{row['epochs']:.1f}", *cells, f"{max(by(rows)):g}"])
     heads = ["run", "epochs", "best lambda, constant", "its total", "cost of the largest"]
@@ -293,7 +298,7 @@ def prices(cells):
     found = defaultdict(list)
     for rows in cells:
         losses = {rule: by(rows, rule=rule) for rule in RULES}
-        lowest = min((own[best(own)] for own in losses.values()), key=np.mean)
+        lowest = min((at_best(own) for own in losses.values()), key=np.mean)
         for rule, own in losses.items():
             for choice, lam in (("0.1", 0.1), ("0.01", 0.01), ("total decay 1", 1 / per_lambda(rows, rule))):
                 reached = min(max(lam, min(own)), max(own))
@@ -366,38 +371,36 @@ def rules():
 
 def rules_table():
     found, lines = rules(), []
-    constant = found["constant"][best(found["constant"])]
+    constant = at_best(found["constant"])
     for name, own in found.items():
         word = "rate" if name.startswith("hyperball") else "lambda"
         strength = None if name == "none" else f"{word} {best(own):g}{'*' * at_end(own)}"
-        difference = None if name == "constant" else shown(own[best(own)] - constant, 3, "+")
-        lines.append([f"`{name}`", strength, f"{np.mean(own[best(own)]):.3f}", difference])
+        difference = None if name == "constant" else shown(at_best(own) - constant, 3, "+")
+        lines.append([f"`{name}`", strength, f"{np.mean(at_best(own)):.3f}", difference])
     return table(["rule", "best strength", "loss, two seeds", "minus constant decay"], lines)
 
 
-def member(rows, rule):
-    """A member under a rule after the search: its losses by lambda at its best rate, and the rate."""
-    own = [row for row in rows if row["decay"] == rule]
-    rates = {lr: by([row for row in own if row["lr"] == lr]) for lr in sorted({row["lr"] for row in own})}
-    lr = min(rates, key=lambda lr: np.mean(rates[lr][best(rates[lr])]))
-    return rates[lr], lr
-
-
 def members():
-    found = defaultdict(list)
+    """By member and rule, losses by lambda at the best rate after the search; and the size of its state."""
+    rates = defaultdict(list)
     for row in of("family", steps=400):
-        found[row.get("preset", "muon")].append(row)
-    return {name: {rule: member(rows, rule)[0] for rule in RULES} | {"rows": rows} for name, rows in found.items()}
+        rates[row.get("preset", "muon"), row["decay"], row["lr"]].append(row)
+    found = defaultdict(dict)
+    for (name, rule, _), rows in rates.items():
+        own = by(rows)
+        if rule not in found[name] or np.mean(at_best(own)) < np.mean(at_best(found[name][rule])):
+            found[name] |= {rule: own, "state": rows[0]["state_bytes"]}
+    return found
 
 
 def family_table():
     found, lines = members(), []
-    muon = {rule: found["muon"][rule][best(found["muon"][rule])] for rule in RULES}
+    muon = {rule: at_best(found["muon"][rule]) for rule in RULES}
     for name, own in found.items():
-        ends = {rule: own[rule][best(own[rule])] for rule in RULES}
+        ends = {rule: at_best(own[rule]) for rule in RULES}
         others = [None if name == "muon" else shown(ends[rule] - muon[rule], 3, "+") for rule in RULES]
         mark = "*" * any(at_end(own[rule]) for rule in RULES)
-        state = f"{own['rows'][0]['state_bytes'] / 2**20:.0f}"
+        state = f"{own['state'] / 2**20:.0f}"
         lines.append([name + mark, shown(ends["scaled"] - ends["constant"], 3, "+"), *others, state])
     heads = ["member", "scaled minus constant", "minus Muon, constant", "minus Muon, scaled", "state, MiB"]
     return table(heads, lines)
@@ -408,7 +411,7 @@ def repeated_table():
     for rule, words in (("constant", "constant"), ("scaled", "scaled"), ("piecewise", "falling, then rising")):
         own = by(rows, rule=rule)
         difference = None if rule == "constant" else shown(gap(rows, rule), 3, "+")
-        lines.append([words, f"{best(own):g}{'*' * at_end(own)}", shown(own[best(own)]), difference])
+        lines.append([words, f"{best(own):g}{'*' * at_end(own)}", shown(at_best(own)), difference])
     return table(["16 epochs of 1.6M tokens", "best lambda", "loss", "minus constant decay"], lines)
 
 
@@ -489,10 +492,7 @@ def gradient_table():
         logs = {rule: np.array([growth(row) for row in rows]) for rule, rows in arms.items()}
         factors = [f"{math.exp(np.mean(logs[rule])):.2f}" for rule in RULES]
         ratio = logs["constant"] - logs["scaled"]
-        ends = (np.mean(ratio) - half(ratio), np.mean(ratio) + half(ratio))
-        lines.append(
-            [name, *factors, f"{math.exp(np.mean(ratio)):.2f} ({math.exp(ends[0]):.2f} to {math.exp(ends[1]):.2f})"]
-        )
+        lines.append([name, *factors, geometric(np.exp(ratio), 2)])
     return table(["gradient, end over middle", "constant", "scaled", "their ratio"], lines)
 
 
@@ -507,12 +507,10 @@ def rates():
 def rate_table():
     lines = []
     for name, own in rates().items():
-        found = [[vertex(losses), *vertices(losses)] for losses in own.values()]
-        moves = [math.log(max(seed) / min(seed)) / math.log(max(own) / min(own)) for seed in zip(*found, strict=True)][
-            1:
-        ]
-        lowest = [np.mean(losses[best(losses)]) for losses in own.values()]
-        lines.append([name, *(f"{rates[0]:.3g}" for rates in found), shown(moves, 2), f"{lowest[-1]:.3f}"])
+        seeds = zip(*(vertices(losses) for losses in own.values()), strict=True)
+        moves = [math.log(max(seed) / min(seed)) / math.log(max(own) / min(own)) for seed in seeds]
+        found = [f"{vertex(losses):.3g}" for losses in own.values()]
+        lines.append([name, *found, shown(moves, 2), f"{np.mean(at_best(own[max(own)])):.3f}"])
     widths = [f"width {width}" for width in own]
     return table(["best rate", *widths, "power of the width", "loss at the widest"], lines)
 
@@ -622,7 +620,7 @@ def facts():
     for rows in every:
         scaled, constant = by(rows, rule="scaled"), by(rows, rule="constant")
         for lam in (lam for lam in scaled if lam in constant and lam > max(best(scaled), best(constant))):
-            costs = [np.mean(own[lam] - own[best(own)]) for own in (scaled, constant)]
+            costs = [np.mean(own[lam] - at_best(own)) for own in (scaled, constant)]
             shares += [costs[0] / costs[1]] if costs[1] > 0.02 else []
         for rule, own in (("scaled", scaled), ("constant", constant)):
             totals[rule] += [] if at_end(own) else [vertex(own) * per_lambda(rows, rule)]
@@ -672,7 +670,7 @@ def facts():
         "AdamW, gains": f"by {min(gains):.2f} to {max(gains):.2f} nats",
         "repeated": f"about {more[0]:.0f} times the lambda of fresh text, scaled decay about {more[1]:.0f} times",
         "gradients": f"{min(ratios):.2f} to {max(ratios):.2f} times",
-        "hyperball": shown(held["hyperball"][best(held["hyperball"])] - held["constant"][best(held["constant"])]),
+        "hyperball": shown(at_best(held["hyperball"]) - at_best(held["constant"])),
         **{name: shown(paired(*arms), 3, "+") for name, arms in hard.items()},
         "new text": shown(paired(fine["scaled"], fine["constant"]), 3, "+"),
         "old text": shown(paired(fine["scaled"], fine["constant"], "final.old"), 3, "+"),
