@@ -22,7 +22,7 @@ from muonsw.lab.outcome import arms_table, compare, completed, divergences, pair
 from muonsw.lab.report.charts import Chart
 from muonsw.lab.report.page import PAGE, write_report
 from muonsw.lab.stats import Claim, Claims, Evidence, Verdict, any_failed, count_verdicts, failed_first
-from muonsw.lab.studies.scales import CPU, SCALES, Scale
+from muonsw.lab.studies.scales import CPU, Scale
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
@@ -61,7 +61,7 @@ class Study(Protocol):
     def title(self) -> str: ...
 
     def select(self, part: str) -> Study:
-        """The study with one of its parts only, or a `ValueError` with those that it has."""
+        """The study with one of its parts only."""
 
     def conduct(self, workshop: Workshop, folder: Path, *, images: bool = True) -> Conclusion:
         """Run to the end, judge the claims, and write numbers, figures and a page into a folder that exists."""
@@ -163,10 +163,7 @@ class TrainingStudy:
         return replace(self, scale=scale)
 
     def select(self, part: str) -> TrainingStudy:
-        """The study with one of its comparisons only, such as `width-256`."""
-        known = [one.key.slug for scale in SCALES.values() for one in self.comparisons(scale)]
-        if part not in known:
-            raise ValueError(f"{self.name} has no part {part!r}; parts: {', '.join(dict.fromkeys(known)) or 'none'}")
+        """The study with one of its comparisons only, such as `width-256`; none where the scale lacks it."""
         own = self.comparisons
         return replace(self, comparisons=lambda scale: [one for one in own(scale) if one.key.slug == part])
 
