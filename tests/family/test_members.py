@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muonsw import NORMALIZERS, PRECONDITIONERS, MuonSW
-from muonsw.normalize import NORMALIZE
-from muonsw.precondition import PRECONDITION
+from muonsw.slots import NORMALIZE, PRECONDITION
 from tests.common.problems import cosine, follow, matrices, run, set_gradients
 from tests.family.members import OPTIONS, reference
 

@@ -11,9 +11,8 @@ from muonsw.kernels.momentum import Precondition, advance_momenta, normalized_mo
 from muonsw.kernels.move import move
 from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_
 from muonsw.nonfinite import Flag
-from muonsw.normalize import ADAMUON, MUON_PLUS, NORMUON
 from muonsw.orthogonalize import normalize
-from muonsw.precondition import EQUALIZE, MUON2, SIGN
+from muonsw.slots import ADAMUON, EQUALIZE, MUON2, MUON_PLUS, NORMUON, SIGN
 from tests.kernels.test_steps import largest_difference, muon
 
 MOMENTUM = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": None}

@@ -22,7 +22,7 @@ from muonsw.algorithms.base import (
 )
 from muonsw.matrices import Part
 from muonsw.precision import STORED, Kept
-from muonsw.slots import COUNTER, ELEMENTWISE, SQUARES, Specs
+from muonsw.slots.base import COUNTER, ELEMENTWISE, SQUARES, Specs
 from muonsw.work import Group, StepContext
 
 KEYS = ("exp_avg", "exp_avg_sq")

@@ -15,7 +15,7 @@ from muonsw.algorithms.whole import ELEMENTWISE, StateSpec, matrix_algorithm
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
 from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
-from muonsw.slots import Specs, State
+from muonsw.slots.base import Specs, State
 from muonsw.work import Group
 
 # Polar Express as the authors of ASGO use it; the division by the safety factor is in `inverse_sqrt`.

@@ -16,7 +16,7 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.matrices import WHOLE, Bucket, MatrixView, Part, Region, views
 from muonsw.precision import LOW_PRECISION, Kept
-from muonsw.slots import Specs, no_state, wide_dtype
+from muonsw.slots.base import Specs, no_state, wide_dtype
 from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_of, elements
 
 if TYPE_CHECKING:

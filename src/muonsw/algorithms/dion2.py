@@ -23,7 +23,7 @@ from muonsw.algorithms.muon import orthogonalize
 from muonsw.algorithms.whole import ELEMENTWISE, matrix_algorithm
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES
-from muonsw.slots import State
+from muonsw.slots.base import State
 from muonsw.work import Group
 
 

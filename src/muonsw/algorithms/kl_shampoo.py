@@ -19,7 +19,7 @@ from muonsw.algorithms.factors import finite_or, pack, unpack
 from muonsw.algorithms.whole import ELEMENTWISE, StateSpec, matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.precision import AUTO, DTYPES
-from muonsw.slots import Specs, State
+from muonsw.slots.base import Specs, State
 from muonsw.work import Group
 
 # p(x) = a x + b x^3 that bring singular values from [1e-3, 1] to one: CANS, Grishina et al. (arXiv 2506.10935).

@@ -2,7 +2,7 @@
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). Unlike the author's code, the caller's
 gradient is never changed, and equal matrices of all parameters are one batch. Two slots, before the orthogonalization
-and after it, turn Muon into its relatives (`muonsw.precondition`, `muonsw.normalize`).
+and after it, turn Muon into its relatives (`muonsw.slots`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from muonsw.algorithms.whole import StateBatch, apply_slot, validate_matrices
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES, Bucket, Part, empty_batch, scatter, views
 from muonsw.nonfinite import Flag
-from muonsw.normalize import ADAMUON, MUON_PLUS, NORMALIZE, NORMUON
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration, aurora
 from muonsw.precision import LOW_PRECISION, state_dtype
-from muonsw.precondition import EQUALIZE, MUON2, PRECONDITION, SIGN
-from muonsw.slots import ELEMENTWISE, SlotMember, Specs, State, wide_dtype
+from muonsw.slots import ADAMUON, EQUALIZE, MUON2, MUON_PLUS, NORMALIZE, NORMUON, PRECONDITION, SIGN, SlotMember
+from muonsw.slots.base import ELEMENTWISE, Specs, State, wide_dtype
 from muonsw.work import Group, StepContext
 
 if TYPE_CHECKING:

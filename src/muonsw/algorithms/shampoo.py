@@ -17,7 +17,7 @@ from torch import Tensor
 from muonsw.algorithms.factors import average_first, inverse_root, pack, unpack_first, unpack_second
 from muonsw.algorithms.whole import ELEMENTWISE, SQUARES, StateSpec, matrix_algorithm
 from muonsw.machine import full_float32
-from muonsw.slots import Specs, State
+from muonsw.slots.base import Specs, State
 from muonsw.work import Group
 
 GRAFTINGS = (None, "adam", "sgd")

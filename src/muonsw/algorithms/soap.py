@@ -15,7 +15,7 @@ from muonsw.algorithms.triangles import pack, packed_shape, unpack
 from muonsw.algorithms.whole import ELEMENTWISE, SQUARES, StateSpec, matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.matrices import MatrixView
-from muonsw.slots import Specs, State
+from muonsw.slots.base import Specs, State
 from muonsw.work import Group
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonsw.algorithms.base import Algorithm, Chunk, MatrixRule, Update, clean
 from muonsw.matrices import WHOLE, MatrixView, Part, Region, empty_batch, scatter, views
-from muonsw.slots import ELEMENTWISE, SQUARES, Slot, Specs, State, StateSpec, oriented, wide_dtype
+from muonsw.slots.base import ELEMENTWISE, SQUARES, Slot, Specs, State, StateSpec, oriented, wide_dtype
 from muonsw.work import Group, StepContext
 
 

@@ -1,4 +1,4 @@
-"""The two slots around the orthogonalizer, and the state that a rule keeps of whole matrices.
+"""The two slots around the orthogonalizer, and how a rule declares its state.
 
     momentum -> precondition -> orthogonalize -> normalize -> shape scale -> decay -> apply
 
@@ -10,6 +10,7 @@ parameters, the exchange between ranks, skipped steps and checkpoints are not it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +42,6 @@ ELEMENTWISE = StateSpec()
 SQUARES = StateSpec(squares=True)
 COUNTER = StateSpec(counter=True)
 Specs = Mapping[str, StateSpec]
-
-# The function of a rule: matrices (count, m, n) of m outputs and n inputs, their state; the same, advanced.
-Apply = Callable[[Tensor, State], tuple[Tensor, State]]
-
 
 # A group in which no slot has a member.
 EMPTY_SLOTS: Options = {"precondition": None, "normalize": None}
@@ -103,11 +100,7 @@ class Slot(NamedTuple):
         member, options = self.members[group[self.name]], self.options(group)
         specs = member.state(options)
         own = {key: state[key] for key in (*specs, *(("grad",) if member.uses_gradient else ()))}
-
-        def apply(X: Tensor, state: State) -> tuple[Tensor, State]:
-            return member.apply(options, X, state)
-
-        return oriented(apply, specs, X, own, transposed=group.get("transposed", False))
+        return oriented(partial(member.apply, options), specs, X, own, transposed=group.get("transposed", False))
 
     def option_names(self) -> list[str]:
         """The names under which groups keep options of members."""
@@ -128,26 +121,18 @@ class Slot(NamedTuple):
                 )
 
 
-def oriented(apply: Apply, specs: Specs, X: Tensor, state: State, *, transposed: bool) -> tuple[Tensor, State]:
+def oriented(
+    apply: Callable[[Tensor, State], tuple[Tensor, State]], specs: Specs, X: Tensor, state: State, *, transposed: bool
+) -> tuple[Tensor, State]:
     """Call a function that wants (outputs, inputs) with matrices that may be stored the other way."""
     if not transposed:
         return apply(X, state)
-    X, new = apply(X.mT, _flipped(state, specs))
-    return X.mT, _flipped(new, specs)
 
+    def flipped(state: State) -> State:
+        return {key: t.mT if specs.get(key, ELEMENTWISE).shape is None else t for key, t in state.items()}
 
-def _flipped(state: State, specs: Specs) -> State:
-    return {key: tensor.mT if specs.get(key, ELEMENTWISE).shape is None else tensor for key, tensor in state.items()}
-
-
-def rescaled(U: Tensor, factor: Tensor) -> Tensor:
-    """Directions times factors of float32 or better, computed in that; stored as the directions are on accelerators.
-
-    CPUs multiply tensors of two dtypes slowly, and add such a direction to a weight slowly.
-    """
-    if U.device.type == "cpu":
-        return U.to(factor.dtype) * factor
-    return torch.mul(U, factor, out=torch.empty_like(U))
+    X, new = apply(X.mT, flipped(state))
+    return X.mT, flipped(new)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
