@@ -35,8 +35,7 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
 
 def _apply_by_kernel(group: Group, update: Update, weights: list[Tensor], ctx: StepContext) -> bool:
     """The same in one pass; False, and nothing done, where there is no kernel for this layout."""
-    from muonsw.kernels.elementwise import Motion
-    from muonsw.kernels.move import move
+    from muonsw.kernels.move import Motion, move
 
     motion = Motion(ctx.eta, ctx.phi, ctx.flag, update.scale, group["cautious"])
     given, factors = kernel_weights(group, update.parts, weights), update.row_factors

@@ -115,11 +115,12 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
     for item in items:
         forms.setdefault(_elements_of_a_block(group, keys, item, ctx.chunk_bytes), []).append(item)
     others = forms.pop(None, [])
-    for alike in forms.values():
-        encoded = {
-            key: [Kept(i.state[key], i.state.get(f"{key}{SCALE}"), _noise(group, i, number)) for i in alike]
-            for number, key in enumerate(keys)
-        }
+    for block, alike in forms.items():
+        encoded = {}
+        for number, key in enumerate(keys):
+            scales = [item.state[f"{key}{SCALE}"] for item in alike] if block else []
+            noises = [noise for item in alike if (noise := _noise(group, item, number)) is not None]
+            encoded[key] = Kept([item.state[key] for item in alike], scales, noises)
         if not in_place(group, whole_parts(alike), encoded, ctx):
             others += alike
     return others

@@ -129,14 +129,14 @@ class Noise(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A tensor of state in the form in which it is kept.
+    """Tensors of state under one key in the form in which they are kept.
 
     Attributes:
-        values: codes, or bfloat16.
-        scale: of codes, one for each block.
-        noise: by which it is rounded; None is to nearest.
+        values: floats, or codes.
+        scales: of codes, one for each block.
+        noises: by which they are rounded; none is to nearest.
     """
 
-    values: Tensor
-    scale: Tensor | None
-    noise: Noise | None
+    values: Sequence[Tensor]
+    scales: Sequence[Tensor] = ()
+    noises: Sequence[Noise] = ()

@@ -10,12 +10,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from muonsw import MuonSW, kernels, step
-from muonsw.kernels import adamw, elementwise, finite, momentum, move, normalize, stored, symmetric
+from muonsw.kernels import adamw, finite, momentum, move, normalize, stored, symmetric
 from muonsw.lab.model import kernels as model
 from muonsw.nonfinite import Flag
 from muonsw.precision import Noise
 
-MODULES = (adamw, elementwise, finite, momentum, move, normalize, stored, symmetric, model)
+MODULES = (adamw, finite, momentum, move, normalize, stored, symmetric, model)
 SLOTS = (
     {},
     {"normalize": "normuon", "precondition": "muon2", "cautious": True},

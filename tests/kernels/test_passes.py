@@ -11,9 +11,8 @@ import triton.language as tl
 from muonsw.algorithms import base as twin
 from muonsw.kernels import finite, momentum
 from muonsw.kernels.common import DTYPES, stochastic_round
-from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.momentum import normalized_momentum, takes
-from muonsw.kernels.move import move
+from muonsw.kernels.move import Motion, Weights, move
 from muonsw.kernels.tables import runs
 from muonsw.orthogonalize import normalize
 from muonsw.precision import mix

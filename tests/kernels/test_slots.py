@@ -6,9 +6,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw.algorithms.base import Update, advance_momentum, look_ahead
-from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.momentum import Precondition, advance_momenta, normalized_momentum
-from muonsw.kernels.move import move
+from muonsw.kernels.move import Motion, Weights, move
 from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import normalize

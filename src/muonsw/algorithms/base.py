@@ -20,7 +20,7 @@ from muonsw.slots.base import Specs, no_state, wide_dtype
 from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_of, elements
 
 if TYPE_CHECKING:
-    from muonsw.kernels.elementwise import Weights
+    from muonsw.kernels.move import Weights
 
 # Elements from which a tensor is large: on an accelerator such tensors are quicker with a kernel each and fewer
 # passes over memory, smaller ones with kernels that take many at once.
@@ -107,7 +107,7 @@ class Algorithm(NamedTuple):
     validate: Callable[[Group, str, Tensor], None]
     matrices: MatrixRule | None = None
     fused: Callable[[Group, list[Part], StepContext], bool] | None = None
-    in_place: Callable[[Group, list[Part], dict[str, list[Kept]], StepContext], bool] | None = None
+    in_place: Callable[[Group, list[Part], dict[str, Kept], StepContext], bool] | None = None
     scale_free: bool = False
     counts_steps: Callable[[Group], bool] | None = None
 
@@ -139,7 +139,7 @@ def rounding_key(group: Group, part: Part) -> int:
 
 def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> Weights:
     """Weights of one dtype, with what their rounding needs."""
-    from muonsw.kernels.elementwise import Weights
+    from muonsw.kernels.move import Weights
 
     if weights[0].dtype not in LOW_PRECISION or group["rounding"] == "nearest":
         return Weights(weights)

@@ -42,8 +42,8 @@ MUON2 = SlotMember(
 def equalize(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
     """MuonEq: momentum (count, m, n) as matrices of Frobenius norm one whose rows have equal norms.
 
-    arXiv 2603.28254, in the form of nanochat (`nanochat/optim.py`): the polar factor is better conditioned. Unlike there,
-    nothing depends on the size of the gradient: only rows of exactly zero are left alone.
+    arXiv 2603.28254, in the form of nanochat (`nanochat/optim.py`): the polar factor is better conditioned. Unlike
+    nanochat's, it does not depend on the size of the gradient: only rows of exactly zero are left alone.
     """
     X = normalize(X)
     norms = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
