@@ -129,9 +129,7 @@ def test_weights_of_several_dtypes_in_one_group_are_each_treated_as_their_own(al
     ("algorithm", "options"),
     [*((name, {}) for name in OPTIMIZERS), ("muon", {"momentum_form": "heavy_ball"}), ("sgd", {"fused": False})],
 )
-@pytest.mark.parametrize("large", [1, 10**9])
-def test_float64_keeps_its_digits_under_the_device_flag(algorithm, options, large, monkeypatch):
-
+def test_float64_keeps_its_digits_under_the_device_flag(algorithm, options, monkeypatch):
     def trained():
         params = matrices((4, 6), dtype=torch.float64)
         extra = {"momentum": 0.9} if algorithm == "sgd" else {}
@@ -139,7 +137,6 @@ def test_float64_keeps_its_digits_under_the_device_flag(algorithm, options, larg
         return params[0].detach()
 
     host = trained()
-    monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
     monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     torch.testing.assert_close(trained(), host, rtol=1e-11, atol=1e-13)
 
@@ -244,14 +241,12 @@ def test_cpus_reported_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, i
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "sgd"])
-@pytest.mark.parametrize("large", [10**9, 1])
-def test_many_small_decays_are_not_rounded_to_one_side(algorithm, large, monkeypatch):
+def test_many_small_decays_are_not_rounded_to_one_side(algorithm):
     """A step of decay rounds a weight, once and to either side; `1 - phi` in float32 rounds to the same side always.
 
     phi lies in the middle between two float32 numbers of the kind `1 - phi`, so that each step would lose 2^-25 of
     every weight. The mean of many weights that are rounded to either side stays below a hundredth of that.
     """
-    monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
     phi, steps = 2.0**-10 + 2.0**-25 - 2.0**-40, 600
     start = torch.rand(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).add_(0.5).float()
     param = nn.Parameter(start.clone())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonsw import kernels
 from muonsw.algorithms.base import (
     Algorithm,
     Chunk,
@@ -16,12 +17,11 @@ from muonsw.algorithms.base import (
     has_kernels,
     kernel_weights,
     suits_torch,
-    torch_is_quicker,
 )
 from muonsw.matrices import Part
 from muonsw.precision import STORED, Kept
 from muonsw.slots.base import COUNTER, ELEMENTWISE, SQUARES, Specs
-from muonsw.work import Group, StepContext
+from muonsw.work import Group, StepContext, elements
 
 KEYS = ("exp_avg", "exp_avg_sq")
 
@@ -49,10 +49,11 @@ def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
     lists = columns(parts, KEYS)
     if not has_kernels(group, lists[0][0].device):
         return _by_torch(group, parts, lists, ctx)
-    kernels = [_by_triton, _by_torch]
-    if group["state_dtype"] not in STORED and torch_is_quicker(lists[0]):  # `in_place` is ours
-        kernels.reverse()
-    return any(kernel(group, parts, lists, ctx) for kernel in kernels)
+    ways = [_by_triton, _by_torch]
+    is_small = lists[0][0].is_cuda and elements(lists[0]) < kernels.TORCH_BELOW
+    if is_small and group["state_dtype"] not in STORED:  # where `in_place` is ours
+        ways.reverse()
+    return any(way(group, parts, lists, ctx) for way in ways)
 
 
 def _by_triton(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:

@@ -18,7 +18,6 @@ from muonsw.algorithms.base import (
     MatrixRule,
     Update,
     advance_momentum,
-    are_large,
     clean,
     has_kernels,
     look_ahead,
@@ -28,7 +27,7 @@ from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES, Bucket, Part, empty_batch, scatter, views
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration, aurora
-from muonsw.precision import LOW_PRECISION, state_dtype
+from muonsw.precision import state_dtype
 from muonsw.slots import ADAMUON, EQUALIZE, MUON2, MUON_PLUS, NORMALIZE, NORMUON, PRECONDITION, SIGN, SlotMember
 from muonsw.slots.base import ELEMENTWISE, Specs, State, wide_dtype
 from muonsw.work import Group, StepContext
@@ -63,8 +62,6 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
         if group["precondition"] is not None:
             ahead = apply_slot(PRECONDITION, group, chunk, ahead.to(wide_dtype(ahead.dtype)), ctx.ok)
         matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
-        if ctx.flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
-            matrices = matrices.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
     row_factors = None
     if group["normalize"] is not None:
         normalized = _normalized_by_kernel(group, chunk, matrices, ctx.flag) if fused else None
