@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.factors import eigenbasis, power_iteration, rotate, rotate_back
-from muonsw.algorithms.triangles import pack, packed_shape, unpack
-from muonsw.algorithms.whole import ELEMENTWISE, SQUARES, StateSpec, matrix_algorithm, validate_matrices
+from muonsw.algorithms.factors import eigenbasis, fold, folded_shape, power_iteration, rotate, rotate_back, unfold
+from muonsw.algorithms.whole import matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.matrices import MatrixView
-from muonsw.slots.base import Specs, State
+from muonsw.slots.base import ELEMENTWISE, SQUARES, Specs, State, StateSpec
 from muonsw.work import Group
 
 
@@ -24,8 +23,8 @@ def soap(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions for gradients (count, m, n), and the state after them.
 
     `state` is `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `basis_left` (count, m, m) and `basis_right`
-    (count, n, n), but (count, 1, 1) for a side that is not rotated; `factor_left` and `factor_right`, packed
-    (`triangles.py`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not begun.
+    (count, n, n), but (count, 1, 1) for a side that is not rotated; `factor_left` and `factor_right`, folded
+    (`factors.py`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not begun.
     """
     (beta1, beta2), t = group["betas"], state["moves"]
     bases = _begun(state["basis_left"], t), _begun(state["basis_right"], t)
@@ -59,9 +58,9 @@ def advance_bases(G: Tensor, state: State, beta: float, *, refresh: bool, first:
     The first refresh decomposes the factors, later ones improve the bases.
     """
     if state["basis_left"].shape[-1] == G.shape[-2]:
-        state = state | {"factor_left": state["factor_left"].lerp(pack(G @ G.mT), 1 - beta)}
+        state = state | {"factor_left": state["factor_left"].lerp(fold(G @ G.mT), 1 - beta)}
     if state["basis_right"].shape[-1] == G.shape[-1]:
-        state = state | {"factor_right": state["factor_right"].lerp(pack(G.mT @ G), 1 - beta)}
+        state = state | {"factor_right": state["factor_right"].lerp(fold(G.mT @ G), 1 - beta)}
     return state | _refreshed(state, first) if refresh else state
 
 
@@ -72,9 +71,9 @@ def _refreshed(state: State, first: bool) -> State:
         factor, basis = state[f"factor_{side}"], state[f"basis_{side}"]
         rotated = basis.shape[-1] == squares.shape[axis]
         if rotated and first:
-            basis = eigenbasis(unpack(factor), basis)
+            basis = eigenbasis(unfold(factor), basis)
         elif rotated:
-            basis, order = power_iteration(unpack(factor), basis)
+            basis, order = power_iteration(unfold(factor), basis)
             squares = squares.gather(axis, order.unsqueeze(-3 - axis).expand_as(squares))
         bases[f"basis_{side}"] = basis
     if "exp_avg" not in state:
@@ -115,8 +114,8 @@ def sides(longest: int) -> Specs:
         return length if length <= longest else 1
 
     return {
-        "factor_left": StateSpec(lambda m, _: packed_shape(size(m))),
-        "factor_right": StateSpec(lambda _, n: packed_shape(size(n))),
+        "factor_left": StateSpec(lambda m, _: folded_shape(size(m))),
+        "factor_right": StateSpec(lambda _, n: folded_shape(size(n))),
         "basis_left": StateSpec(lambda m, _: (size(m), size(m))),
         "basis_right": StateSpec(lambda _, n: (size(n), size(n))),
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonsw.algorithms.base import Algorithm, Chunk, MatrixRule, Update, clean
 from muonsw.matrices import WHOLE, MatrixView, Part, Region, empty_batch, scatter, views
-from muonsw.slots.base import ELEMENTWISE, SQUARES, Slot, Specs, State, StateSpec, oriented, wide_dtype
+from muonsw.slots.base import Slot, Specs, State, StateSpec, oriented, wide_dtype
 from muonsw.work import Group, StepContext
 
 
@@ -170,6 +170,3 @@ def matrix_algorithm(
         scale_free=scale_free,
         counts_steps=(lambda _: True) if counts_steps else None,
     )
-
-
-__all__ = ["ELEMENTWISE", "SQUARES", "StateSpec", "matrix_algorithm"]

@@ -1,9 +1,22 @@
-"""Schedule-Free learning in float64 with all three sequences, around anything that moves z."""
+"""Schedule-Free in float64 with all three sequences, and the problem that its authors' code was recorded on."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+
+SHAPES, STEPS = ((4, 3), (5,)), 12
+
+
+def start(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]), dtype=torch.float64)
+
+
+def gradient(y, step):
+    """A gradient that depends on where it is taken."""
+    generator = torch.Generator().manual_seed(31 * step + len(y))
+    return y - 1 + 0.5 * torch.randn(y.shape, generator=generator, dtype=torch.float64)
 
 
 @dataclass

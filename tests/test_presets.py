@@ -142,7 +142,7 @@ def test_constructors_say_what_was_meant(options, message):
         MuonSW([torch.nn.Parameter(torch.randn(4, 6))], lr=0.1, **options)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "family.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "family.md"
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 10), (12, 5)])
