@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -27,8 +25,14 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
     move = eta * update.scale
     directions = update.directions if update.row_factors is None else update.stretched
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
-        for some in _rounded_together(weights):
-            _apply_rounded(group, update.parts[some], weights[some], directions[some], move, phi, ctx.ok)
+        # On accelerators each weight is rounded alone, as graphs take nothing from the host.
+        most = ROUNDED_TOGETHER if weights[0].device.type == "cpu" else 0
+        begin, room = 0, most
+        for end in range(1, len(weights) + 1):
+            room -= weights[end - 1].numel()
+            if end == len(weights) or weights[end].numel() > room:
+                some, begin, room = slice(begin, end), end, most
+                _apply_rounded(group, update.parts[some], weights[some], directions[some], move, phi, ctx.ok)
     else:
         shrink_and_move(weights, directions, move, phi, group["cautious"])
 
@@ -39,9 +43,8 @@ def _apply_by_kernel(group: Group, update: Update, weights: list[Tensor], ctx: S
 
     motion = Motion(ctx.eta, ctx.phi, ctx.flag, update.scale, group["cautious"])
     given, factors = kernel_weights(group, update.parts, weights), update.row_factors
-    if factors is None:
-        return move(given, update.directions, motion)
-    return move(given, update.directions, motion, factors, elements(weights) // factors.numel())
+    columns = 1 if factors is None else elements(weights) // factors.numel()
+    return move(given, update.directions, motion, factors, columns)
 
 
 def shrink_and_move(
@@ -59,18 +62,6 @@ def shrink_and_move(
         else:
             subtract(weights, phi, weights)
     subtract(weights, move, directions)
-
-
-def _rounded_together(weights: list[Tensor]) -> Iterator[slice]:
-    """Which weights are rounded in one buffer; on accelerators each alone, as graphs take nothing from the host."""
-    most = ROUNDED_TOGETHER if weights[0].device.type == "cpu" else 0
-    begin, room = 0, most
-    for place, weight in enumerate(weights):
-        if place > begin and weight.numel() > room:
-            yield slice(begin, place)
-            begin, room = place, most
-        room -= weight.numel()
-    yield slice(begin, len(weights))
 
 
 def _apply_rounded(
