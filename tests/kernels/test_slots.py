@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from muonsw.algorithms.base import Update, advance_momentum, look_ahead
 from muonsw.kernels.momentum import Precondition, advance_momenta, normalized_momentum
 from muonsw.kernels.move import Motion, Weights, move
-from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_
+from muonsw.kernels.normalize import normalize_
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import normalize
 from muonsw.slots import ADAMUON, EQUALIZE, MUON2, MUON_PLUS, NORMUON, SIGN
@@ -47,7 +47,7 @@ def test_normuon_is_the_twins(shape, by_row, snap, dtype, device):
     for _ in range(2):
         expected, state = NORMUON.apply(options, wide, {key: average})
         found, average = U.clone(), state[key]
-        normuon_(found, kept, by_row=by_row, beta2=0.95, eps=1e-10, snap=snap, flag=None)
+        normalize_(found, slice_averages=kept, by_row=by_row, beta2=0.95, eps=1e-10, snap=snap)
         assert torch.allclose(joined(kept), average, rtol=1e-5, atol=1e-9)
         assert (found.float() - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max() + 1e-5
         assert not found[2].any()
@@ -60,13 +60,13 @@ def test_adamuon_and_muon_plus_are_the_twins(shape, dtype, device):
     average = torch.rand(3, *shape, device=device)
     kept, found = stacks(average), U.clone()
     expected, state = ADAMUON.apply(ADAMUON.defaults, U.float(), {"exp_avg_sq_direction": average})
-    adamuon_(found, kept, beta2=0.95, eps=1e-8, flag=None)
+    normalize_(found, averages=kept, beta2=0.95, eps=1e-8)
     assert torch.allclose(joined(kept), state["exp_avg_sq_direction"], rtol=1e-5, atol=1e-9)
     # rounded after the division and after the multiplication
     assert (found.float() - expected).abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max() + 1e-5
     expected, _ = MUON_PLUS.apply({}, U.float(), {})
     found = U.clone()
-    muon_plus_(found)
+    normalize_(found)
     assert (found.float() - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max() + 1e-5
     assert not found[2].any()
 
@@ -138,9 +138,9 @@ def test_a_skipped_step_leaves_all_state_and_gives_zeros(device):
     chosen = Precondition("muon2", [squares], 0.95, 1e-10)
     U = normalized_momentum([grad], [momentum], **options, dtype=torch.float16, precondition=chosen)
     assert advance_momenta([grad], [momentum], [target], **options)
-    adamuon_(U, [squares], beta2=0.95, eps=1e-8, flag=flag)
+    normalize_(U, averages=[squares], beta2=0.95, eps=1e-8, flag=flag)
     rows = squares[:, :1].clone()
-    normuon_(U, [rows], by_row=True, beta2=0.95, eps=1e-10, snap=False, flag=flag)
+    normalize_(U, slice_averages=[rows], beta2=0.95, eps=1e-10, snap=False, flag=flag)
     assert not U.any()
     assert not target.any()
     assert torch.equal(momentum, before[0])

@@ -81,8 +81,7 @@ def apply_slot(slot: Slot, group: Group, chunk: Chunk, X: Tensor, ok: Tensor | N
     """Run the member of a slot on matrices that are whole here, and advance its state."""
     batch = StateBatch(chunk, slot.specs(group))
     before = batch.gathered()
-    uses_gradient = slot.members[group[slot.name]].uses_gradient
-    extra = {"grad": gradients(group, chunk, ok, X.dtype)} if uses_gradient else {}
+    extra = {"grad": gradients(group, chunk, ok, X.dtype)} if slot.member(group).uses_gradient else {}
     X, after = slot.apply(group, X, {**before, **extra})
     batch.write(before, after, ok)
     return X

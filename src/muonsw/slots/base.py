@@ -72,32 +72,35 @@ class SlotMember(NamedTuple):
     counts_steps: bool = False
 
 
+# What stands in an empty slot.
+NO_MEMBER = SlotMember(lambda _, X, __: (X, {}), {})
+
+
 class Slot(NamedTuple):
     """A place in the pipeline that holds one member of a registry, or none."""
 
     name: str
     members: Registry[SlotMember]
 
-    def member(self, group: Group) -> SlotMember | None:
+    def member(self, group: Group) -> SlotMember:
         """The member that a group asks for."""
         name = group.get(self.name)  # a group that is being put together may lack it
-        return None if name is None else self.members[name]
+        return NO_MEMBER if name is None else self.members[name]
 
     def options(self, group: Group) -> Options:
         """The options of the group's member, by their plain names."""
-        member = self.members[group[self.name]]
+        member = self.member(group)
         given = {key: group.get(f"{self.name}_{key}") for key in member.defaults}
         step = {"step": group["update_count"]} if member.counts_steps else {}
         return {key: member.defaults[key] if value is None else value for key, value in given.items()} | step
 
     def specs(self, group: Group) -> Specs:
         """The state of the group's member."""
-        member = self.member(group)
-        return {} if member is None else member.state(self.options(group))
+        return self.member(group).state(self.options(group))
 
     def apply(self, group: Group, X: Tensor, state: State) -> tuple[Tensor, State]:
         """Run the group's member on matrices as they are stored, with the tensors of the state that are its own."""
-        member, options = self.members[group[self.name]], self.options(group)
+        member, options = self.member(group), self.options(group)
         specs = member.state(options)
         own = {key: state[key] for key in (*specs, *(("grad",) if member.uses_gradient else ()))}
         return oriented(partial(member.apply, options), specs, X, own, transposed=group.get("transposed", False))
@@ -109,8 +112,7 @@ class Slot(NamedTuple):
 
     def refuse_options_of_others(self, group: Group) -> None:
         """Refuse an option that the group's member does not have."""
-        member = self.member(group)
-        own = set() if member is None else {f"{self.name}_{key}" for key in member.defaults}
+        own = {f"{self.name}_{key}" for key in self.member(group).defaults}
         for option in self.option_names():
             if group.get(option) is not None and option not in own:
                 key = option.removeprefix(f"{self.name}_")
