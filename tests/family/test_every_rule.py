@@ -35,9 +35,12 @@ def build(name, params, weight_decay=0.1, chunk_bytes=None, **options):
 
 
 @every_rule
-def test_it_repeats_and_resumes_bit_for_bit(name):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_repeats_and_resumes_bit_for_bit(name, dtype):
+    """With the noise of stochastic rounding too."""
+
     def trained(steps):
-        params = matrices((4, 6), (6, 6), (4, 6))
+        params = matrices((4, 6), (6, 6), (4, 6), dtype=dtype)
         optimizer = build(name, params)
         run(optimizer, params, steps)
         return params, optimizer

@@ -99,9 +99,13 @@ def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: S
     """Take the step with torch's kernel, which has decay as a number: `weight_decay = phi / eta` makes it ours."""
     if not suits_torch(group, ctx, *lists):
         return False
+    weights, grads, averages, squares = lists
     eta, phi = float(ctx.eta), float(ctx.phi)
     torch._fused_adamw_(
-        *lists,
+        weights,
+        grads,
+        averages,
+        squares,
         [],
         [part.item.state["step"] for part in parts],
         lr=eta,
