@@ -42,9 +42,6 @@ SMALLEST = 4096
 # The largest code by dtype; zero is zero.
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 
-# Elements that are encoded at a time: several passes over them are then made in a CPU's cache.
-_AT_A_TIME = {"cpu": 2**18, "cuda": 2**26}
-
 
 def is_encoded(group: Group) -> bool:
     """Whether a group keeps state in another form than a step computes with."""
@@ -235,24 +232,13 @@ def encode(
         from muonsw.kernels import stored
 
         stored.encode(x, codes, scale, _LEVELS[codes.dtype], noise, ok)
-    elif ok is None:
-        _encode_rows(x, codes, scale, noise)
-    else:
-        after = torch.empty_like(codes), torch.empty_like(scale)
-        _encode_rows(x, *after, noise)
-        codes.copy_(torch.where(ok, after[0], codes))
-        scale.copy_(torch.where(ok, after[1], scale))
-
-
-def _encode_rows(x: Tensor, codes: Tensor, scale: Tensor, noise: Noise | None) -> None:
-    rows = _in_blocks(codes, scale)
-    x, row = x.view(rows.shape), math.prod(rows.shape[1:])
-    step = max(1, _AT_A_TIME.get(x.device.type, 2**26) // row)
-    for start in range(0, rows.shape[0], step):
-        some = slice(start, start + step)
-        chances = None if noise is None else noise.of(x[some].shape, start * row)
-        scale[some] = x[some].abs().amax(-1)
-        rows[some] = _codes(x[some], scale[some, :, None], codes.dtype, chances)
+        return
+    blocks = _in_blocks(x, scale)
+    largest = blocks.abs().amax(-1)
+    new = _codes(blocks, largest[..., None], codes.dtype, None if noise is None else noise.of(blocks.shape))
+    new = new.view(codes.shape)
+    codes.copy_(new if ok is None else torch.where(ok, new, codes))
+    scale.copy_(largest if ok is None else torch.where(ok, largest, scale))
 
 
 def _in_blocks(x: Tensor, scale: Tensor) -> Tensor:

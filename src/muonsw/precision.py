@@ -123,9 +123,9 @@ class Noise(NamedTuple):
         """Step and key as an int32 scalar."""
         return mix(self.counter.to(torch.int32) ^ self.key)
 
-    def of(self, shape: torch.Size, start: int) -> Tensor:
-        """The numbers of the elements from `start` on."""
-        return uniform_hash(shape, self.seed, origin=self.origin + start)
+    def of(self, shape: torch.Size) -> Tensor:
+        """The numbers of a tensor's elements."""
+        return uniform_hash(shape, self.seed, origin=self.origin)
 
 
 class Kept(NamedTuple):
