@@ -10,9 +10,9 @@ from muonsw import MuonSW
 from muonsw.algorithms import asgo, factors, kl_shampoo
 from muonsw.algorithms.factors import cholesky_qr, eigenbasis, finite_or, inverse_root
 from muonsw.algorithms.shampoo import Grid
-from muonsw.algorithms.soap import whitened_momentum
 from muonsw.machine import full_float32
 from muonsw.orthogonalize import POLAR_EXPRESS
+from muonsw.slots import SOAP
 from tests.common.problems import matrices
 from tests.family.references import gradient
 
@@ -186,10 +186,10 @@ def test_whitened_momentum_has_squares_of_one_in_the_eigenbasis():
         f"{key}_{side}": torch.zeros(2, *size).double() for key, size in shapes.items() for side in ("left", "right")
     }
     first, second, U = torch.randn(3, 2, 5, 5, dtype=torch.float64)
-    state["exp_avg_sq"] = torch.zeros_like(U)
-    found, state = whitened_momentum(U, first, state, 0.0, 1e-8, first=True)
+    state["exp_avg_sq_rotated"], options = torch.zeros_like(U), SOAP.defaults | {"beta2": 0.0}
+    found, state = SOAP.apply(options | {"step": 1}, U, state | {"grad": first})
     assert torch.equal(found, U)
-    found, _ = whitened_momentum(U, second, state, 0.0, 1e-8)
+    found, _ = SOAP.apply(options | {"step": 2}, U, state | {"grad": second})
     left, _, right = torch.linalg.svd(first)
     torch.testing.assert_close((left.mT @ found @ right.mT).abs(), torch.ones(2, 5, 5, dtype=torch.float64))
 

@@ -82,31 +82,6 @@ def _refreshed(state: State, first: bool) -> State:
     return bases | {"exp_avg_sq": squares, "exp_avg": rotate(momentum, bases["basis_left"], bases["basis_right"])}
 
 
-@full_float32()
-def whitened_momentum(
-    U: Tensor, G: Tensor, state: State, beta: float, eps: float, *, refresh: bool = True, first: bool = False
-) -> tuple[Tensor, State]:
-    """SOAP-Muon: momentum over the roots of its average squares in the bases of the last step, to be orthogonalized.
-
-    Momentum itself where the bases have not begun. The size of the result means nothing.
-
-    Args:
-        U: what would be orthogonalized (count, m, n).
-        G: the gradients.
-        state: as for `soap`, without `exp_avg` and `moves`.
-        beta: how much of the old squares and factors is kept.
-        eps: the least root of a square.
-        refresh: whether the bases follow in this step.
-        first: whether it is the first step, in which they begin.
-    """
-    bases = state["basis_left"], state["basis_right"]
-    rotated = rotate(U, *bases)
-    squares = state["exp_avg_sq"].lerp(rotated.square(), 1 - beta)
-    whitened = rotate_back(rotated / squares.sqrt().clamp(min=eps), *bases)
-    state = advance_bases(G, state | {"exp_avg_sq": squares}, beta, refresh=refresh, first=first)
-    return torch.where(have_begun(max(bases, key=Tensor.numel)), whitened, U), state
-
-
 def sides(longest: int) -> Specs:
     """A factor with its basis for each side; one that is too long keeps an element of each."""
 

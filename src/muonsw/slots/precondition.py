@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonsw.machine import full_float32
 from muonsw.orthogonalize import normalize
 from muonsw.slots.base import SQUARES, Options, SlotMember, Specs, State
 
@@ -53,6 +54,7 @@ def equalize(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
 EQUALIZE = SlotMember(equalize, {})
 
 
+@full_float32()
 def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     """SOAP-Muon: momentum whitened in the eigenbases of Shampoo's factors, which then follow the gradient.
 
@@ -65,13 +67,19 @@ def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     blending, floors and brakes by layer. The first step is Muon's, since there are no bases yet. The bases change every
     `frequency` steps; sides longer than `max_dim` are not rotated.
     """
-    from muonsw.algorithms.soap import whitened_momentum  # algorithms import this package
+    from muonsw.algorithms.factors import rotate, rotate_back  # algorithms import this package
+    from muonsw.algorithms.soap import advance_bases, have_begun
 
-    dtype = state["basis_left"].dtype  # `state_dtype` changes that of squares and momentum only
+    bases, step = (state["basis_left"], state["basis_right"]), options["step"]
+    dtype = bases[0].dtype  # `state_dtype` changes that of squares and momentum only
     X, G, squares = (tensor.to(dtype) for tensor in (X, state["grad"], state[_ROTATED]))
+    rotated = rotate(X, *bases)
+    squares = squares.lerp(rotated.square(), 1 - options["beta2"])
+    whitened = rotate_back(rotated / squares.sqrt().clamp(min=options["eps"]), *bases)
     kept = {"exp_avg_sq": squares, **{key: state[key] for key in _soap_state(options) if key != _ROTATED}}
-    first, refresh = options["step"] == 1, (options["step"] - 1) % options["frequency"] == 0
-    X, new = whitened_momentum(X, G, kept, options["beta2"], options["eps"], refresh=refresh, first=first)
+    refresh = (step - 1) % options["frequency"] == 0
+    new = advance_bases(G, kept, options["beta2"], refresh=refresh, first=step == 1)
+    X = torch.where(have_begun(max(bases, key=Tensor.numel)), whitened, X)
     return X, {_ROTATED: new.pop("exp_avg_sq"), **new}
 
 
