@@ -70,6 +70,28 @@ def test_muon(options, dtype, device, kernels_on):
     assert largest_difference(lambda p: muon(p, **options), device, dtype, kernels_on) < bound
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalize": "normuon"},
+        {"normalize": "normuon", "normalize_axis": "longer", "normalize_snap": True},
+        {"normalize": "normuon", "transposed": True, "split_dim": 1},
+        {"normalize": "muon_plus"},
+        {"normalize": "adamuon", "precondition": "sign"},
+        {"precondition": "muon2"},
+        {"precondition": "equalize"},
+        {"precondition": "equalize", "transposed": True, "split_dim": 1},
+        {"precondition": "muon2", "orthogonalizer": "aurora"},
+        {"normalize": "normuon", "chunk_bytes": 20_000, "norm": "hyperball"},
+    ],
+    ids=str,
+)
+def test_members(options, device, kernels_on):
+    # the bound of `test_muon`; a small element of a row is divided by the root of its own square, twice
+    bound = 5e-4 if options.get("normalize") != "adamuon" else 3e-3
+    assert largest_difference(lambda p: muon(p, **options), device, torch.float32, kernels_on) < bound
+
+
 @pytest.mark.parametrize("split_dim", [0, 1])
 def test_blocks_of_one_matrix(split_dim, device, kernels_on):
     """Those along the second axis are not contiguous."""
