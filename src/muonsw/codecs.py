@@ -31,7 +31,7 @@ from muonsw import kernels
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import whole_parts
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, noise_place, position
-from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise, stochastic_round
+from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise, stochastic_round, uniform_hash
 from muonsw.work import Group, Item, State, StepContext
 
 BLOCK, SHORTEST_BLOCK, LONGEST_BLOCK = 256, 16, 2**13
@@ -235,7 +235,8 @@ def encode(
         return
     blocks = _in_blocks(x, scale)
     largest = blocks.abs().amax(-1)
-    new = _codes(blocks, largest[..., None], codes.dtype, None if noise is None else noise.of(blocks.shape))
+    chances = None if noise is None else uniform_hash(blocks.shape, noise.seed, origin=noise.origin)
+    new = _codes(blocks, largest[..., None], codes.dtype, chances)
     new = new.view(codes.shape)
     codes.copy_(new if ok is None else torch.where(ok, new, codes))
     scale.copy_(largest if ok is None else torch.where(ok, largest, scale))

@@ -123,10 +123,6 @@ class Noise(NamedTuple):
         """Step and key as an int32 scalar."""
         return mix(self.counter.to(torch.int32) ^ self.key)
 
-    def of(self, shape: torch.Size) -> Tensor:
-        """The numbers of a tensor's elements."""
-        return uniform_hash(shape, self.seed, origin=self.origin)
-
 
 class Kept(NamedTuple):
     """Tensors of state under one key in the form in which they are kept.
