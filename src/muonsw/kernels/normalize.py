@@ -93,7 +93,7 @@ def _turn_into_factors(
     ALIGNED: tl.constexpr,
     SUMS_READ: tl.constexpr,
 ):
-    """Replace sums of squares by factors: as `normalize.normuon` says, or, without averages, by that of the norm."""
+    """Replace sums of squares by factors: those of NorMuon, or without averages that of the norm."""
     matrix = tl.program_id(0)
     first = sums + matrix.to(tl.int64) * slices
     total = 0.0
