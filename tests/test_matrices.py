@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW
-from muonsw.matrices import SHAPE_SCALES
+from muonsw.matrices import SHAPE_SCALES, MatrixView, matrix_chunks
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
+from muonsw.work import Item
 from tests.common.problems import assert_same, matrices, run, set_gradients
 
 PEAK, LAM, STEPS = 0.05, 0.3, 20
@@ -148,6 +149,20 @@ def test_non_contiguous_parameters_and_gradients():
         a.step()
         b.step()
     torch.testing.assert_close(strided.detach(), plain.detach())
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 700, 10**9])
+def test_chunks_hold_every_matrix_once_and_as_many_as_fit(chunk_bytes):
+    shapes = [(4, 6), (3, 5, 4), (4, 6), (7, 5, 4), (4, 6)]
+    items = [Item(place, str(place), param, param, {}) for place, param in enumerate(map(torch.zeros, shapes))]
+    chunks = matrix_chunks(MatrixView("stack"), items, chunk_bytes)
+    for bucket, parts in chunks:
+        elements = sum(part.grad.numel() for part in parts)
+        assert 4 * elements <= max(chunk_bytes, 4 * bucket.rows * bucket.columns)
+        for part in parts:
+            part.grad.add_(1)
+    assert all(bool((item.grad == 1).all()) for item in items)
+    assert len(chunks) == {1: 13, 200: 8, 700: 3, 10**9: 2}[chunk_bytes]
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd", "lion"])
