@@ -8,7 +8,7 @@ from torch import Tensor
 from muonsw.algorithms.base import Update, has_kernels, kernel_weights, rounding_key, subtract
 from muonsw.matrices import Part, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
-from muonsw.work import Group, StepContext, copy_flattened_, elements, flattened
+from muonsw.work import Group, StepContext, copy_flattened_, flattened
 
 ROUNDINGS = ("stochastic", "nearest")
 
@@ -23,7 +23,7 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
         return
     eta, phi = ctx.applied(weights[0].dtype)
     move = eta * update.scale
-    directions = update.directions if update.row_factors is None else update.stretched
+    directions = update.directions
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
         # On accelerators each weight is rounded alone, as graphs take nothing from the host.
         most = ROUNDED_TOGETHER if weights[0].device.type == "cpu" else 0
@@ -42,9 +42,7 @@ def _apply_by_kernel(group: Group, update: Update, weights: list[Tensor], ctx: S
     from muonsw.kernels.move import Motion, move
 
     motion = Motion(ctx.eta, ctx.phi, ctx.flag, update.scale, group["cautious"])
-    given, factors = kernel_weights(group, update.parts, weights), update.row_factors
-    columns = 1 if factors is None else elements(weights) // factors.numel()
-    return move(given, update.directions, motion, factors, columns)
+    return move(kernel_weights(group, update.parts, weights), update.directions, motion)
 
 
 def shrink_and_move(

@@ -32,7 +32,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import whole_parts
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, noise_place, position
 from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise, stochastic_round, uniform_hash
-from muonsw.work import Group, Item, State, StepContext
+from muonsw.work import Group, Item, StepContext
 
 BLOCK, SHORTEST_BLOCK, LONGEST_BLOCK = 256, 16, 2**13
 
@@ -149,8 +149,22 @@ def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update
 
 def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
     """Items whose state is in the form that a step computes with."""
-    keys = _encoded_keys(group)
-    return [item._replace(state=_decoded_state(group, keys, item)) for item in items]
+    decoded, keys = [], _encoded_keys(group)
+    for item in items:
+        state, param = dict(item.state), item.param
+        for key in [key for key in keys if _is_rounded(group, item.state[key])]:
+            kept = item.state[key]
+            if is_code(kept):
+                value = decode(kept, item.state[f"{key}{SCALE}"], fused=group["fused"] is not False)
+            else:
+                value = kept.float()
+            if param.dtype == torch.float64:
+                value = value.double()
+            if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
+                value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+            state[key] = value
+        decoded.append(item._replace(state=state))
+    return decoded
 
 
 def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], ok: Tensor | None) -> None:
@@ -158,13 +172,10 @@ def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], o
     fused = group["fused"] is not False
     for item, computed in zip(items, decoded, strict=True):
         for number, key in enumerate(_encoded_keys(group)):
-            kept = item.state[key]
+            kept, noise = item.state[key], _noise(group, item, number)
             if is_code(kept):
-                scale, noise = item.state[f"{key}{SCALE}"], _noise(group, item, number)
-                encode(computed.state[key], kept, scale, noise, ok, fused=fused)
-            elif _is_rounded(group, kept):
-                noise = _noise(group, item, number)
-                assert noise is not None  # or it would not be rounded
+                encode(computed.state[key], kept, item.state[f"{key}{SCALE}"], noise, ok, fused=fused)
+            elif noise is not None and kept.dtype == torch.bfloat16:
                 round_bfloat16(computed.state[key], kept, noise, ok, fused=fused)
 
 
@@ -176,22 +187,6 @@ def _encoded_keys(group: Group) -> list[str]:
 
 def _is_rounded(group: Group, kept: Tensor) -> bool:
     return is_code(kept) or (kept.dtype == torch.bfloat16 and rounds_state(group))
-
-
-def _decoded_state(group: Group, keys: Sequence[str], item: Item) -> State:
-    state, param = dict(item.state), item.param
-    for key in [key for key in keys if _is_rounded(group, item.state[key])]:
-        kept = item.state[key]
-        if is_code(kept):
-            value = decode(kept, item.state[f"{key}{SCALE}"], fused=group["fused"] is not False)
-        else:
-            value = kept.float()
-        if param.dtype == torch.float64:
-            value = value.double()
-        if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
-            value = torch.empty_like(param, dtype=value.dtype).copy_(value)
-        state[key] = value
-    return state
 
 
 def _noise(group: Group, item: Item, number: int) -> Noise | None:

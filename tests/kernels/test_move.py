@@ -8,7 +8,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
-from muonsw.algorithms.base import Update
 from muonsw.kernels import finite
 from muonsw.kernels.common import DTYPES, stochastic_round
 from muonsw.kernels.move import Motion, Weights, move
@@ -64,16 +63,13 @@ def test_many_small_decays_are_not_rounded_to_one_side(device):
     assert abs(float(error.mean())) < 0.1 * steps * 2.0**-25
 
 
-def test_rows_are_multiplied_by_their_factors(device):
-    """Of a stack of blocks and a matrix, rows of 300 that blocks of a kernel cut anywhere."""
+def test_a_stack_of_blocks_and_a_matrix_move_along_one_batch(device):
     base, other = torch.randn(2, 40, 300, device=device), torch.randn(20, 300, device=device)
-    weights = [base[:, :20], other]
-    U, factors = torch.randn(3, 20, 300, device=device), torch.rand(3, 20, 1, device=device)
-    update = Update([], [U[:2], U[2]], row_factors=factors)
-    wanted = [w - 0.5 * d for w, d in zip(weights, update.stretched, strict=True)]
-    assert torch.equal(torch.cat([update.stretched[0], update.stretched[1][None]]), U * factors)
-    assert move(Weights(weights), update.directions, Motion(0.5, 0.0, None, 1.0, False), factors, 300)
+    weights, U = [base[:, :20], other], torch.randn(3, 20, 300, device=device)
+    wanted = [0.75 * w - 0.5 * d for w, d in zip(weights, [U[:2], U[2]], strict=True)]
+    assert move(Weights(weights), [U[:2], U[2]], Motion(0.5, 0.25, None, 1.0, False))
     assert all(torch.allclose(w, x, rtol=1e-6, atol=1e-6) for w, x in zip(weights, wanted, strict=True))
+    assert not move(Weights(weights), [U[:2], U[2].clone()], Motion(0.5, 0.25, None, 1.0, False))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -32,27 +32,11 @@ class Chunk(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Directions for some parts: each part moves by `-eta * scale * direction`.
-
-    `row_factors` (count, rows, 1), if any, still multiply the rows of all directions, which are one batch: the kernel
-    that moves weights does it on its way.
-    """
+    """Directions for some parts: each part moves by `-eta * scale * direction`."""
 
     parts: list[Part]
     directions: list[Tensor]
     scale: float = 1.0
-    row_factors: Tensor | None = None
-
-    @property
-    def stretched(self) -> list[Tensor]:
-        """The directions times their row factors."""
-        if self.row_factors is None:
-            return self.directions
-        rows = self.row_factors.shape[1]
-        columns = elements(self.directions) // self.row_factors.numel()
-        counts = [direction.numel() // (rows * columns) for direction in self.directions]
-        pairs = zip(self.directions, self.row_factors.split_with_sizes(counts), strict=True)
-        return [(U.reshape(-1, rows, columns).to(f.dtype) * f).reshape(U.shape) for U, f in pairs]
 
 
 class MatrixRule(NamedTuple):

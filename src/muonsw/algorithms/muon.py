@@ -62,15 +62,10 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
         if group["precondition"] is not None:
             ahead = apply_slot(PRECONDITION, group, chunk, ahead.to(wide_dtype(ahead.dtype)), ctx.ok)
         matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
-    row_factors = None
-    if group["normalize"] is not None:
-        normalized = _normalized_by_kernel(group, chunk, matrices, ctx.flag) if fused else None
-        if normalized is None:
-            matrices = apply_slot(NORMALIZE, group, chunk, matrices, ctx.ok)
-        else:
-            matrices, row_factors = normalized
+    if group["normalize"] is not None and not (fused and _normalized_by_kernel(group, chunk, matrices, ctx.flag)):
+        matrices = apply_slot(NORMALIZE, group, chunk, matrices, ctx.ok)
     scale = SHAPE_SCALES[group["scale"]](*chunk.view.out_in(bucket.rows, bucket.columns))
-    return Update(parts, scatter(matrices, grads), scale, row_factors)
+    return Update(parts, scatter(matrices, grads), scale)
 
 
 def _advance(
@@ -196,30 +191,29 @@ def _orthogonalized_by_kernel(
     return iteration.run(X.mT, steps).mT if bucket.rows > bucket.columns else iteration.run(X, steps)
 
 
-def _normalized_by_kernel(
-    group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None
-) -> tuple[Tensor, Tensor | None] | None:
-    """Normalize directions in place; the factors of their rows, where `apply` is to multiply them."""
+def _normalized_by_kernel(group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None) -> bool:
+    """Normalize directions in place."""
     member = NORMALIZE.member(group)
     if not in_kernels(member):
-        return None
+        return False
     from muonsw.kernels.normalize import normalize_, takes
 
     specs, options = NORMALIZE.specs(group), NORMALIZE.options(group)
     batch = StateBatch(chunk, specs)
     kept = [tensor for key in specs for tensor in batch.matrices(key)]
     if not takes(directions, kept):
-        return None
+        return False
     given: dict[str, Any] = {key: options[key] for key in ("beta2", "eps", "snap") if key in options}
     if member is ADAMUON:
         if not _are_of(chunk.bucket, kept):
-            return None
+            return False
         given["averages"] = kept
     elif member is NORMUON:
         if kept[0].dtype != torch.float32:
-            return None
+            return False
         given |= {"slice_averages": kept, "by_row": (kept[0].shape[-1] == 1) != chunk.view.transposed}
-    return directions, normalize_(directions, **given, flag=flag, hand_on=True)
+    normalize_(directions, **given, flag=flag)
+    return True
 
 
 def _momentum_options(group: Group) -> dict[str, Any]:

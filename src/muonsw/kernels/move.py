@@ -136,13 +136,10 @@ def _move(
     blocks,
     tensors,
     directions,
-    factors,
-    columns,
     eta,
     phi,
     scale,
     bad,
-    HAS_FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ON_DEVICE: tl.constexpr,
@@ -158,27 +155,14 @@ def _move(
     if ALIGNED == BY_FOUR:
         directions = by_four(directions)
     direction = tl.load(directions + first + offsets, mask=inside, other=0.0).to(tl.float32)
-    if HAS_FACTORS:
-        begin = first + tl.load(blocks + tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK
-        # a quotient of numbers below 2^21 by one rounded product: a half keeps it away from whole numbers
-        rows = (((begin % columns) + tl.arange(0, BLOCK)).to(tl.float32) + 0.5) * (1.0 / columns)
-        direction *= tl.load(factors + begin // columns + rows.to(tl.int32), mask=inside, other=0.0)
     rate, decay = rates(eta, phi, scale, ON_DEVICE)
     write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED)
 
 
-LONGEST_ROW = 2**20
-
-
-def move(
-    weights: Weights, directions: Sequence[Tensor], motion: Motion, row_factors: Tensor | None = None, columns: int = 1
-) -> bool:
-    """Move weights along directions that lie one after another in one tensor; False, and nothing done, if they do not.
-
-    Each row of so many `columns` is multiplied by its factor, if there are any, in float32.
-    """
+def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
+    """Move weights along directions that lie one after another in one tensor; False, and nothing done, if not so."""
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
-    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions) or columns > LONGEST_ROW:
+    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions):
         return False
     stretches = runs(weights.tensors)
     if stretches is None:
@@ -198,10 +182,7 @@ def move(
         blocks,
         len(sizes),
         directions[0],
-        directions[0] if row_factors is None else row_factors,
-        columns,
         *scalars(motion, pointers),
-        HAS_FACTORS=row_factors is not None,
         STATE_ROW=row,
         **choices(weights, motion),
         ALIGNED=alignment(is_aligned, weights.tensors[0], directions[0]),

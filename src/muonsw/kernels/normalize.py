@@ -2,7 +2,7 @@
 
 Directions are seen as slices: the rows of a matrix, or its columns. Three launches: the squares of slices are summed
 (AdaMuon's division goes before that, in the same pass); one program for each matrix turns them into factors, and
-advances NorMuon's averages; then slices are multiplied, or the factors of rows are handed on.
+advances NorMuon's averages; then slices are multiplied.
 """
 
 from __future__ import annotations
@@ -174,8 +174,7 @@ def normalize_(
     by_row: bool = True,
     beta2: float = 0.0,
     flag: Flag | None = None,
-    hand_on: bool = False,
-) -> Tensor | None:
+) -> None:
     """NorMuon, AdaMuon or Muon+ (`muonsw.slots.normalize`) on directions (count, rows, columns), in place.
 
     Args:
@@ -187,7 +186,6 @@ def normalize_(
         by_row: whether slices are rows, as matrices are stored.
         beta2: the decay of averages.
         flag: where it forbids the step, the averages stay.
-        hand_on: whether to return the factors (count, rows, 1) of rows, and leave the multiplication to the caller.
     """
     (count, rows, columns), device = directions.shape, directions.device
     slices, along, strides = (rows, columns, (columns, 1)) if by_row else (columns, rows, (1, columns))
@@ -234,7 +232,4 @@ def normalize_(
         SUMS_READ=SUMS_READ,
         num_warps=WARPS,
     )
-    if hand_on and by_row:
-        return sums[..., None]
     launch_on(device, _multiply, (count * groups,), directions, sums, *sizes, **tile, num_warps=WARPS)
-    return None
