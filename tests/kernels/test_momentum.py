@@ -2,14 +2,19 @@
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from muonsw import MuonSW
 from muonsw.algorithms.base import advance_momentum, look_ahead
+from muonsw.algorithms.muon import MUON
 from muonsw.kernels import momentum
 from muonsw.kernels.momentum import Precondition, advance_momenta, normalized_momentum, takes
+from muonsw.matrices import WHOLE, Part
 from muonsw.orthogonalize import normalize
 from muonsw.slots import EQUALIZE, MUON2, SIGN
+from muonsw.work import Item
 
 MEMBERS = {"sign": SIGN, "muon2": MUON2, "equalize": EQUALIZE}
 OPTIONS = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": None}
@@ -123,3 +128,20 @@ def test_any_number_of_matrices_is_one_launch(device, monkeypatch):
     stack = torch.zeros(70_000, 1, 1, device=device)
     normalized_momentum([stack], [stack.clone()], **OPTIONS, dtype=torch.float16)
     assert grids == [(70_000,), (70_000,)]
+
+
+@pytest.mark.parametrize("name", [None, *MEMBERS])
+def test_shards_are_advanced_with_an_elementwise_preconditioner(name, device, kernels_on):
+    found = []
+    for on in (False, True):
+        kernels_on(on)
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(8, 12, device=device)) for _ in range(2)]
+        group = MuonSW(params, lr=0.1, precondition=name).param_groups[0]
+        states = [{key: torch.rand(8, 12, device=device) for key in ("momentum_buffer", "exp_avg_sq")} for _ in params]
+        items = [Item(0, "", param.detach(), torch.randn_like(param.detach()), state)
+                 for param, state in zip(params, states, strict=True)]  # fmt: skip
+        targets = [torch.empty(8, 12, device=device) for _ in params]
+        MUON.matrices.advance(group, [Part(item, WHOLE) for item in items], targets)
+        found.append([*targets, *(tensor for state in states for tensor in state.values())])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
