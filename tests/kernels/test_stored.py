@@ -124,6 +124,7 @@ def test_state_that_a_kernel_reads_as_it_is_kept_makes_the_bits_of_decoded_state
     form, bad, device, kernels_on, monkeypatch
 ):
     kernels_on(True)
+    monkeypatch.setattr(twins, "position", lambda _: 2**33 + 5)  # as of a shard
     found, made = after_steps(device, bad=bad, **FORMS[form]), []
     monkeypatch.setattr(twins, "update_in_place", lambda _, items, __: made.append(True) or items)
     assert_same_bits(found, after_steps(device, bad=bad, **FORMS[form]))
