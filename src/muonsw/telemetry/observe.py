@@ -144,7 +144,7 @@ class Observer:
             total = torch.cat([tables[param] for param in params], dim=1).to(local(params[0]).device)
             for group in groups:
                 dist.all_reduce(total, group=group)
-            parts = total.cpu().split([tables[param].shape[1] for param in params], dim=1)
+            parts = torch.split(total.cpu(), [tables[param].shape[1] for param in params], dim=1)
             tables.update(zip(params, parts, strict=True))
 
     def _measure(
