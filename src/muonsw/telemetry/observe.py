@@ -25,7 +25,7 @@ from muonsw.slots import wide_dtype
 from muonsw.state import layouts, zeros
 from muonsw.step import chunk_bytes, update_batch
 from muonsw.summary import Summary
-from muonsw.telemetry.parameters import Matrices, ModelView, ParameterInfo, Rows, parameter_infos
+from muonsw.telemetry.parameters import ModelView, ParameterInfo, Rows, parameter_infos
 from muonsw.telemetry.record import MEASURED, SQUARES, Sample
 from muonsw.telemetry.spectrum import Spectrum
 from muonsw.work import Batch, Group, Item, StepContext
@@ -49,11 +49,11 @@ _ANNOUNCEMENT = (
 
 
 class Before(NamedTuple):
-    """A parameter before the step: its weight, its state if u is computed again, its gradient if that was measured."""
+    """Copies before a step: the weight, the state if u is computed again, the gradient if the optimizer is not ours."""
 
     weight: Tensor
     state: dict[str, Tensor] | None
-    gradient: list[dict[str, Tensor]] | None
+    gradient: Tensor | None
 
 
 class Observer:
@@ -84,9 +84,8 @@ class Observer:
                         key: value.clone() if is_dtensor(value) else value.to(local(param).device, copy=True)
                         for key, value in self.ours.state.get(param, {}).items()
                     }
-                if self.ours is None and not closure:  # some optimizers overwrite gradients
-                    rows_of_sizes = Matrices.of(self.optimizer, group, param, self.view).rows(param)
-                    gradient = [measure_gradient(rows.of(weight), param, rows) for rows in rows_of_sizes]
+                if self.ours is None and not closure:
+                    gradient = param.grad.clone()  # some optimizers overwrite it
                 self._before[param] = Before(weight, state, gradient)
         if ranks is not None and any(map(is_dtensor, self._before)):
             ranks.announced.append(_ANNOUNCEMENT)
@@ -152,7 +151,9 @@ class Observer:
     ) -> Iterator[tuple[Rows, Tensor]]:
         """Norms and inner products of the matrices that this rank holds, those of one size together."""
         momentum = self._momentum(param)
-        for number, rows in enumerate(info.matrices.rows(param)):
+        grad = _local_gradient(param) if before.gradient is None else before.gradient
+        grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
+        for rows in info.matrices.rows(param):
             w = rows.of(before.weight)
             change = rows.of(param.detach()) - w
             u = -change if intended is None else rows.of(intended)
@@ -167,7 +168,9 @@ class Observer:
             if intended is None:
                 lost = values["uu"] <= ROUNDING * torch.finfo(w.dtype).eps * values["ww"]
                 values |= {key: torch.where(lost, 0.0, values[key]) for key in ("uu", "wu")}
-            values |= measure_gradient(w, param, rows) if before.gradient is None else before.gradient[number]
+            if grad is not None:
+                g = rows.of(grad)
+                values |= {"gg": norm(g), "wg": inner(w, g)}
             if momentum is not None:
                 m = rows.of(momentum)
                 values |= {"mm": norm(m), "wm": inner(w, m), "ww_momentum": values["ww"]}
@@ -227,15 +230,6 @@ def norm(x: Tensor) -> Tensor:
     else:
         norms = inner(x, x).sqrt()  # slower, but its sums lose no digits
     return norms
-
-
-def measure_gradient(w: Tensor, param: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """The norm of the gradient, and its inner product with the weights."""
-    grad = _local_gradient(param)
-    if grad is None:
-        return {}
-    g = rows.of(grad if grad.layout == torch.strided else grad.to_dense())
-    return {"gg": norm(g), "wg": inner(w, g)}
 
 
 def _local_gradient(param: Tensor) -> Tensor | None:
