@@ -9,7 +9,6 @@ from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR
 
 from muonsw import MuonSW, Telemetry, clip_optimizer_grads_
-from muonsw.integrations.shared import routing_counts
 from tests.integrations.models import MODELS, Tokens
 
 LR, STEPS = 0.02, 6
@@ -117,7 +116,6 @@ def test_telemetry_takes_the_wrapper(accelerator):
     with Telemetry(run.optimizer, every=2) as telemetry:
         run.go(0, 4)
     assert [record["step"] for record in telemetry.records] == [1, 2, 4]
-    assert "routing/hidden/muon" in routing_counts(run.plain)
 
 
 @pytest.mark.works("Accelerate", "clipping")
