@@ -25,13 +25,13 @@ from muonsw.addons.replay import SETTLED
 from muonsw.algorithms import base, muon
 from muonsw.apply import shrink_and_move
 from muonsw.kernels.adamw import adamw
-from muonsw.kernels.elementwise import Motion, Weights
 from muonsw.kernels.finite import find_bad
 from muonsw.kernels.momentum import normalized_momentum
-from muonsw.kernels.move import move
+from muonsw.kernels.move import Motion, Weights, move
 from muonsw.kernels.symmetric import symmetric_product
 from muonsw.nonfinite import all_finite
 from muonsw.orthogonalize import NS5, normalize
+from muonsw.precision import Kept
 
 Matrices = list[tuple[tuple[int, ...], dict[str, Any]]]
 
@@ -118,7 +118,7 @@ def time_kernels() -> None:
     )
 
     def ours_adamw() -> None:
-        adamw(Weights(weights), grads, momenta, squares, steps, (0.9, 0.95), 1e-8, False, motion)
+        adamw(Weights(weights), grads, Kept(momenta), Kept(squares), steps, (0.9, 0.95), 1e-8, False, motion)
 
     def torchs_adamw() -> None:
         hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry, codecs
+from muonsw import SGDSW, AdamWSW, MuonSW, Telemetry
 from muonsw.codecs import block_length, decode, encode
 from muonsw.precision import Noise
 from muonsw.state import state_bytes
@@ -78,13 +78,6 @@ def test_a_flag_on_the_device_decides_whether_codes_are_written():
         encode(x, *found, ok=torch.tensor(ok))
         for tensor, written in zip(found, expected, strict=True):
             assert torch.equal(tensor, written if ok else torch.zeros_like(written))
-
-
-def test_noise_goes_by_place_however_many_rows_are_encoded_at_a_time(monkeypatch):
-    x, noise = wide_and_narrow(), Noise(torch.tensor(3.0), 7, origin=11)
-    together = stored(x, noise=noise)
-    monkeypatch.setitem(codecs._AT_A_TIME, "cpu", 3 * 512)
-    assert all(torch.equal(a, b) for a, b in zip(stored(x, noise=noise), together, strict=True))
 
 
 @pytest.mark.parametrize(

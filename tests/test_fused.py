@@ -106,18 +106,3 @@ def test_telemetry_sees_the_fused_update_and_leaves_it_alone(name, monkeypatch):
     for a, b in zip(fused.records, expected.records, strict=True):
         for key, value in b["all"].items():
             assert a["all"][key] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), key
-
-
-@every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_measured_steps_make_the_same_weights(name, dtype):
-    def trained(every):
-        params = matrices((40, 50), (30,), (7, 9), dtype=dtype)
-        optimizer = BUILD[name](params, weight_decay=0.1, chunk_bytes=512)
-        watcher = Telemetry(optimizer, every=every) if every else None
-        run(optimizer, params, 4)
-        return params, watcher
-
-    (alone, _), (watched, watcher) = trained(0), trained(2)
-    assert watcher.records
-    assert_same(alone, watched)

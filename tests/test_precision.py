@@ -43,14 +43,6 @@ def test_representable_values_and_non_finite_ones_stay(dtype):
     assert stochastic_round(torch.tensor([float("nan")]), dtype, seed(3)).isnan().all()
 
 
-def test_noise_differs_between_seeds_and_positions():
-    x = torch.full((4096,), 1.0 + 2.0**-9)
-    a, b = stochastic_round(x, torch.bfloat16, seed(1)), stochastic_round(x, torch.bfloat16, seed(2))
-    agreement = (a == b).double().mean()
-    assert 0.4 < agreement < 0.6 + 0.1  # two independent coins with odds 1:3 agree 10/16 of the time
-    assert torch.equal(a, stochastic_round(x, torch.bfloat16, seed(1)))
-
-
 @pytest.mark.parametrize("dtype", LOW)
 def test_tensors_rounded_in_one_buffer_have_the_noise_of_each_alone(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -129,9 +121,7 @@ def test_weights_of_several_dtypes_in_one_group_are_each_treated_as_their_own(al
     ("algorithm", "options"),
     [*((name, {}) for name in OPTIMIZERS), ("muon", {"momentum_form": "heavy_ball"}), ("sgd", {"fused": False})],
 )
-@pytest.mark.parametrize("large", [1, 10**9])
-def test_float64_keeps_its_digits_under_the_device_flag(algorithm, options, large, monkeypatch):
-
+def test_float64_keeps_its_digits_under_the_device_flag(algorithm, options, monkeypatch):
     def trained():
         params = matrices((4, 6), dtype=torch.float64)
         extra = {"momentum": 0.9} if algorithm == "sgd" else {}
@@ -139,7 +129,6 @@ def test_float64_keeps_its_digits_under_the_device_flag(algorithm, options, larg
         return params[0].detach()
 
     host = trained()
-    monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
     monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     torch.testing.assert_close(trained(), host, rtol=1e-11, atol=1e-13)
 
@@ -181,25 +170,6 @@ def test_low_precision_training_stays_near_float32(algorithm):
     assert (low.float() - full).norm() < 0.05 * full.norm()
 
 
-@pytest.mark.parametrize("algorithm", OPTIMIZERS)
-def test_state_and_rounding_continue_bit_for_bit_after_a_load(algorithm):
-    params = matrices((8, 8), (4, 8), dtype=torch.bfloat16)
-    options = {"lr": 0.01, "weight_decay": 0.1, "rounding_seed": 5}
-    if algorithm == "sgd":
-        options["momentum"] = 0.9
-    optimizer = OPTIMIZERS[algorithm](params, **options)
-    run(optimizer, params, 10)
-    resumed = clones(params)
-    other = OPTIMIZERS[algorithm](resumed, **options)
-    other.load_state_dict(optimizer.state_dict())
-    for p in resumed:
-        for key, value in other.state[p].items():
-            assert value.dtype == torch.float32, key
-    run(optimizer, params, 10, start=10)
-    run(other, resumed, 10, start=10)
-    assert_same(resumed, params)
-
-
 @pytest.mark.parametrize("setting", ["float32", torch.bfloat16, "float64"])
 def test_state_dtype_is_kept(setting):
     (param,) = matrices((6, 6))
@@ -212,13 +182,6 @@ def test_state_dtype_is_kept(setting):
     other.load_state_dict(optimizer.state_dict())
     assert torch.equal(other.state[copy]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
     assert other.state[copy]["momentum_buffer"].dtype == wanted
-
-
-def test_muon_keeps_one_buffer():
-    (param,) = matrices((6, 6))
-    optimizer = MuonSW([param], lr=0.01)
-    run(optimizer, [param], 2)
-    assert list(optimizer.state[param]) == ["momentum_buffer"]
 
 
 def test_automatic_product_dtype(monkeypatch):
@@ -244,14 +207,12 @@ def test_cpus_reported_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, i
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "sgd"])
-@pytest.mark.parametrize("large", [10**9, 1])
-def test_many_small_decays_are_not_rounded_to_one_side(algorithm, large, monkeypatch):
+def test_many_small_decays_are_not_rounded_to_one_side(algorithm):
     """A step of decay rounds a weight, once and to either side; `1 - phi` in float32 rounds to the same side always.
 
     phi lies in the middle between two float32 numbers of the kind `1 - phi`, so that each step would lose 2^-25 of
     every weight. The mean of many weights that are rounded to either side stays below a hundredth of that.
     """
-    monkeypatch.setattr("muonsw.algorithms.base.LARGE", large)
     phi, steps = 2.0**-10 + 2.0**-25 - 2.0**-40, 600
     start = torch.rand(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).add_(0.5).float()
     param = nn.Parameter(start.clone())

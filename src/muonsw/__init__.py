@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "ALGORITHMS": "algorithms",
     "DECAY_RULES": "decay",
-    "NORMALIZERS": "normalize",
+    "NORMALIZERS": "slots",
     "NORM_RULES": "addons.norm_rules",
     "ORTHOGONALIZERS": "orthogonalize",
-    "PRECONDITIONERS": "precondition",
+    "PRECONDITIONERS": "slots",
     "PRESETS": "presets",
     "SGDSW": "variants",
     "SHAPE_SCALES": "matrices",
@@ -62,15 +62,15 @@ if TYPE_CHECKING:
     from muonsw.matrices import SHAPE_SCALES as SHAPE_SCALES
     from muonsw.nonfinite import NonFiniteGradientError as NonFiniteGradientError
     from muonsw.nonfinite import NonFiniteGradientWarning as NonFiniteGradientWarning
-    from muonsw.normalize import NORMALIZERS as NORMALIZERS
     from muonsw.optimizer import ScaledDecayOptimizer as ScaledDecayOptimizer
     from muonsw.options import GroupOptions as GroupOptions
     from muonsw.options import MuonOptions as MuonOptions
     from muonsw.orthogonalize import ORTHOGONALIZERS as ORTHOGONALIZERS
     from muonsw.peak import PeakLRError as PeakLRError
     from muonsw.peak import PeakLRWarning as PeakLRWarning
-    from muonsw.precondition import PRECONDITIONERS as PRECONDITIONERS
     from muonsw.presets import PRESETS as PRESETS
+    from muonsw.slots import NORMALIZERS as NORMALIZERS
+    from muonsw.slots import PRECONDITIONERS as PRECONDITIONERS
     from muonsw.telemetry import JsonlSink as JsonlSink
     from muonsw.telemetry import MlflowSink as MlflowSink
     from muonsw.telemetry import Telemetry as Telemetry

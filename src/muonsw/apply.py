@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from muonsw.algorithms.base import Update, has_kernels, kernel_weights, rounding_key, subtract
 from muonsw.matrices import Part, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
-from muonsw.work import Group, StepContext, copy_flattened_, elements, flattened
+from muonsw.work import Group, StepContext, copy_flattened_, flattened
 
 ROUNDINGS = ("stochastic", "nearest")
 
@@ -25,24 +23,26 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
         return
     eta, phi = ctx.applied(weights[0].dtype)
     move = eta * update.scale
-    directions = update.directions if update.row_factors is None else update.stretched
+    directions = update.directions
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
-        for some in _rounded_together(weights):
-            _apply_rounded(group, update.parts[some], weights[some], directions[some], move, phi, ctx.ok)
+        # On accelerators each weight is rounded alone, as graphs take nothing from the host.
+        most = ROUNDED_TOGETHER if weights[0].device.type == "cpu" else 0
+        begin, room = 0, most
+        for end in range(1, len(weights) + 1):
+            room -= weights[end - 1].numel()
+            if end == len(weights) or weights[end].numel() > room:
+                some, begin, room = slice(begin, end), end, most
+                _apply_rounded(group, update.parts[some], weights[some], directions[some], move, phi, ctx.ok)
     else:
         shrink_and_move(weights, directions, move, phi, group["cautious"])
 
 
 def _apply_by_kernel(group: Group, update: Update, weights: list[Tensor], ctx: StepContext) -> bool:
     """The same in one pass; False, and nothing done, where there is no kernel for this layout."""
-    from muonsw.kernels.elementwise import Motion
-    from muonsw.kernels.move import move
+    from muonsw.kernels.move import Motion, move
 
     motion = Motion(ctx.eta, ctx.phi, ctx.flag, update.scale, group["cautious"])
-    given, factors = kernel_weights(group, update.parts, weights), update.row_factors
-    if factors is None:
-        return move(given, update.directions, motion)
-    return move(given, update.directions, motion, factors, elements(weights) // factors.numel())
+    return move(kernel_weights(group, update.parts, weights), update.directions, motion)
 
 
 def shrink_and_move(
@@ -60,18 +60,6 @@ def shrink_and_move(
         else:
             subtract(weights, phi, weights)
     subtract(weights, move, directions)
-
-
-def _rounded_together(weights: list[Tensor]) -> Iterator[slice]:
-    """Which weights are rounded in one buffer; on accelerators each alone, as graphs take nothing from the host."""
-    most = ROUNDED_TOGETHER if weights[0].device.type == "cpu" else 0
-    begin, room = 0, most
-    for place, weight in enumerate(weights):
-        if place > begin and weight.numel() > room:
-            yield slice(begin, place)
-            begin, room = place, most
-        room -= weight.numel()
-    yield slice(begin, len(weights))
 
 
 def _apply_rounded(

@@ -31,8 +31,8 @@ from muonsw import kernels
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import whole_parts
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, noise_place, position
-from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise, stochastic_round
-from muonsw.work import Group, Item, State, StepContext
+from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise, stochastic_round, uniform_hash
+from muonsw.work import Group, Item, StepContext
 
 BLOCK, SHORTEST_BLOCK, LONGEST_BLOCK = 256, 16, 2**13
 
@@ -41,9 +41,6 @@ SMALLEST = 4096
 
 # The largest code by dtype; zero is zero.
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
-
-# Elements that are encoded at a time: several passes over them are then made in a CPU's cache.
-_AT_A_TIME = {"cpu": 2**18, "cuda": 2**26}
 
 
 def is_encoded(group: Group) -> bool:
@@ -115,11 +112,12 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
     for item in items:
         forms.setdefault(_elements_of_a_block(group, keys, item, ctx.chunk_bytes), []).append(item)
     others = forms.pop(None, [])
-    for alike in forms.values():
-        encoded = {
-            key: [Kept(i.state[key], i.state.get(f"{key}{SCALE}"), _noise(group, i, number)) for i in alike]
-            for number, key in enumerate(keys)
-        }
+    for block, alike in forms.items():
+        encoded = {}
+        for number, key in enumerate(keys):
+            scales = [item.state[f"{key}{SCALE}"] for item in alike] if block else []
+            noises = [noise for item in alike if (noise := _noise(group, item, number)) is not None]
+            encoded[key] = Kept([item.state[key] for item in alike], scales, noises)
         if not in_place(group, whole_parts(alike), encoded, ctx):
             others += alike
     return others
@@ -151,8 +149,22 @@ def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update
 
 def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
     """Items whose state is in the form that a step computes with."""
-    keys = _encoded_keys(group)
-    return [item._replace(state=_decoded_state(group, keys, item)) for item in items]
+    decoded, keys = [], _encoded_keys(group)
+    for item in items:
+        state, param = dict(item.state), item.param
+        for key in [key for key in keys if _is_rounded(group, item.state[key])]:
+            kept = item.state[key]
+            if is_code(kept):
+                value = decode(kept, item.state[f"{key}{SCALE}"], fused=group["fused"] is not False)
+            else:
+                value = kept.float()
+            if param.dtype == torch.float64:
+                value = value.double()
+            if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
+                value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+            state[key] = value
+        decoded.append(item._replace(state=state))
+    return decoded
 
 
 def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], ok: Tensor | None) -> None:
@@ -160,13 +172,10 @@ def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], o
     fused = group["fused"] is not False
     for item, computed in zip(items, decoded, strict=True):
         for number, key in enumerate(_encoded_keys(group)):
-            kept = item.state[key]
+            kept, noise = item.state[key], _noise(group, item, number)
             if is_code(kept):
-                scale, noise = item.state[f"{key}{SCALE}"], _noise(group, item, number)
-                encode(computed.state[key], kept, scale, noise, ok, fused=fused)
-            elif _is_rounded(group, kept):
-                noise = _noise(group, item, number)
-                assert noise is not None  # or it would not be rounded
+                encode(computed.state[key], kept, item.state[f"{key}{SCALE}"], noise, ok, fused=fused)
+            elif noise is not None and kept.dtype == torch.bfloat16:
                 round_bfloat16(computed.state[key], kept, noise, ok, fused=fused)
 
 
@@ -178,22 +187,6 @@ def _encoded_keys(group: Group) -> list[str]:
 
 def _is_rounded(group: Group, kept: Tensor) -> bool:
     return is_code(kept) or (kept.dtype == torch.bfloat16 and rounds_state(group))
-
-
-def _decoded_state(group: Group, keys: Sequence[str], item: Item) -> State:
-    state, param = dict(item.state), item.param
-    for key in [key for key in keys if _is_rounded(group, item.state[key])]:
-        kept = item.state[key]
-        if is_code(kept):
-            value = decode(kept, item.state[f"{key}{SCALE}"], fused=group["fused"] is not False)
-        else:
-            value = kept.float()
-        if param.dtype == torch.float64:
-            value = value.double()
-        if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
-            value = torch.empty_like(param, dtype=value.dtype).copy_(value)
-        state[key] = value
-    return state
 
 
 def _noise(group: Group, item: Item, number: int) -> Noise | None:
@@ -234,24 +227,14 @@ def encode(
         from muonsw.kernels import stored
 
         stored.encode(x, codes, scale, _LEVELS[codes.dtype], noise, ok)
-    elif ok is None:
-        _encode_rows(x, codes, scale, noise)
-    else:
-        after = torch.empty_like(codes), torch.empty_like(scale)
-        _encode_rows(x, *after, noise)
-        codes.copy_(torch.where(ok, after[0], codes))
-        scale.copy_(torch.where(ok, after[1], scale))
-
-
-def _encode_rows(x: Tensor, codes: Tensor, scale: Tensor, noise: Noise | None) -> None:
-    rows = _in_blocks(codes, scale)
-    x, row = x.view(rows.shape), math.prod(rows.shape[1:])
-    step = max(1, _AT_A_TIME.get(x.device.type, 2**26) // row)
-    for start in range(0, rows.shape[0], step):
-        some = slice(start, start + step)
-        chances = None if noise is None else noise.of(x[some].shape, start * row)
-        scale[some] = x[some].abs().amax(-1)
-        rows[some] = _codes(x[some], scale[some, :, None], codes.dtype, chances)
+        return
+    blocks = _in_blocks(x, scale)
+    largest = blocks.abs().amax(-1)
+    chances = None if noise is None else uniform_hash(blocks.shape, noise.seed, origin=noise.origin)
+    new = _codes(blocks, largest[..., None], codes.dtype, chances)
+    new = new.view(codes.shape)
+    codes.copy_(new if ok is None else torch.where(ok, new, codes))
+    scale.copy_(largest if ok is None else torch.where(ok, largest, scale))
 
 
 def _in_blocks(x: Tensor, scale: Tensor) -> Tensor:

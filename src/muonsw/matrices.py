@@ -223,13 +223,13 @@ def runs(shape: Sequence[int], view: MatrixView, chunk_bytes: int, fewest: int =
     slices, per_slice = stack[0] if stack else 1, math.prod(stack[1:])
     for cell in view.cells(shape):
         if slices * per_slice * cell.rows * cell.columns:
-            pieces = math.ceil(slices * per_slice / capacity(cell.rows, cell.columns, chunk_bytes))
+            pieces = math.ceil(slices * per_slice / _capacity(cell.rows, cell.columns, chunk_bytes))
             pieces = min(slices, max(fewest, pieces))
             for start, end in pairwise(slices * i // pieces for i in range(pieces + 1)):
                 yield StackRun(cell, () if pieces == 1 else ((0, start, end - start),), (end - start) * per_slice)
 
 
-def capacity(rows: int, columns: int, chunk_bytes: int) -> int:
+def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:
     """How many matrices fit into a chunk, as float32; at least one."""
     return max(1, chunk_bytes // (4 * rows * columns))
 
@@ -242,46 +242,33 @@ class Bucket(NamedTuple):
     dtype: torch.dtype
 
 
-Chunk = tuple[Bucket, list[tuple[int, Region]]]
+def matrix_chunks(view: MatrixView, items: list[Item], chunk_bytes: int) -> list[tuple[Bucket, list[Part]]]:
+    """The matrices of parameters in batches of equal shape, bounded in bytes."""
+    shapes, dtypes = tuple([item.param.shape for item in items]), tuple([item.param.dtype for item in items])
+    planned = _planned_chunks(shapes, dtypes, view, chunk_bytes)
+    return [(bucket, [Part(items[index], region) for index, region in regions]) for bucket, regions in planned]
 
 
-def chunks(
-    shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], view: MatrixView, chunk_bytes: int
-) -> list[Chunk]:
+@lru_cache(maxsize=128)
+def _planned_chunks(
+    shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], view: MatrixView, chunk_bytes: int
+) -> list[tuple[Bucket, list[tuple[int, Region]]]]:
     """Which regions of which parameters are batched together: it follows from shapes and settings alone."""
     buckets: dict[Bucket, list[tuple[int, StackRun]]] = {}
     for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         for run in runs(shape, view, chunk_bytes):
             buckets.setdefault(Bucket(run.cell.rows, run.cell.columns, dtype), []).append((index, run))
-    return [
-        (bucket, chunk)
-        for bucket, found in buckets.items()
-        for chunk in _chunks(found, capacity(bucket.rows, bucket.columns, chunk_bytes))
-    ]
-
-
-_remembered_chunks = lru_cache(maxsize=128)(chunks)
-
-
-def matrix_chunks(view: MatrixView, items: list[Item], chunk_bytes: int) -> list[tuple[Bucket, list[Part]]]:
-    """The matrices of parameters in batches of equal shape, bounded in bytes."""
-    shapes, dtypes = tuple([item.param.shape for item in items]), tuple([item.param.dtype for item in items])
-    planned = _remembered_chunks(shapes, dtypes, view, chunk_bytes)
-    return [(bucket, [Part(items[index], region) for index, region in regions]) for bucket, regions in planned]
-
-
-def _chunks(found: list[tuple[int, StackRun]], most: int) -> Iterator[list[tuple[int, Region]]]:
-    """As many runs together as fit."""
-    chunk: list[tuple[int, Region]] = []
-    room = most
-    for index, run in found:
-        if chunk and run.matrices > room:
-            yield chunk
-            chunk, room = [], most
-        whole = run.cell.region is WHOLE and not run.stack
-        chunk.append((index, WHOLE if whole else Region((*run.cell.region.cuts, *run.stack))))
-        room -= run.matrices
-    yield chunk
+    planned: list[tuple[Bucket, list[tuple[int, Region]]]] = []
+    for bucket, found in buckets.items():
+        room = 0  # as many runs together as fit
+        for index, run in found:
+            if run.matrices > room:
+                planned.append((bucket, []))
+                room = _capacity(bucket.rows, bucket.columns, chunk_bytes)
+            whole = run.cell.region is WHOLE and not run.stack
+            planned[-1][1].append((index, WHOLE if whole else Region((*run.cell.region.cuts, *run.stack))))
+            room -= run.matrices
+    return planned
 
 
 def empty_batch(tensors: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:

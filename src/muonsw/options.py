@@ -20,15 +20,12 @@ from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES, Points, validated_points
 from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
 from muonsw.nonfinite import POLICIES
-from muonsw.normalize import NORMALIZE, NORMALIZERS
-from muonsw.normalize.normuon import LONGER, ROWS
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.orthogonalize.iterations import MOST_STEPS
 from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, INT8
-from muonsw.precondition import PRECONDITION, PRECONDITIONERS
 from muonsw.registry import unknown
-from muonsw.slots import EMPTY_SLOTS
+from muonsw.slots import AXES, EMPTY_SLOTS, NORMALIZE, NORMALIZERS, PRECONDITION, PRECONDITIONERS
 from muonsw.text import listed
 from muonsw.work import Group
 
@@ -508,7 +505,7 @@ CHECKS: dict[str, Check] = {
     "normalize": _or_none(_name_in(NORMALIZERS)),
     "normalize_beta2": _or_none(_number(0, 1, below=True)),
     "normalize_eps": _or_none(_number()),
-    "normalize_axis": _one_of(None, ROWS, LONGER),
+    "normalize_axis": _one_of(None, *AXES),
     "normalize_snap": _or_none(_flag),
     "precondition_beta2": _or_none(_number(0, 1, below=True)),
     "precondition_eps": _or_none(_number()),

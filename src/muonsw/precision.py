@@ -123,20 +123,16 @@ class Noise(NamedTuple):
         """Step and key as an int32 scalar."""
         return mix(self.counter.to(torch.int32) ^ self.key)
 
-    def of(self, shape: torch.Size, start: int) -> Tensor:
-        """The numbers of the elements from `start` on."""
-        return uniform_hash(shape, self.seed, origin=self.origin + start)
-
 
 class Kept(NamedTuple):
-    """A tensor of state in the form in which it is kept.
+    """Tensors of state under one key in the form in which they are kept.
 
     Attributes:
-        values: codes, or bfloat16.
-        scale: of codes, one for each block.
-        noise: by which it is rounded; None is to nearest.
+        values: floats, or codes.
+        scales: of codes, one for each block.
+        noises: by which they are rounded; none is to nearest.
     """
 
-    values: Tensor
-    scale: Tensor | None
-    noise: Noise | None
+    values: Sequence[Tensor]
+    scales: Sequence[Tensor] = ()
+    noises: Sequence[Noise] = ()

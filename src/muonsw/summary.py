@@ -89,20 +89,11 @@ class Summary:
         if self.skipped:
             first = "the last step was skipped: a gradient was not finite"
         rows = [("group", "role", "algorithm", "parameters", "matrices", "lr", "rule", "decay", "peak")]
-        rows += [
-            (
-                str(g.group),
-                g.role or "-",
-                g.algorithm,
-                f"{g.parameters:,}",
-                str(g.matrices),
-                f"{g.lr:.4g}",
-                g.rule if g.norm == "free" else g.norm if g.rule == "none" else f"{g.rule}, {g.norm}",
-                f"{g.decay:.4g}",
-                "-" if g.peak_lr is None else f"{g.peak_lr:.4g}",
-            )
-            for g in self.groups
-        ]
+        for g in self.groups:
+            rule = g.rule if g.norm == FREE else g.norm if g.rule == "none" else f"{g.rule}, {g.norm}"
+            peak_lr = "-" if g.peak_lr is None else f"{g.peak_lr:.4g}"
+            sizes = (f"{g.parameters:,}", str(g.matrices), f"{g.lr:.4g}")
+            rows.append((str(g.group), g.role or "-", g.algorithm, *sizes, rule, f"{g.decay:.4g}", peak_lr))
         return f"{first}\n{text_table(rows)}\n{state_line(self.state)}"
 
 
@@ -120,24 +111,24 @@ def state_line(state: dict[str, int]) -> str:
 
 def summarize(groups: Sequence[Group], last: LastStep, skipped: bool, skipped_steps: int) -> Summary:
     """What the last step did to these groups."""
-    summaries = tuple(_summarize_group(number, group, last, skipped) for number, group in enumerate(groups))
-    return Summary(summaries, skipped, skipped_steps, state_bytes(groups))
-
-
-def _summarize_group(number: int, group: Group, last: LastStep, skipped: bool) -> GroupSummary:
-    batches = [(params, lr) for place, params, lr in last if place == number]
-    moved = [] if skipped else [param for params, _ in batches for param in params]
-    lr = float(batches[0][1] if batches else group["lr"])
-    return GroupSummary(
-        group=number,
-        role=group["role"],
-        algorithm=group["algorithm"],
-        parameters=sum(param.numel() for param in moved),
-        matrices=sum(ALGORITHMS[group["algorithm"]].count_matrices(group, param) for param in moved),
-        lr=lr,
-        rule=group["decay"] if group["weight_decay"] else "none",
-        norm=group["norm"] if acts(group) else FREE,
-        decay=rates.phi_of(group, lr, max(1, group["step_count"])) if moved else 0.0,
-        peak_lr=peak.eta_max(group) if rates.needs_peak(group) else None,
-        highest_lr=group["highest_lr"],
-    )
+    summaries = []
+    for number, group in enumerate(groups):
+        batches = [(params, lr) for place, params, lr in last if place == number]
+        moved = [] if skipped else [param for params, _ in batches for param in params]
+        lr = float(batches[0][1] if batches else group["lr"])
+        summaries.append(
+            GroupSummary(
+                group=number,
+                role=group["role"],
+                algorithm=group["algorithm"],
+                parameters=sum(param.numel() for param in moved),
+                matrices=sum(ALGORITHMS[group["algorithm"]].count_matrices(group, param) for param in moved),
+                lr=lr,
+                rule=group["decay"] if group["weight_decay"] else "none",
+                norm=group["norm"] if acts(group) else FREE,
+                decay=rates.phi_of(group, lr, max(1, group["step_count"])) if moved else 0.0,
+                peak_lr=peak.eta_max(group) if rates.needs_peak(group) else None,
+                highest_lr=group["highest_lr"],
+            )
+        )
+    return Summary(tuple(summaries), skipped, skipped_steps, state_bytes(groups))

@@ -1,11 +1,9 @@
 """Schedule-Free: the authors' numbers, a reference with all three sequences, and the two modes."""
 
 import copy
-import json
 import pickle
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,10 @@ from torch import nn
 from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, PeakLRError, ScheduleFree, Telemetry
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from tests.common.problems import assert_same, clones, flag_on_device, matrices, set_gradients
-from tests.family.record.schedule_free import SHAPES, STEPS, gradient, start
-from tests.family.references.normuon import NorMuon
-from tests.family.references.schedule_free import ReferenceScheduleFree
+from tests.family.references import NorMuon, recorded
+from tests.family.schedule_free import SHAPES, STEPS, ReferenceScheduleFree, gradient, start
 
-RECORDED = json.loads((Path(__file__).parents[1] / "family/recorded/schedule_free.json").read_text(encoding="utf-8"))[
-    "runs"
-]
+RECORDED = recorded("schedule_free")["runs"]
 CLASSES = {
     "muon": (MuonSW, lambda W, decay: ReferenceMuonSW(W, decay, nesterov=True, heavy_ball=False, orthogonalize=ns5)),
     "adamw": (AdamWSW, ReferenceAdamWSW),

@@ -18,8 +18,8 @@ from tests.distributed.problems import (
 )
 from tests.distributed.test_replicated import divided
 from tests.distributed.test_sharded import along
-from tests.family import algorithms, toy
-from tests.family.members import OPTIONS
+from tests.family import toy
+from tests.family.members import OPTIONS, WITH_FACTORS
 
 CLOSE = 1e-9
 TOY = {"algorithm": "matrix_toy"}
@@ -36,7 +36,6 @@ MESHES = {
 # Of rules that differ in nothing that ranks could notice, one is enough in a hurry: ASGO's state is of SOAP's kinds,
 # that of KL-Shampoo of Shampoo's.
 QUICK = ("normuon", "adamuon", "algorithm=soap", "algorithm=shampoo")
-ALGORITHMS_WITH_FACTORS = {f"algorithm={name}": own for name, own in algorithms.OPTIONS.items()}
 DION2 = {"algorithm": "dion2", "fraction": 0.4}
 # Algorithms of their own beside Muon, and a period of which a checkpoint falls into the middle.
 PATTERNS = {
@@ -58,9 +57,9 @@ def by_patterns(options):
     return {"patterns": {"up.weight": options, "down.weight": options, "experts": {**options, "matrix": "stack"}}}
 
 
-SAVED = {**OPTIONS, **{name: by_patterns(own) for name, own in ALGORITHMS_WITH_FACTORS.items()}}
+SAVED = {**OPTIONS, **{name: by_patterns(own) for name, own in WITH_FACTORS.items()}}
 every_member = pytest.mark.parametrize("options", cases(OPTIONS))
-every_rule = pytest.mark.parametrize("options", cases({**OPTIONS, **ALGORITHMS_WITH_FACTORS}, toy=TOY, dion2=DION2))
+every_rule = pytest.mark.parametrize("options", cases({**OPTIONS, **WITH_FACTORS}, toy=TOY, dion2=DION2))
 
 
 def every_mesh(options):

@@ -3,11 +3,7 @@
 from functools import partial
 
 from muonsw.reference import ns5
-from tests.family.references.adamuon import AdaMuon, Adapted, Signs
-from tests.family.references.muon2 import Muon2
-from tests.family.references.normuon import NorMuon
-from tests.family.references.rows import Equalized, Snapped
-from tests.family.references.soap_muon import SoapMuon
+from tests.family.references import AdaMuon, Adapted, Equalized, Muon2, NorMuon, Signs, Snapped, SoapMuon
 
 # Options of MuonSW, and a function from weight, orthogonalizer, decay and stretch to a reference.
 MEMBERS = {
@@ -30,6 +26,17 @@ MEMBERS = {
     "muon_plus": ({"normalize": "muon_plus"}, Snapped),
 }
 OPTIONS = {name: options for name, (options, _) in MEMBERS.items()}
+
+# Algorithms with factors, with refreshes that fall into short runs.
+WITH_FACTORS = {
+    "soap": {"algorithm": "soap", "precondition_frequency": 2},
+    "soap, one side": {"algorithm": "soap", "precondition_frequency": 2, "precondition_max_dim": 8},
+    "shampoo": {"algorithm": "shampoo", "precondition_frequency": 2, "block_size": 4},
+    "shampoo, no graft": {"algorithm": "shampoo", "precondition_frequency": 3, "grafting": None, "shampoo_beta": 1.0},
+    "kl_shampoo": {"algorithm": "kl_shampoo"},
+    "asgo": {"algorithm": "asgo"},
+}
+WITH_FACTORS = {f"algorithm={name}": options for name, options in WITH_FACTORS.items()}
 
 
 def reference(name, weight, *, lam, peak, orthogonalize=ns5, stretch=lambda m, n: 0.2 * max(m, n) ** 0.5):

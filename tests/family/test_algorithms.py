@@ -1,66 +1,285 @@
-"""What every algorithm with factors promises beside `test_every_rule.py`: of its state, refreshes and options."""
+"""The numerics of algorithms with factors: roots, bases, packing, late beginnings, and refused options."""
+
+import math
 
 import pytest
 import torch
 from torch import nn
 
 from muonsw import MuonSW
-from muonsw.addons.replay import supports
-from muonsw.step import make_plan
-from tests.common.problems import matrices, run, set_gradients
-from tests.family.algorithms import OPTIONS
-
-every_algorithm = pytest.mark.parametrize("name", OPTIONS)
-
-
-def build(name, params, weight_decay=0.1, **options):
-    return MuonSW([{"params": params, **OPTIONS[name], **options}], lr=0.05, weight_decay=weight_decay)
+from muonsw.algorithms import asgo, factors, kl_shampoo
+from muonsw.algorithms.factors import cholesky_qr, eigenbasis, finite_or, inverse_root
+from muonsw.algorithms.shampoo import Grid
+from muonsw.machine import full_float32
+from muonsw.orthogonalize import POLAR_EXPRESS
+from muonsw.slots import SOAP
+from tests.common.problems import matrices
+from tests.family.references import gradient
 
 
-@every_algorithm
-def test_a_first_gradient_may_come_late(name):
-    params = matrices((4, 4), (4, 4), dtype=torch.float64)
-    optimizer, before = build(name, params, weight_decay=0.0), params[1].detach().clone()
-    for step in range(12):
-        set_gradients(params, step)
-        params[1].grad = params[1].grad if step > 4 else None
+def directions(gradients, algorithm, late=0, **options):
+    """The direction of each step of weights that share a shape, from gradients (steps, count, m, n).
+
+    `late` steps go by with another parameter's gradients before the first.
+    """
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in gradients[0]]
+    other = nn.Parameter(torch.zeros_like(gradients[0, 0]))
+    group = {"params": [*params, other], "algorithm": algorithm, **options}
+    optimizer, found = MuonSW([group], lr=1.0, weight_decay=0.0), []
+    for step in range(-late, len(gradients)):
+        other.grad = gradient(other.shape, step + late).to(other)
+        before = torch.stack([param.detach() for param in params])
+        for place, param in enumerate(params):
+            param.grad = gradients[step, place].clone() if step >= 0 else None
         optimizer.step()
-    moved = (params[1].detach() - before).square().mean().sqrt()
-    assert 0 < moved < 0.05 * 7 * 2
+        if step >= 0:
+            found.append(before - torch.stack([param.detach() for param in params]))
+    return found, [optimizer.state[param] for param in params]
 
 
-@every_algorithm
-def test_averages_may_be_kept_in_bfloat16_and_factors_stay_in_float32(name):
-    params = matrices((4, 4), (6, 6))
-    optimizer = build(name, params, state_dtype="bfloat16")
-    run(optimizer, params, 4)
-    for state in optimizer.state.values():
-        dtypes = {key: value.dtype for key, value in state.items()}
-        assert dtypes.pop("exp_avg") == torch.bfloat16
-        dtypes.pop("exp_avg_sq", None)
-        assert set(dtypes.values()) == {torch.float32}
-    assert all(param.isfinite().all() for param in params)
+# inverse roots
 
 
-@every_algorithm
-def test_only_a_rule_that_counts_no_steps_may_be_captured(name):
-    params = matrices((4, 6))
-    optimizer = build(name, params)
-    set_gradients(params, 0)
-    batch = make_plan(optimizer).batches[0]._replace(device=torch.device("cuda"))
-    assert ("every few steps" in supports(optimizer, [batch])) == (name != "asgo")
+def spread(decades, size=16):
+    """Matrices with eigenvalues over some decades, and their inverse square roots."""
+    Q = torch.linalg.qr(torch.randn(3, size, size, dtype=torch.float64)).Q
+    values = 37 * torch.logspace(0, -decades, size, dtype=torch.float64)
+    return Q * values @ Q.mT, Q * values**-0.5 @ Q.mT
 
 
-@every_algorithm
-def test_parameters_that_were_flattened_are_shown_and_refused(name):
-    """As DeepSpeed's ZeRO does."""
-    params = matrices((4, 6))
-    optimizer = build(name, params)
-    params[0].data = params[0].data.flatten()
-    assert "24" in optimizer.routing()
-    set_gradients(params, 0)
-    with pytest.raises(ValueError, match="something has flattened the parameters"):
-        optimizer.step()
+def test_roots_of_asgo_are_right_over_six_decades_and_the_identity_where_not_finite():
+    S, expected = spread(6)
+    found = asgo.inverse_sqrt(S, 1e-10)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # elements of up to 164, a condition of 1e6
+    bad = torch.stack([torch.eye(3), torch.full((3, 3), torch.nan)])
+    torch.testing.assert_close(asgo.inverse_sqrt(bad, 1e-10), torch.eye(3).expand(2, 3, 3), rtol=1e-5, atol=1e-6)
+    slopes = math.prod([*(a / 1.01 for a, _, _ in POLAR_EXPRESS[:7]), 1.875**3])
+    root = asgo.inverse_sqrt(torch.diag(torch.tensor([1.0, 1e-24], dtype=torch.float64)), 0.0)
+    assert root[1, 1].item() == pytest.approx(slopes / math.sqrt(1.01), rel=1e-9)  # too small for ten steps
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 3e-5), (torch.float16, 30 * 2**-11)])
+def test_roots_of_kl_shampoo(dtype, error):
+    S, expected = spread(6 if dtype == torch.float64 else 3)
+    found = kl_shampoo.inverse_sqrt(S.to(torch.float64 if dtype == torch.float64 else torch.float32), dtype).double()
+    assert ((found - expected).norm() / expected.norm()) < error
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_the_bound_of_kl_shampoo_is_above_all_eigenvalues_and_near(size):
+    A = torch.randn(20, 8, 8) * size**0.5
+    S = A @ A.mT
+    above = kl_shampoo._above_eigenvalues(S)[:, 0, 0].double()
+    largest = torch.linalg.eigvalsh(S.double())[:, -1]
+    assert (above >= largest * (1 - 1e-6)).all()
+    assert (above <= 2 * largest).all()
+
+
+def test_roots_of_what_rounding_has_left_below_zero_and_of_what_is_not_finite():
+    """All eigenvalues are raised until the smallest is eps; a matrix with one bad element is another one's."""
+    eps, otherwise = 1e-4, torch.full((2, 2, 2), 7.0)
+    root = inverse_root(torch.tensor([[[1.0, 0.0], [0.0, -0.01]]]), 0.5, eps, otherwise[:1])
+    torch.testing.assert_close(root[0].diagonal(), torch.tensor([1.01 + eps, eps]).rsqrt())
+    X = torch.ones(2, 2, 2)
+    X[1, 0, 1] = torch.nan
+    assert torch.equal(finite_or(X, otherwise), torch.stack([X[0], otherwise[1]]))
+
+
+# packing
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16, 33])
+def test_a_symmetric_matrix_takes_the_room_of_one_triangle(size):
+    A = torch.randn(3, size, size)
+    A = A + A.mT
+    packed = factors.fold(A)
+    assert packed.shape == (3, *factors.folded_shape(size))
+    assert packed[0].unique().numel() == packed[0].numel() == size * (size + 1) // 2  # each element once
+    assert torch.equal(factors.unfold(packed), A)
+
+
+def test_two_symmetric_matrices_share_the_room_of_one_and_a_column():
+    first, second, new = (A + A.mT for A in torch.randn(3, 2, 5, 5))
+    packed = factors.pack(first, second)
+    assert packed.shape == (2, 5, 6)
+    assert torch.equal(factors.unpack_first(packed), first)
+    assert torch.equal(factors.unpack_second(packed), second)
+    averaged = factors.average_first(packed, new, 0.9, 0.1)
+    torch.testing.assert_close(factors.unpack_first(averaged), 0.9 * first + 0.1 * new)
+    assert torch.equal(factors.unpack_second(averaged), second)
+
+
+@pytest.mark.parametrize(("m", "n", "size"), [(7, 5, 3), (8, 8, 4), (3, 10, 4), (6, 6, 100)])
+def test_matrices_cut_into_blocks_are_joined_again(m, n, size):
+    X, grid = torch.randn(2, m, n), Grid.of(m, n, size)
+    assert max(grid.height, grid.width) <= size
+    assert torch.equal(grid.join(grid.cut(X), m, n), X)
+
+
+# bases
+
+
+@pytest.mark.parametrize("orthonormal", [factors.orthonormal, cholesky_qr])
+def test_soap_in_float32_follows_float64(orthonormal, monkeypatch):
+    """To the rounding of 30 steps, 12 terms, and eigenvalues that lie a hundredth apart: 6e-8 * 30 * 12 / 0.01."""
+    gradients = torch.randn(30, 2, 12, 12, dtype=torch.float64)
+    wide = directions(gradients, "soap")[0][-1]
+    monkeypatch.setattr(factors, "orthonormal", orthonormal)
+    single = directions(gradients.float(), "soap")[0][-1]
+    assert (single.double() - wide).norm() < 2.2e-3 * wide.norm()
+
+
+def test_products_are_in_full_float32_whatever_the_global_precision():
+    gradients = torch.randn(3, 1, 256, 256)
+    expected = directions(gradients, "soap")[0]
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = directions(gradients, "soap")[0]
+        assert torch.get_float32_matmul_precision() == "medium"
+        with full_float32():
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_factor_that_cannot_be_decomposed_keeps_its_basis_and_the_others_get_theirs():
+    bad = torch.stack([torch.diag(torch.tensor([1.0, 2.0])), torch.full((2, 2), torch.nan)])
+    old = torch.full((2, 2, 2), 7.0)
+    with pytest.warns(UserWarning, match="no eigendecomposition of a 2 x 2 factor"):
+        basis = eigenbasis(bad, old)
+    torch.testing.assert_close(basis[0].abs(), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    assert torch.equal(basis[1], old[1])
+
+
+def with_condition(number, count=3, d=96):
+    bases = torch.linalg.qr(torch.randn(2, count, d, d, dtype=torch.float64)).Q
+    return (bases[0] * torch.logspace(0, -number, d, dtype=torch.float64)) @ bases[1].mT
+
+
+@pytest.mark.parametrize("condition", [0, 4, 8, 12])
+def test_qr_by_cholesky_is_that_of_float64(condition):
+    """To the rounding of float32 whatever the condition number, where QR in float32 is wrong from 1e7 on."""
+    X = with_condition(condition).float()
+    expected, Q = torch.linalg.qr(X.double()).Q, cholesky_qr(X, torch.zeros_like(X)).double()
+    signed = Q * (Q * expected).sum(-2, keepdim=True).sign()
+    torch.testing.assert_close(signed, expected, rtol=0, atol=2e-7)
+
+
+def test_qr_by_cholesky_keeps_columns_of_zeros_and_leaves_singular_matrices_to_qr():
+    X = with_condition(2).float()
+    identity = torch.eye(96).repeat(3, 1, 1)
+    X[0, :, 7] = X[0, 7] = 0
+    X[1, :, 5] = X[1, :, 4]  # twice the same column
+    Q = cholesky_qr(X, identity)
+    torch.testing.assert_close(Q.mT @ Q, identity, rtol=0, atol=2e-6)
+    assert torch.equal(Q[0, :, 7].abs(), identity[0, :, 7])
+    torch.testing.assert_close(Q[1], torch.linalg.qr(X[1]).Q)
+    for nothing in (0.0, torch.nan):
+        assert torch.equal(cholesky_qr(torch.full_like(X, nothing), identity), identity)
+
+
+def test_whitened_momentum_has_squares_of_one_in_the_eigenbasis():
+    """With beta = 0 each element is divided by its own size, in the basis of the gradient before."""
+    shapes = {"basis": (5, 5), "factor": factors.folded_shape(5)}
+    state = {
+        f"{key}_{side}": torch.zeros(2, *size).double() for key, size in shapes.items() for side in ("left", "right")
+    }
+    first, second, U = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    state["exp_avg_sq_rotated"], options = torch.zeros_like(U), SOAP.defaults | {"beta2": 0.0}
+    found, state = SOAP.apply(options | {"step": 1}, U, state | {"grad": first})
+    assert torch.equal(found, U)
+    found, _ = SOAP.apply(options | {"step": 2}, U, state | {"grad": second})
+    left, _, right = torch.linalg.svd(first)
+    torch.testing.assert_close((left.mT @ found @ right.mT).abs(), torch.ones(2, 5, 5, dtype=torch.float64))
+
+
+# beginnings
+
+
+def test_soap_that_begins_late_moves_as_adam_until_the_next_refresh():
+    """As after a first step that a flag on the device has undone, or with a first gradient in the middle of a run."""
+    gradients = torch.randn(4, 1, 4, 4, dtype=torch.float64)
+    found, (state,) = directions(gradients, "soap", late=7, precondition_frequency=10)
+    assert not found[0].any()
+    m = v = 0.0
+    for t, (direction, G) in enumerate(zip(found[1:], gradients[1:, 0], strict=True), start=1):
+        m, v = 0.95 * m + 0.05 * G, 0.95 * v + 0.05 * G**2
+        expected = (1 - 0.95**t) ** -0.5 * m / (v**0.5 + 1e-8)
+        torch.testing.assert_close(direction[0], expected, rtol=1e-9, atol=1e-14)
+    Q = state["basis_left"]  # refreshed at the end of the eleventh step
+    torch.testing.assert_close(Q.T @ Q, torch.eye(4, dtype=torch.float64))
+    assert not torch.equal(Q, torch.eye(4, dtype=torch.float64))
+
+
+def test_shampoo_before_the_first_refresh_is_the_graft():
+    gradients = torch.randn(4, 2, 5, 3, dtype=torch.float64)
+    weight = nn.Parameter(torch.zeros(5, 3).double())
+    adam = torch.optim.Adam([weight], lr=1.0, betas=(0.9, 0.999))
+    for direction, G in zip(directions(gradients, "shampoo", precondition_frequency=5)[0], gradients, strict=True):
+        before = weight.detach().clone()
+        weight.grad = G[0]
+        adam.step()
+        torch.testing.assert_close(direction[0], before - weight.detach())
+
+
+def test_kl_shampoo_that_begins_late_and_gradients_of_zero_are_safe():
+    G, zero = torch.randn(6, 2, 5, 3), torch.zeros(3, 2, 5, 3)
+    found, states = directions(G, "kl_shampoo", late=1)
+    bound = 3 * 15**0.5 * kl_shampoo.scale({"betas": (0.9684, 0.9482)}, 5, 3)
+    assert all(direction.norm() < bound for direction in found)
+    assert all(tensor.isfinite().all() for state in states for tensor in state.values())
+    assert not any(direction.any() for direction in directions(zero, "kl_shampoo")[0])
+    assert all(direction.isfinite().all() for direction in directions(torch.cat([zero, G]), "kl_shampoo")[0])
+
+
+@pytest.mark.parametrize("zeros", [1, 3])
+def test_a_gradient_of_zero_begins_nothing_in_kl_shampoo(zeros):
+    """Layers before a projection of zeros have none at first; they then step as late beginners do."""
+    G = torch.randn(12, 2, 5, 3)
+    G[:zeros, 1] = 0.0
+    late = directions(G[zeros:, 1:], "kl_shampoo", late=zeros)[0]
+    for expected, found in zip(late, directions(G, "kl_shampoo")[0][zeros:], strict=True):
+        torch.testing.assert_close(found[1:], expected)
+
+
+def test_late_beginners_of_kl_shampoo_step_alike_whatever_the_size_of_gradients():
+    G = torch.randn(6, 2, 5, 3, dtype=torch.float64)
+    pairs = zip(directions(G, "kl_shampoo", late=1)[0], directions(1e3 * G, "kl_shampoo", late=1)[0], strict=True)
+    for small, large in pairs:
+        torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-7)
+
+
+def test_asgo_without_averages_is_muon():
+    """Both are then the polar factor of the gradient, with elements of RMS 0.2."""
+    ours, muons = (nn.Parameter(gradient((4, 7), 9)) for _ in range(2))
+    group = {"params": [muons], "momentum": 0.0, "nesterov": False, "orthogonalizer": "exact"}
+    optimizers = [
+        MuonSW([{"params": [ours], "algorithm": "asgo", "betas": (0.0, 0.0)}], lr=0.1),
+        MuonSW([group], lr=0.1),
+    ]
+    for step in range(3):
+        for param, optimizer in zip((ours, muons), optimizers, strict=True):
+            param.grad = gradient((4, 7), step)
+            optimizer.step()
+    torch.testing.assert_close(ours, muons, rtol=1e-7, atol=1e-9)
+
+
+def test_dion2_moves_only_the_largest_slices_and_all_decay():
+    param = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
+    group = {"params": [param], "algorithm": "dion2", "fraction": 0.5}
+    optimizer = MuonSW([group], lr=0.1, weight_decay=0.5, decay="constant")
+    param.grad = torch.randn(4, 6, dtype=torch.float64) * torch.tensor([[0.1], [3.0], [2.0], [0.2]])
+    optimizer.step()
+    still, moved = param.detach()[[0, 3]], param.detach()[[1, 2]]
+    torch.testing.assert_close(still, torch.full((2, 6), 0.95, dtype=torch.float64), rtol=0, atol=1e-15)
+    assert (moved - 0.95).abs().min() > 1e-4
+    momentum = optimizer.state[param]["momentum_buffer"]
+    assert torch.equal(momentum[[0, 3]], param.grad[[0, 3]])
+    torch.testing.assert_close(momentum[[1, 2]], 0.95 * param.grad[[1, 2]], rtol=1e-15, atol=0)
+
+
+# options
 
 
 def test_a_side_that_is_too_long_has_no_factor_and_two_are_refused():
@@ -76,19 +295,26 @@ def test_a_side_that_is_too_long_has_no_factor_and_two_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("algorithm", "option", "value", "message"),
     [
-        ({"algorithm": "soap", "precondition_frequncy": 3}, "did you mean 'precondition_frequency'"),
-        ({"algorithm": "soap", "precondition_frequency": 0}, "a whole number of at least 1"),
-        ({"algorithm": "soap", "eps": 0.0}, "eps=0: SOAP begins with averages of zero"),
-        ({"algorithm": "kl_shampoo", "eps": 0.0}, "eps=0: KL-Shampoo takes roots"),
-        ({"algorithm": "soap", "shampoo_beta": 1.5}, r"shampoo_beta=1.5: must be in \[0, 1\]"),
-        ({"algorithm": "shampoo", "grafting": "adm"}, "must be one of None, 'adam', 'sgd'"),
-        ({"algorithm": "shampoo", "block_size": 2.5}, "a whole number of at least 1"),
-        ({"algorithm": "kl_shampoo", "ns_dtype": "bfloat16"}, "ns_dtype='bfloat16' is too coarse"),
+        ("soap", "precondition_frequncy", 3, "did you mean 'precondition_frequency'"),
+        ("soap", "precondition_frequency", 0, "a whole number of at least 1"),
+        ("soap", "eps", 0.0, "eps=0: SOAP begins with averages of zero"),
+        ("soap", "shampoo_beta", 1.5, r"shampoo_beta=1.5: must be in \[0, 1\]"),
+        ("shampoo", "grafting", "adm", "must be one of None, 'adam', 'sgd'"),
+        ("shampoo", "block_size", 2.5, "a whole number of at least 1"),
+        ("kl_shampoo", "eps", 0.0, "eps=0: KL-Shampoo takes roots"),
+        ("kl_shampoo", "ns_dtype", "bfloat16", "ns_dtype='bfloat16' is too coarse"),
+        ("dion2", "fraction", 0.0, r"fraction=0.0: must be in \(0, 1\]"),
+        ("dion2", "ef_decay", 0.9, "'ef_decay' is not an option: it is called momentum here"),
     ],
-    ids=str,
 )
-def test_errors_name_the_option_and_the_fix(options, message):
+def test_errors_name_the_option_and_the_fix(algorithm, option, value, message):
     with pytest.raises(ValueError, match=message):
-        MuonSW([{"params": matrices((4, 6)), **options}], lr=0.01)
+        MuonSW([{"params": matrices((4, 6)), "algorithm": algorithm, option: value}], lr=0.01)
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "dion2", "soap"])
+def test_vectors_are_refused(algorithm):
+    with pytest.raises(ValueError, match=r"needs matrices, but .* has shape \(3,\)"):
+        MuonSW([{"params": matrices((3,)), "algorithm": algorithm}], lr=0.01)

@@ -1,4 +1,4 @@
-"""What every rule promises, with any options: whatever the layout, precision and history, measured or compiled."""
+"""What every rule promises, with any options: whatever the layout, precision and history, measured or not."""
 
 import copy
 import warnings
@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import MuonSW, NonFiniteGradientWarning, Telemetry
+from muonsw import ALGORITHMS, MuonSW, NonFiniteGradientWarning, Telemetry
+from muonsw.addons.replay import supports
+from muonsw.step import make_plan
 from tests.common.problems import assert_same, clones, eager_and_compiled, flag_on_device, matrices, run, set_gradients
-from tests.family import algorithms, members
+from tests.family.members import OPTIONS, WITH_FACTORS
 
 EXACT = {"orthogonalizer": "newton_schulz", "ns_dtype": "float64"}
 ELEMENTWISE = {name: {"algorithm": name} for name in ("adamw", "sgd", "lion")}
@@ -17,14 +19,14 @@ ELEMENTWISE["sgd, nesterov"] = {"algorithm": "sgd", "momentum": 0.9, "nesterov":
 OF_MATRICES = {
     "muon": EXACT,
     "dion2": {"algorithm": "dion2", "ns_dtype": "float64"},
-    **{name: {**EXACT, **own} for name, own in members.OPTIONS.items()},
-    **{f"algorithm={name}": own for name, own in algorithms.OPTIONS.items()},
+    **{name: {**EXACT, **own} for name, own in OPTIONS.items()},
+    **WITH_FACTORS,
 }
 RULES = {**ELEMENTWISE, **OF_MATRICES}
 every_rule = pytest.mark.parametrize("name", RULES)
 every_rule_of_matrices = pytest.mark.parametrize("name", OF_MATRICES)
-# Tracing takes seconds: one in a hurry.
-QUICK = ("normuon",)
+every_member = pytest.mark.parametrize("name", OPTIONS)
+every_algorithm_with_factors = pytest.mark.parametrize("name", WITH_FACTORS)
 
 
 def build(name, params, weight_decay=0.1, chunk_bytes=None, **options):
@@ -33,9 +35,12 @@ def build(name, params, weight_decay=0.1, chunk_bytes=None, **options):
 
 
 @every_rule
-def test_it_repeats_and_resumes_bit_for_bit(name):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_repeats_and_resumes_bit_for_bit(name, dtype):
+    """With the noise of stochastic rounding too."""
+
     def trained(steps):
-        params = matrices((4, 6), (6, 6), (4, 6))
+        params = matrices((4, 6), (6, 6), (4, 6), dtype=dtype)
         optimizer = build(name, params)
         run(optimizer, params, steps)
         return params, optimizer
@@ -65,17 +70,21 @@ def test_a_step_that_is_skipped_leaves_weights_and_state(name, taken, known_by, 
     optimizer = build(name, params)
     run(optimizer, params, taken)
     weights, state = clones(params), snapshot(optimizer)
-    set_gradients(params, taken)
-    params[1].grad[0, 0] = torch.nan
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NonFiniteGradientWarning)
-        optimizer.step()
+    step_with_nan(optimizer, params, taken)
     assert optimizer.skipped_steps == 1
     assert_same(params, weights)
     assert_same(snapshot(optimizer), state or [torch.zeros_like(value) for value in snapshot(optimizer)])
     run(optimizer, params, 3, start=taken + 1)
     assert all(param.isfinite().all() for param in params)
     assert not any(torch.equal(param, before) for param, before in zip(params, weights, strict=True))
+
+
+def step_with_nan(optimizer, params, number):
+    set_gradients(params, number)
+    params[1].grad[0, 0] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NonFiniteGradientWarning)
+        optimizer.step()
 
 
 @every_rule
@@ -89,11 +98,7 @@ def test_a_run_whose_first_steps_are_skipped_begins_after_them(name, known_by, m
         params = matrices((4, 4), (6, 3))
         optimizer = build(name, params)
         for _ in range(skipped):
-            set_gradients(params, 0)
-            params[1].grad[0, 0] = torch.nan
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NonFiniteGradientWarning)
-                optimizer.step()
+            step_with_nan(optimizer, params, 0)
         run(optimizer, params, 3)
         results.append([*params, *snapshot(optimizer)])
     assert_same(*results)
@@ -231,11 +236,9 @@ def test_the_size_of_state_is_known_before_it_is_made(name, dtype):
     assert sum(announced.values()) == sum(made)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RULES]
-)
-def test_compiled_steps_are_the_same(name):
-    eager, compiled, _ = eager_and_compiled(lambda params: build(name, params), (4, 4), (6, 6))
+def test_compiled_steps_are_the_same():
+    """The compiler leaves a step alone, whatever its rule."""
+    eager, compiled, _ = eager_and_compiled(lambda params: build("normuon", params), (4, 4), (6, 6))
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
 
 
@@ -259,3 +262,76 @@ def test_gradients_are_the_callers(name):
         before = [param.grad.clone() for param in params]
         optimizer.step()
         assert_same([param.grad for param in params], before)
+
+
+@every_rule_of_matrices
+def test_state_of_elements_may_be_kept_in_bfloat16(name):
+    """What has a shape of its own stays in float32, and a direction is computed in float32."""
+    narrow, wide = matrices((8, 8), (6, 6)), matrices((8, 8), (6, 6))
+    single = {"ns_dtype": "float32"} if "ns_dtype" in OF_MATRICES[name] else {}
+    low, high = build(name, narrow, state_dtype="bfloat16", **single), build(name, wide, **single)
+    run(low, narrow, 1)
+    run(high, wide, 1)
+    specs = ALGORITHMS[low.param_groups[0]["algorithm"]].state(low.param_groups[0])
+    for param in narrow:
+        dtypes = {key: value.dtype for key, value in low.state[param].items()}
+        own = {key for key in dtypes if key == "step" or specs[key].shape}
+        assert dtypes == {key: torch.float32 if key in own else torch.bfloat16 for key in dtypes}
+    after, expected = (torch.cat([param.detach().flatten() for param in params]) for params in (narrow, wide))
+    before = torch.cat([param.detach().flatten() for param in matrices((8, 8), (6, 6))])
+    assert (after - expected).norm() <= 0.1 * (expected - before).norm()
+
+
+@every_member
+def test_a_state_of_plain_muon_goes_on(name):
+    """A state of torch's Muon has no state of slots, which begins at zero."""
+    param = matrices((4, 6))[0]
+    muon = torch.optim.Muon([param], lr=0.05)
+    set_gradients([param], 0)
+    muon.step()
+    optimizer = MuonSW([param], lr=0.05, ns_dtype="float32", **OPTIONS[name])
+    optimizer.load_state_dict(copy.deepcopy(muon.state_dict()))
+    assert list(optimizer.state[param]) == ["momentum_buffer"]
+    optimizer.step()
+    assert optimizer.param_groups[0]["normalize"] == OPTIONS[name].get("normalize")
+
+
+@every_member
+@pytest.mark.parametrize("ns_dtype", ["float64", "float32", "bfloat16"])
+def test_members_take_directions_wider_and_narrower_than_weights_and_state(name, ns_dtype):
+    params = matrices((8, 4))
+    run(MuonSW(params, lr=0.1, **{**OPTIONS[name], "ns_dtype": ns_dtype}), params, 1)
+    assert bool(params[0].isfinite().all())
+
+
+@every_algorithm_with_factors
+def test_a_first_gradient_may_come_late(name):
+    params = matrices((4, 4), (4, 4), dtype=torch.float64)
+    optimizer, before = build(name, params, weight_decay=0.0), params[1].detach().clone()
+    for step in range(12):
+        set_gradients(params, step)
+        params[1].grad = params[1].grad if step > 4 else None
+        optimizer.step()
+    moved = (params[1].detach() - before).square().mean().sqrt()
+    assert 0 < moved < 0.05 * 7 * 2
+
+
+@every_algorithm_with_factors
+def test_only_a_rule_that_counts_no_steps_may_be_captured(name):
+    params = matrices((4, 6))
+    optimizer = build(name, params)
+    set_gradients(params, 0)
+    batch = make_plan(optimizer).batches[0]._replace(device=torch.device("cuda"))
+    assert ("every few steps" in supports(optimizer, [batch])) == (name != "algorithm=asgo")
+
+
+@every_rule_of_matrices
+def test_parameters_that_were_flattened_are_shown_and_refused(name):
+    """As DeepSpeed's ZeRO does."""
+    params = matrices((4, 6))
+    optimizer = build(name, params)
+    params[0].data = params[0].data.flatten()
+    assert "24" in optimizer.routing()
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match="something has flattened the parameters"):
+        optimizer.step()

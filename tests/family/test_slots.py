@@ -6,16 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import ALGORITHMS, AdamWSW, MuonSW
-from tests.common.problems import assert_same, clones, matrices, run, set_gradients
-from tests.family import toy
-
-
-@pytest.fixture
-def _toy():
-    ALGORITHMS.register("matrix_toy", toy.TOY)
-    yield
-    del ALGORITHMS["matrix_toy"]
+from muonsw import AdamWSW, MuonSW
+from tests.common.problems import assert_same, clones, matrices, run
 
 
 def build(params, **options):
@@ -23,46 +15,32 @@ def build(params, **options):
     return MuonSW([group], lr=0.05, weight_decay=0.3, decay="constant")
 
 
-@pytest.mark.usefixtures("_toy")
-class TestMatrixAlgorithm:
-    """A rule made of one pure function."""
+@pytest.mark.usefixtures("matrix_toy")
+def test_state_is_kept_by_matrix():
+    param = nn.Parameter(torch.randn(3, 10, 4))
+    optimizer = build([param], matrix="stack", split_sizes=(4, 6))
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    shapes = {key: tuple(value.shape) for key, value in optimizer.state[param].items()}
+    assert shapes == {
+        "toy_average": (3, 10, 4),
+        "toy_factor.0": (3, 4, 4),
+        "toy_factor.1": (3, 6, 6),
+        "toy_root.0": (3, 4, 1),
+        "toy_root.1": (3, 6, 1),
+    }
 
-    def test_it_follows_its_reference(self):
-        params = matrices((6, 6), (4, 10), (10, 4), (6, 6), (1, 5), dtype=torch.float64)
-        references = [toy.Reference(param.detach()) for param in params]
-        optimizer = build(params)
-        for step in range(7):
-            set_gradients(params, step)
-            optimizer.step()
-            for param, reference in zip(params, references, strict=True):
-                reference.step(param.grad, 0.05, 0.3 * 0.05)
-                torch.testing.assert_close(param.detach(), reference.W, rtol=1e-12, atol=1e-13)
-        assert optimizer.param_groups[0]["update_count"] == 7
 
-    def test_its_state_is_kept_by_matrix(self):
-        param = nn.Parameter(torch.randn(3, 10, 4))
-        optimizer = build([param], matrix="stack", split_sizes=(4, 6))
-        param.grad = torch.randn_like(param)
-        optimizer.step()
-        shapes = {key: tuple(value.shape) for key, value in optimizer.state[param].items()}
-        assert shapes == {
-            "toy_average": (3, 10, 4),
-            "toy_factor.0": (3, 4, 4),
-            "toy_factor.1": (3, 6, 6),
-            "toy_root.0": (3, 4, 1),
-            "toy_root.1": (3, 6, 1),
-        }
-
-    def test_a_saved_state_of_another_shape_is_refused(self):
-        params = matrices((4, 6))
-        optimizer = build(params)
-        run(optimizer, params, 1)
-        saved = optimizer.state_dict()
-        saved["state"][0]["toy_factor"] = torch.zeros(6, 6)
-        with pytest.raises(
-            ValueError, match=r"toy_factor of parameter 0 of group 0 has shape \(6, 6\), but \(4, 4\) is needed"
-        ):
-            build(matrices((4, 6))).load_state_dict(saved)
+@pytest.mark.usefixtures("matrix_toy")
+def test_a_saved_state_of_another_shape_is_refused():
+    params = matrices((4, 6))
+    optimizer = build(params)
+    run(optimizer, params, 1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["toy_factor"] = torch.zeros(6, 6)
+    message = r"toy_factor of parameter 0 of group 0 has shape \(6, 6\), but \(4, 4\) is needed"
+    with pytest.raises(ValueError, match=message):
+        build(matrices((4, 6))).load_state_dict(saved)
 
 
 @pytest.mark.parametrize(
@@ -103,15 +81,6 @@ def test_a_member_may_be_changed_in_a_run_and_its_state_is_left_behind_on_load()
     run(optimizer, params, 2, start=4)
     run(other, resumed, 2, start=4)
     assert_same(params, resumed)
-
-
-def test_an_axis_may_be_changed_in_a_run():
-    params = matrices((4, 6))
-    optimizer = MuonSW(params, lr=0.05, ns_dtype="float32", normalize="normuon")
-    run(optimizer, params, 2)
-    optimizer.param_groups[0]["normalize_axis"] = "longer"
-    run(optimizer, params, 2, start=2)
-    assert optimizer.state[params[0]]["exp_avg_sq_slice"].shape == (1, 6)
 
 
 def test_a_group_with_another_member_takes_no_options_of_the_constructors():

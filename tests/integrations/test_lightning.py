@@ -141,15 +141,6 @@ def test_telemetry_goes_on_counting_the_updates_of_its_optimizer(tmp_path, modul
     assert [record["step"] for record in resumed.telemetry.records] == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize(("saved", "same"), [({"every_n_train_steps": 4}, True), ({}, False)])
-def test_only_checkpoints_by_count_of_updates_resume_with_the_same_bits(tmp_path, saved, same):
-    """As the page says; should Lightning's default do so one day, the second case fails and the page can be shorter."""
-    _, whole = fit(tmp_path)
-    fit(tmp_path, max_steps=STEPS // 2, callbacks=[ModelCheckpoint(dirpath=tmp_path, filename="half", **saved)])
-    _, resumed = fit(tmp_path, ckpt_path=str(tmp_path / "half.ckpt"))
-    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items()) == same
-
-
 @pytest.mark.works("Lightning", "torch.compile")
 def test_a_compiled_network_trains_and_resumes_as_the_plain_one(tmp_path):
     """The network inside is compiled: the `log` of a whole module does not trace. The backend generates no code."""

@@ -1,10 +1,5 @@
 """Two processes under each framework, for real, over gloo: DistributedDataParallel, then FSDP2."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 for package in ("accelerate", "lightning", "transformers"):
@@ -59,32 +54,3 @@ def test_sharded_weights_are_those_of_a_plain_loop_and_resume_bit_for_bit(tmp_pa
         "matrices": MATRICES[framework],
         "sampled": SHARDED_SAMPLED[framework],
     }
-
-
-@pytest.mark.parametrize("setting", ["full", "bf16"])
-def test_fsdp2_with_whole_checkpoints_and_in_mixed_precision(tmp_path, setting):
-    result = two_processes("sharded.py", f"accelerate-{setting}", tmp_path)
-    assert result["sharded"]
-    assert result["resumed"]
-    assert result["resumed_peaks"] == [0.02]
-
-
-LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate launch": "accelerate.commands.launch"}
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "frameworks" / "trainer.md"
-LINES = re.findall(r"^\$ (torchrun|accelerate launch) (.*) train.py$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-@pytest.mark.parametrize(("launcher", "options"), LINES)
-def test_the_lines_of_the_page_start_two_processes(tmp_path, launcher, options):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "from accelerate import PartialState\nprint(f'world {PartialState(cpu=True).num_processes}\\n', end='')",
-        encoding="utf-8",
-    )
-    command = [sys.executable, "-m", LAUNCHERS[launcher], *options.split(), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.stdout.count("world 2") == 2, done.stderr[-3000:]
-
-
-def test_the_page_has_both_lines():
-    assert [launcher for launcher, _ in LINES] == list(LAUNCHERS)

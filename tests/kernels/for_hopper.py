@@ -10,12 +10,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from muonsw import MuonSW, kernels, step
-from muonsw.kernels import adamw, elementwise, finite, momentum, move, normalize, stored, symmetric
+from muonsw.kernels import adamw, finite, momentum, move, normalize, stored, symmetric
 from muonsw.lab.model import kernels as model
 from muonsw.nonfinite import Flag
 from muonsw.precision import Noise
 
-MODULES = (adamw, elementwise, finite, momentum, move, normalize, stored, symmetric, model)
+MODULES = (adamw, finite, momentum, move, normalize, stored, symmetric, model)
 SLOTS = (
     {},
     {"normalize": "normuon", "precondition": "muon2", "cautious": True},
@@ -64,7 +64,7 @@ def others():
     """What no step of one process on a CPU launches, and the kernels of the lab's model."""
     x, scale, noise = torch.randn(64, 256), torch.ones(64, 1), Noise(torch.zeros(()), 5, 0)
     finite.find_bad([x], torch.zeros(()))
-    normalize.muon_plus_(torch.randn(2, 64, 32))
+    normalize.normalize_(torch.randn(2, 64, 32))
     momentum.advance_momenta([x], [x], [x], form="ema", beta=0.9, nesterov=True, maximize=False, flag=None)
     for dtype, levels in ((torch.int8, 127), (torch.uint8, 255)):
         codes = torch.zeros(64, 256, dtype=dtype)

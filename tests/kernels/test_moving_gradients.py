@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from muonsw import AdamWSW, MuonSW, machine
 from muonsw.addons import replay
 from muonsw.addons.replay import SETTLED
-from muonsw.kernels import adamw, elementwise, finite, momentum, move, normalize, stored, symmetric
+from muonsw.kernels import adamw, finite, momentum, move, normalize, stored, symmetric
 from muonsw.kernels.graphs import GradientReads
 from muonsw.kernels.tables import GraphTables, in_graph, table
 from muonsw.nonfinite import Flag
@@ -190,8 +190,8 @@ def test_operations_and_kernels_that_are_given_a_gradient_are_seen(device):
     with torch.inference_mode():
         assert seen(lambda: grad.to(torch.float64))
     assert seen(lambda: torch._foreach_add([other, other], [other, grad.mT]))
-    weights = elementwise.Weights([other])
-    assert seen(lambda: move.move(weights, [grad], elementwise.Motion(0.1, 0.0, None, 1.0, False)))
+    weights = move.Weights([other])
+    assert seen(lambda: move.move(weights, [grad], move.Motion(0.1, 0.0, None, 1.0, False)))
 
 
 @pytest.mark.usefixtures("graphs")

@@ -6,9 +6,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw.kernels.symmetric import Tiles, symmetric_product
-from muonsw.orthogonalize import gram_newton_schulz, newton_schulz, singular_value_map
-from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, NS5
-from tests.orthogonalize.spectra import hard_spectra, with_spectrum
+from muonsw.orthogonalize import NS5, gram_newton_schulz, newton_schulz
+from tests.orthogonalize.spectra import hard_spectra, mapped, with_spectrum
 
 TILES = [Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2, True)]
 # Rounding to float16 once, after sums in float32.
@@ -83,7 +82,7 @@ def test_rank_one_and_zero(device, kernels_on):
     kernels_on(True)
     one = torch.randn(1, 40, 1, device=device) @ torch.randn(1, 1, 80, device=device)
     values = torch.linalg.svdvals(gram_newton_schulz(one, dtype=torch.float16).double())
-    exact = singular_value_map(COEFFICIENT_SETS["newton_schulz"].schedule(5))(1.0)
+    exact = mapped(newton_schulz.coefficients, 5, 1.0)
     assert (values[:, 0] - exact).abs().max() < 0.02
     assert values[:, 1].max() < 0.25  # 485 times the rounding of float16
     assert not gram_newton_schulz(torch.zeros(1, 40, 80, device=device), dtype=torch.float16).any()

@@ -49,7 +49,7 @@ def test_wrappers_change_no_role(name, wrap):
     assert in_parts == as_a_whole == plain
 
 
-@pytest.mark.filterwarnings("ignore:MuonSW.for_model found no matrix")
+@pytest.mark.filterwarnings("ignore:MuonSW.for_model found no matrix", "ignore:no param group decays")
 @pytest.mark.parametrize("name", MODELS)
 def test_no_model_is_refused_for_its_shapes_and_every_parameter_can_take_a_step(name):
     """The views are ones that Muon can use: each matrix role is accepted and moves."""

@@ -22,3 +22,10 @@ def hard_spectra(rows, log_condition):
     half_zero = torch.ones(rows, dtype=torch.float64)
     half_zero[rows // 2 :] = 0
     return [decaying, one_large, one_large.sqrt(), half_zero]
+
+
+def mapped(coefficients, steps, sigma):
+    """What a coefficient set makes of singular values, relative to the Frobenius norm, in so many steps."""
+    for a, b, c in coefficients.schedule(steps):
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    return sigma

@@ -1,53 +1,117 @@
-"""What the polynomial schedules do to singular values, as scalar functions."""
+"""The sets of coefficients by name: equal to the authors' functions and to plain loops over one matrix."""
 
 import pytest
 import torch
 
-from muonsw.orthogonalize import (
-    COEFFICIENT_SETS,
-    NS5,
-    POLAR_EXPRESS,
-    singular_value_map,
-)
+from muonsw import MuonSW
+from muonsw.orthogonalize import COEFFICIENT_SETS, NS5, ORTHOGONALIZERS, POLAR_EXPRESS
+from tests.common.problems import matrices, run
+from tests.family.references import SETS, orthogonalize, recorded
+from tests.orthogonalize.spectra import mapped
 
-newton_schulz_schedule = COEFFICIENT_SETS["newton_schulz"].schedule
-polar_express_schedule = COEFFICIENT_SETS["polar_express"].schedule
+RECORD = recorded("coefficients")
+INPUTS = [torch.tensor(matrix, dtype=torch.float64) for matrix in RECORD["inputs"]]
+every = pytest.mark.parametrize("name", COEFFICIENT_SETS)
+SIGMA = torch.logspace(-2.8239, 0, 200_001, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", RECORD["sets"])
+def test_equal_to_the_authors(name):
+    """In float64, and in their dtype, where both round at other places: another draw of about as many roundings."""
+    assert name in SETS
+    dtype = torch.float32 if name == "polar_express" else torch.bfloat16
+    results = RECORD["sets"][name]
+    for matrix, wide, narrow in zip(INPUTS, results["float64"], results["own_dtype"], strict=True):
+        expected = torch.tensor(wide, dtype=torch.float64)
+        torch.testing.assert_close(ORTHOGONALIZERS[name](matrix), expected, rtol=0, atol=1e-12)
+        found = ORTHOGONALIZERS[name](matrix.float(), dtype=dtype).double()
+        theirs = (torch.tensor(narrow, dtype=torch.float64) - expected).norm()
+        assert (found - expected).norm() < 3 * theirs + torch.finfo(dtype).eps * expected.norm()
+
+
+@every
+@pytest.mark.parametrize("shape", [(5, 5), (4, 9), (9, 4)], ids=str)
+@pytest.mark.parametrize("steps", [None, 1, 3, 7])
+def test_equal_to_the_reference(name, shape, steps):
+    matrix = torch.randn(shape, dtype=torch.float64)
+    expected = orthogonalize(name, matrix, steps)
+    torch.testing.assert_close(ORTHOGONALIZERS[name](matrix, steps=steps), expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "low", "high", "slope"),
+    [
+        ("newton_schulz", 5, 0.6798, 1.2025, 484.9),
+        ("newton_schulz", 8, 0.6818, 1.1344, 19815.7),
+        ("polar_express", 5, 0.8702, 1.1236, 966.6),
+        ("polar_express", 6, 0.9974, 1.0012, 1810.0),
+        ("polar_express", 8, 1 - 1e-13, 1 + 1e-13, 6300.4),
+        ("newton_schulz_you", 5, 0.6807, 1.1451, 492.7),
+        ("polar_express_5", 5, 0.8588, 1.1412, 970.1),
+        ("polar_express_nanochat", 5, 0.8588, 1.1412, 979.7),
+        ("simple_quintic", 12, 1 - 1e-6, 1 + 1e-6, 4096.0),
+    ],
+)
+def test_documented_interval_and_slope(name, steps, low, high, slope):
+    values = mapped(COEFFICIENT_SETS[name], steps, SIGMA)
+    assert low <= values.min() < low + 2e-4
+    assert high - 2e-4 < values.max() <= high
+    assert mapped(COEFFICIENT_SETS[name], steps, 1e-12) / 1e-12 == pytest.approx(slope, abs=0.05)
+
+
+@every
+@pytest.mark.parametrize("steps", [1, 2, 5, 8, 20])
+def test_the_whole_range_stays_bounded_however_many_steps(name, steps):
+    values = mapped(COEFFICIENT_SETS[name], steps, torch.linspace(0, 1, 20_001).double())
+    assert values[0] == 0
+    assert (values[1:] > 0).all()
+    assert values.max() < 2.0
 
 
 @pytest.mark.parametrize("steps", [5, 8, 20])
 def test_polar_express_forgives_rounding_past_the_end_of_its_interval(steps):
-    overshoot = torch.linspace(1, 1.02, 2001, dtype=torch.float64)
-    assert singular_value_map(polar_express_schedule(steps))(overshoot).abs().max() < 1.2
-    unsafe = singular_value_map((POLAR_EXPRESS * 3)[:steps])(overshoot)
+    overshoot = unsafe = torch.linspace(1, 1.02, 2001, dtype=torch.float64)
+    assert mapped(COEFFICIENT_SETS["polar_express"], steps, overshoot).abs().max() < 1.2
+    for a, b, c in (POLAR_EXPRESS * 3)[:steps]:
+        unsafe = a * unsafe + b * unsafe**3 + c * unsafe**5
     assert not bool((unsafe.abs() < 1.5).all())
 
 
 @pytest.mark.parametrize("steps", [1, 4, 7, 8, 9, 30])
 def test_schedule_has_one_polynomial_per_step(steps):
-    assert newton_schulz_schedule(steps) == (NS5,) * steps
-    schedule = polar_express_schedule(steps)
+    assert COEFFICIENT_SETS["newton_schulz"].schedule(steps) == (NS5,) * steps
+    schedule = COEFFICIENT_SETS["polar_express"].schedule(steps)
     assert len(schedule) == steps
-    assert schedule == polar_express_schedule(40)[:steps]
+    assert schedule == COEFFICIENT_SETS["polar_express"].schedule(40)[:steps]
     assert all(polynomial == (1.875, -1.25, 0.375) for polynomial in schedule[7:])
 
 
-def test_published_safety_factor():
-    first, second = polar_express_schedule(2)
-    a, b, c = POLAR_EXPRESS[1]
-    assert second == pytest.approx((a / 1.01, b / 1.01**3, c / 1.01**5), rel=1e-14)
-    a, b, c = POLAR_EXPRESS[0]
-    assert first == pytest.approx((a / 1.01**2, b / 1.01**6, c / 1.01**10), rel=1e-14)
-
-
-def test_map_agrees_on_floats_and_tensors():
-    apply = singular_value_map(polar_express_schedule(5))
-    assert isinstance(apply(0.25), float)
-    assert apply(torch.tensor(0.25, dtype=torch.float64)).item() == pytest.approx(apply(0.25), rel=1e-15)
-
-
+@every
 @pytest.mark.parametrize("steps", [1, 2, 5, 12])
-@pytest.mark.parametrize("name", COEFFICIENT_SETS)
 def test_segments_are_the_schedule_cut(name, steps):
     segments = COEFFICIENT_SETS[name].segments(steps)
     assert all(segments)
     assert tuple(polynomial for segment in segments for polynomial in segment) == COEFFICIENT_SETS[name].schedule(steps)
+
+
+@every
+@pytest.mark.parametrize("exponent", [-30, 30])
+def test_no_epsilon_so_the_scale_does_not_matter(name, exponent):
+    matrix = torch.randn(4, 6)
+    assert torch.equal(ORTHOGONALIZERS[name](matrix * 2.0**exponent), ORTHOGONALIZERS[name](matrix))
+
+
+def test_the_optimizer_takes_the_authors_number_of_steps():
+    """`simple_quintic` in 12 steps is the polar factor, in 3 it is far from it."""
+
+    def trained(**options):
+        params = matrices((4, 6))
+        run(MuonSW(params, lr=0.1, weight_decay=0.0, ns_dtype="float32", **options), params, 1)
+        return params[0].detach()
+
+    simple = trained(orthogonalizer="simple_quintic")
+    assert torch.equal(simple, trained(orthogonalizer="simple_quintic", ns_steps=12))
+    polar, short = trained(orthogonalizer="exact"), trained(orthogonalizer="simple_quintic", ns_steps=3)
+    assert (simple - polar).abs().max() < 1e-4 < (short - polar).abs().max()
+    with pytest.raises(ValueError, match="did you mean 'simple_quintic'"):
+        trained(orthogonalizer="simple_quintics")

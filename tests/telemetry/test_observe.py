@@ -131,17 +131,6 @@ def test_a_driven_optimizer_shows_the_rules_decay_and_its_peak():
     assert_values(telemetry.last["all"], {**step.expected([0.3 * 0.02**2 / 0.05]), "peak_lr": 0.05})
 
 
-def test_weights_without_momentum_are_aligned_with_none():
-    params = matrices((12, 8), (8, 8))
-    groups = [{"params": params[:1]}, {"params": params[1:], "algorithm": "sgd", "momentum": 0.0}]
-    optimizer = MuonSW(groups, lr=0.02, weight_decay=0.1, ns_dtype="float32")
-    telemetry = Telemetry(optimizer, every=1)
-    set_gradients(params, 0)
-    step = Step(optimizer, params)
-    assert_values(telemetry.last["all"], step.expected([0.002] * 2))
-    assert telemetry.last["parameters"]["parameter 0 of group 1"]["alignment_momentum"] is None
-
-
 def test_stacked_experts_equal_separate_matrices():
     """Pooled values are the same; the mean over experts equals the mean over parameters; split parts count too."""
     (stack,) = matrices((4, 6, 8))
@@ -161,20 +150,6 @@ def test_stacked_experts_equal_separate_matrices():
     assert all(left[name] == pytest.approx(right[name], rel=1e-5, abs=1e-6) for name in left if left[name] is not None)
     single = telemetries[0].last["parameters"]["parameter 0 of group 0"]
     assert single["alignment_update_mean"] == left["alignment_update_mean"] != left["alignment_update"]
-
-
-def test_experts_of_an_elementwise_rule_are_measured_one_by_one():
-    params = matrices((5, 4, 6), (7, 3), (40,))
-    groups = [{"params": params[:1], "matrix": "stack", "role": "experts"}, {"params": params[1:]}]
-    groups = [{**group, "algorithm": "adamw"} for group in groups]
-    optimizer = MuonSW(groups, lr=0.02, weight_decay=0.1)
-    telemetry = Telemetry(optimizer, every=1)
-    for number in range(2):
-        set_gradients(params, number)
-        step = Step(optimizer, params)
-    record, phis = telemetry.last, [0.002] * 3
-    assert_values(record["all"], step.expected(phis))
-    assert record["all"]["alignment_update_mean"] == pytest.approx(step.mean_cosine(step.updates(phis)), abs=1e-6)
 
 
 def test_the_defect_is_that_of_the_direction_before_its_scale():

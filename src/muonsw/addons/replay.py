@@ -32,11 +32,9 @@ from muonsw.decay import decays
 from muonsw.kernels.graphs import GradientReads, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph, lengths
 from muonsw.nonfinite import Flag
-from muonsw.normalize import NORMALIZE
 from muonsw.options import algorithm_defaults
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration
-from muonsw.precondition import PRECONDITION
-from muonsw.slots import wide_dtype
+from muonsw.slots import NORMALIZE, PRECONDITION, wide_dtype
 from muonsw.work import Batch, Group, StepContext, all_contiguous, elements, items_of
 
 if TYPE_CHECKING:

@@ -26,5 +26,3 @@ ALGORITHMS.register("shampoo", SHAMPOO)
 ALGORITHMS.register("kl_shampoo", KL_SHAMPOO)
 ALGORITHMS.register("asgo", ASGO)
 ALGORITHMS.register("dion2", DION2)
-
-__all__ = ["ALGORITHMS", "Algorithm", "Chunk", "Update"]

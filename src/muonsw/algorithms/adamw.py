@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from muonsw import kernels
 from muonsw.algorithms.base import (
     Algorithm,
     Chunk,
@@ -18,24 +17,13 @@ from muonsw.algorithms.base import (
     has_kernels,
     kernel_weights,
     suits_torch,
-    torch_is_quicker,
 )
 from muonsw.matrices import Part
 from muonsw.precision import STORED, Kept
-from muonsw.slots import COUNTER, ELEMENTWISE, SQUARES, Specs
-from muonsw.work import Group, StepContext
+from muonsw.slots.base import COUNTER, ELEMENTWISE, SQUARES, Specs
+from muonsw.work import Group, StepContext, elements
 
 KEYS = ("exp_avg", "exp_avg_sq")
-
-
-class AdamWTensors(NamedTuple):
-    """What a kernel of AdamW works on."""
-
-    weights: list[Tensor]
-    grads: list[Tensor]
-    averages: list[Tensor]
-    squares: list[Tensor]
-    counters: list[Tensor]
 
 
 def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
@@ -58,40 +46,68 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
 
 def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
     """Take the whole step with one kernel, ours or torch's."""
-    weights, grads, averages, squares = columns(parts, KEYS)
-    tensors = AdamWTensors(weights, grads, averages, squares, [part.item.state["step"] for part in parts])
-    if not has_kernels(group, weights[0].device):
-        return _by_torch(group, parts, tensors, ctx)
-    kernels = [_by_triton, _by_torch]
-    if group["state_dtype"] not in STORED and torch_is_quicker(weights):  # `in_place` is ours
-        kernels.reverse()
-    return any(kernel(group, parts, tensors, ctx) for kernel in kernels)
+    lists = columns(parts, KEYS)
+    if not has_kernels(group, lists[0][0].device):
+        return _by_torch(group, parts, lists, ctx)
+    ways = [_by_triton, _by_torch]
+    is_small = lists[0][0].is_cuda and elements(lists[0]) < kernels.TORCH_BELOW
+    if is_small and group["state_dtype"] not in STORED:  # where `in_place` is ours
+        ways.reverse()
+    return any(way(group, parts, lists, ctx) for way in ways)
 
 
-def _by_triton(group: Group, parts: list[Part], tensors: AdamWTensors, ctx: StepContext) -> bool:
-    from muonsw.kernels.adamw import adamw
-    from muonsw.kernels.elementwise import Motion, takes
+def _by_triton(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:
+    from muonsw.kernels.move import takes
 
-    weights = kernel_weights(group, parts, tensors.weights)
-    if not takes(*tensors[:4]) or tensors.averages[0].dtype != tensors.squares[0].dtype:
+    weights, grads, averages, squares = lists
+    if not takes(*lists) or averages[0].dtype != squares[0].dtype:
         return False
-    motion = Motion(ctx.eta, ctx.phi, ctx.flag, 1.0, group["cautious"])
-    adamw(weights, *tensors[1:], group["betas"], group["eps"], group["maximize"], motion)
+    _launch(group, parts, weights, grads, Kept(averages), Kept(squares), ctx)
     return True
 
 
-def _by_torch(group: Group, _: list[Part], tensors: AdamWTensors, ctx: StepContext) -> bool:
-    """Take the step with torch's kernel, which has decay as a number: `weight_decay = phi / eta` makes it ours."""
-    if not suits_torch(group, ctx, *tensors[:4]):
+def in_place(group: Group, parts: list[Part], kept: dict[str, Kept], ctx: StepContext) -> bool:
+    """Take the whole step with our kernel on encoded state."""
+    from muonsw.kernels.move import takes
+
+    weights, grads = columns(parts, ())
+    if not takes(weights, grads):
         return False
+    _launch(group, parts, weights, grads, kept["exp_avg"], kept["exp_avg_sq"], ctx)
+    return True
+
+
+def _launch(
+    group: Group,
+    parts: list[Part],
+    weights: list[Tensor],
+    grads: list[Tensor],
+    averages: Kept,
+    squares: Kept,
+    ctx: StepContext,
+) -> None:
+    from muonsw.kernels.adamw import adamw
+    from muonsw.kernels.move import Motion
+
+    counters = [part.item.state["step"] for part in parts]
+    motion = Motion(ctx.eta, ctx.phi, ctx.flag, 1.0, group["cautious"])
+    options = group["betas"], group["eps"], group["maximize"]
+    adamw(kernel_weights(group, parts, weights), grads, averages, squares, counters, *options, motion)
+
+
+def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:
+    """Take the step with torch's kernel, which has decay as a number: `weight_decay = phi / eta` makes it ours."""
+    if not suits_torch(group, ctx, *lists):
+        return False
+    weights, grads, averages, squares = lists
     eta, phi = float(ctx.eta), float(ctx.phi)
     torch._fused_adamw_(
-        tensors.weights,
-        tensors.grads,
-        tensors.averages,
-        tensors.squares,
+        weights,
+        grads,
+        averages,
+        squares,
         [],
-        tensors.counters,
+        [part.item.state["step"] for part in parts],
         lr=eta,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
@@ -101,21 +117,6 @@ def _by_torch(group: Group, _: list[Part], tensors: AdamWTensors, ctx: StepConte
         maximize=group["maximize"],
         found_inf=None if ctx.flag is None else ctx.flag.bad,
     )
-    return True
-
-
-def in_place(group: Group, parts: list[Part], kept: dict[str, list[Kept]], ctx: StepContext) -> bool:
-    """Take the whole step with our kernel on encoded state."""
-    from muonsw.kernels.adamw import adamw_stored
-    from muonsw.kernels.elementwise import Motion, takes
-
-    plain, grads = columns(parts, ())
-    if not takes(plain, grads):
-        return False
-    weights, counters = kernel_weights(group, parts, plain), [part.item.state["step"] for part in parts]
-    motion = Motion(ctx.eta, ctx.phi, ctx.flag, 1.0, group["cautious"])
-    options = group["betas"], group["eps"], group["maximize"]
-    adamw_stored(weights, grads, kept["exp_avg"], kept["exp_avg_sq"], counters, *options, motion)
     return True
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.factors import finite_or
-from muonsw.algorithms.triangles import pack, packed_shape, unpack
-from muonsw.algorithms.whole import ELEMENTWISE, StateSpec, matrix_algorithm
+from muonsw.algorithms.factors import finite_or, fold, folded_shape, unfold
+from muonsw.algorithms.whole import matrix_algorithm
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
 from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
-from muonsw.slots import Specs, State
+from muonsw.slots.base import ELEMENTWISE, Specs, State, StateSpec
 from muonsw.work import Group
 
 # Polar Express as the authors of ASGO use it; the division by the safety factor is in `inverse_sqrt`.
@@ -26,14 +25,14 @@ COEFFICIENTS = COEFFICIENT_SETS["polar_express"]._replace(divisor=1.0).schedule(
 def asgo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions of RMS 0.2 for gradients (count, m, n), and the state after them.
 
-    `state` is `exp_avg` (count, m, n), and `factor`, d x d and packed (`triangles.py`), of the rows where they are
+    `state` is `exp_avg` (count, m, n), and `factor`, d x d and folded (`factors.py`), of the rows where they are
     fewer, else of the columns.
     """
     beta1, beta2 = group["betas"]
     wide = G.shape[-2] < G.shape[-1]
     exp_avg = state["exp_avg"].lerp(G, 1 - beta1)
-    factor = state["factor"].lerp(pack(G @ G.mT if wide else G.mT @ G), 1 - beta2)
-    root = inverse_sqrt(unpack(factor), group["eps"])
+    factor = state["factor"].lerp(fold(G @ G.mT if wide else G.mT @ G), 1 - beta2)
+    root = inverse_sqrt(unfold(factor), group["eps"])
     direction = root @ exp_avg if wide else exp_avg @ root
     rms = direction.square().mean((-2, -1), keepdim=True).sqrt()
     direction = torch.where(rms > 0, ADAMW_RMS / rms, 0) * direction
@@ -56,13 +55,10 @@ def inverse_sqrt(V: Tensor, eps: float) -> Tensor:
     return finite_or(Z / L.sqrt(), identity)
 
 
-def state(group: Group) -> Specs:  # noqa: ARG001
-    """Momentum, and the factor of the shorter side."""
-    return {"exp_avg": ELEMENTWISE, "factor": StateSpec(lambda m, n: packed_shape(min(m, n)))}
-
+STATE: Specs = {"exp_avg": ELEMENTWISE, "factor": StateSpec(lambda m, n: folded_shape(min(m, n)))}
 
 ASGO = matrix_algorithm(
     defaults={"betas": (0.9, 0.8), "eps": 1e-10},
-    state=state,
+    state=lambda _: STATE,
     directions=asgo,
 )

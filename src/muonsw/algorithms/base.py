@@ -6,7 +6,7 @@ too. An algorithm is given one chunk at a time, so its temporary memory is bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,15 +16,11 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.matrices import WHOLE, Bucket, MatrixView, Part, Region, views
 from muonsw.precision import LOW_PRECISION, Kept
-from muonsw.slots import Specs, no_state, wide_dtype
+from muonsw.slots.base import Specs, no_state, wide_dtype
 from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_of, elements
 
 if TYPE_CHECKING:
-    from muonsw.kernels.elementwise import Weights
-
-# Elements from which a tensor is large: on an accelerator such tensors are quicker with a kernel each and fewer
-# passes over memory, smaller ones with kernels that take many at once.
-LARGE = 4 * 2**20
+    from muonsw.kernels.move import Weights
 
 
 class Chunk(NamedTuple):
@@ -36,27 +32,11 @@ class Chunk(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Directions for some parts: each part moves by `-eta * scale * direction`.
-
-    `row_factors` (count, rows, 1), if any, still multiply the rows of all directions, which are one batch: the kernel
-    that moves weights does it on its way.
-    """
+    """Directions for some parts: each part moves by `-eta * scale * direction`."""
 
     parts: list[Part]
     directions: list[Tensor]
     scale: float = 1.0
-    row_factors: Tensor | None = None
-
-    @property
-    def stretched(self) -> list[Tensor]:
-        """The directions times their row factors."""
-        if self.row_factors is None:
-            return self.directions
-        rows = self.row_factors.shape[1]
-        columns = elements(self.directions) // self.row_factors.numel()
-        counts = [direction.numel() // (rows * columns) for direction in self.directions]
-        pairs = zip(self.directions, self.row_factors.split_with_sizes(counts), strict=True)
-        return [(U.reshape(-1, rows, columns).to(f.dtype) * f).reshape(U.shape) for U, f in pairs]
 
 
 class MatrixRule(NamedTuple):
@@ -107,7 +87,7 @@ class Algorithm(NamedTuple):
     validate: Callable[[Group, str, Tensor], None]
     matrices: MatrixRule | None = None
     fused: Callable[[Group, list[Part], StepContext], bool] | None = None
-    in_place: Callable[[Group, list[Part], dict[str, list[Kept]], StepContext], bool] | None = None
+    in_place: Callable[[Group, list[Part], dict[str, Kept], StepContext], bool] | None = None
     scale_free: bool = False
     counts_steps: Callable[[Group], bool] | None = None
 
@@ -119,11 +99,6 @@ class Algorithm(NamedTuple):
         """How many matrices of a parameter are orthogonalized."""
         view = self.view(group)
         return 0 if view is None else view.count(param.shape)
-
-
-def are_large(tensors: list[Tensor]) -> bool:
-    """Whether these tensors are large on average."""
-    return elements(tensors) >= LARGE * len(tensors)
 
 
 def has_kernels(group: Group, device: torch.device) -> bool:
@@ -139,7 +114,7 @@ def rounding_key(group: Group, part: Part) -> int:
 
 def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> Weights:
     """Weights of one dtype, with what their rounding needs."""
-    from muonsw.kernels.elementwise import Weights
+    from muonsw.kernels.move import Weights
 
     if weights[0].dtype not in LOW_PRECISION or group["rounding"] == "nearest":
         return Weights(weights)
@@ -161,11 +136,6 @@ def suits_torch(group: Group, ctx: StepContext, *lists: Sequence[Tensor]) -> boo
     return dtypes in ({torch.float32}, {torch.float64}) and all_contiguous(tensors)
 
 
-def torch_is_quicker(weights: Sequence[Tensor]) -> bool:
-    """Whether torch's fused kernels, where they can do the work, are to be preferred to ours."""
-    return weights[0].is_cuda and elements(weights) < kernels.TORCH_BELOW
-
-
 def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: Tensor | None) -> list[Tensor]:
     """Gradients in the dtype of `like`, pointing downhill, and zero throughout where `ok` is false.
 
@@ -179,12 +149,11 @@ def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: T
 
 def decay_average(averages: list[Tensor], beta: float, ok: Tensor | None) -> None:
     """Multiply running averages by `beta`, or leave them as they are where `ok` is false."""
-    torch._foreach_mul_(averages, beta if ok is None else where_ok(ok, beta, 1.0, averages[0].dtype))
-
-
-def where_ok(ok: Tensor, value: float, otherwise: float, dtype: torch.dtype) -> Tensor:
-    """One of two numbers, chosen on the device; in float64 where the tensors that it multiplies are."""
-    return torch.where(ok, torch.full_like(ok, value, dtype=wide_dtype(dtype)), otherwise)
+    if ok is None:
+        torch._foreach_mul_(averages, beta)
+    else:
+        factor = torch.where(ok, torch.full_like(ok, beta, dtype=wide_dtype(averages[0].dtype)), 1.0)
+        torch._foreach_mul_(averages, factor)
 
 
 def subtract(weights: list[Tensor], factor: float | Tensor, directions: list[Tensor]) -> None:
@@ -192,12 +161,10 @@ def subtract(weights: list[Tensor], factor: float | Tensor, directions: list[Ten
 
     Decay has weights as their own directions: the factor `1 - phi` would be rounded, to the same side at every step.
     """
-    if not isinstance(factor, Tensor):
-        torch._foreach_add_(weights, directions, alpha=-factor)
-    elif are_large(weights) or directions[0].dtype != weights[0].dtype:
+    if isinstance(factor, Tensor):
         torch._foreach_addcmul_(weights, directions, [factor] * len(weights), value=-1)
     else:
-        torch._foreach_add_(weights, torch._foreach_mul(directions, factor), alpha=-1)
+        torch._foreach_add_(weights, directions, alpha=-factor)
 
 
 # Momentum, in the two forms people write, which differ by the factor `1 - beta` that orthogonalization does not see:
@@ -208,16 +175,11 @@ MOMENTUM_FORMS = ("ema", "heavy_ball")
 
 def advance_momentum(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, ok: Tensor | None) -> None:
     """Move the buffers one step on, in place."""
-    gain = 1 - beta if form == "ema" else 1.0
     if form == "ema" and ok is None:
-        torch._foreach_lerp_(momenta, grads, gain)
-    elif form == "ema" and ok is not None and are_large(momenta):
-        weight = where_ok(ok, gain, 0.0, momenta[0].dtype).to(momenta[0].dtype)
-        for average, grad in zip(momenta, grads, strict=True):
-            average.lerp_(grad, weight)
+        torch._foreach_lerp_(momenta, grads, 1 - beta)
     else:
         decay_average(momenta, beta, ok)
-        torch._foreach_add_(momenta, grads, alpha=gain)
+        torch._foreach_add_(momenta, grads, alpha=1 - beta if form == "ema" else 1.0)
 
 
 def look_ahead(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, out: list[Tensor]) -> None:
@@ -242,16 +204,15 @@ def columns(parts: Sequence[Part], keys: Sequence[str]) -> list[list[Tensor]]:
     return lists if False not in [part.region is WHOLE for part in parts] else [views(parts, of) for of in lists]
 
 
-def elementwise_chunks(items: list[Item], chunk_bytes: int) -> Iterator[list[Part]]:
+def elementwise_chunks(items: list[Item], chunk_bytes: int) -> list[list[Part]]:
     """Chunks for rules that treat every element alike: small tensors together, large ones cut.
 
     Chunks that fit in a CPU's cache make several passes over them cost little more than one.
     """
     if elements([item.param for item in items]) * items[0].param.element_size() <= chunk_bytes:
-        yield whole_parts(items)
-        return
-    chunk: list[Part] = []
-    room = chunk_bytes
+        return [whole_parts(items)]
+    chunks: list[list[Part]] = []
+    room = 0
     for item in items:
         numel, size = item.param.numel(), item.param.element_size()
         length = max(1, chunk_bytes // size)
@@ -262,9 +223,9 @@ def elementwise_chunks(items: list[Item], chunk_bytes: int) -> Iterator[list[Par
             cuts = [(start, min(length, numel - start)) for start in range(0, numel, length)]
             regions = [(Region(((0, *cut),), flat=True), cut[1]) for cut in cuts]
         for region, count in regions:
-            if chunk and count * size > room:
-                yield chunk
-                chunk, room = [], chunk_bytes
-            chunk.append(Part(item, region))
+            if not chunks or count * size > room:
+                chunks.append([])
+                room = chunk_bytes
+            chunks[-1].append(Part(item, region))
             room -= count * size
-    yield chunk
+    return chunks

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms.muon import orthogonalize
-from muonsw.algorithms.whole import ELEMENTWISE, matrix_algorithm
+from muonsw.algorithms.whole import matrix_algorithm
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES
-from muonsw.slots import State
+from muonsw.slots.base import ELEMENTWISE, State
 from muonsw.work import Group
 
 

@@ -10,6 +10,7 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from muonsw.text import users_line
 
@@ -39,13 +40,8 @@ def power_iteration(A: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     basis = torch.where(basis.any(-1, keepdim=True).any(-2, keepdim=True), basis, identity)
     image = A @ basis
     order = (basis * image).sum(-2).argsort(dim=-1, descending=True, stable=True)
-    image, basis = _columns(image, order), _columns(basis, order)
+    image, basis = (X.gather(-1, order.unsqueeze(-2).expand_as(X)) for X in (image, basis))
     return finite_or(orthonormal(image, basis), basis), order
-
-
-def _columns(X: Tensor, order: Tensor) -> Tensor:
-    """The columns of each matrix in an order (count, columns)."""
-    return X.gather(-1, order.unsqueeze(-2).expand_as(X))
 
 
 def orthonormal(X: Tensor, basis: Tensor) -> Tensor:
@@ -105,20 +101,18 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
     found = _eigh_or_none(A)
     if found is not None:
         return found
-    values, vectors = zip(*[_eigh_alone(one) for one in A.unsqueeze(1)], strict=True)
-    return torch.cat(values), torch.cat(vectors)
-
-
-def _eigh_alone(A: Tensor) -> tuple[Tensor, Tensor]:
-    found = _eigh_or_none(A) or _eigh_or_none(A.double())
-    if found is not None:
-        return found[0].to(A.dtype), found[1].to(A.dtype)
-    warnings.warn(
-        f"no eigendecomposition of a {A.shape[-1]} x {A.shape[-1]} factor was found, not even in float64: what was "
-        f"made of an earlier one stays in use. Look for gradients that have exploded",
-        stacklevel=users_line(),
-    )
-    return torch.full_like(A[..., 0], torch.nan), torch.full_like(A, torch.nan)
+    values, vectors = torch.full_like(A[..., 0], torch.nan), torch.full_like(A, torch.nan)
+    for place, one in enumerate(A):
+        found = _eigh_or_none(one) or _eigh_or_none(one.double())
+        if found is not None:
+            values[place], vectors[place] = found
+        else:
+            warnings.warn(
+                f"no eigendecomposition of a {A.shape[-1]} x {A.shape[-1]} factor was found, not even in float64: what "
+                f"was made of an earlier one stays in use. Look for gradients that have exploded",
+                stacklevel=users_line(),
+            )
+    return values, vectors
 
 
 def _eigh_or_none(A: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -132,21 +126,16 @@ def _eigh_or_none(A: Tensor) -> tuple[Tensor, Tensor] | None:
     return (values, vectors) if values.isfinite().all() else None
 
 
-# Two symmetric matrices in one tensor (count, d, d + 1): the first above the diagonal, the second below.
+# Symmetric matrices in less memory.
+#
+# Two in one tensor (count, d, d + 1): the first above the diagonal, the second below. One folded into a rectangle of
+# d (d + 1) / 2 elements: of [[A, B^T], [B, C]], with A of size k = d // 2, the rectangle has d - k rows: the upper
+# triangle of A above the lower triangle of C, then B.
 
 
 def pack(first: Tensor, second: Tensor) -> Tensor:
     """Two symmetric matrices in the room of one and a column."""
-    return _above(first) + torch.nn.functional.pad(second.tril(), (0, 1))
-
-
-def _above(first: Tensor) -> Tensor:
-    return torch.nn.functional.pad(first.triu(), (1, 0))
-
-
-def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Both of two packed matrices."""
-    return unpack_first(packed), unpack_second(packed)
+    return pad(first.triu(), (1, 0)) + pad(second.tril(), (0, 1))
 
 
 def unpack_first(packed: Tensor) -> Tensor:
@@ -164,4 +153,31 @@ def unpack_second(packed: Tensor) -> Tensor:
 def average_first(packed: Tensor, new: Tensor, beta: float, gain: float) -> Tensor:
     """Packed matrices of which the first has become `beta first + gain new`."""
     factors = torch.full_like(packed[0], beta).triu(1) + torch.ones_like(packed[0]).tril()
-    return torch.addcmul(gain * _above(new), packed, factors)
+    return torch.addcmul(gain * pad(new.triu(), (1, 0)), packed, factors)
+
+
+def folded_shape(size: int) -> tuple[int, int]:
+    """The shape of a folded matrix.
+
+    Examples:
+        >>> folded_shape(6), folded_shape(5), folded_shape(1)
+        ((3, 7), (3, 5), (1, 1))
+    """
+    return size - size // 2, 2 * (size // 2) + 1
+
+
+def fold(matrix: Tensor) -> Tensor:
+    """Symmetric matrices (..., d, d) as rectangles."""
+    size = matrix.shape[-1]
+    k, rows = size // 2, size - size // 2
+    above = pad(matrix[..., :k, :k].triu(), (1, 0, 0, rows - k))
+    below = pad(matrix[..., k:, k:].tril(), (0, k + 1 - rows))
+    return torch.cat([above + below, matrix[..., k:, :k]], -1)
+
+
+def unfold(folded: Tensor) -> Tensor:
+    """Rectangles as symmetric matrices again, exactly."""
+    rows, k = folded.shape[-2], folded.shape[-1] // 2
+    A, C, B = folded[..., :k, 1 : k + 1].triu(), folded[..., :rows].tril(), folded[..., k + 1 :]
+    top = torch.cat([A + A.triu(1).mT, B.mT], -1)
+    return torch.cat([top, torch.cat([B, C + C.tril(-1).mT], -1)], -2)

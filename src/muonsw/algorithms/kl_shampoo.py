@@ -15,11 +15,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.factors import finite_or, pack, unpack
-from muonsw.algorithms.whole import ELEMENTWISE, StateSpec, matrix_algorithm, validate_matrices
+from muonsw.algorithms.factors import finite_or, pack, unpack_first, unpack_second
+from muonsw.algorithms.whole import matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
-from muonsw.precision import AUTO, DTYPES
-from muonsw.slots import Specs, State
+from muonsw.precision import AUTO
+from muonsw.slots.base import ELEMENTWISE, Specs, State, StateSpec
 from muonsw.work import Group
 
 # p(x) = a x + b x^3 that bring singular values from [1e-3, 1] to one: CANS, Grishina et al. (arXiv 2506.10935).
@@ -48,11 +48,16 @@ def kl_shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     packed with their roots.
     """
     (beta1, beta2), eps, (_, m, n) = group["betas"], group["eps"], G.shape
-    dtype = _root_dtype(group["ns_dtype"], G)
+    # Products in roots are float16 on GPUs by default, else in the dtype of the gradients.
+    fast = group["ns_dtype"] == AUTO and G.is_cuda and G.dtype == torch.float32
+    dtype = torch.float16 if fast or group["ns_dtype"] == "float16" else G.dtype
     exp_avg = state["exp_avg"].lerp(G, 1 - beta1)
-    left, right = _begun(
-        G, unpack(state["factors_left"]), unpack(state["factors_right"]), eps, dtype, first=group["update_count"] == 1
-    )
+    left, right = ((unpack_first(F), unpack_second(F)) for F in (state["factors_left"], state["factors_right"]))
+    if group["update_count"] == 1:
+        left, right = _first(G, eps, dtype), _first(G.mT, eps, dtype)
+    else:
+        size = 2 * G.square().mean((-2, -1), keepdim=True).sqrt() + eps
+        left, right = _or_identity(left, size), _or_identity(right, size)
     ahead, whitened_right, whitened_left = G.lerp(exp_avg, beta1), G @ right[1], left[1] @ G
     left = _advanced(left, whitened_right @ whitened_right.mT / n, beta2, eps, dtype)
     right = _advanced(right, whitened_left.mT @ whitened_left / m, beta2, eps, dtype)
@@ -72,14 +77,6 @@ def scale(group: Group, m: int, n: int) -> float:
 
 # A factor and its root.
 Pair = tuple[Tensor, Tensor]
-
-
-def _begun(G: Tensor, left: Pair, right: Pair, eps: float, dtype: torch.dtype, *, first: bool) -> tuple[Pair, Pair]:
-    """The factors before this step, begun from its gradient where they have not begun."""
-    if first:
-        return _first(G, eps, dtype), _first(G.mT, eps, dtype)
-    size = 2 * G.square().mean((-2, -1), keepdim=True).sqrt() + eps
-    return _or_identity(left, size), _or_identity(right, size)
 
 
 def _first(G: Tensor, eps: float, dtype: torch.dtype) -> Pair:
@@ -102,13 +99,6 @@ def _advanced(pair: Pair, gram: Tensor, beta: float, eps: float, dtype: torch.dt
     factor = beta * pair[0] + (1 - beta) * gram
     factor = (factor + factor.mT) / 2 + eps * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return factor, finite_or(inverse_sqrt(factor, dtype), pair[1])
-
-
-def _root_dtype(setting: str, G: Tensor) -> torch.dtype:
-    """The dtype of products in roots: float16 on GPUs by default, else that of the gradients."""
-    if setting == AUTO:
-        return torch.float16 if G.is_cuda and G.dtype == torch.float32 else G.dtype
-    return torch.float16 if DTYPES[setting] == torch.float16 else G.dtype
 
 
 def inverse_sqrt(S: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,13 +165,11 @@ def _above_eigenvalues(S: Tensor) -> Tensor:
     return torch.minimum(mean + spread, weighted)[..., None, None] * unit
 
 
-def state(group: Group) -> Specs:  # noqa: ARG001
-    """Momentum, and for each side a factor with its root."""
-    return {
-        "exp_avg": ELEMENTWISE,
-        "factors_left": StateSpec(lambda m, _: (m, m + 1)),
-        "factors_right": StateSpec(lambda _, n: (n, n + 1)),
-    }
+STATE: Specs = {
+    "exp_avg": ELEMENTWISE,
+    "factors_left": StateSpec(lambda m, _: (m, m + 1)),
+    "factors_right": StateSpec(lambda _, n: (n, n + 1)),
+}
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
@@ -195,7 +183,7 @@ def validate(group: Group, name: str, param: Tensor) -> None:
 
 KL_SHAMPOO = matrix_algorithm(
     defaults={"betas": (0.9684, 0.9482), "eps": 1e-9, "ns_dtype": "auto"},
-    state=state,
+    state=lambda _: STATE,
     directions=kl_shampoo,
     scale=scale,
     validate=validate,

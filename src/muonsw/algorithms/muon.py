@@ -2,7 +2,7 @@
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). Unlike the author's code, the caller's
 gradient is never changed, and equal matrices of all parameters are one batch. Two slots, before the orthogonalization
-and after it, turn Muon into its relatives (`muonsw.precondition`, `muonsw.normalize`).
+and after it, turn Muon into its relatives (`muonsw.slots`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from muonsw.algorithms.base import (
     MatrixRule,
     Update,
     advance_momentum,
-    are_large,
     clean,
     has_kernels,
     look_ahead,
@@ -27,11 +26,10 @@ from muonsw.algorithms.whole import StateBatch, apply_slot, validate_matrices
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES, Bucket, Part, empty_batch, scatter, views
 from muonsw.nonfinite import Flag
-from muonsw.normalize import ADAMUON, MUON_PLUS, NORMALIZE, NORMUON
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration, aurora
-from muonsw.precision import LOW_PRECISION, state_dtype
-from muonsw.precondition import EQUALIZE, MUON2, PRECONDITION, SIGN
-from muonsw.slots import ELEMENTWISE, SlotMember, Specs, State, wide_dtype
+from muonsw.precision import state_dtype
+from muonsw.slots import ADAMUON, EQUALIZE, MUON2, MUON_PLUS, NORMALIZE, NORMUON, PRECONDITION, SIGN, SlotMember
+from muonsw.slots.base import ELEMENTWISE, NO_MEMBER, Specs, State, wide_dtype
 from muonsw.work import Group, StepContext
 
 if TYPE_CHECKING:
@@ -64,17 +62,10 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
         if group["precondition"] is not None:
             ahead = apply_slot(PRECONDITION, group, chunk, ahead.to(wide_dtype(ahead.dtype)), ctx.ok)
         matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
-        if ctx.flag is not None and not are_large(grads) and bucket.dtype not in LOW_PRECISION:
-            matrices = matrices.to(bucket.dtype)  # one cast for all: kernels for many tensors want one dtype
-    row_factors = None
-    if group["normalize"] is not None:
-        normalized = _normalized_by_kernel(group, chunk, matrices, ctx.flag) if fused else None
-        if normalized is None:
-            matrices = apply_slot(NORMALIZE, group, chunk, matrices, ctx.ok)
-        else:
-            matrices, row_factors = normalized
+    if group["normalize"] is not None and not (fused and _normalized_by_kernel(group, chunk, matrices, ctx.flag)):
+        matrices = apply_slot(NORMALIZE, group, chunk, matrices, ctx.ok)
     scale = SHAPE_SCALES[group["scale"]](*chunk.view.out_in(bucket.rows, bucket.columns))
-    return Update(parts, scatter(matrices, grads), scale, row_factors)
+    return Update(parts, scatter(matrices, grads), scale)
 
 
 def _advance(
@@ -84,10 +75,19 @@ def _advance(
     momenta: list[Tensor],
     targets: list[Tensor] | None,
     flag: Flag | None,
-) -> None:
-    """Advance momenta in place, and write what is to be orthogonalized to `targets`, if there are any."""
-    if has_kernels(group, grads[0].device) and _advance_by_kernel(group, parts, grads, momenta, targets, flag):
-        return
+    *,
+    precondition: bool = False,
+) -> bool:
+    """Advance momenta in place, and write what is to be orthogonalized to `targets`, if there are any.
+
+    Returns whether directions are preconditioned already, which a kernel does on its way where it can.
+    """
+    if has_kernels(group, grads[0].device):
+        from muonsw.kernels.momentum import advance_momenta
+
+        first = _kernel_precondition(group, parts, None) if precondition else None
+        if advance_momenta(grads, momenta, targets, **_momentum_options(group), flag=flag, precondition=first):
+            return first is not None
     form, beta, ok = group["momentum_form"], group["momentum"], None if flag is None else flag.ok
     grads = clean(grads, momenta, group["maximize"], ok)
     advance_momentum(form, momenta, grads, beta, ok)
@@ -95,6 +95,7 @@ def _advance(
         look_ahead(form, momenta, grads, beta, out=targets)
     elif targets is not None:
         torch._foreach_copy_(targets, momenta)
+    return False
 
 
 def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,12 +125,8 @@ def _aurora_option(group: Group, key: str) -> Any:
 def _advance_shards(group: Group, parts: list[Part], targets: list[Tensor] | None) -> None:
     """Advance momenta where the shards are, and an elementwise preconditioner with them."""
     momenta, grads = [part.state("momentum_buffer") for part in parts], [part.grad for part in parts]
-    preconditions = _preconditions_shards(group)
-    fused = preconditions and has_kernels(group, grads[0].device)
-    if fused and _advance_by_kernel(group, parts, grads, momenta, targets, None, precondition=True):
-        return
-    _advance(group, parts, grads, momenta, targets, None)
-    if not preconditions:
+    preconditions = PRECONDITION.member(group).elementwise
+    if _advance(group, parts, grads, momenta, targets, None, precondition=preconditions) or not preconditions:
         return
     for number, part in enumerate(parts):  # its state advances on every rank that holds some of it
         tensors = {key: part.state(key) for key in PRECONDITION.specs(group)}
@@ -144,15 +141,10 @@ def _advance_shards(group: Group, parts: list[Part], targets: list[Tensor] | Non
             X.copy_(result)
 
 
-def _preconditions_shards(group: Group) -> bool:
-    member = PRECONDITION.member(group)
-    return member is not None and member.elementwise
-
-
 def _directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:
     """What follows momentum, for whole matrices with the state that the slots keep of them."""
     after: State = {}
-    if group["precondition"] is not None and not _preconditions_shards(group):
+    if group["precondition"] is not None and not PRECONDITION.member(group).elementwise:
         X, after = PRECONDITION.apply(group, X.to(wide_dtype(X.dtype)), before)
     X = orthogonalize(group, X, dtype)
     if group["normalize"] is not None:
@@ -162,21 +154,17 @@ def _directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> t
 
 
 def _travelling_state(group: Group) -> Specs:
-    first = {} if _preconditions_shards(group) else PRECONDITION.specs(group)
+    first = {} if PRECONDITION.member(group).elementwise else PRECONDITION.specs(group)
     return {**first, **NORMALIZE.specs(group)}
-
-
-def _sends_gradient(group: Group) -> bool:
-    member = PRECONDITION.member(group)
-    return member is not None and member.uses_gradient and not member.elementwise
 
 
 # The same by kernels, where tensors are laid out as they read them; each says None or False where it cannot.
 
 
-def in_kernels(member: SlotMember | None) -> bool:
+def in_kernels(member: SlotMember) -> bool:
     """Whether our kernels do what a member of a slot does."""
-    return member is None or any(member is known for known in (SIGN, MUON2, EQUALIZE, NORMUON, ADAMUON, MUON_PLUS))
+    known = (NO_MEMBER, SIGN, MUON2, EQUALIZE, NORMUON, ADAMUON, MUON_PLUS)
+    return any(member is one for one in known)
 
 
 def _orthogonalized_by_kernel(
@@ -191,56 +179,41 @@ def _orthogonalized_by_kernel(
     bucket, device = chunk.bucket, grads[0].device
     grads, momenta = _as_matrices(grads, bucket), _as_matrices(momenta, bucket)
     dtype = iteration.inner(product_dtype(group["ns_dtype"], bucket.dtype, device), device)
-    first = None if group["precondition"] is None else _kernel_precondition(group, chunk.parts, bucket)
     if not takes(grads, momenta, dtype) or not _are_of(bucket, [*grads, *momenta]):
         return None
-    if first is None and group["precondition"] is not None:
-        return None
+    first = None
+    if group["precondition"] is not None:
+        first = _kernel_precondition(group, chunk.parts, bucket)
+        if first is None:
+            return None
     X = normalized_momentum(grads, momenta, **_momentum_options(group), flag=flag, dtype=dtype, precondition=first)
     steps = group["ns_steps"] or iteration.steps
     return iteration.run(X.mT, steps).mT if bucket.rows > bucket.columns else iteration.run(X, steps)
 
 
-def _normalized_by_kernel(
-    group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None
-) -> tuple[Tensor, Tensor | None] | None:
-    """Normalize directions in place; the factors of their rows, where `apply` is to multiply them."""
+def _normalized_by_kernel(group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None) -> bool:
+    """Normalize directions in place."""
     member = NORMALIZE.member(group)
     if not in_kernels(member):
-        return None
-    from muonsw.kernels.normalize import adamuon_, muon_plus_, normuon_, takes
+        return False
+    from muonsw.kernels.normalize import normalize_, takes
 
     specs, options = NORMALIZE.specs(group), NORMALIZE.options(group)
     batch = StateBatch(chunk, specs)
     kept = [tensor for key in specs for tensor in batch.matrices(key)]
-    if not takes(directions, kept) or (member is NORMUON and kept[0].dtype != torch.float32):
-        return None
-    if member is MUON_PLUS:
-        return directions, muon_plus_(directions, hand_on=True)
-    averages = {"beta2": options["beta2"], "eps": options["eps"], "flag": flag, "hand_on": True}
-    if member is ADAMUON:
-        return (directions, adamuon_(directions, kept, **averages)) if _are_of(chunk.bucket, kept) else None
-    by_row = (kept[0].shape[-1] == 1) != chunk.view.transposed
-    return directions, normuon_(directions, kept, by_row=by_row, snap=options["snap"], **averages)
-
-
-def _advance_by_kernel(
-    group: Group,
-    parts: list[Part],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    targets: list[Tensor] | None,
-    flag: Flag | None,
-    *,
-    precondition: bool = False,
-) -> bool:
-    """Advance momenta of any shapes, with the preconditioner if asked for."""
-    from muonsw.kernels.momentum import advance_momenta
-
-    first = _kernel_precondition(group, parts, None) if precondition else None
-    if precondition and first is None:
+    if not takes(directions, kept):
         return False
-    return advance_momenta(grads, momenta, targets, **_momentum_options(group), flag=flag, precondition=first)
+    given: dict[str, Any] = {key: options[key] for key in ("beta2", "eps", "snap") if key in options}
+    if member is ADAMUON:
+        if not _are_of(chunk.bucket, kept):
+            return False
+        given["averages"] = kept
+    elif member is NORMUON:
+        if kept[0].dtype != torch.float32:
+            return False
+        given |= {"slice_averages": kept, "by_row": (kept[0].shape[-1] == 1) != chunk.view.transposed}
+    normalize_(directions, **given, flag=flag)
+    return True
 
 
 def _momentum_options(group: Group) -> dict[str, Any]:
@@ -304,12 +277,6 @@ def validate(group: Group, name: str, param: Tensor) -> None:
             )
 
 
-def _counts_steps(group: Group) -> bool:
-    if group.get("block_period") is not None:
-        return True
-    return group["precondition"] is not None and PRECONDITION.members[group["precondition"]].counts_steps
-
-
 MUON = Algorithm(
     defaults={
         "momentum": 0.95,
@@ -333,8 +300,8 @@ MUON = Algorithm(
         directions=_directions,
         scale=lambda group, m, n: SHAPE_SCALES[group["scale"]](m, n),
         state=_travelling_state,
-        sends_gradient=_sends_gradient,
+        sends_gradient=lambda group: (first := PRECONDITION.member(group)).uses_gradient and not first.elementwise,
     ),
     scale_free=True,
-    counts_steps=_counts_steps,
+    counts_steps=lambda group: bool(group.get("block_period")) or PRECONDITION.member(group).counts_steps,
 )

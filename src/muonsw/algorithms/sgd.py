@@ -17,7 +17,7 @@ from muonsw.algorithms.base import (
     suits_torch,
 )
 from muonsw.matrices import Part
-from muonsw.slots import ELEMENTWISE, Specs
+from muonsw.slots.base import ELEMENTWISE, Specs
 from muonsw.work import Group, StepContext, elements
 
 

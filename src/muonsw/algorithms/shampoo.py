@@ -9,15 +9,16 @@ the room of one square matrix with its root.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonsw.algorithms.factors import average_first, inverse_root, pack, unpack_first, unpack_second
-from muonsw.algorithms.whole import ELEMENTWISE, SQUARES, StateSpec, matrix_algorithm
+from muonsw.algorithms.whole import matrix_algorithm
 from muonsw.machine import full_float32
-from muonsw.slots import Specs, State
+from muonsw.slots.base import ELEMENTWISE, SQUARES, Specs, State, StateSpec
 from muonsw.work import Group
 
 GRAFTINGS = (None, "adam", "sgd")
@@ -44,11 +45,6 @@ class Grid(NamedTuple):
         """
         down, across = max(1, math.ceil(m / block_size)), max(1, math.ceil(n / block_size))
         return cls(down, across, math.ceil(m / down), math.ceil(n / across))
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks there are."""
-        return self.down * self.across
 
     def cut(self, X: Tensor) -> Tensor:
         """The blocks (count * blocks, height, width) of matrices (count, m, n)."""
@@ -124,21 +120,17 @@ def _factors(group: Group, G: Tensor, state: State) -> tuple[State, list[Tensor]
 
 def state(group: Group) -> Specs:
     """Momentum, the squares of a grafted Adam, and for each block and side a factor with its root."""
-    size = group["block_size"]
 
-    def left(m: int, n: int) -> tuple[int, int]:
-        grid = Grid.of(m, n, size)
-        return grid.blocks * grid.height, grid.height + 1
-
-    def right(m: int, n: int) -> tuple[int, int]:
-        grid = Grid.of(m, n, size)
-        return grid.blocks * grid.width, grid.width + 1
+    def packed(m: int, n: int, side: str) -> tuple[int, int]:
+        grid = Grid.of(m, n, group["block_size"])
+        size: int = getattr(grid, side)
+        return grid.down * grid.across * size, size + 1
 
     return {
         "exp_avg": ELEMENTWISE,
         **({"exp_avg_sq": SQUARES} if group["grafting"] == "adam" else {}),
-        "factors_left": StateSpec(left),
-        "factors_right": StateSpec(right),
+        "factors_left": StateSpec(partial(packed, side="height")),
+        "factors_right": StateSpec(partial(packed, side="width")),
         "moves": StateSpec(lambda *_: (1, 1)),
     }
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonsw.algorithms.factors import eigenbasis, power_iteration, rotate, rotate_back
-from muonsw.algorithms.triangles import pack, packed_shape, unpack
-from muonsw.algorithms.whole import ELEMENTWISE, SQUARES, StateSpec, matrix_algorithm, validate_matrices
+from muonsw.algorithms.factors import eigenbasis, fold, folded_shape, power_iteration, rotate, rotate_back, unfold
+from muonsw.algorithms.whole import matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.matrices import MatrixView
-from muonsw.slots import Specs, State
+from muonsw.slots.base import ELEMENTWISE, SQUARES, Specs, State, StateSpec
 from muonsw.work import Group
 
 
@@ -24,8 +23,8 @@ def soap(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions for gradients (count, m, n), and the state after them.
 
     `state` is `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `basis_left` (count, m, m) and `basis_right`
-    (count, n, n), but (count, 1, 1) for a side that is not rotated; `factor_left` and `factor_right`, packed
-    (`triangles.py`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not begun.
+    (count, n, n), but (count, 1, 1) for a side that is not rotated; `factor_left` and `factor_right`, folded
+    (`factors.py`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not begun.
     """
     (beta1, beta2), t = group["betas"], state["moves"]
     bases = _begun(state["basis_left"], t), _begun(state["basis_right"], t)
@@ -59,9 +58,9 @@ def advance_bases(G: Tensor, state: State, beta: float, *, refresh: bool, first:
     The first refresh decomposes the factors, later ones improve the bases.
     """
     if state["basis_left"].shape[-1] == G.shape[-2]:
-        state = state | {"factor_left": state["factor_left"].lerp(pack(G @ G.mT), 1 - beta)}
+        state = state | {"factor_left": state["factor_left"].lerp(fold(G @ G.mT), 1 - beta)}
     if state["basis_right"].shape[-1] == G.shape[-1]:
-        state = state | {"factor_right": state["factor_right"].lerp(pack(G.mT @ G), 1 - beta)}
+        state = state | {"factor_right": state["factor_right"].lerp(fold(G.mT @ G), 1 - beta)}
     return state | _refreshed(state, first) if refresh else state
 
 
@@ -72,40 +71,15 @@ def _refreshed(state: State, first: bool) -> State:
         factor, basis = state[f"factor_{side}"], state[f"basis_{side}"]
         rotated = basis.shape[-1] == squares.shape[axis]
         if rotated and first:
-            basis = eigenbasis(unpack(factor), basis)
+            basis = eigenbasis(unfold(factor), basis)
         elif rotated:
-            basis, order = power_iteration(unpack(factor), basis)
+            basis, order = power_iteration(unfold(factor), basis)
             squares = squares.gather(axis, order.unsqueeze(-3 - axis).expand_as(squares))
         bases[f"basis_{side}"] = basis
     if "exp_avg" not in state:
         return bases | {"exp_avg_sq": squares}
     momentum = rotate_back(state["exp_avg"], state["basis_left"], state["basis_right"])
     return bases | {"exp_avg_sq": squares, "exp_avg": rotate(momentum, bases["basis_left"], bases["basis_right"])}
-
-
-@full_float32()
-def whitened_momentum(
-    U: Tensor, G: Tensor, state: State, beta: float, eps: float, *, refresh: bool = True, first: bool = False
-) -> tuple[Tensor, State]:
-    """SOAP-Muon: momentum over the roots of its average squares in the bases of the last step, to be orthogonalized.
-
-    Momentum itself where the bases have not begun. The size of the result means nothing.
-
-    Args:
-        U: what would be orthogonalized (count, m, n).
-        G: the gradients.
-        state: as for `soap`, without `exp_avg` and `moves`.
-        beta: how much of the old squares and factors is kept.
-        eps: the least root of a square.
-        refresh: whether the bases follow in this step.
-        first: whether it is the first step, in which they begin.
-    """
-    bases = state["basis_left"], state["basis_right"]
-    rotated = rotate(U, *bases)
-    squares = state["exp_avg_sq"].lerp(rotated.square(), 1 - beta)
-    whitened = rotate_back(rotated / squares.sqrt().clamp(min=eps), *bases)
-    state = advance_bases(G, state | {"exp_avg_sq": squares}, beta, refresh=refresh, first=first)
-    return torch.where(have_begun(max(bases, key=Tensor.numel)), whitened, U), state
 
 
 def sides(longest: int) -> Specs:
@@ -115,8 +89,8 @@ def sides(longest: int) -> Specs:
         return length if length <= longest else 1
 
     return {
-        "factor_left": StateSpec(lambda m, _: packed_shape(size(m))),
-        "factor_right": StateSpec(lambda _, n: packed_shape(size(n))),
+        "factor_left": StateSpec(lambda m, _: folded_shape(size(m))),
+        "factor_right": StateSpec(lambda _, n: folded_shape(size(n))),
         "basis_left": StateSpec(lambda m, _: (size(m), size(m))),
         "basis_right": StateSpec(lambda _, n: (size(n), size(n))),
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonsw.algorithms.base import Algorithm, Chunk, MatrixRule, Update, clean
 from muonsw.matrices import WHOLE, MatrixView, Part, Region, empty_batch, scatter, views
-from muonsw.slots import ELEMENTWISE, SQUARES, Slot, Specs, State, StateSpec, oriented, wide_dtype
+from muonsw.slots.base import Slot, Specs, State, StateSpec, oriented, wide_dtype
 from muonsw.work import Group, StepContext
 
 
@@ -81,8 +81,7 @@ def apply_slot(slot: Slot, group: Group, chunk: Chunk, X: Tensor, ok: Tensor | N
     """Run the member of a slot on matrices that are whole here, and advance its state."""
     batch = StateBatch(chunk, slot.specs(group))
     before = batch.gathered()
-    uses_gradient = slot.members[group[slot.name]].uses_gradient
-    extra = {"grad": gradients(group, chunk, ok, X.dtype)} if uses_gradient else {}
+    extra = {"grad": gradients(group, chunk, ok, X.dtype)} if slot.member(group).uses_gradient else {}
     X, after = slot.apply(group, X, {**before, **extra})
     batch.write(before, after, ok)
     return X
@@ -170,6 +169,3 @@ def matrix_algorithm(
         scale_free=scale_free,
         counts_steps=(lambda _: True) if counts_steps else None,
     )
-
-
-__all__ = ["ELEMENTWISE", "SQUARES", "StateSpec", "matrix_algorithm"]

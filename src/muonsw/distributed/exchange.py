@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonsw.algorithms.base import LARGE, Update
+from muonsw.algorithms.base import Update
 from muonsw.distributed.grid import Hop
 from muonsw.distributed.rounds import GRADIENT, MATRIX, Round, Shape, Trip, Unit, rule_of
 from muonsw.matrices import Part
@@ -185,8 +185,6 @@ def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) 
 def _apply_directions(batches: Sequence[Batch], round_: Round, arrived: Tensor, apply: Apply) -> None:
     """Apply the directions that have come back, one update for each shape."""
     trip = round_.back[0]
-    if not arrived.is_cpu and arrived.numel() < LARGE * len(trip.held):
-        arrived = arrived.to(round_.wire.home)  # one cast for all: kernels for many tensors want one dtype
     by_shape: dict[Shape, tuple[list[Part], list[Tensor]]] = {}
     for (unit, _), piece in zip(trip.held, arrived.split_with_sizes(trip.lengths), strict=True):
         if piece.numel():

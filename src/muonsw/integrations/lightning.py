@@ -15,9 +15,6 @@ from muonsw.variants import MuonSW
 
 logger = logging.getLogger(__name__)
 
-# The key of a checkpoint under which the callback saves its count of updates.
-_STEP = "muonsw_telemetry_step"
-
 MakeScheduler = Callable[[ScaledDecayOptimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -63,22 +60,10 @@ class TelemetryCallback(TelemetryLog, Callback):
 
     def __init__(self, every: int = 50, *, findings: Findings | None = None, **telemetry: Any) -> None:
         super().__init__(logger, every, findings, telemetry)
-        self._saved_step: int | None = None
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save how many updates were completed: Lightning's count is of the steps of all optimizers."""
-        if self.telemetry is not None:
-            checkpoint[_STEP] = self.telemetry.step
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Go on counting from there, in a run that is resumed and not in a test of its weights."""
-        if trainer.state.fn == "fit":
-            self._saved_step = checkpoint.get(_STEP)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizer, in a resumed run too, and log the routing."""
-        start = trainer.global_step if self._saved_step is None else self._saved_step
-        self._saved_step = None
+        start = trainer.global_step // len(trainer.optimizers)  # Lightning counts the steps of all optimizers
         self._log(trainer, self._attach(trainer.optimizers[0], pl_module, start, is_main=trainer.is_global_zero))
 
     def on_train_batch_end(

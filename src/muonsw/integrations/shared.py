@@ -18,31 +18,8 @@ from muonsw.telemetry.record import Record
 # Sentences about a record, to be logged as warnings.
 Findings = Callable[[Record], Iterable[str]]
 
+# What is logged of each role.
 HEADLINES = ("weight_rms", "relative_update", "decay", "alignment_update", "defect")
-
-
-def headlines(record: Record) -> dict[str, float]:
-    """Size, relative update, decay, alignment and defect of each role, and the skipped updates, under flat names.
-
-    Examples:
-        >>> headlines({"step": 1, "roles": {"norm": {"weight_rms": 1.0, "defect": None, "lr": 0.1}}, "skipped": 0})
-        {'telemetry/norm/weight_rms': 1.0, 'telemetry/skipped': 0}
-    """
-    values = {
-        f"telemetry/{role}/{key}": found[key]
-        for role, found in record["roles"].items()
-        for key in HEADLINES
-        if found.get(key) is not None
-    }
-    return {**values, "telemetry/skipped": record["skipped"]}
-
-
-def routing_counts(optimizer: ScaledDecayOptimizer) -> dict[str, float]:
-    """How many parameters each group has, by its name and algorithm."""
-    return {
-        f"routing/{group.get('name', number)}/{group['algorithm']}": sum(p.numel() for p in group["params"])
-        for number, group in enumerate(optimizer.param_groups)
-    }
 
 
 class TelemetryLog:
@@ -63,7 +40,10 @@ class TelemetryLog:
         if not is_main or not isinstance(optimizer, ScaledDecayOptimizer):
             return {}
         self._logger.info("routing of the parameters:\n%s", optimizer.routing())
-        return routing_counts(optimizer)
+        return {
+            f"routing/{group.get('name', number)}/{group['algorithm']}": sum(p.numel() for p in group["params"])
+            for number, group in enumerate(optimizer.param_groups)
+        }
 
     def _sampled(self, *, is_main: bool) -> dict[str, float]:
         """The values of an update that was sampled and not logged yet."""
@@ -76,7 +56,13 @@ class TelemetryLog:
         for finding in self.findings(record) if self.findings else ():
             self._logger.warning(finding)
             self._found += 1
-        return {**headlines(record), "telemetry/findings": self._found}
+        values = {
+            f"telemetry/{role}/{key}": found[key]
+            for role, found in record["roles"].items()
+            for key in HEADLINES
+            if found.get(key) is not None
+        }
+        return {**values, "telemetry/skipped": record["skipped"], "telemetry/findings": self._found}
 
     def _detach(self) -> None:
         """Stop measuring; `telemetry.records` stays readable."""

@@ -25,6 +25,7 @@ from torchtitan.tools.logging import logger
 from muonsw.integrations.shared import refuse_wrong_options
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.routing.groups import patterns_within
+from muonsw.state import allocate
 from muonsw.variants import SGDSW, AdamWSW, MuonSW
 
 OPTIMIZERS: dict[str, type[ScaledDecayOptimizer]] = {"MuonSW": MuonSW, "AdamWSW": AdamWSW, "SGDSW": SGDSW}
@@ -34,7 +35,7 @@ class ScaledDecayOptimizers(OptimizersContainer):
     """One optimizer of this library for each part of the model, routed by role.
 
     `for_model` makes its configuration. With `param_groups` in the configuration torchtitan's own patterns decide
-    instead of roles, and `optimizer_name` may be "MuonSW", "AdamWSW" or "SGDSW" beside torchtitan's own names.
+    instead of roles, and `optimizer_name` may be "MuonSW", "AdamWSW" or "SGDSW" as well as torchtitan's own names.
     """
 
     optimizers: list[torch.optim.Optimizer]
@@ -66,7 +67,12 @@ class ScaledDecayOptimizers(OptimizersContainer):
             super().__init__(config, model_parts=model_parts)
             return
         self.model_parts = model_parts
-        _refuse_unused_patterns(config, model_parts)
+        used = {pattern for part in model_parts for pattern in patterns_within(part, config.patterns)}
+        if unused := sorted(set(config.patterns) - used):
+            message = f"patterns that match nothing in this rank's part of the model: {', '.join(unused)}"
+            if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+                raise ValueError(message)
+            logger.warning(message)  # they may be meant for a pipeline stage of another rank
         self.optimizers = [_routed(config, part) for part in model_parts]
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         params = [param for group in groups for param in group["params"]]
@@ -150,32 +156,12 @@ def _routed(config: ScaledDecayOptimizers.Config, part: torch.nn.Module) -> Scal
     return optimizer
 
 
-def _refuse_unused_patterns(config: ScaledDecayOptimizers.Config, parts: list[torch.nn.Module]) -> None:
-    """A pattern that matches nothing is a mistake, unless it may be meant for a pipeline stage of another rank."""
-    used = {pattern for part in parts for pattern in patterns_within(part, config.patterns)}
-    unused = sorted(set(config.patterns) - used)
-    if not unused:
-        return
-    message = f"patterns that match nothing in this rank's part of the model: {', '.join(unused)}"
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        raise ValueError(message)
-    logger.warning(message)
-
-
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that a checkpoint is read into, as torchtitan does: by a step at rate 0 with zero gradients.
-
-    That step is not counted, so that the first real one is the first.
-    """
-    fresh = not optimizer.state
-    counts = [group.get("step_count") for group in optimizer.param_groups]
-    init_optim_state(optimizer)
-    if fresh and isinstance(optimizer, ScaledDecayOptimizer):
-        for state in optimizer.state.values():
-            if "step" in state:
-                state["step"].zero_()
-        for group, count in zip(optimizer.param_groups, counts, strict=True):
-            group["step_count"] = count
+    """Create the state that a checkpoint is read into; torchtitan's own way is a step at rate 0, which ours count."""
+    if isinstance(optimizer, ScaledDecayOptimizer):
+        allocate(optimizer)
+    else:
+        init_optim_state(optimizer)
 
 
 def _packed(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:

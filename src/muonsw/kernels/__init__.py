@@ -3,11 +3,11 @@
 | module | one pass for | its torch twin |
 |---|---|---|
 | `momentum` | momentum, Nesterov, `precondition`, squares, cast; then division by the norm | `base.advance_momentum` |
-| `normalize` | NorMuon, AdaMuon and Muon+ on directions, their state where it lies | `muonsw.normalize` |
+| `normalize` | NorMuon, AdaMuon and Muon+ on directions, their state where it lies | `slots.normalize` |
 | `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
 | `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
-| `adamw` | the whole step, with stored state too | `algorithms.adamw` and `apply` |
-| `stored` | state in 8 bits or bfloat16, encoded or decoded | `encode`, `decode`, `round_bfloat16` of `stored.codes` |
+| `adamw` | the whole step, on encoded state too | `algorithms.adamw` and `apply` |
+| `stored` | state in 8 bits or bfloat16, encoded or decoded | `encode`, `decode`, `round_bfloat16` of `codecs` |
 | `finite` | whether a gradient is not finite | `nonfinite.all_finite` |
 
 The modules import Triton, so they are imported where `available` has said yes and nowhere else.
@@ -15,7 +15,6 @@ The modules import Triton, so they are imported where `available` has said yes a
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,9 +23,6 @@ import torch
 
 from muonsw import machine
 from muonsw.text import users_line
-
-# Set to "0" to take the torch path everywhere, to compare or to search for an error.
-SWITCH = "MUONSW_KERNELS"
 
 # Elements of a whole batch below which torch's fused kernels on GPUs are quicker than ours. They need a launch for some
 # thirty tensors where ours need one, and move more bytes; but ours first need, from Python, the address of every
@@ -50,26 +46,19 @@ _USABLE: dict[torch.device, bool] = {}
 
 
 def _usable(device: torch.device) -> bool:
-    if os.environ.get(SWITCH) == "0":
-        return False
-    reason = _failure(device) if machine.triton() else "Triton is not installed"
-    if reason:
-        warnings.warn(
-            f"steps on {device} use plain torch operations, which are slower: {reason}", stacklevel=users_line()
-        )
-    return not reason
+    """Whether the smallest kernel runs on this device."""
+    reason = "Triton is not installed"
+    if machine.triton():
+        from muonsw.kernels.finite import find_bad
 
-
-def _failure(device: torch.device) -> str:
-    """Why the smallest kernel does not run on this device; empty if it does."""
-    from muonsw.kernels.finite import find_bad
-
-    try:
-        numbers = torch.zeros(16, dtype=torch.float32, device=device)  # sixteen, as aligned ones are read by steps
-        find_bad([numbers], numbers[0].clone())
-    except Exception as error:  # whatever a compiler or a driver may raise
-        return f"{type(error).__name__}: {error}"
-    return ""
+        try:
+            numbers = torch.zeros(16, dtype=torch.float32, device=device)  # sixteen: steps read aligned numbers
+            find_bad([numbers], numbers[0].clone())
+            return True
+        except Exception as error:  # whatever a compiler or a driver may raise
+            reason = f"{type(error).__name__}: {error}"
+    warnings.warn(f"steps on {device} use plain torch operations, which are slower: {reason}", stacklevel=users_line())
+    return False
 
 
 # Who looks at what kernels are given, while a graph is captured.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Self
 
@@ -32,15 +32,20 @@ def recorded(
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize(device)
-    stream = stream or torch.cuda.Stream(device)
-    with torch.cuda.stream(stream), _no_garbage_collection():
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            program()
-            graph.capture_end()
-        except BaseException:
-            _abandon(graph, device, pool)
-            raise
+    collects = gc.isenabled()
+    gc.disable()  # a graph that is destroyed while another is captured would spoil it
+    try:
+        with torch.cuda.stream(stream or torch.cuda.Stream(device)):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                program()
+                graph.capture_end()
+            except BaseException:
+                _abandon(graph, device, pool)
+                raise
+    finally:
+        if collects:
+            gc.enable()
     return graph
 
 
@@ -107,15 +112,3 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> No
         empty = torch.cuda.CUDAGraph()
         empty.capture_begin(capture_error_mode="thread_local")
         empty.capture_end()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A graph that is destroyed while another is captured would spoil it."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

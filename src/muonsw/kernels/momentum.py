@@ -57,17 +57,25 @@ class Precondition(NamedTuple):
     eps: float = 0.0
 
 
-@triton.jit
-def _advance_block(
+@triton.jit(do_not_specialize=["tensors", "blocks"])
+def _advance(
     pointers,
-    tensor,
+    sizes,
+    block_map,
     tensors,
-    offsets,
-    live,
+    out,
+    sums,
+    exponents,
+    bad,
     beta,
     gain,
     gain2,
     eps,
+    numel,
+    length,
+    blocks,
+    EQUAL: tl.constexpr,
+    HAS_FLAG: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
@@ -75,12 +83,26 @@ def _advance_block(
     MOMENTUM: tl.constexpr,
     PRECONDITION: tl.constexpr,
     SQUARES: tl.constexpr,
+    TARGET: tl.constexpr,
     ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Advance the momentum of a block in memory, and Muon^2's average squares; give what is to be orthogonalized.
+    """Advance the momentum of a block, and Muon^2's average squares; write what is to be orthogonalized.
 
-    The rows of the table are gradients, momenta, and the squares if there are any.
+    The rows of the table are gradients, momenta, squares and targets if there are any. EQUAL matrices have the same
+    number of blocks each, and their directions are one batch.
     """
+    place = tl.program_id(0)
+    if EQUAL:  # one axis of programs, because the others end at 65,535
+        tensor, block, within = place // blocks, place % blocks, tl.arange(0, BLOCK)
+        offsets = block.to(tl.int64) * length + within
+        inside, live = offsets < numel, offsets < limit(numel, bad, HAS_FLAG)
+        if PRECONDITION == EQUALIZE:  # a block is a row
+            inside, live = inside & (within < length), live & (within < length)
+    else:
+        tensor, offsets = block_of(block_map, BLOCK)
+        size = whole_number(sizes, tensor, ALIGNED)
+        inside, live = offsets < size, offsets < limit(size, bad, HAS_FLAG)
     momenta = start(pointers, tensors + tensor, MOMENTUM, ALIGNED)
     g = tl.load(start(pointers, tensor, GRAD, ALIGNED) + offsets, mask=live, other=0.0).to(tl.float32)
     m = tl.load(momenta + offsets, mask=live, other=0.0).to(tl.float32)
@@ -105,78 +127,27 @@ def _advance_block(
         v = lerp(tl.load(squares + offsets, mask=live, other=0.0).to(tl.float32), g * g, gain2)
         tl.store(squares + offsets, v.to(SQUARES), mask=live)
         ahead = tl.where(live, ahead / (tl.sqrt(v) + eps), 0.0)
-    return ahead
 
-
-@triton.jit(do_not_specialize=["blocks"])
-def _advance(
-    pointers,
-    out,
-    sums,
-    exponents,
-    bad,
-    beta,
-    gain,
-    gain2,
-    eps,
-    numel,
-    length,
-    blocks,
-    HAS_FLAG: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    EMA: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    GRAD: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    PRECONDITION: tl.constexpr,
-    SQUARES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    # one axis of programs, because the others end at 65,535
-    place = tl.program_id(0)
-    matrices = tl.num_programs(0) // blocks
-    matrix, block = place // blocks, place % blocks
-    within = tl.arange(0, BLOCK)
-    offsets = block.to(tl.int64) * length + within
-    inside, live = offsets < numel, offsets < limit(numel, bad, HAS_FLAG)
-    if PRECONDITION == EQUALIZE:  # a block is a row
-        inside, live = inside & (within < length), live & (within < length)
-    ahead = _advance_block(
-        pointers,
-        matrix,
-        matrices,
-        offsets,
-        live,
-        beta,
-        gain,
-        gain2,
-        eps,
-        MAXIMIZE,
-        EMA,
-        NESTEROV,
-        GRAD,
-        MOMENTUM,
-        PRECONDITION,
-        SQUARES,
-        ALIGNED,
-    )
-
-    # the exponent of the largest entry, kept where its power of two and the inverse are ordinary numbers
-    largest = tl.max(tl.abs(ahead), axis=0)
-    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-    ahead = ahead * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    square = tl.sum(ahead * ahead, axis=0)
-    if PRECONDITION == EQUALIZE:  # all blocks but zeros have one norm and one exponent
-        ahead = ahead / tl.where(square > 0.0, tl.sqrt(square), 1.0)
-        square = (square > 0.0).to(tl.float32)
-        tl.store(exponents + place, 127)
-    else:
-        tl.store(exponents + place, exponent)
-    tl.store(sums + place, square)
-    if ALIGNED == BY_FOUR:
-        out = by_four(out)
-    tl.store(out + matrix.to(tl.int64) * numel + offsets, ahead.to(out.dtype.element_ty), mask=inside)
+    if EQUAL:
+        # the exponent of the largest entry, kept where its power of two and the inverse are ordinary numbers
+        largest = tl.max(tl.abs(ahead), axis=0)
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        ahead = ahead * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        square = tl.sum(ahead * ahead, axis=0)
+        if PRECONDITION == EQUALIZE:  # all blocks but zeros have one norm and one exponent
+            ahead = ahead / tl.where(square > 0.0, tl.sqrt(square), 1.0)
+            square = (square > 0.0).to(tl.float32)
+            tl.store(exponents + place, 127)
+        else:
+            tl.store(exponents + place, exponent)
+        tl.store(sums + place, square)
+        if ALIGNED == BY_FOUR:
+            out = by_four(out)
+        tl.store(out + tensor.to(tl.int64) * numel + offsets, ahead.to(out.dtype.element_ty), mask=inside)
+    elif TARGET is not None:
+        row = 3 if PRECONDITION == MUON2 else 2
+        targets = start(pointers, row * tensors + tensor, TARGET, ALIGNED)
+        tl.store(targets + offsets, ahead.to(TARGET), mask=inside)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -216,57 +187,6 @@ def _normalize(
             pointers = out + matrix.to(tl.int64) * numel + offsets
             x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
             tl.store(pointers, (x * factor).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["tensors"])
-def _advance_only(
-    pointers,
-    sizes,
-    blocks,
-    tensors,
-    bad,
-    beta,
-    gain,
-    gain2,
-    eps,
-    HAS_FLAG: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    EMA: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    GRAD: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    PRECONDITION: tl.constexpr,
-    SQUARES: tl.constexpr,
-    TARGET: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    owner, offsets = block_of(blocks, BLOCK)
-    size = whole_number(sizes, owner, ALIGNED)
-    live = offsets < limit(size, bad, HAS_FLAG)
-    ahead = _advance_block(
-        pointers,
-        owner,
-        tensors,
-        offsets,
-        live,
-        beta,
-        gain,
-        gain2,
-        eps,
-        MAXIMIZE,
-        EMA,
-        NESTEROV,
-        GRAD,
-        MOMENTUM,
-        PRECONDITION,
-        SQUARES,
-        ALIGNED,
-    )
-    if TARGET is not None:
-        row = 3 if PRECONDITION == MUON2 else 2
-        targets = start(pointers, row * tensors + owner, TARGET, ALIGNED)
-        tl.store(targets + offsets, ahead.to(TARGET), mask=offsets < size)
 
 
 def are_matrices(tensors: Sequence[Tensor]) -> bool:
@@ -332,28 +252,31 @@ def normalized_momentum(
     block = length = BLOCK
     if given.name == "equalize":
         block, length = max(128, triton.next_power_of_2(columns)), columns
-    matrices = [matrix_addresses(tensors) for tensors in (grads, momenta, given.squares) if tensors]
+    lists = [tensors for tensors in (grads, momenta, given.squares) if tensors]
+    matrices = [matrix_addresses(tensors) for tensors in lists]
     count, blocks = len(matrices[0]), triton.cdiv(numel, length)
     out = torch.empty(count, rows, columns, dtype=dtype, device=device)
     sums = torch.empty(count, blocks, dtype=torch.float32, device=device)
     exponents = torch.empty(count, blocks, dtype=torch.int32, device=device)
     pointers, is_aligned = table(matrices, device)
-    scalars, choices = _momentum_arguments(form, beta, nesterov, maximize, flag, grads, momenta, given)
     launch_on(
         device,
         _advance,
         (count * blocks,),
         pointers,
+        pointers,
+        pointers,
+        count,
         out,
         sums,
         exponents,
         flag_or(flag, out),
-        *scalars,
-        numel,
-        length,
-        blocks,
-        **choices,
-        ALIGNED=alignment(is_aligned, out, *(tensors[0] for tensors in (grads, momenta, given.squares) if tensors)),
+        *(beta, 1 - beta, 1 - given.beta2, given.eps),
+        *(numel, length, blocks),
+        EQUAL=True,
+        **_choices(form, nesterov, maximize, flag, grads, momenta, given),
+        TARGET=None,
+        ALIGNED=alignment(is_aligned, out, *(tensors[0] for tensors in lists)),
         BLOCK=block,
         num_warps=WARPS if block <= BLOCK else 2 * WARPS,
     )
@@ -400,18 +323,22 @@ def advance_momenta(
     device, sizes = grads[0].device, lengths(pieces[0])
     pointers, is_aligned = table((*map(addresses, pieces), sizes), device)
     blocks = block_map(sizes, BLOCK, device)
-    scalars, choices = _momentum_arguments(form, beta, nesterov, maximize, flag, grads, momenta, given)
     launch_on(
         device,
-        _advance_only,
+        _advance,
         (blocks.shape[1],),
         pointers,
         pointers[-1],
         blocks,
         len(sizes),
+        pointers,
+        pointers,
+        pointers,
         flag_or(flag, pointers),
-        *scalars,
-        **choices,
+        *(beta, 1 - beta, 1 - given.beta2, given.eps),
+        *(0, 0, 0),
+        EQUAL=False,
+        **_choices(form, nesterov, maximize, flag, grads, momenta, given),
         TARGET=None if targets is None else DTYPES[targets[0].dtype],
         ALIGNED=alignment(is_aligned, *(tensors[0] for tensors in pieces)),
         BLOCK=BLOCK,
@@ -420,18 +347,17 @@ def advance_momenta(
     return True
 
 
-def _momentum_arguments(
+def _choices(
     form: str,
-    beta: float,
     nesterov: bool,
     maximize: bool,
     flag: Flag | None,
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
     given: Precondition,
-) -> tuple[tuple[float, ...], dict[str, object]]:
-    """The scalars of a momentum kernel, and what it is compiled for."""
-    return (beta, 1 - beta, 1 - given.beta2, given.eps), {
+) -> dict[str, object]:
+    """What the kernel is compiled for."""
+    return {
         "HAS_FLAG": flag is not None,
         "MAXIMIZE": maximize,
         "EMA": form == "ema",

@@ -1,19 +1,132 @@
-"""Decay and move of Muon's matrices along one batch of directions, in one pass."""
+"""How weights are decayed, moved and rounded; and the move of Muon's matrices along one batch of directions.
+
+One launch works on a list of tensors, whose addresses are columns of a table. Its rows: the weight; for stochastic
+rounding the step counter, the key of the noise and the position of the first element; other whole numbers; what the
+kernel reads beside weights; last the sizes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import BY_FOUR, DTYPES, alignment, block_of, by_four, limit, whole_number
-from muonsw.kernels.elementwise import BLOCK, WARPS, Motion, Weights, choices, rates, scalars, write
-from muonsw.kernels.tables import addresses, block_map, lengths, runs, table
-from muonsw.work import all_contiguous
+from muonsw.kernels.common import (
+    BY_FOUR,
+    DTYPES,
+    alignment,
+    block_of,
+    by_four,
+    flag_or,
+    limit,
+    start,
+    stochastic_round,
+    whole_number,
+)
+from muonsw.kernels.tables import Stretches, addresses, block_map, lengths, runs, table
+from muonsw.nonfinite import Flag
+from muonsw.work import all_contiguous, one_dtype
+
+BLOCK = 2048
+WARPS = 4
+
+
+class Motion(NamedTuple):
+    """How weights move: `W <- (1 - phi) W - eta * scale * direction` unless `flag` forbids it, as in `apply`.
+
+    Both rates are numbers, or both are scalars on the device.
+    """
+
+    eta: float | Tensor
+    phi: float | Tensor
+    flag: Flag | None
+    scale: float
+    cautious: bool
+
+
+class Weights(NamedTuple):
+    """Weights of one dtype, and what stochastic rounding needs: step counters and the keys of their noise."""
+
+    tensors: Sequence[Tensor]
+    rounding: str = "nearest"
+    counters: Sequence[Tensor] = ()
+    keys: Sequence[int] = ()
+
+    def rounding_rows(self, stretches: Stretches) -> list[list[int]]:
+        """The rows of the table that belong to the rounding, one column for each stretch of the weights."""
+        if self.rounding == "nearest":
+            return []
+        counters = [counter.data_ptr() for counter in self.counters]
+        return [
+            [counters[owner] for owner in stretches.owners],
+            [self.keys[owner] for owner in stretches.owners],
+            list(stretches.positions),
+        ]
+
+
+@triton.jit
+def rates(eta, phi, scale, ON_DEVICE: tl.constexpr):
+    """The factor of the direction, and that of the decay."""
+    if ON_DEVICE:
+        eta, phi = tl.load(eta).to(tl.float32), tl.load(phi).to(tl.float32)
+    return eta * scale, phi
+
+
+@triton.jit
+def write(
+    pointers,
+    tensors,
+    owner,
+    offsets,
+    inside,
+    direction,
+    rate,
+    decay,
+    CAUTIOUS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Decay and move the weights of one block, in float32, and round once."""
+    weights = start(pointers, owner, WEIGHT, ALIGNED)
+    w = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
+    if CAUTIOUS:  # spares elements that move outward
+        w = w - tl.where(w * direction >= 0, w, 0.0) * decay
+    else:
+        w = w - w * decay  # 1 - decay would be rounded, to the same side at every step
+    w = w - rate * direction
+    if STOCHASTIC:
+        step = tl.load(start(pointers, tensors + owner, tl.float32, False))
+        key = tl.load(pointers + 2 * tensors + owner)
+        position = tl.load(pointers + 3 * tensors + owner) + offsets
+        w = stochastic_round(w, step, key, position, WEIGHT)
+    tl.store(weights + offsets, w.to(WEIGHT), mask=inside)
+
+
+def takes(*lists: Sequence[Tensor]) -> bool:
+    """Whether each list has one dtype that the kernels read, and only contiguous tensors."""
+    return all(tensors[0].dtype in DTYPES and one_dtype(tensors) and all_contiguous(tensors) for tensors in lists)
+
+
+def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:
+    """The arguments of a kernel that say how far weights move."""
+    return motion.eta, motion.phi, motion.scale, flag_or(motion.flag, unused)
+
+
+def choices(weights: Weights, motion: Motion) -> dict[str, object]:
+    """What a kernel that moves weights is compiled for."""
+    return {
+        "HAS_FLAG": motion.flag is not None,
+        "ON_DEVICE": isinstance(motion.eta, Tensor),
+        "CAUTIOUS": motion.cautious,
+        "STOCHASTIC": weights.rounding == "stochastic",
+        "WEIGHT": DTYPES[weights.tensors[0].dtype],
+    }
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -23,13 +136,10 @@ def _move(
     blocks,
     tensors,
     directions,
-    factors,
-    columns,
     eta,
     phi,
     scale,
     bad,
-    HAS_FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ON_DEVICE: tl.constexpr,
@@ -45,27 +155,14 @@ def _move(
     if ALIGNED == BY_FOUR:
         directions = by_four(directions)
     direction = tl.load(directions + first + offsets, mask=inside, other=0.0).to(tl.float32)
-    if HAS_FACTORS:
-        begin = first + tl.load(blocks + tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK
-        # a quotient of numbers below 2^21 by one rounded product: a half keeps it away from whole numbers
-        rows = (((begin % columns) + tl.arange(0, BLOCK)).to(tl.float32) + 0.5) * (1.0 / columns)
-        direction *= tl.load(factors + begin // columns + rows.to(tl.int32), mask=inside, other=0.0)
     rate, decay = rates(eta, phi, scale, ON_DEVICE)
     write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED)
 
 
-LONGEST_ROW = 2**20
-
-
-def move(
-    weights: Weights, directions: Sequence[Tensor], motion: Motion, row_factors: Tensor | None = None, columns: int = 1
-) -> bool:
-    """Move weights along directions that lie one after another in one tensor; False, and nothing done, if they do not.
-
-    Each row of so many `columns` is multiplied by its factor, if there are any, in float32.
-    """
+def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
+    """Move weights along directions that lie one after another in one tensor; False, and nothing done, if not so."""
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
-    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions) or columns > LONGEST_ROW:
+    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions):
         return False
     stretches = runs(weights.tensors)
     if stretches is None:
@@ -85,10 +182,7 @@ def move(
         blocks,
         len(sizes),
         directions[0],
-        directions[0] if row_factors is None else row_factors,
-        columns,
         *scalars(motion, pointers),
-        HAS_FACTORS=row_factors is not None,
         STATE_ROW=row,
         **choices(weights, motion),
         ALIGNED=alignment(is_aligned, weights.tensors[0], directions[0]),

@@ -2,7 +2,7 @@
 
 Directions are seen as slices: the rows of a matrix, or its columns. Three launches: the squares of slices are summed
 (AdaMuon's division goes before that, in the same pass); one program for each matrix turns them into factors, and
-advances NorMuon's averages; then slices are multiplied, or the factors of rows are handed on.
+advances NorMuon's averages; then slices are multiplied.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _turn_into_factors(
     ALIGNED: tl.constexpr,
     SUMS_READ: tl.constexpr,
 ):
-    """Replace sums of squares by factors: as `normalize.normuon` says, or, without averages, by that of the norm."""
+    """Replace sums of squares by factors: those of NorMuon, or without averages that of the norm."""
     matrix = tl.program_id(0)
     first = sums + matrix.to(tl.int64) * slices
     total = 0.0
@@ -164,65 +164,29 @@ def takes(directions: Tensor, state: Sequence[Tensor]) -> bool:
     )
 
 
-def normuon_(
+def normalize_(
     directions: Tensor,
-    averages: Sequence[Tensor],
     *,
-    by_row: bool,
-    beta2: float,
-    eps: float,
-    snap: bool,
-    flag: Flag | None,
-    hand_on: bool = False,
-) -> Tensor | None:
-    """`normalize.normuon` on directions (count, rows, columns), in place.
-
-    Args:
-        directions: contiguous.
-        averages: of mean squares in float32, one for each row (or column) of each matrix: (m, 1) or stacks of that.
-        by_row: whether slices are rows, as matrices are stored.
-        beta2: the averages' decay.
-        eps: what is added to divisors.
-        snap: whether norms are first set to that of an orthogonal matrix.
-        flag: where it forbids the step, the averages stay.
-        hand_on: whether to return the factors (count, rows, 1) of rows, and leave the multiplication to the caller.
-    """
-    return _normalize_slices(
-        directions, (), averages, by_row=by_row, beta2=beta2, eps=eps, snap=snap, flag=flag, hand_on=hand_on
-    )
-
-
-def adamuon_(
-    directions: Tensor,
-    averages: Sequence[Tensor],
-    *,
-    beta2: float,
-    eps: float,
-    flag: Flag | None,
-    hand_on: bool = False,
-) -> Tensor | None:
-    """`normalize.adamuon` on directions, in place; averages are stacks of matrices in the shape of theirs."""
-    return _normalize_slices(directions, averages, (), beta2=beta2, eps=eps, snap=True, flag=flag, hand_on=hand_on)
-
-
-def muon_plus_(directions: Tensor, *, hand_on: bool = False) -> Tensor | None:
-    """`normalize.muon_plus` on directions, in place."""
-    return _normalize_slices(directions, (), (), eps=0.0, snap=True, hand_on=hand_on)
-
-
-def _normalize_slices(
-    directions: Tensor,
-    averages: Sequence[Tensor],
-    slice_averages: Sequence[Tensor],
-    *,
-    eps: float,
-    snap: bool,
+    averages: Sequence[Tensor] = (),
+    slice_averages: Sequence[Tensor] = (),
+    eps: float = 0.0,
+    snap: bool = True,
     by_row: bool = True,
     beta2: float = 0.0,
     flag: Flag | None = None,
-    hand_on: bool = False,
-) -> Tensor | None:
-    """Divide elements by the roots of `averages`, or slices by those of `slice_averages`, and set norms."""
+) -> None:
+    """NorMuon, AdaMuon or Muon+ (`muonsw.slots.normalize`) on directions (count, rows, columns), in place.
+
+    Args:
+        directions: contiguous.
+        averages: AdaMuon's, stacks of matrices; elements are divided by their roots.
+        slice_averages: NorMuon's, in float32: (m, 1) or (1, n) of each matrix, or stacks of that.
+        eps: what is added to divisors.
+        snap: whether norms are set to that of an orthogonal matrix, before NorMuon's division.
+        by_row: whether slices are rows, as matrices are stored.
+        beta2: the decay of averages.
+        flag: where it forbids the step, the averages stay.
+    """
     (count, rows, columns), device = directions.shape, directions.device
     slices, along, strides = (rows, columns, (columns, 1)) if by_row else (columns, rows, (1, columns))
     short = SHORT // 2 if averages else SHORT  # elements in registers are fewer where there are more of each
@@ -268,7 +232,4 @@ def _normalize_slices(
         SUMS_READ=SUMS_READ,
         num_warps=WARPS,
     )
-    if hand_on and by_row:
-        return sums[..., None]
     launch_on(device, _multiply, (count * groups,), directions, sums, *sizes, **tile, num_warps=WARPS)
-    return None

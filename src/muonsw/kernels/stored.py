@@ -157,7 +157,7 @@ def _tiles(codes: Tensor, scale: Tensor) -> tuple[int, dict[str, int]]:
 
 
 def encode(x: Tensor, codes: Tensor, scale: Tensor, levels: int, noise: Noise | None, ok: Tensor | None) -> None:
-    """`stored.encode` of contiguous float32 in one pass, unless `ok` is false."""
+    """`codecs.encode` of contiguous float32 in one pass, unless `ok` is false."""
     if not codes.numel():
         return
     programs, tiles = _tiles(codes, scale)
@@ -185,7 +185,7 @@ def encode(x: Tensor, codes: Tensor, scale: Tensor, levels: int, noise: Noise | 
 
 
 def decode(codes: Tensor, scale: Tensor, levels: int) -> Tensor:
-    """`stored.decode` in one pass."""
+    """`codecs.decode` in one pass."""
     x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     if codes.numel():
         programs, tiles = _tiles(codes, scale)

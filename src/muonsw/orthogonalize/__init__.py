@@ -15,7 +15,6 @@ from muonsw.orthogonalize.coefficients import POLAR_EXPRESS as POLAR_EXPRESS
 from muonsw.orthogonalize.coefficients import Coefficients as Coefficients
 from muonsw.orthogonalize.coefficients import CoefficientSet as CoefficientSet
 from muonsw.orthogonalize.coefficients import Schedule as Schedule
-from muonsw.orthogonalize.coefficients import singular_value_map as singular_value_map
 from muonsw.orthogonalize.exact import exact as exact
 from muonsw.orthogonalize.iterations import Iteration as Iteration
 from muonsw.orthogonalize.iterations import auto as auto
@@ -45,23 +44,3 @@ for _name, _coefficients in COEFFICIENT_SETS.items():
         ORTHOGONALIZERS.register(_name, Iteration(_coefficients))
 ORTHOGONALIZERS.register("exact", exact)
 ORTHOGONALIZERS.register("aurora", aurora)
-
-__all__ = [
-    "COEFFICIENT_SETS",
-    "NS5",
-    "ORTHOGONALIZERS",
-    "POLAR_EXPRESS",
-    "CoefficientSet",
-    "Coefficients",
-    "Iteration",
-    "Orthogonalizer",
-    "Schedule",
-    "aurora",
-    "auto",
-    "exact",
-    "gram_newton_schulz",
-    "newton_schulz",
-    "normalize",
-    "polar_express",
-    "singular_value_map",
-]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Coefficients: TypeAlias = tuple[float, float, float]
 Schedule: TypeAlias = tuple[Coefficients, ...]
@@ -109,22 +108,3 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
     "polar_express_nanochat": CoefficientSet(POLAR_EXPRESS_5, divisor=1.01, restarts=(1, 2)),
     "simple_quintic": CoefficientSet((SIMPLE_QUINTIC,), steps=12, restarts=(4,)),
 }
-
-
-def singular_value_map(schedule: Schedule) -> Callable[[Any], Any]:
-    """Give the scalar function, of a float or a tensor, that a schedule applies to every singular value.
-
-    The singular values are those of the normalised matrix, so relative to its Frobenius norm.
-
-    Examples:
-        >>> round(singular_value_map(COEFFICIENT_SETS["newton_schulz"].schedule(5))(1.0), 4)
-        0.6964
-    """
-
-    def apply(sigma: Any) -> Any:
-        for a, b, c in schedule:
-            square = sigma * sigma
-            sigma = sigma * (a + square * (b + square * c))
-        return sigma
-
-    return apply

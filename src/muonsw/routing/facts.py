@@ -31,14 +31,12 @@ class Subject(NamedTuple):
     owner: nn.Module
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter, also if it is sharded."""
-        return tuple(self.param.shape)
-
-    @property
     def words(self) -> list[str]:
-        """The parts of its name that the model's author chose."""
-        return [*(names.meaningful(self.path.split(".")) if self.path else ()), self.own]
+        """The parts of its name that the model's author chose: not PEFT's, and not the adapter names after them."""
+        path = self.path.split(".") if self.path else []
+        pairs = zip(["", *path], path, strict=False)
+        chosen = [word for before, word in pairs if word not in names.PEFT_WORDS and before != "modules_to_save"]
+        return [*chosen, self.own]
 
     @property
     def called(self) -> str:
@@ -48,7 +46,7 @@ class Subject(NamedTuple):
     @property
     def long_axes(self) -> int:
         """How many axes are longer than one."""
-        return sum(size > 1 for size in self.shape)
+        return sum(size > 1 for size in self.param.shape)
 
 
 class Layer(NamedTuple):
@@ -62,40 +60,29 @@ class Layer(NamedTuple):
     in_out: bool = False
 
 
-class Experts(NamedTuple):
-    """Routed experts: modules of a list, or stacked in parameters of one module. Their number is one of `counts`."""
-
-    listed: bool
-    counts: set[int]
-
-
 class ModelFacts:
     """Everything that the rules look up. Wrappers such as torch.compile's appear neither in paths nor in names."""
 
     def __init__(self, model: nn.Module) -> None:
         # A wrapper and its content have the same clean name; the content comes later and stays.
         self.modules = {names.clean_name(model, path): module for path, module in model.named_modules()}
-        self.parameters = [(names.clean_name(model, name), param) for name, param in model.named_parameters()]
+        self.subjects: list[Subject] = []  # every parameter once, under its first name
         self.owners: dict[Tensor, list[nn.Module]] = {}
-        self._weights: dict[str, Tensor] = {}  # what is trained as each layer's `weight`
+        weights: dict[str, Tensor] = {}
         for path, module in self.modules.items():
             for own, param in module._parameters.items():
                 if param is not None:
-                    layer, name = self._place(path, own)
-                    self.owners.setdefault(param, []).append(self.modules[layer])
-                    if name == "weight":
-                        self._weights[layer] = param
-        self._find_layers()
+                    place, called = self._place(path, own)
+                    if param not in self.owners:
+                        name = f"{path}.{own}" if path else own
+                        self.subjects.append(Subject(name, param, called, place, self.modules[place]))
+                    self.owners.setdefault(param, []).append(self.modules[place])
+                    if called == "weight":
+                        weights[place] = param
+        self._find_layers(weights)
         self._find_experts()
         self._find_blocks()
         self._find_declarations()
-
-    def subjects(self) -> Iterator[Subject]:
-        """Every trainable parameter once, under its first name."""
-        for name, param in self.parameters:
-            if param.requires_grad:
-                path, own = self._place(*name.rpartition(".")[::2])
-                yield Subject(name, param, own, path, self.modules[path])
 
     def _place(self, path: str, own: str) -> tuple[str, str]:
         """The layer a parameter belongs to and its name there, looking through torch's lists and parametrizations."""
@@ -107,35 +94,34 @@ class ModelFacts:
             if kinds <= RESCALING and own == ("original1" if "_WeightNorm" in kinds else "original"):
                 layer, _, own = f".{path}".rpartition(".parametrizations.")
                 return layer[1:], own
-        if own.endswith("_v") and f"{own[:-2]}_g" in module._parameters:  # the older weight norm
-            return path, own[:-2]
-        if own.endswith("_orig") and own[:-5] not in module._parameters:  # spectral norm and pruning
-            return path, own[:-5]
+        # torch's older functions for weight norm, spectral norm and pruning
+        if own == "weight_orig" or (own == "weight_v" and "weight_g" in module._parameters):
+            own = "weight"
         return path, own
 
-    def _find_layers(self) -> None:
+    def _find_layers(self, weights: dict[str, Tensor]) -> None:
         """List the layers in order, with bare matrices oriented by the widths that the others read."""
-        layers, bare = [], []
+        sizes = {path: _declared_sizes(module) for path, module in self.modules.items() if not _is_copy(path)}
         self._widths: dict[str, dict[int, None]] = {}  # what is read under each path, in order
-        for order, (path, module) in enumerate(self.modules.items()):
-            if "original_module" in path.split(".") or names.ADAPTER.search(path):
-                continue
-            if (sizes := _declared_sizes(module)) is not None:
-                is_map = isinstance(module, nn.Linear | _ConvNd)
-                layers.append(Layer(order, path, *sizes, self._weights.get(path) if is_map else None))
+        for path, declared in sizes.items():
+            if declared is not None:
                 for around in outwards(path):
-                    self._widths.setdefault(around, {}).update(dict.fromkeys(sizes[0]))
+                    self._widths.setdefault(around, {}).update(dict.fromkeys(declared[0]))
+        layers: list[Layer] = []
+        for order, (path, declared) in enumerate(sizes.items()):
+            module = self.modules[path]
+            if declared is not None:
+                is_map = isinstance(module, nn.Linear | _ConvNd)
+                layers.append(Layer(order, path, *declared, weights.get(path) if is_map else None))
             elif not isinstance(module, ParametrizationList) and not is_table(module):
-                members = [(own, p) for own, p in module._parameters.items() if p is not None and p.dim() > 1]
-                bare += [(order, path, own, p) for own, p in members if p.shape[0] > 1]
-        for order, path, own, param in bare:
-            if param.dim() > 2:
-                layers.append(Layer(order, path, tuple(param.shape[-2:]), None))
-            elif is_linear(self.modules[path], own, param):
-                in_out = self.stored_in_out(path, own, param)
-                gives, reads = reversed(param.shape) if in_out else param.shape
-                layers.append(Layer(order, path, (reads,), gives, param, in_out))
-        layers.sort(key=lambda layer: layer.order)
+                found = [(own, p) for own, p in module._parameters.items() if p is not None and p.dim() > 1]
+                for own, param in ((own, p) for own, p in found if p.shape[0] > 1):
+                    if param.dim() > 2:
+                        layers.append(Layer(order, path, tuple(param.shape[-2:]), None))
+                    elif _is_linear(module, own, param):
+                        in_out = self.stored_in_out(path, own, param)
+                        gives, reads = reversed(param.shape) if in_out else param.shape
+                        layers.append(Layer(order, path, (reads,), gives, param, in_out))
         self.maps = [layer for layer in layers if layer.gives is not None]
         self.layer_of = {layer.weight: layer for layer in layers if layer.weight is not None}
         self.reading: dict[int, list[Layer]] = {}
@@ -150,9 +136,10 @@ class ModelFacts:
         module, (rows, columns) = self.modules[path], weight.shape[-2:]
         if hasattr(module, "nf") and hasattr(module, "nx"):  # the Conv1D of GPT-2
             return True
-        bias = bias_of(module, own)
-        if bias is not None and rows != columns:
-            return bool(bias.shape[-1] == columns)
+        for name in (own.replace("weight", "bias"), f"{own}_bias"):
+            bias = module._parameters.get(name)
+            if bias is not None and name != own and rows != columns:
+                return bool(bias.shape[-1] == columns)
         is_down = any(names.DOWN.search(word.lower()) for word in (own, path.rpartition(".")[2]))
         for around in outwards(path):
             for width in self._widths.get(around, ()):
@@ -162,11 +149,11 @@ class ModelFacts:
 
     def _find_experts(self) -> None:
         """Find routed experts, by name or by the attribute that counts them, and where their router can be."""
-        self._experts: dict[str, Experts] = {}
-        self._choices: dict[str, set[int]] = {}  # under each path, how many experts a router may choose among
+        self.experts: dict[str, set[int]] = {}  # by the path of a list or stack, how many there may be
+        self.choices: dict[str, set[int]] = {}  # under each path, how many experts a router may choose among
         for path, module in self.modules.items():
-            listed = isinstance(module, LISTS)
-            parts = [part for part in module.children() if listed and any(True for _ in part.parameters())]
+            parts = list(module.children()) if isinstance(module, LISTS) else []
+            parts = [part for part in parts if any(True for _ in part.parameters())]
             matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
             kind = type(names.unwrapped(parts[0]) if parts else module).__name__
             if not (parts or matrices) or names.says_router(kind):
@@ -175,30 +162,22 @@ class ModelFacts:
             counts = declared or {len(parts), *(p.shape[0] for p in matrices if p.dim() > 2)} - {0, 1}
             called = any(names.says_expert(word) for word in (*path.split(".")[-2:], kind))
             if counts and (called or declared or names.MIXTURE.search(path.rpartition(".")[2])):
-                self._experts[path] = Experts(listed, counts)
-                self._choices.setdefault(holder_of(path), set()).update(counts)
+                self.experts[path] = counts
+                self.choices.setdefault(holder_of(path), set()).update(counts)
 
-    def experts_around(self, subject: Subject) -> Experts | None:
-        """The closest experts that hold this parameter."""
-        around = ((path, self._experts[path]) for path in outwards(subject.path) if path in self._experts)
-        return next((experts for path, experts in around if experts.listed or path == subject.path), None)
-
-    def counts_experts(self, subject: Subject) -> bool:
-        """Whether a matrix gives one number for each of the experts beside it or beside its holder."""
-        # A bare matrix may be stored either way.
-        sizes = set(subject.shape[:1] if isinstance(subject.owner, nn.Linear) else subject.shape)
-        return any(sizes & self._choices.get(path, set()) for path in list(outwards(subject.path))[:3])
+    def experts_around(self, path: str) -> str | None:
+        """The path of the closest experts that hold this one: a list of modules, or the module with the stack."""
+        around = (outer for outer in outwards(path) if outer in self.experts)
+        return next((outer for outer in around if outer == path or isinstance(self.modules[outer], LISTS)), None)
 
     def _find_blocks(self) -> None:
         """Find the repeated parts of the model: elements of lists, and modules whose class is used twice."""
-        originals = (path for path in self.modules if "original_module" not in path.split("."))  # PEFT's frozen copies
-        classes = Counter(type(self.modules[path]) for path in originals)
+        classes = Counter(map(type, self.modules.values()))
         self._blocks: set[str] = set()
         for path, module in self.modules.items():
-            if isinstance(self.modules[holder_of(path)], LISTS) and not isinstance(module, nn.ModuleList):
-                repeated = "modules_to_save" not in path.split(".")[-2:]
-            else:
-                repeated = classes[type(module)] > 1 and not isinstance(module, nn.Sequential | LISTS)
+            repeated = classes[type(module)] > 1 and not isinstance(module, nn.Sequential | LISTS)
+            if isinstance(self.modules[holder_of(path)], LISTS):
+                repeated = not isinstance(module, nn.ModuleList)
             if repeated and module._modules and path:
                 self._blocks.add(path)
         self.given_outside = {layer.gives for layer in self.maps if not self.in_block(layer.path)}
@@ -207,7 +186,7 @@ class ModelFacts:
         """Ask the model for its outputs, its input tables and what it wants without decay."""
         outputs: list[Any] = [m for m in self.modules.values() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
         tables = []
-        self.without_decay = {name for name, p in self.parameters if getattr(p, "_no_weight_decay", False)}
+        self.without_decay = {s.name for s in self.subjects if getattr(s.param, "_no_weight_decay", False)}
         for path, module in self.modules.items():
             for method in ("get_output_embeddings", "get_classifier"):
                 answer = _ask(module, method)
@@ -225,16 +204,6 @@ class ModelFacts:
     def in_block(self, path: str) -> bool:
         """Whether a module lies in a repeated part of the model."""
         return any(around in self._blocks for around in outwards(path))
-
-    def is_read(self, layer: Layer, scope: str = "") -> bool:
-        """Whether another layer under `scope` reads as many features as this one gives."""
-        readers = self.reading.get(layer.gives or 0, ())
-        return any(other is not layer and within(other.path, scope) for other in readers)
-
-    def is_read_beside(self, layer: Layer) -> bool:
-        """Whether a layer of the same module reads what this one gives, as down reads gate."""
-        beside = self.beside[holder_of(layer.path)] if layer.path else ()
-        return any(other is not layer and other.gives and layer.gives in other.reads for other in beside)
 
 
 def holder_of(path: str) -> str:
@@ -265,12 +234,6 @@ def is_table(module: nn.Module) -> bool:
     return isinstance(module, TABLES) or type(module).__name__.lower().endswith(("embedding", "embeddings"))
 
 
-def bias_of(module: nn.Module, own: str) -> Tensor | None:
-    """The bias that belongs to a weight of the same module: `bias` to `weight`, `x_bias` to `x` and `x_weight`."""
-    candidates = [own.replace("weight", "bias"), f"{own}_bias"] if "weight" in own else [f"{own}_bias"]
-    return next((bias for name in candidates if (bias := module._parameters.get(name)) is not None), None)
-
-
 def expert_counts(module: nn.Module) -> set[int]:
     """How many experts a module's attributes declare; a router declares them too, but has none."""
     if names.says_router(type(module).__name__):
@@ -279,10 +242,16 @@ def expert_counts(module: nn.Module) -> set[int]:
     return {value for value in counts if isinstance(value, int) and value > 1}
 
 
-def is_linear(module: nn.Module, own: str, weight: Tensor) -> bool:
+def _is_copy(path: str) -> bool:
+    """Whether a module is PEFT's: a frozen original, or a factor that no other layer reads."""
+    return "original_module" in path.split(".") or names.ADAPTER.search(path) is not None
+
+
+def _is_linear(module: nn.Module, own: str, weight: Tensor) -> bool:
     """Whether a bare matrix is a linear map, as its name or class says; of experts it has one flat row for each."""
+    named = bool(names.LINEAR.search(own)) and not names.TABLE.search(own)
     kind = type(module).__name__.lower()
-    called = names.says_linear(own) or any(word in kind for word in ("linear", "dense", "conv1d"))
+    called = named or any(word in kind for word in ("linear", "dense", "conv1d"))
     return called and not is_norm(module) and weight.shape[0] not in expert_counts(module)
 
 

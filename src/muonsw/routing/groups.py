@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from itertools import chain, count
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.options import COMMON, unknown_option, validate_option
-from muonsw.routing.names import aliases
+from muonsw.routing.names import PEFT_PREFIX
 from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
 from muonsw.text import text_table, users_line
 from muonsw.work import Group
@@ -67,9 +67,23 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
             f"options to the class itself or in patterns"
         )
     if _needs_matrices(algorithm) and not any(_needs_matrices(group["algorithm"]) for group in groups):
-        _warn_without_matrices(groups)
+        roles = sorted({group["role"] for group in groups})
+        lora = (
+            " Low-rank factors get Muon with patterns={'role:lora': {'algorithm': 'muon'}}." if "lora" in roles else ""
+        )
+        warnings.warn(
+            f"MuonSW.for_model found no matrix to orthogonalize: every parameter goes to another algorithm (roles: "
+            f"{', '.join(roles)}). Look at optimizer.routing(reasons=True).{lora}",
+            stacklevel=users_line(),
+        )
     groups.sort(key=lambda group: group["role"] not in MATRIX_ROLES)
-    _name(groups)
+    taken: Counter[str] = Counter()
+    for group in groups:  # loggers tell groups apart by their names
+        name = wanted = str(group.get("name") or group["role"])
+        while name in taken:
+            taken[wanted] += 1
+            name = f"{wanted}-{taken[wanted]}"
+        taken[name], group["name"] = 1, name
     return Routing(groups, reasons)
 
 
@@ -94,16 +108,6 @@ def _needs_matrices(algorithm: str) -> bool:
     return ALGORITHMS[algorithm].matrices is not None
 
 
-def _name(groups: list[Group]) -> None:
-    """Give each group a unique `name` for loggers: its role or the name from its pattern, numbered if taken."""
-    taken: set[str] = set()
-    for group in groups:
-        wanted = str(group.get("name") or group["role"])
-        candidates = chain([wanted], (f"{wanted}-{number}" for number in count(2)))
-        group["name"] = next(name for name in candidates if name not in taken)
-        taken.add(group["name"])
-
-
 def patterns_within(model: nn.Module, patterns: dict[str, Group]) -> dict[str, Group]:
     """The patterns that match something in this model; one stage of a pipeline need not match them all."""
     routed = list(classify(model))
@@ -113,7 +117,7 @@ def patterns_within(model: nn.Module, patterns: dict[str, Group]) -> dict[str, G
 def _matches(pattern: str, entry: RoutedParameter) -> bool:
     if pattern.startswith(ROLE_PREFIX):
         return pattern.removeprefix(ROLE_PREFIX) == entry.role
-    return any(fnmatchcase(name, pattern) for name in aliases(entry.name))
+    return fnmatchcase(entry.name, pattern) or fnmatchcase(entry.name.removeprefix(PEFT_PREFIX), pattern)
 
 
 def check_adamw(adamw: Group) -> None:
@@ -142,20 +146,9 @@ def _refuse_shapeless(model: nn.Module) -> None:
         piece = sized and own == "weight" and param.dim() < 2
         if piece or own == "_flat_param" or type(param).__name__ == "FlatParameter":
             raise ValueError(
-                f"{name} has been flattened to a vector, as FullyShardedDataParallel (FSDP1) does; no matrix can be "
-                f"seen in it any more, and every weight would get AdamW without decay. Shard with "
+                f"{name} has been flattened to a vector, as FullyShardedDataParallel (FSDP1) does. Shard with "
                 f"torch.distributed.fsdp.fully_shard (FSDP2), which keeps shapes, or use DistributedDataParallel"
             )
-
-
-def _warn_without_matrices(groups: list[Group]) -> None:
-    roles = sorted({group["role"] for group in groups})
-    lora = " Low-rank factors get Muon with patterns={'role:lora': {'algorithm': 'muon'}}." if "lora" in roles else ""
-    warnings.warn(
-        f"MuonSW.for_model found no matrix to orthogonalize: every parameter goes to another algorithm (roles: "
-        f"{', '.join(roles)}). Look at optimizer.routing(reasons=True).{lora}",
-        stacklevel=users_line(),
-    )
 
 
 def routing_table(groups: list[Group]) -> str:

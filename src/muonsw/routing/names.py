@@ -62,37 +62,20 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _is_wrappers(module: object, word: str) -> bool:
-    """Whether a wrapper keeps its content under this word."""
     classes = {cls.__name__ for cls in type(module).__mro__}
     return word in WRAPPER_WORDS or (word == "module" and bool(classes & WRAPPER_CLASSES))
 
 
-def aliases(name: str) -> tuple[str, ...]:
-    """The names under which a pattern may find a parameter: its own, and without PEFT's prefix."""
-    return (name, name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else (name,)
-
-
-def meaningful(words: list[str]) -> list[str]:
-    """The words of a path that its author chose: not PEFT's, and not the adapter names after them."""
-    pairs = zip(["", *words], words, strict=False)
-    return [word for previous, word in pairs if word not in PEFT_WORDS and previous != "modules_to_save"]
-
-
 def says_expert(word: str) -> bool:
     """Whether a name or class is one for routed experts; a shared expert is an ordinary layer."""
-    return bool(EXPERT.search(snake_case(word)))
+    return bool(EXPERT.search(_snake_case(word)))
 
 
 def says_router(word: str) -> bool:
     """Whether a name or class is one for routers."""
-    return bool(ROUTER.search(snake_case(word)))
+    return bool(ROUTER.search(_snake_case(word)))
 
 
-def says_linear(word: str) -> bool:
-    """Whether a parameter's name is one for linear maps, such as `w1` or `c_proj`."""
-    return bool(LINEAR.search(word)) and not TABLE.search(word)
-
-
-def snake_case(word: str) -> str:
+def _snake_case(word: str) -> str:
     """A class name in the form of a module's name, without the prefix of fully_shard: `top_krouter` for TopKRouter."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word.removeprefix("FSDP")).lower()

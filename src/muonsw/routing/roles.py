@@ -31,8 +31,6 @@ ROLES = (*MATRIX_ROLES, *OTHER_ROLES)
 
 # Blocks in the weights of torch's recurrent layers, one for each gate, as torch documents them.
 GATES = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
-# How many projections are often fused into one: keys and values or gate and up, queries too, and their output.
-FUSED = (2, 3, 4)
 # Libraries whose `qkv` keeps all queries, then all keys, then all values, and the files of timm that go head by head.
 QKV_LIBRARIES = frozenset({"timm", "torchvision", "transformers"})
 HEAD_BY_HEAD = frozenset(f"timm.models.{file}" for file in ("efficientformer", "levit", "maxxvit", "tiny_vit"))
@@ -51,26 +49,21 @@ class RoutedParameter(NamedTuple):
     decayed: bool
 
 
-class Decision(NamedTuple):
-    """A role, the reason in one sentence, and how Muon must see the parameter if it is to."""
-
-    role: str
-    reason: str
-    view: View
-
-
+# A role, the reason in one sentence, and how Muon must see the parameter if it is to.
+Decision = tuple[str, str, View]
 Rule = Callable[[Subject, ModelFacts], Decision | None]
 
 
 def classify(model: nn.Module) -> Iterator[RoutedParameter]:
     """Name, role, reason and matrix view of each trainable parameter; tied weights come once."""
     facts = ModelFacts(model)
-    for subject in facts.subjects():
-        role, reason, view = next(decision for rule in RULES if (decision := rule(subject, facts)) is not None)
-        decayed = role in MATRIX_ROLES and subject.name not in facts.without_decay
-        if role in MATRIX_ROLES and not decayed:
-            reason += "; the model declares it without decay"
-        yield RoutedParameter(subject.name, subject.param, role, reason, view, decayed)
+    for subject in facts.subjects:
+        if subject.param.requires_grad:
+            role, reason, view = next(decision for rule in RULES if (decision := rule(subject, facts)) is not None)
+            decayed = role in MATRIX_ROLES and subject.name not in facts.without_decay
+            if role in MATRIX_ROLES and not decayed:
+                reason += "; the model declares it without decay"
+            yield RoutedParameter(subject.name, subject.param, role, reason, view, decayed)
 
 
 def adapter(subject: Subject, model: ModelFacts) -> Decision | None:
@@ -81,7 +74,7 @@ def adapter(subject: Subject, model: ModelFacts) -> Decision | None:
     named = any(names.ADAPTER.search(word) for word in subject.words)
     if not (inside or named) or subject.long_axes < 2 or "bias" in subject.own:
         return None
-    return Decision("lora", "a low-rank factor of an adapter", _plain_view(subject, model))
+    return "lora", "a low-rank factor of an adapter", _plain_view(subject, model)
 
 
 def bias(subject: Subject, _: ModelFacts) -> Decision | None:
@@ -89,30 +82,29 @@ def bias(subject: Subject, _: ModelFacts) -> Decision | None:
     if not names.BIAS.search(subject.own.lower()):
         return None
     if subject.param.dim() > 1 and names.TABLE.search(subject.own.lower()):
-        return Decision("embedding", "a table of offsets", {})
-    return Decision("bias", "it is added to features", {})
+        return "embedding", "a table of offsets", {}
+    return "bias", "it is added to features", {}
 
 
 def norm(subject: Subject, _: ModelFacts) -> Decision | None:
     """Gains of norms, also with an axis for heads or space."""
     if is_norm(subject.owner):
-        return Decision("norm", f"it belongs to {type(subject.owner).__name__}", {})
+        return "norm", f"it belongs to {type(subject.owner).__name__}", {}
     called = "norm" in type(subject.owner).__name__.lower() or "norm" in subject.own.lower()
     if called and subject.long_axes <= 1:
-        return Decision("norm", "a vector of something that is called a norm", {})
+        return "norm", "a vector of something that is called a norm", {}
     return None
 
 
 def embedding(subject: Subject, model: ModelFacts) -> Decision | None:
     """Tables that are looked up, also if the head shares them."""
-    owners = model.owners.get(subject.param, [subject.owner])
-    if any(isinstance(owner, TABLES) for owner in owners):
-        return Decision("embedding", "rows are looked up in it", {})
+    if any(isinstance(owner, TABLES) for owner in model.owners[subject.param]):
+        return "embedding", "rows are looked up in it", {}
     if isinstance(subject.owner, nn.Linear | _ConvNd) or subject.long_axes != 2:
         return None
     declared = subject.owner in model.tables and subject.own == "weight"
     if declared or is_table(subject.owner):
-        return Decision("embedding", "its module is an embedding", {})
+        return "embedding", "its module is an embedding", {}
     return None
 
 
@@ -129,39 +121,42 @@ def position(subject: Subject, model: ModelFacts) -> Decision | None:
             first = next(layer for layer in model.maps if within(layer.path, path))
             if max(first.reads) <= COORDINATES:
                 reason = f"{path} computes positions from {max(first.reads)} coordinates, in place of a table"
-                return Decision("embedding", reason, _plain_view(subject, model))
+                return "embedding", reason, _plain_view(subject, model)
     return None
 
 
 def router(subject: Subject, model: ModelFacts) -> Decision | None:
     """Matrices that choose among experts, by name or because they give a number for each of the experts near them."""
-    if subject.param.dim() != 2 or subject.long_axes < 2:
+    shape, reason, layer = subject.param.shape, None, model.layer_of.get(subject.param)
+    if len(shape) != 2 or subject.long_axes < 2:
         return None
-    reason, layer = None, model.layer_of.get(subject.param)
+    beside = model.beside[holder_of(layer.path)] if layer is not None and layer.path else ()
     if any(names.says_router(word) for word in (*subject.words, type(subject.owner).__name__)):
         reason = "it is called a router"
-    elif layer is not None and model.is_read_beside(layer):
+    elif layer is not None and any(o is not layer and o.gives and layer.gives in o.reads for o in beside):
         return None  # the gate of a gated MLP
     elif names.GATE.match(subject.called):
         reason = "it is called a gate, and no layer beside it reads what it gives"
-    elif model.experts_around(subject) is None and model.counts_experts(subject):
-        reason = "it gives one number for each of the experts beside it"
-    return Decision("router", reason, _plain_view(subject, model)) if reason else None
+    elif model.experts_around(subject.path) is None:
+        sizes = set(shape[:1] if isinstance(subject.owner, nn.Linear) else shape)  # a bare matrix may lie either way
+        if any(sizes & model.choices.get(path, set()) for path in list(outwards(subject.path))[:3]):
+            reason = "it gives one number for each of the experts beside it"
+    return ("router", reason, _plain_view(subject, model)) if reason else None
 
 
 def head(subject: Subject, model: ModelFacts) -> Decision | None:
     """Outputs: maps whose result the model gives away instead of reading it again."""
     layer = model.layer_of.get(subject.param)
-    if layer is None or model.experts_around(subject) is not None:
+    if layer is None or model.experts_around(subject.path) is not None:
         return None
     reason = _why_output(layer, isinstance(subject.owner, _ConvNd), model)
-    return Decision("head", reason, _plain_view(subject, model)) if reason else None
+    return ("head", reason, _plain_view(subject, model)) if reason else None
 
 
 def vector(subject: Subject, _: ModelFacts) -> Decision | None:
     """At most one axis is longer than one: nothing to orthogonalize, whatever the number of axes."""
     if subject.long_axes <= 1:
-        return Decision("vector", "at most one of its axes is longer than one", {})
+        return "vector", "at most one of its axes is longer than one", {}
     return None
 
 
@@ -171,31 +166,31 @@ def convolution(subject: Subject, _: ModelFacts) -> Decision | None:
     if not isinstance(module, _ConvNd) or subject.own != "weight":
         return None
     if module.groups > 1 and module.groups == module.in_channels:
-        return Decision("depthwise", "each channel has filters of its own, so rows have nothing in common", {})
+        return "depthwise", "each channel has filters of its own, so rows have nothing in common", {}
     if module.out_channels == 1:
-        return Decision("vector", "a single filter", {})
+        return "vector", "a single filter", {}
     view = _kernel_view(module)
     if module.groups == 1:
-        return Decision("convolution", "a convolution, one row for each output channel", view)
+        return "convolution", "a convolution, one row for each output channel", view
     view |= {"heads": module.groups, "split_dim": 1} if "transposed" in view else {"heads": module.groups}
-    return Decision("convolution", f"a convolution of {module.groups} groups, one matrix each", view)
+    return "convolution", f"a convolution of {module.groups} groups, one matrix each", view
 
 
 def experts(subject: Subject, model: ModelFacts) -> Decision | None:
     """Matrices of routed experts, in a list or in a stack."""
-    found = model.experts_around(subject)
-    if found is None:
+    path = model.experts_around(subject.path)
+    if path is None:
         return None
-    view: View = {}
+    counts, view = model.experts[path], View()
     if subject.param.dim() > 2:
         in_out = model.stored_in_out(subject.path, subject.own, subject.param)
         view = {"matrix": "stack", "transposed": True} if in_out else {"matrix": "stack"}
-        fits = subject.shape[0] in found.counts
+        fits = subject.param.shape[0] in counts
     else:
-        fits = found.listed or isinstance(subject.owner, nn.Linear)
+        fits = path != subject.path or isinstance(subject.owner, nn.Linear)
     if not fits:
-        return Decision("unclear", "it holds several experts, and nothing tells where each of them is", {})
-    return Decision("experts", f"one of {max(found.counts)} experts, or all of them in one parameter", view)
+        return "unclear", "it holds several experts, and nothing tells where each of them is", {}
+    return "experts", f"one of {max(counts)} experts, or all of them in one parameter", view
 
 
 def table(subject: Subject, model: ModelFacts) -> Decision | None:
@@ -203,13 +198,13 @@ def table(subject: Subject, model: ModelFacts) -> Decision | None:
     if isinstance(subject.owner, nn.Linear | _ConvNd | nn.MultiheadAttention | RECURRENT):
         return None
     if names.TABLE.search(subject.own.lower()):
-        return Decision("embedding", "it is called a table, a position, a token or the like", {})
-    if subject.shape[0] == 1:
-        return Decision("embedding", "its first axis has length one, as learned inputs have", {})
+        return "embedding", "it is called a table, a position, a token or the like", {}
+    if subject.param.shape[0] == 1:
+        return "embedding", "its first axis has length one, as learned inputs have", {}
     if subject.name in model.without_decay:
-        return Decision("vector", "the model declares it without decay", {})
+        return "vector", "the model declares it without decay", {}
     if names.ELEMENTWISE.search(subject.own) and subject.own != "weight":
-        return Decision("vector", "its name is one of parameters that act elementwise", {})
+        return "vector", "its name is one of parameters that act elementwise", {}
     return None
 
 
@@ -218,12 +213,12 @@ def known_module(subject: Subject, _: ModelFacts) -> Decision | None:
     module = subject.owner
     if isinstance(module, nn.MultiheadAttention):
         if subject.own != "in_proj_weight":
-            return Decision("hidden", "a projection of attention", {})
-        return Decision("hidden", "queries, keys and values of torch's attention", _parts(subject, 3))
+            return "hidden", "a projection of attention", {}
+        return "hidden", "queries, keys and values of torch's attention", _parts(subject, 3)
     if isinstance(module, RECURRENT):
         gates = next((count for kind, count in GATES.items() if isinstance(module, kind)), 1)
         fused = gates > 1 and not subject.own.startswith("weight_hr")
-        return Decision("hidden", "a recurrent layer of torch", _parts(subject, gates) if fused else {})
+        return "hidden", "a recurrent layer of torch", _parts(subject, gates) if fused else {}
     return None
 
 
@@ -233,24 +228,25 @@ def linear(subject: Subject, model: ModelFacts) -> Decision | None:
         return None
     view = _plain_view(subject, model)
     if _stacks_queries_keys_values(subject, model):
-        view["split_sizes"] = (max(subject.shape) // 3,) * 3
-        return Decision("hidden", "queries, keys and values, each a linear map", view)
+        view["split_sizes"] = (max(subject.param.shape) // 3,) * 3
+        return "hidden", "queries, keys and values, each a linear map", view
     # Other layouts differ under one name, and only the reader of the model's code can confirm a split.
     fused = names.FUSED.search(subject.called)
     hint = "; if it fuses several projections, split_sizes or heads separate them" if fused else ""
-    return Decision("hidden", "a linear map inside the model" + hint, view)
+    return "hidden", "a linear map inside the model" + hint, view
 
 
 def stack(subject: Subject, _: ModelFacts) -> Decision | None:
     """Queries, keys and values in one parameter (3, out, in), as a name such as `qkv_w` tells."""
-    if subject.param.dim() != 3 or subject.shape[0] not in FUSED or not names.FUSED.search(subject.own):
-        return None
-    return Decision("hidden", f"{subject.shape[0]} linear maps side by side", {"matrix": "stack"})
+    shape = subject.param.shape
+    if len(shape) == 3 and shape[0] in (2, 3, 4) and names.FUSED.search(subject.own):
+        return "hidden", f"{shape[0]} linear maps side by side", {"matrix": "stack"}
+    return None
 
 
 def unclear(subject: Subject, _: ModelFacts) -> Decision:
     """What no rule explains."""
-    return Decision("unclear", f"nothing tells what its axes {subject.shape} mean", {})
+    return "unclear", f"nothing tells what its axes {tuple(subject.param.shape)} mean", {}
 
 
 RULES: tuple[Rule, ...] = (
@@ -274,8 +270,9 @@ RULES: tuple[Rule, ...] = (
 
 def _why_output(layer: Layer, is_kernel: bool, model: ModelFacts) -> str | None:
     """Why a layer is an output of the model; None if it feeds another layer."""
-    gives, is_read = layer.gives or 0, model.is_read(layer)
-    if any(within(layer.path, path) and not model.is_read(layer, path) for path in model.heads):
+    gives = layer.gives or 0
+    is_read = any(other is not layer for other in model.reading.get(gives, ()))
+    if any(within(layer.path, path) for path in model.heads):
         return "the model declares it as its output layer"
     if _in_attention(layer, model):
         return None
@@ -288,25 +285,17 @@ def _why_output(layer: Layer, is_kernel: bool, model: ModelFacts) -> str | None:
     if model.in_block(layer.path):
         is_output = not is_read and gives in model.given_outside
         return f"nothing reads its {gives} features, and an output outside is as wide" if is_output else None
-    if len(model.maps) == 1:
-        return None  # a model of one layer has no inside and no outside
-    is_last = layer is model.maps[-1]
     others = [other for other in model.maps if other is not layer]
-    if is_last and gives not in layer.reads and all(other.gives != gives for other in others):
-        return f"it is the last layer of the model and the only one that gives {gives} features"
-    if is_kernel:
-        return None  # what a convolution gives is often flattened before it is read
-    if not is_read:
-        # Fused projections, such as gate and up before down, are read in parts by a later layer beside them.
-        later = (other for other in model.beside[holder_of(layer.path)] if other.order > layer.order)
-        is_fused = any(gives == count * size for other in later for size in other.reads for count in FUSED)
-        return None if is_fused else f"nothing in the model reads its {gives} features"
-    # The last layer may be an output as wide as the features, unless another is, or all layers have one width.
-    widths = {size for other in others for size in (*other.reads, other.gives)}
-    has_output = any(not model.is_read(other) for other in others if not model.in_block(other.path))
-    if not is_last or model.vocabulary is not None or has_output or widths == {gives}:
-        return None
-    return f"it is the last layer, although others read {gives} features too"
+    if not others:
+        return None  # a model of one layer has no inside and no outside
+    if not is_read and not is_kernel:  # what a convolution gives is often flattened before it is read
+        return f"nothing in the model reads its {gives} features"
+    # The last layer is an output unless all layers have one width; a kernel must be the only one of its width.
+    widths = {other.gives for other in others}
+    if not is_kernel:
+        widths = set() if widths | {size for other in others for size in other.reads} != {gives} else {gives}
+    is_output = layer is model.maps[-1] and gives not in widths
+    return f"it is the last layer of the model, and gives {gives} features" if is_output else None
 
 
 def _in_attention(layer: Layer, model: ModelFacts) -> bool:
@@ -366,4 +355,4 @@ def _kernel_view(module: _ConvNd) -> View:
 
 
 def _parts(subject: Subject, count: int) -> View:
-    return {"split_sizes": (subject.shape[0] // count,) * count}
+    return {"split_sizes": (subject.param.shape[0] // count,) * count}

@@ -8,9 +8,10 @@ time, from copies of their state; for others it is the change that was stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,13 +25,19 @@ from muonsw.slots import wide_dtype
 from muonsw.state import layouts, zeros
 from muonsw.step import chunk_bytes, update_batch
 from muonsw.summary import Summary
-from muonsw.telemetry.parameters import Matrices, ModelView, ParameterInfo, Rows, parameter_infos
-from muonsw.telemetry.record import Measured, Sample, inner, norm
+from muonsw.telemetry.parameters import ModelView, ParameterInfo, Rows, parameter_infos
+from muonsw.telemetry.record import MEASURED, SQUARES, Sample
 from muonsw.telemetry.spectrum import Spectrum
 from muonsw.work import Batch, Group, Item, StepContext
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 # An update that is smaller than a weight by this many units of rounding cannot be told from none.
 ROUNDING = 4
+
+# Rows of more elements than this are summed in pieces: float32 sums lose digits with their length.
+LONGEST = 2**16
 
 # torch optimizers that shrink weights by lr * weight_decay before they move them.
 _DECOUPLED = (torch.optim.AdamW, torch.optim.Muon)
@@ -42,11 +49,11 @@ _ANNOUNCEMENT = (
 
 
 class Before(NamedTuple):
-    """A parameter before the step: its weight, its state if u is computed again, its gradient if that was measured."""
+    """Copies before a step: the weight, the state if u is computed again, the gradient if the optimizer is not ours."""
 
     weight: Tensor
     state: dict[str, Tensor] | None
-    gradient: list[dict[str, Tensor]] | None
+    gradient: Tensor | None
 
 
 class Observer:
@@ -77,9 +84,8 @@ class Observer:
                         key: value.clone() if is_dtensor(value) else value.to(local(param).device, copy=True)
                         for key, value in self.ours.state.get(param, {}).items()
                     }
-                if self.ours is None and not closure:  # some optimizers overwrite gradients
-                    rows_of_sizes = Matrices.of(self.optimizer, group, param, self.view).rows(param)
-                    gradient = [measure_gradient(rows.of(weight), param, rows) for rows in rows_of_sizes]
+                if self.ours is None and not closure:
+                    gradient = param.grad.clone()  # some optimizers overwrite it
                 self._before[param] = Before(weight, state, gradient)
         if ranks is not None and any(map(is_dtensor, self._before)):
             ranks.announced.append(_ANNOUNCEMENT)
@@ -104,27 +110,50 @@ class Observer:
             skipped, stepped = self._skipped, {param for param in self._before if param.grad is not None}
             phis = [known_decay(self.optimizer, group) for group in self.optimizer.param_groups]
         infos = parameter_infos(self.optimizer, self.view, phis)
-        sample = Sample(infos, [], {}, {}, skipped, was_skipped)
-        for param, info in infos.items():
-            groups = () if self.ours is None else self.ours._ranks.layouts.sharding_groups(param)
-            if groups:
-                sample.shared[param] = groups
-            if param not in stepped or param not in self._before:
-                continue
-            before, update = self._before[param], None
+        sample = Sample(infos, {}, {}, skipped, was_skipped)
+        measured = []
+        for param in [param for param in infos if param in stepped and param in self._before]:
+            info, before, update = infos[param], self._before[param], None
             # Both are collectives for a sharded parameter, also on a rank that holds nothing of it.
             sample.spectra[param] = self.spectrum.measure(param, info.matrices, before.weight)
             if before.state is not None and info.decay is not None and not was_skipped:
                 update = self._intended_update(info, param, before.weight, before.state)
-            sample.measured.extend(self._measure(info, param, before, update))
+            measured += [(param, *found) for found in self._measure(info, param, before, update)]
+        for param, info in infos.items():
+            total = info.matrices.total
+            sample.tables[param] = torch.zeros(len(MEASURED), total, dtype=torch.float64, device="cpu")
+        for param, rows, values in measured:  # only now, because each transfer waits for the device
+            sample.tables[param][0, rows.numbers] = rows.area
+            sample.tables[param][1:, rows.numbers] = values.cpu().double()
+        self._sum_over_ranks(sample.tables)
         self.stop()
         return sample
 
+    def _sum_over_ranks(self, tables: dict[Tensor, Tensor]) -> None:
+        """Square the norms and add up what each rank holds of a sharded parameter."""
+        shared: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+        for param, table in tables.items():
+            table[1 : 1 + len(SQUARES)].square_()
+            # What has overflowed is NaN: over infinity an alignment or a relative size would be zero.
+            table[~table.isfinite()] = torch.nan
+            groups = () if self.ours is None else self.ours._ranks.layouts.sharding_groups(param)
+            if groups:
+                shared.setdefault(groups, []).append(param)
+        for groups, params in shared.items():  # one reduction for all parameters of the same ranks
+            total = torch.cat([tables[param] for param in params], dim=1).to(local(params[0]).device)
+            for group in groups:
+                dist.all_reduce(total, group=group)
+            parts = torch.split(total.cpu(), [tables[param].shape[1] for param in params], dim=1)
+            tables.update(zip(params, parts, strict=True))
+
     def _measure(
         self, info: ParameterInfo, param: Tensor, before: Before, intended: Tensor | None
-    ) -> Iterator[Measured]:
+    ) -> Iterator[tuple[Rows, Tensor]]:
+        """Norms and inner products of the matrices that this rank holds, those of one size together."""
         momentum = self._momentum(param)
-        for number, rows in enumerate(info.matrices.rows(param)):
+        grad = _local_gradient(param) if before.gradient is None else before.gradient
+        grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
+        for rows in info.matrices.rows(param):
             w = rows.of(before.weight)
             change = rows.of(param.detach()) - w
             u = -change if intended is None else rows.of(intended)
@@ -139,11 +168,14 @@ class Observer:
             if intended is None:
                 lost = values["uu"] <= ROUNDING * torch.finfo(w.dtype).eps * values["ww"]
                 values |= {key: torch.where(lost, 0.0, values[key]) for key in ("uu", "wu")}
-            values |= measure_gradient(w, param, rows) if before.gradient is None else before.gradient[number]
+            if grad is not None:
+                g = rows.of(grad)
+                values |= {"gg": norm(g), "wg": inner(w, g)}
             if momentum is not None:
                 m = rows.of(momentum)
                 values |= {"mm": norm(m), "wm": inner(w, m), "ww_momentum": values["ww"]}
-            yield Measured(param, rows.numbers, rows.area, values)
+            zero = torch.zeros_like(values["ww"])
+            yield rows, torch.stack([values.get(name, zero) for name in MEASURED[1:]])
 
     def _momentum(self, param: Tensor) -> Tensor | None:
         """The momentum after the step, as it is kept."""
@@ -180,13 +212,24 @@ class Observer:
         return local(put_state(param, moved, as_dtensor(param).placements)) if is_dtensor(param) else moved
 
 
-def measure_gradient(w: Tensor, param: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """The norm of the gradient, and its inner product with the weights."""
-    grad = _local_gradient(param)
-    if grad is None:
-        return {}
-    g = rows.of(grad if grad.layout == torch.strided else grad.to_dense())
-    return {"gg": norm(g), "wg": inner(w, g)}
+def inner(x: Tensor, y: Tensor) -> Tensor:
+    """Inner products of the rows of two (rows, elements) tensors."""
+    products: Tensor = torch.linalg.vecdot(x, y)
+    return products
+
+
+def norm(x: Tensor) -> Tensor:
+    """Euclidean norms of the rows of a (rows, elements) tensor."""
+    rows, elements = x.shape
+    pieces = elements // LONGEST
+    norms: Tensor
+    if elements <= LONGEST or x.dtype == torch.float64:
+        norms = torch.linalg.vector_norm(x, dim=1)
+    elif elements % pieces == 0:
+        norms = torch.linalg.vector_norm(torch.linalg.vector_norm(x.reshape(rows, pieces, -1), dim=2), dim=1)
+    else:
+        norms = inner(x, x).sqrt()  # slower, but its sums lose no digits
+    return norms
 
 
 def _local_gradient(param: Tensor) -> Tensor | None:

@@ -63,8 +63,7 @@ class TensorBoardSink:
     """
 
     def __init__(self, writer: Any, *, parameters: bool = False) -> None:
-        self.writer = writer
-        self.parameters = parameters
+        self.writer, self.parameters = writer, parameters
 
     def __call__(self, record: Record) -> None:
         """Write the scalars of a record."""
@@ -81,8 +80,7 @@ class WandbSink:
     """
 
     def __init__(self, run: Any, *, parameters: bool = False) -> None:
-        self.run = run
-        self.parameters = parameters
+        self.run, self.parameters = run, parameters
         self._kinds: set[str] = set()
 
     def __call__(self, record: Record) -> None:
@@ -104,8 +102,7 @@ class MlflowSink:
     """
 
     def __init__(self, run: Any, *, parameters: bool = False) -> None:
-        self.run = run
-        self.parameters = parameters
+        self.run, self.parameters = run, parameters
 
     def __call__(self, record: Record) -> None:
         """Log the scalars of a record."""

@@ -1,0 +1,91 @@
+"""Weights that a kernel moves and rounds are those of torch operations; and the check for finite gradients."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+import triton.language as tl
+
+from muonsw.kernels import finite
+from muonsw.kernels.common import DTYPES, stochastic_round
+from muonsw.kernels.move import Motion, Weights, move
+from muonsw.kernels.tables import runs
+from muonsw.precision import mix
+from muonsw.precision import stochastic_round as rounded
+
+
+@triton.jit
+def _round(x, out, step, key, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(out + place, stochastic_round(tl.load(x + place), tl.load(step), key, place, DTYPE))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, of infinity times zero
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_makes_the_same_bits(dtype, device):
+    """For numbers of any size and sign, those that cannot be told from zero, and those that are none."""
+    powers = torch.randint(-30 if dtype == torch.float16 else -148, 17, (4096,))
+    x = torch.ldexp(torch.randn(4096), powers)
+    x[:7] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.3895e38, -3.4e38])
+    x, out = x.to(device), torch.empty(4096, device=device)
+    step, key = torch.tensor(5.0, device=device), 77
+    _round[(1,)](x, out, step, key, DTYPES[dtype], 4096)
+    seed = mix(torch.tensor(5, dtype=torch.int32, device=device) ^ key)
+    expected = rounded(x, dtype, seed)
+    assert torch.equal(out.to(dtype).nan_to_num(1.5), expected.nan_to_num(1.5))
+    assert torch.equal(out.to(dtype).isnan(), x.isnan())
+    assert not torch.equal(expected, x.to(dtype))
+
+
+def test_runs_cover_a_tensor_in_order():
+    base = torch.arange(4 * 64 * 32.0).view(4, 64, 32)
+    for tensor in (base, base[:, 16:48], base[1:3, :, :]):
+        flat = tensor.reshape(-1)
+        found = runs([tensor])
+        assert set(found.owners) == {0}
+        assert sum(found.sizes) == tensor.numel()
+        for address, size, position in zip(found.addresses, found.sizes, found.positions, strict=True):
+            start = (address - base.data_ptr()) // 4
+            assert torch.equal(base.view(-1)[start : start + size], flat[position : position + size])
+    assert runs([base.mT]) is None
+
+
+def test_many_small_decays_are_not_rounded_to_one_side(device):
+    """As in test_precision, by the kernel: the mean over the weights stays far below 2^-25 a step."""
+    phi, steps = 2.0**-10 + 2.0**-25 - 2.0**-40, 200
+    start = (torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) + 0.5).to(device)
+    weight, zero = start.clone(), torch.zeros_like(start)
+    for _ in range(steps):
+        assert move(Weights([weight]), [zero], Motion(0.1, phi, None, 1.0, False))
+    error = weight.double() / (start.double() * (1 - phi) ** steps) - 1
+    assert abs(float(error.mean())) < 0.1 * steps * 2.0**-25
+
+
+def test_a_stack_of_blocks_and_a_matrix_move_along_one_batch(device):
+    base, other = torch.randn(2, 40, 300, device=device), torch.randn(20, 300, device=device)
+    weights, U = [base[:, :20], other], torch.randn(3, 20, 300, device=device)
+    wanted = [0.75 * w - 0.5 * d for w, d in zip(weights, [U[:2], U[2]], strict=True)]
+    assert move(Weights(weights), [U[:2], U[2]], Motion(0.5, 0.25, None, 1.0, False))
+    assert all(torch.allclose(w, x, rtol=1e-6, atol=1e-6) for w, x in zip(weights, wanted, strict=True))
+    assert not move(Weights(weights), [U[:2], U[2].clone()], Motion(0.5, 0.25, None, 1.0, False))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_bad_entry_is_found_wherever_it_is(bad, dtype, device):
+    def all_finite(grads):
+        flag = torch.zeros((), device=device)
+        finite.find_bad(grads, flag)
+        return flag == 0
+
+    grads = [torch.randn(n).to(device) for n in (1, 2048, 5000)] + [torch.randn(3, 5).to(device, dtype)]
+    assert all_finite(grads)
+    for grad in grads:
+        for place in (0, grad.numel() // 2, grad.numel() - 1):
+            old = grad.view(-1)[place].clone()
+            grad.view(-1)[place] = bad
+            assert not all_finite(grads)
+            grad.view(-1)[place] = old
+    assert all_finite([g * 1e30 if g.dtype == torch.float32 else g for g in grads])

@@ -1,0 +1,202 @@
+"""Every shape that a model may hold, seen as matrices: each view equals what it stands for."""
+
+import pytest
+import torch
+from torch import nn
+
+from muonsw import MuonSW
+from muonsw.matrices import SHAPE_SCALES, MatrixView, matrix_chunks
+from muonsw.reference import Decay, ReferenceMuonSW, ns5
+from muonsw.work import Item
+from tests.common.problems import assert_same, matrices, run, set_gradients
+
+PEAK, LAM, STEPS = 0.05, 0.3, 20
+FLOAT64 = {"lr": PEAK, "weight_decay": LAM, "ns_dtype": "float64"}
+
+
+def assert_follows(param, references, pieces_of, **options):
+    """Steps with the same gradients for an optimizer and for references of the parts that it must see."""
+    optimizer = MuonSW([param], **FLOAT64, **options)
+    for step in range(STEPS):
+        set_gradients([param], step)
+        for reference, grad in zip(references, pieces_of(param.grad), strict=True):
+            reference.step(grad, PEAK)
+        optimizer.step()
+    for reference, piece in zip(references, pieces_of(param.detach()), strict=True):
+        torch.testing.assert_close(piece, reference.W, rtol=1e-9, atol=1e-11)
+
+
+def reference(W, scale="match_rms_adamw", **options):
+    listing = {"nesterov": True, "heavy_ball": False, "orthogonalize": ns5, "stretch": SHAPE_SCALES[scale]}
+    return ReferenceMuonSW(W, Decay("scaled", LAM, PEAK), **listing, **options)
+
+
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "original", "spectral"])
+@pytest.mark.parametrize("shape", [(4, 12), (12, 4), (3, 4, 10)])
+def test_a_weight_stored_as_in_out_gets_the_scale_of_out_in(shape, scale):
+    (param,) = matrices(shape, dtype=torch.float64)
+    matrix = "stack" if len(shape) > 2 else None
+    pieces_of = lambda t: t.reshape(-1, *shape[-2:])  # noqa: E731
+    references = [reference(W, scale, in_out=True) for W in pieces_of(param.detach())]
+    assert_follows(param, references, pieces_of, scale=scale, transposed=True, matrix=matrix)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "axis"),
+    [
+        ((12, 5), {}, 0),
+        ((5, 12), {"split_dim": 1}, 1),
+        ((5, 12), {"transposed": True}, 1),
+        ((12, 5), {"transposed": True, "split_dim": 1}, 0),
+    ],
+)
+def test_heads_are_separate_matrices(shape, options, axis):
+    """Three heads along out, which is the last axis where the weight is stored as (in, out)."""
+    (param,) = matrices(shape, dtype=torch.float64)
+    pieces_of = lambda t: t.split(4, axis)  # noqa: E731
+    in_out = options.get("transposed", False)
+    references = [reference(W, "spectral", in_out=in_out) for W in pieces_of(param.detach())]
+    assert_follows(param, references, pieces_of, scale="spectral", heads=3, **options)
+
+
+def test_a_grouped_convolution_is_its_groups():
+    """Four groups of two filters each train as four convolutions side by side."""
+    (conv,) = matrices((8, 3, 2, 2), dtype=torch.float64)
+    pieces_of = lambda t: [part.reshape(2, 12) for part in t.split(2)]  # noqa: E731
+    assert_follows(conv, [reference(W) for W in pieces_of(conv.detach())], pieces_of, matrix="flatten", heads=4)
+
+
+def test_a_transposed_convolution_is_a_matrix_of_in_and_the_rest():
+    (conv,) = matrices((6, 3, 2, 2), dtype=torch.float64)
+    pieces_of = lambda t: [t.reshape(6, 12)]  # noqa: E731
+    references = [reference(W, "original", in_out=True) for W in pieces_of(conv.detach())]
+    assert_follows(conv, references, pieces_of, scale="original", matrix="flatten", transposed=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "dim", "matrix"),
+    [
+        ((3, 10, 4), (5, 5), 0, "stack"),
+        ((3, 4, 10), (4, 6), 1, "stack"),
+        ((8, 3, 2, 2), (3, 5), 0, "flatten"),
+        ((4, 6, 2, 2), (2, 4), 1, "flatten"),
+    ],
+)
+def test_a_fused_projection_is_its_parts(shape, sizes, dim, matrix):
+    """In stacks and convolutions; `tests/family` has plain matrices, with every rule."""
+    (fused,) = matrices(shape, dtype=torch.float64)
+    axis = dim if matrix == "flatten" else len(shape) - 2 + dim
+    parts = [nn.Parameter(p.clone()) for p in fused.detach().split(sizes, axis)]
+    together = MuonSW([fused], **FLOAT64, matrix=matrix, split_sizes=sizes, split_dim=dim)
+    apart = MuonSW(parts, **FLOAT64, matrix=matrix)
+    for step in range(5):
+        set_gradients([fused], step)
+        for part, grad in zip(parts, fused.grad.split(sizes, axis), strict=True):
+            part.grad = grad.clone()
+        together.step()
+        apart.step()
+    expected = torch.cat([p.detach() for p in parts], axis)
+    torch.testing.assert_close(fused.detach(), expected, rtol=1e-12, atol=1e-14)
+
+
+FLOAT32 = {"lr": PEAK, "weight_decay": LAM, "ns_dtype": "float32"}
+
+
+def stepped(params, steps=5, **options):
+    run(MuonSW(params, **FLOAT32, **options), params, steps)
+    return [p.detach() for p in params]
+
+
+def test_a_channels_last_convolution_is_the_same():
+    (conv,) = matrices((6, 2, 3, 3))
+    last = nn.Parameter(conv.detach().clone(memory_format=torch.channels_last))
+    expected = stepped([conv], matrix="flatten")
+    assert_same(stepped([last], matrix="flatten"), expected)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1), (40, 3), (3, 40)])
+def test_narrow_matrices_move_by_the_shape_scale(shape):
+    """One step from zero momentum moves a matrix by eta * 0.2 sqrt(max(m, n)) * (an almost orthogonal matrix)."""
+    (param,) = matrices(shape, dtype=torch.float64)
+    before = param.detach().clone()
+    set_gradients([param], 0)
+    MuonSW([param], lr=0.05, weight_decay=0.0).step()
+    moved = torch.linalg.svdvals(param.detach() - before) / (0.05 * 0.2 * max(shape) ** 0.5)
+    assert moved.min() > 0.6
+    assert moved.max() < 1.21
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 0), (0, 3, 3), (2, 0, 3)])
+def test_zero_size_parameters_are_harmless(shape):
+    empty, full = nn.Parameter(torch.zeros(shape)), matrices((4, 4))[0]
+    optimizer = MuonSW([empty, full], **FLOAT32, matrix="stack")
+    before = full.detach().clone()
+    set_gradients([empty, full], 0)
+    optimizer.step()
+    assert empty.shape == shape
+    assert not torch.equal(full, before)
+
+
+def test_non_contiguous_parameters_and_gradients():
+    (plain,) = matrices((6, 4))
+    strided = nn.Parameter(plain.detach().t().contiguous().t())
+    assert not strided.is_contiguous()
+    a, b = MuonSW([plain], **FLOAT32), MuonSW([strided], **FLOAT32)
+    for step in range(5):
+        set_gradients([plain], step)
+        strided.grad = plain.grad.t().contiguous().t()
+        a.step()
+        b.step()
+    torch.testing.assert_close(strided.detach(), plain.detach())
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 700, 10**9])
+def test_chunks_hold_every_matrix_once_and_as_many_as_fit(chunk_bytes):
+    shapes = [(4, 6), (3, 5, 4), (4, 6), (7, 5, 4), (4, 6)]
+    items = [Item(place, str(place), param, param, {}) for place, param in enumerate(map(torch.zeros, shapes))]
+    chunks = matrix_chunks(MatrixView("stack"), items, chunk_bytes)
+    for bucket, parts in chunks:
+        elements = sum(part.grad.numel() for part in parts)
+        assert 4 * elements <= max(chunk_bytes, 4 * bucket.rows * bucket.columns)
+        for part in parts:
+            part.grad.add_(1)
+    assert all(bool((item.grad == 1).all()) for item in items)
+    assert len(chunks) == {1: 13, 200: 8, 700: 3, 10**9: 2}[chunk_bytes]
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd", "lion"])
+def test_chunks_of_any_size_give_the_same(algorithm):
+    """What is computed together is a matter of memory alone."""
+    shapes = [(4, 6), (3, 5, 4), (4, 6), (50, 2), (7, 5, 4)]
+
+    def result(chunk_bytes):
+        params = matrices(*shapes, dtype=torch.float64)
+        group = {"params": params, "algorithm": algorithm, "matrix": "stack", "momentum": 0.9}
+        run(MuonSW([group], lr=0.05, weight_decay=0.3, chunk_bytes=chunk_bytes), params, 4)
+        return params
+
+    for chunk_bytes in (1, 100, 700, 10**9):
+        for a, b in zip(result(chunk_bytes), result(None), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((5,), {}, r"algorithm='muon' needs matrices, but layer\.w has shape \(5,\)"),
+        ((), {}, r"algorithm='muon' needs matrices"),
+        ((2, 3, 4), {}, r"layer\.w has shape \(2, 3, 4\).*matrix='stack'"),
+        ((8, 3, 3, 3), {}, r"matrix='flatten'.*MuonSW\.for_model"),
+        ((6, 4), {"split_sizes": (2, 3)}, r"add up to 5, but layer\.w of shape \(6, 4\) has 6 along axis 0"),
+        ((12, 4), {"heads": 5}, r"heads=5 asks for equal blocks, but layer\.w of shape \(12, 4\) has 12 along axis 0"),
+        ((12, 4), {"heads": 3, "transposed": True}, r"heads=3 asks for equal blocks, .* has 4 along axis 1"),
+        ((12, 4), {"heads": 2, "split_sizes": (6, 6)}, r"heads=2 and split_sizes=\(6, 6\) both say how to split"),
+        ((12, 4), {"heads": 0}, "heads=0: must be a whole number of at least 1"),
+        ((12, 4), {"heads": 2.0}, r"heads=2\.0: must be a whole number"),
+        ((12, 4), {"transposed": 1}, "transposed=1: must be True or False"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(shape, options, message):
+    with pytest.raises(ValueError, match=message):
+        MuonSW([("layer.w", nn.Parameter(torch.ones(shape)))], lr=0.1, **options)

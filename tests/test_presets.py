@@ -1,0 +1,161 @@
+"""Presets: the authors' options by name, which `for_model` takes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from muonsw import ALGORITHMS, PRESETS, AdamWSW, MuonSW
+from muonsw.state import state_bytes
+from muonsw.text import sized
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.RMSNorm(16), torch.nn.Linear(16, 8))
+
+
+def trained(built, optimizer, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        built(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in built.parameters()]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_hidden_matrices_by_its_options(name):
+    built = model()
+    before = [param.detach().clone() for param in built.parameters()]
+    optimizer = MuonSW.for_model(built, lr=0.02, preset=name)
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in PRESETS[name]} == PRESETS[name]
+    assert (group["decay"], group["weight_decay"]) == ("scaled", 0.1)
+    after = trained(built, optimizer)
+    assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("peak_lr", [None, 0.02, "running_max"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_scaled_decay_is_its_formula_whatever_the_preset(name, peak_lr):
+    """Weights without gradients shrink by lambda eta_t^2 / eta_max and nothing else."""
+    built = model().double()
+    optimizer = MuonSW.for_model(built, lr=0.02, weight_decay=0.3, preset=name, peak_lr=peak_lr)
+    expected = {param: param.detach().clone() for param in built.parameters()}
+    rates = [0.005, 0.02, 0.015, 0.001]
+    for step, eta in enumerate(rates):
+        eta_max = max(rates[: step + 1]) if peak_lr == "running_max" else 0.02
+        for group in optimizer.param_groups:
+            group["lr"] = eta
+            for param in group["params"]:
+                param.grad = torch.zeros_like(param)
+                expected[param] *= 1 - group["weight_decay"] * eta**2 / eta_max
+        optimizer.step()
+    for param, value in expected.items():
+        torch.testing.assert_close(param.detach(), value, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_bytes_of_its_state_are_known_before_they_are_allocated(name):
+    built = model()
+    optimizer = MuonSW.for_model(built, lr=0.02, preset=name)
+    expected, table = optimizer.summary().state, optimizer.routing()
+    assert not optimizer.state
+    trained(built, optimizer)
+    found = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            found[key] = found.get(key, 0) + value.nbytes
+    assert found == expected == optimizer.summary().state
+    assert table == optimizer.routing()
+    assert table.splitlines()[-1].startswith(f"state: {sized(sum(found.values()))} (")
+
+
+def test_the_table_names_members_of_slots():
+    table = MuonSW.for_model(model(), lr=0.02, preset="adamuon").routing()
+    assert "muon + sign + adamuon" in table
+
+
+def test_what_is_given_beside_a_preset_wins():
+    optimizer = MuonSW.for_model(model(), lr=0.02, preset="normuon", scale="spectral", normalize_beta2=0.9)
+    group = optimizer.param_groups[0]
+    assert (group["normalize"], group["scale"], group["normalize_beta2"]) == ("normuon", "spectral", 0.9)
+
+
+def test_a_preset_of_another_algorithm_leaves_the_rest_to_adamw():
+    optimizer = MuonSW.for_model(model(), lr=0.02, preset="soap", precondition_frequency=3)
+    algorithms = {group["role"]: group["algorithm"] for group in optimizer.param_groups}
+    assert algorithms.pop("hidden") == "soap"
+    assert set(algorithms.values()) == {"adamw"}
+    assert optimizer.param_groups[0]["precondition_frequency"] == 3
+
+
+@pytest.mark.parametrize("algorithm", ["soap", "dion2", "lion"])
+def test_an_algorithm_may_be_named_without_a_preset(algorithm):
+    built = model()
+    optimizer = MuonSW.for_model(built, lr=0.02, algorithm=algorithm)
+    group, defaults = optimizer.param_groups[0], ALGORITHMS[algorithm].defaults
+    assert group["algorithm"] == algorithm
+    assert {key: group[key] for key in defaults} == defaults
+    trained(built, optimizer)
+
+
+def test_an_option_is_kept_even_where_it_is_a_default_of_the_class():
+    assert MuonSW.for_model(model(), lr=0.02, algorithm="sgd", momentum=0.95).param_groups[0]["momentum"] == 0.95
+    with pytest.raises(ValueError, match="'ns_steps' is an option of muon and dion2, not of soap"):
+        MuonSW.for_model(model(), lr=0.02, algorithm="soap", ns_steps=3)
+
+
+def test_every_class_takes_them():
+    built = model()
+    optimizer = AdamWSW.for_model(built, lr=0.02, preset="normuon")
+    assert optimizer.param_groups[0]["normalize"] == "normuon"
+    trained(built, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "normoun"}, "unknown preset 'normoun' (did you mean 'normuon'?)"),
+        ({"algorithm": "saop"}, "unknown algorithm 'saop' (did you mean 'soap'?)"),
+        ({"algorithm": "soap", "nesterovv": True}, "did you mean 'nesterov'"),
+    ],
+    ids=str,
+)
+def test_errors_say_what_was_meant(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MuonSW.for_model(model(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "soap"}, "pass it to for_model"),
+        ({"algorithm": "soap"}, "is an option of for_model and of a param group"),
+        ({"nesterovv": True}, "did you mean 'nesterov'"),
+    ],
+    ids=str,
+)
+def test_constructors_say_what_was_meant(options, message):
+    with pytest.raises(ValueError, match=message):
+        MuonSW([torch.nn.Parameter(torch.randn(4, 6))], lr=0.1, **options)
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "family.md"
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 10), (12, 5)])
+def test_the_page_names_every_preset_with_the_state_it_keeps(shape):
+    """The formulas of its table, against what is allocated; a step count for each tensor is no element."""
+    rows = re.findall(r"^\| .*? \| `(\w+)`.*? \| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name, _ in rows if name != "block_period"] == [name for name, _ in rows if name in PRESETS]
+    assert set(PRESETS) == {name for name, _ in rows} - {"block_period"}
+    m, n = shape
+    for name, formula in ((name, formula) for name, formula in rows if name in PRESETS):
+        python = formula.removesuffix(" in a block").replace("mn", "m*n").replace("²", "**2")
+        python = re.sub(r"(\d)([mn])", r"\1*\2", python)
+        optimizer = MuonSW.for_model(torch.nn.Sequential(torch.nn.Linear(n, m, bias=False)), lr=0.1, preset=name,
+                                     patterns={"0.weight": {"algorithm": PRESETS[name]["algorithm"]}})  # fmt: skip
+        held = {key: size for key, size in state_bytes(optimizer.param_groups).items() if key not in ("step", "moves")}
+        assert sum(held.values()) == 4 * eval(python, {"m": m, "n": n, "min": min, "max": max}), name
