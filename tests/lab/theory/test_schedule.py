@@ -115,27 +115,6 @@ def test_wsd_decay_has_the_named_shape():
             assert value == pytest.approx(1 - (k / 20) ** curve, abs=ROUNDING)
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_joints_have_no_jump_larger_than_a_step_of_the_schedule(shape):
-    total, warmup = 10_000, 1000
-    slope = math.pi / 2 / warmup
-    for schedule in (warmup_cosine, warmup_stable_decay):
-        values = [schedule(t, total_steps=total, warmup_steps=warmup, warmup_shape=shape) for t in range(total + 10)]
-        assert max(abs(a - b) for a, b in pairwise(values)) <= slope
-        assert 0.0 < values[0] <= slope
-
-
-def test_a_run_of_one_step_takes_it_at_the_peak():
-    assert [warmup_cosine(t, total_steps=1) for t in range(3)] == [1.0, 0.1, 0.1]
-    assert [warmup_stable_decay(t, total_steps=1) for t in range(3)] == [1.0, 0.1, 0.1]
-
-
-@given(gamma=st.floats(0.01, 100), t0=st.floats(0.5, 1000), t=st.integers(0, 10**6))
-def test_harmonic_times_the_peak_is_gamma_over_t_plus_t0(gamma, t0, t):
-    peak = gamma / t0
-    assert peak * harmonic(t, offset=t0) == pytest.approx(gamma / (t + t0), rel=ROUNDING)
-
-
 def test_the_optimizer_sees_the_schedule_at_every_step_and_group():
     optimizer = sgd(0.02, 0.005)
     scheduler = lr_scheduler(optimizer, warmup_cosine, total_steps=60, warmup_steps=12)
@@ -171,17 +150,13 @@ def test_a_resumed_run_follows_the_settings_it_is_given():
     [
         (warmup_cosine, {"total_steps": 0}, "total_steps"),
         (warmup_cosine, {"total_steps": 10, "warmup_steps": 10}, "warmup_steps=10 .*total_steps=10"),
-        (warmup_cosine, {"total_steps": 10, "warmup_steps": -1}, "warmup_steps"),
         (warmup_cosine, {"total_steps": 10, "final_fraction": 1.1}, "final_fraction"),
-        (warmup_cosine, {"total_steps": 10, "final_fraction": math.nan}, "final_fraction"),
         (warmup_cosine, {"total_steps": 10, "warmup_start": -0.1}, "warmup_start"),
         (warmup_cosine, {"total_steps": 10, "warmup_shape": "square"}, "warmup_shape .*'linear', 'cosine'"),
         (warmup_stable_decay, {"total_steps": 10, "decay_shape": "cubic"}, "decay_shape .*'linear', 'sqrt'"),
         (warmup_stable_decay, {"total_steps": 10, "decay_fraction": 0.0}, "decay_fraction"),
-        (warmup_stable_decay, {"total_steps": 10, "decay_fraction": 1.5}, "decay_fraction"),
         (warmup_stable_decay, {"total_steps": 10, "warmup_steps": 6, "decay_fraction": 0.5}, "do not fit"),
         (harmonic, {"offset": 0.0}, "offset"),
-        (harmonic, {"offset": math.inf}, "offset"),
     ],
 )
 def test_wrong_settings_are_refused_at_once_and_leave_the_optimizer_alone(schedule, settings, named):
@@ -209,20 +184,6 @@ def test_the_horizon_rule_is_a_cube_root_capped_at_the_tuned_peak():
 def test_warmup_length_is_a_hundredth_within_its_limits():
     expected = {1: 0, 9: 0, 600: 60, 9_999: 999, 10_000: 1000, 35_000: 1000, 110_000: 1100, 376_000: 3760}
     assert {steps: warmup_steps_for_horizon(steps) for steps in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda: peak_lr_for_horizon(0), "total_steps"),
-        (lambda: peak_lr_for_horizon(10, base_steps=0), "base_steps"),
-        (lambda: peak_lr_for_horizon(10, base_lr=-1.0), "base_lr"),
-        (lambda: warmup_steps_for_horizon(-5), "total_steps"),
-    ],
-)
-def test_wrong_horizons_are_refused(call, named):
-    with pytest.raises(ValueError, match=named):
-        call()
 
 
 @pytest.mark.parametrize("shape", ["cosine", "wsd", "constant"])
