@@ -1,6 +1,6 @@
 """Learning-rate schedules, as plain functions of the step and as torch schedulers.
 
-A schedule maps a step to a multiple of the peak learning rate, a number in [0, 1]. One convention holds for all of them:
+A schedule maps a step to a multiple of the peak learning rate, a number in [0, 1]. One convention holds for all:
 
 * steps count from 0, so a run of `total_steps` takes the steps 0 to `total_steps - 1`;
 * warmup reaches 1 at its own last step, `warmup_steps - 1`, and its first step already moves;
