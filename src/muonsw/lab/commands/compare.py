@@ -26,8 +26,6 @@ from muonsw.lab.compare import FACTORS, Question, advise_arm, answer
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs
-from muonsw.lab.studies.records import Records
-from muonsw.lab.studies.training.worked_tasks import comparison_key
 from muonsw.lab.studies.workshop import ByArm
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
@@ -114,7 +112,12 @@ class Compare:
         asked = Question(base, arms, self.seeds, title, self.control, self.tune_lambda, epochs, self.claims)
         places, runs = ByArm(self.out / "runs"), self.seeds * (len(self.arms) + self.control)
         workshop = self.cluster.workshop(console, places, self.device, self.workers, runs, self.retry_diverged)
-        records = None if self.record is None else Records.open(self.record, base)
+        records = None
+        if self.record is not None:
+            from muonsw.lab.studies.records import Records  # for the project's own evidence
+            from muonsw.lab.studies.training.worked_tasks import comparison_key
+
+            records = Records.open(self.record, base)
         prepare_folder(self.out)
         paragraph(console, self._plan(asked, workshop.workers))
 
