@@ -164,6 +164,7 @@ def advise_arm(base: RunConfig, arm: Arm, epochs: float) -> Advice:
     """What the formula says about the lambda of an arm with constant or scaled decay."""
     optimizer, schedule = arm.optimizer, base.schedule
     rule: Any = optimizer.decay
+    algorithm: Any = optimizer.algorithm
     return Advise(
         base.steps,
         lr=optimizer.lr * hidden_multiplier(base, optimizer),
@@ -174,6 +175,7 @@ def advise_arm(base: RunConfig, arm: Arm, epochs: float) -> Advice:
         decay_fraction=schedule.decay_fraction,
         warmup_steps=schedule.warmup_steps,
         base_lr=optimizer.lr if optimizer.peak == "base" else None,
+        algorithm=algorithm,
         epochs=epochs,
     ).advice()
 

@@ -179,11 +179,7 @@ def _known(values: Array) -> Array:
 
 
 def open_history(run: Run, scope: str = "decayed") -> History:
-    """Return the telemetry of a scope.
-
-    Raises:
-        UsageError: If the run has no telemetry of this scope.
-    """
+    """Return the telemetry of a scope; raise `UsageError` if the run has none."""
     if not run.telemetry.records:
         when = "" if run.complete else " yet"
         raise UsageError(f"{run.path} has no telemetry{when}; train with --telemetry-every 20")
@@ -192,10 +188,6 @@ def open_history(run: Run, scope: str = "decayed") -> History:
         choices = ", ".join(name for name in scopes if not name.startswith("parameter:"))
         raise UsageError(f"{run.path} has no telemetry of {scope!r}; --scope can be {choices}")
     return History(run, scope)
-
-
-def _roles(run: Run) -> tuple[History, ...]:
-    return tuple(History(run, scope) for scope in sorted(run.telemetry.scopes()) if scope.startswith("role:"))
 
 
 class LateFits(NamedTuple):
@@ -535,13 +527,11 @@ def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
     Raises:
         UsageError: If the run has no telemetry of this scope.
     """
-    history = open_history(run, scope or _default_scope(run))
-    roles = _roles(run) if history.scope in ("decayed", "all") else ()
+    known = sorted(run.telemetry.scopes())
+    history = open_history(run, scope or ("decayed" if "decayed" in known else "all"))
+    whole = history.scope in ("decayed", "all")
+    roles = tuple(History(run, name) for name in known if name.startswith("role:") and whole)
     return Diagnosis(history, roles, tuple(examine(history, roles)))
-
-
-def _default_scope(run: Run) -> str:
-    return "decayed" if "decayed" in run.telemetry.scopes() else "all"
 
 
 def norm_numbers(history: History) -> dict[str, float]:
@@ -697,30 +687,28 @@ class Findings:
         step = record["step"]
         scopes: dict[str, Any] = {scope: record[scope] for scope in ("all", "decayed") if scope in record}
         scopes |= {f"role:{role}": values for role, values in record["roles"].items()}
-        table = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
-        table[""] = {key: record.get(key) for key in ("skipped", "clipped")}
+        kept = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
+        kept[""] = {key: record.get(key) for key in ("skipped", "clipped")}
         self._settings = self._settings if self._records else recorded_settings(record)
-        self._records.append({scope: {"step": step, **values} for scope, values in table.items()})
+        self._records.append({scope: {"step": step, **values} for scope, values in kept.items()})
         if len(self._records) > MOST_SAMPLES:
             del self._records[1:-1:2]
-        run = Run("live", Path(), self._settings, {}, None, {"telemetry": self._tables()})
+        tables = {}
+        for scope, values in kept.items():
+            rows = [one[scope] for one in self._records if scope in one]
+            keys = ("step", *values)
+            tables[scope] = Columns({key: np.array([row[key] for row in rows], dtype=np.float64) for key in keys})
+        run = Run("live", Path(), self._settings, {}, None, {"telemetry": tables})
+        history = History(run, "decayed" if "decayed" in kept else "all")
+        roles = [History(run, scope) for scope in sorted(kept) if scope.startswith("role:")]
         hints = []
-        for finding in examine(History(run, _default_scope(run)), _roles(run), live=True):
+        for finding in examine(history, roles, live=True):
             topic = finding.rule, finding.scope
-            worth_saying = finding.severity in (Severity.PROBLEM, Severity.WARNING)
-            if worth_saying and step >= AGAIN * self._reported_at.get(topic, 0):
+            if finding.severity is not Severity.NOTE and step >= AGAIN * self._reported_at.get(topic, 0):
                 self._reported_at[topic] = step
                 hints.append(finding.text)
         self.history += [(step, hint) for hint in hints]
         return hints
-
-    def _tables(self) -> dict[str, Columns]:
-        tables = {}
-        for scope in self._records[-1]:
-            rows = [record[scope] for record in self._records if scope in record]
-            keys = ("step", *(LIVE if scope else ("skipped", "clipped")))
-            tables[scope] = Columns({key: np.array([row[key] for row in rows], dtype=np.float64) for key in keys})
-        return tables
 
 
 def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -371,16 +371,17 @@ def with_file(task: TaskConfig) -> TaskConfig:
 
 def fingerprint(path: str) -> str:
     """Hash a task's file without executing it; modules that it imports do not count."""
-    try:
-        file = _file(path)
-        if file is None:
+    file = _file(path)
+    if file is None:
+        try:
             spec = importlib.util.find_spec(path)
-            file = Path((spec.origin if spec else None) or "")
+        except Exception:  # reported when the module is imported
+            spec = None
+        file = Path((spec.origin if spec else None) or "")
+    try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
-    except ImportError:
-        return ""  # reported when the module is imported
     except OSError as error:
-        raise UsageError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 class Loss(NamedTuple):

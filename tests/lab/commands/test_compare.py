@@ -88,7 +88,6 @@ def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, characters, 
         (["--weight-decay", "0", "--control"], "give --weight-decay above zero"),
         (["--weight-decay", "0", "--tune-lambda"], "give --weight-decay above zero"),
         (["--telemetry-every", "-1"], "telemetry_every=-1 must be at least 0"),
-        (["--record", "r.jsonl"], "--record keeps runs of a task"),
     ],
 )
 def test_a_wrong_option_is_explained_before_text_is_prepared(options, message, tmp_path, capsys):

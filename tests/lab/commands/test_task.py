@@ -116,26 +116,6 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     assert {(row["torch"], row["task"], row["weight_decay"]) for row in rows} == {(version("torch"), str(path), 0.5)}
 
 
-@pytest.mark.slow
-def test_lambda_is_tuned_and_options_reach_the_task(tmp_path):
-    path = task_file(tmp_path, model="def model(seed, width=8):\n    return nn.Sequential(nn.Linear(4, width), "
-                     "nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 3))\n")  # fmt: skip
-    words = ["--seeds", "1", "--tune-lambda", "--task.width", "5", "--eval-batches", "2", "--eval-every", "3"]
-    assert main(["compare", "--task", str(path), *words, *SHORT]) == 0
-    found = json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))
-    assert len(found["search"]) == 2
-    (run, *_) = sorted((tmp_path / "out/compare/runs").glob("constant*"))
-    settings = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    assert settings["task"]["options"] == ["width=5"]
-    assert (settings["task"]["eval_batches"], settings["eval_every"]) == (2, 3)
-    assert (
-        json.loads((run / "environment.json").read_text(encoding="utf-8"))["trained"]["parameters"][
-            "norm (adamw, not decayed)"
-        ]
-        == 5
-    )
-
-
 def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
     path = task_file(tmp_path, more="SETTINGS = {'steps': 5, 'lr': 0.01, 'shape': 'constant', 'betas': [0.8, 0.9]}\n")
     words = ["--lr", "0.02", "--precision", "bfloat16", "--accumulation", "2", "--strategy", "fsdp"]

@@ -25,7 +25,6 @@ from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.stats import Verdict, claims_table
-from muonsw.lab.studies.records import append
 from muonsw.lab.studies.workshop import ByArm, Workshop
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
@@ -122,6 +121,8 @@ class Compare:
             tables.append(claims_table({"comparison": found.claims}, ("expected", "measured")))
         print_conclusion(console, found, self.out, tables, verbose=self.verbose)
         if self.record is not None:
+            from muonsw.lab.studies.records import append  # which most comparisons do not need
+
             ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
             count = append(self.record, load_runs(ended), study="tasks" if self.task else "compare")
             say(console, f"added {counted(count, 'run')} to {self.record}")

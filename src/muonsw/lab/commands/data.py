@@ -58,13 +58,12 @@ class Verify:
     """Folder that `muonsw data prepare` filled."""
 
     def run(self) -> int:
-        console, problems = Console(), 0
-        for problem in verify_folder(self.folder):
-            problems += 1
-            say(console, f"bad: {problem}")
-        verdict = counted(problems, "problem") if problems else "all is well"
+        console, problems = Console(), list(verify_folder(self.folder))
+        verdict = counted(len(problems), "problem") if problems else "all is well"
         say(console, f"{self.folder}: {contents(read_record(self.folder))}, {verdict}")
-        return int(problems > 0)
+        for problem in problems:
+            say(console, f"bad: {problem}")
+        return int(bool(problems))
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def build_report(title: str, runs: Sequence[Run], **content: Unpack[Content]) ->
     verdict = content.get("verdict") or (summary(charts) if runs else "")
     names = dict.fromkeys(curve.arm for chart in figures for curve in chart.curves)
     further = [LegendEntry(name, name) for name in names if name not in charts.arm_of]
-    return Document(title, sections, verdict, any_failed(claims), [*charts.arms, *further])
+    failed = bool(claims) and any_failed(claims)
+    return Document(title, sections, verdict, failed, [*charts.arms, *further])
 
 
 def summary(charts: Charts) -> str:
