@@ -38,7 +38,7 @@ class Key:
 
     Examples:
         >>> str(Key(width=256)), str(Key("muon", steps=1600)), Key("muon", steps=1600).slug
-        ('width 256', 'muon, 1600 updates', 'muon-1600-updates')
+        ('width 256', 'muon, 1600 steps', 'muon-1600-steps')
     """
 
     name: str = ""
@@ -47,7 +47,7 @@ class Key:
 
     def __str__(self) -> str:
         width = "" if self.width is None else f"width {self.width}"
-        steps = "" if self.steps is None else f"{self.steps} updates"
+        steps = "" if self.steps is None else f"{self.steps} steps"
         return ", ".join(filter(None, (self.name, width, steps)))
 
     @property

@@ -81,14 +81,14 @@ def test_studies_share_their_runs():
 
 def test_a_part_of_a_study_is_found_by_its_name():
     assert [one.key.width for one in find_study("main-table/width-256").at(MINI).planned()] == [256]
-    assert [one.key.steps for one in find_study("regret/1600-updates").at(MINI).planned()] == [1600]
+    assert [one.key.steps for one in find_study("regret/1600-steps").at(MINI).planned()] == [1600]
     assert find_study("main-table/width-7").at(MINI).planned() == []
 
 
 def test_the_grids_are_those_of_the_evidence():
     """The runs of docs/evidence.md: lengths, lambdas and totals as they were tried."""
     grids = {str(one.key): [arm.name for arm in one.arms] for one in planned("long", "mini")}
-    assert grids["25600 updates"][-1] == "scaled, lambda 0.08"
+    assert grids["25600 steps"][-1] == "scaled, lambda 0.08"
     (longest,) = planned("tokens-per-parameter", "mini")
     assert (longest.base.model.width, longest.base.steps) == (64, 34_800)
     assert {arm.optimizer.weight_decay for arm in longest.arms} == {0.003, 0.0065, 0.02, 0.05, 0.1}

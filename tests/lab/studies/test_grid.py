@@ -33,7 +33,7 @@ def test_an_edge_is_marked_and_its_total_is_not_judged():
     runs = runs_of(cell, lambda rule, lam: parabola(lam, 0.2 if rule == "scaled" else 5.0))
     assert [at_edge(own) for own in cell.losses(runs).values()] == [True, False]
     ids = {claim.id for claim in judge_cell(cell, runs)}
-    assert ids == {"400-updates-scaled-best", "400-updates-largest", "400-updates-scaled-total"}
+    assert ids == {"400-steps-scaled-best", "400-steps-largest", "400-steps-scaled-total"}
     constant, scaled = grid_table([cell], {cell.key: runs}).rows
     assert (constant[2], scaled[2]) == ("0.8*", "0.2")
 
@@ -50,10 +50,10 @@ def test_claims_tell_a_rule_that_ends_lower_from_its_opposite(better, verdict):
 
     claims = {claim.id: claim for claim in judge_cell(cell, runs_of(cell, loss))}
     for id in ("scaled-best", "largest"):
-        assert str(claims[f"1600-updates-{id}"].verdict) == verdict
+        assert str(claims[f"1600-steps-{id}"].verdict) == verdict
     # A total decay of 1.2 is within a factor of two of 1.
-    assert claims["1600-updates-constant-total"].measured == pytest.approx(math.log2(1.2), abs=0.01)
-    assert claims["1600-updates-constant-total"].holds
+    assert claims["1600-steps-constant-total"].measured == pytest.approx(math.log2(1.2), abs=0.01)
+    assert claims["1600-steps-constant-total"].holds
     assert len(grid_charts([cell], {cell.key: runs_of(cell, loss)})[0].curves) == 2
 
 
@@ -61,9 +61,9 @@ def test_a_best_lambda_with_another_total_fails():
     cell = regret(MINI)[1]
     unit = cell.total("scaled", 0.1) / 0.1
     claims = {c.id: c for c in judge_cell(cell, runs_of(cell, lambda _, lam: parabola(lam, 5 / unit)))}
-    assert claims["1600-updates-scaled-total"].fails
+    assert claims["1600-steps-scaled-total"].fails
     same = {c.id: str(c.verdict) for c in judge_cell(cell, runs_of(cell, lambda _, lam: parabola(lam, 0.1)))}
-    assert same["1600-updates-scaled-best"] == "undecided", "equal rules do not differ"
+    assert same["1600-steps-scaled-best"] == "undecided", "equal rules do not differ"
 
 
 def test_rules_over_rates_are_held_against_constant_decay():
@@ -95,7 +95,7 @@ def test_a_grid_from_training_to_page(tmp_path):
     first = data["comparisons"][0]
     losses = {arm["name"]: arm["final"][0] for arm in first["arms"]}
     lowest = [min(loss for name, loss in losses.items() if name.startswith(rule)) for rule in ("scaled", "constant")]
-    gap = next(claim for claim in data["claims"] if claim["id"] == "4-updates-scaled-best")
+    gap = next(claim for claim in data["claims"] if claim["id"] == "4-steps-scaled-best")
     assert gap["measured"] == pytest.approx(lowest[0] - lowest[1])
     assert "Each rule at its best" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     stamps = {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs}

@@ -51,4 +51,4 @@ def test_the_cube_root_rule_is_told_from_others(power, holds):
     assert found.holds is holds
     assert len(excess_chart(sweeps, MINI.horizons[0]).curves) == len(MINI.horizons)
     first = dict(list(sweeps.items())[:1])
-    assert [claim.id for claim in judge_horizons(first, MINI)] == [f"{MINI.horizons[0]}-updates-inside"]
+    assert [claim.id for claim in judge_horizons(first, MINI)] == [f"{MINI.horizons[0]}-steps-inside"]

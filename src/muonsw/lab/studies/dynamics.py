@@ -18,7 +18,7 @@ from muonsw.lab.studies.main_table import NOTES, SAME_RUNS, draw_figures, larger
 from muonsw.lab.studies.scales import Scale
 from muonsw.lab.studies.study import TrainingStudy
 
-RECURSION = Tolerance(0.1, "alignment is sampled every few updates and interpolated between, and the error adds up")
+RECURSION = Tolerance(0.1, "alignment is sampled every few steps and interpolated between, and the error adds up")
 NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
 DEFECT_LOW, DEFECT_HIGH = 0.8, 1.0
 DEFECT_RANGE = Tolerance(0.0, "five Newton-Schulz steps leave singular values between about 0.7 and 1.13")

@@ -30,15 +30,15 @@ class RecipePlan(NamedTuple):
 
 
 def plan_recipe(recipe: PrintedRecipe) -> RecipePlan:
-    """Compute the total decay of a cosine, with the paper's warmup where the number of updates is printed.
+    """Compute the total decay of a cosine, with the paper's warmup where the number of steps is printed.
 
     Examples:
         >>> round(plan_recipe(RECIPES["kimi-k2"]).scaled_over_constant, 2)
         0.73
     """
     schedule = ScheduleConfig(warmup_steps=None if recipe.steps else 0, final_fraction=recipe.final_fraction)
-    updates = recipe.steps or MOST_STEPS
-    multiples = sampled(schedule.multiple(updates), updates)
+    steps = recipe.steps or MOST_STEPS
+    multiples = sampled(schedule.multiple(steps), steps)
     share = math.fsum(multiple**2 for multiple in multiples) / math.fsum(multiples)
     return RecipePlan(recipe, share, recipe.weight_decay / share)
 
@@ -68,7 +68,7 @@ def judge_recipes(_results: Results, _scale: Scale) -> list[Claim]:
 def recipe_tables(_results: Results, _scale: Scale) -> list[Table]:
     """What is printed, and what scaled decay would change."""
     rows = [_cells(planned) for planned in plans().values()]
-    note = "Updates are printed for the paper's own runs only."
+    note = "Steps are printed for the paper's own runs only."
     return [Table("recipes", "Recipes", list(rows[0]), [tuple(row.values()) for row in rows], note)]
 
 
@@ -83,7 +83,7 @@ def _cells(planned: RecipePlan) -> dict[Column, Value]:
         Column("peak lr", number=True): recipe.peak_lr,
         Column("final lr", number=True, rank=2): recipe.final_lr,
         Column("lambda", number=True): recipe.weight_decay,
-        Column("updates", number=True, rank=2): recipe.steps,
+        Column("steps", number=True, rank=2): recipe.steps,
         Column("scaled / constant total", number=True, digits=3): planned.scaled_over_constant,
         Column("lambda of equal total", number=True, digits=3): planned.equal_total_weight_decay,
     }

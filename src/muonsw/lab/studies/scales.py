@@ -46,7 +46,7 @@ class Scale:
     tokens: Callable[[], Path]  # makes or finds the tokens where no folder is given
     vocab: int | None = None  # the vocabulary that a given folder must have; None takes any
     near_best: tuple[float, ...] = ()  # further lambdas of the main table, as multiples of its own
-    # Updates between samples where telemetry is what is studied; None is as in all other runs.
+    # Steps between samples where telemetry is what is studied; None is as in all other runs.
     sampled_every: int | None = None
 
     @property
