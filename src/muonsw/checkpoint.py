@@ -343,7 +343,7 @@ def _completed(saved: Group, here: Group) -> Group:
 
 def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]) -> None:
     """Refuse loaded options that could not have been given to this optimizer, and states of other shapes."""
-    rates.require_run(group, f"param group {number}")
+    rates.require_run(group, number)
     algorithm = ALGORITHMS[group["algorithm"]]
     needed = algorithm.state({**group, **EMPTY_SLOTS})  # state of slots may be missing
     for name, key_of_state, param in zip(names_of(here, number), group["params"], here["params"], strict=True):

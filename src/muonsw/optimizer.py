@@ -175,19 +175,21 @@ class ScaledDecayOptimizer(Optimizer):
 
         In the middle of a run, give the group its `peak_lr` if its learning rate is not at its peak.
         """
-        group = completed(dict(param_group), self.defaults)
-        label = f"param group {len(self.param_groups)}"
-        _refuse_mixed_names(group, self.param_groups, label)
-        rates.require_run(group, label)
-        rates.join_in_mid_run(group, self.param_groups)
+        group, number = completed(dict(param_group), self.defaults), len(self.param_groups)
+        _refuse_mixed_names(group, self.param_groups, number)
+        rates.require_run(group, number)
+        if not group["step_count"]:  # a group that joins a run counts on from where the others are
+            group["step_count"] = max((int(other["step_count"]) for other in self.param_groups), default=0)
+        if group["step_count"] and group["highest_lr"] is None:  # and may be past its peak
+            group["highest_lr"] = peak.expected_peak(group)
         super().add_param_group(group)
         prune(group)
         try:
             self._attach_addons()
-            number = self.defaults["peak_lr"]
-            takers = [other for other in self.param_groups if other["peak_lr"] == number and rates.needs_peak(other)]
-            peak.refuse_shared(number, takers)
-            for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
+            setting = self.defaults["peak_lr"]
+            takers = [other for other in self.param_groups if other["peak_lr"] == setting and rates.needs_peak(other)]
+            peak.refuse_shared(setting, takers)
+            for name, param in zip(names_of(group, number), group["params"], strict=True):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
                 refuse_shards(name, group, param)
@@ -226,8 +228,13 @@ class ScaledDecayOptimizer(Optimizer):
         unfrozen = [(name, param) for name, param in params if param is not None and param.requires_grad]
         if unfrozen:
             trained = {id(param) for group in self.param_groups for param in group["params"]}
-            for name in [name for name, param in unfrozen if id(param) not in trained][:1]:
-                self._counters.unfrozen(name)
+            for name in [name for name, param in unfrozen if id(param) not in trained]:
+                self._counters.warn_once(
+                    "unfrozen",
+                    f"{name} was frozen when this optimizer was built; it requires a gradient now but is in no param "
+                    f"group, so it is not trained. Add it with add_param_group({{'params': [({name!r}, parameter)]}}), "
+                    f"or build the optimizer after unfreezing",
+                )
 
     @property
     def skipped_steps(self) -> int:
@@ -355,7 +362,7 @@ class ScaledDecayOptimizer(Optimizer):
         self._addons: set[str] = set()  # whose hooks are registered
 
 
-def _refuse_mixed_names(group: Group, others: list[Group], label: str) -> None:
+def _refuse_mixed_names(group: Group, others: list[Group], number: int) -> None:
     """Refuse parameters without names beside named ones, and the other way round: states follow names or places."""
     if not isinstance(group["params"], Tensor | set):  # torch takes a tensor, and refuses a set
         group["params"] = list(group["params"])
@@ -363,7 +370,7 @@ def _refuse_mixed_names(group: Group, others: list[Group], label: str) -> None:
     if others and named != ("param_names" in others[0]):
         wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
         raise ValueError(
-            f"{label} has parameters {'with' if named else 'without'} names, unlike those of the groups before it; "
+            f"param group {number} has parameters {'with' if named else 'without'} names, unlike the groups before it; "
             f"write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
         )
 

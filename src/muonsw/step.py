@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from muonsw import codecs, peak, rates
+from muonsw.addons.replay import not_replayed
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Chunk, Update, elementwise_chunks, whole_parts
 from muonsw.apply import apply_update
@@ -71,9 +72,12 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
     for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
         group["step_count"] += 1
         group["update_count"] = planned["update_count"]
+    # Algorithms that begin their bases at the first step do so at the next one if the first was skipped. Only then the
+    # device is waited for.
     first = [group for group in optimizer.param_groups if group["update_count"] == 1]
-    if first:  # only then the device is waited for
-        rates.forget_skipped_start(first, finite.bad if isinstance(finite, Flag) else not finite)
+    if first and (finite.bad if isinstance(finite, Flag) else not finite):
+        for group in first:
+            group["update_count"] = 0
 
 
 def is_sharded(optimizer: ScaledDecayOptimizer) -> bool:
@@ -98,12 +102,20 @@ def make_plan(
         if rates.counts_steps(group):
             group["update_count"] = int(group["update_count"]) + 1
         if "max_momentum" in group and group["momentum"] and "betas" not in ALGORITHMS[group["algorithm"]].defaults:
-            counters.momentum_not_cycled(group)
+            counters.warn_once(
+                "momentum not cycled",
+                f"the scheduler cycles betas, and algorithm={group['algorithm']!r} has momentum instead, which stays "
+                f"at {group['momentum']:g}; pass cycle_momentum=False to the scheduler",
+            )
     changes = [rates.check(group, number, counters) for number, group in enumerate(groups)]
     if any(changes):
         peak.warn_of_changes(changes)
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
-        counters.no_decay()
+        counters.warn_once(
+            "no decay",
+            "no param group decays: each has weight_decay=0 of its own, whatever the optimizer was built with; set it "
+            "in the groups that should decay, or build the optimizer with weight_decay=0",
+        )
     if batches is None:
         batches = collect(optimizer, groups, absent)
     contexts = []
@@ -187,7 +199,7 @@ def refuse_non_finite(batches: list[Batch]) -> None:
 def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, bool]:
     """The plan that all ranks that share parameters agree on, and whether all have finite gradients."""
     if optimizer.replay:
-        optimizer._counters.not_replayed("parameters are sharded, or shared by a process_group")
+        not_replayed(optimizer, "parameters are sharded, or shared by a process_group")
     settings = {"nonfinite": optimizer.nonfinite, "chunk_bytes": optimizer.chunk_bytes}
     agree = partial(optimizer._ranks.agree, optimizer.param_groups, settings)
     try:
@@ -229,7 +241,11 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
                 param = item.param if item.dtensor is None else item.dtensor
                 item.state.update({key: local(value) for key, value in optimizer.state[param].items()})
     if not plan.batches:
-        optimizer._counters.no_gradient()
+        optimizer._counters.warn_once(
+            "no gradient",
+            "this step found no gradient, so nothing was changed; if the model was wrapped, sharded or moved after the "
+            "optimizer was built, build the optimizer last",
+        )
     if optimizer._left_out:
         optimizer.warn_of_unfrozen()
     if optimizer._loaded_rates:

@@ -8,9 +8,8 @@ from torch import nn
 
 from muonsw import ALGORITHMS, NORM_RULES, SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry
 from muonsw.addons.norm_rules import NormRule
-from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from tests.common.problems import assert_same, clones, cosine, follow, matrices, run, set_gradients
-from tests.common.reference_rules import Decay
 
 PEAK, STEPS = 0.05, 30
 SCHEDULE = cosine(PEAK, STEPS)

@@ -20,7 +20,7 @@ from muonsw.kernels.graphs import GradientReads
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
 from muonsw.step import make_plan
 from tests.common.cuda import no_waiting
-from tests.common.problems import OPTIMIZERS, POINTS, assert_same, cosine, flag_on_device, matrices, set_gradients
+from tests.common.problems import OPTIMIZERS, assert_same, cosine, flag_on_device, matrices, set_gradients
 
 SHAPES = [(64, 64), (32, 96), (4, 48, 32), (96, 32)]
 
@@ -545,7 +545,6 @@ RULES = [
     {},
     {"decay": "constant", "cautious": True},
     {"decay": "cosine", "total_steps": 40},
-    {"decay": "piecewise", "total_steps": 40, "decay_points": POINTS},
     {"decay": "log_time"},
     {"norm": "hyperball"},
     {"nonfinite": "propagate"},

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
 
 from muonsw import DECAY_RULES, AdamWSW, MuonSW, PeakLRError, PeakLRWarning, Telemetry, scale_weight_decay
 from tests.common.cuda import OnAGPU
-from tests.common.problems import POINTS, RULE_OPTIONS, clones, matrices, run
+from tests.common.problems import RULE_OPTIONS, clones, matrices, run
 
 RULES = [rule for rule in DECAY_RULES if rule != "gradient_norm"]
 LAMBDA = {"squared": 0.5, "independent": 0.002, "fixed": 0.01}
@@ -100,8 +100,6 @@ def test_driving_refuses_what_it_cannot_know():
         scale_weight_decay(optimizer, ["scaled"])
     with pytest.raises(ValueError, match="'cosine' ends with the run; pass total_steps="):
         scale_weight_decay(optimizer, "cosine")
-    with pytest.raises(ValueError, match="'piecewise' goes through points; pass decay_points="):
-        scale_weight_decay(optimizer, "piecewise", total_steps=30)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
@@ -298,14 +296,14 @@ def test_a_driver_joins_again_after_a_resume(schedule, joined, order):
     assert_decayed_to_the_end(other, other_scheduler, resumed, joined)
 
 
-@pytest.mark.parametrize("rule", ["cosine", "piecewise", "log_time"])
+@pytest.mark.parametrize("rule", ["cosine", "log_time"])
 def test_a_driver_that_joins_late_counts_on(rule):
     params, others = matrices((4, 4), (4, 4)), matrices((4, 4), (4, 4))
     early, late = (torch.optim.AdamW(p, lr=0.1, weight_decay=0.3) for p in (params[:1], others[:1]))
-    scale_weight_decay(early, rule, total_steps=20, decay_points=POINTS)
+    scale_weight_decay(early, rule, total_steps=20)
     run(early, params[:1], 5)
     run(late, others[:1], 5)
-    scale_weight_decay(late, rule, total_steps=20, decay_points=POINTS, peak_lr=0.1)
+    scale_weight_decay(late, rule, total_steps=20, peak_lr=0.1)
     for optimizer, own in ((early, params), (late, others)):
         optimizer.add_param_group({"params": [own[1]]})
         run(optimizer, own, 2, start=5)

@@ -124,7 +124,7 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, saved, re
 
 @pytest.mark.parametrize(("rule", "kind", "flatten"), [
     ("gradient_norm", "shards", True), ("gradient_norm", "copies", False),
-    ("piecewise", "shards", False), ("piecewise", "copies", True),
+    ("cosine", "shards", False), ("cosine", "copies", True),
 ])  # fmt: skip
 def test_what_rules_know_of_the_run_is_of_one_kind_before_and_after_the_first_step(pool, tmp_path, rule, kind, flatten):
     """A distributed checkpoint is read into what a fresh optimizer holds, tensor for tensor and number for number."""

@@ -222,7 +222,7 @@ class Replay:
                 return runner(optimizer, batches, contexts)
             reason = supports(optimizer, batches)
             if optimizer.replay and (reason or self.complaint):
-                optimizer._counters.not_replayed(reason or self.complaint)
+                not_replayed(optimizer, reason or self.complaint)
             if reason:
                 return runner(optimizer, batches, contexts)
             self._place_scalars(batches)
@@ -362,6 +362,11 @@ class Replay:
                 tables.finish()
                 return graph, tables
         raise TooManyEntriesError(f"its tables have more than {_ROOMS[-1]} entries")
+
+
+def not_replayed(optimizer: ScaledDecayOptimizer, reason: str) -> None:
+    """Warn once of steps that were meant to be replayed and are not."""
+    optimizer._counters.warn_once("not replayed", f"replay=True: steps run eagerly, because {reason}")
 
 
 def uses_builtin_kernels(group: Group) -> bool:

@@ -16,7 +16,6 @@ authors of Schedule-Free NorMuon found that it must be.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,15 +93,9 @@ class ScheduleFree(Optimizer):
     ) -> None:
         if not isinstance(optimizer, ScaledDecayOptimizer):
             raise TypeError(f"ScheduleFree goes around AdamWSW, MuonSW or SGDSW, not a {type(optimizer).__name__}")
-        scalars = {"beta": beta, "warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}
-        for key, value in scalars.items():
+        require_number("beta", beta, 0, 1, open_ends=True)
+        for key, value in {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}.items():
             require_number(key, value)
-            if not math.isfinite(value):
-                raise ValueError(f"{key}={value!r}: must be a finite number")
-        if not 0 < beta < 1:
-            raise ValueError(f"beta={beta!r}: must be between 0 and 1")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps!r}: must be at least 0")
         if decay_at not in ("z", "y"):
             raise ValueError(f"decay_at={decay_at!r}: must be 'z' or 'y'")
         self.optimizer = optimizer
