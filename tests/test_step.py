@@ -107,7 +107,7 @@ def test_skipped_steps_are_reported_of_at_growing_intervals():
 def test_a_step_that_finds_no_gradient_is_reported_of_once():
     params = matrices((4, 4))
     optimizer = MuonSW(params, lr=0.1)
-    with pytest.warns(UserWarning, match="no gradient at all, so nothing was changed; .* build the optimizer last"):
+    with pytest.warns(UserWarning, match="no gradient, so nothing was changed"):
         optimizer.step()
     optimizer.step()
 
@@ -246,7 +246,7 @@ def test_sparse_gradients_are_refused_with_nothing_changed():
     optimizer = MuonSW([("dense", dense), ("table.weight", table.weight)], lr=0.1)
     dense.grad = torch.ones_like(dense)
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"the gradient of table\.weight is sparse"):
+    with pytest.raises(ValueError, match=r"table\.weight has .*make a sparse gradient dense"):
         optimizer.step()
     assert torch.equal(dense, torch.ones(4, 4))
     assert not any(optimizer.state.values())
@@ -282,7 +282,7 @@ def test_state_and_gradients_of_another_shape_are_refused_with_nothing_changed(a
     optimizer.step()
     params[1].data = torch.ones(6, 4)
     before = [param.detach().clone() for param in params]
-    with pytest.raises(ValueError, match=r"b has shape \(6, 4\) and its gradient \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"b has shape \(6, 4\) and a gradient of shape \(4, 4\)"):
         optimizer.step()
     params[1].grad = None
     set_gradients(params, 1)
@@ -609,7 +609,7 @@ def test_a_peak_that_rises_before_the_first_gradient_is_taken():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=torch.tensor(0.05), weight_decay=0.1)
     optimizer.param_groups[0].update(resolved_peak_lr=0.05, max_lr=0.5)
-    with pytest.warns(UserWarning, match="no gradient at all|raised the peak") as caught:
+    with pytest.warns(UserWarning, match="no gradient|raised the peak") as caught:
         optimizer.step()
     assert {entry.category for entry in caught} == {PeakLRWarning, UserWarning}
     assert optimizer.param_groups[0]["resolved_peak_lr"] == 0.5

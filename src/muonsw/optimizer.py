@@ -271,7 +271,6 @@ class ScaledDecayOptimizer(Optimizer):
             for target in chosen:
                 target["peak_lr"] = setting
                 peak.set_resolved_peak(target, setting if isinstance(setting, float) else None)
-        self._loaded_rates.clear()
 
     def summary(self) -> Summary:
         """What the last step did: matrices orthogonalized, parameters moved by each algorithm, decay and peak.
@@ -317,7 +316,6 @@ class ScaledDecayOptimizer(Optimizer):
         raises.
         """
         checkpoint.load(self, state_dict, super().load_state_dict)
-        self._loaded_rates[:] = [float(g["lr"]) if g["resolved_peak_lr"] else None for g in self.param_groups]
         self._replay = Replay()  # its graph would keep the old state alive
         self._allocated.clear()
 
@@ -356,7 +354,6 @@ class ScaledDecayOptimizer(Optimizer):
         self._left_out: list[tuple[str, weakref.ref[torch.nn.Module], str]] = []
         self._reasons: dict[str, str] = {}
         self._ranks = Ranks()
-        self._loaded_rates: list[float | None] = []  # beside a loaded peak, until the next step
         self._replay = Replay()
         self._allocated: dict[int, Any] = {}  # by group: what its state was allocated for
         self._addons: set[str] = set()  # whose hooks are registered
