@@ -367,8 +367,6 @@ def test_names_that_do_not_agree_go_by_position_as_torch_does():
         assert torch.equal(other.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"])
 
 
-
-
 @pytest.mark.parametrize(
     ("torchs", "ours"),
     [

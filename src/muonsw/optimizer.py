@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from muonsw.decay import decays
 from muonsw.distributed import Ranks
 from muonsw.nonfinite import Flag
 from muonsw.options import (
+    SETTINGS,
     algorithm_defaults,
     completed,
     constructor_defaults,
@@ -41,9 +42,6 @@ from muonsw.summary import LastStep, Summary, state_line, summarize
 from muonsw.text import counted, users_line
 from muonsw.work import Group, label_of, names_of
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
@@ -54,32 +52,29 @@ class ScaledDecayOptimizer(Optimizer):
     """
 
     algorithm: ClassVar[str]
+    nonfinite: str
+    chunk_bytes: int | None
+    replay: bool | None
 
-    def __init__(
-        self,
-        params: Params,
-        options: Group,
-        *,
-        nonfinite: str,
-        chunk_bytes: int | None,
-        replay: bool | None = None,
-        process_group: ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, params: Params, arguments: Group) -> None:
+        # the named arguments of a subclass and its further options
+        own = ("self", "params", "options", "__class__")
+        given = {key: value for key, value in arguments.items() if key not in own}
         if isinstance(params, torch.nn.Module):
             name = type(self).__name__
             raise TypeError(
                 f"{name} takes parameters, not a model; call {name}.for_model(model, lr=...), which gives each "
                 f"parameter the algorithm that suits it"
             )
-        validate_settings(nonfinite=nonfinite, chunk_bytes=chunk_bytes, replay=replay, process_group=process_group)
-        self.nonfinite = nonfinite
-        self.chunk_bytes = chunk_bytes
-        self.replay = replay
+        process_group = given.pop("process_group", None)
+        settings = {key: given.pop(key) for key in SETTINGS}
+        validate_settings(process_group, **settings)
+        vars(self).update(settings)
         self._reset()
         self._ranks = Ranks(process_group)
-        defaults = constructor_defaults(options, self.algorithm)
-        given: Any = params if isinstance(params, Tensor) else list(params)
-        super().__init__(given, defaults)
+        defaults = constructor_defaults(given, self.algorithm)
+        listed: Any = params if isinstance(params, Tensor) else list(params)
+        super().__init__(listed, defaults)
 
     @classmethod
     def for_model(
@@ -321,7 +316,7 @@ class ScaledDecayOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._wait_for_host()
-        settings = {"nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes, "replay": self.replay}
+        settings = {key: vars(self)[key] for key in SETTINGS}
         return {**super().__getstate__(), **settings, "_reasons": self._reasons}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
