@@ -593,3 +593,20 @@ def test_what_distributed_checkpoints_make_of_other_groups_is_refused(flat, save
     """torch takes the options of one saved group for those that it joins, and forgets them for those it divides."""
     with pytest.raises(ValueError, match="was saved in another param group"):
         in_another_order_by_checkpoint(flat, saved, built)
+
+
+def test_a_saved_count_of_steps_may_be_a_plain_number_and_is_not_rounded():
+    """Older states count in numbers; a default dtype of bfloat16 holds none of the odd ones above 256."""
+    (param,) = matrices((4, 4))
+    theirs = torch.optim.AdamW([param], lr=0.01)
+    run(theirs, [param], 1)
+    saved = theirs.state_dict()
+    saved["state"][0]["step"] = 1001.0
+    ours = AdamWSW(clones([param]), lr=0.01, peak_lr=0.01)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        ours.load_state_dict(saved)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    step = ours.state[ours.param_groups[0]["params"][0]]["step"]
+    assert (float(step), step.dtype) == (1001.0, torch.float32)

@@ -210,10 +210,21 @@ def test_anything_else_in_the_place_of_a_model_is_refused_with_the_remedy(given)
         MuonSW.for_model(given(nn.Sequential(nn.Linear(2, 2))), lr=0.1)
 
 
-def test_eight_bit_weights_are_refused_by_name():
-    weight = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ValueError, match=r"w has dtype torch\.float8_e4m3fn, too coarse"):
-        AdamWSW([("w", weight)], lr=0.1)
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(4, 4).to(torch.float8_e4m3fn),
+        torch.zeros(2, 2, dtype=torch.complex64),
+        torch.zeros(2, 2, dtype=torch.int64),
+        torch.ones(1, 4).expand(4, 4),
+    ],
+    ids=["8 bits", "complex", "integer", "expanded"],
+)
+def test_parameters_that_nothing_can_optimize_are_refused_by_name(weight):
+    optimizer = AdamWSW([("a", *weights())], lr=0.1)
+    with pytest.raises(ValueError, match=r"w (has dtype|is expanded)"):
+        optimizer.add_param_group({"params": [("w", weight)]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_weights_without_memory_are_refused_when_they_are_stepped():
