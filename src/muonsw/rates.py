@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from muonsw import peak
-from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES, decay_factor, decays, require_length
 from muonsw.work import Group, label_of
 
@@ -26,12 +25,6 @@ _ROUNDING = 1e-12
 def needs_peak(group: Group) -> bool:
     """Whether a group decays by a rule that divides by the peak."""
     return DECAY_RULES[group["decay"]].uses_peak and decays(group)
-
-
-def counts_steps(group: Group) -> bool:
-    """Whether the group's algorithm follows the number of the step, on the host."""
-    asks = ALGORITHMS[group["algorithm"]].counts_steps
-    return asks is not None and asks(group)
 
 
 def check(group: Group, number: int, counters: Counters) -> str | None:

@@ -97,7 +97,8 @@ def make_plan(
     groups = [dict(group) for group in optimizer.param_groups]
     counters = optimizer._counters
     for group in groups:
-        if rates.counts_steps(group):
+        counts_steps = ALGORITHMS[group["algorithm"]].counts_steps
+        if counts_steps is not None and counts_steps(group):
             group["update_count"] = int(group["update_count"]) + 1
         if "max_momentum" in group and group["momentum"] and "betas" not in ALGORITHMS[group["algorithm"]].defaults:
             counters.warn_once(

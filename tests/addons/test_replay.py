@@ -179,7 +179,7 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
     assert not pays((8, 8), precondition="soap")
     optimizer = AdamWSW(matrices((4, 4)), lr=0.1)
     assert optimizer.replay is None
-    assert not optimizer._replay._wanted(optimizer)
+    assert optimizer._replay.ready(optimizer) is None
 
 
 @pytest.mark.parametrize(("algorithm", "reads_it"), [("muon", False), ("adamw", True)])

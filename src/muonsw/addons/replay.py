@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw import kernels, machine, rates
+from muonsw import kernels, machine
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.muon import MUON, in_kernels, polar_name
@@ -175,15 +175,20 @@ class Replay:
         self._captures = self._replays = self._steps_taken = self._steps_without = 0
         self._failure = self._moving = ""
         self._counted: tuple[int, ...] = ()
-        self._is_small = False
+        self._is_small = self._is_wanted = False
 
     def ready(self, optimizer: ScaledDecayOptimizer) -> list[Batch] | None:
         """The batches of a step that a graph is ready for, without their gradients."""
         self._chosen = None
-        if not self._wanted(optimizer) or (self._failure and not self._graphs):
+        groups = optimizer.param_groups
+        self._is_wanted = bool(optimizer.replay)
+        if optimizer.replay is None and optimizer.nonfinite != "raise":  # the user leaves it to us
+            first = groups[0]["params"][:1]
+            self._is_wanted = bool(first) and first[0].is_cuda and self.pays(groups)
+        if not self._is_wanted or (self._failure and not self._graphs):
             return None
         settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
-        now, before = binding(optimizer.param_groups, optimizer.state, settings), self._now
+        now, before = binding(groups, optimizer.state, settings), self._now
         self._now = now
         self._chosen = next((graph for graph in self._graphs if graph.fits(now)), None)
         if self._chosen is not None:
@@ -199,7 +204,7 @@ class Replay:
     ) -> Flag | bool:
         """Take a step: by the graph that is ready for it, by capturing one, or eagerly."""
         if self._chosen is None:
-            if not batches or not self._wanted(optimizer):
+            if not batches or not self._is_wanted:
                 return runner(optimizer, batches, contexts)
             reason = supports(optimizer, batches)
             if optimizer.replay and (reason or self.complaint):
@@ -247,15 +252,6 @@ class Replay:
             program()
         else:
             captured.replay(self._now)
-
-    def _wanted(self, optimizer: ScaledDecayOptimizer) -> bool:
-        """Whether to replay steps if possible: as the user chose, else when the step is CPU-bound."""
-        if optimizer.replay is not None:
-            return optimizer.replay
-        first = optimizer.param_groups[0]["params"][:1]
-        if not first or not first[0].is_cuda or optimizer.nonfinite == "raise":
-            return False
-        return self.pays(optimizer.param_groups)
 
     def pays(self, groups: Sequence[Group]) -> bool:
         """Whether steps of these parameters, the first of which is on a GPU, are quicker replayed, and could be."""
@@ -337,6 +333,11 @@ def not_replayed(optimizer: ScaledDecayOptimizer, reason: str) -> None:
     optimizer._counters.warn_once("not replayed", f"replay=True: steps run eagerly, because {reason}")
 
 
+def _counts_steps(group: Group) -> bool:
+    asks = ALGORITHMS[group["algorithm"]].counts_steps
+    return asks is not None and asks(group)
+
+
 def uses_builtin_kernels(group: Group) -> bool:
     """Whether our own kernels make a group's step; what users register may depend on more than the tensors it sees."""
     return (
@@ -345,7 +346,7 @@ def uses_builtin_kernels(group: Group) -> bool:
         and in_kernels(PRECONDITION.member(group))
         and isinstance(ORTHOGONALIZERS.get(polar_name(group)), Iteration)
         and group["fused"] is not False
-        and not rates.counts_steps(group)
+        and not _counts_steps(group)
     )
 
 
@@ -361,6 +362,6 @@ def supports(optimizer: ScaledDecayOptimizer, batches: Sequence[Batch]) -> str:
             return "orthogonalizer='exact' waits for the device"
         if group["offload"]:
             return "offload=True copies state from the host and back"
-        if rates.counts_steps(group):
+        if _counts_steps(group):
             return f"algorithm={group['algorithm']!r} does something else every few steps"
     return ""
