@@ -121,7 +121,7 @@ def _number(low: float = 0.0, high: float = math.inf, *, above: bool = False, be
 
     if high == math.inf:
         return _check(f"a finite number {'above' if above else 'of at least'} {low:g}", accepts, float)
-    return _check(f"a number in {'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}", accepts, float)
+    return _check(f"in {'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}", accepts, float)
 
 
 def _number_or_tensor(value: Any) -> float | Tensor:

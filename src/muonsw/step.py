@@ -221,8 +221,8 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
     if not plan.batches:
         optimizer._counters.warn_once(
             "no gradient",
-            "this step found no gradient, so nothing was changed; if the model was wrapped, sharded or moved after the "
-            "optimizer was built, build the optimizer last",
+            "this step found no gradient at all, so nothing was changed; if the model was wrapped, sharded or moved "
+            "after the optimizer was built, build the optimizer last",
         )
     if optimizer._left_out:
         optimizer.warn_of_unfrozen()
