@@ -138,9 +138,8 @@ def _whole(low: int, high: float = math.inf) -> Check:
     def accepts(value: Any) -> bool:
         return not isinstance(value, bool) and isinstance(value, Integral) and low <= int(value) <= high
 
-    return _check(
-        f"a whole number {f'of at least {low}' if high == math.inf else f'from {low} to {high}'}", accepts, int
-    )
+    most = "" if high == math.inf else f" and at most {high}"
+    return _check(f"a whole number of at least {low}{most}", accepts, int)
 
 
 def _one_of(*values: Any) -> Check:

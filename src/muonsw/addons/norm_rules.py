@@ -107,10 +107,10 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         if acts(group):
             rule = f"norm={group['norm']!r} of param group {number}"
-            if group["cautious"] or group.get("block_period") is not None:
-                raise ValueError(
-                    f"{rule} acts on whole weights; cautious=True is for norm='free', and so is block_period="
-                )
+            if group["cautious"]:
+                raise ValueError(f"{rule} acts on whole weights; cautious=True is for norm='free'")
+            if group.get("block_period") is not None:
+                raise ValueError(f"{rule} and block_period= do not go together: a block has no norm of its own")
             for name, param in zip(names_of(group, number), group["params"], strict=True):
                 if param.dtype in LOW_PRECISION:
                     raise ValueError(f"{rule} needs float32 weights, but {name} is {param.dtype}; keep float32 masters")
