@@ -185,7 +185,6 @@ def _or_none(check: Check) -> Check:
 
 
 _flag = _check("True or False", lambda value: isinstance(value, bool))
-_text = _check("a string", lambda value: isinstance(value, str))
 
 
 def _peak_lr(value: Any) -> Any:
@@ -217,7 +216,7 @@ _COMMON: dict[str, tuple[Any, Check]] = {
     "rounding_seed": (0, _whole(0)),
     "maximize": (False, _flag),
     "fused": (None, _or_none(_flag)),
-    "role": (None, _or_none(_text)),
+    "role": (None, _or_none(_check("a string", lambda value: isinstance(value, str)))),
 }
 
 # Options that a group has only where they differ from these: of every algorithm, of rules of matrices, of Muon alone.
