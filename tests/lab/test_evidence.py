@@ -25,7 +25,6 @@ from muonsw.lab.studies.arms import Key, decay_factors, lambda_arm, lr_multiples
 from muonsw.lab.studies.outcome import against_constant, arm_outcome
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.training import (
-    cases,
     family,
     gradient_growth,
     lambda_scaling,
@@ -287,22 +286,6 @@ def test_a_run_is_in_the_file_as_soon_as_it_has_ended(tmp_path):
     shop = by_settings(tmp_path / "runs")
     evidence.gather("long", Watched(**{one.name: getattr(shop, one.name) for one in fields(shop)}), path)
     assert seen == [1, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tiny")
-def test_repeated_text_from_training_to_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "REPEATED_FACTORS", (8.0, 16.0))
-    monkeypatch.setattr(cases, "MOST_SCALED", 32.0)
-    path = evidence.file_of("repeated-text", tmp_path)
-    assert evidence.gather("repeated-text", by_settings(tmp_path / "runs"), path) == 7
-    grown = evidence.read_page(tmp_path)
-    page = evidence.page(grown, "{repeated-text}")
-    assert "| repeated text | piecewise, lambda 16 | 16 |" in page
-    assert "rising decay minus constant decay, each at its best lambda, in nats" in page
-    assert "may lie beyond those that were tried: constant, scaled, piecewise." in page
-    points = {run.config.optimizer.decay_points for run in grown.records["repeated-text"].runs.values()}
-    assert points == {None, ((0.0, 0.8), (0.5, 0.1), (1.0, 1.25))}
 
 
 @pytest.mark.slow

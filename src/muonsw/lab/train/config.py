@@ -9,12 +9,11 @@ from typing import Any
 
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.algorithms import ALGORITHMS
-from muonsw.decay import DECAY_RULES, refuse_unknown_run
+from muonsw.decay import DECAY_RULES
 from muonsw.lab.base.settings import as_data, from_data
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.tasks import DataConfig, TaskConfig
 from muonsw.lab.theory.schedule import SHAPES, schedule_of, warmup_steps_for_horizon
-from muonsw.options import validate_option
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import AUTO, DTYPES
 from muonsw.presets import PRESETS
@@ -37,7 +36,7 @@ class OptimizerConfig:
     lr: float = 0.02  # peak learning rate before muP multiplies it
     weight_decay: float = 0.1  # lambda of hidden and expert matrices; embedding and norms have none
     decay: str = "scaled"  # decay rule
-    # (fraction of the run, multiple of lambda) of a piecewise decay.
+    # Of records under "piecewise" decay, a rule that is gone: they can be read, not trained again.
     decay_points: tuple[tuple[float, float], ...] | None = None
     # Decay rule of the matrices whose output enters no normalization (queries, keys, values, gates and up
     # projections); empty is the same as `decay`. With "constant" here, "scaled" is AdamC's own form.
@@ -62,12 +61,10 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require_one_of("optimizer.algorithm", self.algorithm, ("muon", "adamw"))
         self._check_preset()
-        _require_one_of("optimizer.decay", self.decay, tuple(DECAY_RULES))
+        _require_one_of("optimizer.decay", self.decay, (*DECAY_RULES, *(["piecewise"] if self.decay_points else [])))
         _require_one_of("optimizer.unnormalized", self.unnormalized, ("", *DECAY_RULES))
-        for rule in filter(None, (self.decay, self.unnormalized)):
-            refuse_unknown_run(rule, f"optimizer.decay={rule!r}", 1, self.decay_points)
-        # In one form, as two forms would be two runs.
-        object.__setattr__(self, "decay_points", validate_option("decay_points", self.decay_points))
+        if self.decay_points is not None:  # JSON has lists
+            object.__setattr__(self, "decay_points", tuple((x, y) for x, y in self.decay_points))
         _require_one_of("optimizer.norm", self.norm, tuple(NORM_RULES))
         _require_one_of("optimizer.orthogonalizer", self.orthogonalizer, tuple(ORTHOGONALIZERS))
         _require_one_of("optimizer.muon_lr", self.muon_lr, tuple(MUON_LR_POWERS))

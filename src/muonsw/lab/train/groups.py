@@ -48,7 +48,7 @@ def build_optimizer(
     """
     shared: Options = {"decay": config.decay, "peak": config.peak}
     shared |= {"norm": config.norm, "target_norm": config.target_norm}
-    shared |= {"total_steps": steps, "decay_points": config.decay_points}
+    shared |= {"total_steps": steps}
     own = model if isinstance(model, Decoder) else None
     chosen = {name: _options(own, name, config) for name, _ in own.named_parameters()} if own else {}
     chosen |= patterns or {}
@@ -101,7 +101,7 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
         # Rules that do not count steps take most at the peak.
         rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
         peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
-        phi = max(decay_factors(rule, lam, rates, peak, group.get("decay_points")))
+        phi = max(decay_factors(rule, lam, rates, peak))
         if phi > 1:
             size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
             fix = "lower optimizer.lr or optimizer.weight_decay"
