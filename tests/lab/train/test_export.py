@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -134,37 +133,6 @@ def files_below(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_export_follows_no_link_and_no_name_of_the_record_out_of_its_folder(run, tmp_path):
-    """The default place is inside the run, which another program may have filled."""
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "tokenizer").symlink_to(outside)
-    with pytest.raises(UsageError, match="tokenizer is a link: delete it"):
-        export(run, tmp_path / "export")
-    (tmp_path / "link").symlink_to(outside)
-    with pytest.raises(UsageError, match="link is a link: delete it, or name the folder"):
-        export(run, tmp_path / "link")
-    (tmp_path / "export" / "tokenizer").unlink()
-    (tmp_path / "export" / "model.safetensors").symlink_to(outside / "model.safetensors")
-    with pytest.raises(UsageError, match="not written by an export"):
-        export(run, tmp_path / "export")
-    assert not files_below(outside)
-
-
-def test_names_in_the_record_of_the_data_lead_nowhere(run, tmp_path):
-    record = run.parent / "data" / "data.json"
-    before = record.read_text(encoding="utf-8")
-    for kind in ("bytes", "bpe"):
-        content = json.loads(before)
-        content["tokenizer_description"] = {"kind": kind, "files": ["../../escaped", "/escaped"]}
-        record.write_text(json.dumps(content), encoding="utf-8")
-        with suppress(UsageError):  # there is no BPE in that folder
-            export(run, tmp_path / "inner" / "export")
-    record.write_text(before, encoding="utf-8")
-    assert {path.relative_to(tmp_path).parts[:2] for path in files_below(tmp_path)} == {("inner", "export")}
-
-
 @pytest.mark.parametrize(
     ("name", "content"), [("config.json", "{}"), ("config.json", "of another program"), ("model.safetensors", "{}")]
 )
@@ -174,10 +142,9 @@ def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path, name,
     (tmp_path / "config.json").unlink()
     (tmp_path / name).write_text(content, encoding="utf-8")
     before = files_below(tmp_path)
-    with pytest.raises(UsageError, match=f"{name} .* choose another folder with --out"):
-        export(run, tmp_path)
-    with pytest.raises(UsageError, match=r"config\.json belongs to something else"):
-        export(run, run)
+    for folder in (tmp_path, run):
+        with pytest.raises(UsageError, match="choose another folder with --out"):
+            export(run, folder)
     assert files_below(tmp_path) == before
 
 

@@ -1,8 +1,4 @@
-"""Files: written so that a reader never sees half of one, read so that no content can do more than be refused.
-
-Every file of the lab is written through this module. What the disk or the system refuses becomes a `MachineError` that
-names the file and says what to do.
-"""
+"""Files: a reader never sees half of one, and a write that fails is an error that names the file and the remedy."""
 
 from __future__ import annotations
 
@@ -10,10 +6,8 @@ import errno
 import json
 import math
 import os
-import re
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from itertools import count
@@ -25,22 +19,15 @@ from filelock import FileLock, Timeout
 
 from muonsw.lab.base.errors import MachineError, UsageError
 
-# No JSON file of the lab comes near these; a file beyond them is not one of ours.
-JSON_BYTES = 1 << 28
-JSON_DIGITS, JSON_DEPTH = 40, 64
-LOCK = ".lock"
+LOCK, UNFINISHED = ".lock", ".unfinished"
 MAKE_ROOM = "make room on the disk, or choose another folder"
-# No file takes so long to write.
-ABANDONED_SECONDS = 3600
-# The names of files that are being written: see `placing`.
-_LEFTOVER = re.compile(r"\..+\.(json|jsonl|safetensors|tokens|bpe|html|png|svg)\.\d+")
-# What a disk says when it, and not the name of the folder, is the trouble.
+# Errors of the disk; others are about the name of a folder.
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @contextmanager
 def reported(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
-    """Turn the system's refusal to write inside the block into a `MachineError` that names the file and the remedy."""
+    """Turn an `OSError` inside the block into a `MachineError` that names the file and the remedy."""
     try:
         yield
     except OSError as error:
@@ -48,28 +35,24 @@ def reported(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder, and find out before the work whether its files can be written.
+    """Make the folder, and check before the work that files can be written there.
 
     Raises:
         UsageError: If it cannot be made or written to.
         MachineError: If the disk is full or fails.
     """
-    _try_to_write(folder, make=True)
+    require_writable(folder)
+    with reported(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def require_writable(folder: Path) -> None:
-    """Find out the same without making the folder: other input may still be refused."""
-    _try_to_write(folder, make=False)
-
-
-def _try_to_write(folder: Path, *, make: bool) -> None:
+    """Check the same without making the folder: other input may still be refused."""
     try:
-        # A link that leads nowhere counts: no folder can be made in its place.
-        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        with tempfile.TemporaryFile(dir=there):
+        # A dangling link counts as existing: no folder can be made in its place.
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        with tempfile.TemporaryFile(dir=existing):
             pass
-        if make:
-            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"cannot write to the folder {folder}: {error.strerror or error}"
         if error.errno in _DISK_FAULTS:
@@ -78,94 +61,56 @@ def _try_to_write(folder: Path, *, make: bool) -> None:
 
 
 @contextmanager
-def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[Callable[[], None]]:
-    """Make a folder if it is missing, and hold it while the block runs.
+def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
+    """Make a folder if it is missing, hold it while the block runs, and delete what killed processes left in it.
 
-    The lock is the system's, so a process that is killed leaves none behind; the files that such a one was writing are
-    removed. What `busy` says is raised where another process holds it for longer than `wait` seconds.
+    The lock is the system's, so a killed process leaves none behind.
 
-    Yields:
-        What raises a `UsageError` once the folder is no longer the one that is held.
+    Raises:
+        UsageError: With the text `busy`, if another process holds it for longer than `wait` seconds.
     """
     prepare_folder(folder)
-    path = folder / LOCK
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UsageError(f"{path} is not a lock of ours: delete it")
-    lock = FileLock(path, timeout=wait)
+    lock = FileLock(folder / LOCK, timeout=wait)
     try:
         lock.acquire()
     except Timeout as error:
         raise UsageError(busy) from error
     except OSError as error:
-        raise UsageError(f"{path} cannot be locked: {error.strerror or error}; choose another folder") from error
+        raise UsageError(f"{folder / LOCK} cannot be locked: {error.strerror or error}; delete it") from error
     try:
-        held = path.stat()
-        remove_leftovers(folder)
-        yield lambda: _require_same(path, held)
+        for path in folder.glob(f".*{UNFINISHED}"):
+            path.unlink()
+        yield
     finally:
         lock.release()
 
 
-def _require_same(lock: Path, held: os.stat_result) -> None:
-    with suppress(OSError):
-        if os.path.samestat(lock.stat(), held):
-            return
-    lost = f"{lock.parent} was deleted or replaced while a run was training in it"
-    raise UsageError(f"{lost}: what came after its last checkpoint is lost; start it again in another folder")
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete what killed processes left beside the files that they were about to replace."""
-    for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-            path.unlink(missing_ok=True)
-
-
-def remove_abandoned(path: Path) -> None:
-    """Delete what killed processes left of one file, in a folder without a lock where living ones may be writing it.
-
-    By its age: they may run on another machine.
-    """
-    for left in path.parent.iterdir():
-        name, _, number = left.name.rpartition(".")
-        if name == f".{path.name}" and number.isdecimal():
-            with suppress(FileNotFoundError):  # its process has just ended
-                if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
-                    left.unlink()
-
-
 def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
-    """Replace a file by one with this content; a reader sees the old or the new one, never a part.
-
-    Halves of characters, which come from file names that are not UTF-8, are written as their code.
-    """
+    """Replace a file by one with this content; a reader sees the old or the new one, never a part."""
     with replacing(path, remedy=remedy) as file:
+        # File names that are not UTF-8 have half characters, which become their codes.
         file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     return path
 
 
 def write_json(path: Path, data: Any, *, remedy: str = MAKE_ROOM) -> Path:
-    """Replace a file by plain data in JSON, with None for what JSON has no number for."""
+    """Replace a file by plain data in JSON, with None for numbers that are not finite."""
     text = json.dumps(plain(data), indent=1, allow_nan=False)
     return write_atomically(path, text + "\n", remedy=remedy)
 
 
 @contextmanager
 def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its name, once it is on disk, when the block ends without an error."""
-    with placing(path, remedy=remedy) as beside, beside.open("wb") as file:
-        yield file
-
-
-@contextmanager
-def placing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[Path]:
-    """A name beside `path` under which the block writes a file; that file then takes the place of `path`."""
+    """Open a new file that takes the place of `path` when the block ends without an error."""
     refuse_folder(path)
-    beside = path.with_name(f".{path.name}.{randbits(32)}")  # hosts that share a disk have equal process numbers
+    # Random: hosts that share a disk have equal process numbers.
+    beside = path.with_name(f".{path.name}.{randbits(32)}{UNFINISHED}")
     with reported(path, remedy):
         try:
-            yield beside
-            sync(beside)
+            with beside.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
             beside.replace(path)
             sync(path.parent)
         finally:
@@ -174,15 +119,13 @@ def placing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[Path]:
 
 
 def refuse_folder(path: Path) -> None:
-    """Refuse a folder that has the name of a file which is to be written; also before the work, if that takes long."""
-    if path.is_dir() and not path.is_symlink():
+    """Refuse a folder in the place of a file that is to be written."""
+    if path.is_dir():
         raise UsageError(f"{path} is a folder, and a file of this name is to be written: move it away, or delete it")
 
 
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
-    if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
-        return  # a system that cannot open folders has no need to
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -191,7 +134,7 @@ def sync(path: Path) -> None:
 
 
 def numbered(path: Path) -> Path:
-    """The first of `path.1`, `path.2`, ... that is not taken, for what is put aside: nothing kept before is lost."""
+    """The first of `path.1`, `path.2`, ... that is free, for files that are put aside."""
     names = (path.with_name(f"{path.name}.{number}") for number in count(1))
     return next(name for name in names if not os.path.lexists(name))
 
@@ -200,10 +143,10 @@ def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> 
     """The JSON object in a file.
 
     Raises:
-        UsageError: If it cannot be read, is larger than any file of ours, or holds something else than the lab writes.
+        UsageError: If it cannot be read, or holds something else.
     """
     try:
-        data = parse_json(_bounded_bytes(path))
+        data = parse_json(path.read_bytes())
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: check the path") from error
     except (OSError, ValueError) as error:
@@ -213,71 +156,20 @@ def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> 
     return data
 
 
-def _bounded_bytes(path: Path) -> bytes:
-    """What a file holds; in pieces, since a buffer of the largest size would be taken for the smallest file."""
-    content = bytearray()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            content += piece
-            if len(content) > JSON_BYTES:
-                raise ValueError(f"it is larger than {JSON_BYTES >> 20} MiB")
-    return bytes(content)
-
-
 def parse_json(text: str | bytes) -> Any:
-    """Data from JSON text.
+    """Data from JSON text; a `ValueError` if it is not JSON, or has a NaN or an infinity, which Python would accept."""
 
-    Raises:
-        ValueError: If it is not JSON, or nested or with numbers such as the lab never writes.
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not valid JSON")
 
-    Examples:
-        >>> parse_json('{"loss": 2.5}')
-        {'loss': 2.5}
-        >>> parse_json("[" * 100_000)
-        Traceback (most recent call last):
-        ...
-        ValueError: it is nested too deeply
-        >>> parse_json("9" * 400)
-        Traceback (most recent call last):
-        ...
-        ValueError: it has a whole number of 400 digits
-    """
     try:
-        data = json.loads(text, parse_int=_whole_number, parse_float=_finite_number, parse_constant=_no_number)
+        return json.loads(text, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    _require_shallow(data)
-    return data
-
-
-def _require_shallow(data: Any) -> None:
-    """Refuse what would end a function that calls itself for each level."""
-    level = [data] if isinstance(data, dict | list) else []
-    for _ in range(JSON_DEPTH):
-        inner = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
-    if level:
-        raise ValueError("it is nested too deeply")
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > JSON_DIGITS:
-        raise ValueError(f"it has a whole number of {len(digits)} digits")
-    return int(digits)
-
-
-def _finite_number(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text[:JSON_DIGITS]} is too large a number")
-    return number
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def plain(value: Any) -> Any:
-    """Numbers, strings, lists and dictionaries: no infinities, no NaN, no arrays, strings for enumerations.
+    """Data for JSON: None for what is not finite, lists for arrays, strings for enumerations.
 
     Examples:
         >>> import numpy as np

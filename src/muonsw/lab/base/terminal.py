@@ -1,16 +1,13 @@
-"""Printing sentences: harmless whatever they hold, in what the stream can encode, and past a reader that has gone."""
+"""Print sentences that may hold any character."""
 
 from __future__ import annotations
 
-import os
+import io
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, cast
-
-from muonsw.lab.base.errors import MACHINE, OK
+from typing import TYPE_CHECKING, ParamSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,15 +18,6 @@ Given = ParamSpec("Given")
 # characters, which come from file names that are not UTF-8 and cannot be printed at all.
 _STEERING = chain(range(0x20), range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
 _SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _STEERING if chr(code) not in "\n\t"}
-
-# What a stream that is not UTF-8 gets for the signs that our tables and sentences use.
-_ASCII = str.maketrans(
-    {
-        "λ": "lambda", "φ": "phi", "η": "eta", "β": "beta", "Σ": "sum ", "Δ": "delta ", "·": " ", "±": "+-",
-        "≤": "<=", "≥": ">=", "≈": "~", "→": "->", "²": "^2", "√": "sqrt ", "∞": "inf", "…": "...", "•": "-",
-        "\N{MULTIPLICATION SIGN}": "x", "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{EM DASH}": "-",
-    }
-)  # fmt: skip
 
 
 def harmless(text: object) -> str:
@@ -57,71 +45,14 @@ def paragraph(console: Console, text: str) -> None:
         say(console, text)
 
 
-class _SafeStream:
-    """A stream that takes any character, and is silent once it cannot be written to: a pipe is closed, a disk full."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.error: OSError | None = None
-
-    def write(self, text: str) -> int:
-        self._attempt(self.stream.write, self._encodable(text))
-        return len(text)
-
-    def _encodable(self, text: str) -> str:
-        """The text, in signs that the stream's encoding has, as ASCII where the locale is C."""
-        encoding = self.stream.encoding or "utf-8"
-        try:
-            text.encode(encoding)
-        except UnicodeEncodeError:
-            return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
-        return text
-
-    def flush(self) -> None:
-        self._attempt(self.stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def _attempt(self, act: Callable[..., object], *given: str) -> None:
-        try:
-            act(*given)
-        except OSError as error:
-            if self.error is None:
-                self.error = error
-                self._lead_nowhere()
-
-    def _lead_nowhere(self) -> None:
-        """What is still waiting to be written would raise again, at the latest when Python ends."""
-        with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
-
-
 def enduring(main: Callable[Given, int]) -> Callable[Given, int]:
-    """Let a program go on when its standard output is closed or full, and say so on standard error.
-
-    Returns:
-        A function with the same exit code; only where output was lost for another reason than that its reader had
-        gone, "done" becomes "a fault of the machine".
-    """
+    """Let a program print any character, with a question mark where the stream's encoding has none."""
 
     @wraps(main)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> int:
-        before = sys.stdout, sys.stderr
-        out, err = (stream and _SafeStream(stream) for stream in before)
-        sys.stdout, sys.stderr = cast("TextIO", out), cast("TextIO", err)
-        try:
-            code = main(*args, **kwargs)
-        finally:
-            for stream in filter(None, (out, err)):
-                stream.flush()
-            if out and out.error:
-                reason = out.error.strerror or out.error
-                print(f"muonsw: standard output could not be written ({reason}) and was left out", file=sys.stderr)
-            sys.stdout, sys.stderr = before
-        lost = out and out.error and not isinstance(out.error, BrokenPipeError)
-        return MACHINE if code == OK and lost else code
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        return main(*args, **kwargs)
 
     return run
