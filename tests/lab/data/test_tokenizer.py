@@ -1,9 +1,6 @@
 """Every tokenizer gives back the text it was given, never invents an end of document, and knows who it is."""
 
 import json
-import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,22 +157,3 @@ def test_a_missing_gpt2_vocabulary_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(UsageError, match=r"ConnectionError.*folder with GPT-2's vocab\.bpe"):
         GPT2Tokenizer()
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    for name in ("tokenizers", "tiktoken"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match=r"needs the package tokenizers: run pip install"):
-        BPETokenizer.train(CORPUS, 300)
-    with pytest.raises(UsageError, match=r"needs the package tiktoken: run pip install"):
-        GPT2Tokenizer()
-
-
-@pytest.mark.skipif("MUONSW_GPT2_FILES" not in os.environ, reason="MUONSW_GPT2_FILES: a folder with GPT-2's files")
-def test_the_real_vocabulary_gives_the_known_ids():
-    pytest.importorskip("tiktoken")
-    tokenizer = GPT2Tokenizer(Path(os.environ["MUONSW_GPT2_FILES"]))
-    assert tokenizer.vocab_size == 50_257
-    code = [4299, 277, 7, 87, 2599, 198, 220, 220, 220, 1441, 2124]
-    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
-    assert tokenizer.encode("def f(x):\n    return x").tolist() == code

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -11,10 +10,10 @@ from safetensors.torch import load_file
 
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.settings import from_data
-from muonsw.lab.base.storage import locked, write_json
+from muonsw.lab.base.storage import locked
 from muonsw.lab.cli import main
 from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
+from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.train.config import DataConfig, RunConfig
 from muonsw.lab.train.export import export, load_model, sample
@@ -70,20 +69,6 @@ def test_an_export_needs_nothing_of_the_run(run, tmp_path):
         assert tokenizer.identity == ByteTokenizer().identity
     finally:
         (run.parent / "elsewhere").rename(run.parent / "data")
-
-
-def test_a_tokenizer_that_an_export_would_miss_is_named_before_the_first_update(tmp_path, capsys):
-    data, settings = tmp_path / "data", tmp_path / "config.json"
-    documents = [SENTENCE * 20 + str(number) for number in range(40)]
-    prepare(documents, BPETokenizer.train(documents, 300), data, validation_fraction=0.2)
-    config = replace(small_run(steps=1), data=DataConfig(str(data)))
-    write_json(settings, config.as_data())
-    assert main(["train", "--config", str(settings), "--out", str(tmp_path / "whole")]) == 0
-    assert "note: " not in capsys.readouterr().out
-    (data / "tokenizer.json").unlink()
-    assert main(["train", "--config", str(settings), "--out", str(tmp_path / "lost")]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert 0 < printed.index("tokenizer.json is missing") < printed.index("update 0 of 1")
 
 
 def test_the_best_checkpoint_can_be_exported(run, tmp_path):

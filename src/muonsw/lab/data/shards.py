@@ -187,12 +187,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def lost_tokenizer(folder: Path) -> Path | None:
-    """A file of the tokenizer that is on record and missing; None if all are there."""
-    names = (read_record(folder).tokenizer_description or {}).get("files") or ()
-    return next((folder / name for name in names if not (folder / name).is_file()), None)
-
-
 def fingerprint(record: DataRecord) -> str:
     """A short hash of all tokens of a folder and of what made them."""
     shards = (f"{split}:{checksum}" for group in record.groups for split, checksum in group.checksums.items())

@@ -35,8 +35,13 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     if takes_grouped_gemm(x, dtype, weight):
         return grouped_gemm(x, weight, ends_E)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return slice_by_slice(x, weight, ends_E)
-    return masked(x, weight, ends_E)
+        bounds = pairwise([0, *ends_E.tolist()])  # on a GPU the host would wait for these
+        return torch.cat([x[start:end] @ matrix.T for (start, end), matrix in zip(bounds, weight, strict=True)])
+    # Every expert on all rows with the others' rows zeroed: E times the work, but shapes that depend on no data.
+    row = torch.arange(x.shape[0], device=x.device)
+    group = (row[:, None] >= ends_E).sum(dim=1, keepdim=True)
+    products = [functional.linear(x * (group == e), matrix) for e, matrix in enumerate(weight.unbind(0))]
+    return torch.stack(products).sum(dim=0)
 
 
 def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -> bool:
@@ -52,12 +57,6 @@ def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -
 def grouped_gemm(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """All groups in one kernel."""
     return functional.grouped_mm(x_RD, weight_EFD.transpose(-2, -1), offs=ends_E)
-
-
-def slice_by_slice(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """One product for each group; reads the sizes, which would make a GPU wait."""
-    bounds = pairwise([0, *ends_E.tolist()])
-    return torch.cat([x_RD[start:end] @ matrix.T for (start, end), matrix in zip(bounds, weight_EFD, strict=True)])
 
 
 def expert_by_expert(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
@@ -224,11 +223,3 @@ def gate_backward_on_gpu(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Ten
 @gate_backward_on_gpu.register_fake
 def _(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(fused_RF), torch.empty_like(grad_RF)
-
-
-def masked(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """Every expert on all rows with the others' rows zeroed: E times the work, but shapes that depend on no data."""
-    row = torch.arange(x_RD.shape[0], device=x_RD.device)
-    group = (row[:, None] >= ends_E).sum(dim=1, keepdim=True)
-    products = [functional.linear(x_RD * (group == e), matrix) for e, matrix in enumerate(weight_EFD.unbind(0))]
-    return torch.stack(products).sum(dim=0)

@@ -116,11 +116,11 @@ class Training:
         return {"model": kind, "parameters": dict(roles), "data": self.task.data(self.config.steps)}
 
     def settle(self) -> None:
-        """Take a backward pass and discard it, if the first one decides in which order ranks add up gradients.
+        """Take a backward pass and discard it under DDP, which puts gradients together in the order of the first pass.
 
         Otherwise the first update of a resumed run would differ in its last bits.
         """
-        if not self.placed.settles:
+        if self.placed.strategy != "ddp":
             return
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
