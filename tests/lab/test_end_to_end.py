@@ -27,7 +27,7 @@ import torch
 from muonsw import NonFiniteGradientWarning
 from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.shards import verify_folder
-from muonsw.lab.train import checkpoint, world
+from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import train
 from muonsw.lab.train.state import Training
@@ -429,23 +429,6 @@ def test_the_others_of_a_killed_rank_stop_and_say_so_and_the_run_goes_on(ranks, 
     # That of update 4 may have been on its way to the disk.
     assert (folder / "checkpoints" / "step-00000002").exists()
     assert_goes_on(folder, ranks, strategy)
-
-
-def test_a_rank_that_is_asked_to_end_while_it_fails_still_says_why(tmp_path):
-    """torchrun looks every 0.1 s for ranks that have ended, and sends SIGTERM to the others."""
-
-    def before(rank):
-        at_update(4, 1, kill)(rank)
-        error = world.MachineError
-
-        def asked_to_end(*given):
-            os.kill(os.getpid(), signal.SIGTERM)
-            return error(*given)
-
-        world.MachineError = asked_to_end
-
-    ended = run(2, ranks_config(), tmp_path / "run", before)
-    assert (ended[0].code, LOST in ended[0].text) == (3, True), ended[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The shuffle is a permutation of every range, decided by its key and by nothing else."""
+"""The shuffle is a permutation of every range, decided by its key alone."""
 
 import hashlib
 

@@ -4,8 +4,6 @@ import math
 import shutil
 from dataclasses import replace
 
-import torch
-
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
@@ -59,20 +57,6 @@ def test_only_the_last_checkpoints_and_the_best_are_kept(tmp_path):
     assert best < 28, "the test needs a best evaluation before the last two"
     kept = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "checkpoints")}
     assert kept == {best, 28, 32}
-
-
-def test_a_checkpoint_with_rates_in_tensors_is_read(tmp_path):
-    """As versions before 0.1 wrote them on accelerators."""
-    saved = Training(with_fingerprint(small_run()))
-    saved.evaluate()
-    for group in saved.optimizer.param_groups:
-        group["lr"] = torch.tensor(0.5 * group["lr"])
-        group["capturable"] = True
-    path = checkpoint.save(tmp_path, saved.checkpoint())
-    resumed = Training(with_fingerprint(small_run()))
-    resumed.load(checkpoint.load(path))
-    rates = [float(group["lr"]) for group in saved.optimizer.param_groups]
-    assert [group["lr"] for group in resumed.optimizer.param_groups] == rates
 
 
 def test_an_evaluation_without_a_number_goes_through_a_checkpoint(tmp_path):

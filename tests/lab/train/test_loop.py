@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,6 @@ from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.common.problems import POINTS
-from tests.faults.killing import in_child
 from tests.lab.train.small_runs import StoppedError, assert_same_run, losses, small_run, stop_at, weights
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -53,29 +51,6 @@ def test_the_last_update_is_sampled_whatever_its_number(tmp_path):
     train(small_run(steps=5, telemetry_every=4), tmp_path)
     sampled = [record["step"] for record in losses(tmp_path) if record["kind"] == "telemetry"]
     assert sampled == [1, 4, 5]
-
-
-def test_another_seed_gives_another_run(uninterrupted, tmp_path):
-    train(small_run(seed=1), tmp_path)
-    assert losses(tmp_path)[0] != losses(uninterrupted)[0]
-
-
-@pytest.mark.parametrize("kill_at", [1, 9])
-@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_a_killed_run_ends_as_if_it_had_never_stopped(uninterrupted, tmp_path, kill_at):
-    """SIGKILL at an update: no handler runs, so what is on disk is whatever happened to be there."""
-    run, notes = tmp_path / "run", []
-
-    def die(record):
-        if record["kind"] == "train" and record["step"] == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert in_child(lambda: train(small_run(), run, Watch(record=die))) == -signal.SIGKILL
-    train(small_run(), run, Watch(note=notes.append))
-    (note,) = notes
-    assert ("going on after" in note) == (kill_at > 4), "there is a checkpoint to go on from once update 4 is done"
-    assert (run / "metrics.jsonl.1").exists() == ("begins again" in note) == (kill_at < 4)
-    assert_same_run(uninterrupted, run, 12)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +136,6 @@ def test_a_changed_config_is_refused_with_the_differences(tmp_path):
         train(small_run(steps=2, optimizer={"lr": 0.01}), tmp_path)
     assert losses(tmp_path) == before
     train(small_run(steps=2, keep=5), tmp_path)
-
-
-def test_a_damaged_key_is_found_also_where_its_value_is_null(tmp_path):
-    train(small_run(steps=2), tmp_path)
-    path = tmp_path / "config.json"
-    text = path.read_text(encoding="utf-8")
-    (name,) = re.findall(r'"(\w+)": null', text)[:1]
-    path.write_text(text.replace(f'"{name}": null', f'"{name}x": null'), encoding="utf-8")
-    with pytest.raises(UsageError, match=rf"{name}x: None there, 'missing' now"):
-        train(small_run(steps=2), tmp_path)
 
 
 def test_settings_can_be_mended_before_anything_was_trained(tmp_path):
