@@ -25,8 +25,8 @@ import pytest
 import torch
 
 from muonsw import NonFiniteGradientWarning
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.shards import verify_folder
+from muonsw.lab.errors import UsageError
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import train

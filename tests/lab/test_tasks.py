@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import Audience, run_jobs
 from muonsw.lab.cli import main
+from muonsw.lab.errors import UsageError
 from muonsw.lab.tasks import (
     BatchSource,
     TaskConfig,

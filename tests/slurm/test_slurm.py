@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from muonsw.lab.base.errors import Interrupted, UsageError
+from muonsw.lab.errors import Interrupted, UsageError
 from muonsw.lab.studies.cluster import FOLDER, Cluster, Slurm, saved_step
 from muonsw.lab.studies.workshop import ByArm, Workshop
 from tests.lab.studies.small_comparisons import ARMS, comparison

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from muonsw.lab.base.errors import INTERRUPTED
 from muonsw.lab.base.launcher import end
+from muonsw.lab.errors import INTERRUPTED
 
 
 def main() -> int:

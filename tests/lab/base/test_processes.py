@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from muonsw import machine
-from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.base.processes import VISIBLE, Audience, next_device, run_jobs, stop_requests, visible_gpus
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 
 IN_PROC = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are found in /proc")
 
@@ -139,7 +139,7 @@ def test_the_gpus_of_this_process_keep_the_names_that_it_was_given(environment, 
 
 PARENT = """
 import sys
-from muonsw.lab.base.errors import Interrupted
+from muonsw.lab.errors import Interrupted
 from muonsw.lab.base.processes import Audience, run_jobs
 from tests.lab.base.test_processes import work
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.documents import Corpus, pieces, python_texts
 from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.errors import UsageError
 
 TEXTS = ["one\ntwo", "zwö", "third " * 5000, "ﬁn"]
 ROWS = [{"text": text, "id": number} for number, text in enumerate([*TEXTS[:2], "", *TEXTS[2:]])]

@@ -9,8 +9,6 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import LOCK, locked
 from muonsw.lab.data import prepare as module
 from muonsw.lab.data.documents import DEFAULT_VOCAB, Corpus
 from muonsw.lab.data.prepare import (
@@ -23,6 +21,8 @@ from muonsw.lab.data.prepare import (
 from muonsw.lab.data.shards import RECORD, ShardError, load_tokenizer, open_split, read_record, verify_folder
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import LOCK, locked
 
 DOCUMENTS = list(islice(MarkovSource(seed=0, mean_length=100.0), 200))
 SETTINGS = {"validation_fraction": 0.1, "group_characters": 2000}

@@ -6,7 +6,6 @@ import os
 import numpy as np
 import pytest
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data import shards as module
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.shards import (
@@ -24,6 +23,7 @@ from muonsw.lab.data.shards import (
     verify_folder,
 )
 from muonsw.lab.data.tokenizer import BPE_FILE, BPETokenizer, ByteTokenizer
+from muonsw.lab.errors import UsageError
 
 
 @pytest.fixture

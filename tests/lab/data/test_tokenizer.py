@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.tokenizer import (
     BPE_FILE,
     END_TEXT,
@@ -18,6 +17,7 @@ from muonsw.lab.data.tokenizer import (
     padded_vocab,
     restore,
 )
+from muonsw.lab.errors import UsageError
 
 CORPUS = ["the quick brown fox jumps over the lazy dog. " * 20, "def the_function(there): return there\n" * 20]
 FILES = {"bytes": None, "bpe": [BPE_FILE], "gpt2": list(GPT2_FILES)}

@@ -5,10 +5,10 @@ import shutil
 import numpy as np
 import pytest
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Criterion
 from muonsw.lab.commands.report import Report, find_runs
+from muonsw.lab.console import Table
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import Charts
 from muonsw.lab.report.page import page
 from muonsw.lab.report.report import build_report, summary, write_report

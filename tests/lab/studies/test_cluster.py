@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from muonsw import machine
-from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.base.processes import Audience
 from muonsw.lab.cli import main as cli
 from muonsw.lab.commands.cluster import ClusterOptions
 from muonsw.lab.commands.compare import Compare
 from muonsw.lab.commands.reproduce import Reproduce
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.studies import cluster as module
 from muonsw.lab.studies.cluster import FOLDER, FRUITLESS, Cluster, last_records, run_on_cluster, saved_step
 from muonsw.lab.studies.program import main

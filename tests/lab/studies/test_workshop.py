@@ -15,8 +15,8 @@ from filelock import FileLock
 from rich.console import Console
 from torch._dynamo.utils import counters
 
-from muonsw.lab.base.errors import Interrupted, UsageError
 from muonsw.lab.claims.claim import Evidence
+from muonsw.lab.errors import Interrupted, UsageError
 from muonsw.lab.studies.jobs import Job, compiling_alone
 from muonsw.lab.studies.outcome import diverged_at
 from muonsw.lab.studies.training import rows

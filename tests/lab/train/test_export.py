@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import from_data
-from muonsw.lab.base.storage import locked
 from muonsw.lab.cli import main
+from muonsw.lab.config import from_data
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import locked
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.train.config import DataConfig, RunConfig
 from muonsw.lab.train.export import export, load_model, sample

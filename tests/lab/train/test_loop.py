@@ -15,9 +15,9 @@ from itertools import islice
 import pytest
 import torch
 
-from muonsw.lab.base.errors import Diverged, MachineError, UsageError
 from muonsw.lab.base.processes import torch_threads
 from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.errors import Diverged, MachineError, UsageError
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint

@@ -25,8 +25,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from muonsw import __version__, machine
-from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.base.launcher import is_rank
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from muonsw.lab.base.terminal import harmless, say
+from muonsw.lab.console import harmless, say
 
 SECONDS_BETWEEN_LINES = 10.0
 DRAWINGS_A_SECOND = 2

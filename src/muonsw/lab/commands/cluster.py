@@ -11,8 +11,8 @@ from rich.console import Console
 from tyro.conf import arg
 
 from muonsw import machine
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.parsing import changed, require_at_least_one
+from muonsw.lab.errors import UsageError
 from muonsw.lab.studies.cluster import Cluster
 from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop, gpus_for, on_cpu
 from muonsw.lab.train.state import resolve_device

@@ -18,9 +18,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from muonsw.lab.base.errors import UsageError, needed
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import BYTES
+from muonsw.lab.errors import UsageError, needed
 
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
@@ -54,7 +54,7 @@ class Corpus:
         (3, True)
         >>> Corpus("synthetic")
         Traceback (most recent call last):
-        muonsw.lab.base.errors.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
+        muonsw.lab.errors.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
     """
 
     source: Source = "python"

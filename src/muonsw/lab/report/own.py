@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import write_atomically
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import write_atomically
 
 MAKER = "muonsw"
 PAGE_MARK = f'<meta name="generator" content="{MAKER}">'

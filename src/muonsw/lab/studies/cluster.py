@@ -25,9 +25,9 @@ from typing import Any, Literal
 from filelock import FileLock
 
 from muonsw import machine
-from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError, install_line
 from muonsw.lab.base.processes import GOES_ON, POLL_SECONDS, Audience, StopRequest, stop_requests
-from muonsw.lab.base.storage import LOCK, parse_json, prepare_folder, read_object, write_json
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, install_line
+from muonsw.lab.files import LOCK, parse_json, prepare_folder, read_object, write_json
 from muonsw.lab.studies.jobs import Job, train_alone, train_on_ranks
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.folder import CHECKPOINTS, METRICS, RESULT

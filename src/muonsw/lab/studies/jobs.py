@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.base.processes import POLL_SECONDS, Tell, explain, stop_requests
-from muonsw.lab.base.storage import prepare_folder, write_json
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
+from muonsw.lab.files import prepare_folder, write_json
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
 from muonsw.lab.train.loop import Watch, train

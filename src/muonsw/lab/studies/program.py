@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from muonsw.lab.base.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
 from muonsw.lab.base.launcher import report_error
-from muonsw.lab.base.terminal import enduring, harmless, say
+from muonsw.lab.console import enduring, harmless, say
+from muonsw.lab.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
 from muonsw.lab.studies.jobs import train_alone
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file

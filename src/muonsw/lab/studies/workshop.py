@@ -11,14 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from muonsw.lab.base.errors import Diverged
 from muonsw.lab.base.processes import Audience, Tell, run_jobs, stop_at_failure, visible_gpus
 from muonsw.lab.base.progress import View, showing
-from muonsw.lab.base.storage import read_object
-from muonsw.lab.base.terminal import say
 from muonsw.lab.claims.claim import Evidence
+from muonsw.lab.console import say
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
+from muonsw.lab.errors import Diverged
+from muonsw.lab.files import read_object
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.studies.arms import Arm, Comparison, Results
 from muonsw.lab.studies.cluster import Cluster, run_on_cluster

@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import numbered, plain, read_object, reported, sync
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import numbered, plain, read_object, reported, sync
 from muonsw.lab.train.folder import refuse_changes
 
 if TYPE_CHECKING:

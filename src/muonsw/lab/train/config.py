@@ -10,7 +10,7 @@ from typing import Any
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES, refuse_unknown_run
-from muonsw.lab.base.settings import as_data, from_data
+from muonsw.lab.config import as_data, from_data
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.tasks import DataConfig, TaskConfig
 from muonsw.lab.theory.schedule import SHAPES, schedule_of, warmup_steps_for_horizon

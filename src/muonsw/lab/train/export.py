@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import as_data, from_data
-from muonsw.lab.base.storage import locked, read_object, write_atomically, write_json
+from muonsw.lab.config import as_data, from_data
 from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
 from muonsw.lab.data.tokenizer import Tokenizer
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import locked, read_object, write_atomically, write_json
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig

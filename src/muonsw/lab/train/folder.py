@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from muonsw import machine
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.settings import differences, flatten
-from muonsw.lab.base.storage import read_object, write_json
+from muonsw.lab.config import differences, flatten
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import read_object, write_json
 from muonsw.lab.tasks import TaskConfig
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 

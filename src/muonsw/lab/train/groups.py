@@ -57,7 +57,7 @@ def build_optimizer(
             model, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, patterns=chosen, **shared
         )
     # Only what AdamW does not get anyway: a model of matrices alone would refuse it.
-    adamw = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
+    adamw: Options = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
     adamw |= {} if config.adam_lr is None else {"lr": config.adam_lr}
     return MuonSW.for_model(
         model,

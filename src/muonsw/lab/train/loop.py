@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from muonsw import Telemetry
-from muonsw.lab.base.errors import Diverged, Interrupted, UsageError
 from muonsw.lab.base.processes import StopRequest, stop_requests, torch_threads
-from muonsw.lab.base.storage import LOCK, locked, write_json
+from muonsw.lab.errors import Diverged, Interrupted, UsageError
+from muonsw.lab.files import LOCK, locked, write_json
 from muonsw.lab.train.checkpoint import Shelf
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, RESULT, refuse_other_settings, write_environment

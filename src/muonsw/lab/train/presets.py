@@ -9,12 +9,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import as_data, from_data
+from muonsw.lab.config import as_data, from_data
 from muonsw.lab.data.documents import matching_files
 from muonsw.lab.data.prepare import SMALL_SHARE, prepare_default
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
 from muonsw.lab.tasks import Checked, DataConfig, TaskConfig, with_tokens

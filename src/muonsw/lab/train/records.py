@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonsw.lab.base.errors import needed
-from muonsw.lab.base.storage import numbered, parse_json, plain, replacing, reported
+from muonsw.lab.errors import needed
+from muonsw.lab.files import numbered, parse_json, plain, replacing, reported
 from muonsw.lab.tasks import LossParts
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import METRICS

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from muonsw import machine
-from muonsw.lab.base.errors import Diverged, UsageError
 from muonsw.lab.data.loader import prefetch
+from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.tasks import (
     Batch,
@@ -331,7 +331,7 @@ class LossGuard:
         >>> guard.watch(2, math.nan)
         Traceback (most recent call last):
         ...
-        muonsw.lab.base.errors.Diverged: the loss of update 2 is nan; ...
+        muonsw.lab.errors.Diverged: the loss of update 2 is nan; ...
     """
 
     def __init__(self, excess: float, most_skipped: int = 1) -> None:

@@ -21,8 +21,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from muonsw import machine
-from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.base.launcher import is_rank
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.train.checkpoint import CheckpointError
 from muonsw.lab.train.config import ParallelConfig
 

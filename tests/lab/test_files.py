@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from muonsw.lab.base.errors import MachineError, UsageError
-from muonsw.lab.base.storage import (
+from muonsw.lab.errors import MachineError, UsageError
+from muonsw.lab.files import (
     locked,
     prepare_folder,
     read_object,

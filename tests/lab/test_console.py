@@ -1,10 +1,13 @@
+"""What is printed is what was said: no number is cut, and nothing steers the terminal."""
+
+import io
 import re
 from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
-from muonsw.lab.base.tables import Cell, Column, Table, fitting, plain_text, print_table
+from muonsw.lab.console import Cell, Column, Table, fitting, harmless, plain_text, print_table, say
 
 NUMBERS = ("0.1", "5.2345 ± 0.0123", "5.1234 ± 0.0321", "0.123 ± 0.004", "-60 %", "0.0456", "12.345")
 HEADINGS = ("lambda", "final loss", "best loss", "weight RMS at the end", "change since largest", "update at peak", "N")
@@ -101,3 +104,28 @@ def test_a_table_without_headings_has_no_header():
 def test_a_row_of_the_wrong_length_is_refused():
     with pytest.raises(ValueError, match="1 values for 2 columns"):
         plain_text(Table("t", "T", ("a", "b"), [("x",)]))
+
+
+def said(text):
+    console = Console(file=io.StringIO(), width=20, force_terminal=True)
+    say(console, text)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "text", ["[bold]a[/bold] :smile:", "a line much longer than the terminal is wide", "zwö\n\tλ·Ση"]
+)
+def test_a_sentence_is_printed_as_it_is(text):
+    assert said(text).expandtabs() == text.expandtabs() + "\n"
+
+
+@pytest.mark.parametrize("code", [0x00, 0x07, 0x08, 0x0D, 0x1B, 0x7F, 0x9B, 0x9D, 0x202E, 0x2066, 0xDC80])
+def test_what_would_steer_a_terminal_is_shown_by_its_code(code):
+    shown = said(f"a{chr(code)}b")
+    assert chr(code) not in shown
+    assert f"{code:x}b" in shown
+    shown.encode()
+
+
+def test_the_clipboard_cannot_be_written():
+    assert "\x1b" not in harmless("\x1b]52;c;bWFsaWNl\x07")

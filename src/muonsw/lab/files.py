@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from muonsw.lab.base.errors import MachineError, UsageError
+from muonsw.lab.errors import MachineError, UsageError
 
 LOCK, UNFINISHED = ".lock", ".unfinished"
 MAKE_ROOM = "make room on the disk, or choose another folder"

@@ -1,29 +1,71 @@
-"""A table as data, for terminals, files and pages, and one way to print it.
-
-rich draws it. Which columns are drawn is decided here: rich would cut numbers where the width does not suffice.
-"""
+"""Print sentences that may hold any character, and tables, which pages and files show too."""
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from itertools import chain
+from typing import TYPE_CHECKING, ParamSpec
 
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
 
-from muonsw.lab.base.terminal import harmless, say
-
+Given = ParamSpec("Given")
 Value = str | float | int | bool | None
 MISSING = "\N{EN DASH}"
 GAP = 2  # blanks between columns
 NARROWEST_TEXT = 20  # characters that a column of text keeps before it wraps its words over several lines
 LARGE = 1e6  # numbers from here on are written with an exponent
 TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
+
+# Characters that steer a terminal or reorder text (C0 and C1 controls, bidirectional overrides), and halves of
+# characters, which come from file names that are not UTF-8 and cannot be printed at all.
+_STEERING = chain(range(0x20), range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
+_SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _STEERING if chr(code) not in "\n\t"}
+
+
+def harmless(text: object) -> str:
+    r"""A text in which nothing can steer a terminal: such characters are shown by their code.
+
+    Names, settings and documents come from files that others may have written.
+
+    Examples:
+        >>> print(harmless("a run named \x1b]52;c;aGk=\x07"))
+        a run named \x1b]52;c;aGk=\x07
+    """
+    return str(text).translate(_SHOWN)
+
+
+def say(console: Console, text: object) -> None:
+    """Print a line that may hold any character, unbroken and without colours of rich's own choice."""
+    console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def paragraph(console: Console, text: str) -> None:
+    """Print sentences, broken between words in a terminal and not at all elsewhere."""
+    if console.is_terminal:
+        console.print(harmless(text), highlight=False, markup=False, emoji=False)
+    else:
+        say(console, text)
+
+
+def enduring(main: Callable[Given, int]) -> Callable[Given, int]:
+    """Let a program print any character, with a question mark where the stream's encoding has none."""
+
+    @wraps(main)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        return main(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -111,7 +153,7 @@ def show(value: Value, digits: int = 5) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """A loss as every table and sentence shows it: four decimals, or four digits of one from a million on.
+    """A loss as tables and sentences show it: four decimals, or four digits from a million on.
 
     Examples:
         >>> loss_text(3.14159), loss_text(1.5e30), loss_text(float("nan"))
@@ -121,7 +163,7 @@ def loss_text(loss: float) -> str:
 
 
 def decimals(value: float, digits: int, sign: str = "") -> str:
-    """A number with so many decimals; from a million on, as diverging runs have them, with so many digits in all.
+    """A number with some decimals; from a million on, as in diverging runs, with as many digits.
 
     Examples:
         >>> decimals(0.5, 3), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3)
@@ -131,7 +173,7 @@ def decimals(value: float, digits: int, sign: str = "") -> str:
 
 
 def norm_text(norm: float) -> str:
-    """A norm, or another size, as every table and sentence shows it: three digits.
+    """A norm as tables and sentences show it: three digits.
 
     Examples:
         >>> norm_text(0.204139), norm_text(0.015), norm_text(461.2)
@@ -141,7 +183,7 @@ def norm_text(norm: float) -> str:
 
 
 def change_text(change: float) -> str:
-    """A relative change as every table and sentence shows it: whole percents with their sign.
+    """A relative change as tables and sentences show it: whole percents with their sign.
 
     Examples:
         >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
@@ -159,6 +201,8 @@ def print_table(console: Console, table: Table, *, verbose: bool = False, hint: 
     A terminal shows the columns that fit into its width, and a line that names the others and gives the hint; with
     `verbose` the others follow as further tables, and cells show their notes. A file or a pipe gets all columns.
     """
+    from rich.text import Text  # the lab's other packages may be missing where only `harmless` is needed
+
     if not console.is_terminal:
         parts = (table.title, plain_text(table, notes=verbose), table.note)
         say(console, "\n" + "\n".join(part for part in parts if part))
@@ -204,6 +248,8 @@ def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tup
 
 def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: int) -> int:
     """Numbers are never broken; text wraps its words, and breaks those beyond 20 characters."""
+    from rich.cells import cell_len
+
     texts = [row[place].text for row in cells]
     parts = texts if columns[place].number else [text[:NARROWEST_TEXT] for text in texts]
     return max(map(cell_len, [*columns[place].title.split(), *parts]), default=0)
@@ -211,6 +257,10 @@ def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], pla
 
 def _drawn(table: Table, places: Sequence[int], *, notes: bool = False) -> RichTable:
     """The chosen columns: numbers as wide as they are, text in the room that is left."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     columns, cells = table.headings(), table.cells()
     named = any(columns[place].title for place in places)
     drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, show_header=named)
