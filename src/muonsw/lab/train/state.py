@@ -303,7 +303,11 @@ _compiled_shape: tuple[ModelConfig | TaskConfig, int] | None = None
 
 def has_compiled(config: RunConfig) -> bool:
     """Whether this process has compiled code for the model and the batches of a run."""
-    return (config.task or config.decoder, config.batch // config.accumulation) == _compiled_shape
+    return _shape(config) == _compiled_shape
+
+
+def _shape(config: RunConfig) -> tuple[ModelConfig | TaskConfig, int]:
+    return config.task or config.decoder, config.batch // config.accumulation
 
 
 def _compiled(forward: Callable[..., LossParts], config: RunConfig) -> Callable[..., LossParts]:
@@ -315,7 +319,7 @@ def _compiled(forward: Callable[..., LossParts], config: RunConfig) -> Callable[
     global _compiled_shape  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
     if not has_compiled(config):
         torch.compiler.reset()
-        _compiled_shape = config.task or config.decoder, config.batch // config.accumulation
+        _compiled_shape = _shape(config)
     compiled: Callable[..., LossParts] = torch.compile(forward)
     return compiled
 
