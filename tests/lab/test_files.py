@@ -44,26 +44,11 @@ def test_an_error_of_the_writer_leaves_the_old_file(tmp_path):
     assert [found.name for found in tmp_path.iterdir()] == ["a"]
 
 
-def test_two_who_write_one_file_under_the_same_process_number_both_succeed(tmp_path):
-    """As on two hosts that share a disk."""
-    with replacing(tmp_path / "a") as later, replacing(tmp_path / "a") as sooner:
-        later.write(b"later")
-        sooner.write(b"sooner")
-    assert (tmp_path / "a").read_bytes() == b"later"
-    assert [found.name for found in tmp_path.iterdir()] == ["a"]
-
-
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_is_read_only_is_named(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(MachineError, match=r"a cannot be written: Permission denied; make room"):
         write_atomically(tmp_path / "a", "x")
-
-
-def test_a_folder_that_is_a_file_is_named(tmp_path):
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(MachineError, match=r"file/a cannot be written: Not a directory"):
-        write_atomically(tmp_path / "file" / "a", "x")
 
 
 @pytest.mark.parametrize("check", [prepare_folder, require_writable])

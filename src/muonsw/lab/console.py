@@ -103,15 +103,9 @@ class Table:
         return [column if isinstance(column, Column) else Column(column) for column in self.columns]
 
     def cells(self) -> list[list[Cell]]:
-        """The rows, all values as text; a row that is not as long as there are columns is an error."""
-        columns = self.headings()
-        for row in self.rows:
-            if len(row) != len(columns):
-                raise ValueError(f"a row has {len(row)} values for {len(columns)} columns: {row!r}")
-        return [
-            [value if isinstance(value, Cell) else Cell(show(value, column.digits)) for value, column in pairs]
-            for pairs in (zip(row, columns, strict=True) for row in self.rows)
-        ]
+        """The rows, all values as text."""
+        rows = (zip(row, self.headings(), strict=True) for row in self.rows)
+        return [[v if isinstance(v, Cell) else Cell(show(v, column.digits)) for v, column in row] for row in rows]
 
 
 def markdown(table: Table) -> str:

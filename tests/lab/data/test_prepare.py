@@ -148,22 +148,6 @@ def test_changed_documents_are_encoded_again_and_nothing_else_is_left(folder):
     assert set(folder.glob("*.tokens")) == {*record.paths(folder, "train"), *record.paths(folder, "validation")}
 
 
-def test_documents_are_read_no_further_than_the_group_at_hand(tmp_path):
-    read, done = [], []
-
-    def stream():
-        for text in DOCUMENTS:
-            read.append(text)
-            yield text
-
-    def finished(group):
-        done.append(group.documents)
-        assert len(read) == sum(done)
-
-    prepare(stream(), ByteTokenizer(), tmp_path, **SETTINGS, finished=finished)
-    assert sum(done) == len(DOCUMENTS)
-
-
 def test_other_settings_in_the_same_folder_are_refused(folder):
     before, foreign = contents(folder), ByteTokenizer()
     with pytest.raises(UsageError, match=r"validation_fraction 0\.1 \(now 0\.2\); choose another folder"):

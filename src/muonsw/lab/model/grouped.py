@@ -25,10 +25,7 @@ TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply each group of rows with its own matrix: `out[r] = weight[e] @ x[r]` for the rows r of group e.
 
-    Args:
-        x_RD: rows, sorted by group.
-        weight_EFD: one (out, in) matrix for each group.
-        ends_E: where each group ends, int32; the last is R. Groups may be empty.
+    Rows are sorted by group; `ends_E` says where each group ends, int32. Groups may be empty.
     """
     dtype = product_dtype(x_RD)
     x, weight = x_RD.to(dtype), weight_EFD.to(dtype)
@@ -63,12 +60,6 @@ def expert_by_expert(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, end
     """Down projection of the gated up projection, for each group of rows with the matrices of its expert.
 
     For CPUs: one expert after the other, each with all that it computes still in the cache.
-
-    Args:
-        rows_RD: rows, sorted by expert.
-        gate_up_EFD: gate and up projections of each expert, one below the other.
-        down_EDF: down projections.
-        ends_E: where each expert's rows end; the last is R. Groups may be empty.
     """
     dtype, ends = product_dtype(rows_RD), ends_E.tolist()
     tensors = (tensor.to(dtype) for tensor in (rows_RD, gate_up_EFD, down_EDF))

@@ -33,7 +33,7 @@ def build_optimizer(
     """One optimizer for a whole model, routed by role; a decoder's learning rates are multiplied as muP says.
 
     Args:
-        model: Already divided over ranks, if it is to be.
+        model: Already sharded over ranks, if it is to be.
         config: How its weights move and decay.
         steps: The length of the run, for decay rules that end with it.
         process_group: Ranks that hold the same whole model, among which Muon's matrices are divided.

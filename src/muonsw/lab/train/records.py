@@ -60,11 +60,7 @@ class Journal:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Write the training records of all updates so far; waits for the device.
-
-        Raises:
-            Diverged: If a loss is not finite or far above the lowest.
-        """
+        """Write the training records of all updates so far, which waits for the device; a loss may have `Diverged`."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []

@@ -153,11 +153,7 @@ class Training:
         return type(parts[0])(*means)
 
     def update(self, batches: list[Batch]) -> Gradients:
-        """Take an update: forward, backward, clip, step.
-
-        Raises:
-            UsageError: If the optimizer refuses its learning rate or its decay; nothing is changed then.
-        """
+        """Take an update: forward, backward, clip, step; a `UsageError` if the optimizer refuses its rate or decay."""
         with self._blamed():
             found = (self.replayed_gradients or self.gradients)(batches)
         for parameter, grad in zip(self.model.parameters(), found.grads, strict=True):
@@ -244,11 +240,7 @@ class Training:
         return Checkpoint(self.step, tensors, state)
 
     def load(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, as if the run had never stopped.
-
-        Raises:
-            CheckpointError: If it is not one of such a run, though all its checksums are right.
-        """
+        """Go on from a checkpoint, as if the run had never stopped; a `CheckpointError` if it does not fit."""
         try:
             weights, here = saved.tensors["model"], self.model.state_dict(keep_vars=True)
             names = first_names(self.model)
@@ -344,12 +336,7 @@ class LossGuard:
         self.skipped, self.skipped_in_a_row = 0, 0
 
     def watch(self, step: int, loss: float, norm: float = 0.0) -> None:
-        """Look at the loss of one update and the norm of its gradients.
-
-        Raises:
-            Diverged: If the loss is not finite, or has been too high for some updates, or too many updates in a row
-                were skipped.
-        """
+        """Raise `Diverged` if a loss is not finite or stays too high, or too many updates in a row were skipped."""
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
             raise Diverged(f"the loss of update {step} is {loss}; {advice}", step)
