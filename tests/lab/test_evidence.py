@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.statistics import ONE_SEED, over_seeds
 from muonsw.lab.cli import main as command_line
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
+from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import Run, load_run
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.records import SAMPLED, Records

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import Column, Table, norm_text, print_table
-from muonsw.lab.base.terminal import harmless, say
+from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, say
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import plain
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.report.own import METADATA, write_own
 from muonsw.lab.runs import Columns, Run, norm_history, unique_names

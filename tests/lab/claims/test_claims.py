@@ -6,8 +6,6 @@ import math
 import pytest
 import torch
 
-from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import fitting
 from muonsw.lab.claims import claim as constructors
 from muonsw.lab.claims.claim import Claim, Criterion, Estimate, Interval, Source, Verdict, count_verdicts, failed_first
 from muonsw.lab.claims.statistics import (
@@ -19,6 +17,8 @@ from muonsw.lab.claims.statistics import (
     t_interval,
 )
 from muonsw.lab.claims.table import any_failed, claims_table, details
+from muonsw.lab.console import fitting
+from muonsw.lab.files import plain
 from muonsw.lab.paper import Tolerance
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.own import is_own, require_own, require_own_folder
 from muonsw.lab.report.report import write_report
 

@@ -7,8 +7,8 @@ import re
 import plotly.graph_objects
 import pytest
 
-from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Criterion
+from muonsw.lab.console import Table
 from muonsw.lab.report.page import page
 from muonsw.lab.report.report import build_report
 from muonsw.lab.report.sections import Chart, Curve, Document, Level

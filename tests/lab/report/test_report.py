@@ -1,17 +1,14 @@
 """The report of runs: the verdict first, pictures beside the page, tables that say what happened."""
 
-import os
 import shutil
-import time
 
 import numpy as np
 import pytest
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import ABANDONED_SECONDS
-from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Criterion
 from muonsw.lab.commands.report import Report, find_runs
+from muonsw.lab.console import Table
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.charts import Charts
 from muonsw.lab.report.page import page
 from muonsw.lab.report.report import build_report, summary, write_report
@@ -20,7 +17,6 @@ from muonsw.lab.report.static import write_chart
 from muonsw.lab.report.theme import LIGHT
 from muonsw.lab.runs import load_runs
 from muonsw.lab.studies.own_loop import own_run
-from tests.faults.killing import killed_at_size
 from tests.lab.report.pages import data_of
 
 
@@ -125,19 +121,6 @@ def test_the_lines_of_a_users_own_loop_make_a_report(runs, tmp_path, capsys):
     ]  # fmt: skip
     assert document.verdict == f"telemetry; final weight RMS: {runs[0].final_norm:#.3g} (constant)."
     assert document.arms == [LegendEntry("constant", "constant", 1)]
-
-
-def test_what_a_killed_report_left_is_gone_after_one_that_comes_later(runs, tmp_path):
-    """Soon after, it may be of a process that still writes, on another machine say, whatever its number is here."""
-    path = tmp_path / "report.html"
-    assert killed_at_size(1000, lambda: write_report(path, "A report", runs, images=False))
-    (left,) = tmp_path.iterdir()
-    write_report(path, "A report", runs, images=False)
-    assert set(tmp_path.iterdir()) == {path, left}
-    hours_ago = time.time() - 2 * ABANDONED_SECONDS
-    os.utime(left, (hours_ago, hours_ago))
-    write_report(path, "A report", runs, images=False)
-    assert set(tmp_path.iterdir()) == {path}
 
 
 def test_a_metric_of_any_name_has_a_picture_of_its_own(tmp_path):

@@ -13,13 +13,13 @@ import torch
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.advise import more_decay
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
 from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
+from muonsw.lab.errors import UsageError
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies.arms import CONTROL, Arm, decay_factors, parse_arm, same_total

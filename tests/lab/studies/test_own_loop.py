@@ -9,8 +9,8 @@ import torch
 
 from muonsw import MuonSW, Telemetry
 from muonsw.lab import compare_arms
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.statistics import t_interval
+from muonsw.lab.errors import UsageError
 from muonsw.telemetry import JsonlSink
 
 

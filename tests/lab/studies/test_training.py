@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from muonsw.lab import paper
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.claims.statistics import ONE_SEED
 from muonsw.lab.cli import main
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import count, preset
 from muonsw.lab.plan import cost, run_flops
 from muonsw.lab.runs import load_run

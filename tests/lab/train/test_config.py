@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from muonsw.lab.base.settings import differences
+from muonsw.lab.config import differences
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import identity
 from muonsw.lab.train.presets import DEFAULTS, preset_run

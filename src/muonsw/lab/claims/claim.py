@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from muonsw.lab.base.storage import plain
+from muonsw.lab.files import plain
 from muonsw.lab.paper import Tolerance
 
 

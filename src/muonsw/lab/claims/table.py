@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from muonsw.lab.base.tables import Cell, Column, Table
 from muonsw.lab.claims.claim import Claim, Criterion, failed_first
 from muonsw.lab.claims.statistics import ONE_SEED
+from muonsw.lab.console import Cell, Column, Table
 
 Claims = Mapping[str, Sequence[Claim]]
 SIGNS = {Criterion.AT_MOST: "≤ ", Criterion.AT_LEAST: "≥ ", Criterion.ABOVE: "> ", Criterion.BELOW: "< "}

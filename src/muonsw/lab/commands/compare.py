@@ -11,16 +11,15 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.decay import DECAY_RULES
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import prepare_folder
-from muonsw.lab.base.tables import Table
-from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.parsing import given, require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
+from muonsw.lab.console import Table, paragraph, say
 from muonsw.lab.data.shards import read_record
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import prepare_folder
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.report.report import check_target
 from muonsw.lab.runs import load_runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.errors import UsageError
 
 
 def changed(command: Any) -> list[str]:

@@ -11,13 +11,12 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from muonsw import machine
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import prepare_folder
-from muonsw.lab.base.tables import Column, Table, Value, print_table
-from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.claims.table import claims_table
 from muonsw.lab.commands.parsing import require_at_least_one
 from muonsw.lab.commands.show import print_conclusion
+from muonsw.lab.console import Column, Table, Value, paragraph, print_table, say
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import prepare_folder
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report.report import check_target

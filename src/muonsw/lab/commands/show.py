@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from muonsw.lab.base.tables import Table, print_table
-from muonsw.lab.base.terminal import paragraph, say
+from muonsw.lab.console import Table, paragraph, print_table, say
 from muonsw.lab.studies.study import Conclusion
 from muonsw.text import counted
 

@@ -19,10 +19,10 @@ from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.lab.advise import RULES, Advise
-from muonsw.lab.base.errors import FAILED, Diverged, Interrupted, UsageError
-from muonsw.lab.base.storage import prepare_folder, write_atomically
-from muonsw.lab.base.terminal import harmless, paragraph, say
 from muonsw.lab.commands.parsing import changed, given, require_at_least_one
+from muonsw.lab.console import harmless, paragraph, say
+from muonsw.lab.errors import FAILED, Diverged, Interrupted, UsageError
+from muonsw.lab.files import prepare_folder, write_atomically
 from muonsw.lab.launch import runs_at_once
 from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import remove_abandoned, write_atomically
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import write_atomically
 
 MAKER = "muonsw"
 PAGE_MARK = f'<meta name="generator" content="{MAKER}">'
@@ -27,9 +27,7 @@ HEAD_BYTES = 4096
 def write_own(path: Path, content: str | bytes) -> Path:
     """Write a page, a figure or a diagnosis, unless a file that is not ours is there."""
     require_own([path])
-    written = write_atomically(path, content)
-    remove_abandoned(path)
-    return written
+    return write_atomically(path, content)
 
 
 def require_own(paths: Iterable[Path]) -> None:

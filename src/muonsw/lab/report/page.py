@@ -20,7 +20,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from muonsw.lab.base.errors import needed
+from muonsw.lab.errors import needed
 from muonsw.lab.report.own import PAGE_MARK, write_own
 from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry
 from muonsw.lab.report.theme import FONT_SIZE, LIGHT, SANS, ArmStyle, arm_styles

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict, Unpack
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import flatten
-from muonsw.lab.base.storage import prepare_folder, require_writable
-from muonsw.lab.base.tables import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
 from muonsw.lab.claims.table import Claims, any_failed, claims_table
+from muonsw.lab.config import flatten
+from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import prepare_folder, require_writable
 from muonsw.lab.report.charts import Charts
 from muonsw.lab.report.own import require_own, require_own_folder
 from muonsw.lab.report.page import write_page

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muonsw.lab.base.tables import Table
+from muonsw.lab.console import Table
 
 
 @dataclass(frozen=True)

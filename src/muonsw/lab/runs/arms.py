@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from muonsw.lab.base.settings import flatten
+from muonsw.lab.config import flatten
 
 if TYPE_CHECKING:
     from muonsw.lab.runs import Run

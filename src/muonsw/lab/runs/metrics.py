@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from muonsw.lab.base.storage import parse_json
+from muonsw.lab.files import parse_json
 
 try:
     from orjson import loads

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import flatten
-from muonsw.lab.base.storage import locked, write_atomically
+from muonsw.lab.config import flatten
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import locked, write_atomically
 from muonsw.lab.runs.metrics import Columns
 from muonsw.lab.runs.run import NORMALIZED, SCOPES, Run
 from muonsw.lab.tasks import TaskConfig

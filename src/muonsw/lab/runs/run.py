@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import read_object
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import read_object
 from muonsw.lab.model import enters_norm
 from muonsw.lab.runs.metrics import POOLED, Columns, Values, read_metrics
 from muonsw.lab.theory import HypothesisError

@@ -11,8 +11,8 @@ from typing import Any
 from muonsw import decay
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.decay import DECAY_RULES
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import from_data
+from muonsw.lab.config import from_data
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import muon_lr_multiplier, scalings
 from muonsw.lab.runs import Run
 from muonsw.lab.train.config import OptimizerConfig, RunConfig

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from muonsw.lab import paper
 from muonsw.lab.advise import RULES, Advice, Advise
-from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, above, below
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.claims.table import Claims
+from muonsw.lab.console import Table
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.report.report import write_report

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.tables import markdown
 from muonsw.lab.claims.table import claims_table
+from muonsw.lab.console import markdown
 from muonsw.lab.data.shards import fingerprint, read_record
+from muonsw.lab.errors import UsageError
 from muonsw.lab.launch import Job
 from muonsw.lab.report.sections import Chart, LegendEntry, Sheet
 from muonsw.lab.runs import Run, load_runs

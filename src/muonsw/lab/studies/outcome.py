@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text, norm_text
 from muonsw.lab.claims.claim import Estimate, Interval
 from muonsw.lab.claims.statistics import interval_of, over_seeds
+from muonsw.lab.console import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text, norm_text
+from muonsw.lab.files import plain
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import Results, Runs, decay_factors
 

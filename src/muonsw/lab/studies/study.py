@@ -13,9 +13,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.storage import (
+from muonsw.lab.claims.claim import Claim, Evidence, Verdict, count_verdicts, failed_first
+from muonsw.lab.claims.table import Claims, any_failed
+from muonsw.lab.console import Table, say
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import (
     numbered,
     plain,
     read_object,
@@ -24,10 +27,6 @@ from muonsw.lab.base.storage import (
     write_atomically,
     write_json,
 )
-from muonsw.lab.base.tables import Table
-from muonsw.lab.base.terminal import say
-from muonsw.lab.claims.claim import Claim, Evidence, Verdict, count_verdicts, failed_first
-from muonsw.lab.claims.table import Claims, any_failed
 from muonsw.lab.report.report import write_report
 from muonsw.lab.report.sections import Chart
 from muonsw.lab.studies.arms import Comparison, Results

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import Column, Table
+from muonsw.lab.console import Column, Table
+from muonsw.lab.files import plain
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, decay_factors, multiples, with_lambda
 from muonsw.lab.studies.outcome import loss_cell, swept_loss
 from muonsw.lab.train.config import RunConfig

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from muonsw.decay import convert_weight_decay
-from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, within
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.console import Cell, Column, Table, Value
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs, hidden_multiplier, lr_multiples, multiples
 from muonsw.lab.studies.outcome import loss_cell

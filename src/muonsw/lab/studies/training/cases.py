@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, below
+from muonsw.lab.console import Table
 from muonsw.lab.report.sections import Chart
 from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results, lambda_arm
 from muonsw.lab.studies.outcome import against_constant

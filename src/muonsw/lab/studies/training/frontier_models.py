@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from muonsw.lab.base.tables import Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, within_share
+from muonsw.lab.console import Column, Table, Value
 from muonsw.lab.paper import RECIPES, PrintedRecipe, Tolerance
 from muonsw.lab.plan import amount
 from muonsw.lab.studies.arms import Comparison, Results

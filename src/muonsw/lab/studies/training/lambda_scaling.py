@@ -20,9 +20,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Source, at_most, within
 from muonsw.lab.claims.statistics import from_means, over_seeds
+from muonsw.lab.console import Cell, Column, Table, Value
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, Runs, multiples

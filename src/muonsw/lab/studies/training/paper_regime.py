@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from muonsw.lab.advise import published_total
-from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, above, at_most, below, within
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.console import Table
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.plan import parts_of
 from muonsw.lab.report.sections import Axis, Chart, Curve

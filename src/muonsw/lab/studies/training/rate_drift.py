@@ -18,9 +18,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.console import Cell, Column, Table, Value
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import RULES, Arm, Comparison, Key, Results
 from muonsw.lab.studies.outcome import with_interval

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab import paper
-from muonsw.lab.base.tables import Table
 from muonsw.lab.claims.claim import Claim, Source, above, within, within_share
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.console import Table
 from muonsw.lab.diagnose import diagnose, draw
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (

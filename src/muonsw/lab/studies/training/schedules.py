@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.console import Cell, Column, Table, Value
 from muonsw.lab.report.sections import Chart
 from muonsw.lab.studies.arms import RULES, Comparison, Key, Results, multiples
 from muonsw.lab.studies.outcome import loss_cell, with_interval

@@ -9,9 +9,9 @@ from itertools import chain
 from statistics import linear_regression
 
 from muonsw.lab import paper
-from muonsw.lab.base.tables import Column, Table
 from muonsw.lab.claims.claim import Claim, Source, at_least, at_most, within
 from muonsw.lab.claims.statistics import from_means, over_seeds
+from muonsw.lab.console import Column, Table
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.studies.arms import Arm, Comparison, Key, Results, Runs

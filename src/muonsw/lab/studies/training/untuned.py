@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from muonsw.lab.advise import WANTED
-from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, at_most
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.console import Cell, Column, Table, Value
 from muonsw.lab.report.sections import Axis, Chart, Curve, Level
 from muonsw.lab.studies.arms import RULES, Results, Runs
 from muonsw.lab.studies.outcome import divergence_steps

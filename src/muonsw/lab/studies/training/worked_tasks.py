@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from muonsw.lab.base.tables import Cell, Column, Table, Value
 from muonsw.lab.claims.claim import Claim, Estimate, Interval, Source, at_most, below
 from muonsw.lab.claims.statistics import over_seeds
+from muonsw.lab.console import Cell, Column, Table, Value
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.runs.records import Records

@@ -1,30 +1,71 @@
-"""A table as data, for terminals, files and pages, and one way to print it.
-
-rich draws it. Which columns are drawn is decided here: rich would cut numbers where the width does not suffice.
-"""
+"""Print sentences that may hold any character, and tables, which pages and files show too."""
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from itertools import chain
+from typing import TYPE_CHECKING, ParamSpec
 
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
 
-from muonsw.lab.base.terminal import harmless, say
-
+Given = ParamSpec("Given")
 Value = str | float | int | bool | None
 MISSING = "\N{EN DASH}"
 GAP = 2  # blanks between columns
 NARROWEST_TEXT = 20  # characters that a column of text keeps before it wraps its words over several lines
 LARGE = 1e6  # numbers from here on are written with an exponent
-LONGEST_WORD = 40  # longer ones, such as paths, are broken
 TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
+
+# Characters that steer a terminal or reorder text (C0 and C1 controls, bidirectional overrides), and halves of
+# characters, which come from file names that are not UTF-8 and cannot be printed at all.
+_STEERING = chain(range(0x20), range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
+_SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _STEERING if chr(code) not in "\n\t"}
+
+
+def harmless(text: object) -> str:
+    r"""A text in which nothing can steer a terminal: such characters are shown by their code.
+
+    Names, settings and documents come from files that others may have written.
+
+    Examples:
+        >>> print(harmless("a run named \x1b]52;c;aGk=\x07"))
+        a run named \x1b]52;c;aGk=\x07
+    """
+    return str(text).translate(_SHOWN)
+
+
+def say(console: Console, text: object) -> None:
+    """Print a line that may hold any character, unbroken and without colours of rich's own choice."""
+    console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def paragraph(console: Console, text: str) -> None:
+    """Print sentences, broken between words in a terminal and not at all elsewhere."""
+    if console.is_terminal:
+        console.print(harmless(text), highlight=False, markup=False, emoji=False)
+    else:
+        say(console, text)
+
+
+def enduring(main: Callable[Given, int]) -> Callable[Given, int]:
+    """Let a program print any character, with a question mark where the stream's encoding has none."""
+
+    @wraps(main)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        return main(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -62,12 +103,9 @@ class Table:
         return [column if isinstance(column, Column) else Column(column) for column in self.columns]
 
     def cells(self) -> list[list[Cell]]:
-        """The rows, all values as text; a row that is not as long as there are columns is an error."""
-        columns = self.headings()
-        for row in self.rows:
-            if len(row) != len(columns):
-                raise ValueError(f"a row has {len(row)} values for {len(columns)} columns: {row!r}")
-        return [[_as_cell(value, column) for value, column in zip(row, columns, strict=True)] for row in self.rows]
+        """The rows, all values as text."""
+        rows = (zip(row, self.headings(), strict=True) for row in self.rows)
+        return [[v if isinstance(v, Cell) else Cell(show(v, column.digits)) for v, column in row] for row in rows]
 
 
 def markdown(table: Table) -> str:
@@ -109,7 +147,7 @@ def show(value: Value, digits: int = 5) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """A loss as every table and sentence shows it: four decimals, or four digits of one from a million on.
+    """A loss as tables and sentences show it: four decimals, or four digits from a million on.
 
     Examples:
         >>> loss_text(3.14159), loss_text(1.5e30), loss_text(float("nan"))
@@ -119,7 +157,7 @@ def loss_text(loss: float) -> str:
 
 
 def decimals(value: float, digits: int, sign: str = "") -> str:
-    """A number with so many decimals; from a million on, as diverging runs have them, with so many digits in all.
+    """A number with some decimals; from a million on, as in diverging runs, with as many digits.
 
     Examples:
         >>> decimals(0.5, 3), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3)
@@ -129,7 +167,7 @@ def decimals(value: float, digits: int, sign: str = "") -> str:
 
 
 def norm_text(norm: float) -> str:
-    """A norm, or another size, as every table and sentence shows it: three digits.
+    """A norm as tables and sentences show it: three digits.
 
     Examples:
         >>> norm_text(0.204139), norm_text(0.015), norm_text(461.2)
@@ -139,7 +177,7 @@ def norm_text(norm: float) -> str:
 
 
 def change_text(change: float) -> str:
-    """A relative change as every table and sentence shows it: whole percents with their sign.
+    """A relative change as tables and sentences show it: whole percents with their sign.
 
     Examples:
         >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
@@ -154,32 +192,36 @@ def change_text(change: float) -> str:
 def print_table(console: Console, table: Table, *, verbose: bool = False, hint: str = "--verbose shows them") -> None:
     """Print a table under its title, with its note.
 
-    In a terminal the columns of the lowest rank that fit into its width are shown, and a line below names the others
-    and gives the hint; with `verbose` they are printed as further tables, and so are the notes of cells. A file or a
-    pipe has no width: there all columns are printed, as plain text.
+    A terminal shows the columns that fit into its width, and a line that names the others and gives the hint; with
+    `verbose` the others follow as further tables, and cells show their notes. A file or a pipe gets all columns.
     """
+    from rich.text import Text  # the lab's other packages may be missing where only `harmless` is needed
+
     if not console.is_terminal:
         parts = (table.title, plain_text(table, notes=verbose), table.note)
         say(console, "\n" + "\n".join(part for part in parts if part))
         return
-    table = _harmless(table)
     chosen, left_out = fitting(table, console.width)
-    _draw(console, table, chosen, title=table.title, notes=verbose)
+    console.print()
+    if table.title:
+        console.print(Text(harmless(table.title), style="bold"))
+    console.print(_drawn(table, chosen, notes=verbose), crop=False)
     while verbose and left_out:
         chosen, left_out = fitting(table, console.width, among=[0, *left_out])
-        _draw(console, table, chosen)
+        console.print()
+        console.print(_drawn(table, chosen), crop=False)
     if table.note:
-        console.print(Text(table.note, style="dim"))
+        console.print(Text(harmless(table.note), style="dim"))
     if left_out:
         names = ", ".join(table.headings()[place].title for place in left_out)
-        console.print(Text(f"Not shown at this width: {names}{f' ({hint})' if hint else ''}.", style="dim"))
+        shown = f"Not shown at this width: {names}{f' ({hint})' if hint else ''}."
+        console.print(Text(harmless(shown), style="dim"))
 
 
 def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
-    """Which columns of a table fit into a width, and which do not, both as places in the table's order.
+    """Which columns of a table fit into a width, and which do not, as places in the table.
 
-    Columns are taken by rank, those of one rank from left to right, until the next one does not fit. The first column
-    is always taken, and so is one more: a row without a value would say nothing.
+    Columns are taken by rank until one does not fit; the first column and one more are always taken.
 
     Examples:
         >>> columns = ("arm", Column("seeds", rank=2), Column("final loss", number=True))
@@ -189,14 +231,46 @@ def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tup
     """
     columns, cells = table.headings(), table.cells()
     places = list(range(len(columns)) if among is None else among)
-    taken, room = [places[0]], width - _least(columns, cells, places[0])
-    ranked = sorted(places[1:], key=lambda place: columns[place].rank)
-    for place in ranked:
-        room -= GAP + _least(columns, cells, place)
+    taken, room = [places[0]], width - _least_width(columns, cells, places[0])
+    for place in sorted(places[1:], key=lambda place: columns[place].rank):
+        room -= GAP + _least_width(columns, cells, place)
         if room < 0 and len(taken) > 1:
             break
         taken.append(place)
     return sorted(taken), [place for place in places if place not in taken]
+
+
+def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: int) -> int:
+    """Numbers are never broken; text wraps its words, and breaks those beyond 20 characters."""
+    from rich.cells import cell_len
+
+    texts = [row[place].text for row in cells]
+    parts = texts if columns[place].number else [text[:NARROWEST_TEXT] for text in texts]
+    return max(map(cell_len, [*columns[place].title.split(), *parts]), default=0)
+
+
+def _drawn(table: Table, places: Sequence[int], *, notes: bool = False) -> RichTable:
+    """The chosen columns: numbers as wide as they are, text in the room that is left."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    columns, cells = table.headings(), table.cells()
+    named = any(columns[place].title for place in places)
+    drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, show_header=named)
+    for place in places:
+        title, least = harmless(columns[place].title), _least_width(columns, cells, place)
+        if columns[place].number:
+            drawn.add_column(Text("\n".join(textwrap.wrap(title, least))), justify="right", no_wrap=True, width=least)
+        else:
+            drawn.add_column(Text(title), overflow="fold", min_width=least)
+    for row in cells:
+        texts = [Text(harmless(row[place].text), style=TONES.get(row[place].tone, "")) for place in places]
+        for place, text in zip(places, texts, strict=True):
+            if notes and row[place].note:
+                text.append(f"\n{harmless(row[place].note)}", style="dim")
+        drawn.add_row(*texts)
+    return drawn
 
 
 def plain_text(table: Table, *, notes: bool = False) -> str:
@@ -208,7 +282,9 @@ def plain_text(table: Table, *, notes: bool = False) -> str:
         scaled   3.1
     """
     columns = table.headings()
-    lines = [[_with_note(cell) if notes else cell.text for cell in row] for row in table.cells()]
+    lines = [
+        [f"{cell.text} ({cell.note})" if notes and cell.note else cell.text for cell in row] for row in table.cells()
+    ]
     if any(column.title for column in columns):
         lines.insert(0, [column.title for column in columns])
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
@@ -216,56 +292,3 @@ def plain_text(table: Table, *, notes: bool = False) -> str:
     triples = (zip(sides, line, widths, strict=True) for line in lines)
     aligned = ("  ".join(side(text, width) for side, text, width in each) for each in triples)
     return "\n".join(line.rstrip() for line in aligned)
-
-
-def _as_cell(value: Value | Cell, column: Column) -> Cell:
-    return value if isinstance(value, Cell) else Cell(show(value, column.digits))
-
-
-def _harmless(table: Table) -> Table:
-    """The table with nothing in it that could steer a terminal."""
-    cells = [
-        [replace(cell, text=harmless(cell.text), note=harmless(cell.note)) for cell in row] for row in table.cells()
-    ]
-    columns = [replace(column, title=harmless(column.title)) for column in table.headings()]
-    return replace(table, title=harmless(table.title), columns=columns, rows=cells, note=harmless(table.note))
-
-
-def _with_note(cell: Cell) -> str:
-    return f"{cell.text} ({cell.note})" if cell.note else cell.text
-
-
-def _least(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: int) -> int:
-    """The width below which a column is not shown: that of its longest number, or of its text with words wrapped."""
-    heading = max(map(cell_len, columns[place].title.split()), default=0)
-    texts = [row[place].text for row in cells]
-    longest = max(map(cell_len, texts), default=0)
-    if columns[place].number:
-        return max(heading, longest)
-    words = [min(cell_len(word), LONGEST_WORD) for text in texts for word in text.split()]
-    return max([heading, *words, min(NARROWEST_TEXT, longest)])
-
-
-def _draw(console: Console, table: Table, places: Sequence[int], *, title: str = "", notes: bool = False) -> None:
-    """Print the chosen columns: numbers as wide as they are, text in the room that is left."""
-    columns, cells = table.headings(), table.cells()
-    named = any(columns[place].title for place in places)
-    drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, show_header=named)
-    for place in places:
-        column, least = columns[place], _least(columns, cells, place)
-        if column.number:
-            heading = Text("\n".join(textwrap.wrap(column.title, least)))
-            drawn.add_column(heading, justify="right", no_wrap=True, width=least)
-        else:
-            drawn.add_column(Text(column.title), overflow="fold", min_width=least)
-    for row in cells:
-        drawn.add_row(*(_rich(row[place], notes=notes) for place in places))
-    console.print()
-    if title:
-        console.print(Text(title, style="bold"))
-    console.print(drawn, crop=False)
-
-
-def _rich(cell: Cell, *, notes: bool) -> Text:
-    text = Text(cell.text, style=TONES.get(cell.tone, ""))
-    return text.append(f"\n{cell.note}", style="dim") if notes and cell.note else text
