@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
-from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5, polar
-from tests.common.problems import POINTS, cosine, follow, matrices, set_gradients
-from tests.common.reference_rules import Decay
+from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5, polar
+from tests.common.problems import cosine, follow, matrices, set_gradients
 
-RULES = ["constant", "scaled", "squared", "independent", "fixed", "cosine", "piecewise", "log_time", "none"]
+RULES = ["constant", "scaled", "squared", "independent", "fixed", "cosine", "log_time", "none"]
 LAMBDA = {"squared": 2.0, "independent": 0.005, "fixed": 0.002}
 PEAK, STEPS = 0.05, 60
-OF_THE_RUN = {"total_steps": STEPS, "decay_points": POINTS}
+OF_THE_RUN = {"total_steps": STEPS}
 SCHEDULE = cosine(PEAK, STEPS)
 
 
@@ -32,9 +31,7 @@ def test_muon_listing_form(rule, dtype):
     params = matrices((6, 6), (4, 10), (10, 4), (6, 6), dtype=dtype)
     lam = LAMBDA.get(rule, 0.3)
     references = [
-        ReferenceMuonSW(
-            p.detach(), Decay(rule, lam, PEAK, STEPS, points=POINTS), nesterov=True, heavy_ball=False, orthogonalize=ns5
-        )
+        ReferenceMuonSW(p.detach(), Decay(rule, lam, PEAK, STEPS), nesterov=True, heavy_ball=False, orthogonalize=ns5)
         for p in params
     ]
     optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype=dtype, **OF_THE_RUN)
@@ -65,9 +62,7 @@ def test_muon_algorithm_one(form, nesterov, cautious):
 def test_adamw(rule, dtype, cautious):
     params = matrices((7,), (4, 5), (), dtype=dtype)
     lam = LAMBDA.get(rule, 0.3)
-    references = [
-        ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK, STEPS, points=POINTS), cautious=cautious) for p in params
-    ]
+    references = [ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK, STEPS), cautious=cautious) for p in params]
     optimizer = AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, cautious=cautious, **OF_THE_RUN)
     assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
 
@@ -80,7 +75,7 @@ def test_sgd(rule, dtype, momentum, form, nesterov):
     references = [
         ReferenceSGDSW(
             p.detach(),
-            Decay(rule, lam, PEAK, STEPS, points=POINTS),
+            Decay(rule, lam, PEAK, STEPS),
             momentum,
             nesterov,
             heavy_ball=form == "heavy_ball",
@@ -120,7 +115,7 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
     slices = param.detach().reshape(-1, *shape)
     references = [
         ReferenceMuonSW(
-            W, Decay(rule, lam, PEAK, STEPS, points=POINTS), beta, nesterov, heavy_ball=form == "heavy_ball",
+            W, Decay(rule, lam, PEAK, STEPS), beta, nesterov, heavy_ball=form == "heavy_ball",
             orthogonalize=ns5, cautious=cautious,
         )
         for W in slices
@@ -141,7 +136,7 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
 
 def mutated(rule, lam, peak, mutation):
     """A reference whose decay is wrong in one way."""
-    decay = Decay(rule, lam, peak, STEPS, points=POINTS)
+    decay = Decay(rule, lam, peak, STEPS)
     match mutation:
         case "dropped":
             decay.lam = 0.0
@@ -158,10 +153,10 @@ def mutated(rule, lam, peak, mutation):
 
 MUTATIONS = [
     (rule, mutation)
-    for rule in ("constant", "scaled", "squared", "independent", "fixed", "cosine", "piecewise", "log_time")
+    for rule in ("constant", "scaled", "squared", "independent", "fixed", "cosine", "log_time")
     for mutation in ("dropped", "doubled", "another peak", "another length", "a step late")
     if mutation != "another peak" or rule in ("scaled", "independent", "log_time")
-    if mutation != "another length" or rule in ("cosine", "piecewise")
+    if mutation != "another length" or rule == "cosine"
     if mutation != "a step late" or rule == "log_time"
 ]
 

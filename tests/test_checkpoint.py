@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning
-from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, matrices, run
+from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRWarning
+from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, dion2, matrices, run
 
 OPTIONS = {"muon": {"ns_dtype": "float32"}, "adamw": {}, "sgd": {"momentum": 0.9}, "lion": {}, "dion2": {}}
 
@@ -62,14 +62,6 @@ def test_copies_go_on_like_the_original(algorithm, copier):
     run(other, copied, 5, start=10)
     assert_same(copied, params)
     assert repr(other) == repr(optimizer)
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copies_know_why_parameters_are_where_they_are(copier):
-    optimizer = MuonSW.for_model(nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 6), nn.Linear(6, 4)), lr=0.05)
-    other = copier(optimizer)
-    assert other.routing(reasons=True) == optimizer.routing(reasons=True)
-    assert "embedding" in copier(other).routing(reasons=True)
 
 
 def test_a_group_that_was_taken_out_is_left_out_of_what_is_saved():
@@ -132,21 +124,6 @@ def test_a_momentum_of_none_is_one_that_has_not_begun():
         param.grad = torch.ones(2, 3)
         optimizer.step()
     torch.testing.assert_close(param.detach(), torch.full((2, 3), 1 - 0.1 - 0.15))
-
-
-def test_a_loaded_snapshot_can_be_loaded_again():
-    params, optimizer, _ = trained("muon")
-    weights, snapshot = [p.detach().clone() for p in params], optimizer.state_dict()
-    snapshot = {"state": snapshot["state"], "param_groups": copy.deepcopy(snapshot["param_groups"])}
-
-    def replay():
-        resumed = [nn.Parameter(w.clone()) for w in weights]
-        other = MuonSW(resumed, lr=0.05, weight_decay=0.3, ns_dtype="float32")
-        other.load_state_dict(snapshot)
-        run(other, resumed, 5, start=10)
-        return resumed
-
-    assert_same(replay(), replay())
 
 
 def test_loading_hooks_of_the_user_see_and_change_the_state():
@@ -215,48 +192,6 @@ def test_a_lambda_of_zero_is_not_loaded_into_a_tensor():
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            lambda s: s["param_groups"].append(copy.deepcopy(s["param_groups"][0])),
-            "2 param groups and this optimizer 1",
-        ),
-        (lambda s: s["param_groups"][0]["params"].pop(), "2 parameters and this optimizer's has 3"),
-        (lambda s: s["param_groups"][0].update(orthogonalizer="mine"), "unknown orthogonalizer 'mine'"),
-        (
-            lambda s: s["state"][0].update(momentum_buffer=torch.zeros(2, 2)),
-            r"momentum_buffer of parameter 0 of group 0 has shape",
-        ),
-        (
-            lambda s: s["state"][1].update(momentum_buffer=torch.tensor(1.0)),
-            r"momentum_buffer of parameter 1 of group 0 has shape \(\), but \(6, 6\) is needed",
-        ),
-        *(
-            (lambda s, key=key, value=value: s["param_groups"][0].update({key: value}), key)
-            for key, value in [
-                ("gradient_average", [1.0]),
-                ("gradient_average", "none"),
-                ("gradient_average", [torch.nan, 1.0]),
-                ("step_count", -1),
-                ("update_count", "none"),
-            ]
-        ),
-    ],
-)
-def test_states_that_do_not_fit_are_refused_with_nothing_changed(spoil, message):
-    _, optimizer, _ = trained("muon")
-    saved = copy.deepcopy(optimizer.state_dict())
-    spoil(saved)
-    before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(saved)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    for index in before["state"]:
-        assert_same(after["state"][index].values(), before["state"][index].values())
-
-
-@pytest.mark.parametrize(
     ("spoilt", "error"),
     [
         ({"resolved_peak_lr": "none"}, TypeError),
@@ -289,41 +224,117 @@ def test_a_load_that_fails_late_is_undone(spoilt, error, kind):
     assert_same(params, expected)
 
 
-def test_steps_counted_in_plain_numbers_load():
-    params, optimizer, _ = trained("adamw")
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        state["step"] = int(state["step"])
-    resumed = clones(params)
-    other = AdamWSW(resumed, lr=0.05, weight_decay=0.3)
-    other.load_state_dict(saved)
-    run(optimizer, params, 3, start=10)
-    run(other, resumed, 3, start=10)
-    assert_same(resumed, params)
-
-
 def test_a_state_of_torch_for_another_number_of_groups_names_the_class_that_resumes_it():
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10))
     model(torch.arange(4)).square().mean().backward()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
     theirs.step()
     optimizer = MuonSW.for_model(model, lr=0.1)
-    with pytest.raises(ValueError, match=r"1 param group and this optimizer 4; .* load it into AdamWSW\(model\."):
+    with pytest.raises(ValueError, match=r"1 param group .* load it into AdamWSW\(model\."):
         optimizer.load_state_dict(theirs.state_dict())
     AdamWSW(model.parameters(), lr=0.1).load_state_dict(theirs.state_dict())  # as the message says
 
 
-@pytest.mark.parametrize("cls", [MuonSW, SGDSW])
-def test_repr_is_a_line_for_each_group_with_what_is_not_at_its_default(cls):
-    lam = torch.tensor(0.25)
-    groups = [{"params": matrices((4, 4), (4, 4))}, {"params": matrices((4,)), "algorithm": "adamw", "eps": 1e-6}]
-    optimizer = cls([groups[0], {**groups[1], "weight_decay": 0.0, "role": "bias"}], lr=0.1, weight_decay=lam)
-    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    run(optimizer, optimizer.param_groups[0]["params"], 1)
-    name, first, second, end = repr(optimizer).splitlines()
-    assert (name, end) == (f"{cls.__name__} (", ")")
-    assert first == f"  param group 0: {cls.algorithm}, 2 tensors, lr=0.1, weight_decay=0.25, decay='scaled'"
-    assert second == "  param group 1 (bias): adamw, 1 tensor, lr=0.1, weight_decay=0.0, eps=1e-06"
+def group_update(**options):
+    return lambda saved: saved["param_groups"][0].update(options)
+
+
+def state_update(index, shape):
+    return lambda saved: saved["state"][index].update(momentum_buffer=torch.zeros(shape))
+
+
+UNFIT = [
+    (lambda s: s["param_groups"].append(copy.deepcopy(s["param_groups"][0])), "2 param groups of 3 and 3 parameters"),
+    (lambda s: s["param_groups"][0]["params"].pop(), "1 param group of 2 parameters and this optimizer 1 of 3"),
+    (lambda s: s["param_groups"][0].pop("params"), r"pass what optimizer.state_dict\(\) returned"),
+    (lambda s: s.pop("param_groups"), r"pass what optimizer.state_dict\(\) returned"),
+    (group_update(orthogonalizer="mine"), "unknown orthogonalizer 'mine'"),
+    (group_update(split_sizes=(3, 2)), "split_sizes"),
+    (group_update(momentum=1.5), "momentum=1.5"),
+    (group_update(decay="cosine"), "pass total_steps"),
+    (group_update(norm="target", cautious=True), "cautious=True is for norm='free'"),
+    (state_update(0, (2, 2)), "momentum_buffer of parameter 0 of group 0 has shape"),
+    (state_update(1, ()), r"momentum_buffer of parameter 1 of group 0 has shape \(\), but \(6, 6\) is needed"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), UNFIT)
+def test_states_that_do_not_fit_are_refused_with_nothing_changed(spoil, message):
+    _, optimizer, _ = trained("muon")
+    saved = copy.deepcopy(optimizer.state_dict())
+    spoil(saved)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index in before["state"]:
+        assert_same(after["state"][index].values(), before["state"][index].values())
+
+
+OF_OTHER_RULES = [
+    (AdamWSW, "Adam", {"weight_decay": 0.1}, r"of Adam with weight_decay=0\.1, which it adds"),
+    *((SGDSW, name, {}, "start with fresh state") for name in ("RMSprop", "ASGD", "Adagrad", "Adafactor")),
+    (AdamWSW, "RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, "start with fresh state"),
+    (AdamWSW, "NAdam", {}, "start with fresh state"),
+    (AdamWSW, "AdamW", {"amsgrad": True}, "amsgrad=True, which has no counterpart"),
+    (MuonSW, "Muon", {"ns_coefficients": (3.0, -3.0, 1.0)}, "Newton-Schulz coefficients"),
+    (SGDSW, "SGD", {"momentum": 0.9, "dampening": 0.5}, "dampening"),
+    (MuonSW, "SGD", {"momentum": 0.9}, "has algorithm='muon', and the saved state is of torch's sgd"),
+    (MuonSW, "AdamW", {}, "has algorithm='muon', and the saved state is of torch's adamw"),
+    (dion2, "Muon", {}, "has algorithm='dion2', and the saved state is of torch's muon"),
+]
+
+
+@pytest.mark.parametrize(("kind", "theirs", "options", "message"), OF_OTHER_RULES)
+def test_states_of_other_rules_are_not_taken_for_ours(kind, theirs, options, message):
+    """Averages of the same name may be other averages."""
+    params = matrices((4, 4))
+    optimizer = getattr(torch.optim, theirs)(params, lr=0.1, **options)
+    run(optimizer, params, 2)
+    with pytest.raises(ValueError, match=message):
+        kind(matrices((4, 4)), lr=0.1).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (AdamWSW, {"betas": (0.9, 0.999), "eps": 1e-8, "caution": False}),  # timm's NAdamW
+        (AdamWSW, {"betas": (0.9, 0.999), "eps": 1e-8, "delta": 0.1}),  # timm's AdamP
+        (AdamWSW, {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "caution": True}),  # timm's cautious AdamW
+        (SGDSW, {"momentum": 0.9, "dampening": 0, "nesterov": False, "trust_coeff": 0.001}),  # timm's Lars
+    ],
+)
+def test_states_of_other_libraries_are_not_taken_for_torchs(cls, options):
+    state = {key: torch.ones(4, 4) for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
+    saved = {"state": {0: state}, "param_groups": [{"params": [0], "lr": 0.1, "weight_decay": 0.0, **options}]}
+    optimizer = cls(matrices((4, 4)), lr=0.2)
+    with pytest.raises(ValueError, match=r"start with fresh state|which has no counterpart here"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 64])
+def test_a_loaded_state_gets_the_strides_of_its_parameter(chunk_bytes):
+    """A channels_last checkpoint in a contiguous model; in chunks, state of other strides cannot be cut at all."""
+
+    def stepped(memory_format):
+        param = nn.Parameter(matrices((6, 4, 3, 5))[0].detach().to(memory_format=memory_format))
+        optimizer = AdamWSW([param], lr=0.05, weight_decay=0.3, chunk_bytes=chunk_bytes)
+        run(optimizer, [param], 2)
+        return optimizer, param
+
+    theirs, param = stepped(torch.channels_last)
+    ours, own = stepped(torch.contiguous_format)
+    with torch.no_grad():
+        own.copy_(param)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert {tensor.stride() for tensor in ours.state[own].values() if tensor.dim()} == {own.stride()}
+    assert_same(ours.state[own], theirs.state[param])
+    run(ours, [own], 2, start=2)
+    run(theirs, [param], 2, start=2)
+    torch.testing.assert_close(own, param)
 
 
 def named(order, dtype=torch.float32):
@@ -356,84 +367,6 @@ def test_names_that_do_not_agree_go_by_position_as_torch_does():
         assert torch.equal(other.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"])
 
 
-def state_of(make):
-    params = matrices((4, 4))
-    optimizer = make(params)
-    run(optimizer, params, 2)
-    return optimizer.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("kind", "theirs", "options", "message"),
-    [
-        (AdamWSW, "Adam", {"weight_decay": 0.1}, r"of Adam with weight_decay=0\.1, which it adds"),
-        *(
-            (SGDSW, name, {}, "not of torch's Muon, AdamW or SGD")
-            for name in ("RMSprop", "ASGD", "Adagrad", "Adafactor")
-        ),
-        (AdamWSW, "RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, "not of torch's Muon, AdamW or SGD"),
-        (AdamWSW, "NAdam", {}, "not of torch's Muon, AdamW or SGD"),
-        (AdamWSW, "AdamW", {"amsgrad": True}, "amsgrad=True, which has no counterpart"),
-        (MuonSW, "Muon", {"ns_coefficients": (3.0, -3.0, 1.0)}, "Newton-Schulz coefficients"),
-        (SGDSW, "SGD", {"momentum": 0.9, "dampening": 0.5}, "dampening"),
-    ],
-)
-def test_states_of_other_rules_are_not_taken_for_ours(kind, theirs, options, message):
-    saved = state_of(lambda p: getattr(torch.optim, theirs)(p, lr=0.1, **options))
-    with pytest.raises(ValueError, match=message):
-        kind(matrices((4, 4)), lr=0.1).load_state_dict(saved)
-
-
-# What optimizers of other libraries save under the names of ours: options of their groups, and state by key.
-OF_OTHERS = {
-    "NAdamW of timm": ({"betas": (0.9, 0.999), "eps": 1e-8, "caution": False}, ("step", "exp_avg", "exp_avg_sq")),
-    "AdamP of timm": ({"betas": (0.9, 0.999), "eps": 1e-8, "delta": 0.1}, ("step", "exp_avg", "exp_avg_sq")),
-    "cautious AdamW of timm": (
-        {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "caution": True},
-        ("step", "exp_avg", "exp_avg_sq"),
-    ),
-    "Lars of timm": (
-        {"momentum": 0.9, "dampening": 0, "nesterov": False, "trust_coeff": 0.001},
-        ("momentum_buffer",),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OF_OTHERS)
-def test_states_of_other_libraries_are_not_taken_for_torchs(name):
-    options, keys = OF_OTHERS[name]
-    cls = SGDSW if "momentum" in options else AdamWSW
-    state = {key: torch.tensor(2.0) if key == "step" else torch.ones(4, 4) for key in keys}
-    saved = {"state": {0: state}, "param_groups": [{"params": [0], "lr": 0.1, "weight_decay": 0.0, **options}]}
-    optimizer = cls(matrices((4, 4)), lr=0.2)
-    with pytest.raises(ValueError, match=r"not of torch's Muon, AdamW or SGD|which has no counterpart here"):
-        optimizer.load_state_dict(saved)
-    assert not optimizer.state
-    assert optimizer.param_groups[0]["lr"] == 0.2
-
-
-def test_a_state_of_torch_is_for_the_group_that_has_its_algorithm():
-    """The second group has torch's SGD's algorithm, the first has not, and no gradient has told them apart so far."""
-    saved = torch.optim.SGD([{"params": [p]} for p in matrices((4, 4), (4, 4))], lr=0.1, momentum=0.9).state_dict()
-    first, second = matrices((4, 4), (4, 4))
-    ours = MuonSW([{"params": [first]}, {"params": [second], "algorithm": "sgd"}], lr=0.2)
-    with pytest.raises(ValueError, match="of torch's sgd, and param group 0 of this optimizer has algorithm='muon'"):
-        ours.load_state_dict(saved)
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "named"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "sgd"),
-        (lambda p: torch.optim.AdamW(p, lr=0.1), {}, "adamw"),
-        (lambda p: torch.optim.Muon(p, lr=0.1), {"algorithm": "dion2"}, "muon"),
-    ],
-)
-def test_averages_of_the_same_name_are_not_taken_for_those_of_another_algorithm(make, options, named):
-    with pytest.raises(ValueError, match=f"of torch's {named}, and param group 0 of this optimizer has"):
-        MuonSW([{"params": matrices((4, 4)), **options}], lr=0.1).load_state_dict(state_of(make))
-
-
 @pytest.mark.parametrize(
     ("torchs", "ours"),
     [
@@ -458,31 +391,6 @@ def test_torchs_averages_go_on_as_they_were_made(torchs, ours):
     run(theirs, params, 3, start=3)
     run(optimizer, resumed, 3, start=3)
     torch.testing.assert_close(resumed[0], params[0], rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("cut", "message"),
-    [
-        (lambda saved: {"model": {}, "optimizer": saved}, "this holds model, optimizer; pass what"),
-        (lambda saved: {**saved, "param_groups": [{"lr": 0.1}]}, "param group 0 of the saved state has no params"),
-    ],
-)
-def test_what_is_no_state_is_refused_in_words(cut, message):
-    saved = state_of(lambda p: AdamWSW(p, lr=0.1))
-    with pytest.raises(ValueError, match=message):
-        AdamWSW(matrices((4, 4)), lr=0.1).load_state_dict(cut(saved))
-
-
-def test_a_peak_that_is_no_number_moves_no_weight():
-    params = matrices((4, 4))
-    optimizer = AdamWSW(params, lr=0.1)
-    saved = state_of(lambda p: AdamWSW(p, lr=0.1))
-    saved["param_groups"][0]["resolved_peak_lr"] = float("nan")
-    optimizer.load_state_dict(saved)
-    before = clones(params)
-    with pytest.raises(PeakLRError, match="above its peak nan"):
-        run(optimizer, params, 1)
-    assert_same(params, before)
 
 
 class Layers(nn.Module):
@@ -575,13 +483,6 @@ def test_a_group_whose_parameters_were_saved_with_different_options_is_refused(o
     assert not other.state
 
 
-def test_a_group_that_was_saved_as_several_keeps_its_name():
-    saved = two_groups(("a", {"name": "first"}), ("b", {"name": "second"})).state_dict()
-    optimizer = MuonSW([{"params": named("ab"), "name": "both"}], lr=0.05)
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["name"] == "both"
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_how_a_machine_takes_its_steps_is_the_optimizers_own(own):
     saved = MuonSW(matrices((4, 6)), lr=0.05, offload=not own).state_dict()
@@ -629,24 +530,6 @@ def test_names_that_agree_in_part_must_not_contradict_the_places():
     renamed = MuonSW([a, b, ("new", c[1])], lr=0.05)
     renamed.load_state_dict(saved)
     assert renamed.param_groups[0]["param_names"] == ["a", "b", "new"]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        ({"split_sizes": (3, 2)}, "split_sizes"),
-        ({"momentum": 1.5}, "momentum=1.5"),
-        ({"decay": "cosine"}, "pass total_steps"),
-        ({"norm": "target", "cautious": True}, "cautious=True is for norm='free'"),
-    ],
-)
-def test_loaded_options_are_validated_like_given_ones(spoil, message):
-    saved = MuonSW(named("abc"), lr=0.05).state_dict()
-    saved["param_groups"][0].update(spoil)
-    other = MuonSW(named("abc"), lr=torch.tensor(0.05), weight_decay=0.5)
-    with pytest.raises(ValueError, match=message):
-        other.load_state_dict(saved)
-    assert other.param_groups[0]["weight_decay"] == 0.5
 
 
 def test_groups_that_share_a_tensor_rate_each_get_their_own():
@@ -701,13 +584,6 @@ def test_distributed_checkpoints_keep_names_and_options_together(flat):
 ONE_GROUP, TWO_GROUPS = {}, {"down.weight": {"weight_decay": 0.4}}
 
 
-def test_a_flat_distributed_checkpoint_may_be_divided_into_more_groups():
-    before, after = in_another_order_by_checkpoint(True, ONE_GROUP, TWO_GROUPS)
-    assert {name: group["weight_decay"] for name, group in options_by_name(after).items()} == {
-        name: group["weight_decay"] for name, group in options_by_name(before).items()
-    }
-
-
 @pytest.mark.parametrize(
     ("flat", "saved", "built"),
     [(False, ONE_GROUP, TWO_GROUPS), (False, TWO_GROUPS, ONE_GROUP), (True, TWO_GROUPS, ONE_GROUP)],
@@ -717,3 +593,20 @@ def test_what_distributed_checkpoints_make_of_other_groups_is_refused(flat, save
     """torch takes the options of one saved group for those that it joins, and forgets them for those it divides."""
     with pytest.raises(ValueError, match="was saved in another param group"):
         in_another_order_by_checkpoint(flat, saved, built)
+
+
+def test_a_saved_count_of_steps_may_be_a_plain_number_and_is_not_rounded():
+    """Older states count in numbers; a default dtype of bfloat16 holds none of the odd ones above 256."""
+    (param,) = matrices((4, 4))
+    theirs = torch.optim.AdamW([param], lr=0.01)
+    run(theirs, [param], 1)
+    saved = theirs.state_dict()
+    saved["state"][0]["step"] = 1001.0
+    ours = AdamWSW(clones([param]), lr=0.01, peak_lr=0.01)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        ours.load_state_dict(saved)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    step = ours.state[ours.param_groups[0]["params"][0]]["step"]
+    assert (float(step), step.dtype) == (1001.0, torch.float32)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from muonsw import DECAY_RULES, convert_weight_decay, decay_factor
 from muonsw.decay import decay_factors
-from tests.common.problems import POINTS, formulas
+from tests.common.problems import formulas
 
 RULES = ["constant", "scaled", "squared", "independent", "fixed"]
-OF_THE_RUN = ["cosine", "piecewise", "log_time"]
+OF_THE_RUN = ["cosine", "log_time"]
 positive = st.floats(1e-6, 10)
 
 
@@ -21,7 +21,7 @@ def test_each_rule_is_its_formula(lam, peak, fraction, step, gradient):
     expected = formulas(lam, eta, peak, step=step, steps=100, gradient=gradient)
     assert set(expected) == set(DECAY_RULES)
     for rule, phi in expected.items():
-        found = decay_factor(rule, lam, eta, peak, step=step, steps=100, gradient=gradient, points=POINTS)
+        found = decay_factor(rule, lam, eta, peak, step=step, steps=100, gradient=gradient)
         assert found == pytest.approx(phi, rel=1e-12, abs=1e-300)
 
 
@@ -31,17 +31,9 @@ def test_cosine_decay_stays_at_zero_after_the_run():
         assert phi == pytest.approx(0.0, abs=1e-10)
 
 
-def test_piecewise_decay_is_flat_outside_its_points():
-    """The run of ten steps is a tenth through at step 2, where the first point is."""
-    for step, multiple in ((1, 0.6), (2, 0.6), (4, 0.35), (6, 0.1), (11, 1.25), (50, 1.25)):
-        phi = decay_factor("piecewise", 0.1, 0.01, 0.02, step=step, steps=10, points=POINTS)
-        assert phi == pytest.approx(0.001 * multiple)
-    assert decay_factor("piecewise", 0.1, 0.01, 0.02, step=5, steps=10, points=((0.3, 2.0),)) == pytest.approx(0.002)
-
-
 def test_without_learning_rate_or_gradient_nothing_decays():
     for rule in DECAY_RULES:
-        assert decay_factor(rule, 0.1, 0.0, 0.02, step=3, steps=10, gradient=0.5, points=POINTS) == 0.0
+        assert decay_factor(rule, 0.1, 0.0, 0.02, step=3, steps=10, gradient=0.5) == 0.0
     assert decay_factor("gradient_norm", 0.1, 0.01, 0.02, gradient=0.0) == 0.0
 
 
@@ -50,10 +42,6 @@ def test_a_rule_says_what_it_must_know():
         decay_factor("log_time", 0.1, 0.01, 0.02)
     with pytest.raises(ValueError, match="'cosine' depends on steps; pass steps="):
         decay_factor("cosine", 0.1, 0.01, 0.02, step=1)
-    with pytest.raises(ValueError, match="'piecewise' depends on points; pass points="):
-        decay_factor("piecewise", 0.1, 0.01, 0.02, step=1, steps=10)
-    with pytest.raises(ValueError, match="'piecewise' depends on points; pass points="):
-        decay_factors("piecewise", 0.1, [0.01], 0.02)
     with pytest.raises(ValueError, match="'gradient_norm' depends on gradient"):
         decay_factor("gradient_norm", 0.1, 0.01, 0.02)
     with pytest.raises(ValueError, match="gradients of the run, which no schedule knows"):
@@ -85,9 +73,9 @@ def test_conversion_keeps_the_decay_at_the_peak(value, peak, rules):
 def test_conversion_keeps_the_total_over_a_schedule(value, peak, rules, fractions):
     source, target = rules
     etas = [f * peak for f in fractions]
-    converted = convert_weight_decay(value, source, target, peak, schedule=iter(etas), points=POINTS)
-    total = sum(decay_factors(source, value, etas, peak, POINTS))
-    assert sum(decay_factors(target, converted, etas, peak, POINTS)) == pytest.approx(total)
+    converted = convert_weight_decay(value, source, target, peak, schedule=iter(etas))
+    total = sum(decay_factors(source, value, etas, peak))
+    assert sum(decay_factors(target, converted, etas, peak)) == pytest.approx(total)
 
 
 def test_scaled_applies_about_three_quarters_of_constants_total_under_cosine_to_a_tenth():

@@ -9,7 +9,7 @@ from muonsw.kernels import tables
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from tests.common.cuda import feed, no_waiting
-from tests.common.problems import OPTIMIZERS, POINTS, cosine, matrices, set_gradients
+from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -193,7 +193,6 @@ def test_one_bad_entry_among_many_gradients_is_found_and_no_gradient_changes(bad
 RULES = [
     {"decay": "fixed", "weight_decay": 0.01},
     {"decay": "cosine", "total_steps": 20},
-    {"decay": "piecewise", "total_steps": 20, "decay_points": POINTS},
     {"decay": "log_time"},
     {"norm": "target"},
     {"norm": "hyperball"},

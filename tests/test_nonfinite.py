@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonsw import AdamWSW, nonfinite
 from muonsw.nonfinite import Flag, Flags
-from muonsw.step import make_plan
 from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run, set_gradients
 
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -153,25 +152,3 @@ def test_low_precision_weights_and_their_counters_stay_under_the_flag(algorithm,
     run(optimizer, params, 1, start=5)
     for param, kept in zip(params, before, strict=True):
         assert_same([param.detach(), *optimizer.state[param].values()], kept)
-
-
-def test_work_is_found_anew_whatever_has_changed_since_the_last_step():
-    """Gradients that come and go, parameters that are added, replaced or change their dtype."""
-    params = matrices((4, 4), (3,), (2, 5))
-    optimizer = AdamWSW(params[:2], lr=0.1)
-    set_gradients(params, 0)
-    assert [item.name for batch in make_plan(optimizer).batches for item in batch.items] == [
-        "parameter 0 of group 0",
-        "parameter 1 of group 0",
-    ]
-    params[0].grad = None
-    assert [item.param is params[1] for batch in make_plan(optimizer).batches for item in batch.items] == [True]
-    optimizer.add_param_group({"params": [params[2]]})
-    (other,) = matrices((3,), seed=1)
-    set_gradients([other], 0)
-    optimizer.param_groups[0]["params"][1] = other
-    assert make_plan(optimizer).batches[0].items[0].param is other
-    assert [item.position for batch in make_plan(optimizer).batches for item in batch.items] == [1, 2]
-    params[2].data = params[2].data.double()
-    params[2].grad = torch.zeros_like(params[2])
-    assert [batch.dtype for batch in make_plan(optimizer).batches] == [torch.float32, torch.float64]

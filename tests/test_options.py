@@ -5,96 +5,88 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw import SGDSW, SHAPE_SCALES, AdamWSW, MuonSW
 
 
 def weights():
     return [nn.Parameter(torch.ones(4, 4))]
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "message"),
-    [
-        (MuonSW, {"lr": -1.0}, r"lr=-1\.0: must be a finite number of at least 0"),
-        (MuonSW, {"lr": "fast"}, "must be a number"),
-        (MuonSW, {"lr": torch.ones(2)}, "one floating-point number"),
-        (MuonSW, {"momentum": 1.0}, r"momentum=1\.0: must be in \[0, 1\)"),
-        (AdamWSW, {"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\)"),
-        (AdamWSW, {"betas": 0.9}, "must be two numbers"),
-        (MuonSW, {"decay": "scale"}, r"unknown decay rule 'scale' \(did you mean 'scaled'\?\)"),
-        (MuonSW, {"decay": ["scaled"]}, r"decay=\['scaled'\]: must be one of 'constant', 'scaled'"),
-        (MuonSW, {"orthogonalizer": "newton"}, "unknown orthogonalizer 'newton'"),
-        (MuonSW, {"ns_steps": 0}, "ns_steps=0: must be a whole number of at least 1"),
-        (MuonSW, {"ns_steps": 2**70}, "ns_steps=1180591620717411303424: must be at most 2000"),
-        (MuonSW, {"orthogonalizer": "aurora", "aurora_iterations": 2**70}, "aurora_iterations=.* at most 2000"),
-        (MuonSW, {"ns_dtype": "int8"}, "ns_dtype='int8': must be 'auto' or one of float64"),
-        (MuonSW, {"matrix": "rows"}, "matrix='rows': must be one of None, 'stack', 'flatten'"),
-        (MuonSW, {"split_sizes": 3}, "split_sizes=3"),
-        (MuonSW, {"split_dim": 2}, "split_dim=2: must be one of 0, 1"),
-        (MuonSW, {"momentum_form": "nesterov"}, "must be one of 'ema', 'heavy_ball'"),
-        (MuonSW, {"peak_lr": -1.0}, "peak_lr"),
-        (MuonSW, {"peak_lr": torch.tensor(1.0)}, "a peak is read by the host"),
-        (MuonSW, {"peak_lr": "max"}, r"peak_lr='max': must be a float, None or 'running_max'"),
-        (MuonSW, {"target_norm": torch.ones(2)}, "target_norm=tensor.*must be a number"),
-        (MuonSW, {"nonfinite": "ignore"}, "nonfinite='ignore': must be one of 'skip', 'raise', 'propagate'"),
-        (MuonSW, {"chunk_bytes": 0}, "chunk_bytes=0: must be a whole number of at least 1, or None"),
-        (MuonSW, {"replay": "never"}, "replay='never': must be True or False, or None"),
-        (MuonSW, {"fused": 0}, "fused=0: must be True or False"),
-        (MuonSW, {"lr": float("inf")}, "lr=inf: must be a finite number"),
-        (MuonSW, {"lr": torch.tensor(float("nan"))}, "lr=tensor.*must be a finite number"),
-        (MuonSW, {"peak_lr": 0.0}, r"peak_lr=0\.0: a peak of zero would mean no decay for ever"),
-        (MuonSW, {"differentiable": True}, "'differentiable' is not an option: steps are not differentiable"),
-        (AdamWSW, {"amsgrad": True}, "no AMSGrad variant"),
-        (AdamWSW, {"state_dtype": "float16"}, "cannot hold the average squared gradient of parameter 0 of group 0"),
-        (MuonSW, {"name": "matrices"}, "unknown option 'name'; known: aurora_beta"),
-        (MuonSW, {"adjust_lr_fn": "original"}, "it is called scale here"),
-        (MuonSW, {"decya": "scaled"}, r"unknown option 'decya' \(did you mean 'decay'\?\)$"),
-        (MuonSW, {"wd": 0.1}, r"unknown option 'wd' \(did you mean 'weight_decay'\?\)$"),
-        (SGDSW, {"nesterov": True}, "nesterov=True needs a momentum above zero"),
-        (SGDSW, {"lr_multiplier": 0.0}, "lr_multiplier"),
-        (MuonSW, {"betas": (0.8, 0.9)}, r"'betas' is an option of adamw.*, not of muon; set it in a param group"),
-        (AdamWSW, {"momentum": 0.9}, r"'momentum' is an option of muon.*, not of adamw"),
-    ],
-)
-def test_bad_settings(cls, options, message):
-    with pytest.raises(ValueError, match=message):
+# Wrong settings, and a part of the message that names the fix; an empty one where the name of the option says it all.
+WRONG = [
+    ({"lr": -1.0}, "finite number of at least 0"),
+    ({"lr": "fast"}, ""),
+    ({"lr": float("inf")}, ""),
+    ({"lr": torch.ones(2)}, "one floating-point number"),
+    ({"lr": torch.tensor(float("nan"))}, ""),
+    ({"momentum": 1.0}, r"in \[0, 1\)"),
+    ({"decay": "scale"}, "did you mean 'scaled'"),
+    ({"decay": ["scaled"]}, "one of 'constant', 'scaled'"),
+    ({"orthogonalizer": "newton"}, "newton_schulz"),
+    ({"ns_steps": 0}, ""),
+    ({"ns_steps": 2**70}, "at most 2000"),
+    ({"orthogonalizer": "aurora", "aurora_iterations": 2**70}, "aurora_iterations"),
+    ({"ns_dtype": "int8"}, "float64"),
+    ({"matrix": "rows"}, "'stack', 'flatten'"),
+    ({"split_sizes": 3}, ""),
+    ({"split_dim": 2}, ""),
+    ({"momentum_form": "nesterov"}, "'ema', 'heavy_ball'"),
+    ({"peak_lr": -1.0}, ""),
+    ({"peak_lr": 0.0}, "above 0"),
+    ({"peak_lr": torch.tensor(1.0)}, "a peak is read by the host"),
+    ({"peak_lr": "max"}, "'running_max'"),
+    ({"target_norm": torch.ones(2)}, ""),
+    ({"nonfinite": "ignore"}, "'skip', 'raise', 'propagate'"),
+    ({"chunk_bytes": 0}, "at least 1, or None"),
+    ({"replay": "never"}, "True or False, or None"),
+    ({"fused": 0}, "True or False"),
+    ({"differentiable": True}, "steps are not differentiable"),
+    ({"name": "matrices"}, "known: aurora_beta"),
+    ({"adjust_lr_fn": "original"}, "scale"),
+    ({"decya": "scaled"}, "did you mean 'decay'"),
+    ({"wd": 0.0}, "did you mean 'weight_decay'"),
+    ({"betas": (0.8, 0.9)}, "option of adamw.*, not of muon"),
+    ({"lr_multiplier": 0.0}, ""),
+]
+OF_OTHERS = [
+    (AdamWSW, {"betas": (0.9, 1.0)}, ""),
+    (AdamWSW, {"betas": 0.9}, "two numbers"),
+    (AdamWSW, {"amsgrad": True}, "no AMSGrad variant"),
+    (AdamWSW, {"momentum": 0.9}, "option of muon.*, not of adamw"),
+    (AdamWSW, {"state_dtype": "float16"}, "cannot hold"),
+    (SGDSW, {"nesterov": True}, "needs a momentum"),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "fix"), [*((MuonSW, *row) for row in WRONG), *OF_OTHERS])
+def test_wrong_settings_are_named_with_the_fix(cls, options, fix):
+    with pytest.raises(ValueError, match=fix or next(iter(options))):
         cls(weights(), **options)
 
 
 @pytest.mark.parametrize(
-    ("group", "message"),
+    ("group", "fix"),
     [
-        ({"weight_deacy": 0.1}, r"unknown option 'weight_deacy' \(did you mean 'weight_decay'\?\)"),
-        ({"algorithm": "adam"}, r"unknown algorithm 'adam' \(did you mean 'adamw'\?\)"),
+        ({"weight_deacy": 0.1}, "did you mean 'weight_decay'"),
+        ({"algorithm": "adam"}, "did you mean 'adamw'"),
         ({"lr": -0.1}, "lr"),
-        ({"nonfinite": "raise"}, "nonfinite='raise' is an optimizer-level argument; pass it to the constructor"),
-        ({"preset": "normuon"}, "'preset' is not an option: pass it to for_model"),
-        ({"betas": (0.8, 0.9)}, "'betas' is an option of adamw, .*, not of muon; set it in"),
+        ({"nonfinite": "raise"}, "optimizer-level argument; pass it to the constructor"),
+        ({"preset": "normuon"}, "pass it to for_model"),
+        ({"betas": (0.8, 0.9)}, "option of adamw, .*, not of muon; set it in"),
         ({"norm": "target", "cautious": True}, "cautious=True is for norm='free'"),
-        ({"algorithm": "adamw", "ns_steps": 3}, "'ns_steps' is an option of muon and dion2, not of adamw"),
+        ({"algorithm": "adamw", "ns_steps": 3}, "option of muon and dion2, not of adamw"),
     ],
 )
-def test_bad_groups_leave_the_optimizer_as_it_was(group, message):
+def test_bad_groups_leave_the_optimizer_as_it_was(group, fix):
     optimizer = MuonSW(weights(), lr=0.1)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=fix):
         optimizer.add_param_group({"params": weights(), **group})
     assert len(optimizer.param_groups) == 1
 
 
 def test_a_group_must_have_names_where_the_others_have_them():
     named, plain = [("a", *weights())], weights()
-    for first, second, advice in (
-        (
-            named,
-            plain,
-            r"param group 1 has parameters without names.*write \{'params': \[\('name', parameter\), \.\.\.\]\}",
-        ),
-        (
-            plain,
-            named,
-            r"param group 1 has parameters with names.*write \{'params': \[parameter, \.\.\.\] without names\}",
-        ),
-    ):
+    for first, second, advice in ((named, plain, r"\('name', parameter\)"), (plain, named, "without names")):
         optimizer = MuonSW(first, lr=0.1)
         with pytest.raises(ValueError, match=advice):
             optimizer.add_param_group({"params": iter(second)})
@@ -112,11 +104,8 @@ def test_groups_of_an_optimizer_may_be_given_to_another(again):
     groups = [{"params": weights()}, {"params": weights(), "algorithm": "adamw"}]
     given = again(MuonSW(groups, lr=0.1, ns_steps=3).param_groups)
     for taken, group in zip(MuonSW(given, lr=0.2).param_groups, given, strict=True):
-        assert (taken["algorithm"], taken["lr"], taken.get("ns_steps")) == (
-            group["algorithm"],
-            0.1,
-            group.get("ns_steps"),
-        )
+        assert taken["lr"] == 0.1
+        assert [taken.get(key) for key in ("algorithm", "ns_steps")] == [group["algorithm"], group.get("ns_steps")]
 
 
 @pytest.mark.parametrize(
@@ -130,13 +119,7 @@ def test_options_that_norm_and_decay_rules_read_belong_to_every_algorithm(option
 
 @pytest.mark.parametrize(
     "extra",
-    [
-        {"name": "matrices"},
-        {"lr_scale": 0.5},
-        {"fused": True, "foreach": None},
-        {"weight_decay_mult": 2.0},
-        {"lr_mult": 1},
-    ],
+    [{"name": "matrices"}, {"lr_scale": 0.5}, {"fused": True}, {"weight_decay_mult": 2.0}, {"lr_mult": 1}],
     ids=lambda extra: next(iter(extra)),
 )
 def test_keys_of_other_libraries_are_kept_saved_and_loaded(extra):
@@ -167,8 +150,6 @@ def test_fused_false_asks_for_plain_operations(cls, monkeypatch):
 def test_options_of_torch_that_ask_for_nothing_else_are_taken():
     assert AdamWSW(weights(), lr=0.1, amsgrad=False, differentiable=False).param_groups[0]["lr"] == 0.1
     assert MuonSW(weights(), lr=0.1, foreach=False, fused=True).param_groups[0]["fused"] is True
-    with pytest.raises(ValueError, match="foreach=False: equal shapes are always one batch; leave it out"):
-        MuonSW(weights(), lr=0.1, foreach=False)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -225,15 +206,25 @@ def test_a_model_in_the_place_of_parameters_is_reported_from_them():
 
 @pytest.mark.parametrize("given", [lambda model: model.parameters(), lambda model: AdamWSW(model.parameters()), list])
 def test_anything_else_in_the_place_of_a_model_is_refused_with_the_remedy(given):
-    message = r"MuonSW\.for_model takes the model itself, .*; pass model, not model\.parameters\(\)"
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=r"MuonSW\.for_model takes the model itself.*not model\.parameters\(\)"):
         MuonSW.for_model(given(nn.Sequential(nn.Linear(2, 2))), lr=0.1)
 
 
-def test_eight_bit_weights_are_refused_by_name():
-    weight = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ValueError, match=r"w has dtype torch\.float8_e4m3fn, too coarse"):
-        AdamWSW([("w", weight)], lr=0.1)
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(4, 4).to(torch.float8_e4m3fn),
+        torch.zeros(2, 2, dtype=torch.complex64),
+        torch.zeros(2, 2, dtype=torch.int64),
+        torch.ones(1, 4).expand(4, 4),
+    ],
+    ids=["8 bits", "complex", "integer", "expanded"],
+)
+def test_parameters_that_nothing_can_optimize_are_refused_by_name(weight):
+    optimizer = AdamWSW([("a", *weights())], lr=0.1)
+    with pytest.raises(ValueError, match=r"w (has dtype|is expanded)"):
+        optimizer.add_param_group({"params": [("w", weight)]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_weights_without_memory_are_refused_when_they_are_stepped():
@@ -287,6 +278,4 @@ def test_groups_inherit_what_fits_their_algorithm():
     [("match_rms_adamw", 0.2 * 12**0.5), ("original", (12 / 3) ** 0.5), ("spectral", 2.0), ("none", 1.0)],
 )
 def test_shape_scales(scale, expected):
-    from muonsw import SHAPE_SCALES
-
     assert SHAPE_SCALES[scale](12, 3) == pytest.approx(expected)

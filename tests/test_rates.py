@@ -11,18 +11,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning
 from muonsw.decay import decay_factors
-from tests.common.problems import POINTS, assert_same, clones, matrices, run, set_gradients
+from tests.common.problems import assert_same, clones, matrices, run, set_gradients
 
 OF_THE_RUN = {
     "cosine": {"total_steps": 30},
-    "piecewise": {"total_steps": 30, "decay_points": POINTS},
     "log_time": {},
     "gradient_norm": {},
 }
 rules = pytest.mark.parametrize("rule", OF_THE_RUN)
 
 
-@pytest.mark.parametrize("rule", ["cosine", "piecewise", "log_time"])
+@pytest.mark.parametrize("rule", ["cosine", "log_time"])
 def test_skipped_steps_count(rule):
     """A scheduler moves on after a skipped step, and so does the rule."""
     params = matrices((4, 6))
@@ -58,29 +57,6 @@ def test_the_length_must_be_known_where_a_rule_ends_with_the_run():
         optimizer.step()
     with pytest.raises(ValueError, match="total_steps=0: must be a whole number of at least 1"):
         MuonSW(params, decay="cosine", total_steps=0)
-
-
-def test_the_points_must_be_known_where_a_rule_goes_through_them():
-    params = matrices((4, 6))
-    with pytest.raises(ValueError, match="decay='piecewise' of param group 0 goes through points; pass decay_points="):
-        MuonSW(params, decay="piecewise", total_steps=30)
-    with pytest.raises(ValueError, match="ends with the run; pass total_steps="):
-        MuonSW(params, decay="piecewise", decay_points=POINTS)
-    MuonSW(params, decay="piecewise", weight_decay=0.0)
-    optimizer = MuonSW(params, decay="piecewise", total_steps=30, decay_points=[[0, 1], [1, 2]])
-    assert optimizer.param_groups[0]["decay_points"] == ((0.0, 1.0), (1.0, 2.0))
-    optimizer.param_groups[0]["decay_points"] = None
-    set_gradients(params, 0)
-    with pytest.raises(ValueError, match="goes through points; pass decay_points="):
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "points", [(), 0.5, ((0.0,),), ((0, 1), (0, 2)), ((0, 1), (1.5, 2)), ((0, -1.0),), ((0, float("nan")),), "ab"]
-)
-def test_points_that_mean_nothing_are_refused(points):
-    with pytest.raises(ValueError, match=r"decay_points=.*must be pairs"):
-        MuonSW(matrices((4, 6)), decay="piecewise", total_steps=30, decay_points=points)
 
 
 def test_a_scheduler_and_the_step_go_together():
@@ -128,7 +104,7 @@ def test_adamcs_own_form_is_a_matter_of_patterns():
         torch.testing.assert_close(model.get_parameter(name).detach(), (1 - phi) * before[name])
 
 
-@pytest.mark.parametrize("rule", ["cosine", "piecewise", "log_time"])
+@pytest.mark.parametrize("rule", ["cosine", "log_time"])
 @pytest.mark.parametrize("before", ["scaled", "none"])
 def test_a_rule_that_is_chosen_on_resume_knows_the_step(before, rule):
     """Steps count under every rule, so that changing `decay` is as if the run had had the new rule's position."""
@@ -140,7 +116,7 @@ def test_a_rule_that_is_chosen_on_resume_knows_the_step(before, rule):
     resumed.param_groups[0]["decay"] = rule
     was, other.grad = other.detach().clone(), torch.zeros_like(other)
     resumed.step()
-    phi = decay_factors(rule, 0.3, [0.05] * 30, 0.05, OF_THE_RUN[rule].get("decay_points"))[20]
+    phi = decay_factors(rule, 0.3, [0.05] * 30, 0.05)[20]
     torch.testing.assert_close(other.detach(), (1 - phi) * was, rtol=1e-6, atol=0)
 
 

@@ -18,14 +18,14 @@ from muonsw import peak, rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import is_code, refuse_shards
 from muonsw.decay import LAMBDA_KEYS, decays, own_weight_decay
-from muonsw.options import BOOKKEEPING, CHECKS, differing_options, prune, require_whole, validate_option
+from muonsw.options import BOOKKEEPING, CHECKS, differing_options, prune, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakLRWarning
 from muonsw.precision import SCALE
 from muonsw.routing.names import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
 from muonsw.state import layouts, restored
-from muonsw.text import counted, users_line
+from muonsw.text import counted, listed, users_line
 from muonsw.work import Group, label_of, names_of
 
 if TYPE_CHECKING:
@@ -40,21 +40,17 @@ _MAYBE_TENSORS = ("lr", "weight_decay")
 _LABELS = ("name", "role")
 
 # Options of older versions: those that are gone, and today's names of the others.
-_REMOVED = ("capturable", "update_floor", "radial_brake")
+_REMOVED = ("capturable", "update_floor", "radial_brake", "decay_points")
 _RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
 
-# Options by which groups of torch's optimizers are recognized, and our names of their algorithms and classes.
-_OPTIONS_OF_TORCH = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
-_CLASSES = {"muon": "MuonSW", "adamw": "AdamWSW", "sgd": "SGDSW"}
+# Options by which groups of torch's optimizers are recognized, with our algorithm and class.
+_OF_TORCH = {"adjust_lr_fn": ("muon", "MuonSW"), "amsgrad": ("adamw", "AdamWSW"), "dampening": ("sgd", "SGDSW")}
 
 # Keys of torch's groups that mean nothing here once they were checked.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
-# Values of torch's adjust_lr_fn that have another name here.
-_SCALES_OF_TORCH = {None: "original", "spectral_unclamped": "spectral"}
-
 # Options of torch's and timm's optimizers that make another algorithm of these three where they are set.
-_OF_OTHER_RULES = ("amsgrad", "caution", "delta", "trust_coeff")
+_OF_OTHER_RULES = ("amsgrad", "caution", "delta", "trust_coeff", "dampening")
 
 
 def save(optimizer: Optimizer, state_dict: Callable[[], StateDict]) -> StateDict:
@@ -161,25 +157,26 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
 
     Options that the saved groups lack are those of this optimizer; a peak that they lack is found as in a new run.
     """
-    if not {"state", "param_groups"} <= saved.keys():
+    if not {"state", "param_groups"} <= saved.keys() or any("params" not in group for group in saved["param_groups"]):
         raise ValueError(
-            f"a saved state has state and param_groups, and this holds {', '.join(map(str, saved)) or 'nothing'}; pass "
-            f"what optimizer.state_dict() returned"
+            f"a saved state has state and param_groups with params, and this holds "
+            f"{', '.join(map(str, saved)) or 'nothing'}; pass what optimizer.state_dict() returned"
         )
-    for number, group in enumerate(saved["param_groups"]):
-        if "params" not in group:
-            raise ValueError(f"param group {number} of the saved state has no params, the keys of its states")
     # torch's SGD once saved None for a momentum that it lacked
     states = {
         key: {name: value for name, value in (state or {}).items() if value is not None}
         for key, state in saved["state"].items()
     }
-    theirs = [_translated(group) for group in saved["param_groups"]]
-    for group in theirs:
-        _refuse_regrouped(group)
+    theirs = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
     matched = _matched(theirs, groups)
-    if not any("algorithm" in group for group in saved["param_groups"]):
-        _refuse_other_algorithms(matched, groups)
+    for number, (old, here) in enumerate(zip(matched, groups, strict=True)):
+        # Equal names of state may mean other averages. A group of ours may change its algorithm if its state fits.
+        if old["params"] and "peak_lr" not in old and old.get("algorithm") != here["algorithm"]:
+            source = f"torch's {old['algorithm']}" if "algorithm" in old else f"another kind, with {listed(list(old))}"
+            raise ValueError(
+                f"param group {number} has algorithm={here['algorithm']!r}, and the saved state is of {source}; build "
+                f"the optimizer with the algorithm that was saved, or start with fresh state"
+            )
     completed = [_completed(old, here) for old, here in zip(matched, groups, strict=True)]
     for number, (group, here) in enumerate(zip(completed, groups, strict=True)):
         _refuse_unfit(group, here, number, states)
@@ -187,16 +184,13 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
 
 
 def _translated(group: Group) -> Group:
-    """A group of torch's Muon, AdamW or SGD in this library's words; a group of ours as it is."""
-    if "algorithm" in group:
-        return group
+    """A group of torch's Muon, AdamW or SGD in this library's words."""
     for key in [key for key in _OF_OTHER_RULES if group.get(key)]:
         raise ValueError(f"the saved state is of an optimizer with {key}={group[key]!r}, which has no counterpart here")
     if group.get("decoupled_weight_decay") is False and float(group["weight_decay"]):
         raise ValueError(
             f"the saved state is of Adam with weight_decay={float(group['weight_decay']):g}, which it adds to the "
-            f"gradient; here decay is decoupled and means something else. To go on from its averages, set weight_decay "
-            f"to 0 in the saved groups, and choose a decoupled one in optimizer.param_groups after loading"
+            f"gradient; here decay is decoupled. To go on from its averages, set weight_decay to 0 in the saved groups"
         )
     coefficients = group.get("ns_coefficients")
     if coefficients is not None and tuple(coefficients) != NS5:
@@ -204,47 +198,19 @@ def _translated(group: Group) -> Group:
             f"the saved state used Newton-Schulz coefficients {tuple(coefficients)}; register an orthogonalizer with "
             f"them, and remove ns_coefficients from the saved groups"
         )
-    if group.get("dampening"):
-        raise ValueError("the saved state is of SGD with dampening, which has no counterpart here")
     translated = {key: value for key, value in group.items() if key not in (*_TORCH_KEYS, *LAMBDA_KEYS)}
-    for key in _OPTIONS_OF_TORCH.keys() & group.keys():
-        translated["algorithm"] = _OPTIONS_OF_TORCH[key]
+    for key in _OF_TORCH.keys() & group.keys():
+        translated["algorithm"] = _OF_TORCH[key][0]
     if "weight_decay" in group:
         translated["weight_decay"] = own_weight_decay(group)
     if "adjust_lr_fn" in translated:
         scale = translated.pop("adjust_lr_fn")
-        translated |= {"scale": _SCALES_OF_TORCH.get(scale, scale), "momentum_form": "ema"}
+        translated["scale"] = {None: "original", "spectral_unclamped": "spectral"}.get(scale, scale)
+        translated["momentum_form"] = "ema"
         translated.pop("eps", None)  # torch's floor under the norm, which scale invariance makes unnecessary
     if translated.pop("dampening", None) is not None:
         translated["momentum_form"] = "heavy_ball"
     return translated
-
-
-def _refuse_regrouped(group: Group) -> None:
-    """Refuse groups that torch's distributed checkpoint has joined or divided: it hands over the options of one."""
-    named = {_plain_name(name) for name in group.get("param_names") or ()}
-    params = [param for param in group["params"] if isinstance(param, str)]
-    strangers = [param for param in params if _plain_name(param) not in named]
-    if params and ("lr" not in group or 0 < len(strangers) < len(params)):  # all of them: names of another model
-        raise ValueError(
-            f"{strangers[0] if strangers else params[0]} was saved in another param group than those that share its "
-            f"group here; build the optimizer with the groups that were saved"
-        )
-
-
-def _refuse_other_algorithms(saved: list[Group], groups: list[Group]) -> None:
-    """Refuse states of other libraries, and torch's for another algorithm: equal names may mean other averages."""
-    for number, (old, here) in enumerate(zip(saved, groups, strict=True)):
-        if old["params"] and "algorithm" not in old:
-            raise ValueError(
-                f"the saved state is not of torch's Muon, AdamW or SGD: its groups hold "
-                f"{', '.join(sorted(old.keys() - {'params'}))}; start with fresh state instead"
-            )
-        if old["params"] and old["algorithm"] != here["algorithm"]:
-            raise ValueError(
-                f"the saved state is of torch's {old['algorithm']}, and param group {number} of this optimizer has "
-                f"algorithm={here['algorithm']!r}; build one with the algorithms that were saved, or start afresh"
-            )
 
 
 def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
@@ -270,6 +236,11 @@ def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
                     f"options: {'; '.join(f'{key} is {a!r} and {b!r}' for key, (a, b) in different.items())}. Build it "
                     f"with the groups that were saved"
                 )
+        # Distributed checkpoint hands over the options of one group where it has joined or divided several.
+        known = {_plain_name(name) for name in group.get("param_names") or names}
+        is_checkpoint = bool(names) and isinstance(group["params"][0], str)
+        if is_checkpoint and ("lr" not in group or 0 < len(known & set(names)) < len(names)):
+            raise ValueError(f"{names[0]} was saved in another param group; build it with the groups that were saved")
         options = {key: value for key, value in group.items() if not joined or key not in _LABELS}
         matched.append({**options, "params": [members[name][0] for name in names]})
     return matched
@@ -277,27 +248,25 @@ def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
 
 def _matched_by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
     """The saved groups one by one, as torch matches them; names that both sides know must not contradict it."""
-    if len(saved) != len(groups):
+    theirs, ours = ([len(group["params"]) for group in side] for side in (saved, groups))
+    if theirs != ours:
         remedy = "build it with the same groups"
-        if len(saved) == 1 and "peak_lr" not in saved[0] and "algorithm" in saved[0]:  # of torch
+        classes = dict(_OF_TORCH.values())
+        if len(saved) == 1 and "peak_lr" not in saved[0] and saved[0].get("algorithm") in classes:
             remedy = (
-                f"to resume that run, load it into {_CLASSES[saved[0]['algorithm']]}(model.parameters(), lr=...) with "
+                f"to resume that run, load it into {classes[saved[0]['algorithm']]}(model.parameters(), lr=...) with "
                 f"the parameters in the same order; to train with these groups, start without the saved state"
             )
         raise ValueError(
-            f"the saved state has {counted(len(saved), 'param group')} and this optimizer {len(groups)}; {remedy}"
+            f"the saved state has {counted(len(theirs), 'param group')} of {listed(list(map(str, theirs)))} parameters "
+            f"and this optimizer {len(ours)} of {listed(list(map(str, ours)))}; {remedy}"
         )
     known, wanted = ({name for group in side for name in _names(group)} for side in (saved, groups))
     for old, here in zip(saved, groups, strict=True):
-        if len(old["params"]) != len(here["params"]):
-            raise ValueError(
-                f"a saved param group has {len(old['params'])} parameters and this optimizer's has "
-                f"{len(here['params'])}; build it with the same groups"
-            )
-        for theirs, ours in zip(_names(old), _names(here), strict=False):
-            if theirs != ours and (theirs in wanted or ours in known):
+        for name, own in zip(_names(old), _names(here), strict=False):
+            if name != own and (name in wanted or own in known):
                 raise ValueError(
-                    f"{ours} would get what was saved for {theirs}: the names of the saved state are not all known "
+                    f"{own} would get what was saved for {name}: the names of the saved state are not all known "
                     f"here, and those that are have changed places; write today's names into param_names of its groups"
                 )
     return saved
@@ -322,18 +291,6 @@ def _completed(saved: Group, here: Group) -> Group:
     for old, new in _RENAMED.items():
         if old in saved and group.get(new) is None:  # older groups had options of other algorithms too
             group[new] = saved[old]
-    for key in ("step_count", "update_count"):
-        count = group.get(key, 0)
-        require_whole(key, int(count) if isinstance(count, Tensor) else count, 0)
-    average = group.get("gradient_average")
-    pair = average.tolist() if isinstance(average, Tensor) else average
-    if pair is not None and not (
-        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(x, int | float) and x >= 0 for x in pair)
-    ):
-        raise ValueError(
-            f"a saved param group has gradient_average={average!r}; it must be two numbers, a mean square and its "
-            f"weight, or None to start over"
-        )
     group = {key: validate_option(key, value) if key in CHECKS else value for key, value in group.items()}
     options = {key: value for key, value in here.items() if key not in ("params", "param_names")}
     fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
@@ -343,7 +300,7 @@ def _completed(saved: Group, here: Group) -> Group:
 
 def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]) -> None:
     """Refuse loaded options that could not have been given to this optimizer, and states of other shapes."""
-    rates.require_run(group, f"param group {number}")
+    rates.require_run(group, number)
     algorithm = ALGORITHMS[group["algorithm"]]
     needed = algorithm.state({**group, **EMPTY_SLOTS})  # state of slots may be missing
     for name, key_of_state, param in zip(names_of(here, number), group["params"], here["params"], strict=True):

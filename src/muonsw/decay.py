@@ -1,7 +1,7 @@
 """Decay rules: the fraction `phi` of a weight that one step takes away, `W <- (1 - phi) W - ...`.
 
 With lambda the weight decay, eta the learning rate of the step, eta_max its peak, t the step from 1, T the length of
-the run, m(x) lines through given points and g the root of the mean squared gradient, averaged over steps:
+the run, and g the root of the mean squared gradient, averaged over steps:
 
 | rule            | phi                                     | who means it                                             |
 |-----------------|-----------------------------------------|----------------------------------------------------------|
@@ -9,22 +9,19 @@ the run, m(x) lines through given points and g the root of the mean squared grad
 | `scaled`        | lambda eta^2 / eta_max                  | this library's default; Defazio's AdamC                  |
 | `squared`       | lambda eta^2                            | modded-nanogpt and others; lambda carries the 1/eta_max  |
 | `independent`   | lambda eta / eta_max                    | the schedule of the original decoupled-decay paper       |
-| `fixed`         | lambda                                  | what other libraries call independent                    |
+| `fixed`         | lambda, and 0 at a learning rate of 0   | what other libraries call independent                    |
 | `cosine`        | lambda eta (1 + cos(pi (t - 1)/T)) / 2  | nanochat                                                 |
-| `piecewise`     | lambda eta m((t - 1)/T)                 | runs over repeated text, with decay that rises late      |
 | `log_time`      | (lambda / t) eta / eta_max              | ADANA, with lambda near 4; wants a warmup                |
 | `gradient_norm` | lambda eta / g                          | Xie et al.'s scheduled weight decay (SWD)                |
 | `none`          | 0                                       | embeddings, norms, biases                                |
 
-What a step does about the norm itself, instead of shrinking it, is a norm rule: `muonsw.addons.norm_rules`.
+Norm rules (`muonsw.addons.norm_rules`) control the norm of a weight instead of shrinking it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import pairwise
-from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,8 +31,6 @@ from muonsw.registry import Registry
 
 # Under `scale_weight_decay`: a group's lambda, and the `weight_decay` that was set last.
 LAMBDA_KEYS = ("base_weight_decay", "driven_weight_decay")
-# (fraction of the run, multiple of lambda), fractions rising from 0 to 1; linear between points, flat outside them.
-Points = tuple[tuple[float, float], ...]
 
 
 class RunPosition(NamedTuple):
@@ -47,7 +42,6 @@ class RunPosition(NamedTuple):
         step: t, the number of the step, from 1.
         steps: T, the length of the run.
         gradient: g, the root of the mean squared gradient.
-        points: (fraction of the run, multiple of lambda), of a piecewise decay.
     """
 
     eta: float
@@ -55,7 +49,6 @@ class RunPosition(NamedTuple):
     step: float = 1
     steps: int = 1
     gradient: float = 1.0
-    points: Points = ()
 
 
 class DecayRule(NamedTuple):
@@ -66,60 +59,41 @@ class DecayRule(NamedTuple):
     uses_step: bool = False
     uses_length: bool = False
     uses_gradient: bool = False
-    uses_points: bool = False
 
 
 def constant(lam: float, at: RunPosition) -> float:
-    """Phi = lambda eta."""
     return lam * at.eta
 
 
 def scaled(lam: float, at: RunPosition) -> float:
-    """Phi = lambda eta^2 / eta_max."""
     return lam * at.eta * (at.eta / at.eta_max)
 
 
 def squared(lam: float, at: RunPosition) -> float:
-    """Phi = lambda eta^2."""
     return lam * at.eta * at.eta
 
 
 def independent(lam: float, at: RunPosition) -> float:
-    """Phi = lambda eta / eta_max."""
     return lam * (at.eta / at.eta_max)
 
 
 def fixed(lam: float, at: RunPosition) -> float:
-    """Phi = lambda, and 0 where the learning rate is: such a step changes nothing."""
     return lam if at.eta > 0 else 0.0
 
 
 def cosine(lam: float, at: RunPosition) -> float:
-    """Phi = lambda eta (1 + cos(pi (t - 1)/T)) / 2, and 0 beyond T."""
     return lam * at.eta * ((1 + math.cos(math.pi * min((at.step - 1) / at.steps, 1.0))) / 2)
 
 
-def piecewise(lam: float, at: RunPosition) -> float:
-    """Phi = lambda eta m((t - 1)/T), where m goes through the points."""
-    done = (at.step - 1) / at.steps
-    multiple: float = at.points[0][1]
-    for (x0, y0), (x1, y1) in pairwise(at.points):
-        multiple += (y1 - y0) * min(max((done - x0) / (x1 - x0), 0.0), 1.0)
-    return lam * at.eta * multiple
-
-
 def log_time(lam: float, at: RunPosition) -> float:
-    """Phi = (lambda / t) eta / eta_max: each doubling of t takes the same share of the weight."""
     return lam / at.step * (at.eta / at.eta_max)
 
 
 def gradient_norm(lam: float, at: RunPosition) -> float:
-    """Phi = lambda eta / g; without any gradient so far, 0."""
     return lam * at.eta / at.gradient if at.gradient else 0.0
 
 
 def none(lam: float, at: RunPosition) -> float:  # noqa: ARG001
-    """Phi = 0."""
     return 0.0
 
 
@@ -130,27 +104,9 @@ DECAY_RULES.register("squared", DecayRule(squared))
 DECAY_RULES.register("independent", DecayRule(independent, uses_peak=True))
 DECAY_RULES.register("fixed", DecayRule(fixed))
 DECAY_RULES.register("cosine", DecayRule(cosine, uses_step=True, uses_length=True))
-DECAY_RULES.register("piecewise", DecayRule(piecewise, uses_step=True, uses_length=True, uses_points=True))
 DECAY_RULES.register("log_time", DecayRule(log_time, uses_peak=True, uses_step=True))
 DECAY_RULES.register("gradient_norm", DecayRule(gradient_norm, uses_gradient=True))
 DECAY_RULES.register("none", DecayRule(none))
-
-
-def validated_points(given: Any) -> Points:
-    """Points as a group holds them, or an error that says what they must be.
-
-    Examples:
-        >>> validated_points([[0, 0.6], [0.5, 0.1], [1, 1.25]])
-        ((0.0, 0.6), (0.5, 0.1), (1.0, 1.25))
-    """
-    pairs = given if isinstance(given, tuple | list) else ()
-    sizes = {len(pair) if isinstance(pair, tuple | list) else 0 for pair in pairs}
-    if sizes == {2} and all(isinstance(value, Real) for pair in pairs for value in pair):
-        points = tuple((float(fraction), float(multiple)) for fraction, multiple in pairs)
-        rising = all(before < after for (before, _), (after, _) in pairwise(points))
-        if rising and all(0 <= x <= 1 and 0 <= y < math.inf for x, y in points):
-            return points
-    raise ValueError("must be pairs (fraction of the run, multiple of weight_decay), fractions rising from 0 to 1")
 
 
 def decays(group: dict[str, Any]) -> bool:
@@ -159,21 +115,19 @@ def decays(group: dict[str, Any]) -> bool:
 
 
 def own_weight_decay(group: dict[str, Any]) -> Any:
-    """A group's lambda, scaled or not: a `weight_decay` that was not set here was set by the user.
+    """A group's lambda, scaled or not: a `weight_decay` that differs from the one set last was set by the user.
 
-    A tensor is ours once it was filled, and is not read again: a GPU would have to be waited for.
+    A tensor that was filled once is ours and is not read again, which would wait for a GPU.
     """
     now = group["weight_decay"]
     ours = isinstance(now, Tensor) or now == group.get("driven_weight_decay")
     return group["base_weight_decay"] if ours and "base_weight_decay" in group else now
 
 
-def refuse_unknown_run(rule: str, label: str, total_steps: int | None, points: Points | None) -> None:
-    """Refuse a rule that needs a length or points which it is not given."""
+def require_length(rule: str, label: str, total_steps: int | None) -> None:
+    """Refuse a rule that needs the length of the run where it is not given."""
     if DECAY_RULES[rule].uses_length and total_steps is None:
-        raise ValueError(f"{label} ends with the run; pass total_steps=<updates of the whole run>")
-    if DECAY_RULES[rule].uses_points and points is None:
-        raise ValueError(f"{label} goes through points; pass decay_points=<(fraction of the run, multiple) pairs>")
+        raise ValueError(f"decay={rule!r}{label} ends with the run; pass total_steps=<steps of the whole run>")
 
 
 def decay_factor(
@@ -185,7 +139,6 @@ def decay_factor(
     step: float | None = None,
     steps: int | None = None,
     gradient: float | None = None,
-    points: Points | None = None,
 ) -> float:
     """The fraction of a weight that a step at learning rate `eta` takes away.
 
@@ -199,7 +152,6 @@ def decay_factor(
         step: the number of the step, from 1, for rules that use it.
         steps: the length of the run, likewise.
         gradient: the root of the mean squared gradient, likewise.
-        points: (fraction of the run, multiple of lambda), likewise.
 
     Examples:
         >>> decay_factor("constant", 0.1, 0.01, 0.02)
@@ -208,14 +160,12 @@ def decay_factor(
         0.0005
         >>> decay_factor("cosine", 0.1, 0.01, 0.02, step=501, steps=1000)
         0.0005
-        >>> decay_factor("piecewise", 0.1, 0.01, 0.02, step=751, steps=1000, points=((0.5, 0.0), (1.0, 2.0)))
-        0.001
     """
     entry = DECAY_RULES[rule]
     if entry.uses_peak and not eta_max:
         return 0.0
-    given: dict[str, Any] = {"step": step, "steps": steps, "gradient": gradient, "points": points}
-    needed = (entry.uses_step, entry.uses_length, entry.uses_gradient, entry.uses_points)
+    given: dict[str, Any] = {"step": step, "steps": steps, "gradient": gradient}
+    needed = (entry.uses_step, entry.uses_length, entry.uses_gradient)
     for (word, value), is_needed in zip(given.items(), needed, strict=True):
         if is_needed and value is None:
             raise ValueError(f"decay rule {rule!r} depends on {word}; pass {word}=")
@@ -223,10 +173,8 @@ def decay_factor(
     return entry.phi(lam, RunPosition(eta, eta_max or 0.0, **known))
 
 
-def decay_factors(
-    rule: str, lam: float, etas: Iterable[float], eta_max: float, points: Points | None = None
-) -> list[float]:
-    """The factor of every step of a run, given the learning rate of each, and the points of a rule that has some.
+def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) -> list[float]:
+    """The factor of every step of a run, given the learning rate of each.
 
     Examples:
         >>> decay_factors("scaled", 0.1, [0.02, 0.01], eta_max=0.02)
@@ -235,12 +183,10 @@ def decay_factors(
     entry, rates = DECAY_RULES[rule], list(etas)
     if entry.uses_gradient:
         raise ValueError(f"decay rule {rule!r} depends on the gradients of the run, which no schedule knows")
-    if entry.uses_points and not points:
-        raise ValueError(f"decay rule {rule!r} depends on points; pass points=")
     if entry.uses_peak and not eta_max:
         return [0.0] * len(rates)
-    # Not by `decay_factor`, whose checks would be made at each of perhaps a million steps.
-    phi, run = entry.phi, RunPosition(0.0, eta_max, steps=len(rates), points=points or ())
+    # `decay_factor` would repeat its checks at each of perhaps a million steps
+    phi, run = entry.phi, RunPosition(0.0, eta_max, steps=len(rates))
     return [float(phi(lam, run._replace(eta=eta, step=t))) for t, eta in enumerate(rates, start=1)]
 
 
@@ -250,7 +196,6 @@ def convert_weight_decay(
     to_rule: str,
     peak_lr: float,
     schedule: Iterable[float] | None = None,
-    points: Points | None = None,
 ) -> float:
     """Translate a weight decay from one rule's convention into another's.
 
@@ -263,7 +208,6 @@ def convert_weight_decay(
         to_rule: the rule to express it in.
         peak_lr: the peak of the schedule, eta_max.
         schedule: learning rates, one for each step, none above `peak_lr`.
-        points: those of the rule that goes through some.
 
     Examples:
         The original decoupled decay of 1e-3 a step at the peak, as AdamW's lambda at a peak of 0.01:
@@ -287,7 +231,7 @@ def convert_weight_decay(
     for rule in (from_rule, to_rule):
         if schedule is None and DECAY_RULES[rule].uses_step:
             raise ValueError(f"decay rule {rule!r} follows the step; pass schedule=, the learning rate of every step")
-    given, wanted = (sum(decay_factors(rule, 1.0, etas, peak_lr, points)) for rule in (from_rule, to_rule))
+    given, wanted = (sum(decay_factors(rule, 1.0, etas, peak_lr)) for rule in (from_rule, to_rule))
     if value * given == 0:
         return 0.0
     if wanted == 0:

@@ -26,16 +26,15 @@ class NonFiniteGradientWarning(RuntimeWarning):
     """Steps were skipped because a gradient held an infinity or a NaN."""
 
 
-# Steps for which a device has a number ready, and the distance between two of them: kernels are compiled anew for
-# addresses that are no multiples of sixteen bytes.
+# Steps for which a device has a zero ready, and their distance: kernels are recompiled for addresses that are not
+# multiples of sixteen bytes.
 _ROOM, _APART = 256, 4
 
 
 class Flags:
-    """Zeros on a device, one for each step, in which a flag is raised.
+    """Zeros on a device, one for each step, so that no launch is needed to make a flag or to count it.
 
-    They lie side by side: a step takes the next, and no launch is needed to make it or to count it. All are counted
-    and cleared together when they are used up.
+    All are counted and cleared together when they are used up.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,13 +58,10 @@ class Flags:
 
 
 class Flag:
-    """A scalar on the device, in the forms that kernels ask for. Each is made when it is asked for, and once.
-
-    A launch costs a small step more than its arithmetic, so nothing is computed in advance.
+    """A scalar on the device, in the forms that kernels ask for; each form is computed once, when it is first used.
 
     Attributes:
-        bad: 1 where a gradient is not finite and nothing may change, else 0, in float32: what torch's fused kernels
-            take, and ours.
+        bad: 1 where a gradient is not finite and nothing may change, else 0, in float32, as fused kernels take it.
         counted: whether it is one of `Flags`, which count themselves.
     """
 
@@ -99,12 +95,11 @@ class Flag:
 
 
 def all_finite(grads: Sequence[Tensor]) -> Tensor:
-    """A boolean scalar on the gradients' device: whether every entry is finite, by torch's operations.
+    """A boolean scalar on the gradients' device: whether every element is finite, by torch's operations.
 
     The Euclidean norm is several times faster on CPUs but overflows for gradients that are large and finite.
     """
-    norms = [torch._foreach_norm(same, math.inf) for same in _by_dtype(grads)]
-    flags = [torch.stack(same).isfinite().all() for same in norms]
+    flags = [torch.stack(torch._foreach_norm(same, math.inf)).isfinite().all() for same in _by_dtype(grads)]
     if not flags:
         return torch.ones((), dtype=torch.bool, device=grads[0].device if grads else "cpu")
     return torch.stack(flags).all() if len(flags) > 1 else flags[0]
@@ -129,44 +124,40 @@ def finite_flag(work: Sequence[Batch], flags: Flags | None, captured: bool) -> F
     return Flag(found[0] if len(found) == 1 else torch.stack([copied_to(bad, home) for bad in found]).amax())
 
 
-# Entries below which gradients are checked in one copy, as a call takes longer than the copy; entries from which one is
-# checked by itself, and dtypes that BLAS multiplies.
-_SHORT = 2**12
-_LONG = 2**16
+# Below `_SHORT` elements gradients are copied together, since a call takes longer than the copy. From `_LONG` on a
+# gradient is checked by itself, in the dtypes that BLAS multiplies.
+_SHORT, _LONG = 2**12, 2**16
 _BLAS_DTYPES = {torch.float32, torch.float64}
 
 
 def _finite_on_host(grads: Sequence[Tensor]) -> bool:
-    """By sums that are finite only if every entry is, and entry by entry only where one has overflowed."""
+    """By sums that are finite only if every element is, and element by element only where a sum has overflowed."""
     short = [grad for grad in grads if grad.numel() < _SHORT]
     rest = [flattened(same) for same in _by_dtype(short)]
     sums = []
     for grad in grads if len(short) < len(grads) else ():
         if grad.numel() >= _LONG and grad.dtype in _BLAS_DTYPES and grad.is_contiguous():
-            sums.append(_product_of_halves(grad))
+            # The inner product of both halves: inf * 0 is NaN, so nothing can hide. It takes two thirds of the time of
+            # a norm.
+            flat, half = grad.view(-1), (grad.numel() + 1) // 2
+            sums.append(torch.dot(flat[:half], flat[-half:]))
         elif grad.numel() >= _SHORT:
             rest.append(grad)
     sums += [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(rest)]
     return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
 
 
-def _product_of_halves(grad: Tensor) -> Tensor:
-    """The inner product of a gradient's halves: inf * 0 is NaN, so no entry that is not finite can hide.
-
-    It reads two places at once, which a core does faster than one: in two thirds of the time of a norm.
-    """
-    flat = grad.view(-1)
-    half = (len(flat) + 1) // 2
-    return torch.dot(flat[:half], flat[-half:])
+# Dtypes of gradients that mixed precision's check reads, and the number one on each device.
+_AMP_DTYPES = {torch.float32, torch.float16}
+_ones: TensorCache[Tensor] = TensorCache()
 
 
 def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool) -> Tensor:
-    """A zero on the device of these gradients, set to one if an entry is not finite."""
+    """A zero on the device of these gradients, set to one if an element is not finite."""
     if bad.device.type == "cuda":
-        if not captured and elements(grads) < kernels.TORCH_BELOW and all_contiguous(grads):
-            by_dtype = _by_dtype(grads)
-            if all(same[0].dtype in _AMP_DTYPES for same in by_dtype):
-                return _raised_by_amp(bad, by_dtype)
+        by_dtype = _by_dtype(grads) if elements(grads) < kernels.TORCH_BELOW and not captured else []
+        if by_dtype and all_contiguous(grads) and all(same[0].dtype in _AMP_DTYPES for same in by_dtype):
+            return _raised_by_amp(bad, by_dtype)
         if kernels.available(bad.device):
             from muonsw.kernels import finite
 
@@ -176,16 +167,10 @@ def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool) -> Tensor:
     return bad.copy_(~all_finite(grads))
 
 
-# Dtypes of gradients that mixed precision's check reads, and the number one on each device.
-_AMP_DTYPES = {torch.float32, torch.float16}
-_ones: TensorCache[Tensor] = TensorCache()
-
-
 def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
-    """The check of torch's mixed precision, in few launches and without a table of addresses.
+    """The check of torch's mixed precision: few launches, no table of addresses.
 
-    It multiplies by one in place, which leaves every number as it is (a NaN of half precision may become another NaN);
-    it writes what it reads, so large sets have a kernel.
+    It multiplies by one in place, which changes nothing but costs a write, so large sets take our kernel.
     """
     one = _ones.get(bad.device, bad.device, lambda _: torch.ones((), dtype=torch.float32, device=bad.device))
     for same in by_dtype:
@@ -194,7 +179,7 @@ def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Gradients that have entries, those of one dtype together."""
+    """Gradients that have elements, those of one dtype together."""
     full = [grad for grad in grads if grad.numel()]
     dtypes = dtypes_of(full)
     return [full if len(dtypes) == 1 else [grad for grad in full if grad.dtype == dtype] for dtype in dtypes]

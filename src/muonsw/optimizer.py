@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from muonsw.decay import decays
 from muonsw.distributed import Ranks
 from muonsw.nonfinite import Flag
 from muonsw.options import (
+    SETTINGS,
     algorithm_defaults,
     completed,
     constructor_defaults,
@@ -41,9 +42,6 @@ from muonsw.summary import LastStep, Summary, state_line, summarize
 from muonsw.text import counted, users_line
 from muonsw.work import Group, label_of, names_of
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
@@ -54,32 +52,29 @@ class ScaledDecayOptimizer(Optimizer):
     """
 
     algorithm: ClassVar[str]
+    nonfinite: str
+    chunk_bytes: int | None
+    replay: bool | None
 
-    def __init__(
-        self,
-        params: Params,
-        options: Group,
-        *,
-        nonfinite: str,
-        chunk_bytes: int | None,
-        replay: bool | None = None,
-        process_group: ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, params: Params, arguments: Group) -> None:
+        # the named arguments of a subclass and its further options
+        own = ("self", "params", "options", "__class__")
+        given = {key: value for key, value in arguments.items() if key not in own}
         if isinstance(params, torch.nn.Module):
             name = type(self).__name__
             raise TypeError(
                 f"{name} takes parameters, not a model; call {name}.for_model(model, lr=...), which gives each "
                 f"parameter the algorithm that suits it"
             )
-        validate_settings(nonfinite=nonfinite, chunk_bytes=chunk_bytes, replay=replay, process_group=process_group)
-        self.nonfinite = nonfinite
-        self.chunk_bytes = chunk_bytes
-        self.replay = replay
+        process_group = given.pop("process_group", None)
+        settings = {key: given.pop(key) for key in SETTINGS}
+        validate_settings(process_group, **settings)
+        vars(self).update(settings)
         self._reset()
         self._ranks = Ranks(process_group)
-        defaults = constructor_defaults(options, self.algorithm)
-        given: Any = params if isinstance(params, Tensor) else list(params)
-        super().__init__(given, defaults)
+        defaults = constructor_defaults(given, self.algorithm)
+        listed: Any = params if isinstance(params, Tensor) else list(params)
+        super().__init__(listed, defaults)
 
     @classmethod
     def for_model(
@@ -175,19 +170,21 @@ class ScaledDecayOptimizer(Optimizer):
 
         In the middle of a run, give the group its `peak_lr` if its learning rate is not at its peak.
         """
-        group = completed(dict(param_group), self.defaults)
-        label = f"param group {len(self.param_groups)}"
-        _refuse_mixed_names(group, self.param_groups, label)
-        rates.require_run(group, label)
-        rates.join_in_mid_run(group, self.param_groups)
+        group, number = completed(dict(param_group), self.defaults), len(self.param_groups)
+        _refuse_mixed_names(group, self.param_groups, number)
+        rates.require_run(group, number)
+        if not group["step_count"]:  # a group that joins a run counts on from where the others are
+            group["step_count"] = max((int(other["step_count"]) for other in self.param_groups), default=0)
+        if group["step_count"] and group["highest_lr"] is None:  # and may be past its peak
+            group["highest_lr"] = peak.expected_peak(group)
         super().add_param_group(group)
         prune(group)
         try:
             self._attach_addons()
-            number = self.defaults["peak_lr"]
-            takers = [other for other in self.param_groups if other["peak_lr"] == number and rates.needs_peak(other)]
-            peak.refuse_shared(number, takers)
-            for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
+            setting = self.defaults["peak_lr"]
+            takers = [other for other in self.param_groups if other["peak_lr"] == setting and rates.needs_peak(other)]
+            peak.refuse_shared(setting, takers)
+            for name, param in zip(names_of(group, number), group["params"], strict=True):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
                 refuse_shards(name, group, param)
@@ -226,8 +223,13 @@ class ScaledDecayOptimizer(Optimizer):
         unfrozen = [(name, param) for name, param in params if param is not None and param.requires_grad]
         if unfrozen:
             trained = {id(param) for group in self.param_groups for param in group["params"]}
-            for name in [name for name, param in unfrozen if id(param) not in trained][:1]:
-                self._counters.unfrozen(name)
+            for name in [name for name, param in unfrozen if id(param) not in trained]:
+                self._counters.warn_once(
+                    "unfrozen",
+                    f"{name} was frozen when this optimizer was built; it requires a gradient now but is in no param "
+                    f"group, so it is not trained. Add it with add_param_group({{'params': [({name!r}, parameter)]}}), "
+                    f"or build the optimizer after unfreezing",
+                )
 
     @property
     def skipped_steps(self) -> int:
@@ -264,7 +266,6 @@ class ScaledDecayOptimizer(Optimizer):
             for target in chosen:
                 target["peak_lr"] = setting
                 peak.set_resolved_peak(target, setting if isinstance(setting, float) else None)
-        self._loaded_rates.clear()
 
     def summary(self) -> Summary:
         """What the last step did: matrices orthogonalized, parameters moved by each algorithm, decay and peak.
@@ -310,13 +311,12 @@ class ScaledDecayOptimizer(Optimizer):
         raises.
         """
         checkpoint.load(self, state_dict, super().load_state_dict)
-        self._loaded_rates[:] = [float(g["lr"]) if g["resolved_peak_lr"] else None for g in self.param_groups]
         self._replay = Replay()  # its graph would keep the old state alive
         self._allocated.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         self._wait_for_host()
-        settings = {"nonfinite": self.nonfinite, "chunk_bytes": self.chunk_bytes, "replay": self.replay}
+        settings = {key: vars(self)[key] for key in SETTINGS}
         return {**super().__getstate__(), **settings, "_reasons": self._reasons}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -349,13 +349,12 @@ class ScaledDecayOptimizer(Optimizer):
         self._left_out: list[tuple[str, weakref.ref[torch.nn.Module], str]] = []
         self._reasons: dict[str, str] = {}
         self._ranks = Ranks()
-        self._loaded_rates: list[float | None] = []  # beside a loaded peak, until the next step
         self._replay = Replay()
         self._allocated: dict[int, Any] = {}  # by group: what its state was allocated for
         self._addons: set[str] = set()  # whose hooks are registered
 
 
-def _refuse_mixed_names(group: Group, others: list[Group], label: str) -> None:
+def _refuse_mixed_names(group: Group, others: list[Group], number: int) -> None:
     """Refuse parameters without names beside named ones, and the other way round: states follow names or places."""
     if not isinstance(group["params"], Tensor | set):  # torch takes a tensor, and refuses a set
         group["params"] = list(group["params"])
@@ -363,7 +362,7 @@ def _refuse_mixed_names(group: Group, others: list[Group], label: str) -> None:
     if others and named != ("param_names" in others[0]):
         wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
         raise ValueError(
-            f"{label} has parameters {'with' if named else 'without'} names, unlike those of the groups before it; "
+            f"param group {number} has parameters {'with' if named else 'without'} names, unlike the groups before it; "
             f"write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
         )
 

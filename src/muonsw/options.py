@@ -17,14 +17,14 @@ from muonsw.algorithms.base import MOMENTUM_FORMS
 from muonsw.algorithms.muon import AURORA
 from muonsw.algorithms.shampoo import GRAFTINGS
 from muonsw.apply import ROUNDINGS
-from muonsw.decay import DECAY_RULES, Points, validated_points
+from muonsw.decay import DECAY_RULES
 from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
 from muonsw.nonfinite import POLICIES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.orthogonalize.iterations import MOST_STEPS
 from muonsw.peak import RUNNING_MAX
 from muonsw.precision import AUTO, DTYPES, INT8
-from muonsw.registry import unknown
+from muonsw.registry import Registry, unknown
 from muonsw.slots import AXES, EMPTY_SLOTS, NORMALIZE, NORMALIZERS, PRECONDITION, PRECONDITIONERS
 from muonsw.text import listed
 from muonsw.work import Group
@@ -33,99 +33,205 @@ Check = Callable[[Any], Any]
 
 
 class GroupOptions(TypedDict, total=False):
-    """Further options that mean the same for every algorithm, for all groups or for one.
-
-    Attributes:
-        total_steps: updates of the whole run, for rules that end with it.
-        decay_points: (fraction of the run, multiple of weight_decay) for `decay="piecewise"`, linear between points.
-        norm: what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its
-            target instead of zero), "hyperball" (it stays, nothing decays, and `lr` is the size of an update over
-            that of the weight).
-        target_norm: the root mean square of the entries that a norm rule aims at; None is what each weight has at the
-            first step.
-        cautious: decay only the entries that the update does not move outward.
-        lr_multiplier: by how much this group's learning rate was multiplied, as under muP. A group that sets it and
-            no `lr` gets `lr * lr_multiplier`.
-        state_dtype: dtype of the optimizer state; "auto" is float32 for bfloat16 and float16 parameters, else the
-            parameter's own; "bfloat16", and "int8" in 8 bits by block, are rounded stochastically.
-        offload: keep state in pinned host memory, from which it is copied to the GPU and back beside the step; nothing
-            is done for parameters on the CPU. Wait for the device before you read `optimizer.state` yourself.
-        rounding: how bfloat16 and float16 weights are rounded: "stochastic", or "nearest", which loses decay and warns,
-            and rounds state in less than float32 to nearest as well.
-        rounding_seed: seed of the stochastic rounding.
-        maximize: climb instead of descend.
-        fused: False computes with torch's plain operations alone, to compare or to search for an error; None and True
-            take fused kernels wherever there are some.
-        role: a label for tables and telemetry.
-    """
+    """Further options that mean the same for every algorithm, for all groups or for one."""
 
     total_steps: int | None
-    decay_points: Points | None
+    """steps of the whole run, for rules that end with it."""
     norm: str
+    """what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its target
+    instead of zero), "hyperball" (it stays, nothing decays, and `lr` is the size of an update over that of the weight).
+    """
     target_norm: float | None
+    """the root mean square of the elements that a norm rule aims at; None is that of each weight at the first step."""
     cautious: bool
+    """decay only the elements that the update does not move outward."""
     lr_multiplier: float
+    """by how much this group's learning rate was multiplied, as under muP. A group that sets it and no `lr` gets
+    `lr * lr_multiplier`."""
     state_dtype: torch.dtype | str
+    """dtype of the optimizer state; "auto" is float32 for bfloat16 and float16 parameters, else the parameter's own;
+    "bfloat16", and "int8" in 8 bits by block, are rounded stochastically."""
     offload: bool
+    """keep state in pinned host memory, from which it is copied to the GPU and back beside the step; nothing is done
+    for parameters on the CPU. Wait for the device before you read `optimizer.state` yourself."""
     rounding: str
+    """how bfloat16 and float16 weights are rounded: "stochastic", or "nearest", which loses decay and warns, and
+    rounds state in less than float32 to nearest as well."""
     rounding_seed: int
+    """seed of the stochastic rounding."""
     maximize: bool
+    """climb instead of descend."""
     fused: bool | None
+    """False computes with torch's plain operations alone, to compare or to search for an error; None and True take
+    fused kernels wherever there are some."""
     role: str | None
+    """a label for tables and telemetry."""
 
 
 class MuonOptions(GroupOptions, total=False):
-    """Options of the members of Muon's slots and of its orthogonalizer; None is the default.
-
-    Attributes:
-        precondition_beta2: decay rate of the averages of squared gradients.
-        precondition_eps: added to their root, or the least root.
-        precondition_frequency: steps from one change of bases to the next, of SOAP and Shampoo.
-        precondition_max_dim: the longest side that SOAP rotates.
-        aurora_iterations: calls of the orthogonalizer inside Aurora.
-        aurora_beta: how far each of them corrects the lengths of rows.
-        aurora_polar: the orthogonalizer inside.
-        normalize_beta2: decay rate of the averages of squared directions.
-        normalize_eps: added to their root.
-        normalize_axis: what has an average of its own: "rows" (outputs), or "longer" (places along the longer axis).
-        normalize_snap: set the norm of directions to sqrt(min(m, n)) first.
-    """
+    """Options of the members of Muon's slots and of its orthogonalizer; None is the default."""
 
     precondition_beta2: float | None
+    """decay rate of the averages of squared gradients."""
     precondition_eps: float | None
+    """added to their root, or the least root."""
     precondition_frequency: int | None
+    """steps from one change of bases to the next, of SOAP and Shampoo."""
     precondition_max_dim: int | None
+    """the longest side that SOAP rotates."""
     aurora_iterations: int | None
+    """calls of the orthogonalizer inside Aurora."""
     aurora_beta: float | None
+    """how far each of them corrects the lengths of rows."""
     aurora_polar: str | None
+    """the orthogonalizer inside."""
     normalize_beta2: float | None
+    """decay rate of the averages of squared directions."""
     normalize_eps: float | None
+    """added to their root."""
     normalize_axis: str | None
+    """what has an average of its own: "rows" (outputs), or "longer" (places along the longer axis)."""
     normalize_snap: bool | None
+    """set the norm of directions to sqrt(min(m, n)) first."""
 
 
-COMMON: Group = {
-    "lr": 1e-3,
-    "weight_decay": 0.1,
-    "decay": "scaled",
-    "cautious": False,
-    "peak_lr": None,
-    "peak": "group",
-    "lr_multiplier": 1.0,
-    "state_dtype": AUTO,
-    "offload": False,
-    "rounding": "stochastic",
-    "rounding_seed": 0,
-    "maximize": False,
-    "fused": None,
-    "role": None,
+# checks: each returns the value as a group stores it, or raises what completes the sentence "lr=-1: must be ..."
+
+
+def _check(what: str, accepts: Callable[[Any], bool], stored: Check = lambda value: value) -> Check:
+    def check(value: Any) -> Any:
+        if not accepts(value):
+            raise ValueError(f"must be {what}")
+        return stored(value)
+
+    return check
+
+
+def _number(low: float = 0.0, high: float = math.inf, *, above: bool = False, below: bool = False) -> Check:
+    """A number from `low` to `high`, the ends included unless it must be above the one or below the other."""
+
+    def accepts(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, Real):  # numpy's numbers are Real too
+            return False
+        x = float(value)
+        return math.isfinite(x) and (low < x if above else low <= x) and (x < high if below else x <= high)
+
+    if high == math.inf:
+        return _check(f"a finite number {'above' if above else 'of at least'} {low:g}", accepts, float)
+    return _check(f"in {'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}", accepts, float)
+
+
+def _number_or_tensor(value: Any) -> float | Tensor:
+    if not isinstance(value, Tensor):
+        return float(_number()(value))
+    if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
+        raise ValueError("a tensor must hold one floating-point number")
+    if value.device.type == "cpu":
+        _number()(value.item())
+    return value
+
+
+def _whole(low: int, high: float = math.inf) -> Check:
+    def accepts(value: Any) -> bool:
+        return not isinstance(value, bool) and isinstance(value, Integral) and low <= int(value) <= high
+
+    most = "" if high == math.inf else f" and at most {high}"
+    return _check(f"a whole number of at least {low}{most}", accepts, int)
+
+
+def _one_of(*values: Any) -> Check:
+    return _check("one of " + ", ".join(map(repr, values)), lambda value: value in values)
+
+
+def _name_in(table: Registry[Any]) -> Check:
+    is_name = _check(f"one of {', '.join(map(repr, table))}", lambda name: isinstance(name, str))
+
+    def check(name: Any) -> Any:
+        table[is_name(name)]  # raises for a name that it does not know
+        return name
+
+    return check
+
+
+def _dtype(*more: str) -> Check:
+    names = (AUTO, *DTYPES, *more)
+
+    def stored(value: Any) -> str:
+        return str(value).removeprefix("torch.")
+
+    return _check(
+        f"one of {', '.join(names)}", lambda v: isinstance(v, str | torch.dtype) and stored(v) in names, stored
+    )
+
+
+def _sequence(of: Check, what: str, length: int | None = None) -> Check:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, tuple | list) and bool(value) and length in (None, len(value))
+
+    return _check(what, accepts, lambda value: tuple(map(of, value)))
+
+
+def _or_none(check: Check) -> Check:
+    def check_unless_none(value: Any) -> Any:
+        try:
+            return None if value is None else check(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or None") from None
+
+    return check_unless_none
+
+
+_flag = _check("True or False", lambda value: isinstance(value, bool))
+
+
+def _peak_lr(value: Any) -> Any:
+    if value is None or value == RUNNING_MAX:
+        return value
+    if isinstance(value, Tensor | str):
+        raise ValueError("must be a float, None or 'running_max'; a peak is read by the host")
+    return _number(above=True)(value)
+
+
+def _polar(name: Any) -> Any:
+    if name == "aurora":
+        raise ValueError("is the orthogonalizer inside Aurora; leave it out for that of its authors, 'simple_quintic'")
+    return _name_in(ORTHOGONALIZERS)(name)
+
+
+# The options of every param group, each with its default and its check.
+_COMMON: dict[str, tuple[Any, Check]] = {
+    "lr": (1e-3, _number_or_tensor),
+    "weight_decay": (0.1, _number_or_tensor),
+    "decay": ("scaled", _name_in(DECAY_RULES)),
+    "cautious": (False, _flag),
+    "peak_lr": (None, _peak_lr),
+    "peak": ("group", _one_of("group", "base")),
+    "lr_multiplier": (1.0, _number(1e-30)),
+    "state_dtype": (AUTO, _dtype(INT8)),
+    "offload": (False, _flag),
+    "rounding": ("stochastic", _one_of(*ROUNDINGS)),
+    "rounding_seed": (0, _whole(0)),
+    "maximize": (False, _flag),
+    "fused": (None, _or_none(_flag)),
+    "role": (None, _or_none(_check("a string", lambda value: isinstance(value, str)))),
 }
 
-# Options that a group has only where they differ from these, whatever its algorithm; then those of rules of matrices,
-# and those of Muon alone.
-_OPTIONAL: Group = {"total_steps": None, "decay_points": None, "norm": FREE, "target_norm": None}
-_OF_VIEWS: Group = {"matrix": None, "split_sizes": None, "split_dim": 0, "heads": None, "transposed": False}
+# Options that a group has only where they differ from these: of every algorithm, of rules of matrices, of Muon alone.
+_OPTIONAL: dict[str, tuple[Any, Check]] = {
+    "total_steps": (None, _or_none(_whole(1))),
+    "norm": (FREE, _name_in(NORM_RULES)),
+    "target_norm": (None, _or_none(_number(above=True))),
+}
+_OF_VIEWS: dict[str, tuple[Any, Check]] = {
+    "matrix": (None, _one_of(None, STACK, FLATTEN)),
+    "split_sizes": (None, _or_none(_sequence(_whole(1), "a sequence of whole numbers"))),
+    "split_dim": (0, _one_of(0, 1)),
+    "heads": (None, _or_none(_whole(1))),
+    "transposed": (False, _flag),
+}
 _OF_MUON: Group = dict.fromkeys(("block_period", *AURORA, *PRECONDITION.option_names(), *NORMALIZE.option_names()))
+
+COMMON: Group = {key: default for key, (default, _) in _COMMON.items()}
 
 # In every group, whatever its algorithm: OneCycleLR looks for one of the two in all groups.
 _FOR_SCHEDULERS: Group = {"momentum": 0.0, "betas": (0.9, 0.95)}
@@ -140,349 +246,11 @@ BOOKKEEPING: Group = {
     "update_count": 0,
 }
 
-# Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
-_KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
-
-# Options of torch's optimizers and of for_model that people will try, and what to do instead.
-NOT_NEEDED = {
-    "preset": "pass it to for_model, which routes a whole model",
-    "differentiable": "steps are not differentiable",
-    "capturable": "capture forward and backward; small steps are replayed as CUDA graphs by themselves",
-    "amsgrad": "AdamW here has no AMSGrad variant",
-    "dampening": "use momentum_form='ema' for dampening equal to momentum",
-    "decoupled_weight_decay": "decay is always decoupled",
-    "adjust_lr_fn": "it is called scale here, with the same names, and spectral for spectral_unclamped",
-    "ef_decay": "it is called momentum here",
-    "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
-}
-
-# What else people call our options.
-_ALIASES = {"wd": "weight_decay", "learning_rate": "lr", "beta1": "betas", "beta2": "betas", "epsilon": "eps"}
-
-
-def algorithm_defaults(algorithm: str) -> Group:
-    """Every option of a group with this algorithm, at its default."""
-    return {**optional_defaults(algorithm), **COMMON, **_FOR_SCHEDULERS, **ALGORITHMS[algorithm].defaults}
-
-
-def optional_defaults(algorithm: str) -> Group:
-    """The options that a group with this algorithm has only where they are set."""
-    of_muon = _OF_MUON if "precondition" in ALGORITHMS[algorithm].defaults else {}
-    return {**_OPTIONAL, **_OF_VIEWS, **of_muon}
-
-
-def prune(group: Group) -> None:
-    """Remove options of other algorithms from a group, and optional ones that are at their defaults."""
-    algorithm = group["algorithm"]
-    known, required = algorithm_defaults(algorithm), ALGORITHMS[algorithm].defaults
-    optional = {key: value for key, value in optional_defaults(algorithm).items() if key not in required}
-    for key in [key for key in group if key in CHECKS and key not in ("algorithm", "foreach")]:
-        if key not in known or (key in optional and group[key] == optional[key]):
-            del group[key]
-
-
-def completed(group: Group, defaults: Group) -> Group:
-    """A group with its options validated, and the rest filled in from the constructor's.
-
-    Options that mean the same everywhere come from the constructor; those of an algorithm only where the
-    group uses the constructor's algorithm, else from that algorithm's own defaults; those of a member of a slot only
-    where the group has the constructor's member.
-    """
-    for key in group.keys() - {"params", "param_names"}:
-        if key in (*SETTINGS, "process_group"):
-            raise ValueError(f"{key}={group[key]!r} is an optimizer-level argument; pass it to the constructor")
-        group[key] = validate_option(key, group[key])
-    algorithm = group.get("algorithm") or defaults["algorithm"]
-    inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)
-    common = {key: defaults[key] for key in (*COMMON, *_OPTIONAL) if key in defaults}
-    changed = [slot for slot in EMPTY_SLOTS if slot in group and group[slot] != inherited.get(slot)]
-    unset = dict.fromkeys(key for slot in changed for key in inherited if key.startswith(f"{slot}_"))
-    filled: Group = {**inherited, **unset, **common, **BOOKKEEPING, **group, "algorithm": algorithm}
-    if "lr" not in group and filled["lr_multiplier"] != 1:  # what a group says of itself is its own
-        filled["lr"] = filled["lr"] * filled["lr_multiplier"]
-    if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has options of all kinds
-        # loops that warm momentum up give it to all groups, and one decay rule reads betas
-        allowed = _FOR_SCHEDULERS if DECAY_RULES[filled["decay"]].uses_gradient else ("momentum",)
-        refuse_options_of_others(group, algorithm, allowed)
-    if filled.get("foreach") is False and not filled["fused"]:  # torch's third implementation: a loop over tensors
-        raise ValueError("foreach=False: equal shapes are always one batch; leave it out, or say fused=True or False")
-    if filled["constructor_lr"] is None:
-        filled["constructor_lr"] = float(filled["lr"])
-    return filled
-
-
-def validate_option(key: str, value: Any) -> Any:
-    """The value as a group stores it, or an error that names the option and the values that it takes.
-
-    A key that is not an option stays, as in torch: frameworks write names, scales and hints into groups. Refused are
-    only misspelt options, and options of torch that ask for something else than is done here.
-    """
-    if key in CHECKS:
-        return _checked(key, value, CHECKS[key])
-    if key in NOT_NEEDED and value:
-        raise ValueError(f"{key!r} is not an option: {NOT_NEEDED[key]}")
-    if key in _ALIASES:
-        raise ValueError(unknown_option(key, CHECKS))
-    if key not in (*_KEYS_OF_OTHERS, *BOOKKEEPING) and not _owners(key):
-        close = difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
-        if close and abs(len(close[0]) - len(key)) <= 2:  # a longer name is a name of its own
-            raise ValueError(unknown_option(key, CHECKS))
-    return value
-
-
-def validate_settings(**settings: Any) -> None:
-    """Refuse invalid settings of a whole optimizer."""
-    for key, check in SETTINGS.items():
-        _checked(key, settings[key], check)
-    if settings["replay"] and settings["process_group"] is not None:
-        raise ValueError("replay=True captures no step that talks to other ranks; leave out process_group or replay")
-
-
-def _checked(key: str, value: Any, check: Check) -> Any:
-    try:
-        return check(value)
-    except ValueError as error:
-        raise ValueError(f"{key}={value!r}: {error}") from None
-
-
-def require_number(key: str, value: Any) -> None:
-    """Refuse an argument that is neither a number nor a tensor."""
-    if not isinstance(value, Real | Tensor):
-        raise ValueError(f"{key}={value!r}: must be a number")
-
-
-def require_whole(key: str, value: Any, low: int, high: float = math.inf) -> None:
-    """Refuse an argument that is not a whole number from `low` to `high`."""
-    _checked(key, value, _whole(low, high))
-
-
-def require_model(model: Any, caller: str) -> None:
-    """Refuse parameters, a state or an optimizer instead of a model, whose modules tell roles."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"{caller} takes the model itself, a torch.nn.Module, not a {type(model).__name__}: roles come from its "
-            f"modules; pass model, not model.parameters(), and several models as one torch.nn.ModuleList"
-        )
-
-
-def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
-    """The message for a key that is not an option: the closest option, or else all of them."""
-    options = sorted(known)
-    close = [_ALIASES[key]] if key in _ALIASES else difflib.get_close_matches(key, options, n=1)
-    return f"unknown {kind} {key!r} (did you mean {close[0]!r}?)" if close else unknown(kind, key, options)
-
-
-def constructor_defaults(options: Group, algorithm: str) -> Group:
-    """What a constructor's options and its algorithm's defaults give to every group."""
-    checked = {key: validate_option(key, value) for key, value in options.items()}
-    if "algorithm" in checked:
-        raise ValueError(f"algorithm={checked['algorithm']!r} is an option of for_model and of a param group")
-    refuse_options_of_others(checked, algorithm)
-    known = algorithm_defaults(algorithm)
-    for key in checked:
-        if key not in (*known, *NOT_NEEDED, "foreach"):
-            raise ValueError(unknown_option(key, known))
-    defaults = {**known, "algorithm": algorithm, **BOOKKEEPING, **checked}
-    prune(defaults)
-    return defaults
-
-
-def refuse_options_of_others(given: Iterable[str], algorithm: str, allowed: Iterable[str] = ()) -> None:
-    """Refuse options that another algorithm has and this one has not."""
-    known = {*(algorithm_defaults(algorithm).keys() - _FOR_SCHEDULERS), *ALGORITHMS[algorithm].defaults, *allowed}
-    for key in given:
-        if key not in known and (owners := _owners(key)):
-            raise ValueError(
-                f"{key!r} is an option of {listed(owners)}, not of {algorithm}; set it in a param group with that "
-                f"algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
-            )
-
-
-def _owners(key: str) -> list[str]:
-    """The algorithms that have an option."""
-    if key in _OF_VIEWS:
-        return [name for name, entry in ALGORITHMS.items() if entry.matrices is not None]
-    wanted = "precondition" if key in _OF_MUON else key
-    return [name for name, entry in ALGORITHMS.items() if wanted in entry.defaults]
-
-
-def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """The values of two groups under the keys in which they differ; tensors as numbers."""
-    keys = sorted((left.keys() | right.keys()) - set(ignored))
-    unequal = [(key, left.get(key), right.get(key)) for key in keys if left.get(key) is not right.get(key)]
-    plain = {key: tuple(v.tolist() if isinstance(v, Tensor) else v for v in pair) for key, *pair in unequal}
-    return {key: (a, b) for key, (a, b) in plain.items() if a != b}
-
-
-def refuse_parameter(name: str, param: Tensor) -> None:
-    """Refuse what no algorithm here can optimize: integers, complex and 8-bit numbers, flat and expanded weights."""
-    if not param.is_floating_point():
-        raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be optimized")
-    if param.dtype not in DTYPES.values():
-        raise ValueError(
-            f"{name} has dtype {param.dtype}, too coarse to take updates in; optimize a copy of it in bfloat16 or "
-            f"float32, from which the {str(param.dtype).removeprefix('torch.')} weight is made"
-        )
-    if any(size > 1 and not stride for size, stride in zip(param.shape, param.stride(), strict=True)):
-        raise ValueError(f"{name} is expanded: several of its elements are one in memory; optimize what was expanded")
-    if getattr(param, "_is_flat_param", False):
-        raise ValueError(
-            f"{name} is a flattened parameter of FullyShardedDataParallel, in which matrices are no longer matrices; "
-            f"use fully_shard (FSDP2) or DistributedDataParallel instead"
-        )
-
-
-# checks: each returns the value as a group stores it, or raises what completes the sentence "lr=-1: ..."
-
-
-def _number(low: float = 0.0, high: float = math.inf, *, above: bool = False, below: bool = False) -> Check:
-    """A number from `low` to `high`, the ends included unless it must be above the one or below the other."""
-
-    def check(given: Any) -> float:
-        if isinstance(given, bool) or not isinstance(given, Real):  # numpy's numbers are Real too
-            raise ValueError("must be a number")
-        value = float(given)
-        if (
-            math.isfinite(value)
-            and low <= value <= high
-            and not ((above and value == low) or (below and value == high))
-        ):
-            return value
-        if high == math.inf:
-            raise ValueError(f"must be a finite number {'above' if above else 'of at least'} {low:g}")
-        raise ValueError(f"must be in {'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}")
-
-    return check
-
-
-def _number_or_tensor(value: Any) -> float | Tensor:
-    if not isinstance(value, Tensor):
-        return float(_number()(value))
-    if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
-        raise ValueError("a tensor must hold one floating-point number")
-    if value.device.type == "cpu":
-        _number()(value.item())
-    return value
-
-
-def _whole(low: int, high: float = math.inf) -> Check:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
-            raise ValueError(f"must be a whole number of at least {low}")
-        if int(value) > high:
-            raise ValueError(f"must be at most {high}")
-        return int(value)
-
-    return check
-
-
-def _is(kind: type, words: str) -> Check:
-    def check(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError(f"must be {words}")
-        return value
-
-    return check
-
-
-_flag = _is(bool, "True or False")
-
-
-def _one_of(*values: Any) -> Check:
-    def check(value: Any) -> Any:
-        if value not in values:
-            raise ValueError("must be one of " + ", ".join(map(repr, values)))
-        return value
-
-    return check
-
-
-def _name_in(table: Any) -> Check:
-    def check(name: Any) -> Any:
-        if not isinstance(name, str):
-            raise ValueError(f"must be one of {', '.join(map(repr, table))}")
-        table[name]
-        return name
-
-    return check
-
-
-def _sequence(of: Check, what: str, length: int | None = None) -> Check:
-    def check(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, tuple | list) or not value or length not in (None, len(value)):
-            raise ValueError(f"must be {what}")
-        return tuple(map(of, value))
-
-    return check
-
-
-def _dtype(*more: str) -> Check:
-    names = (*DTYPES, *more)
-
-    def check(value: Any) -> str:
-        name = str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else ""
-        if name != AUTO and name not in names:
-            raise ValueError(f"must be 'auto' or one of {', '.join(names)}")
-        return name
-
-    return check
-
-
-def _peak_lr(value: Any) -> Any:
-    if value is None or value == RUNNING_MAX:
-        return value
-    if isinstance(value, Tensor | str):
-        raise ValueError("must be a float, None or 'running_max'; a peak is read by the host")
-    if value == 0:
-        raise ValueError("a peak of zero would mean no decay for ever; leave it out to have it found, or give the peak")
-    return _number()(value)
-
-
-def _polar(name: Any) -> Any:
-    if name == "aurora":
-        raise ValueError("is the orthogonalizer inside Aurora; leave it out for that of its authors, 'simple_quintic'")
-    return _name_in(ORTHOGONALIZERS)(name)
-
-
-def _or_none(check: Check) -> Check:
-    def check_unless_none(value: Any) -> Any:
-        try:
-            return None if value is None else check(value)
-        except ValueError as error:
-            raise ValueError(f"{error}, or None") from None
-
-    return check_unless_none
-
-
-# Options of a whole optimizer.
-SETTINGS: dict[str, Check] = {
-    "nonfinite": _one_of(*POLICIES),
-    "chunk_bytes": _or_none(_whole(1)),
-    "replay": _or_none(_flag),
-}
-
-# Options of a param group.
+# The checks of all options of a param group; algorithms keep the defaults of their own.
 CHECKS: dict[str, Check] = {
+    **{key: check for options in (_COMMON, _OPTIONAL, _OF_VIEWS) for key, (_, check) in options.items()},
     "algorithm": _name_in(ALGORITHMS),
-    "lr": _number_or_tensor,
-    "weight_decay": _number_or_tensor,
-    "decay": _name_in(DECAY_RULES),
-    "total_steps": _or_none(_whole(1)),
-    "decay_points": _or_none(validated_points),
-    "norm": _name_in(NORM_RULES),
-    "target_norm": _or_none(_number(above=True)),
-    "cautious": _flag,
-    "peak_lr": _peak_lr,
-    "peak": _one_of("group", "base"),
-    "lr_multiplier": _number(1e-30),
-    "state_dtype": _dtype(INT8),
-    "offload": _flag,
-    "rounding": _one_of(*ROUNDINGS),
-    "rounding_seed": _whole(0),
-    "maximize": _flag,
-    "fused": _or_none(_flag),
-    "foreach": _or_none(_flag),
-    "role": _or_none(_is(str, "a string")),
+    "foreach": _or_none(_flag),  # torch's; equal shapes are always one batch here
     "momentum": _number(0, 1, below=True),
     "momentum_form": _one_of(*MOMENTUM_FORMS),
     "nesterov": _flag,
@@ -511,9 +279,205 @@ CHECKS: dict[str, Check] = {
     "precondition_eps": _or_none(_number()),
     "precondition_max_dim": _or_none(_whole(1)),
     "precondition_frequency": _or_none(_whole(1)),
-    "matrix": _one_of(None, STACK, FLATTEN),
-    "split_sizes": _or_none(_sequence(_whole(1), "a sequence of whole numbers")),
-    "split_dim": _one_of(0, 1),
-    "transposed": _flag,
-    "heads": _or_none(_whole(1)),
 }
+
+# Options of a whole optimizer.
+SETTINGS: dict[str, Check] = {
+    "nonfinite": _one_of(*POLICIES),
+    "chunk_bytes": _or_none(_whole(1)),
+    "replay": _or_none(_flag),
+}
+
+# Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
+_KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
+
+# Words that people will try: our name of the option, or what to do where it is set.
+_INSTEAD = {
+    "wd": "weight_decay",
+    "learning_rate": "lr",
+    "beta1": "betas",
+    "beta2": "betas",
+    "epsilon": "eps",
+    "preset": "pass it to for_model, which routes a whole model",
+    "differentiable": "steps are not differentiable",
+    "capturable": "capture forward and backward; small steps are replayed as CUDA graphs by themselves",
+    "amsgrad": "AdamW here has no AMSGrad variant",
+    "dampening": "use momentum_form='ema' for dampening equal to momentum",
+    "decoupled_weight_decay": "decay is always decoupled",
+    "adjust_lr_fn": "it is called scale here, with the same names, and spectral for spectral_unclamped",
+    "ef_decay": "it is called momentum here",
+    "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
+}
+
+
+def validate_option(key: str, value: Any) -> Any:
+    """The value as a group stores it, or an error that names the option and the values that it takes.
+
+    A key that is not an option stays, as in torch: frameworks write names, scales and hints into groups. Refused are
+    only misspelt options, and options of torch that ask for something else than is done here.
+    """
+    if key in CHECKS:
+        return _checked(key, value, CHECKS[key])
+    instead = _INSTEAD.get(key, "")
+    if instead in CHECKS:
+        raise ValueError(unknown_option(key, CHECKS))
+    if instead and value:
+        raise ValueError(f"{key!r} is not an option: {instead}")
+    if key not in (*_INSTEAD, *_KEYS_OF_OTHERS, *BOOKKEEPING) and not _owners(key):
+        close = difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
+        if close and abs(len(close[0]) - len(key)) <= 2:  # a longer name is a name of its own
+            raise ValueError(unknown_option(key, CHECKS))
+    return value
+
+
+def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
+    """The message for a key that is not an option: the closest option, or else all of them."""
+    options = sorted(known)
+    close = [_INSTEAD[key]] if _INSTEAD.get(key) in CHECKS else difflib.get_close_matches(key, options, n=1)
+    return f"unknown {kind} {key!r} (did you mean {close[0]!r}?)" if close else unknown(kind, key, options)
+
+
+def validate_settings(process_group: Any, **settings: Any) -> None:
+    """Refuse invalid settings of a whole optimizer."""
+    for key, value in settings.items():
+        _checked(key, value, SETTINGS[key])
+    if settings["replay"] and process_group is not None:
+        raise ValueError("replay=True captures no step that talks to other ranks; leave out process_group or replay")
+
+
+def _checked(key: str, value: Any, check: Check) -> Any:
+    try:
+        return check(value)
+    except ValueError as error:
+        raise ValueError(f"{key}={value!r}: {error}") from None
+
+
+def require_number(key: str, value: Any, low: float = 0.0, high: float = math.inf, *, open_ends: bool = False) -> None:
+    """Refuse an argument that is not a number from `low` to `high`, or strictly between them."""
+    _checked(key, value, _number(low, high, above=open_ends, below=open_ends))
+
+
+def require_whole(key: str, value: Any, low: int, high: float = math.inf) -> None:
+    """Refuse an argument that is not a whole number from `low` to `high`."""
+    _checked(key, value, _whole(low, high))
+
+
+def require_model(model: Any, caller: str) -> None:
+    """Refuse parameters, a state or an optimizer instead of a model, whose modules tell roles."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{caller} takes the model itself, a torch.nn.Module, not a {type(model).__name__}: roles come from its "
+            f"modules. Pass model, not model.parameters(), and several models as one torch.nn.ModuleList"
+        )
+
+
+def refuse_parameter(name: str, param: Tensor) -> None:
+    """Refuse what no algorithm here can optimize: integers, complex and 8-bit numbers, flat and expanded weights."""
+    if not param.is_floating_point():
+        raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be optimized")
+    if param.dtype not in DTYPES.values():
+        raise ValueError(
+            f"{name} has dtype {param.dtype}, too coarse to take updates in; optimize a copy of it in bfloat16 or "
+            f"float32, from which the {str(param.dtype).removeprefix('torch.')} weight is made"
+        )
+    if any(size > 1 and not stride for size, stride in zip(param.shape, param.stride(), strict=True)):
+        raise ValueError(f"{name} is expanded: several of its elements are one in memory; optimize what was expanded")
+    if getattr(param, "_is_flat_param", False):
+        raise ValueError(
+            f"{name} is a flattened parameter of FullyShardedDataParallel, in which matrices are no longer matrices; "
+            f"use fully_shard (FSDP2) or DistributedDataParallel instead"
+        )
+
+
+# which options a group has
+
+
+def algorithm_defaults(algorithm: str) -> Group:
+    """Every option of a group with this algorithm, at its default."""
+    return {**optional_defaults(algorithm), **COMMON, **_FOR_SCHEDULERS, **ALGORITHMS[algorithm].defaults}
+
+
+def optional_defaults(algorithm: str) -> Group:
+    """The options that a group with this algorithm has only where they are set."""
+    of_muon = _OF_MUON if "precondition" in ALGORITHMS[algorithm].defaults else {}
+    return {key: default for key, (default, _) in (_OPTIONAL | _OF_VIEWS).items()} | of_muon
+
+
+def prune(group: Group) -> None:
+    """Remove options of other algorithms from a group, and optional ones that are at their defaults."""
+    algorithm = group["algorithm"]
+    known, required = algorithm_defaults(algorithm), ALGORITHMS[algorithm].defaults
+    optional = {key: value for key, value in optional_defaults(algorithm).items() if key not in required}
+    for key in [key for key in group if key in CHECKS and key != "algorithm"]:
+        if key not in known or (key in optional and group[key] == optional[key]):
+            del group[key]
+
+
+def constructor_defaults(options: Group, algorithm: str) -> Group:
+    """What a constructor's options and its algorithm's defaults give to every group."""
+    checked = {key: validate_option(key, value) for key, value in options.items()}
+    if "algorithm" in checked:
+        raise ValueError(f"algorithm={checked['algorithm']!r} is an option of for_model and of a param group")
+    refuse_options_of_others(checked, algorithm)
+    known = algorithm_defaults(algorithm)
+    for key in checked:
+        if key not in (*known, *_INSTEAD, "foreach"):
+            raise ValueError(unknown_option(key, known))
+    defaults = {**known, "algorithm": algorithm, **BOOKKEEPING, **checked}
+    prune(defaults)
+    return defaults
+
+
+def completed(group: Group, defaults: Group) -> Group:
+    """A group with its options validated, and the rest filled in from the constructor's.
+
+    Options that mean the same everywhere come from the constructor; those of an algorithm only where the
+    group uses the constructor's algorithm, else from that algorithm's own defaults; those of a member of a slot only
+    where the group has the constructor's member.
+    """
+    for key in group.keys() - {"params", "param_names"}:
+        if key in (*SETTINGS, "process_group"):
+            raise ValueError(f"{key}={group[key]!r} is an optimizer-level argument; pass it to the constructor")
+        group[key] = validate_option(key, group[key])
+    algorithm = group.get("algorithm") or defaults["algorithm"]
+    inherited = defaults if algorithm == defaults["algorithm"] else algorithm_defaults(algorithm)
+    common = {key: defaults[key] for key in (*COMMON, *_OPTIONAL) if key in defaults}
+    changed = [slot for slot in EMPTY_SLOTS if slot in group and group[slot] != inherited.get(slot)]
+    unset = dict.fromkeys(key for slot in changed for key in inherited if key.startswith(f"{slot}_"))
+    filled: Group = {**inherited, **unset, **common, **BOOKKEEPING, **group, "algorithm": algorithm}
+    if "lr" not in group and filled["lr_multiplier"] != 1:  # a group's own rate is never multiplied
+        filled["lr"] = filled["lr"] * filled["lr_multiplier"]
+    if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has options of all kinds
+        # loops that warm momentum up give it to all groups, and one decay rule reads betas
+        allowed = _FOR_SCHEDULERS if DECAY_RULES[filled["decay"]].uses_gradient else ("momentum",)
+        refuse_options_of_others(group, algorithm, allowed)
+    if filled["constructor_lr"] is None:
+        filled["constructor_lr"] = float(filled["lr"])
+    return filled
+
+
+def refuse_options_of_others(given: Iterable[str], algorithm: str, allowed: Iterable[str] = ()) -> None:
+    """Refuse options that another algorithm has and this one has not."""
+    known = {*(algorithm_defaults(algorithm).keys() - _FOR_SCHEDULERS), *ALGORITHMS[algorithm].defaults, *allowed}
+    for key in given:
+        if key not in known and (owners := _owners(key)):
+            raise ValueError(
+                f"{key!r} is an option of {listed(owners)}, not of {algorithm}; set it in a param group with that "
+                f"algorithm, or in for_model with adamw={{...}} or patterns={{...}}"
+            )
+
+
+def _owners(key: str) -> list[str]:
+    """The algorithms that have an option."""
+    if key in _OF_VIEWS:
+        return [name for name, entry in ALGORITHMS.items() if entry.matrices is not None]
+    wanted = "precondition" if key in _OF_MUON else key
+    return [name for name, entry in ALGORITHMS.items() if wanted in entry.defaults]
+
+
+def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """The values of two groups under the keys in which they differ; tensors as numbers."""
+    keys = sorted((left.keys() | right.keys()) - set(ignored))
+    unequal = [(key, left.get(key), right.get(key)) for key in keys if left.get(key) is not right.get(key)]
+    plain = {key: tuple(v.tolist() if isinstance(v, Tensor) else v for v in pair) for key, *pair in unequal}
+    return {key: (a, b) for key, (a, b) in plain.items() if a != b}

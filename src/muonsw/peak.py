@@ -30,9 +30,6 @@ PEAK_TOLERANCE = 1e-6
 # Not at the first fall: under a ChainedScheduler, ConstantLR may hold a rate down that another scheduler lowers.
 _REACHED, _TURNED_DOWN = 0.9, 0.65
 
-# After a load, a rate below this fraction of the peak, and not within it of the loaded rate, belongs to a new run.
-_FAR = 0.5
-
 RUNNING_MAX = "running_max"
 
 # What a step changes.
@@ -49,8 +46,8 @@ class PeakLRWarning(UserWarning):
 
 def scheduler_record(group: Group) -> float | None:
     """What a scheduler wrote into the group: `max_lr` (OneCycleLR), else `initial_lr`."""
-    record = group.get("max_lr") if group.get("max_lr") is not None else group.get("initial_lr")
-    return None if record is None else float(record)
+    records = [group[key] for key in ("max_lr", "initial_lr") if group.get(key) is not None]
+    return float(records[0]) if records else None
 
 
 def expected_peak(group: Group) -> float:
@@ -88,10 +85,8 @@ def refuse_shared(peak_lr: Any, groups: Sequence[Group]) -> None:
 
 def eta_max(group: Group) -> float | None:
     """The eta_max that decay divides by: the group's own peak, or the peak before muP multiplied its rate."""
-    peak = group["resolved_peak_lr"]
-    if peak is None or group["peak"] == "group":
-        return None if peak is None else float(peak)
-    return float(peak) / float(group["lr_multiplier"])
+    peak, is_own = group["resolved_peak_lr"], group["peak"] == "group"
+    return None if peak is None else float(peak) / (1.0 if is_own else float(group["lr_multiplier"]))
 
 
 def set_resolved_peak(group: Group, peak: float | None) -> None:
@@ -107,18 +102,13 @@ def update_peak(group: Group, number: int) -> str | None:
     """
     lr, setting, peak = float(group["lr"]), group["peak_lr"], group["resolved_peak_lr"]
     group["highest_lr"] = max(lr, group["highest_lr"] or 0.0)
-    if setting == RUNNING_MAX:
-        group["resolved_peak_lr"] = max(lr, peak or 0.0) or None
-        return None
     if setting is not None:
-        group["resolved_peak_lr"] = float(setting)
+        group["resolved_peak_lr"] = (max(lr, peak or 0.0) or None) if setting == RUNNING_MAX else float(setting)
         return None
-    if peak is None:
-        if lr > 0:
-            set_resolved_peak(group, expected_peak(group))
-        return None
+    if peak is None and lr > 0:
+        set_resolved_peak(group, expected_peak(group))
     record = scheduler_record(group)
-    if record is None or (record == group["peak_record"] and "lr_scale" not in group):
+    if peak is None or record is None or (record == group["peak_record"] and "lr_scale" not in group):
         return None
     implied, is_new = _scaled(group, record), record != group["peak_record"]
     group["peak_record"] = record
@@ -175,10 +165,8 @@ def scheduler_peaks(scheduler: Any) -> list[float]:
     if isinstance(scheduler, OneCycleLR):  # its base_lrs are the rates it starts with
         return [float(group["max_lr"]) for group in groups]
     if hasattr(scheduler, "base_values"):  # timm
-        return [
-            float(lr) * float(group.get("lr_scale", 1.0))
-            for lr, group in zip(scheduler.base_values, groups, strict=True)
-        ]
+        scales = [float(group.get("lr_scale", 1.0)) for group in groups]
+        return [float(lr) * scale for lr, scale in zip(scheduler.base_values, scales, strict=True)]
     rates = getattr(scheduler, "max_lrs", None) or getattr(scheduler, "base_lrs", None)
     if rates is None:  # ReduceLROnPlateau only lowers the rates that it finds
         return [max(expected_peak({**group, "peak_lr": None}), float(group["lr"])) for group in groups]
@@ -200,28 +188,6 @@ def surprise_after_load(built_with: float, expected: float, group: Group) -> str
         f"built for a peak learning rate of {expected:.8g} and loaded one of {saved:.8g}, which is kept; "
         f"call set_peak_lr({expected:.8g}, group=<its number>) if a new run starts here"
     )
-
-
-def warn_after_load(groups: Sequence[Group | None], loaded: Sequence[float | None]) -> None:
-    """Warn of rates far below a loaded peak, from the groups that need one and the rates loaded with them.
-
-    A loop that sets rates by hand and goes on where the saved one stopped is at nearly the same rate.
-    """
-    far: list[tuple[int, float, float]] = []
-    for number, (group, before) in enumerate(zip(groups, loaded, strict=False)):
-        if group is not None and before is not None:
-            lr, peak = float(group["lr"]), group["resolved_peak_lr"]
-            if 0 < lr < _FAR * peak and not _FAR * lr <= before <= lr / _FAR:
-                far.append((number, lr, peak))
-    if far:
-        lines = "; ".join(f"optimizer.set_peak_lr({lr}, group={number})" for number, lr, _ in far)
-        warnings.warn(
-            f"the learning rate is far below the peak of the loaded run, so decay is "
-            f"{max(peak / lr for _, lr, peak in far):.3g} times weaker than in a run with this peak; if a new run "
-            f"starts here, write {lines}",
-            PeakLRWarning,
-            stacklevel=users_line(),
-        )
 
 
 def _differ(a: float, b: float) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from muonsw import codecs, peak, rates
+from muonsw.addons.replay import not_replayed
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Chunk, Update, elementwise_chunks, whole_parts
 from muonsw.apply import apply_update
@@ -54,15 +55,19 @@ class Plan(NamedTuple):
 def take_step(optimizer: ScaledDecayOptimizer) -> None:
     """Take one step; nothing has changed when it raises, unless the machine failed."""
     finite: Flag | bool
-    if is_sharded(optimizer):
+    # other ranks hold parts or copies of a parameter; DTensors may be swapped in at any time
+    groups = optimizer.param_groups
+    if optimizer._ranks.process_group is not None or True in [any_dtensor(group["params"]) for group in groups]:
         plan, finite = agreed_plan(optimizer)
         commit(optimizer, plan)
         if finite:
             update_sharded(optimizer, plan)
     else:
         plan = make_plan(optimizer, optimizer._replay.ready(optimizer))
-        if optimizer.nonfinite == "raise":
-            refuse_non_finite(plan.batches)
+        if optimizer.nonfinite == "raise" and plan.batches:
+            finite = finite_flag(plan.batches, None, False)
+            if not (bool(finite.ok) if isinstance(finite, Flag) else finite):  # waits for the device
+                raise NonFiniteGradientError(f"{describe_non_finite(items_of(plan.batches))}; nothing was changed")
         commit(optimizer, plan)
         finite = optimizer._replay.run(optimizer, plan.batches, plan.contexts, update_and_apply)
     optimizer._last_skipped = finite if isinstance(finite, Flag) else not finite
@@ -71,15 +76,12 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
     for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
         group["step_count"] += 1
         group["update_count"] = planned["update_count"]
+    # Algorithms that begin their bases at the first step do so at the next one if the first was skipped. Only then the
+    # device is waited for.
     first = [group for group in optimizer.param_groups if group["update_count"] == 1]
-    if first:  # only then the device is waited for
-        rates.forget_skipped_start(first, finite.bad if isinstance(finite, Flag) else not finite)
-
-
-def is_sharded(optimizer: ScaledDecayOptimizer) -> bool:
-    """Whether other ranks hold parts or copies of a parameter; DTensors may be swapped in at any time."""
-    groups = optimizer.param_groups
-    return optimizer._ranks.process_group is not None or True in [any_dtensor(group["params"]) for group in groups]
+    if first and (finite.bad if isinstance(finite, Flag) else not finite):
+        for group in first:
+            group["update_count"] = 0
 
 
 # plan
@@ -95,15 +97,24 @@ def make_plan(
     groups = [dict(group) for group in optimizer.param_groups]
     counters = optimizer._counters
     for group in groups:
-        if rates.counts_steps(group):
+        counts_steps = ALGORITHMS[group["algorithm"]].counts_steps
+        if counts_steps is not None and counts_steps(group):
             group["update_count"] = int(group["update_count"]) + 1
         if "max_momentum" in group and group["momentum"] and "betas" not in ALGORITHMS[group["algorithm"]].defaults:
-            counters.momentum_not_cycled(group)
+            counters.warn_once(
+                "momentum not cycled",
+                f"the scheduler cycles betas, and algorithm={group['algorithm']!r} has momentum instead, which stays "
+                f"at {group['momentum']:g}; pass cycle_momentum=False to the scheduler",
+            )
     changes = [rates.check(group, number, counters) for number, group in enumerate(groups)]
     if any(changes):
         peak.warn_of_changes(changes)
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
-        counters.no_decay()
+        counters.warn_once(
+            "no decay",
+            "no param group decays: each has weight_decay=0 of its own, whatever the optimizer was built with; set it "
+            "in the groups that should decay, or build the optimizer with weight_decay=0",
+        )
     if batches is None:
         batches = collect(optimizer, groups, absent)
     contexts = []
@@ -117,37 +128,41 @@ def make_plan(
 def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequence[Tensor] = ()) -> list[Batch]:
     """The parameters that have gradients, in batches; of a sharded one, the shard of this rank."""
     zero, position, batches = {id(param) for param in absent}, 0, []
+    make, state_of = Item._make, optimizer.state.get  # a small step takes as long as its Python
     for number, group in enumerate(groups):
         params, names = group["params"], group.get("param_names") or ()
         if len(names) != len(params):
             names = names_of(group, number)
-        places = range(position, position + len(params))
-        position += len(params)
-        columns = zip(places, names, params, [param.grad for param in params], strict=True)
-        if zero or any_dtensor(params):
-            wanted = [row for row in columns if row[3] is not None or id(row[2]) in zero]
-            items = [_item(*row) for row in wanted]
-        else:
-            get = optimizer.state.get
-            rows = [(*row, get(row[2]) or {}, None) for row in columns if row[3] is not None]
-            items = list(map(Item._make, rows))
+        has_shards = any_dtensor(params)
         view = None if ALGORITHMS[group["algorithm"]].matrices is None else MatrixView.of(group)
         if view is not None and group.get("block_period") and group["update_count"] % group["block_period"] == 0:
             view = view.unsplit()  # MuonBP takes whole matrices every few steps
         by_kind: dict[tuple[torch.device, torch.dtype], list[Item]] = {}
-        for item in items:
-            param, grad, state = item.param, item.grad, item.state
-            if grad.layout is not torch.strided or grad.shape != param.shape:
-                _refuse_gradient(item.name, param, grad)
-            momentum = state.get("momentum_buffer", state.get("exp_avg"))
-            if momentum is not None and momentum.shape != param.shape:  # kernels read as many elements as param has
+        for place, (name, param) in enumerate(zip(names, params, strict=True), start=position):
+            grad = param.grad
+            if grad is None and id(param) not in zero:
+                continue
+            if grad is not None and (grad.layout is not torch.strided or grad.shape != param.shape):
                 raise ValueError(
-                    f"the state of {item.name} has shape {tuple(momentum.shape)}, and the parameter is now "
-                    f"{tuple(param.shape)}; begin anew with optimizer.state[param].clear()"
+                    f"{name} has shape {tuple(param.shape)} and a gradient of shape {tuple(grad.shape)}, "
+                    f"{grad.layout}; make a sparse gradient dense, and call zero_grad() when you change a parameter"
                 )
-            if view is not None and param.dim() < 2:
-                view.count(param.shape)  # raises: a framework has flattened the matrix
-            by_kind.setdefault((param.device, param.dtype), []).append(item)
+            if has_shards and is_dtensor(param):
+                item = local_item(place, name, param, grad)
+            else:
+                given = torch.zeros_like(param) if grad is None else grad
+                item = make((place, name, param, given, state_of(param) or {}, None))
+            state, shape = item.state, item.param.shape
+            momentum = state.get("momentum_buffer", state.get("exp_avg"))
+            if momentum is not None and momentum.shape != shape:  # kernels read as many elements as the weight has
+                raise ValueError(
+                    f"the state of {name} has shape {tuple(momentum.shape)}, and the parameter is now {tuple(shape)}; "
+                    f"start afresh with optimizer.state[param].clear()"
+                )
+            if view is not None and len(shape) < 2:
+                view.count(shape)  # raises: a framework has flattened the matrix
+            by_kind.setdefault((item.param.device, item.param.dtype), []).append(item)
+        position += len(params)
         for kind, alike in by_kind.items():
             parameters = [item.param if item.dtensor is None else item.dtensor for item in alike]
             batches.append(Batch(number, group, *kind, parameters, alike, view))
@@ -159,35 +174,10 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
     return batches
 
 
-def _item(place: int, name: str, param: Tensor, grad: Tensor | None) -> Item:
-    """A parameter that may be sharded, or have its gradient on other ranks alone; its state is filled in later."""
-    if grad is not None and (grad.layout is not torch.strided or grad.shape != param.shape):
-        _refuse_gradient(name, param, grad)
-    if is_dtensor(param):
-        return local_item(place, name, param, grad)
-    return Item(place, name, param, torch.zeros_like(param) if grad is None else grad, {})
-
-
-def _refuse_gradient(name: str, param: Tensor, grad: Tensor) -> NoReturn:
-    if grad.layout is not torch.strided:
-        raise ValueError(f"the gradient of {name} is sparse; make it dense, or freeze the parameter")
-    raise ValueError(
-        f"{name} has shape {tuple(param.shape)} and its gradient {tuple(grad.shape)}; call zero_grad() when you change "
-        f"a parameter, and backward() after it"
-    )
-
-
-def refuse_non_finite(batches: list[Batch]) -> None:
-    """Refuse infinities and NaNs in gradients; waits for the device."""
-    finite = finite_flag(batches, None, False) if batches else True
-    if not (bool(finite.ok) if isinstance(finite, Flag) else finite):
-        raise NonFiniteGradientError(f"{describe_non_finite(items_of(batches))}; nothing was changed")
-
-
 def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, bool]:
     """The plan that all ranks that share parameters agree on, and whether all have finite gradients."""
     if optimizer.replay:
-        optimizer._counters.not_replayed("parameters are sharded, or shared by a process_group")
+        not_replayed(optimizer, "parameters are sharded, or shared by a process_group")
     settings = {"nonfinite": optimizer.nonfinite, "chunk_bytes": optimizer.chunk_bytes}
     agree = partial(optimizer._ranks.agree, optimizer.param_groups, settings)
     try:
@@ -229,13 +219,13 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
                 param = item.param if item.dtensor is None else item.dtensor
                 item.state.update({key: local(value) for key, value in optimizer.state[param].items()})
     if not plan.batches:
-        optimizer._counters.no_gradient()
+        optimizer._counters.warn_once(
+            "no gradient",
+            "this step found no gradient at all, so nothing was changed; if the model was wrapped, sharded or moved "
+            "after the optimizer was built, build the optimizer last",
+        )
     if optimizer._left_out:
         optimizer.warn_of_unfrozen()
-    if optimizer._loaded_rates:
-        before, optimizer._loaded_rates = optimizer._loaded_rates, []
-        if "step" not in vars(optimizer):  # which schedulers replace; they record peaks of their own
-            peak.warn_after_load([group if rates.needs_peak(group) else None for group in plan.groups], before)
     optimizer._last = [(batch.number, batch.parameters, plan.groups[batch.number]["lr"]) for batch in plan.batches]
 
 
@@ -276,19 +266,12 @@ def update_batch(batch: Batch, items: list[Item], ctx: StepContext, *, is_decode
     items = [item for item in items if item.param.numel()]  # an empty shard would keep others from kernels
     fused = algorithm.fused if group["fused"] is not False else None
     # A kernel takes all tensors at once, except low-precision weights: their noise depends on how they are cut.
-    if items and fused and batch.dtype not in LOW_PRECISION and fused(group, whole_parts(items), ctx):
-        _mark_changed(items)
-    elif items:
-        for parts in elementwise_chunks(items, ctx.chunk_bytes):
-            if fused and fused(group, parts, ctx):
-                _mark_changed([part.item for part in parts])
-            else:
-                apply_update(group, algorithm.update(group, Chunk(parts), ctx), ctx)
-
-
-def _mark_changed(items: list[Item]) -> None:
-    """Tell autograd that weights have changed, which fused kernels do not."""
-    increment_version([item.param if item.dtensor is None else item.dtensor for item in items])
+    at_once = bool(items and fused and batch.dtype not in LOW_PRECISION and fused(group, whole_parts(items), ctx))
+    for parts in elementwise_chunks(items, ctx.chunk_bytes) if items and not at_once else ():
+        if not (fused and fused(group, parts, ctx)):
+            apply_update(group, algorithm.update(group, Chunk(parts), ctx), ctx)
+    if fused:  # fused kernels do not tell autograd that weights have changed
+        increment_version([item.param if item.dtensor is None else item.dtensor for item in items])
 
 
 def count_step(items: list[Item], flag: Flag | None) -> None:

@@ -110,36 +110,7 @@ class MuonSW(ScaledDecayOptimizer):
         process_group: ProcessGroup | None = None,
         **options: Unpack[MuonOptions],
     ) -> None:
-        own = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "decay": decay,
-            "peak_lr": peak_lr,
-            "peak": peak,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "momentum_form": momentum_form,
-            "orthogonalizer": orthogonalizer,
-            "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype,
-            "scale": scale,
-            "precondition": precondition,
-            "normalize": normalize,
-            "matrix": matrix,
-            "split_sizes": split_sizes,
-            "split_dim": split_dim,
-            "heads": heads,
-            "block_period": block_period,
-            "transposed": transposed,
-        }
-        super().__init__(
-            params,
-            {**own, **options},
-            nonfinite=nonfinite,
-            chunk_bytes=chunk_bytes,
-            replay=replay,
-            process_group=process_group,
-        )
+        super().__init__(params, {**locals(), **options})
 
 
 class AdamWSW(ScaledDecayOptimizer):
@@ -189,16 +160,7 @@ class AdamWSW(ScaledDecayOptimizer):
         replay: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
-        own = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "decay": decay,
-            "peak_lr": peak_lr,
-            "peak": peak,
-            "betas": betas,
-            "eps": eps,
-        }
-        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes, replay=replay)
+        super().__init__(params, {**locals(), **options})
 
 
 class SGDSW(ScaledDecayOptimizer):
@@ -249,14 +211,4 @@ class SGDSW(ScaledDecayOptimizer):
         replay: bool | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
-        own = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "decay": decay,
-            "peak_lr": peak_lr,
-            "peak": peak,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "momentum_form": momentum_form,
-        }
-        super().__init__(params, {**own, **options}, nonfinite=nonfinite, chunk_bytes=chunk_bytes, replay=replay)
+        super().__init__(params, {**locals(), **options})

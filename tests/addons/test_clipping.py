@@ -64,7 +64,7 @@ def test_wrong_arguments():
     model = model_and_gradients()
     optimizer = MuonSW.for_model(model, lr=0.01)
     for wrong in (0, "1", None, [1.0]):
-        with pytest.raises(ValueError, match=r"max_norm=.*: must be a number"):
+        with pytest.raises(ValueError, match=r"max_norm=.*: must be"):
             clip_optimizer_grads_(optimizer, wrong)
     for wrong in ("adamw", 3):
         with pytest.raises(TypeError, match="several names"):

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from muonsw import SGDSW, AdamWSW, MuonSW
-from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from tests.common.problems import cosine, flag_on_device, follow, matrices, run, set_gradients
-from tests.common.reference_rules import Decay
 
 CLASSES = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
 

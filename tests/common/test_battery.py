@@ -79,7 +79,7 @@ def test_it_finds_the_minimum_of_a_quadratic(algorithm, decay, orthogonalizer, c
         (param - target).square().sum().backward()
         optimizer.step()
     # constant decay settles short of the target: where momentum makes the gradient tenfold, by lambda / 20 at most
-    short = 0.1 / 20 if decay in ("constant", "independent", "cosine", "piecewise") else 0.0
+    short = 0.1 / 20 if decay in ("constant", "independent", "cosine") else 0.0
     short = 0.02 if decay in PULLING else short
     # where a gradient has no noise, whitening makes as much of its rounding as of itself, and decay is held up less
     short = 0.1 if short and "soap" in orthogonalizer else short

@@ -110,19 +110,11 @@ DIFFERENCES = {
     "frozen parameter": (lambda o: o.param_groups[0]["params"][1].requires_grad_(False), "frozen: muon"),
     "chunk_bytes": (lambda o: setattr(o, "chunk_bytes", 512), "the optimizer: chunk_bytes=512"),
     "lr": (option(lr=0.01), "param group 1: lr=0.01"),
-    "weight_decay": (option(weight_decay=0.3), "param group 1: weight_decay=0.3"),
-    "betas": (option(betas=(0.8, 0.95)), "param group 1: betas=(0.8, 0.95)"),
-    "role": (lambda o: o.param_groups[0].update(role="experts"), "param group 0 (experts)"),
-    "fused": (option(fused=False), "param group 1: fused=False"),
-    "rounding_seed": (option(rounding_seed=7), "param group 1: rounding_seed=7"),
     "peak_lr": (lambda o: o.set_peak_lr(0.25, group=1), "param group 1: peak_lr=0.25"),
     "scheduler's record": (option(initial_lr=0.125), "param group 1: initial_lr=0.125"),
-    "unknown option": (option(averaged_steps=3), "param group 1: averaged_steps=3"),
     "unknown decay": (option(decay="constnat"), "param group 1: decay='constnat'"),
     "unknown algorithm": (option(algorithm="adamv"), "param group 1: algorithm='adamv'"),
     "tensor lr": (lambda o: o.param_groups[1]["lr"].mul_(0.5), f"param group 1: lr={PEAK / 2}"),
-    "tensor weight_decay": (lambda o: o.param_groups[1]["weight_decay"].fill_(0.75), "weight_decay=0.75"),
-    "number for a tensor": (option(lr=0.01), "param group 1: lr=0.01"),
 }
 
 
@@ -223,7 +215,7 @@ def nothing_to_do_anywhere(kind):
 def test_a_step_without_a_gradient_on_any_rank_is_warned_of(pool, kind):
     for said in pool.run(nothing_to_do_anywhere, kind):
         assert len(said) == 1
-        assert "no gradient at all" in said[0]
+        assert "no gradient" in said[0]
 
 
 def a_step_that_rank_1_cannot_take(what, kind="shards", nonfinite="skip"):

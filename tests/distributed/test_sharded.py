@@ -11,18 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, AdamWSW, MuonSW, clip_optimizer_grads_, rates
+from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, AdamWSW, MuonSW, clip_optimizer_grads_
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.pool import Pool
 from tests.distributed.problems import (
     GROUPS,
     PEAK,
-    STEPS,
     compare,
     give_plain,
     give_sharded,
     groups_of,
-    initial,
     mesh_of,
     parameters,
     plain,
@@ -186,25 +184,6 @@ def test_parameters_without_gradients_stay_where_they_are(pool):
     assert max(pool.run(sharded, [3], [0], absent=(0, 6, 11))) < CLOSE
 
 
-def with_a_rank_that_skips_its_decay():
-    mesh = mesh_of(3)
-    if mesh is None:
-        return 0.0
-    alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
-    together = MuonSW(groups_of(GROUPS, sharded_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
-    for step in range(STEPS):
-        take_step(alone, step, give_plain)
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == 1:  # as a bug would
-                patch.setattr(rates, "phi_of", lambda *_: 0.0)
-            take_step(together, step, give_sharded)
-    return worst(together, alone)
-
-
-def test_a_rank_that_skips_its_decay_is_noticed_by_these_tests(pool):
-    assert max(pool.run(with_a_rank_that_skips_its_decay)) > 1000 * CLOSE
-
-
 def one_gradient_missing_on_rank_one():
     mesh = mesh_of(3)
     if mesh is None:
@@ -365,19 +344,3 @@ def test_shards_of_one_tensor_round_with_noise_of_their_own(pool):
     rows = pool.run(noise_of_shards)[0]
     assert len(rows.unique()) == 2
     assert not any(torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))
-
-
-def copies_beside_an_empty_shard(algorithm):
-    """The replicated weight of a group in which the last rank holds nothing of the other one."""
-    made = [([Replicate()], (9, 7)), ([Shard(0)], (3, 5))]
-    params = [sharded_over(mesh_of(4), places)(initial(shape, 0), {}) for places, shape in made]
-    optimizer = MuonSW([{"params": params, "algorithm": algorithm}], lr=PEAK, weight_decay=0.5)
-    for step in range(STEPS):
-        take_step(optimizer, step, give_sharded)
-    return params[0].detach().to_local()
-
-
-@pytest.mark.parametrize("algorithm", ["adamw", "sgd", "lion"])
-def test_an_empty_shard_leaves_the_bits_of_copies_beside_it_alone(pool, algorithm):
-    first, *others = pool.run(copies_beside_an_empty_shard, algorithm)
-    assert all(torch.equal(first, other) for other in others)

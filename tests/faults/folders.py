@@ -17,7 +17,7 @@ from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from muonsw.lab.train.export import export
 from muonsw.lab.train.loop import train
 
-# `make test-faults` sets it: every place, every byte count, many random files. Otherwise a few of each.
+# `make test-faults` sets it: every place and every byte count. Otherwise a few of each.
 LONG = os.environ.get("MUONSW_FAULTS") == "long"
 MODEL = ModelConfig(width=16, layers=1, head_dim=8, experts=2, ff=16, vocab=320, sequence=16)
 OLDER, NEWER, LAST = (f"checkpoints/step-{step:08d}" for step in (2, 4, 6))

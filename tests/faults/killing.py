@@ -155,8 +155,3 @@ def mount_disk(folder: Path, pages: int, *, again: bool = False) -> bool:
         return False
     options = f"size={pages * 4096}".encode()
     return LIBC.mount(b"tmpfs", str(folder).encode(), b"tmpfs", REMOUNT if again else 0, options) == 0
-
-
-def set_read_only(folder: Path, wanted: bool) -> bool:
-    """Let nothing be written to a disk that this process has mounted, or let it again; whether the system did so."""
-    return LIBC.mount(b"tmpfs", str(folder).encode(), b"tmpfs", REMOUNT | wanted, None) == 0

@@ -7,7 +7,7 @@ import pytest
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.arms import Arm, decay_factors, parse_arm, same_total
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig
 from muonsw.presets import PRESETS
 from tests.lab.studies.small_comparisons import ARMS

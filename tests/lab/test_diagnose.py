@@ -12,7 +12,6 @@ from rich.console import Console
 from torch import nn
 
 from muonsw import AdamWSW, JsonlSink, MuonSW, Telemetry
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.diagnose import Diagnose
 from muonsw.lab.diagnose import (
     AGAIN,
@@ -27,6 +26,7 @@ from muonsw.lab.diagnose import (
     late_fits,
     print_diagnosis,
 )
+from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.theory import steady_state_norm_with_memory
 from tests.lab.norm_runs import MEMORY, make_history, make_run, simulate

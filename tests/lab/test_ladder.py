@@ -8,6 +8,10 @@ import pytest
 import muonsw.lab
 
 LADDER = (
+    "errors",
+    "config",
+    "console",
+    "files",
     "base",
     "paper",
     "stats",

@@ -9,7 +9,7 @@ import torch
 
 from muonsw import MuonSW, Telemetry
 from muonsw.lab import compare_arms
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.stats import t_interval
 from muonsw.telemetry import JsonlSink
 

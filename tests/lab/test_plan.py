@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from muonsw.distributed.rounds import share_by_cost
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.commands.plan import Plan
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig, count, moe, preset
 from muonsw.lab.paper import RECIPES
 from muonsw.lab.plan import (

@@ -10,7 +10,7 @@ import torch
 
 from muonsw import MuonSW, Telemetry
 from muonsw.lab import runs
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import differences, load_run, load_runs, name_arms
 from muonsw.telemetry import JsonlSink
 from tests.lab.report.made_runs import Recipe, write_run

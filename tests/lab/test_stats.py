@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from muonsw.lab.base.storage import plain
+from muonsw.lab.files import plain
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import (
     Claim,

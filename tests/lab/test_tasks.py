@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.cli import main
+from muonsw.lab.errors import UsageError
 from muonsw.lab.launch import each
 from muonsw.lab.tasks import (
     BatchSource,

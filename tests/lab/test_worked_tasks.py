@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.tasks import TaskConfig, check_task
 from muonsw.lab.train.loop import train

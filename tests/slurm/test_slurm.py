@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from muonsw.lab import launch
-from muonsw.lab.base.errors import Interrupted, MachineError, UsageError
+from muonsw.lab.errors import Interrupted, MachineError, UsageError
 from muonsw.lab.launch import JOBS, Cluster, Job, queued_jobs, saved_step
 from tests.lab.studies.small_comparisons import ARMS, QUIET, tiny_run
 from tests.lab.train.small_runs import losses, tokens

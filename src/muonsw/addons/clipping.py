@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -68,9 +69,8 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
         [1.0, 8.0]
     """
     optimizer = unwrap_optimizer(optimizer)
-    require_number("max_norm", max_norm)
-    if not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm!r}: must be a number above 0")
+    if max_norm != math.inf:  # which measures and clips nothing
+        require_number("max_norm", max_norm, open_ends=True)
     if isinstance(algorithms, str) or not isinstance(algorithms, Iterable | None):
         raise TypeError(f"algorithms={algorithms!r}: must be several names, such as ('{algorithms}',)")
     if any("algorithm" not in group for group in getattr(optimizer, "param_groups", [{}])):

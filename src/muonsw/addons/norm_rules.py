@@ -106,7 +106,14 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
     """Let norm rules act on the groups that ask for one."""
     for number, group in enumerate(optimizer.param_groups):
         if acts(group):
-            _refuse(group, number)
+            rule = f"norm={group['norm']!r} of param group {number}"
+            if group["cautious"]:
+                raise ValueError(f"{rule} acts on whole weights; cautious=True is for norm='free'")
+            if group.get("block_period") is not None:
+                raise ValueError(f"{rule} and block_period= do not go together: a block has no norm of its own")
+            for name, param in zip(names_of(group, number), group["params"], strict=True):
+                if param.dtype in LOW_PRECISION:
+                    raise ValueError(f"{rule} needs float32 weights, but {name} is {param.dtype}; keep float32 masters")
             if not NORM_RULES[group["norm"]].decays:
                 group["decay"] = "none"
     if any(map(acts, optimizer.param_groups)) and "norm rules" not in optimizer._addons:
@@ -114,17 +121,6 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
         hooks = _NormHooks(optimizer)
         optimizer.register_step_pre_hook(lambda *_: hooks.before())
         optimizer.register_step_post_hook(lambda *_: hooks.after())
-
-
-def _refuse(group: Group, number: int) -> None:
-    rule = f"norm={group['norm']!r} of param group {number}"
-    if group["cautious"]:
-        raise ValueError(f"{rule} acts on whole weights; cautious=True is for norm='free'")
-    if group.get("block_period") is not None:
-        raise ValueError(f"{rule} and block_period= do not go together: a block is not the weight whose norm is meant")
-    for name, param in zip(names_of(group, number), group["params"], strict=True):
-        if param.dtype in LOW_PRECISION:
-            raise ValueError(f"{rule} needs float32 weights, but {name} is {param.dtype}; keep float32 master weights")
 
 
 class _Weights(NamedTuple):
@@ -188,12 +184,11 @@ class _NormHooks:
 
     def before(self) -> None:
         """Copy the weights, and measure the norms that they are to keep."""
-        groups = [group for group in self._optimizer.param_groups if acts(group)]
         self._keep_radii()
         self._before = {
             param: local(param).detach().clone()
-            for group in groups
-            for param in group["params"]
+            for group in self._optimizer.param_groups
+            for param in (group["params"] if acts(group) else ())
             if param.grad is not None or is_dtensor(param)
         }
 
@@ -203,82 +198,78 @@ class _NormHooks:
         if skipped is True:
             return
         moved = [
-            (self._optimizer.param_groups[number], param, eta)
+            (self._optimizer.param_groups[number], _Weights.of(self._optimizer.param_groups[number], param), eta)
             for number, params, eta in self._optimizer._last
             for param in params
             if acts(self._optimizer.param_groups[number]) and eta > 0
         ]
-        all_weights = [_Weights.of(group, param) for group, param, _ in moved]
+
+        def update(group: Group, param: Tensor, eta: float) -> Tensor:
+            """U of `W <- (1 - phi) W - eta U`, the step that the optimizer has taken."""
+            phi = rates.phi_of(group, eta, group["step_count"])
+            return ((1 - phi) * self._before[param] - local(param)) / eta
+
         sums = []
-        for (group, param, eta), weights in zip(moved, all_weights, strict=True):
-            W, U = self._before[param], self._update(group, param, eta)
+        for group, weights, eta in moved:
+            W, U = self._before[weights.param], update(group, weights.param, eta)
             sums.append(torch.stack([weights.sums(W, W), weights.sums(U, U), weights.sums(W, U)]))
-        totals = self._reduced(all_weights, sums)
-        for (group, param, eta), weights, (WW, UU, WU) in zip(moved, all_weights, totals, strict=True):
-            R, phi = self._radius(group, weights), rates.phi_of(group, eta, group["step_count"])
+        totals = self._reduced([weights for _, weights, _ in moved], sums)
+        for (group, weights, eta), (WW, UU, WU) in zip(moved, totals, strict=True):
+            param, phi = weights.param, rates.phi_of(group, eta, group["step_count"])
+            if group.get("target_norm") is not None:
+                R = weights.elements.sqrt() * float(group["target_norm"])
+            else:
+                R = self._optimizer.state[param]["radius"].double()
             a, b = NORM_RULES[group["norm"]].coefficients(Norms(WW.sqrt(), UU.sqrt(), WU, R), eta, phi)
             a, b = (number * torch.ones_like(R) for number in (a, b))
-            U = self._update(group, param, eta)  # again, since all of them would take the memory of the weights
+            U = update(group, param, eta)  # again, since all of them would take the memory of the weights
             for part, index in weights.here():
                 W, weight = part.of(self._before[param]), part.of(local(param).detach())
                 moved_to = weights.spread(a, index, W.dtype) * W - weights.spread(b, index, W.dtype) * part.of(U)
                 weight.copy_(torch.where(skipped.ok, moved_to, weight) if isinstance(skipped, Flag) else moved_to)
         self._before = {}
 
-    def _update(self, group: Group, param: Tensor, eta: float) -> Tensor:
-        """U of `W <- (1 - phi) W - eta U`, the step that the optimizer has taken."""
-        phi = rates.phi_of(group, eta, group["step_count"])
-        return ((1 - phi) * self._before[param] - local(param)) / eta
-
-    def _reduced(self, all_weights: Sequence[_Weights], sums: Sequence[Tensor]) -> list[Tensor]:
+    def _reduced(self, all_weights: Sequence[_Weights], sums: list[Tensor]) -> list[Tensor]:
         """Sums over all shards: one all-reduce for all parameters that the same ranks share."""
-        layouts = self._optimizer._ranks.layouts
-        totals = list(sums)
+        layouts, totals = self._optimizer._ranks.layouts, list(sums)
         by_groups: dict[Any, list[int]] = {}
         for place, weights in enumerate(all_weights):
             by_groups.setdefault((layouts.sharding_groups(weights.param), sums[place].device), []).append(place)
         for (groups, _), places in by_groups.items():
-            message = torch.cat([sums[place].flatten() for place in places]) if groups else None
+            if not groups:
+                continue
+            message = torch.cat([sums[place].flatten() for place in places])
             for process_group in groups:
                 dist.all_reduce(message, group=process_group)
-            if message is not None:
-                for place, total in zip(
-                    places, message.split_with_sizes([sums[p].numel() for p in places]), strict=True
-                ):
-                    totals[place] = total.view_as(sums[place])
+            pieces = message.split_with_sizes([sums[place].numel() for place in places])
+            for place, total in zip(places, pieces, strict=True):
+                totals[place] = total.view_as(sums[place])
         return totals
-
-    def _radius(self, group: Group, weights: _Weights) -> Tensor:
-        if group.get("target_norm") is not None:
-            return weights.elements.sqrt() * float(group["target_norm"])
-        radius: Tensor = self._optimizer.state[weights.param]["radius"]
-        return radius.double()
 
     def _keep_radii(self) -> None:
         """Keep the norm of every weight that has no radius yet; refuse a norm of zero."""
-        state = self._optimizer.state
-        ruled = [
-            (name, group, param)
-            for number, group in enumerate(self._optimizer.param_groups)
-            if acts(group) and group.get("target_norm") is None
-            for name, param in zip(names_of(group, number), group["params"], strict=True)
-        ]
-        for name, _, param in ruled:
-            if is_dtensor(param):
-                refuse_interleaved(name, param)
-        lacking = [row for row in ruled if "radius" not in state.get(row[2], {})]
-        all_weights = [_Weights.of(group, param) for _, group, param in lacking]
-        sums = [weights.sums(local(weights.param).detach(), local(weights.param).detach()) for weights in all_weights]
+        state, ruled = self._optimizer.state, []
+        for number, group in enumerate(self._optimizer.param_groups):
+            if not acts(group) or group.get("target_norm") is not None:
+                continue
+            for name, param in zip(names_of(group, number), group["params"], strict=True):
+                if is_dtensor(param):
+                    refuse_interleaved(name, param)
+                ruled.append((name, group, _Weights.of(group, param)))
+        lacking = [row for row in ruled if "radius" not in state.get(row[2].param, {})]
+        all_weights = [weights for _, _, weights in lacking]
+        shards = [local(weights.param).detach() for weights in all_weights]
+        sums = [weights.sums(W, W) for weights, W in zip(all_weights, shards, strict=True)]
         norms = [total.sqrt() for total in self._reduced(all_weights, sums)]
-        for (name, group, param), norm in zip(lacking, norms, strict=True):
-            if param.numel() and not bool((norm > 0).all()):
+        for (name, group, weights), norm in zip(lacking, norms, strict=True):
+            if weights.param.numel() and not bool((norm > 0).all()):
                 raise ValueError(
                     f"{name} holds a weight of norm zero, which norm={group['norm']!r} would keep there; give "
                     f"target_norm=, or a group with norm='free' for it"
                 )
-        for (_, _, param), norm in zip(lacking, norms, strict=True):
-            state[param]["radius"] = norm.to(torch.promote_types(param.dtype, torch.float32))
-        for weights in [_Weights.of(group, param) for _, group, param in ruled]:
+        for weights, norm in zip(all_weights, norms, strict=True):
+            state[weights.param]["radius"] = norm.to(torch.promote_types(weights.param.dtype, torch.float32))
+        for _, _, weights in ruled:
             radius = state[weights.param]["radius"]
             if radius.shape != weights.shape:  # an older form has an element for each place of a split axis
                 first = [region.of(radius).flatten(weights.stack_axes)[..., 0] for region in weights.regions]

@@ -159,12 +159,8 @@ class QKClip:
     def __init__(
         self, threshold: float = 100.0, *, alpha: float = 0.5, process_group: ProcessGroup | None = None
     ) -> None:
-        require_number("threshold", threshold)
-        require_number("alpha", alpha)
-        if not threshold > 0:
-            raise ValueError(f"threshold={threshold!r}: must be a number above 0")
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha={alpha!r}: must be in [0, 1]")
+        require_number("threshold", threshold, open_ends=True)
+        require_number("alpha", alpha, 0, 1)
         self.threshold = threshold
         self.alpha = alpha
         self.process_group = process_group

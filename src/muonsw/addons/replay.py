@@ -14,17 +14,16 @@ torch reads one, the graph is bound to its address too, and there may be a graph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonsw import kernels, machine, rates
+from muonsw import kernels, machine
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.muon import MUON, in_kernels, polar_name
@@ -67,18 +66,8 @@ OURS = (MUON, ADAMW)
 REPLAYED_CHUNK_BYTES = 9 * 2**24
 
 
-class Runner(Protocol):
-    """What updates and applies: `muonsw.step.update_and_apply`."""
-
-    def __call__(
-        self,
-        optimizer: ScaledDecayOptimizer,
-        batches: list[Batch],
-        contexts: list[StepContext],
-        *,
-        captured: bool = ...,
-    ) -> Flag | bool:
-        """Take the step of these batches, and return whether gradients were finite."""
+# What updates and applies: `muonsw.step.update_and_apply`.
+Runner = Callable[..., Flag | bool]
 
 
 class Binding(NamedTuple):
@@ -89,10 +78,6 @@ class Binding(NamedTuple):
     parameters: tuple[Any, ...]
     state: tuple[Any, ...]
     options: tuple[Any, ...]
-
-    def anywhere(self) -> Binding:
-        """The same, wherever the gradients lie."""
-        return self._replace(places=())
 
     def difference(self, other: Binding) -> str:
         """What is not the same, in words."""
@@ -114,8 +99,8 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
     if set(map(type, kept)) != {Tensor}:
         kept = [value for value in kept if isinstance(value, Tensor)]
     try:
-        places, own, kept_at = _addresses(there), _addresses(params), _addresses(kept)
-        forms, own_forms, kept_forms = _forms(there), _forms(params), _forms(kept)
+        places, own, kept_at = (tuple(map(Tensor.data_ptr, tensors)) for tensors in (there, params, kept))
+        forms, own_forms, kept_forms = map(_forms, (there, params, kept))
     except RuntimeError:
         return None
     if 0 in places or 0 in own:  # the shell of a tensor that keeps its numbers elsewhere
@@ -127,10 +112,6 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
         (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
         (settings, *machine.product_settings(), *(_options(group) for group in groups)),
     )
-
-
-def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(map(Tensor.data_ptr, tensors))
 
 
 def _forms(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -192,15 +173,20 @@ class Replay:
         self._captures = self._replays = self._steps_taken = self._steps_without = 0
         self._failure = self._moving = ""
         self._counted: tuple[int, ...] = ()
-        self._is_small = False
+        self._is_small = self._is_wanted = False
 
     def ready(self, optimizer: ScaledDecayOptimizer) -> list[Batch] | None:
         """The batches of a step that a graph is ready for, without their gradients."""
         self._chosen = None
-        if not self._wanted(optimizer) or (self._failure and not self._graphs):
+        groups = optimizer.param_groups
+        self._is_wanted = bool(optimizer.replay)
+        if optimizer.replay is None and optimizer.nonfinite != "raise":  # the user leaves it to us
+            first = groups[0]["params"][:1]
+            self._is_wanted = bool(first) and first[0].is_cuda and self.pays(groups)
+        if not self._is_wanted or (self._failure and not self._graphs):
             return None
         settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
-        now, before = binding(optimizer.param_groups, optimizer.state, settings), self._now
+        now, before = binding(groups, optimizer.state, settings), self._now
         self._now = now
         self._chosen = next((graph for graph in self._graphs if graph.fits(now)), None)
         if self._chosen is not None:
@@ -216,17 +202,22 @@ class Replay:
     ) -> Flag | bool:
         """Take a step: by the graph that is ready for it, by capturing one, or eagerly."""
         if self._chosen is None:
-            if not batches or not self._wanted(optimizer):
+            if not batches or not self._is_wanted:
                 return runner(optimizer, batches, contexts)
             reason = supports(optimizer, batches)
             if optimizer.replay and (reason or self.complaint):
-                optimizer._counters.not_replayed(reason or self.complaint)
+                not_replayed(optimizer, reason or self.complaint)
             if reason:
                 return runner(optimizer, batches, contexts)
-            self._place_scalars(batches)
+            # a learning rate and a decay on the device for each batch; between steps they are zero
+            wanted = [(batch.device, wide_dtype(batch.dtype)) for batch in batches for _ in ("lr", "decay")]
+            if [(scalar.device, scalar.dtype) for scalar in self._scalars] != wanted:
+                self._graphs.clear()
+                self._scalars = [torch.zeros((), device=device, dtype=dtype) for device, dtype in wanted]
             optimizer._counters.place(batches[0].device)
         self._steps_taken += 1
-        with self._handed_over(contexts):
+        try:
+            torch._foreach_add_(self._scalars, [float(x) for ctx in contexts for x in (ctx.eta, ctx.phi)])
             if self._chosen is not None:
                 self._replays += 1
                 self._steps_without = 0
@@ -234,6 +225,9 @@ class Replay:
                 self._chosen.replay(self._now)
             else:
                 self._take(optimizer, batches, contexts, runner)
+        except BaseException:
+            torch._foreach_zero_(self._scalars)  # or the next step would be too long
+            raise
         return True if self.flag is None else self.flag
 
     def _take(
@@ -257,15 +251,6 @@ class Replay:
         else:
             captured.replay(self._now)
 
-    def _wanted(self, optimizer: ScaledDecayOptimizer) -> bool:
-        """Whether to replay steps if possible: as the user chose, else when the step is CPU-bound."""
-        if optimizer.replay is not None:
-            return optimizer.replay
-        first = optimizer.param_groups[0]["params"][:1]
-        if not first or not first[0].is_cuda or optimizer.nonfinite == "raise":
-            return False
-        return self.pays(optimizer.param_groups)
-
     def pays(self, groups: Sequence[Group]) -> bool:
         """Whether steps of these parameters, the first of which is on a GPU, are quicker replayed, and could be."""
         if torch.version.hip is not None or not all(map(uses_builtin_kernels, groups)):  # not tried on AMD's GPUs
@@ -277,16 +262,6 @@ class Replay:
             self._counted = counts
             self._is_small = elements([param for group in groups for param in group["params"]]) < AUTOMATIC_BELOW
         return self._is_small and kernels.available(groups[0]["params"][0].device)
-
-    @contextmanager
-    def _handed_over(self, contexts: list[StepContext]) -> Iterator[None]:
-        """Give the rates of a step to the device; the step itself makes zeros of them again, or else its error does."""
-        try:
-            torch._foreach_add_(self._scalars, [float(x) for ctx in contexts for x in (ctx.eta, ctx.phi)])
-            yield
-        except BaseException:
-            torch._foreach_zero_(self._scalars)  # or the next step would be too long
-            raise
 
     @property
     def complaint(self) -> str:
@@ -305,18 +280,11 @@ class Replay:
         now = self._now
         if now is None or self._failure:
             return False
-        now = now if self._is_bound_to_places else now.anywhere()
+        now = now if self._is_bound_to_places else now._replace(places=())
         times = next((count for seen, count in self._seen if seen == now), 0)
         others = [entry for entry in self._seen if entry[0] != now]
         self._seen = [(now, times + 1), *others][:_REMEMBERED]
         return times >= SETTLED and self._captures < _FIRST_CAPTURES + self._steps_taken // _STEPS_FOR_A_CAPTURE
-
-    def _place_scalars(self, work: Sequence[Batch]) -> None:
-        """A learning rate and a decay on the device for each batch; between steps they are zero."""
-        wanted = [(batch.device, wide_dtype(batch.dtype)) for batch in work for _ in ("lr", "decay")]
-        if [(scalar.device, scalar.dtype) for scalar in self._scalars] != wanted:
-            self._graphs.clear()
-            self._scalars = [torch.zeros((), device=device, dtype=dtype) for device, dtype in wanted]
 
     def _capture(self, program: Callable[[], None], work: list[Batch], *, asked: bool) -> _Captured | None:
         """A graph of the program; None, and the reason kept, if there can be none.
@@ -326,28 +294,9 @@ class Replay:
         assert self._now is not None
         self._captures += 1
         grads = [item.grad for item in sorted(items_of(work), key=itemgetter(0))]  # in the order of the parameters
-        watch = GradientReads(grads)
-        try:
-            graph, tables = self._recorded(program, work[0].device, grads, watch)
-        except Exception as error:  # the step is taken eagerly now, and raises what the capture did not cause
-            self._failure = (str(error) or type(error).__name__).splitlines()[0]
-            return None
-        fixed = watch.seen or tables.overlap
-        if fixed and not asked:
-            self._failure = "gradients are read where they lie"
-            return None
-        self._is_bound_to_places |= fixed
-        bound_to = self._now if fixed else self._now.anywhere()
-        captured = _Captured(graph, bound_to, [batch._replace(items=[]) for batch in work], tables, self.flag)
-        self._graphs = [captured, *self._graphs][:_REMEMBERED]
-        return captured
-
-    def _recorded(
-        self, program: Callable[[], None], device: torch.device, grads: list[Tensor], watch: GradientReads
-    ) -> tuple[torch.cuda.CUDAGraph, GraphTables]:
-        """The program as a graph, with room for its tables."""
-        pool = self._graphs[0].graph.pool() if self._graphs else None
-        for room in _ROOMS:
+        device, pool = work[0].device, self._graphs[0].graph.pool() if self._graphs else None
+        watch, graph = GradientReads(grads), None
+        for room in _ROOMS:  # for the entries of all tables
             tables = GraphTables(grads, device, room)
 
             def begun(tables: GraphTables = tables) -> None:
@@ -355,11 +304,36 @@ class Replay:
                 with in_graph(tables), watch:
                     program()
 
-            with suppress(TooManyEntriesError):
+            try:
                 graph = recorded(begun, device, pool)
                 tables.finish()
-                return graph, tables
-        raise TooManyEntriesError(f"its tables have more than {_ROOMS[-1]} entries")
+                break
+            except TooManyEntriesError:
+                self._failure = f"its tables have more than {room} entries"
+            except Exception as error:  # the step is taken eagerly now, and raises what the capture did not cause
+                self._failure = (str(error) or type(error).__name__).splitlines()[0]
+                return None
+        if graph is None:
+            return None
+        fixed = watch.seen or tables.overlap
+        self._failure = "gradients are read where they lie" if fixed and not asked else ""
+        if self._failure:
+            return None
+        self._is_bound_to_places |= fixed
+        bound_to = self._now if fixed else self._now._replace(places=())
+        captured = _Captured(graph, bound_to, [batch._replace(items=[]) for batch in work], tables, self.flag)
+        self._graphs = [captured, *self._graphs][:_REMEMBERED]
+        return captured
+
+
+def not_replayed(optimizer: ScaledDecayOptimizer, reason: str) -> None:
+    """Warn once of steps that were meant to be replayed and are not."""
+    optimizer._counters.warn_once("not replayed", f"replay=True: steps run eagerly, because {reason}")
+
+
+def _counts_steps(group: Group) -> bool:
+    asks = ALGORITHMS[group["algorithm"]].counts_steps
+    return asks is not None and asks(group)
 
 
 def uses_builtin_kernels(group: Group) -> bool:
@@ -370,7 +344,7 @@ def uses_builtin_kernels(group: Group) -> bool:
         and in_kernels(PRECONDITION.member(group))
         and isinstance(ORTHOGONALIZERS.get(polar_name(group)), Iteration)
         and group["fused"] is not False
-        and not rates.counts_steps(group)
+        and not _counts_steps(group)
     )
 
 
@@ -386,6 +360,6 @@ def supports(optimizer: ScaledDecayOptimizer, batches: Sequence[Batch]) -> str:
             return "orthogonalizer='exact' waits for the device"
         if group["offload"]:
             return "offload=True copies state from the host and back"
-        if rates.counts_steps(group):
+        if _counts_steps(group):
             return f"algorithm={group['algorithm']!r} does something else every few steps"
     return ""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from muonsw import peak
 from muonsw.checkpoint import required_optimizer
-from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, Points, decay_factor, own_weight_decay, refuse_unknown_run
+from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, decay_factor, own_weight_decay, require_length
 from muonsw.options import validate_option
 from muonsw.text import users_line
 
@@ -42,7 +42,6 @@ def scale_weight_decay(
     *,
     peak_lr: float | str | None = None,
     total_steps: int | None = None,
-    decay_points: Points | None = None,
 ) -> ScaledWeightDecay:
     """Make an optimizer with decoupled weight decay follow a decay rule, by default lambda * lr^2 / peak.
 
@@ -55,7 +54,6 @@ def scale_weight_decay(
         peak_lr: the highest learning rate of the run; None takes what a scheduler recorded, else the current rate.
             "running_max" follows the highest rate so far.
         total_steps: the length of the run, for rules that end with it.
-        decay_points: (fraction of the run, multiple of weight_decay) for a piecewise decay.
 
     Returns:
         A handle; its `remove()` gives the groups their own `weight_decay` back.
@@ -72,8 +70,8 @@ def scale_weight_decay(
     rule = DECAY_RULES[validate_option("decay", decay)]
     if rule.uses_gradient:
         raise ValueError(f"decay={decay!r} follows the gradients, which {type(optimizer).__name__} keeps to itself")
-    length, points = validate_option("total_steps", total_steps), validate_option("decay_points", decay_points)
-    refuse_unknown_run(decay, f"decay={decay!r}", length, points)
+    length = validate_option("total_steps", total_steps)
+    require_length(decay, "", length)
     optimizer = required_optimizer(optimizer, "scale_weight_decay")
     setting, groups = validate_option("peak_lr", peak_lr), optimizer.param_groups
     if hasattr(optimizer, _HANDLE):
@@ -87,17 +85,14 @@ def scale_weight_decay(
                 f"is now {float(group['lr']):g}; pass peak_lr=<the highest learning rate of the run>"
             )
     peak.refuse_shared(setting, [group for group in groups if group["weight_decay"]])
-    return ScaledWeightDecay(optimizer, decay, setting, length, points)
+    return ScaledWeightDecay(optimizer, decay, setting, length)
 
 
 class ScaledWeightDecay:
     """Sets the `weight_decay` of an optimizer's groups before each of its steps."""
 
-    def __init__(
-        self, optimizer: Optimizer, decay: str, peak_lr: float | str | None, total_steps: int | None, points: Any
-    ) -> None:
-        self.optimizer, self.decay, self.peak_lr = optimizer, decay, peak_lr
-        self.total_steps, self.decay_points = total_steps, points
+    def __init__(self, optimizer: Optimizer, decay: str, peak_lr: float | str | None, total_steps: int | None) -> None:
+        self.optimizer, self.decay, self.peak_lr, self.total_steps = optimizer, decay, peak_lr, total_steps
         self._warned = False
         self._before_load: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
@@ -169,8 +164,8 @@ class ScaledWeightDecay:
                 self._warned = True
                 warnings.warn(message, peak.PeakLRWarning, stacklevel=users_line())
         group["step_count"] += 1
-        step, steps, points = group["step_count"], self.total_steps, self.decay_points
-        phi = decay_factor(self.decay, lam, eta, group["resolved_peak_lr"], step=step, steps=steps, points=points)
+        step, steps = group["step_count"], self.total_steps
+        phi = decay_factor(self.decay, lam, eta, group["resolved_peak_lr"], step=step, steps=steps)
         if not phi <= 1:
             raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
         group["base_weight_decay"], group["driven_weight_decay"] = lam, phi / eta if eta else 0.0

@@ -16,16 +16,15 @@ authors of Schedule-Free NorMuon found that it must be.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from muonsw import rates
 from muonsw.addons.norm_rules import acts
@@ -49,6 +48,16 @@ _COUNTERS: Group = {
     "averaging_lr": 0.0,
     "holds_y": False,
 }
+
+
+def _of_inner(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method of the optimizer inside."""
+
+    @wraps(method)
+    def call(self: ScheduleFree, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optimizer, method.__name__)(*args, **kwargs)
+
+    return call
 
 
 class ScheduleFree(Optimizer):
@@ -94,15 +103,9 @@ class ScheduleFree(Optimizer):
     ) -> None:
         if not isinstance(optimizer, ScaledDecayOptimizer):
             raise TypeError(f"ScheduleFree goes around AdamWSW, MuonSW or SGDSW, not a {type(optimizer).__name__}")
-        scalars = {"beta": beta, "warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}
-        for key, value in scalars.items():
+        require_number("beta", beta, 0, 1, open_ends=True)
+        for key, value in {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}.items():
             require_number(key, value)
-            if not math.isfinite(value):
-                raise ValueError(f"{key}={value!r}: must be a finite number")
-        if not 0 < beta < 1:
-            raise ValueError(f"beta={beta!r}: must be between 0 and 1")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps!r}: must be at least 0")
         if decay_at not in ("z", "y"):
             raise ValueError(f"decay_at={decay_at!r}: must be 'z' or 'y'")
         self.optimizer = optimizer
@@ -110,11 +113,13 @@ class ScheduleFree(Optimizer):
         self.beta, self.warmup_steps, self.r, self.weight_lr_power = beta, warmup_steps, r, weight_lr_power
         self.decay_at = decay_at
         self.training = any(group.get("holds_y", False) for group in self.param_groups)  # of a state that was loaded
-        self._refuse_groups()
-        for group in self.param_groups:
-            self._join(group)
+        self._join_groups()
         if any(group["decay"] == "scaled" and decays(group) for group in self.param_groups):
-            _warn_of_scaled_decay()
+            warnings.warn(
+                "under Schedule-Free the learning rate stays at its peak after warmup, where decay='scaled' is "
+                "decay='constant'; pass that, or filter this warning if a scheduler lowers the rate",
+                stacklevel=users_line(),
+            )
         if model is not None:
             model.register_forward_pre_hook(self._check_mode)
 
@@ -135,7 +140,7 @@ class ScheduleFree(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """What else the optimizer inside has: `routing`, `summary`, `set_peak_lr` and more."""
-        if name.startswith("_") or name == "optimizer":  # not there yet, or torch's own question
+        if name.startswith("_") or name == "optimizer":  # torch asks before the optimizer is there
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.optimizer, name)
 
@@ -144,36 +149,20 @@ class ScheduleFree(Optimizer):
         return {key: vars(self)[key] for key in _COPIED}
 
     # The optimizer inside saves and loads, and calls these hooks with itself.
-
-    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register a hook before saving, as torch does."""
-        return self.optimizer.register_state_dict_pre_hook(*args, **kwargs)
-
-    def register_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register a hook after saving, as torch does."""
-        return self.optimizer.register_state_dict_post_hook(*args, **kwargs)
-
-    def register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register a hook before loading, as torch does."""
-        return self.optimizer.register_load_state_dict_pre_hook(*args, **kwargs)
-
-    def register_load_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register a hook after loading, as torch does."""
-        return self.optimizer.register_load_state_dict_post_hook(*args, **kwargs)
+    register_state_dict_pre_hook = _of_inner(Optimizer.register_state_dict_pre_hook)
+    register_state_dict_post_hook = _of_inner(Optimizer.register_state_dict_post_hook)
+    register_load_state_dict_pre_hook = _of_inner(Optimizer.register_load_state_dict_pre_hook)
+    register_load_state_dict_post_hook = _of_inner(Optimizer.register_load_state_dict_post_hook)
+    zero_grad = _of_inner(Optimizer.zero_grad)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the optimizer inside; its average begins with its first step."""
         self.optimizer.add_param_group(param_group)
         try:
-            self._refuse_groups()
+            self._join_groups()
         except ValueError:
             self.param_groups.pop()
             raise
-        self._join(self.param_groups[-1])
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients."""
-        self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -203,25 +192,28 @@ class ScheduleFree(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        weights = [self._step_weight(group) for group in self.param_groups]
         if idle:
             self.optimizer.step()
             for param in self._stepped():
                 self.state[param].setdefault("z", param.detach().clone())
             return loss
-        self._refuse_groups()  # the model may have been converted since
-        ys = self._put_z()
-        lrs = [group["lr"] for group in self.param_groups]
-        stepped: set[Tensor] = set()
+        self._join_groups()  # the model may have been converted since
+        rates_before = [group["lr"] for group in self.param_groups]
+        warmups = [self._warmup(group) for group in self.param_groups]
+        highest = [
+            max(group["averaging_lr"], float(lr) * warmup)
+            for group, lr, warmup in zip(self.param_groups, rates_before, warmups, strict=True)
+        ]
+        ys, stepped = self._put_z(), set[Tensor]()
         try:
-            for group in self.param_groups:
-                group["lr"] *= self._warmup(group)
+            for group, warmup in zip(self.param_groups, warmups, strict=True):
+                group["lr"] *= warmup
             self.optimizer.step()
             phis = [rates.phi_of(group, float(group["lr"]), group["step_count"]) for group in self.param_groups]
             if self.optimizer._last_skipped is not True:
                 stepped = self._stepped()
         finally:
-            for group, lr in zip(self.param_groups, lrs, strict=True):
+            for group, lr in zip(self.param_groups, rates_before, strict=True):
                 group["lr"] = lr
             for param in ys.keys() - stepped:
                 held = local(param.detach())
@@ -229,8 +221,8 @@ class ScheduleFree(Optimizer):
                 held.copy_(ys[param])
         skipped = self.optimizer._last_skipped
         taken = 1 - skipped.bad.double() if isinstance(skipped, Flag) else float(not skipped)
-        for group, weight, phi in zip(self.param_groups, weights, phis, strict=True):
-            share = self._count(group, weight, taken)
+        for group, highest_lr, phi in zip(self.param_groups, highest, phis, strict=True):
+            share = self._count(group, highest_lr, taken)
             for param in [param for param in group["params"] if param in stepped]:
                 self._put_y(param, ys[param], share, phi * taken)
         return loss
@@ -254,7 +246,7 @@ class ScheduleFree(Optimizer):
 
         The state of a run without Schedule-Free begins a new average. Nothing is changed when it raises.
         """
-        handle = self.optimizer.register_load_state_dict_post_hook(lambda _: self._refuse_groups())
+        handle = self.optimizer.register_load_state_dict_post_hook(lambda _: self._join_groups())
         try:
             self.optimizer.load_state_dict(state_dict)
         finally:
@@ -262,20 +254,23 @@ class ScheduleFree(Optimizer):
         if not any("averaged_steps" in group for group in state_dict["param_groups"]):
             for group in self.param_groups:
                 group.update(_COUNTERS)
-        self.training = any(group.get("holds_y", False) for group in self.param_groups)
+        self.training = any(group["holds_y"] for group in self.param_groups)
 
-    def _refuse_groups(self) -> None:
-        """Refuse what cannot be averaged."""
+    def _join_groups(self) -> None:
+        """Refuse groups that cannot be averaged, and begin to count in new ones."""
         for number, group in enumerate(self.param_groups):
             if self.decay_at == "y" and (acts(group) or group["cautious"]):
                 raise ValueError(f"param group {number}: norm rules and cautious decay act on z; leave decay_at='z'")
-            for param in group["params"]:
-                _refuse_coarse(number, group, param.dtype)
-
-    def _join(self, group: Group) -> None:
-        """Begin to count."""
-        for key, value in {**_COUNTERS, "holds_y": self.training}.items():
-            group.setdefault(key, value)
+            for dtype in {param.dtype for param in group["params"]}:
+                kept = state_dtype(group["state_dtype"], dtype)
+                if dtype in LOW_PRECISION or kept.itemsize < dtype.itemsize:
+                    raise ValueError(
+                        f"param group {number}: a late step changes the average by less than {dtype} weights with "
+                        f"{kept} state can hold; keep both in float32"
+                    )
+        for group in self.param_groups:
+            for key, value in {**_COUNTERS, "holds_y": self.training}.items():
+                group.setdefault(key, value)
 
     def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Parameters that have left their start, each with its z, in their dtype where that was changed since."""
@@ -287,15 +282,11 @@ class ScheduleFree(Optimizer):
     def _warmup(self, group: Group) -> float:
         return min(1.0, (group["averaged_steps"] + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
-    def _step_weight(self, group: Group) -> tuple[float, float]:
-        """The weight of the next step in the average of a group, and the highest learning rate with it."""
-        highest = max(group["averaging_lr"], float(group["lr"]) * self._warmup(group))
-        return (group["averaged_steps"] + 1) ** self.r * highest**self.weight_lr_power, highest
-
-    def _count(self, group: Group, weight_and_rate: tuple[float, float], taken: float | Tensor) -> float | Tensor:
+    def _count(self, group: Group, highest_lr: float, taken: float | Tensor) -> float | Tensor:
         """Count a step of a group; its share c in the average, zero where it was skipped."""
-        weight, group["averaging_lr"] = weight_and_rate
         group["averaged_steps"] += 1
+        group["averaging_lr"] = highest_lr
+        weight = group["averaged_steps"] ** self.r * highest_lr**self.weight_lr_power
         group["averaging_weight"] += weight
         group["skipped_weight"] = group["skipped_weight"] + (1 - taken) * weight
         averaged = group["averaging_weight"] - group["skipped_weight"]
@@ -342,21 +333,3 @@ class ScheduleFree(Optimizer):
             raise RuntimeError("the model evaluates while its optimizer is in training mode; call optimizer.eval()")
         if model.training and not self.training and torch.is_grad_enabled():
             raise RuntimeError("the model trains while its optimizer is in evaluation mode; call optimizer.train()")
-
-
-def _refuse_coarse(number: int, group: Group, dtype: torch.dtype) -> None:
-    """Refuse weights or state in which an average would stand still."""
-    kept = state_dtype(group["state_dtype"], dtype)
-    if dtype in LOW_PRECISION or kept.itemsize < dtype.itemsize:
-        raise ValueError(
-            f"param group {number}: a late step changes the average by less than {dtype} weights with {kept} state can "
-            f"hold; keep both in float32"
-        )
-
-
-def _warn_of_scaled_decay() -> None:
-    warnings.warn(
-        "under Schedule-Free the learning rate stays at its peak after warmup, where decay='scaled' is "
-        "decay='constant'; pass that, or filter this warning if a scheduler lowers the rate",
-        stacklevel=users_line(),
-    )

@@ -1,9 +1,9 @@
 """What the ranks that hold a model together must agree on before a step: their plans, their settings, whether to skip.
 
 Each step begins with one small reduction over all of them. It carries the finite flag, a digest of parameters and
-settings, the options that are held in tensors, and which parameters lack a gradient. Its length hardly depends on the
-plan, so ranks with different plans find out instead of waiting for each other for ever. Every rank reads the result
-before it sends anything else; that one read is all that a step waits for on a GPU.
+settings, and which parameters lack a gradient. Its length hardly depends on the plan, so ranks with different plans
+find out instead of waiting for each other for ever. Every rank reads the result before it sends anything else; that one
+read is all that a step waits for on a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,101 +33,127 @@ if TYPE_CHECKING:
 _BLOCK = 1024
 
 
-class Agreement:
-    """The reduction that begins a step, over all ranks that hold parts or copies of the parameters."""
+class Known(NamedTuple):
+    """What follows from the parameters alone: a key that shows a change, lines about them, a digest, process groups."""
 
-    def __init__(self, process_group: ProcessGroup | None) -> None:
-        self._process_group = process_group
-        self._seen: Any = None
-        self._param_lines: list[str] = []
-        self._digest = ""
-        self._groups: list[ProcessGroup] = []
+    key: Any = None
+    lines: Sequence[str] = ()
+    digest: str = ""
+    groups: Sequence[ProcessGroup] = ()
 
-    def reach(
-        self, groups: Sequence[Group], ok: Tensor | bool, *, settings: Group, announced: Sequence[str]
-    ) -> tuple[bool, list[Tensor]]:
-        """Whether every rank may take the step, and the parameters that lack a gradient on this rank alone.
 
-        Args:
-            groups: the param groups.
-            ok: whether the gradients on this rank are finite, and it can take the step.
-            settings: options of the optimizer, which must be the same on all ranks, as those of its groups.
-            announced: what hooks of this step will do, in words; it must be the same on all ranks.
+def agree(
+    process_group: ProcessGroup | None,
+    groups: Sequence[Group],
+    known: Known,
+    *,
+    ok: Tensor | bool,
+    settings: Group,
+    announced: Sequence[str],
+) -> tuple[bool, list[Tensor], Known]:
+    """Whether every rank may take the step, the parameters that lack a gradient on this rank alone, and what to keep.
 
-        Raises:
-            RuntimeError: if the ranks have different parameters, shapes or settings, or have announced something else.
-            ValueError: if copies of a parameter differ, or have gradients on some ranks only.
-        """
-        members = [
-            (group, name, param)
-            for number, group in enumerate(groups)
-            for name, param in zip(names_of(group, number), group["params"], strict=True)
-        ]
-        # Other ranks hold parts of these, or copies that must stay the same.
-        watched = [(name, p) for _, name, p in members if self._process_group is not None or is_dtensor(p)]
-        seen = [(id(param), param.requires_grad, group["algorithm"]) for group, _, param in members]
-        is_new = seen != self._seen
-        if is_new:
-            self._seen = seen
-            self._param_lines = [_describe(*member) for member in members]
-            self._digest = hashlib.sha256("\n".join(self._param_lines).encode()).hexdigest()
-            self._groups = self._circles([param for _, param in watched])
-        options = [settings, *map(plain_options, groups)]
-        # a digest that fits into a signed number of eight bytes, as does its negative
-        digest = int.from_bytes(hashlib.sha256(repr([self._digest, options, announced]).encode()).digest()[:7])
-        lacks = [int(param.grad is None) for _, param in watched]
-        can_step, low, high, news, *both = self._reduced(
-            ok, [digest, -digest, int(is_new), *lacks, *(-lack for lack in lacks)], local(watched[0][1]).device
-        )
-        # where the smallest value and the smallest negative value are not opposite, ranks differ
-        if low != -high:
-            labels = ["the optimizer", *(label_of(group, number) for number, group in enumerate(groups))]
-            settings_of = zip(labels, options, strict=True)
-            lines = [f"{label}: {key}={value!r}" for label, chosen in settings_of for key, value in chosen.items()]
-            self._refuse([*lines, *self._param_lines, *announced])
-        if news and self._process_group is not None:
-            _compare_copies([(name, p) for name, p in watched if not is_dtensor(p)], self._process_group)
-        return bool(can_step), _absent(watched, lacks, both)
+    Args:
+        process_group: ranks that hold plain parameters alike.
+        groups: the param groups.
+        known: what the last step has returned.
+        ok: whether the gradients on this rank are finite, and it can take the step.
+        settings: options of the optimizer, which must be the same on all ranks, as those of its groups.
+        announced: what hooks of this step will do, in words; it must be the same on all ranks.
 
-    def _circles(self, params: Sequence[Tensor]) -> list[ProcessGroup]:
-        """Process groups that reach, one after another, every rank that holds parts or copies of the parameters."""
-        ranks = mesh_ranks(params)
-        if self._process_group is not None and ranks <= set(dist.get_process_group_ranks(self._process_group)):
-            return [self._process_group]
-        if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
-            return [dist.group.WORLD]
-        meshes = list(dict.fromkeys(as_dtensor(param).device_mesh for param in params if is_dtensor(param)))
-        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-        groups += [] if self._process_group is None else [self._process_group]
-        return groups if len(meshes) == 1 and self._process_group is None else groups * 2
+    Raises:
+        RuntimeError: if the ranks have different parameters, shapes or settings, or have announced something else.
+        ValueError: if copies of a parameter differ, or have gradients on some ranks only.
+    """
+    members = [
+        (group, name, param)
+        for number, group in enumerate(groups)
+        for name, param in zip(names_of(group, number), group["params"], strict=True)
+    ]
+    # Other ranks hold parts of these, or copies that must stay the same.
+    watched = [(name, param) for _, name, param in members if process_group is not None or is_dtensor(param)]
+    key = [(id(param), param.requires_grad, group["algorithm"]) for group, _, param in members]
+    is_new = key != known.key
+    if is_new:
+        lines = [_describe(*member) for member in members]
+        digest_of_lines = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        known = Known(key, lines, digest_of_lines, _circles(process_group, [param for _, param in watched]))
+    options = [settings, *map(plain_options, groups)]
+    # a digest that fits into a signed number of eight bytes, as does its negative
+    digest = int.from_bytes(hashlib.sha256(repr([known.digest, options, announced]).encode()).digest()[:7])
+    lacks = [int(param.grad is None) for _, param in watched]
+    values = [digest, -digest, int(is_new), *lacks, *(-lack for lack in lacks)]
+    can_step, low, high, news, *both = _reduced(known.groups, ok, values, local(watched[0][1]).device)
+    # where the smallest value and the smallest negative value are not opposite, ranks differ
+    if low != -high:
+        labels = ["the optimizer", *(label_of(group, number) for number, group in enumerate(groups))]
+        settings_of = zip(labels, options, strict=True)
+        lines = [f"{label}: {key}={value!r}" for label, chosen in settings_of for key, value in chosen.items()]
+        _refuse(known.groups[0], [*lines, *known.lines, *announced])
+    if news and process_group is not None:
+        _compare_copies([(name, param) for name, param in watched if not is_dtensor(param)], process_group)
+    absent = []
+    columns = zip(watched, lacks, both[: len(lacks)], both[len(lacks) :], strict=True)
+    for (name, param), lack, everywhere, somewhere in columns:
+        if everywhere != -somewhere and _has_copies_only(param, watched):
+            raise ValueError(
+                f"{name} has a gradient on some ranks only, and all hold copies of it; average gradients over all "
+                f"ranks before the step, as DistributedDataParallel does (find_unused_parameters=True)"
+            )
+        if lack and not everywhere:
+            absent.append(param)
+    return bool(can_step), absent, known
 
-    def _reduced(self, ok: Tensor | bool, values: list[int], device: torch.device) -> list[int]:
-        """The smallest of all ranks for each value; before them, whether all are ok."""
-        values = [1 if isinstance(ok, Tensor) else int(ok), *values]
-        message = torch.zeros(math.ceil(len(values) / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
-        message[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
-        if isinstance(ok, Tensor):
-            message[0] = copied_to(ok, device)
-        for group in self._groups:
-            dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
-        return message[: len(values)].tolist()
 
-    def _refuse(self, lines: list[str]) -> NoReturn:
-        """Say what this rank would do otherwise than another; all ranks are here."""
-        theirs: list[list[str]] = [[] for _ in range(dist.get_world_size(self._groups[0]))]
-        dist.all_gather_object(theirs, lines, group=self._groups[0])
-        for rank, others in zip(dist.get_process_group_ranks(self._groups[0]), theirs, strict=True):
-            for here, there in zip_longest(lines, others, fillvalue="nothing"):
-                if here != there:
-                    raise RuntimeError(
-                        f"the ranks would take different steps, so none is taken: rank {dist.get_rank()} has\n  {here}"
-                        f"\nwhere rank {rank} has\n  {there}\nbuild model and optimizer alike on every rank, and "
-                        f"change options on all of them"
-                    )
-        raise RuntimeError(
-            "the ranks would take different steps, so none is taken; compare optimizer.routing() and the options of "
-            "every rank, and build model and optimizer alike on each"
-        )
+def _has_copies_only(param: Tensor, watched: Sequence[tuple[str, Tensor]]) -> bool:
+    """Whether all ranks that agree hold a whole parameter; on a mesh of some of them, others may lack its gradient."""
+    if not is_dtensor(param):
+        return True
+    replicated = all(placement.is_replicate() for placement in as_dtensor(param).placements)
+    return replicated and mesh_ranks([param]) == mesh_ranks(other for _, other in watched)
+
+
+def _circles(process_group: ProcessGroup | None, params: Sequence[Tensor]) -> list[ProcessGroup]:
+    """Process groups that reach, one after another, every rank that holds parts or copies of the parameters."""
+    ranks = mesh_ranks(params)
+    if process_group is not None and ranks <= set(dist.get_process_group_ranks(process_group)):
+        return [process_group]
+    if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+        return [dist.group.WORLD]
+    meshes = list(dict.fromkeys(as_dtensor(param).device_mesh for param in params if is_dtensor(param)))
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    groups += [] if process_group is None else [process_group]
+    return groups if len(meshes) == 1 and process_group is None else groups * 2
+
+
+def _reduced(groups: Sequence[ProcessGroup], ok: Tensor | bool, values: list[int], device: torch.device) -> list[int]:
+    """The smallest of all ranks for each value; before them, whether all are ok."""
+    values = [1 if isinstance(ok, Tensor) else int(ok), *values]
+    message = torch.zeros(math.ceil(len(values) / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
+    message[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+    if isinstance(ok, Tensor):
+        message[0] = copied_to(ok, device)
+    for group in groups:
+        dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
+    return message[: len(values)].tolist()
+
+
+def _refuse(group: ProcessGroup, lines: list[str]) -> NoReturn:
+    """Say what this rank would do otherwise than another; all ranks are here."""
+    theirs: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(theirs, lines, group=group)
+    for rank, others in zip(dist.get_process_group_ranks(group), theirs, strict=True):
+        for here, there in zip_longest(lines, others, fillvalue="nothing"):
+            if here != there:
+                raise RuntimeError(
+                    f"the ranks would take different steps, so none is taken: rank {dist.get_rank()} has\n  {here}"
+                    f"\nwhere rank {rank} has\n  {there}\nbuild model and optimizer alike on every rank, and "
+                    f"change options on all of them"
+                )
+    raise RuntimeError(
+        "the ranks would take different steps, so none is taken; compare optimizer.routing() and the options of "
+        "every rank, and build model and optimizer alike on each"
+    )
 
 
 def _compare_copies(copies: Sequence[tuple[str, Tensor]], process_group: ProcessGroup) -> None:
@@ -147,30 +173,6 @@ def _compare_copies(copies: Sequence[tuple[str, Tensor]], process_group: Process
                 f"holds alike; wrap the model in DistributedDataParallel or broadcast it first, and leave "
                 f"process_group out where ranks hold different parameters"
             )
-
-
-def _absent(watched: Sequence[tuple[str, Tensor]], lacks: Sequence[int], values: Sequence[int]) -> list[Tensor]:
-    """Parameters that lack a gradient here, where it counts as zero, and have one elsewhere."""
-    absent = []
-    for (name, param), lack, everywhere, somewhere in zip(
-        watched, lacks, values[: len(lacks)], values[len(lacks) :], strict=True
-    ):
-        if everywhere != -somewhere and _has_copies_only(param, watched):
-            raise ValueError(
-                f"{name} has a gradient on some ranks only, and all hold copies of it; average gradients over all "
-                f"ranks before the step, as DistributedDataParallel does (find_unused_parameters=True)"
-            )
-        if lack and not everywhere:
-            absent.append(param)
-    return absent
-
-
-def _has_copies_only(param: Tensor, watched: Sequence[tuple[str, Tensor]]) -> bool:
-    """Whether all ranks that agree hold a whole parameter; on a mesh of some of them, others may lack its gradient."""
-    if not is_dtensor(param):
-        return True
-    replicated = all(placement.is_replicate() for placement in as_dtensor(param).placements)
-    return replicated and mesh_ranks([param]) == mesh_ranks(other for _, other in watched)
 
 
 # Not compared: what is held by each rank in its own way, and counts of steps, which a rank that failed has not taken.

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.algorithms.base import Update
-from muonsw.distributed.grid import Hop
 from muonsw.distributed.rounds import GRADIENT, MATRIX, Round, Shape, Trip, Unit, rule_of
 from muonsw.matrices import Part
 from muonsw.work import Batch, State
 
 Apply = Callable[[int, Update], None]
+Arrival = Callable[[], Tensor]
 
 
 def exchange_updates(batches: Sequence[Batch], rounds: Sequence[Round], apply: Apply) -> None:
@@ -35,22 +35,22 @@ def exchange_updates(batches: Sequence[Batch], rounds: Sequence[Round], apply: A
 
 def _exchange(batches: Sequence[Batch], round_: Round, apply: Apply) -> Iterator[None]:
     """One round; it pauses while its collectives are under way."""
-    transfers = [_send(round_, trip, _load(batches, round_, trip)) for trip in round_.there]
+    arriving = [_send(round_, trip, _load(batches, round_, trip)) for trip in round_.there]
     yield
-    transfers = _answer(batches, round_, transfers)
+    arriving = _answer(batches, round_, arriving)
     yield
-    for trip, transfer in zip(round_.back[1:], transfers[1:], strict=True):
-        for (unit, number), piece in zip(trip.held, transfer.wait().split_with_sizes(trip.lengths), strict=True):
+    for trip, arrival in zip(round_.back[1:], arriving[1:], strict=True):
+        for (unit, number), piece in zip(trip.held, arrival().split_with_sizes(trip.lengths), strict=True):
             state = _held(batches, unit, number)
             state.copy_(piece.view(state.shape))
-    _apply_directions(batches, round_, transfers[0].wait(), apply)
+    _apply_directions(batches, round_, arriving[0](), apply)
 
 
-def _answer(batches: Sequence[Batch], round_: Round, transfers: list[Transfer]) -> list[Transfer]:
+def _answer(batches: Sequence[Batch], round_: Round, arriving: list[Arrival]) -> list[Arrival]:
     """Compute the directions of the matrices that this rank owns, and send them and their new state back."""
     blocks: dict[Shape, State] = {}
     for trip in round_.there:
-        tensors = _assemble(round_, trip, transfers.pop(0).wait())  # frees the buffer
+        tensors = _assemble(round_, trip, arriving.pop(0)())  # frees the buffer
         for (shape, number, _), tensor in zip(trip.owned, tensors, strict=True):
             blocks.setdefault(shape, {})[shape.tensors[number].key] = tensor
     results = {
@@ -64,42 +64,25 @@ def _answer(batches: Sequence[Batch], round_: Round, transfers: list[Transfer]) 
     return returning
 
 
-class Transfer(NamedTuple):
-    """A buffer that collectives are filling, and what they read, which must stay until then.
+def _send(round_: Round, trip: Trip, send: Tensor) -> Arrival:
+    """Begin to send; what is returned waits for what arrives, on an accelerator its stream and not the host.
 
-    A last hop then puts it in order.
-    """
-
-    buffer: Tensor
-    handles: list[Any]
-    sent: Tensor | None = None
-    hop: Hop | None = None
-
-    def wait(self) -> Tensor:
-        """The buffer, filled; on an accelerator its stream waits, not the host."""
-        for handle in self.handles:
-            handle.wait()
-        return self.buffer if self.hop is None else self.hop.arrange(self.buffer)
-
-
-def _send(round_: Round, trip: Trip, send: Tensor) -> Transfer:
-    """Begin to send: shards along each axis of the grid in turn, of which only the last is not waited for.
-
-    The owners' results for copies go to all: one gathering where shares are equal, else one broadcast for each owner.
+    Shards travel along each axis of the grid in turn, of which only the last is not waited for. The owners' results for
+    copies go to all: one gathering where shares are equal, else one broadcast for each owner.
     """
     if not trip.shares:
-        transfer = Transfer(send, [])
+        arrival = _arrival(send)
         for hop in trip.hops[:-1]:
-            sent = hop.arrange(transfer.wait())
+            sent = hop.arrange(arrival())
             receive = sent.new_empty(sum(hop.received))
             handle = dist.all_to_all_single(receive, sent, hop.received, hop.sent, group=hop.group, async_op=True)
-            transfer = Transfer(receive, [handle], sent)
-        return transfer._replace(hop=trip.hops[-1]) if trip.hops else transfer
+            arrival = _arrival(receive, handle, sent=sent)
+        return (lambda: trip.hops[-1].arrange(arrival())) if trip.hops else arrival
     (group,) = round_.wire.grid.groups
     receive = send.new_empty(sum(trip.shares))
     if len(set(trip.shares)) == 1:
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
-        return Transfer(receive, [all_gather(receive, send, group=group, async_op=True)], send)
+        return _arrival(receive, all_gather(receive, send, group=group, async_op=True), sent=send)
     shares = receive.split_with_sizes(list(trip.shares))
     shares[round_.wire.grid.me].copy_(send)
     handles = [
@@ -107,7 +90,18 @@ def _send(round_: Round, trip: Trip, send: Tensor) -> Transfer:
         for rank, share in enumerate(shares)
         if share.numel()
     ]
-    return Transfer(receive, handles)
+    return _arrival(receive, *handles)
+
+
+def _arrival(buffer: Tensor, *handles: Any, sent: Tensor | None = None) -> Arrival:
+    """Wait for collectives that fill a buffer; `sent` is what they read, which must stay until then."""
+
+    def wait(_: Tensor | None = sent) -> Tensor:
+        for handle in handles:
+            handle.wait()
+        return buffer
+
+    return wait
 
 
 def _load(batches: Sequence[Batch], round_: Round, trip: Trip) -> Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.agreement import Agreement
+from muonsw.distributed.agreement import Known, agree
 from muonsw.distributed.layout import Layout, Layouts
 from muonsw.distributed.rounds import Round, make_rounds
 from muonsw.work import Batch, Group, Item
@@ -38,12 +38,15 @@ class Ranks:
         self.process_group = process_group
         self.announced: list[str] = []  # what a hook will do around this step together with all other ranks
         self.layouts = Layouts(process_group)
-        self._agreement = Agreement(process_group)
+        self._known = Known()
         self._rounds: dict[Any, list[Round]] = {}
 
     def agree(self, groups: Sequence[Group], settings: Group, *, ok: Tensor | bool) -> tuple[bool, list[Tensor]]:
-        """Agree with the other ranks on this step, and on what hooks have announced; see `Agreement.reach`."""
-        return self._agreement.reach(groups, ok, settings=settings, announced=self.announced)
+        """Agree with the other ranks on this step, and on what hooks have announced."""
+        can_step, absent, self._known = agree(
+            self.process_group, groups, self._known, ok=ok, settings=settings, announced=self.announced
+        )
+        return can_step, absent
 
     def sort(self, batch: Batch) -> tuple[list[Item], list[Item], list[Layout]]:
         """The items whose matrices are whole on this rank, and those that are exchanged, with their layouts."""

@@ -13,8 +13,8 @@ from typing import Literal
 from rich.console import Console
 
 from muonsw.decay import decay_factors
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.terminal import paragraph
+from muonsw.lab.console import paragraph
+from muonsw.lab.errors import UsageError
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.theory.schedule import sampled, schedule_of
 

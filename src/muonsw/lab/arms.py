@@ -11,8 +11,8 @@ from typing import Any
 from muonsw import decay
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.decay import DECAY_RULES
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import from_data
+from muonsw.lab.config import from_data
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import muon_lr_multiplier, scalings
 from muonsw.lab.runs import Run
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
@@ -150,12 +150,12 @@ def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
     """
     if not NORM_RULES[optimizer.norm].decays:
         return [0.0] * config.steps
-    if DECAY_RULES[optimizer.decay].uses_gradient:
+    if optimizer.decay not in DECAY_RULES or DECAY_RULES[optimizer.decay].uses_gradient:
         return [math.nan] * config.steps
     group = optimizer.lr * hidden_multiplier(config, optimizer)
     peak = group if optimizer.peak == "group" else optimizer.lr
     rates = [group * multiple for multiple in lr_multiples(config)]
-    return decay.decay_factors(optimizer.decay, optimizer.weight_decay, rates, peak, optimizer.decay_points)
+    return decay.decay_factors(optimizer.decay, optimizer.weight_decay, rates, peak)
 
 
 def refuse_too_much_decay(config: RunConfig, optimizer: OptimizerConfig) -> None:

@@ -13,9 +13,9 @@ from contextlib import redirect_stderr
 from typing import Any, Protocol, cast
 
 from muonsw import __version__
-from muonsw.lab.base.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, needed
 from muonsw.lab.base.launcher import end, report_error
-from muonsw.lab.base.terminal import enduring, harmless
+from muonsw.lab.console import enduring, harmless
+from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, needed
 from muonsw.registry import unknown
 
 # The module and class of each command, and what `muonsw --help` says about it.

@@ -26,9 +26,9 @@ from muonsw.lab.arms import (
     multiples,
     same_total,
 )
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import numbered, plain, read_object, refuse_folder, reported, write_json
-from muonsw.lab.base.tables import Column, Table
+from muonsw.lab.console import Column, Table
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import numbered, plain, read_object, refuse_folder, reported, write_json
 from muonsw.lab.outcome import (
     ArmOutcome,
     Outcome,

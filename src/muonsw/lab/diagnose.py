@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import Column, Table, norm_text, print_table
-from muonsw.lab.base.terminal import harmless
+from muonsw.lab.console import Column, Table, harmless, norm_text, print_table
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import plain
 from muonsw.lab.recipes import IDLE
 from muonsw.lab.report.charts import Axis, Chart, Curve, LegendEntry, Sheet
 from muonsw.lab.runs import Columns, Run, norm_history, unique_names

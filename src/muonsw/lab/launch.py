@@ -34,11 +34,11 @@ from filelock import FileLock
 from rich.console import Console
 
 from muonsw import machine
-from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError, needed
 from muonsw.lab.base.processes import stop_requests
 from muonsw.lab.base.progress import View, showing
-from muonsw.lab.base.storage import LOCK, parse_json, prepare_folder, read_object, write_atomically, write_json
-from muonsw.lab.base.terminal import say
+from muonsw.lab.console import say
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, needed
+from muonsw.lab.files import LOCK, parse_json, prepare_folder, read_object, write_atomically, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, METRICS, RESULT, refuse_other_settings

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from muonsw.lab.arms import Results, Runs, decay_factors
-from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text, norm_text
+from muonsw.lab.console import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text, norm_text
+from muonsw.lab.files import plain
 from muonsw.lab.runs import Run
 from muonsw.lab.stats import Estimate, Interval, interval_of, over_seeds
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.storage import prepare_folder, refuse_folder
-from muonsw.lab.base.tables import plain_text
 from muonsw.lab.compare import NUMBERS, verdict, write_numbers
+from muonsw.lab.console import plain_text
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import prepare_folder, refuse_folder
 from muonsw.lab.outcome import Outcome, arms_table, compare, pairs_table
 from muonsw.lab.report.page import PAGE, check_target, write_report
 from muonsw.lab.runs import Columns, Run, load_run

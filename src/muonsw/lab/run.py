@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from muonsw.lab.base.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
 from muonsw.lab.base.launcher import end, report_error
-from muonsw.lab.base.terminal import enduring, harmless, say
+from muonsw.lab.console import enduring, harmless, say
+from muonsw.lab.errors import FAILED, INTERRUPTED, OK, USAGE, Diverged, Interrupted, UsageError
 from muonsw.text import counted
 
 if TYPE_CHECKING:

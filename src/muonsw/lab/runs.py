@@ -30,9 +30,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import flatten
-from muonsw.lab.base.storage import read_object
+from muonsw.lab.config import flatten
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import read_object
 from muonsw.lab.model import enters_norm
 from muonsw.lab.theory.hypotheses import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, predict_norms

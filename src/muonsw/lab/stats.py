@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import Cell, Column, Table
+from muonsw.lab.console import Cell, Column, Table
+from muonsw.lab.files import plain
 from muonsw.lab.paper import Tolerance
 
 ONE_SEED = "one seed: chance is not excluded"

@@ -11,19 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.documents import Corpus, pieces, python_texts
 from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.errors import UsageError
 
 TEXTS = ["one\ntwo", "zwö", "third " * 5000, "ﬁn"]
 ROWS = [{"text": text, "id": number} for number, text in enumerate([*TEXTS[:2], "", *TEXTS[2:]])]
 
 
-def zstd(data):
-    return pytest.importorskip("pyarrow").compress(data, codec="zstd", asbytes=True)
-
-
-COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
 
 
 def json_lines(rows):
@@ -128,13 +124,13 @@ def test_text_files_of_every_kind_are_read_in_order(tmp_path):
             "a.md": "# mark",
             "empty.txt": "",
             "c.jsonl": json_lines(ROWS[:3]) + b"\n\n",
-            "deep/er/e.txt.gz": gzip.compress(b"zipped"),
+            "deep/er/e.txt": "deep",
             "[odd].txt": "odd",
             "windows.txt": b"\xef\xbb\xbfmarked",
             "windows.jsonl": b'\xef\xbb\xbf{"text": "marked"}',
         },
     )
-    in_order = ["odd", "# mark", "plain", "one\ntwo", "zwö", "zipped", "marked", "marked"]
+    in_order = ["odd", "# mark", "plain", "one\ntwo", "zwö", "deep", "marked", "marked"]
     assert texts(f"{tmp_path}/**/*.*") == in_order
     assert texts(tmp_path / "b.txt", f"{tmp_path}/*.txt") == ["plain", "odd", "marked"], "each file once"
     assert texts(tmp_path / "[odd].txt") == ["odd"]
@@ -144,14 +140,8 @@ def test_text_files_of_every_kind_are_read_in_order(tmp_path):
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_compression_changes_no_document(tmp_path, suffix):
+    pytest.importorskip("datasets")
     (tmp_path / f"a.jsonl{suffix}").write_bytes(COMPRESS[suffix](json_lines(ROWS)))
-    (tmp_path / f"b.txt{suffix}").write_bytes(COMPRESS[suffix](TEXTS[2].encode()))
-    assert texts(tmp_path) == [*TEXTS, *pieces(TEXTS[2])]
-
-
-def test_zstandard_frames_follow_each_other(tmp_path):
-    data = json_lines(ROWS)
-    (tmp_path / "a.jsonl.zst").write_bytes(zstd(data[:77]) + zstd(b"") + zstd(data[77:]))
     assert texts(tmp_path) == TEXTS
 
 
@@ -161,14 +151,13 @@ def test_parquet_rows_come_in_order(tmp_path):
         assert texts(path) == TEXTS
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_memory_does_not_grow_with_a_text_file(tmp_path, name):
+def test_memory_does_not_grow_with_a_text_file(tmp_path):
     text = "Zwölf Wörter.\r\n\r\n" * 2_000_000
-    (tmp_path / name).write_bytes(gzip.compress(text.encode(), 1) if name.endswith(".gz") else text.encode())
+    (tmp_path / "a.txt").write_bytes(text.encode())
     in_memory = list(pieces(text))
     tracemalloc.start()
     try:
-        documents = Corpus("text", files=(str(tmp_path / name),)).documents()
+        documents = Corpus("text", files=(str(tmp_path / "a.txt"),)).documents()
         assert all(streamed == piece for streamed, piece in zip(documents, in_memory, strict=True))
         assert tracemalloc.get_traced_memory()[1] < len(text)
     finally:
@@ -184,7 +173,7 @@ def test_a_long_text_is_cut_into_documents_that_join_to_it(text):
 
 
 def test_patterns_are_checked_before_the_first_document(tmp_path, monkeypatch):
-    write(tmp_path, {"a.txt": "a", "b.pdf": "b", "c.pdf.gz": "c", "d.parquet": "d", "e.txt.zst": "e", "none/f": ""})
+    write(tmp_path, {"a.txt": "a", "b.pdf": "b", "c.pdf.gz": "c", "d.parquet": "d", "e.jsonl.gz": "e", "none/f": ""})
     for name in ("*.md", "none"):
         with pytest.raises(UsageError, match=rf"no file matches .*{name[-2:]}: give \.txt"):
             Corpus("text", files=(f"{tmp_path}/a.txt", f"{tmp_path}/{name}")).documents()
@@ -192,7 +181,7 @@ def test_patterns_are_checked_before_the_first_document(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=rf"{name} is of no known kind: give \.txt"):
             Corpus("text", files=(f"{tmp_path}/{name}",)).documents()
     monkeypatch.setitem(sys.modules, "datasets", None)
-    for name in ("d.parquet", "e.txt.zst"):
+    for name in ("d.parquet", "e.jsonl.gz"):
         with pytest.raises(UsageError, match=rf"{name} needs the package datasets: run pip install '\.\[data\]'"):
             Corpus("text", files=(f"{tmp_path}/{name}",)).documents()
 
@@ -213,15 +202,15 @@ def test_a_file_without_text_is_named(tmp_path, name, content, match):
         texts(tmp_path / name)
 
 
-@pytest.mark.parametrize("damage", ["cut", "nonsense", "altered"])
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("damage", ["nonsense", "altered"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
 def test_a_damaged_file_is_named(tmp_path, name, damage):
     path, rows = tmp_path / name, [{"text": os.urandom(200).hex()} for _ in range(500)]
     good = write_parquet(path, rows).read_bytes() if name == "a.parquet" else COMPRESS[path.suffix](json_lines(rows))
     middle = len(good) // 2
     altered = good[:middle] + bytes(1000) + good[middle + 1000 :]
-    path.write_bytes({"cut": good[:-10], "nonsense": b"this is no such file", "altered": altered}[damage])
-    with pytest.raises(UsageError, match=rf"{name}(, line \d+| cannot be read): ."):
+    path.write_bytes({"nonsense": b"this is no such file", "altered": altered}[damage])
+    with pytest.raises(UsageError, match=rf"{name} cannot be read: ."):
         texts(path)
 
 
@@ -252,11 +241,9 @@ def test_a_dataset_is_streamed_in_order(hub):
 def test_a_dataset_that_cannot_be_read_is_named(hub, monkeypatch):
     import datasets
 
-    damaged = hub / "data" / "001_00000.parquet"
-    for content in (damaged.read_bytes()[:100] + bytes(200) + damaged.read_bytes()[300:], b""):
-        damaged.write_bytes(content)
-        with pytest.raises(UsageError, match=rf"{damaged} cannot be read"):
-            list(Corpus("fineweb", dataset=str(hub)).documents())
+    (hub / "data" / "001_00000.parquet").write_bytes(b"nothing")
+    with pytest.raises(UsageError, match=rf"the dataset {hub} cannot be read"):
+        list(Corpus("fineweb", dataset=str(hub)).documents())
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match=r"the dataset unknown/dataset \(sample-10BT\) cannot be read"):
         list(Corpus("fineweb", dataset="unknown/dataset").documents())

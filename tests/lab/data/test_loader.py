@@ -90,12 +90,7 @@ def test_any_split_reassembles_to_the_batch(shards, ranks, accumulation):
         assert same(joined(in_order), loader.batch_at(step))
 
 
-def test_a_split_that_is_not_even_is_refused(shards):
-    with pytest.raises(ValueError, match="12 does not split evenly into 5 ranks x 1 micro-batches"):
-        TokenLoader(shards, 8, 12, 0).micro_batches(0, ranks=5, rank=0, accumulation=1)
-
-
-@pytest.mark.parametrize(("start", "ahead"), [(0, 2), (1, 1), (4, 30), (11, 2)])
+@pytest.mark.parametrize(("start", "ahead"), [(0, 2), (4, 30)])
 def test_resuming_at_any_step_equals_the_uninterrupted_sequence(shards, start, ahead):
     loader = TokenLoader(shards, 8, 12, 3)
     batches = [loader.batch_at(step) for step in range(12)]
@@ -108,9 +103,9 @@ def prefetching():
     return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-def test_prefetching_is_endless_reads_ahead_and_ends_its_thread():
+def test_prefetching_reads_ahead_and_ends_its_thread():
     read = []
-    items = prefetch(lambda step: read.append(step) or step, 5, ahead=3)
+    items = prefetch(lambda step: read.append(step) or step, 5, 100, ahead=3)
     assert not prefetching(), "nothing runs before the first item is asked for"
     assert [next(items) for _ in range(4)] == [5, 6, 7, 8]
     items.close()
@@ -130,11 +125,6 @@ def test_an_error_while_prefetching_is_raised_in_its_place():
     with pytest.raises(OSError, match="the disk is gone"):
         next(items)
     assert not prefetching()
-
-
-def test_epochs_are_reported_before_the_run(shards):
-    loader = TokenLoader(shards, 8, 12, 0)
-    assert (loader.windows.count, loader.epochs(0), loader.epochs(49)) == (49, 0.0, 12.0)
 
 
 def test_a_limit_visits_the_first_windows_only(shards):

@@ -9,13 +9,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import LOCK, locked
 from muonsw.lab.data import prepare as module
 from muonsw.lab.data.documents import DEFAULT_VOCAB, Corpus
-from muonsw.lab.data.loader import TokenLoader, ValidationLoader
 from muonsw.lab.data.prepare import (
-    digest_of,
     held_out_fraction,
     is_validation,
     prepare,
@@ -25,7 +21,8 @@ from muonsw.lab.data.prepare import (
 from muonsw.lab.data.shards import RECORD, ShardError, load_tokenizer, open_split, read_record, verify_folder
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
-from tests.faults.killing import files_no_larger_than
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import LOCK, locked
 
 DOCUMENTS = list(islice(MarkovSource(seed=0, mean_length=100.0), 200))
 SETTINGS = {"validation_fraction": 0.1, "group_characters": 2000}
@@ -104,11 +101,6 @@ def test_the_split_follows_the_text_alone(folder, tmp_path):
     assert not any(is_validation(text, 0.0) for text in DOCUMENTS)
 
 
-def test_the_digest_tells_where_documents_end():
-    assert digest_of(["ab", "c"])[0] != digest_of(["a", "bc"])[0]
-    assert digest_of(["zwö"])[1] == 4
-
-
 @pytest.mark.parametrize("stop_at", [0, 1, 77, 199])
 def test_a_stopped_run_resumes_without_redoing_finished_groups(folder, tmp_path, stop_at):
     again = tmp_path / "again"
@@ -149,76 +141,11 @@ def test_a_lost_cut_or_altered_shard_is_refused_and_made_again(folder, harm):
     assert contents(folder) == before
 
 
-def test_a_repair_that_is_stopped_keeps_the_later_groups(folder):
-    before, counting, groups = contents(folder), Counting(), []
-
-    def finished(group):
-        groups.append(group)
-        if len(groups) == 2:
-            raise KeyboardInterrupt
-
-    read_record(folder).paths(folder, "train")[1].unlink()
-    with pytest.raises(KeyboardInterrupt):
-        prepare(DOCUMENTS, ByteTokenizer(), folder, **SETTINGS, finished=finished)
-    prepare(DOCUMENTS, counting, folder, **SETTINGS)
-    assert counting.encoded == 0
-    assert contents(folder) == before
-
-
 def test_changed_documents_are_encoded_again_and_nothing_else_is_left(folder):
     changed = ["new " + DOCUMENTS[0], *DOCUMENTS[1:100]]
     record = prepare(changed, ByteTokenizer(), folder, **SETTINGS)
     assert sorted(texts(folder, "train") + texts(folder, "validation")) == sorted(changed)
     assert set(folder.glob("*.tokens")) == {*record.paths(folder, "train"), *record.paths(folder, "validation")}
-
-
-def test_a_kill_between_a_shard_and_its_record_changes_nothing_even_if_the_sizes_agree(folder, monkeypatch):
-    """The shards of other texts have other names, so the record still speaks of its own."""
-    before, swapped = contents(folder), [text.translate(str.maketrans("ab", "ba")) for text in DOCUMENTS]
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "save_record", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(swapped, ByteTokenizer(), folder, **SETTINGS)
-    assert texts(folder, "train") == [text for text in DOCUMENTS if not is_validation(text, 0.1)]
-    prepare(DOCUMENTS, ByteTokenizer(), folder, **SETTINGS)
-    assert contents(folder) == before
-
-
-def test_half_written_files_of_a_killed_run_are_removed_and_no_others(tmp_path):
-    leftovers = [".train-00000.tokens.4711", ".data.json.12", ".vocab.bpe.9", ".tokenizer.json.9"]
-    others = ["notes.txt", "my.tokens", ".hidden.12"]
-    for name in leftovers + others:
-        (tmp_path / name).write_text("half", encoding="utf-8")
-    prepare(DOCUMENTS, ByteTokenizer(), tmp_path, **SETTINGS)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names.isdisjoint(leftovers)
-    assert names >= set(others)
-
-
-@pytest.mark.parametrize(("size", "name"), [(1500, "train-00000"), (0, "data.json")])
-def test_a_full_disk_is_named_and_the_run_resumes(folder, tmp_path, size, name):
-    again = tmp_path / "again"
-    with files_no_larger_than(size), pytest.raises(UsageError, match=rf"{name}.* cannot be written: File too large"):
-        prepare(DOCUMENTS, ByteTokenizer(), again, **SETTINGS)
-    assert [path.name for path in again.glob(".*")] in ([], [LOCK])
-    prepare(DOCUMENTS, ByteTokenizer(), again, **SETTINGS)
-    assert contents(again) == contents(folder)
-
-
-def test_documents_are_read_no_further_than_the_group_at_hand(tmp_path):
-    read, done = [], []
-
-    def stream():
-        for text in DOCUMENTS:
-            read.append(text)
-            yield text
-
-    def finished(group):
-        done.append(group.documents)
-        assert len(read) == sum(done)
-
-    prepare(stream(), ByteTokenizer(), tmp_path, **SETTINGS, finished=finished)
-    assert sum(done) == len(DOCUMENTS)
 
 
 def test_other_settings_in_the_same_folder_are_refused(folder):
@@ -237,15 +164,6 @@ def test_no_document_is_an_error_before_a_folder_is_made(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_the_default_corpus_can_be_trained_on(tmp_path):
-    record = prepare_default(tmp_path, limit_characters=1_500_000)
-    assert load_tokenizer(tmp_path).vocab_size == record.vocab_size == 1024
-    assert TokenLoader(open_split(tmp_path, "train"), 64, 8, 0).batch_at(0)[0].shape == (8, 64)
-    assert len(ValidationLoader(open_split(tmp_path, "validation"), 64, 8)) > 0
-    modules = list(Corpus(limit_characters=1_500_000).documents())
-    assert sorted(texts(tmp_path, "train") + texts(tmp_path, "validation")) == sorted(modules)
-
-
 def test_asking_again_touches_nothing_and_reads_nothing(default, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in default.iterdir()}
     monkeypatch.setattr(Corpus, "documents", None)
@@ -259,13 +177,6 @@ def test_asking_again_repairs_what_is_missing_or_damaged(default):
     (default / "tokenizer.json").write_text("{}", encoding="utf-8")
     prepare_default(default, **SMALL)
     assert contents(default) == before, "training the tokenizer again gives the same one"
-
-
-def test_an_interrupted_corpus_resumes_to_the_same_files(default, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        prepare_corpus(tmp_path / "again", Corpus(**SMALL), finished=stop)
-    prepare_default(tmp_path / "again", **SMALL)
-    assert contents(tmp_path / "again") == contents(default)
 
 
 @pytest.mark.parametrize(

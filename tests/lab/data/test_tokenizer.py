@@ -1,16 +1,12 @@
 """Every tokenizer gives back the text it was given, never invents an end of document, and knows who it is."""
 
 import json
-import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.tokenizer import (
     BPE_FILE,
     END_TEXT,
@@ -21,6 +17,7 @@ from muonsw.lab.data.tokenizer import (
     padded_vocab,
     restore,
 )
+from muonsw.lab.errors import UsageError
 
 CORPUS = ["the quick brown fox jumps over the lazy dog. " * 20, "def the_function(there): return there\n" * 20]
 FILES = {"bytes": None, "bpe": [BPE_FILE], "gpt2": list(GPT2_FILES)}
@@ -122,14 +119,6 @@ def test_identities_are_pinned(tmp_path):
     assert make("gpt2", tmp_path).identity == "ab9165e5f0f602df19307d402a1e2a0a37e6d8de15e726806e31ca5eb381a715"
 
 
-def test_a_trained_tokenizer_compresses(tmp_path):
-    tokenizer = make("bpe", tmp_path)
-    assert len(tokenizer.encode(CORPUS[0])) < len(CORPUS[0]) / 2
-    assert tokenizer.vocab_size == 300
-    assert BPETokenizer.train(CORPUS, 257).vocab_size == 257
-    assert BPETokenizer.train(["abc"], 10_000).vocab_size < 300, "a small corpus has few merges"
-
-
 def test_a_bpe_needs_a_readable_file(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "broken.json").write_text('{"model": 1}', encoding="utf-8")
@@ -160,22 +149,3 @@ def test_a_missing_gpt2_vocabulary_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(UsageError, match=r"ConnectionError.*folder with GPT-2's vocab\.bpe"):
         GPT2Tokenizer()
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    for name in ("tokenizers", "tiktoken"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match=r"needs the package tokenizers: run pip install"):
-        BPETokenizer.train(CORPUS, 300)
-    with pytest.raises(UsageError, match=r"needs the package tiktoken: run pip install"):
-        GPT2Tokenizer()
-
-
-@pytest.mark.skipif("MUONSW_GPT2_FILES" not in os.environ, reason="MUONSW_GPT2_FILES: a folder with GPT-2's files")
-def test_the_real_vocabulary_gives_the_known_ids():
-    pytest.importorskip("tiktoken")
-    tokenizer = GPT2Tokenizer(Path(os.environ["MUONSW_GPT2_FILES"]))
-    assert tokenizer.vocab_size == 50_257
-    code = [4299, 277, 7, 87, 2599, 198, 220, 220, 220, 1441, 2124]
-    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
-    assert tokenizer.encode("def f(x):\n    return x").tolist() == code

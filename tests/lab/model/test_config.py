@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from muonsw.lab.model import PRESETS, Decoder, ModelConfig, MuP, preset
+from muonsw.lab.model import PRESETS, Decoder, MuP, preset
 from tests.lab.model.small_models import small, tokens
 
 HEADS_AND_FF = {"w128": (2, 512), "w256": (4, 768), "w512": (8, 1536), "w768": (12, 2048), "w1024": (16, 2816)}
@@ -27,28 +27,17 @@ def test_every_preset_has_a_dense_variant_that_differs_in_the_experts_alone():
         assert dataclasses.replace(dense, experts=config.experts, top_k=config.top_k) == config
 
 
-def test_presets_cannot_be_changed():
-    with pytest.raises(TypeError):
-        PRESETS["w128"] = ModelConfig(width=128)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PRESETS["w128"].width = 1
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"width": 20}, r"width=20 must be a multiple of head_dim=8; try width=16"),
         ({"width": 0}, r"width=0 must be a positive"),
         ({"width": 9, "head_dim": 3}, r"head_dim=3 must be even"),
-        ({"layers": -1}, r"layers=-1 must be a positive"),
         ({"layers": 2.5}, r"layers=2\.5 must be a whole number"),
         ({"ff": 0}, r"ff=0 must be a positive"),
         ({"top_k": 9}, r"top_k=9 must not exceed experts=8"),
-        ({"vocab": 0}, r"vocab=0"),
         ({"rope_theta": math.inf}, r"rope_theta=inf"),
-        ({"norm_eps": math.nan}, r"norm_eps=nan"),
         ({"balance_coef": -0.1}, r"balance_coef=-0.1 .* 0 switches"),
-        ({"z_coef": math.nan}, r"z_coef=nan"),
         ({"balance_over": "epoch"}, r"balance_over='epoch' must be one of batch, sequence"),
     ],
 )
@@ -62,11 +51,6 @@ def test_invalid_mup_constants_are_named():
         MuP(init_std=0)
     with pytest.raises(ValueError, match=r"mup\.base_width=-1"):
         MuP(base_width=-1)
-
-
-def test_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown preset 'w99'; choose from w128, w256"):
-        preset("w99")
 
 
 def test_a_sequence_that_is_too_long_is_refused():

@@ -34,11 +34,6 @@ def test_equals_the_plain_one_in_value_and_gradient(chunk, scale):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
 
 
-def test_gradients_are_those_of_finite_differences():
-    x, weight, targets = problem(5, 3, 7)
-    assert torch.autograd.gradcheck(lambda a, b: cross_entropy(a, b, targets, scale=0.5, chunk=2), (x, weight))
-
-
 def test_second_derivatives_are_refused_rather_than_wrong():
     x, weight, targets = problem()
     (slope,) = torch.autograd.grad(cross_entropy(x, weight, targets).square(), x, create_graph=True)
@@ -60,14 +55,6 @@ def test_without_gradients_none_are_computed():
         value = cross_entropy(x, weight, targets, chunk=4)
     assert not value.requires_grad
     assert seen.products == 6  # one for each chunk, none for a gradient
-
-
-def test_a_frozen_head_gets_no_gradient():
-    x, weight, targets = problem()
-    weight.requires_grad_(False)
-    cross_entropy(x, weight, targets).backward()
-    assert weight.grad is None
-    torch.testing.assert_close(x.grad, torch.autograd.grad(plain(x, weight, targets, 1.0), x)[0])
 
 
 def test_bfloat16_inputs_give_a_float32_loss_near_the_exact_one():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies import records
 from tests.lab.studies.small_comparisons import by_settings, comparison

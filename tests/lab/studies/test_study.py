@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.main_table import all_rows
 from muonsw.lab.studies.scales import GPT2_VOCAB, SCALES, find_data

@@ -4,10 +4,6 @@ import math
 import shutil
 from dataclasses import replace
 
-import pytest
-import torch
-
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training, with_fingerprint
@@ -40,17 +36,6 @@ def test_damaged_checkpoints_of_later_updates_take_no_place_from_good_ones(unint
     assert_same_run(uninterrupted, tmp_path, 12)
 
 
-def test_a_damaged_checkpoint_of_an_earlier_update_is_not_counted_either(tmp_path):
-    stop_at(8, small_run(keep=3, steps=16), tmp_path)
-    damage(tmp_path / "checkpoints" / "step-00000004")
-    notes = []
-    train(small_run(keep=3, steps=16), tmp_path, Watch(note=notes.append))
-    assert "after update 8" in notes[0]
-    assert "step-00000004/model.safetensors does not match" in notes[1]
-    whole = ["step-00000008", "step-00000012", "step-00000016"]
-    assert checkpoints(tmp_path) == ["damaged-step-00000004.1", *whole]
-
-
 def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_keeps_its_records(uninterrupted, tmp_path):
     stop_at(4, small_run(), tmp_path)
     before = losses(tmp_path)
@@ -72,35 +57,6 @@ def test_only_the_last_checkpoints_and_the_best_are_kept(tmp_path):
     assert best < 28, "the test needs a best evaluation before the last two"
     kept = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "checkpoints")}
     assert kept == {best, 28, 32}
-
-
-@pytest.mark.parametrize("linked", [True, False])
-def test_checkpoints_that_cannot_be_written_are_named_before_the_first_update(tmp_path, linked):
-    train(small_run(), tmp_path / "run")
-    before, place = losses(tmp_path / "run"), tmp_path / "run" / "checkpoints"
-    shutil.rmtree(place)
-    (tmp_path / "run" / "result.json").unlink()
-    if linked:
-        place.symlink_to(tmp_path / "gone")
-    else:
-        place.write_text("", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"cannot write to the folder .*checkpoints: "):
-        train(small_run(), tmp_path / "run")
-    assert losses(tmp_path / "run") == before, "the run is not begun anew"
-
-
-def test_a_checkpoint_with_rates_in_tensors_is_read(tmp_path):
-    """As versions before 0.1 wrote them on accelerators."""
-    saved = Training(with_fingerprint(small_run()))
-    saved.evaluate()
-    for group in saved.optimizer.param_groups:
-        group["lr"] = torch.tensor(0.5 * group["lr"])
-        group["capturable"] = True
-    path = checkpoint.save(tmp_path, saved.checkpoint())
-    resumed = Training(with_fingerprint(small_run()))
-    resumed.load(checkpoint.load(path))
-    rates = [float(group["lr"]) for group in saved.optimizer.param_groups]
-    assert [group["lr"] for group in resumed.optimizer.param_groups] == rates
 
 
 def test_an_evaluation_without_a_number_goes_through_a_checkpoint(tmp_path):

@@ -2,20 +2,18 @@
 
 import json
 import shlex
-from contextlib import suppress
-from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import from_data
-from muonsw.lab.base.storage import locked, write_json
 from muonsw.lab.cli import main
+from muonsw.lab.config import from_data
 from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
+from muonsw.lab.data.tokenizer import ByteTokenizer
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import locked
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.train.config import DataConfig, RunConfig
 from muonsw.lab.train.export import export, load_model, sample
@@ -73,20 +71,6 @@ def test_an_export_needs_nothing_of_the_run(run, tmp_path):
         (run.parent / "elsewhere").rename(run.parent / "data")
 
 
-def test_a_tokenizer_that_an_export_would_miss_is_named_before_the_first_update(tmp_path, capsys):
-    data, settings = tmp_path / "data", tmp_path / "config.json"
-    documents = [SENTENCE * 20 + str(number) for number in range(40)]
-    prepare(documents, BPETokenizer.train(documents, 300), data, validation_fraction=0.2)
-    config = replace(small_run(steps=1), data=DataConfig(str(data)))
-    write_json(settings, config.as_data())
-    assert main(["train", "--config", str(settings), "--out", str(tmp_path / "whole")]) == 0
-    assert "note: " not in capsys.readouterr().out
-    (data / "tokenizer.json").unlink()
-    assert main(["train", "--config", str(settings), "--out", str(tmp_path / "lost")]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert 0 < printed.index("tokenizer.json is missing") < printed.index("update 0 of 1")
-
-
 def test_the_best_checkpoint_can_be_exported(run, tmp_path):
     best = json.loads((run / "result.json").read_text(encoding="utf-8"))["best_step"]
     export(run, tmp_path, best=True)
@@ -134,37 +118,6 @@ def files_below(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_export_follows_no_link_and_no_name_of_the_record_out_of_its_folder(run, tmp_path):
-    """The default place is inside the run, which another program may have filled."""
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "tokenizer").symlink_to(outside)
-    with pytest.raises(UsageError, match="tokenizer is a link: delete it"):
-        export(run, tmp_path / "export")
-    (tmp_path / "link").symlink_to(outside)
-    with pytest.raises(UsageError, match="link is a link: delete it, or name the folder"):
-        export(run, tmp_path / "link")
-    (tmp_path / "export" / "tokenizer").unlink()
-    (tmp_path / "export" / "model.safetensors").symlink_to(outside / "model.safetensors")
-    with pytest.raises(UsageError, match="not written by an export"):
-        export(run, tmp_path / "export")
-    assert not files_below(outside)
-
-
-def test_names_in_the_record_of_the_data_lead_nowhere(run, tmp_path):
-    record = run.parent / "data" / "data.json"
-    before = record.read_text(encoding="utf-8")
-    for kind in ("bytes", "bpe"):
-        content = json.loads(before)
-        content["tokenizer_description"] = {"kind": kind, "files": ["../../escaped", "/escaped"]}
-        record.write_text(json.dumps(content), encoding="utf-8")
-        with suppress(UsageError):  # there is no BPE in that folder
-            export(run, tmp_path / "inner" / "export")
-    record.write_text(before, encoding="utf-8")
-    assert {path.relative_to(tmp_path).parts[:2] for path in files_below(tmp_path)} == {("inner", "export")}
-
-
 @pytest.mark.parametrize(
     ("name", "content"), [("config.json", "{}"), ("config.json", "of another program"), ("model.safetensors", "{}")]
 )
@@ -174,10 +127,9 @@ def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path, name,
     (tmp_path / "config.json").unlink()
     (tmp_path / name).write_text(content, encoding="utf-8")
     before = files_below(tmp_path)
-    with pytest.raises(UsageError, match=f"{name} .* choose another folder with --out"):
-        export(run, tmp_path)
-    with pytest.raises(UsageError, match=r"config\.json belongs to something else"):
-        export(run, run)
+    for folder in (tmp_path, run):
+        with pytest.raises(UsageError, match="choose another folder with --out"):
+            export(run, folder)
     assert files_below(tmp_path) == before
 
 

@@ -28,7 +28,7 @@ def run(folder, graphs, **settings):
     return {(r["kind"], r["step"]): r for r in losses(folder)}
 
 
-def test_replayed_gradientss_are_the_updates(tmp_path):
+def test_replayed_gradients_are_those_of_eager_updates(tmp_path):
     """Evaluations and telemetry included; kernels that add in any order leave a difference of rounding."""
     plain, replayed = run(tmp_path / "plain", "off"), run(tmp_path / "replayed", "on")
     assert plain.keys() == replayed.keys()

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from muonsw.lab.base.terminal import harmless, say
+from muonsw.lab.console import harmless, say
 
 SECONDS_BETWEEN_LINES = 10.0
 REFRESHES_PER_SECOND = 2

@@ -13,14 +13,14 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.arms import Arm, parse_arm, refuse_too_much_decay
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import prepare_folder
-from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.shared import given, print_conclusion, require_at_least_one
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.compare import FACTORS, Question, advise_arm, answer
+from muonsw.lab.console import paragraph, say
 from muonsw.lab.data.shards import read_record
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import prepare_folder
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs

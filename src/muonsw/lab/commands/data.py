@@ -11,7 +11,7 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.lab.base.progress import showing
-from muonsw.lab.base.terminal import say
+from muonsw.lab.console import say
 from muonsw.lab.data.documents import Corpus
 from muonsw.lab.data.prepare import prepare_corpus
 from muonsw.lab.data.shards import SPLITS, DataRecord, Group, read_record, verify_folder

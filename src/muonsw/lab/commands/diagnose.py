@@ -11,10 +11,10 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import prepare_folder, write_atomically
-from muonsw.lab.base.terminal import say
+from muonsw.lab.console import say
 from muonsw.lab.diagnose import as_data, diagnose, draw, print_diagnosis, recorded_settings
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import prepare_folder, write_atomically
 from muonsw.lab.runs import Run, load_runs
 
 

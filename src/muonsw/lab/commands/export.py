@@ -11,8 +11,8 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.terminal import harmless, say
+from muonsw.lab.console import harmless, say
+from muonsw.lab.errors import UsageError
 from muonsw.lab.train.config import LARGEST
 from muonsw.lab.train.export import export, load_model, sample
 

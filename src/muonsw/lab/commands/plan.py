@@ -10,10 +10,9 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import plain
-from muonsw.lab.base.tables import Table, print_table
-from muonsw.lab.base.terminal import say
+from muonsw.lab.console import Table, print_table, say
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import plain
 from muonsw.lab.model import preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS
 from muonsw.lab.plan import GIB, H200, ON_PAPER, RunPlan, Setup, parse_amount, plan, rows_of

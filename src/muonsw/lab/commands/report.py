@@ -9,8 +9,8 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.terminal import say
+from muonsw.lab.console import say
+from muonsw.lab.errors import UsageError
 from muonsw.lab.report.page import check_target, write_report
 from muonsw.lab.runs import load_runs, runs_below
 from muonsw.lab.train.folder import CONFIG

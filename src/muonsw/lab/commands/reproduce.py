@@ -11,11 +11,10 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from muonsw import machine
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import prepare_folder
-from muonsw.lab.base.tables import Column, Table, Value, print_table
-from muonsw.lab.base.terminal import paragraph, say
 from muonsw.lab.commands.shared import print_conclusion, require_at_least_one
+from muonsw.lab.console import Column, Table, Value, paragraph, print_table, say
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import prepare_folder
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report.page import PAGE, check_target

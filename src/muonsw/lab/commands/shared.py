@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.tables import Table, print_table
-from muonsw.lab.base.terminal import paragraph, say
+from muonsw.lab.console import Table, paragraph, print_table, say
+from muonsw.lab.errors import UsageError
 from muonsw.text import counted
 
 

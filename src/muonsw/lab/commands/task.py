@@ -20,11 +20,11 @@ from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.lab.advise import RULES
 from muonsw.lab.arms import Arm
-from muonsw.lab.base.errors import FAILED, Diverged, Interrupted, UsageError
-from muonsw.lab.base.storage import prepare_folder, write_atomically
-from muonsw.lab.base.terminal import harmless, paragraph, say
 from muonsw.lab.commands.shared import changed, given, require_at_least_one
 from muonsw.lab.compare import FACTORS, advise_arm
+from muonsw.lab.console import harmless, paragraph, say
+from muonsw.lab.errors import FAILED, Diverged, Interrupted, UsageError
+from muonsw.lab.files import prepare_folder, write_atomically
 from muonsw.lab.launch import runs_at_once
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.config import RunConfig

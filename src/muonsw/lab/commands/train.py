@@ -11,12 +11,12 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.arms import refuse_too_much_decay
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.storage import require_writable
-from muonsw.lab.base.terminal import say
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.shared import changed, given
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
+from muonsw.lab.console import say
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import require_writable
 from muonsw.lab.run import run
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file

@@ -1,31 +1,26 @@
 """Documents: which texts a corpus has, in an order that never changes.
 
-Text files and JSON lines are read here, as streams; Parquet files and the Hugging Face hub are read by `datasets`.
+Text files and JSON lines are read here, as streams; everything else by the Hugging Face library `datasets`.
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
 import hashlib
 import io
 import json
-import lzma
 import os
 import sysconfig
 import tokenize
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from muonsw.lab.base.errors import UsageError, needed
 from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import BYTES
+from muonsw.lab.errors import UsageError, needed
 
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
@@ -59,7 +54,7 @@ class Corpus:
         (3, True)
         >>> Corpus("synthetic")
         Traceback (most recent call last):
-        muonsw.lab.base.errors.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
+        muonsw.lab.errors.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
     """
 
     source: Source = "python"
@@ -69,7 +64,7 @@ class Corpus:
     """Add the installed packages to the source `python`."""
 
     files: tuple[str, ...] = ()
-    """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz, .zst) and .parquet."""
+    """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz) or .parquet."""
 
     dataset: str = "HuggingFaceFW/fineweb"
     """Name on the hub for the source `fineweb`, or a local folder with a field `text`."""
@@ -177,8 +172,7 @@ def python_texts(roots: Iterable[Path]) -> Iterator[str]:
             folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
             paths += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
         for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
-            with _naming(path):
-                data = path.read_bytes()
+            data = path.read_bytes()
             digest = hashlib.blake2b(data, digest_size=16).digest()
             if digest in seen:
                 continue
@@ -196,7 +190,7 @@ def matching_files(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            below = [file.relative_to(path) for file in path.rglob("*") if _kind(file) in _READERS and file.is_file()]
+            below = [file.relative_to(path) for file in path.rglob("*") if _kind(file) and file.is_file()]
             visible = [name for name in below if not any(part.startswith(".") for part in name.parts)]
             matches = [path / name for name in sorted(visible, key=Path.as_posix)]
         else:
@@ -207,34 +201,30 @@ def matching_files(patterns: Iterable[str]) -> list[Path]:
             raise UsageError(f"no file matches {pattern}: give {KINDS}, a folder of them, or a quoted glob")
         files |= dict.fromkeys(matches)
     for path in files:
-        if _kind(path) not in _READERS:
+        if not _kind(path):
             raise UsageError(f"{path} is of no known kind: give {KINDS}")
-        if path.suffix == ".zst" or _kind(path) == ".parquet":
+        if _kind(path) in _BUILDERS:
             needed("datasets", f"{path} needs", "data")  # before any work is done
     return list(files)
 
 
 def _kind(path: Path) -> str:
-    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+    return next((kind for kind in (*_READERS, *_BUILDERS) if path.name.endswith(kind)), "")
 
 
 def _file_texts(path: Path) -> Iterator[str]:
-    with _naming(path):
-        yield from _READERS[_kind(path)](path)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turn what is wrong with a file into an error that names it."""
+    if builder := _BUILDERS.get(_kind(path)):
+        yield from _dataset_texts(str(path), builder, data_files=glob.escape(str(path)))
+        return
     try:
-        yield
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        yield from _READERS[_kind(path)](path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path} cannot be read: {reason}; repair it or leave it out") from error
 
 
 def _plain_texts(path: Path) -> Iterator[str]:
-    with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as stream:
+    with path.open(encoding="utf-8-sig", newline="") as stream:
         # The first block decides the size of the pieces, however many blocks follow.
         blocks = iter(lambda: stream.read(_PIECES * max(_PIECE_CHARACTERS)), "")
         yield from pieces(next(blocks, ""), blocks)
@@ -267,7 +257,7 @@ def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
 
 
 def _json_texts(path: Path) -> Iterator[str]:
-    with _opened(path) as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -280,11 +270,6 @@ def _json_texts(path: Path) -> Iterator[str]:
             yield text
 
 
-def _opened(path: Path) -> IO[bytes]:
-    file: IO[bytes] = _COMPRESSED.get(path.suffix, open)(path, "rb")
-    return file
-
-
 def _dataset_texts(label: str, name: str, part: str | None = None, **options: Any) -> Iterator[str]:
     """Stream the field `text` of a dataset with the `datasets` library, without storing it."""
     library = needed("datasets", f"{label} needs", "data")
@@ -295,29 +280,16 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
                 raise TypeError(f"the field `text` holds {type(text).__name__}, not strings")
             yield text or ""
     except Exception as error:  # the network, the hub, the library and pyarrow each raise their own
-        if not options and Path(name).is_dir():
-            # Streaming does not say which file of a folder is damaged; reading them one by one does.
-            for path in sorted(Path(name).rglob("*.parquet")):
-                deque(_parquet_texts(path), maxlen=0)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "check the name, the connection and the files; what was prepared is kept"
         raise UsageError(f"{label} cannot be read: {reason}; {fix}") from error
-
-
-def _parquet_texts(path: Path) -> Iterator[str]:
-    return _dataset_texts(str(path), "parquet", data_files=glob.escape(str(path)), columns=["text"])
 
 
 _READERS: dict[str, Callable[[Path], Iterator[str]]] = {
     ".txt": _plain_texts,
     ".md": _plain_texts,
     ".jsonl": _json_texts,
-    ".parquet": _parquet_texts,
 }
-# Arrow notices a .zst that was cut short; the library zstandard takes it for the end of the file.
-_COMPRESSED: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open,
-    ".xz": lzma.open,
-    ".zst": lambda path, _: io.BufferedReader(needed("pyarrow", "", "data").input_stream(path, compression="zstd")),
-}
-KINDS = f"{', '.join(_READERS)} files, all but the last also as {', '.join(_COMPRESSED)}"
+# What `datasets` reads, by the name of its reader.
+_BUILDERS = {".parquet": "parquet", ".jsonl.gz": "json", ".jsonl.xz": "json"}
+KINDS = f"{', '.join((*_READERS, *_BUILDERS))} files"

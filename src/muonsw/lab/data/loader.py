@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count, islice
+from itertools import islice
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -132,12 +132,12 @@ class ValidationLoader:
             yield self.windows.gather(ids if len(ids) else self.ids[:1]), len(ids)
 
 
-def prefetch(read: Callable[[int], T], start: int = 0, stop: int | None = None, *, ahead: int = 2) -> Iterator[T]:
-    """`read(start), read(start + 1), ...`, computed by one background thread up to `ahead` items early.
+def prefetch(read: Callable[[int], T], start: int, stop: int, *, ahead: int = 2) -> Iterator[T]:
+    """`read(start), ..., read(stop - 1)`, computed by one background thread up to `ahead` items early.
 
     An error in `read` is raised where its item would have come. Closing the iterator ends the thread.
     """
-    steps = iter(count(start) if stop is None else range(start, stop))
+    steps = iter(range(start, stop))
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     try:
         waiting: deque[Future[T]] = deque(worker.submit(read, step) for step in islice(steps, ahead))

@@ -16,25 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import differences
-from muonsw.lab.base.storage import locked, replacing
+from muonsw.lab.config import differences
+from muonsw.lab.data import shards
 from muonsw.lab.data.documents import TRAINING_CHARACTERS, Corpus, Source, up_to
-from muonsw.lab.data.shards import (
-    RECORD,
-    RERUN,
-    SPLITS,
-    DataRecord,
-    Group,
-    ShardError,
-    Split,
-    open_shard,
-    read_record,
-    save_record,
-    shard_path,
-    verify_folder,
-)
+from muonsw.lab.data.shards import RECORD, RERUN, SPLITS, DataRecord, Group, Split, read_record, save_record, shard_path
 from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import locked, replacing
 
 # What is encoded at a time: libraries need some hundred bytes for a token, so this keeps them below a gigabyte.
 BATCH_CHARACTERS = 1 << 22
@@ -57,7 +45,7 @@ def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> Da
     if (folder / RECORD).exists():
         record = read_record(folder)
         same = {**_sizes(corpus), **corpus.recipe()}.items() <= record.settings.items()
-        if same and not any(verify_folder(folder)):
+        if same and not any(shards.verify_folder(folder)):
             return record
     return prepare_corpus(folder, corpus, wait=wait)
 
@@ -106,21 +94,12 @@ def prepare(
     """Encode documents, in a fixed order, into the shards of a folder, each followed by an end of document.
 
     What an earlier run with the same settings finished is kept. A share of the documents, chosen by a hash of their
-    text, is held out. One group of documents is in memory at a time.
-
-    Args:
-        documents: The texts.
-        tokenizer: Stored in the folder, too.
-        folder: Made if missing.
-        validation_fraction: The share to hold out.
-        group_characters: A group ends with the document that reaches this many.
-        recipe: Where the documents came from; recorded, and refused if it differs from that of an earlier run.
-        wait: Seconds to wait for another process that prepares the same folder.
-        finished: Called after every group, those of an earlier run included.
+    text, is held out. One group of documents is in memory at a time; it ends with the document that reaches
+    `group_characters`. `finished` is called after every group, those of an earlier run included.
 
     Raises:
-        UsageError: If there is no document, or the folder cannot be written, holds data with other settings, or is
-            being prepared by another process.
+        UsageError: If there is no document, or the folder cannot be written, holds data with other settings (`recipe`
+            included), or is being prepared by another process for longer than `wait` seconds.
     """
     record = DataRecord(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters, recipe=recipe)
     documents = iter(documents)
@@ -136,7 +115,7 @@ def prepare(
         for number, texts in enumerate(grouped(chain([first], documents), group_characters)):
             digest, size = digest_of(texts)
             group = earlier[number] if number < len(earlier) else None
-            if group is None or group.digest != digest or not _intact(folder, number, group, record):
+            if group is None or group.digest != digest or any(shards.problems(folder, number, group, record)):
                 group = _write_group(folder, record, number, Group(digest, len(texts), {}, {}, size), texts, tokenizer)
                 # Later groups stay on record until their documents have been compared.
                 save_record(folder, replace(record, groups=(*groups, group, *earlier[number + 1 :])))
@@ -161,15 +140,6 @@ def _earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]
         different = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changed.items())
         raise UsageError(f"{folder} holds data with other settings: {different}; choose another folder or delete it")
     return record.groups
-
-
-def _intact(folder: Path, number: int, group: Group, record: DataRecord) -> bool:
-    try:
-        for split in group.tokens:
-            open_shard(shard_path(folder, split, number, group), group, split, record, check=True)
-    except ShardError:
-        return False
-    return True
 
 
 def _write_group(

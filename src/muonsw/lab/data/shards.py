@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import from_data
-from muonsw.lab.base.storage import read_object, write_json
+from muonsw.lab.config import from_data
 from muonsw.lab.data.tokenizer import Tokenizer, restore
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import read_object, write_json
 
 Split: TypeAlias = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -169,12 +169,17 @@ def verify_folder(folder: Path) -> Iterator[str]:
         load_tokenizer(folder)
     except UsageError as error:
         yield str(error)
-    for split in SPLITS:
-        for path, group in record.shards(folder, split):
-            try:
-                open_shard(path, group, split, record, check=True)
-            except ShardError as error:
-                yield str(error)
+    for number, group in enumerate(record.groups):
+        yield from problems(folder, number, group, record)
+
+
+def problems(folder: Path, number: int, group: Group, record: DataRecord) -> Iterator[str]:
+    """Check every byte of the shards of a group; yields what is wrong."""
+    for split in group.tokens:
+        try:
+            open_shard(shard_path(folder, split, number, group), group, split, record, check=True)
+        except ShardError as error:
+            yield str(error)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -185,12 +190,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ids = f"{tokenizer.identity[:12]}..., not {record.tokenizer[:12]}..."
         raise UsageError(f"the tokenizer in {folder} is not the one that made its tokens ({ids}): prepare them again")
     return tokenizer
-
-
-def lost_tokenizer(folder: Path) -> Path | None:
-    """A file of the tokenizer that is on record and missing; None if all are there."""
-    names = (read_record(folder).tokenizer_description or {}).get("files") or ()
-    return next((folder / name for name in names if not (folder / name).is_file()), None)
 
 
 def fingerprint(record: DataRecord) -> str:

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from muonsw import machine
-from muonsw.lab.base.errors import UsageError, needed
-from muonsw.lab.base.storage import write_atomically
+from muonsw.lab.errors import UsageError, needed
+from muonsw.lab.files import write_atomically
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 

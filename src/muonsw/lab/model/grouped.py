@@ -25,18 +25,20 @@ TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply each group of rows with its own matrix: `out[r] = weight[e] @ x[r]` for the rows r of group e.
 
-    Args:
-        x_RD: rows, sorted by group.
-        weight_EFD: one (out, in) matrix for each group.
-        ends_E: where each group ends, int32; the last is R. Groups may be empty.
+    Rows are sorted by group; `ends_E` says where each group ends, int32. Groups may be empty.
     """
     dtype = product_dtype(x_RD)
     x, weight = x_RD.to(dtype), weight_EFD.to(dtype)
     if takes_grouped_gemm(x, dtype, weight):
         return grouped_gemm(x, weight, ends_E)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return slice_by_slice(x, weight, ends_E)
-    return masked(x, weight, ends_E)
+        bounds = pairwise([0, *ends_E.tolist()])  # on a GPU the host would wait for these
+        return torch.cat([x[start:end] @ matrix.T for (start, end), matrix in zip(bounds, weight, strict=True)])
+    # Every expert on all rows with the others' rows zeroed: E times the work, but shapes that depend on no data.
+    row = torch.arange(x.shape[0], device=x.device)
+    group = (row[:, None] >= ends_E).sum(dim=1, keepdim=True)
+    products = [functional.linear(x * (group == e), matrix) for e, matrix in enumerate(weight.unbind(0))]
+    return torch.stack(products).sum(dim=0)
 
 
 def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -> bool:
@@ -54,22 +56,10 @@ def grouped_gemm(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     return functional.grouped_mm(x_RD, weight_EFD.transpose(-2, -1), offs=ends_E)
 
 
-def slice_by_slice(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """One product for each group; reads the sizes, which would make a GPU wait."""
-    bounds = pairwise([0, *ends_E.tolist()])
-    return torch.cat([x_RD[start:end] @ matrix.T for (start, end), matrix in zip(bounds, weight_EFD, strict=True)])
-
-
 def expert_by_expert(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
     """Down projection of the gated up projection, for each group of rows with the matrices of its expert.
 
     For CPUs: one expert after the other, each with all that it computes still in the cache.
-
-    Args:
-        rows_RD: rows, sorted by expert.
-        gate_up_EFD: gate and up projections of each expert, one below the other.
-        down_EDF: down projections.
-        ends_E: where each expert's rows end; the last is R. Groups may be empty.
     """
     dtype, ends = product_dtype(rows_RD), ends_E.tolist()
     tensors = (tensor.to(dtype) for tensor in (rows_RD, gate_up_EFD, down_EDF))
@@ -224,11 +214,3 @@ def gate_backward_on_gpu(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Ten
 @gate_backward_on_gpu.register_fake
 def _(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(fused_RF), torch.empty_like(grad_RF)
-
-
-def masked(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """Every expert on all rows with the others' rows zeroed: E times the work, but shapes that depend on no data."""
-    row = torch.arange(x_RD.shape[0], device=x_RD.device)
-    group = (row[:, None] >= ends_E).sum(dim=1, keepdim=True)
-    products = [functional.linear(x_RD * (group == e), matrix) for e, matrix in enumerate(weight_EFD.unbind(0))]
-    return torch.stack(products).sum(dim=0)

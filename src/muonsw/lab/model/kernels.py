@@ -59,14 +59,9 @@ def _softmax(
 def softmax_losses_(
     logits_NV: Tensor, targets_N: Tensor, losses_N: Tensor, scale: float, grad_scale: float | None
 ) -> None:
-    """Write the cross-entropy of each row of `scale * logits`, and its gradient times `grad_scale` over the logits.
+    """Write the float32 cross-entropy of each row of `scale * logits` into `losses_N`.
 
-    Args:
-        logits_NV: contiguous; overwritten unless `grad_scale` is None.
-        targets_N: the right column of each row.
-        losses_N: float32, written.
-        scale: what the logits are multiplied by.
-        grad_scale: what the gradient with respect to the multiplied logits is multiplied by.
+    Its gradient with respect to the multiplied logits, times `grad_scale`, replaces the logits, which are contiguous.
     """
     rows, columns = logits_NV.shape
     block = min(SOFTMAX_BLOCK, triton.next_power_of_2(columns))
@@ -156,15 +151,7 @@ def _place(
 
 
 def choose_experts(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The `top_k` experts of each token, largest logit first, and the sorted order of its rows.
-
-    Args:
-        logits_NE: float32, contiguous.
-        top_k: experts a token.
-
-    Returns:
-        chosen_NK, and then as in `moe.Routes`: order_R, inverse_R, ends_E.
-    """
+    """The `top_k` experts of each token, largest float32 logit first, and the three tensors of `moe.Routes`."""
     tokens, experts = logits_NE.shape
     blocks, wide = triton.cdiv(tokens, ROUTE_BLOCK), triton.next_power_of_2(experts)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_NE.device)

@@ -25,12 +25,7 @@ def cross_entropy(
 ) -> Tensor:
     """Mean cross-entropy of the logits `scale * x @ weight.T`, at most `chunk` tokens' logits at a time.
 
-    Args:
-        x_ND: what the head is applied to.
-        weight_VD: the head.
-        targets_N: the right token for each row.
-        scale: what the logits are multiplied by.
-        chunk: tokens whose logits are held at once; None is 256 on CPUs, and as many as fit into a GiB elsewhere.
+    A `chunk` of None is 256 tokens on CPUs, and as many as fit into a GiB elsewhere.
 
     Examples:
         >>> x, weight, targets = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)

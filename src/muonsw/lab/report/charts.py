@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from muonsw.lab.base.tables import Table
+from muonsw.lab.console import Table
 from muonsw.lab.runs import Points, Run, name_arms, unique_names
 
 TOTAL_POINTS, MOST, LEAST = 240_000, 1500, 100  # points of a page, and of one curve

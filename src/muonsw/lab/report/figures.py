@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from muonsw.lab.base.storage import remove_abandoned, write_atomically
+from muonsw.lab.files import write_atomically
 from muonsw.lab.report.charts import (
     FONT_SIZE,
     GRID,
@@ -97,7 +97,6 @@ def save_figure(figure: Figure, stem: Path, dpi: int) -> list[Path]:
             figure.savefig(buffer := io.BytesIO(), format=suffix[1:], dpi=dpi, metadata=metadata)
             path = stem.with_name(f"{stem.name}{suffix}")
             written.append(write_atomically(path, buffer.getvalue()))
-            remove_abandoned(path)
     return written
 
 

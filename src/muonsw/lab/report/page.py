@@ -21,10 +21,10 @@ from typing import Any, TypedDict, Unpack
 
 from jinja2 import Environment, StrictUndefined
 
-from muonsw.lab.base.errors import UsageError, needed
-from muonsw.lab.base.settings import flatten
-from muonsw.lab.base.storage import prepare_folder, remove_abandoned, require_writable, write_atomically
-from muonsw.lab.base.tables import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
+from muonsw.lab.config import flatten
+from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
+from muonsw.lab.errors import UsageError, needed
+from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.report.charts import (
     FONT_SIZE,
     GRID,
@@ -215,9 +215,7 @@ def _setting(value: Any) -> str:
 
 def write_page(path: Path, document: Document) -> Path:
     """Write a document as one HTML file that works offline."""
-    written = write_atomically(path, page(document))
-    remove_abandoned(path)
-    return written
+    return write_atomically(path, page(document))
 
 
 def page(document: Document) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from muonsw.lab.arms import Results
-from muonsw.lab.base.tables import Column, Table, Value
+from muonsw.lab.console import Column, Table, Value
 from muonsw.lab.paper import RECIPES, PrintedRecipe, Tolerance
 from muonsw.lab.plan import amount
 from muonsw.lab.stats import Claim, Source, within_share

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from muonsw.lab.arms import CONSTANT, RULES, SCALED, Arm, Comparison, Key, Results, Runs, decay_factors
-from muonsw.lab.base.tables import Cell as TableCell
-from muonsw.lab.base.tables import Column, Table, Value
+from muonsw.lab.console import Cell as TableCell
+from muonsw.lab.console import Column, Table, Value
 from muonsw.lab.outcome import swept_loss, with_interval
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.charts import Axis, Chart, Curve

@@ -25,8 +25,8 @@ from muonsw.lab.arms import (
     decay_arms,
     rule_arm,
 )
-from muonsw.lab.base.tables import Table
 from muonsw.lab.compare import LOWER, MOVED, SAME_LAMBDA, kept_norm, lower_loss
+from muonsw.lab.console import Table
 from muonsw.lab.diagnose import diagnose, draw
 from muonsw.lab.outcome import (
     Measure,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.lab.arms import decay_factors
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import flatten
-from muonsw.lab.base.storage import locked, write_atomically
+from muonsw.lab.config import flatten
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import locked, write_atomically
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.runs import Columns, Run
 from muonsw.lab.tasks import DataConfig

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muonsw.lab import paper
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.data.prepare import prepare_default
 from muonsw.lab.data.shards import read_record
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, MuP, preset
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 from muonsw.lab.arms import Comparison, Results
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.storage import plain, refuse_folder, write_atomically
-from muonsw.lab.base.tables import Table
-from muonsw.lab.base.terminal import say
 from muonsw.lab.compare import write_numbers
+from muonsw.lab.console import Table, say
+from muonsw.lab.files import plain, refuse_folder, write_atomically
 from muonsw.lab.outcome import arms_table, compare, completed, divergences, pairs_table
 from muonsw.lab.report.charts import Chart
 from muonsw.lab.report.page import PAGE, write_report

@@ -9,7 +9,7 @@ from statistics import linear_regression
 
 from muonsw.lab import paper
 from muonsw.lab.arms import Key, Results
-from muonsw.lab.base.tables import Column, Table
+from muonsw.lab.console import Column, Table
 from muonsw.lab.outcome import loss_cell
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.charts import Axis, Chart, Curve

@@ -12,19 +12,20 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from muonsw.lab.base.errors import MachineError, UsageError
-from muonsw.lab.base.storage import MAKE_ROOM, numbered, plain, read_object, reported, sync
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import numbered, plain, read_object, reported, sync
+from muonsw.lab.train.folder import refuse_changes
 
 if TYPE_CHECKING:
     from muonsw.lab.train.state import Training
@@ -52,14 +53,14 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint below a folder, without touching the others there.
 
     Raises:
-        UsageError: If it cannot be written, for example because the disk is full.
+        MachineError: If it cannot be written, for example because the disk is full.
     """
     final = folder / f"{PREFIX}{checkpoint.step:08d}"
     unfinished = folder / f".{final.name}.{os.getpid()}"
     saved = "earlier checkpoints are intact" if any(newest_first(folder)) else "no checkpoint had been saved"
     with reported(final, f"make room on the disk; {saved}"):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)  # not its parents: a run whose folder was deleted must not make it again
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             checksums = {}
@@ -72,20 +73,12 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             (unfinished / STATE).write_text(json.dumps({**content, "checksum": _digest(content)}), encoding="utf-8")
             sync(unfinished / STATE)
             sync(unfinished)
-            remove(final)  # a damaged one, if any: a good one of this step would have been resumed from
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one, if any: a good one would have been resumed from
             unfinished.rename(final)
             sync(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return final
-
-
-def require_room(folder: Path, size: int) -> None:
-    """Raise a `MachineError` before the first update if a checkpoint of `size` bytes does not fit on the disk."""
-    disk = shutil.disk_usage(folder)
-    if disk.free < size and disk.total:  # some file systems report neither
-        room = f"a checkpoint takes {size / 1e6:,.2f} MB, and {disk.free / 1e6:,.2f} MB are free"
-        raise MachineError(f"{folder} has no room for a checkpoint: {room}; {MAKE_ROOM}")
 
 
 def load(path: Path) -> Checkpoint:
@@ -117,7 +110,7 @@ def read(path: Path) -> Checkpoint:
     try:
         tensors = {part: read_tensors(path / f"{part}.safetensors") for part in PARTS}
     except OSError as error:
-        raise CheckpointError(f"{path} is not one of ours: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from error
     return Checkpoint(content["step"], tensors, content["state"])
 
 
@@ -127,11 +120,8 @@ def read_state(path: Path) -> dict[str, Any]:
         content = read_object(path / STATE)
     except UsageError as error:
         raise CheckpointError(str(error)) from error
-    if content.pop("checksum", None) != _digest(content):
+    if content.pop("checksum", None) != _digest(content) or content["step"] != step_of(path):
         raise CheckpointError(f"{path / STATE} does not match its checksum")
-    parts = (content.get("checksums"), content.get("state"))
-    if not all(isinstance(part, dict) for part in parts) or content.get("step") != step_of(path):
-        raise CheckpointError(f"{path / STATE} is not the state after update {step_of(path)}")
     if "index" in content:
         old = f"{path} was written by {content.get('ranks')} ranks with a muonsw 0.1.0 that kept one file for each rank"
         raise UsageError(f"{old}: resume it with that version on one process until it saves again, or delete it")
@@ -158,7 +148,7 @@ def best_saved(paths: Iterable[Path]) -> int | None:
     """The step of the checkpoint with the lowest validation loss."""
     measured = []
     for path in paths:
-        with suppress(CheckpointError, UsageError, KeyError, TypeError, ValueError):
+        with suppress(CheckpointError):
             content = read_state(path)
             step, loss = content["state"]["latest"]
             if step == content["step"] and loss is not None:  # a run that was stopped saves without evaluating
@@ -173,50 +163,50 @@ class Shelf:
     Every method is called on all ranks; rank 0 reads and writes the folder.
     """
 
-    folder: Path  # where they are
+    folder: Path
     keep: int  # how many to keep besides the best
     note: Callable[[str], None]  # called with what was put aside or could not be deleted
-    world: World  # the ranks
-    require_held: Callable[[], None] = lambda: None  # raises if the folder has been lost to another run
-    _checked: set[Path] = field(default_factory=set)
+    world: World
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint, then delete older ones.
-
-        Raises:
-            UsageError: If it cannot be written, or the folder now belongs to another run.
-        """
+        """Add a checkpoint, then delete older ones."""
         self.world.leading(lambda: self._save(checkpoint))
 
     def _save(self, checkpoint: Checkpoint) -> None:
-        self.require_held()
-        self._checked.add(save(self.folder, checkpoint))
-        good = [path for path in newest_first(self.folder) if self._is_good(path)]
-        best = best_saved(good)
-        for path in good[self.keep :]:
+        save(self.folder, checkpoint)
+        paths = list(newest_first(self.folder))
+        best = best_saved(paths)
+        for path in paths[self.keep :]:
             if step_of(path) != best:
+                # Renamed first, so that a process killed half-way leaves no half checkpoint.
+                doomed = path.with_name(f".{path.name}.deleted")
                 try:
-                    remove(path)
+                    path.rename(doomed)
+                    shutil.rmtree(doomed)
                 except OSError as error:
                     self.note(f"{path} cannot be deleted: {error.strerror or error}")
-        self._sweep()
 
     def newest(self) -> Path | None:
         """The newest checkpoint, damaged or not."""
         return self.world.from_leader(next(newest_first(self.folder), None))
 
     def resume(self, training: Training) -> None:
-        """Load the newest checkpoint that is good; put damaged ones aside."""
+        """Load the newest checkpoint that is good; put damaged ones aside, and refuse one of another run."""
         self.world.leading(self._sweep)
         while (path := self.newest()) is not None:
             try:
                 self.world.leading(lambda: check(path))
-                self.world.together(lambda: training.load(read(path)))
+                self.world.together(partial(self._load, path, training))
             except CheckpointError as error:
                 self.world.leading(partial(self._put_aside, path, error))
             else:
                 self.note(f"going on after update {training.step}, from {path}")
                 return
+
+    def _load(self, path: Path, training: Training) -> None:
+        saved = read(path)
+        refuse_changes(path, saved.state.get("config"), training.config)
+        training.load(saved)
 
     def _sweep(self) -> None:
         """Delete what killed processes left behind: checkpoints half written or half deleted."""
@@ -228,31 +218,6 @@ class Shelf:
         with reported(path):
             path.rename(aside)
         self.note(f"damaged checkpoint left out: {damage}; it is now {aside}")
-
-    def _is_good(self, path: Path) -> bool:
-        """Whether a checkpoint can be loaded; each is read once, and never if this process wrote it."""
-        if path not in self._checked:
-            try:
-                check(path)
-            except CheckpointError as error:
-                self._put_aside(path, error)
-                return False
-            self._checked.add(path)
-        return True
-
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint; a link is deleted, what it points to is not.
-
-    A folder is renamed first, so that a process killed half-way leaves no half checkpoint.
-    """
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        doomed = path.with_name(f".{path.name}.deleted")
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
 
 
 def sha256(path: Path) -> str:
@@ -280,23 +245,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 def read_tensors(path: Path) -> Tensors:
     """Read a file of tensors; raise an `OSError` if it is something else."""
     try:
-        with _opened(path) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return load_file(path)
     except OSError:
         raise
     except Exception as error:  # safetensors refuses a bad header with many kinds of errors
         raise OSError(f"it is not a whole file of tensors ({error})") from error
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a file of tensors; safetensors takes only names in UTF-8, so other files are opened here."""
-    with ExitStack() as stack:
-        try:
-            str(path).encode()
-        except UnicodeEncodeError:
-            path = Path(f"/dev/fd/{stack.enter_context(path.open('rb')).fileno()}")
-        yield stack.enter_context(safe_open(path, framework="pt"))
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -340,23 +293,21 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[Tensors, list[d
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors, groups: list[dict[str, Any]]) -> None:
     """Give an optimizer the state that `optimizer_tensors` took from one like it."""
-    numbers = {
-        name: number for group in groups for name, number in zip(group["param_names"], group["params"], strict=True)
-    }
-    params = {
-        name: param
-        for group in optimizer.param_groups
-        for name, param in zip(group["param_names"], group["params"], strict=True)
-    }
+
+    def by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            name: member for group in groups for name, member in zip(group["param_names"], group["params"], strict=True)
+        }
+
+    numbers, params = by_name(groups), by_name(optimizer.param_groups)
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, entry = key.partition("//")
         state.setdefault(numbers[name], {})[entry] = sharded_like(params[name], tensor)
+    # JSON has no tuples.
+    tuples = ("betas", "split_sizes")
     restored = [
-        {key: tuple(value) if key in _TUPLES and value is not None else value for key, value in group.items()}
+        {key: tuple(value) if key in tuples and value is not None else value for key, value in group.items()}
         for group in groups
     ]
     optimizer.load_state_dict({"state": state, "param_groups": restored})
-
-
-_TUPLES = ("betas", "split_sizes")

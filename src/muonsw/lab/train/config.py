@@ -9,12 +9,11 @@ from typing import Any
 
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.algorithms import ALGORITHMS
-from muonsw.decay import DECAY_RULES, refuse_unknown_run
-from muonsw.lab.base.settings import as_data, from_data
+from muonsw.decay import DECAY_RULES
+from muonsw.lab.config import as_data, from_data
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig
 from muonsw.lab.tasks import DataConfig, TaskConfig
 from muonsw.lab.theory.schedule import SHAPES, schedule_of, warmup_steps_for_horizon
-from muonsw.options import validate_option
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import AUTO, DTYPES
 from muonsw.presets import PRESETS
@@ -37,7 +36,7 @@ class OptimizerConfig:
     lr: float = 0.02  # peak learning rate before muP multiplies it
     weight_decay: float = 0.1  # lambda of hidden and expert matrices; embedding and norms have none
     decay: str = "scaled"  # decay rule
-    # (fraction of the run, multiple of lambda) of a piecewise decay.
+    # Of records under "piecewise" decay, a rule that is gone: they can be read, not trained again.
     decay_points: tuple[tuple[float, float], ...] | None = None
     # Decay rule of the matrices whose output enters no normalization (queries, keys, values, gates and up
     # projections); empty is the same as `decay`. With "constant" here, "scaled" is AdamC's own form.
@@ -60,27 +59,35 @@ class OptimizerConfig:
     clip: float = 1.0  # largest global gradient norm; 0 does not clip
 
     def __post_init__(self) -> None:
-        _require_one_of("optimizer.algorithm", self.algorithm, ("muon", "adamw"))
-        self._check_preset()
-        _require_one_of("optimizer.decay", self.decay, tuple(DECAY_RULES))
-        _require_one_of("optimizer.unnormalized", self.unnormalized, ("", *DECAY_RULES))
-        for rule in filter(None, (self.decay, self.unnormalized)):
-            refuse_unknown_run(rule, f"optimizer.decay={rule!r}", 1, self.decay_points)
-        # In one form, as two forms would be two runs.
-        object.__setattr__(self, "decay_points", validate_option("decay_points", self.decay_points))
-        _require_one_of("optimizer.norm", self.norm, tuple(NORM_RULES))
-        _require_one_of("optimizer.orthogonalizer", self.orthogonalizer, tuple(ORTHOGONALIZERS))
-        _require_one_of("optimizer.muon_lr", self.muon_lr, tuple(MUON_LR_POWERS))
-        _require_one_of("optimizer.peak", self.peak, ("group", "base"))
-        _require_one_of("optimizer.router", self.router, ("adamw", "muon"))
-        _require_one_of("optimizer.qkv", self.qkv, ("split", "fused"))
-        _require_one_of("optimizer.ns_dtype", self.ns_dtype, (AUTO, *DTYPES))
+        choices: dict[str, Sequence[str]] = {
+            "algorithm": ("muon", "adamw"),
+            "decay": (*DECAY_RULES, *(["piecewise"] if self.decay_points else [])),
+            "unnormalized": ("", *DECAY_RULES),
+            "norm": tuple(NORM_RULES),
+            "orthogonalizer": tuple(ORTHOGONALIZERS),
+            "muon_lr": tuple(MUON_LR_POWERS),
+            "peak": ("group", "base"),
+            "router": ("adamw", "muon"),
+            "qkv": ("split", "fused"),
+            "ns_dtype": (AUTO, *DTYPES),
+        }
+        _require_choices(self, choices, "optimizer.")
+        if self.decay_points is not None:  # JSON has lists
+            object.__setattr__(self, "decay_points", tuple((x, y) for x, y in self.decay_points))
         for name in ("lr", "weight_decay", "clip", "adam_lr", "target_norm"):
             value = 0.0 if getattr(self, name) is None else getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
         _require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "at least 0 and below 1")
         good = [0.0 <= beta < 1.0 for beta in self.betas]
         _require(good == [True, True], "optimizer.betas", self.betas, "two numbers, at least 0 and below 1")
+        if self.preset:
+            PRESETS[self.preset]  # an unknown name raises
+            for setting in fields(self):
+                # Muon's settings mean nothing under a preset.
+                value = getattr(self, setting.name)
+                if setting.name in ("algorithm", *MUON_SETTINGS) and value != setting.default:
+                    has = f"optimizer.preset={self.preset!r} has its own {setting.name}"
+                    raise ValueError(f"{has}: leave optimizer.{setting.name}={value} out")
 
     @property
     def matrix_algorithm(self) -> str:
@@ -95,16 +102,6 @@ class OptimizerConfig:
         options = {**ALGORITHMS[self.matrix_algorithm].defaults, **PRESETS[self.preset]}
         return float(options["momentum"] if "momentum" in options else options["betas"][0])
 
-    def _check_preset(self) -> None:
-        """A preset must be known, and takes the place of the settings of Muon, which then say nothing."""
-        if not self.preset:
-            return
-        PRESETS[self.preset]
-        for one in (one for one in fields(self) if one.name in ("algorithm", *MUON_SETTINGS)):
-            if (value := getattr(self, one.name)) != one.default:
-                own = f"optimizer.preset={self.preset!r} has its own {one.name}"
-                raise ValueError(f"{own}: leave optimizer.{one.name}={value} out")
-
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -117,8 +114,7 @@ class ScheduleConfig:
     decay_fraction: float = 0.2  # the share of the run that decays under "wsd"
 
     def __post_init__(self) -> None:
-        _require_one_of("schedule.shape", self.shape, SHAPES)
-        _require_one_of("schedule.warmup_shape", self.warmup_shape, ("linear", "cosine"))
+        _require_choices(self, {"shape": SHAPES, "warmup_shape": ("linear", "cosine")}, "schedule.")
 
     def warmup(self, steps: int) -> int:
         """Warmup steps of a run of `steps` updates."""
@@ -149,8 +145,7 @@ class ParallelConfig:
     timeout: float = 600.0  # seconds that a rank waits for the others before it gives up
 
     def __post_init__(self) -> None:
-        _require_one_of("parallel.strategy", self.strategy, ("ddp", "fsdp"))
-        _require_one_of("parallel.experts", self.experts, ("stack", "rows"))
+        _require_choices(self, {"strategy": ("ddp", "fsdp"), "experts": ("stack", "rows")}, "parallel.")
         _require(self.replicas >= 1, "parallel.replicas", self.replicas, "at least 1")
         _require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "finite and positive")
 
@@ -175,9 +170,7 @@ class RunConfig:
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     keep: int = 2  # checkpoints to keep besides the best
     log_every: int = 1  # updates between training records
-    telemetry_every: int = (
-        10  # updates between telemetry samples; the first and the last update are always sampled; 0: none
-    )
+    telemetry_every: int = 10  # updates between telemetry samples; the first and the last are always sampled; 0: none
     device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU where there is one
     precision: str = "auto"  # "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU
     # Dtype of the parameters: "float32", or "bfloat16" with stochastic rounding and no float32 copy.
@@ -204,10 +197,8 @@ class RunConfig:
         _require(self.diverged > 0, "diverged", self.diverged, "positive")
         seconds = self.checkpoint_seconds
         _require(0 <= seconds < math.inf, "checkpoint_seconds", seconds, "finite and not negative")
-        _require_one_of("precision", self.precision, ("auto", "float32", "bfloat16"))
-        _require_one_of("weights", self.weights, ("float32", "bfloat16"))
-        _require_one_of("compile", self.compile, ("auto", "on", "off"))
-        _require_one_of("graphs", self.graphs, ("auto", "on", "off"))
+        choices = {"precision": ("auto", "float32", "bfloat16"), "weights": ("float32", "bfloat16")}
+        _require_choices(self, {**choices, **dict.fromkeys(("compile", "graphs"), ("auto", "on", "off"))})
         if self.batch % self.accumulation:
             raise ValueError(f"batch={self.batch} does not split into accumulation={self.accumulation} equal parts")
         if self.schedule.warmup(self.steps) >= self.steps > 1:
@@ -263,6 +254,7 @@ def _require(holds: bool, name: str, value: Any, what: str) -> None:
         raise ValueError(f"{name}={value} must be {what}")
 
 
-def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
+def _require_choices(settings: Any, choices: Mapping[str, Sequence[str]], prefix: str = "") -> None:
+    for name, known in choices.items():
+        if (value := getattr(settings, name)) not in known:
+            raise ValueError(f"{prefix}{name}={value!r} must be one of {', '.join(known)}")

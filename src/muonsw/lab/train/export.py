@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import shlex
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors.torch import save
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import as_data, from_data
-from muonsw.lab.base.storage import locked, placing, read_object, write_json
+from muonsw.lab.config import as_data, from_data
 from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
 from muonsw.lab.data.tokenizer import Tokenizer
-from muonsw.lab.model import Decoder, ModelConfig, unallocated
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import locked, read_object, write_atomically, write_json
+from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, read_config_file, refuse_changes
 
-MODEL, CONFIG, TOKENIZER, UNFINISHED = "model.safetensors", "config.json", "tokenizer", ".unfinished"
+MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
 FORMAT = "muonsw-decoder"
 AGAIN = "export the run again"
-# The rotary table is not in the file, so nothing else limits its length.
-LONGEST_SEQUENCE = 1 << 22
 Note = Callable[[str], None]
 
 
@@ -36,61 +33,35 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     The folder is made if missing; `note` is called with checkpoints that are damaged and passed over.
 
     Raises:
-        UsageError: If the run has no whole checkpoint, or its data folder is gone.
+        UsageError: If the run has no whole checkpoint, its data folder is gone, or the folder holds something else.
     """
     config = _decoder_config(run)
     saved = load_newest(run, config, best=best, note=note)
     data = Path(config.tokens.path)
     tokenizer, record = load_tokenizer(data), read_record(data)
-    _require_own(folder)
+    elsewhere = "choose another folder with --out"
+    ours = (folder / CONFIG).exists() and read_object(folder / CONFIG, remedy=elsewhere).get("format") == FORMAT
+    if not ours and any((folder / name).exists() for name in (CONFIG, MODEL)):
+        raise UsageError(f"{folder} holds something else than an export: {elsewhere}")
     busy = f"{folder} is being written by another export: wait for it to end, or choose another folder with --out"
-    with locked(folder, busy), locked(folder / TOKENIZER, busy), placing(folder / MODEL) as beside:
-        # safetensors begins a file under a name of its own, which a killed process would leave in the folder.
-        unfinished = folder / UNFINISHED
-        shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            unfinished.mkdir()
-            checkpoint.write_tensors(unfinished / MODEL, saved.tensors["model"], {"format": "pt"})
-            (unfinished / MODEL).rename(beside)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+    with locked(folder, busy), locked(folder / TOKENIZER, busy):
         tokenizer.save(folder / TOKENIZER)
         save_record(folder / TOKENIZER, replace(record, groups=()))  # which tokenizer it is, and nothing of the tokens
-        content = {
-            "format": FORMAT,
-            "step": saved.step,
-            "model": as_data(config.model),
-            "sha256": checkpoint.sha256(beside),
-        }
+        weights = save(dict(saved.tensors["model"]), {"format": "pt"})
+        checksum = hashlib.sha256(weights).hexdigest()
         # First: it says whose folder this is, and a model that does not follow has another checksum, or is missing.
+        content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model), "sha256": checksum}
         write_json(folder / CONFIG, content)
+        write_atomically(folder / MODEL, weights)
     return folder
 
 
 def _decoder_config(run: Path) -> RunConfig:
-    """The config of a run that trained the decoder."""
     config = read_config_file(run / CONFIG)
     if config.task is not None:
         where = f"{run / CHECKPOINTS}/step-*/model.safetensors"
         raise UsageError(f"{run} trained {config.task.name}, whose weights by name are in {where}: load those yourself")
     return config
-
-
-def _require_own(folder: Path) -> None:
-    """Refuse a folder in which an export would overwrite something else.
-
-    Raises:
-        UsageError: If the folder is a link, or holds a run, or a model that is no export.
-    """
-    for path in (folder, folder / TOKENIZER):
-        if path.is_symlink():
-            raise UsageError(f"{path} is a link: delete it, or name the folder that it leads to")
-    config, model = folder / CONFIG, folder / MODEL
-    elsewhere = "choose another folder with --out"
-    if os.path.lexists(config) and read_object(config, remedy=elsewhere).get("format") != FORMAT:
-        raise UsageError(f"{config} belongs to something else than an export: {elsewhere}")
-    if not os.path.lexists(config) and os.path.lexists(model):
-        raise UsageError(f"{model} was not written by an export: {elsewhere}")
 
 
 def load_newest(
@@ -122,49 +93,26 @@ def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder,
     """
     content = read_object(path / CONFIG, remedy=AGAIN)
     if content.get("format") == FORMAT:
-        config, tensors = _exported(path, content)
+        try:
+            config = from_data(ModelConfig, content.get("model"), "model")
+            if checkpoint.sha256(path / MODEL) != content.get("sha256"):
+                raise ValueError(f"{MODEL} was altered, its checksum is not the one in {CONFIG}")
+            tensors = checkpoint.read_tensors(path / MODEL)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path / MODEL} cannot be read: {error}; {AGAIN}") from error
         tokenizer = load_tokenizer(path / TOKENIZER)
     else:
         run = _decoder_config(path)
         config, tensors = run.decoder, load_newest(path, run, note=note).tensors["model"]
         tokenizer = load_tokenizer(Path(run.tokens.path))
-    _require_fit(path, config, tensors)
     if tokenizer.vocab_size > config.vocab:
         raise UsageError(f"the tokenizer of {path} has more tokens than its model: {AGAIN}")
     model = Decoder(config, seed=None)
-    model.load_state_dict(tensors)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UsageError(f"{path / CONFIG} describes another model than the weights are of: {AGAIN}") from error
     return model, tokenizer
-
-
-def _exported(path: Path, content: dict[str, Any]) -> tuple[ModelConfig, Mapping[str, torch.Tensor]]:
-    """The config and the tensors of an exported folder, whose bytes are those that were written."""
-    try:
-        config = from_data(ModelConfig, content.get("model"), "model")
-    except ValueError as error:
-        raise UsageError(f"{path / CONFIG}: {error}; {AGAIN}") from error
-    try:
-        if checkpoint.sha256(path / MODEL) != content.get("sha256"):
-            raise UsageError(f"{path / MODEL} was altered, its checksum is not the one in {CONFIG}: {AGAIN}")
-        return config, checkpoint.read_tensors(path / MODEL)
-    except OSError as error:
-        raise UsageError(f"{path / MODEL} cannot be read: {error.strerror or error}; {AGAIN}") from error
-
-
-def _require_fit(path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare a config with tensors before the model is allocated.
-
-    Raises:
-        UsageError: If they are not of one model.
-    """
-    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-    fits = config.layers == len(layers) and config.sequence <= LONGEST_SEQUENCE
-    try:
-        model = unallocated(config) if fits else None
-    except (RuntimeError, TypeError, OverflowError):  # sizes beyond those of any tensor
-        model = None
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    if model is None or {name: tensor.shape for name, tensor in model.state_dict().items()} != shapes:
-        raise UsageError(f"{path / CONFIG} describes another model than the one whose weights are there: {AGAIN}")
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A run's folder: one process at a time, an immutable config, and a description of the machine."""
+"""A run's folder: its file names, its config, which never changes, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import torch
 
 from muonsw import machine
-from muonsw.lab.base.errors import UsageError
 from muonsw.lab.base.processes import environment
-from muonsw.lab.base.settings import differences, flatten
-from muonsw.lab.base.storage import locked, read_object, refuse_folder, require_writable, write_json
+from muonsw.lab.config import differences, flatten
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import read_object, write_json
 from muonsw.lab.tasks import TaskConfig
-from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
@@ -41,47 +39,9 @@ def identity(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
 
-@contextmanager
-def claimed(folder: Path, config: RunConfig) -> Iterator[Callable[[], None]]:
-    """Lock a run's folder for this config; yield a function that raises once the folder is lost.
-
-    Raises:
-        UsageError: If another process holds it, or it belongs to a run with another config.
-    """
-    with _held(folder, config) as require_held:
-        write_json(folder / CONFIG, config.as_data())
-        yield require_held
-
-
-def require_free(folder: Path, config: RunConfig) -> None:
-    """Check that a folder can be claimed, before a model is built; create and write nothing.
-
-    Raises:
-        UsageError: As `claimed`.
-    """
-    require_writable(folder)
-    if folder.exists():
-        with _held(folder, config):
-            pass
-
-
-@contextmanager
-def _held(folder: Path, config: RunConfig) -> Iterator[Callable[[], None]]:
-    busy = f"another process is training in {folder}: wait for it, or choose another folder"
-    with locked(folder, busy) as require_held:
-        require_writable(folder / CHECKPOINTS)
-        refuse_folder(folder / RESULT)
-        if _has_begun(folder):
-            refuse_other_settings(folder, config)
-        for path in checkpoint.newest_first(folder / CHECKPOINTS):
-            with suppress(checkpoint.CheckpointError):  # a damaged one belongs to no run
-                refuse_changes(path, checkpoint.read_state(path)["state"].get("config"), config)
-        yield require_held
-
-
 def _has_begun(folder: Path) -> bool:
     """Whether the config in a folder belongs to a run that took an update."""
-    return os.path.lexists(folder / CONFIG) and any((folder / name).exists() for name in (CHECKPOINTS, METRICS))
+    return os.path.lexists(folder / CONFIG) and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, RESULT))
 
 
 def recorded_code(folder: Path, task: TaskConfig) -> str | None:
@@ -93,20 +53,13 @@ def recorded_code(folder: Path, task: TaskConfig) -> str | None:
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:
-    """Refuse a folder whose run has other settings than a config.
-
-    Raises:
-        UsageError: If it is not, with the differences.
-    """
-    refuse_changes(folder, read_object(folder / CONFIG, remedy=REMEDY), config)
+    """Raise a `UsageError` if a folder holds a run with other settings."""
+    if _has_begun(folder):
+        refuse_changes(folder, read_object(folder / CONFIG, remedy=REMEDY), config)
 
 
 def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
-    """Refuse recorded settings that differ from those of a config.
-
-    Raises:
-        UsageError: If they are not, with the differences.
-    """
+    """Raise a `UsageError` with the differences if recorded settings are not those of a config."""
     if not isinstance(theirs, Mapping):
         raise UsageError(f"{where} does not say which run it belongs to: delete it, or choose another folder")
     changed = differences(theirs, config.as_data())
@@ -118,11 +71,7 @@ def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
 
 
 def read_config_file(path: Path) -> RunConfig:
-    """The run that a JSON file describes.
-
-    Raises:
-        UsageError: If it cannot be read or a setting is wrong.
-    """
+    """The run that a JSON file describes; a `UsageError` if it cannot be read or a setting is wrong."""
     try:
         return RunConfig.from_data(read_object(path))
     except ValueError as error:

@@ -33,7 +33,7 @@ def build_optimizer(
     """One optimizer for a whole model, routed by role; a decoder's learning rates are multiplied as muP says.
 
     Args:
-        model: Already divided over ranks, if it is to be.
+        model: Already sharded over ranks, if it is to be.
         config: How its weights move and decay.
         steps: The length of the run, for decay rules that end with it.
         process_group: Ranks that hold the same whole model, among which Muon's matrices are divided.
@@ -48,7 +48,7 @@ def build_optimizer(
     """
     shared: Options = {"decay": config.decay, "peak": config.peak}
     shared |= {"norm": config.norm, "target_norm": config.target_norm}
-    shared |= {"total_steps": steps, "decay_points": config.decay_points}
+    shared |= {"total_steps": steps}
     own = model if isinstance(model, Decoder) else None
     chosen = {name: _options(own, name, config) for name, _ in own.named_parameters()} if own else {}
     chosen |= patterns or {}
@@ -56,12 +56,15 @@ def build_optimizer(
         return AdamWSW.for_model(
             model, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, patterns=chosen, **shared
         )
+    # Only what AdamW does not get anyway: a model of matrices alone would refuse it.
+    adamw: Options = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
+    adamw |= {} if config.adam_lr is None else {"lr": config.adam_lr}
     return MuonSW.for_model(
         model,
         lr=config.lr,
         weight_decay=config.weight_decay,
         **_directions(config),
-        adamw=_for_adamw(config),
+        adamw=adamw,
         patterns=chosen,
         process_group=process_group,
         **shared,
@@ -77,22 +80,10 @@ def _directions(config: OptimizerConfig) -> Options:
     return {"preset": config.preset, **(products if "ns_dtype" in algorithm.defaults else {})}
 
 
-def _for_adamw(config: OptimizerConfig) -> Options:
-    """What AdamW does not get anyway: a model of matrices alone would refuse it."""
-    betas = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
-    return betas if config.adam_lr is None else {**betas, "lr": config.adam_lr}
-
-
 def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable[[int], float], steps: int) -> None:
-    """Refuse settings under which one update would decay more than the whole weight.
+    """Raise a `ValueError` for settings under which one update would decay more than the whole weight.
 
-    Args:
-        optimizer: With a scheduler, so that its groups know their peak.
-        multiple: The learning rate at each step, as a multiple of the peak.
-        steps: The length of the run.
-
-    Raises:
-        ValueError: With the learning rate, lambda and what they come to.
+    The optimizer has a scheduler, so that its groups know their peak; `multiple` is the schedule.
     """
     for group in optimizer.param_groups:
         rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
@@ -101,7 +92,7 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
         # Rules that do not count steps take most at the peak.
         rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
         peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
-        phi = max(decay_factors(rule, lam, rates, peak, group.get("decay_points")))
+        phi = max(decay_factors(rule, lam, rates, peak))
         if phi > 1:
             size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
             fix = "lower optimizer.lr or optimizer.weight_decay"
@@ -110,23 +101,19 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
 
 def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
     """Options of one parameter that its role does not decide."""
-    role = role_of(name)
+    role, matrices = role_of(name), ALGORITHMS[config.matrix_algorithm].matrices
     rule = {"decay": config.unnormalized} if role == "hidden" and config.unnormalized else {}
     if config.algorithm == "adamw":
         return {"lr_multiplier": scalings(model.config)[role].lr, **rule}
     if role in ("hidden", "residual"):
-        multiplier = muon_lr_multiplier(model.config, config.muon_lr)
-        return {"lr_multiplier": multiplier, **rule, **_split(model, name, config)}
+        options: Options = {"lr_multiplier": muon_lr_multiplier(model.config, config.muon_lr), **rule}
+        # The projections that a fused matrix holds; queries, keys and values may count as one.
+        fused = model.fused_projections().items()
+        sizes = [sizes for pattern, sizes in fused if name.endswith(pattern.lstrip("*"))]
+        if sizes and matrices and not (name.endswith("qkv.weight") and config.qkv == "fused"):
+            options["split_sizes"] = sizes[0]
+        return options
     if role == "router" and config.router == "muon":
         return {"algorithm": config.matrix_algorithm, "weight_decay": config.weight_decay}
     # A rule without matrices, as Lion's, would take the rest too: members differ in the same matrices.
-    return {} if ALGORITHMS[config.matrix_algorithm].matrices else {"algorithm": "adamw"}
-
-
-def _split(model: Decoder, name: str, config: OptimizerConfig) -> Options:
-    """The projections that a fused matrix holds; queries, keys and values may count as one."""
-    if (name.endswith("qkv.weight") and config.qkv == "fused") or not ALGORITHMS[config.matrix_algorithm].matrices:
-        return {}
-    matching = (sizes for pattern, sizes in model.fused_projections().items() if name.endswith(pattern.lstrip("*")))
-    sizes = next(matching, None)
-    return {} if sizes is None else {"split_sizes": sizes}
+    return {} if matrices else {"algorithm": "adamw"}

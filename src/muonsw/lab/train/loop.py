@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from muonsw import Telemetry
-from muonsw.lab.base.errors import Diverged, Interrupted, UsageError
 from muonsw.lab.base.processes import StopRequest, stop_requests, torch_threads
-from muonsw.lab.base.storage import write_json
-from muonsw.lab.train.checkpoint import Shelf, require_room
+from muonsw.lab.errors import Diverged, Interrupted, UsageError
+from muonsw.lab.files import LOCK, locked, write_json
+from muonsw.lab.train.checkpoint import Shelf
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, RESULT, claimed, require_free, write_environment
+from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, RESULT, refuse_other_settings, write_environment
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks, tensorboard_sink, wandb_sink
 from muonsw.lab.train.state import Training, with_fingerprint
 from muonsw.lab.train.world import World, agreed
@@ -36,13 +36,11 @@ class SaveClock:
     _took: float = 0.0
 
     def due(self) -> bool:
-        """Whether it is time."""
         wait = max(self.seconds, SAVING_INTERVALS * self._took)
         return bool(self.seconds) and time.monotonic() - self._saved >= wait
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Time the block, which saves."""
         begun = time.monotonic()
         yield
         self._saved = time.monotonic()
@@ -80,22 +78,22 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     watch = watch if watch and world.leads else Watch()
     config = world.together(lambda: with_fingerprint(config))
     world.leading(lambda: require_sinks(config))
-    world.leading(lambda: require_free(folder, config))
+    busy = f"another process is training in {folder}: wait for it, or choose another folder"
     with stop_requests() as request, torch_threads(None), ExitStack() as stack:
         try:
             training = Training(config, world)  # before the folder is touched: an invalid run must leave no trace in it
         except ValueError as error:  # the same on all ranks, since they have the same settings
             raise agreed(UsageError(str(error))) from error
-        require_held = world.leading(lambda: stack.enter_context(claimed(folder, config))) or (lambda: None)
+        world.leading(lambda: stack.enter_context(locked(folder, busy)))
+        world.leading(lambda: refuse_other_settings(folder, config))
         world.together(lambda: _require_shared(folder, world))
-
-        shelf = Shelf(folder / CHECKPOINTS, config.keep, watch.note, world, require_held)
-        _resume(training, shelf, watch)
-        if training.step < config.steps:
-            size = training.saved_bytes()
-            world.leading(lambda: require_room(folder, size))
+        shelf = Shelf(folder / CHECKPOINTS, config.keep, watch.note, world)
+        threads = torch.get_num_threads()
+        shelf.resume(training)
+        if threads != (now := torch.get_num_threads()):
+            watch.note(f"torch uses {now} CPU threads, as before, and not the {threads} it would choose here")
         journal = Journal(training)
-        metrics = world.leading(lambda: _open_records(training, journal, folder, watch))
+        metrics = world.leading(lambda: _open_files(training, journal, folder, watch))
         if metrics is not None:
             stack.callback(metrics.close)
         watch.started(training)
@@ -109,36 +107,26 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
             world.leading(lambda: write_json(folder / RESULT, outcome))
             raise Diverged(reason, error.step) from error
         result = _result(training)
-        world.leading(require_held)
         world.leading(lambda: write_json(folder / RESULT, result))
         return result
 
 
 def _require_shared(folder: Path, world: World) -> None:
-    if not (folder / CONFIG).exists():
+    if not (folder / LOCK).exists():
         raise UsageError(f"{folder} is not the same on rank {world.rank} as on rank 0: choose one that all ranks share")
 
 
-def _resume(training: Training, shelf: Shelf, watch: Watch) -> None:
-    here = torch.get_num_threads()
-    shelf.resume(training)
-    if here != (threads := torch.get_num_threads()):
-        watch.note(f"torch uses {threads} CPU threads, as before, and not the {here} it would choose here")
-
-
-def _open_records(training: Training, journal: Journal, folder: Path, watch: Watch) -> MetricsFile:
-    """Describe the machine, and open every place where records go."""
+def _open_files(training: Training, journal: Journal, folder: Path, watch: Watch) -> MetricsFile:
+    """Write down settings and machine, and open every place where records go."""
     config, world = training.config, training.world
+    write_json(folder / CONFIG, config.as_data())
     write_environment(folder, trained=training.describe(), **({} if world.alone else {"ranks": world.size}))
-    metrics = MetricsFile(
-        folder, after=training.step, log_every=config.log_every, latest=training.latest, note=watch.note
-    )
-    sinks: list[Sink] = [metrics, watch.record]
+    metrics = MetricsFile(folder, after=training.step, note=watch.note)
+    journal.sinks = [metrics, watch.record]
     if config.tensorboard:
-        sinks.append(tensorboard_sink(folder))
+        journal.sinks.append(tensorboard_sink(folder))
     if config.wandb:
-        sinks.append(wandb_sink(config.wandb, folder, config.as_data()))
-    journal.sinks = sinks
+        journal.sinks.append(wandb_sink(config.wandb, folder, config.as_data()))
     return metrics
 
 
@@ -149,10 +137,14 @@ def _updates(
     config, world, clock = training.config, training.world, SaveClock(training.config.checkpoint_seconds)
     training.settle()
     if training.step == 0:
-        evaluate(training, journal)
-    with _telemetry(training, journal) as telemetry:
+        _evaluate(training, journal)
+    every = config.telemetry_every
+    observer = (
+        Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write) if every else None
+    )
+    with observer or nullcontext() as telemetry:
         for batches in training.batches():
-            lr = training.base_lr()
+            lr = config.optimizer.lr * training.lr_multiple()  # before muP multiplies it
             if telemetry is not None and training.step == config.steps - 1:
                 telemetry.every = 1
             losses, norm, _ = training.update(batches)
@@ -160,52 +152,44 @@ def _updates(
 
             last = training.step == config.steps
             if last or training.step % config.eval_every == 0:
-                evaluate(training, journal)
+                _evaluate(training, journal)
             stop, due = divmod(world.largest(2 * (request.signal or 0) + clock.due()), 2)  # in one message
             if last or stop or due or training.step % config.checkpoint_every == 0:
                 with clock.saving():
-                    save(training, journal, metrics, shelf)
+                    _save(training, journal, metrics, shelf)
                 stop = world.largest(request.signal or 0)  # a signal may have come meanwhile
             if stop and not last:
                 message = f"stopped after {training.step} of {config.steps} updates, saved; "
                 raise Interrupted(f"{message}run the same command again to go on in {shelf.folder.parent}", stop)
 
 
-def evaluate(training: Training, journal: Journal) -> None:
-    """Measure and record the validation loss, and what else the task measures."""
+def _evaluate(training: Training, journal: Journal) -> None:
     journal.catch_up()
     step, loss = training.evaluate()
     journal.write({"kind": "eval", "step": step, "loss": loss, **training.metrics})
     journal.restart_clock()
 
 
-def save(training: Training, journal: Journal, metrics: MetricsFile | None, shelf: Shelf) -> None:
-    """Write a checkpoint, once every record before it is on disk and no loss has diverged."""
-    journal.catch_up()
+def _save(training: Training, journal: Journal, metrics: MetricsFile | None, shelf: Shelf) -> None:
+    journal.catch_up()  # a loss that has diverged must not be saved
     if metrics is not None:
-        metrics.sync()
+        metrics.sync()  # a checkpoint must not know more than the records
     training.seconds += journal.elapsed()
     shelf.save(training.checkpoint())
     journal.restart_clock()
 
 
-def _telemetry(training: Training, journal: Journal) -> AbstractContextManager[Telemetry | None]:
-    every = training.config.telemetry_every
-    if not every:
-        return nullcontext(None)
-    return Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write)  # on every rank
-
-
 def _result(training: Training) -> dict[str, Any]:
-    assert training.best is not None
-    assert training.latest is not None
+    assert training.best
+    assert training.latest
+    epochs = training.task.epochs(training.step)
     return {
         "steps": training.step,
         "final_loss": training.latest.loss,
         "best_loss": training.best.loss,
         "best_step": training.best.step,
         training.task.unit: training.step * training.task.per_step,
-        **({} if (epochs := training.task.epochs(training.step)) is None else {"epochs": epochs}),
+        **({} if epochs is None else {"epochs": epochs}),
         "seconds": training.seconds,
         "state_bytes": sum(state_bytes(training.optimizer.param_groups).values()),
         "skipped": training.guard.skipped,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muonsw.lab.base.errors import UsageError
+from muonsw.lab.errors import UsageError
 from muonsw.lab.tasks import LossParts
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.world import World
@@ -23,23 +23,13 @@ _SYNC_BUFFERS = "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers"
 
 
 class PlacedModel:
-    """A module that computes a loss: on one process, replicated by DDP, or sharded layer by layer by FSDP2.
-
-    Attributes:
-        forward: Its forward pass.
-        process_group: The ranks among which Muon's matrices are divided; sharded weights know their ranks themselves.
-        settles: Whether sums take another order after the first backward pass, as in DDP, which puts gradients
-            together in the order in which that pass made them.
-
-    Raises:
-        UsageError: If it is to be sharded and has buffers that ranks would have to keep equal.
-    """
+    """A module that computes a loss: on one process, replicated by DDP, or sharded layer by layer by FSDP2."""
 
     def __init__(self, module: nn.Module, config: RunConfig, world: World, device: torch.device) -> None:
         self.module, self.forward = module, cast("Callable[..., LossParts]", module)
         self.strategy = "" if world.alone else config.parallel.strategy
+        # The ranks among which Muon's matrices are divided; sharded weights know their ranks themselves.
         self.process_group = dist.group.WORLD if self.strategy == "ddp" else None
-        self.settles = self.strategy == "ddp"
         # Buffers that are not saved, such as a table of rotations, never change; the statistics of a BatchNorm do.
         saved = module.state_dict(keep_vars=True)
         self._buffers = [name for name, _ in module.named_buffers() if name in saved]
@@ -103,11 +93,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def require_division(config: RunConfig, ranks: int) -> None:
-    """Check that a run can be divided over this number of ranks.
-
-    Raises:
-        UsageError: If it cannot.
-    """
+    """Raise a `UsageError` if a run cannot be divided over this number of ranks."""
     if config.batch % (ranks * config.accumulation):
         split = f"accumulation={config.accumulation} micro-batches on each of {ranks} ranks"
         raise UsageError(f"batch={config.batch} does not split into {split}: choose a multiple")

@@ -9,12 +9,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from muonsw.lab.base.errors import UsageError
-from muonsw.lab.base.settings import as_data, from_data
+from muonsw.lab.config import as_data, from_data
 from muonsw.lab.data.documents import matching_files
 from muonsw.lab.data.prepare import SMALL_SHARE, prepare_default
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
+from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
 from muonsw.lab.tasks import Checked, DataConfig, TaskConfig, with_tokens
@@ -76,11 +76,7 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None) -> Run
 
 
 def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **changes: Any) -> RunConfig:
-    """The run of a preset, without data, with what is to be otherwise; other steps change its peak learning rate.
-
-    Raises:
-        UsageError: If there is no such preset, or a setting is wrong.
-    """
+    """The run of a preset, without data, with changes; other steps change its peak learning rate."""
     try:
         run = replace(preset_run(name, ""), **changes)
         run = run if steps is None else with_steps(run, steps)
@@ -90,12 +86,9 @@ def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **ch
 
 
 def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> RunConfig:
-    """A run on a folder of tokens, with the vocabulary that those have; on no others, should the folder change.
+    """A run on a folder of tokens, with their vocabulary and fingerprint.
 
     Without a folder, text files or else the Python standard library are prepared, with a BPE of the model's size.
-
-    Raises:
-        UsageError: If there is no such data.
     """
     if data is not None and text:
         raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
@@ -106,11 +99,7 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
 
 
 def require_enough_text(run: RunConfig) -> None:
-    """Make sure that prepared text has a batch to train on and a window to validate on.
-
-    Raises:
-        UsageError: If not, with how much text is enough.
-    """
+    """Raise a `UsageError` unless prepared text has a batch to train on and a window to validate on."""
     record, sequence = read_record(Path(run.tokens.path)), run.decoder.sequence
     train, validation = run.batch * sequence + 1, sequence + 1
     if record.tokens("train") >= train and record.tokens("validation") >= validation:
@@ -165,11 +154,7 @@ NOT_OF_A_TASK = ("model", "data", "task", "optimizer", "schedule", "parallel", "
 
 
 def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **given: Any) -> RunConfig:
-    """The run of a user's task: settings that are given, those of its file, or else defaults.
-
-    Raises:
-        UsageError: If the file has a setting that no run has, or a wrong value.
-    """
+    """The run of a user's task: settings that are given, those of its file, or else defaults."""
     chosen = {**TASK_DEFAULTS, **checked.settings, **given}
     parts: dict[type, dict[str, Any]] = {OptimizerConfig: {}, ScheduleConfig: {}, RunConfig: {}}
     names = {one.name: kind for kind in parts for one in fields(kind) if one.name not in NOT_OF_A_TASK}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from muonsw.lab.base.progress import View, showing
-from muonsw.lab.data.shards import lost_tokenizer
 from muonsw.lab.train.loop import Watch
 from muonsw.lab.train.records import Record
 from muonsw.lab.train.state import Training
@@ -65,8 +63,6 @@ class _Display:
             f"{parameters:,} parameters, {counted(config.steps, 'update')} of {task.per_step:,} {task.unit}, "
             f"{task.data(config.steps)}, on {training.device}"
         )
-        if config.task is None and (lost := lost_tokenizer(Path(config.tokens.path))):
-            self.view.say(f"note: {lost} is missing, which `export` and `sample` will need: put it back")
         order = (*ORDER, f"{self.unit}/s", "MFU")
         self.view.update(NAME, training.step, dict.fromkeys(order, ""), total=config.steps)
 

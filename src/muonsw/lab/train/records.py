@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonsw.lab.base.errors import needed
-from muonsw.lab.base.storage import numbered, parse_json, plain, replacing, reported, write_atomically
+from muonsw.lab.errors import needed
+from muonsw.lab.files import numbered, parse_json, plain, replacing, reported
 from muonsw.lab.tasks import LossParts
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import METRICS
-from muonsw.lab.train.state import Evaluation, Training
+from muonsw.lab.train.state import Training
 from muonsw.telemetry import TensorBoardSink, WandbSink
 
 Record = dict[str, Any]
@@ -34,7 +35,7 @@ class Journal:
     """Turn the losses that updates leave on the device into records."""
 
     training: Training  # the run
-    sinks: Sequence[Sink] = ()  # where the records go; empty on ranks that do not lead
+    sinks: list[Sink] = field(default_factory=list)  # where the records go; empty on ranks that do not lead
     _waiting: list[tuple[int, float, Tensor]] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
     _since: float = field(default_factory=time.perf_counter)
@@ -59,11 +60,7 @@ class Journal:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Write the training records of all updates so far; waits for the device.
-
-        Raises:
-            Diverged: If a loss is not finite or far above the lowest.
-        """
+        """Write the training records of all updates so far, which waits for the device; a loss may have `Diverged`."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -103,34 +100,18 @@ class Journal:
 class MetricsFile:
     """Appends records to `metrics.jsonl`, each flushed, so that a killed run has all but perhaps half a line.
 
-    Args:
-        folder: The run's folder.
-        after: Records of updates after this one are cut off: the run resumes there and will write them again. At 0
-            the run begins, and what an earlier beginning wrote is kept under another name.
-        log_every: Updates between training records, by which missing ones are found.
-        latest: The evaluation that the checkpoint knows, by which the file of another run is found.
-        note: Called with what was put aside or is missing.
+    Records of updates after `after` are cut off: the run resumes there and will write them again. At 0 the run begins,
+    and what an earlier beginning wrote is kept under another name. `note` is called with what was put aside.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        after: int,
-        log_every: int = 1,
-        latest: Evaluation | None = None,
-        note: Callable[[str], None] = lambda _text: None,
-    ) -> None:
-        self.path, self._note = folder / METRICS, note
-        if os.path.lexists(self.path) and not self.path.is_file():
-            self._put_aside("it is no file of records")
-        if after > 0 and latest is not None and not _may_hold(self.path, latest):
-            self._put_aside("it holds another run's validation loss")
-        if after > 0:
-            self._mend(after, log_every)
-        elif self.path.exists() and self.path.stat().st_size:
-            self._put_aside("there is no checkpoint to go on from, so the run begins again")
+    def __init__(self, folder: Path, *, after: int, note: Callable[[str], None] = lambda _text: None) -> None:
+        self.path = folder / METRICS
         with reported(self.path):
+            if after > 0 and self.path.exists():
+                self._mend(after, note)
+            elif self.path.exists() and self.path.stat().st_size:
+                self.path.rename(aside := numbered(self.path))
+                note(f"{self.path} was moved to {aside}: there is no checkpoint to go on from, so the run begins again")
             self._file = self.path.open("a", encoding="utf-8")
 
     def __call__(self, record: Record) -> None:
@@ -140,7 +121,7 @@ class MetricsFile:
             self._file.flush()
 
     def sync(self) -> None:
-        """Wait until all records are on disk, so that a checkpoint never knows more than its metrics."""
+        """Wait until all records are on disk."""
         with reported(self.path):
             os.fsync(self._file.fileno())
 
@@ -149,48 +130,19 @@ class MetricsFile:
         with suppress(OSError):
             self._file.close()
 
-    def _put_aside(self, why: str) -> None:
-        aside = numbered(self.path)
-        with reported(self.path):
-            self.path.rename(aside)
-        self._note(f"{self.path} was moved to {aside}: {why}")
-
-    def _mend(self, after: int, log_every: int) -> None:
-        """Keep the whole records up to an update, and move damaged lines to a file of their own."""
-        missing, damaged = set(range(log_every, after + 1, log_every)), []
-        with replacing(self.path) as file:
-            for line in _lines(self.path):
+    def _mend(self, after: int, note: Callable[[str], None]) -> None:
+        """Keep the whole records up to an update; a file with damaged lines is copied first."""
+        damaged = 0
+        with self.path.open("rb") as before, replacing(self.path) as file:
+            for line in before:
                 record = _record_in(line)
-                if record is None:
-                    damaged.append(line)
-                elif record["step"] <= after:
-                    file.write(line)
-                    missing -= {record["step"]} if record.get("kind") == "train" else set()
+                if record is None and line.endswith(b"\n"):  # half a line at the end is no damage
+                    damaged += 1
+                elif record is not None and record["step"] <= after:
+                    file.write(line.removesuffix(b"\n") + b"\n")
             if damaged:
-                aside = write_atomically(numbered(self.path.with_name(f"{METRICS}.damaged")), b"".join(damaged))
-                self._note(f"{len(damaged)} damaged lines of {self.path} were moved to {aside}")
-        if missing:
-            lost = f"of the updates {min(missing)} to {max(missing)}, {len(missing)} have no training record"
-            self._note(f"{self.path} is not whole: {lost}; the run itself is not affected")
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, each with its end; half a line that a killed process left at the end is not one."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
-            elif _record_in(line) is not None:
-                yield line + b"\n"
-
-
-def _may_hold(path: Path, known: Evaluation) -> bool:
-    """Whether no record of the same update says another validation loss."""
-    records = (_record_in(line) for line in _lines(path) if b'"eval"' in line)
-    same = [one.get("loss") for one in records if one and one.get("kind") == "eval" and one["step"] == known.step]
-    return not same or plain(known.loss) in same
+                shutil.copyfile(self.path, aside := numbered(self.path))
+                note(f"{damaged} damaged lines of {self.path} were left out; the file as it was is {aside}")
 
 
 def _record_in(line: bytes) -> Record | None:
@@ -199,16 +151,11 @@ def _record_in(line: bytes) -> Record | None:
         record = parse_json(line)
     except ValueError:
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return record if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def require_sinks(config: RunConfig) -> None:
-    """Find out whether the packages are installed that a run is logged with.
-
-    Raises:
-        UsageError: If one is missing, with the command that installs it.
-    """
+    """Raise a `UsageError` if a package that a run is logged with is not installed."""
     if config.tensorboard:
         needed("tensorboard", "TensorBoard events need", "tensorboard")
     if config.wandb:
@@ -219,15 +166,7 @@ def tensorboard_sink(folder: Path) -> Sink:
     """A sink that writes TensorBoard events into the run's folder."""
     from torch.utils.tensorboard import SummaryWriter
 
-    events = folder / "tensorboard"
-    with reported(events):
-        sink = TensorBoardSink(SummaryWriter(str(events)))
-
-    def write(record: Record) -> None:
-        with reported(events):
-            sink(record)
-
-    return write
+    return TensorBoardSink(SummaryWriter(str(folder / "tensorboard")))
 
 
 def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:

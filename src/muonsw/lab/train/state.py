@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from muonsw import machine
-from muonsw.lab.base.errors import Diverged, UsageError
 from muonsw.lab.data.loader import prefetch
+from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.tasks import (
     Batch,
@@ -42,12 +42,11 @@ from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
 from muonsw.lab.train.parallel import PlacedModel, require_division
 from muonsw.lab.train.world import World
-from muonsw.state import state_bytes
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
-# A larger number in a checkpoint does not come from a run.
-MOST_THREADS = 1024
+# What a checkpoint holds of a `LossGuard`; JSON writes an infinite `lowest` as None.
+GUARD_STATE = ("lowest", "strikes", "skipped", "skipped_in_a_row")
 
 
 class Evaluation(NamedTuple):
@@ -55,11 +54,6 @@ class Evaluation(NamedTuple):
 
     step: int
     loss: float
-
-    @classmethod
-    def load(cls, step: int, loss: float | None) -> Evaluation:
-        """As a checkpoint holds it: JSON has no number for a loss that is not finite."""
-        return cls(step, math.nan if loss is None else loss)
 
 
 class Gradients(NamedTuple):
@@ -76,24 +70,16 @@ class Training:
     Args:
         config: A config with its fingerprint filled in, as `with_fingerprint` does.
         world: The ranks that train it together.
-
-    Attributes:
-        task: What is trained.
-        step: Completed updates.
-        best: The best evaluation so far.
-        latest: The latest one.
-        metrics: What the latest one measured besides the loss.
-        seconds: How long earlier processes have trained this run.
     """
 
     def __init__(self, config: RunConfig, world: World | None = None) -> None:
-        self.config, self.step = config, 0
-        self.world = world or World()
+        self.config, self.world = config, world or World()
+        self.step = 0  # completed updates
+        self.seconds = 0.0  # how long earlier processes have trained this run
         self.best: Evaluation | None = None
         self.latest: Evaluation | None = None
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}  # what the latest evaluation measured besides the loss
         self._measured: tuple[str, ...] = ()
-        self.seconds = 0.0
         self.guard = LossGuard(config.diverged, config.skipped)
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -130,11 +116,11 @@ class Training:
         return {"model": kind, "parameters": dict(roles), "data": self.task.data(self.config.steps)}
 
     def settle(self) -> None:
-        """Take a backward pass and discard it, if the first one decides in which order ranks add up gradients.
+        """Take a backward pass and discard it under DDP, which puts gradients together in the order of the first pass.
 
         Otherwise the first update of a resumed run would differ in its last bits.
         """
-        if not self.placed.settles:
+        if self.placed.strategy != "ddp":
             return
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
@@ -167,11 +153,7 @@ class Training:
         return type(parts[0])(*means)
 
     def update(self, batches: list[Batch]) -> Gradients:
-        """Take an update: forward, backward, clip, step.
-
-        Raises:
-            UsageError: If the optimizer refuses its learning rate or its decay; nothing is changed then.
-        """
+        """Take an update: forward, backward, clip, step; a `UsageError` if the optimizer refuses its rate or decay."""
         with self._blamed():
             found = (self.replayed_gradients or self.gradients)(batches)
         for parameter, grad in zip(self.model.parameters(), found.grads, strict=True):
@@ -187,13 +169,9 @@ class Training:
     def gradients(self, batches: list[Batch]) -> Gradients:
         """The forward and backward pass of an update, which a graph may capture."""
         self.optimizer.zero_grad(set_to_none=True)
-        losses, norm = self.forward_backward(batches), self.clip()
+        losses, limit = self.forward_backward(batches), self.config.optimizer.clip or math.inf
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         return Gradients(losses, norm, [parameter.grad for parameter in self.model.parameters()])
-
-    def clip(self) -> Tensor:
-        """Scale the gradients down to the largest norm allowed; returns the norm before, on the device."""
-        limit = self.config.optimizer.clip or float("inf")
-        return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
@@ -229,11 +207,8 @@ class Training:
             raise UsageError(f"the task measures {both}: metrics(model, batch) must return the same names for all")
         return torch.stack([torch.as_tensor(found[name], device=self.device).double() for name in self._measured])
 
-    def base_lr(self) -> float:
-        """The learning rate of the next update before muP multiplies it."""
-        return self.config.optimizer.lr * self._multiple()
-
-    def _multiple(self) -> float:
+    def lr_multiple(self) -> float:
+        """The learning rate of the next update, as a multiple of the peak."""
         return float(self.scheduler.lr_lambdas[0](self.step))
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -251,73 +226,59 @@ class Training:
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         state = {
             "groups": groups,
-            "schedule": {"last_epoch": self.scheduler.last_epoch, "multiple": self._multiple()},
-            "guard": self.guard.state(),
+            "schedule": {"last_epoch": self.scheduler.last_epoch, "multiple": self.lr_multiple()},
+            "guard": {name: getattr(self.guard, name) for name in GUARD_STATE},
             "best": self.best,
             "latest": self.latest,
             "seconds": self.seconds,
             "threads": torch.get_num_threads(),
             "config": self.config.as_data(),
         }
-        parts = {"model": own_tensors(self.model), "optimizer": optimizer, "random": random}
+        weights, names = self.model.state_dict(), dict.fromkeys(first_names(self.model).values())
+        parts = {"model": {name: weights[name] for name in names}, "optimizer": optimizer, "random": random}
         tensors = {part: gathered(values, keep=self.world.leads) for part, values in parts.items()}
         return Checkpoint(self.step, tensors, state)
 
-    def saved_bytes(self) -> int:
-        """The size of a checkpoint's tensors; ranks add up their parts of the optimizer state."""
-        model = sum(tensor.numel() * tensor.element_size() for tensor in own_tensors(self.model).values())
-        state = self.world.total(torch.tensor(sum(state_bytes(self.optimizer.param_groups).values())))
-        copies = self.config.parallel.replicas if self.placed.strategy == "fsdp" else self.world.size
-        return model + int(state) // copies
-
     def load(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, as if the run had never stopped.
-
-        Raises:
-            CheckpointError: If it is not one of such a run, though all its checksums are right.
-        """
+        """Go on from a checkpoint, as if the run had never stopped; a `CheckpointError` if it does not fit."""
         try:
             weights, here = saved.tensors["model"], self.model.state_dict(keep_vars=True)
-            names = _own_names(self.model)
+            names = first_names(self.model)
             self.model.load_state_dict({name: sharded_like(here[name], weights[names[name]]) for name in names})
             load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
             # The schedule is a function of the step; the learning rates themselves came with the groups.
             self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
             self.scheduler._step_count = self.scheduler.last_epoch + 1
-            self.guard.load(saved.state["guard"])
-            self.best, self.latest = (Evaluation.load(*saved.state[key]) for key in ("best", "latest"))
+            for name in GUARD_STATE:
+                value = saved.state["guard"][name]
+                setattr(self.guard, name, math.inf if value is None else value)
+            # JSON writes a loss that is not finite as None.
+            evaluations = (saved.state["best"], saved.state["latest"])
+            self.best, self.latest = (
+                Evaluation(step, math.nan if loss is None else loss) for step, loss in evaluations
+            )
             self.step, self.seconds = saved.step, saved.state["seconds"]
             # Sums are split among threads, so another number of them would change the last bits.
-            if not self.config.threads and 1 <= saved.state["threads"] <= MOST_THREADS:
+            if not self.config.threads:
                 torch.set_num_threads(saved.state["threads"])
             torch.set_rng_state(saved.tensors["random"]["cpu"])
             if "cuda" in saved.tensors["random"] and self.device.type == "cuda":
                 torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
-        except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CheckpointError(f"the one after update {saved.step} does not fit this run ({reason})") from error
 
 
 def open_task(config: RunConfig, ranks: int = 1) -> Task:
-    """The task of a run on this number of ranks.
-
-    Raises:
-        UsageError: If its data or its file cannot be used.
-    """
+    """The task of a run on this number of ranks; a `UsageError` if its data or its file cannot be used."""
     if config.task is not None:
         return UserTask(config.task, batch=config.batch, seed=config.seed)
     micro = config.batch // (config.accumulation * ranks)
     return DecoderTask(config.decoder, config.tokens, batch=config.batch, micro=micro, seed=config.seed)
 
 
-def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by name; those that are tied once, under their first name."""
-    state = model.state_dict()
-    return {name: state[name] for name in dict.fromkeys(_own_names(model).values())}
-
-
-def _own_names(model: torch.nn.Module) -> dict[str, str]:
-    """By every name in a model's state, the first name of the same tensor."""
+def first_names(model: torch.nn.Module) -> dict[str, str]:
+    """By every name in a model's state, the first name of the same tensor: tied ones are saved once."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
@@ -358,9 +319,7 @@ def _compiled(forward: Callable[..., LossParts], config: RunConfig) -> Callable[
 class LossGuard:
     """Watch the training loss, and count skipped updates.
 
-    Args:
-        excess: Nats above the lowest loss so far that count as diverging.
-        most_skipped: Updates in a row that may have gradients which are not finite.
+    A loss diverges `excess` nats above the lowest so far; `most_skipped` updates in a row may not be finite.
 
     Examples:
         >>> guard = LossGuard(excess=5.0)
@@ -368,7 +327,7 @@ class LossGuard:
         >>> guard.watch(2, math.nan)
         Traceback (most recent call last):
         ...
-        muonsw.lab.base.errors.Diverged: the loss of update 2 is nan; ...
+        muonsw.lab.errors.Diverged: the loss of update 2 is nan; ...
     """
 
     def __init__(self, excess: float, most_skipped: int = 1) -> None:
@@ -377,12 +336,7 @@ class LossGuard:
         self.skipped, self.skipped_in_a_row = 0, 0
 
     def watch(self, step: int, loss: float, norm: float = 0.0) -> None:
-        """Look at the loss of one update and the norm of its gradients.
-
-        Raises:
-            Diverged: If the loss is not finite, or has been too high for some updates, or too many updates in a row
-                were skipped.
-        """
+        """Raise `Diverged` if a loss is not finite or stays too high, or too many updates in a row were skipped."""
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
             raise Diverged(f"the loss of update {step} is {loss}; {advice}", step)
@@ -400,33 +354,17 @@ class LossGuard:
             fix = "check model and precision, lower the learning rate, or allow more with the setting `skipped`"
             raise Diverged(f"{many}, so that nothing was learned from them; {fix}", step)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold; JSON writes an infinite `lowest` as None."""
-        return {name: getattr(self, name) for name in ("lowest", "strikes", "skipped", "skipped_in_a_row")}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self.lowest = math.inf if state["lowest"] is None else state["lowest"]
-        self.strikes, self.skipped = state["strikes"], state["skipped"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
-
 
 def uses_graphs(config: RunConfig) -> bool:
-    """Whether updates are captured as CUDA graphs: small ones on a GPU, where launching takes longer than computing.
-
-    A user's task may do on the host what a graph would not repeat.
-    """
+    """Whether updates are captured as CUDA graphs: small ones on a GPU, where launching takes longer than computing."""
+    # A user's task may do on the host what a graph would not repeat.
     if config.task is not None or resolve_device(config.device).type != "cuda" or config.graphs == "off":
         return False
     return config.graphs == "on" or (config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a config names.
-
-    Raises:
-        UsageError: If this machine does not have it.
-    """
+    """The device that a config names; a `UsageError` if this machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if machine.gpus() else "cpu")
     try:
@@ -439,11 +377,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def own_device(config: RunConfig, world: World) -> torch.device:
-    """The device of this process: the one that the config names, and of several GPUs the one that is this rank's own.
-
-    Raises:
-        UsageError: If this machine does not have it.
-    """
+    """The device of this process: the one that the config names; of several GPUs the one of this rank."""
     device = resolve_device(config.device)
     if world.alone or device.type != "cuda":
         return device
@@ -456,11 +390,7 @@ def own_device(config: RunConfig, world: World) -> torch.device:
 
 
 def with_fingerprint(config: RunConfig) -> RunConfig:
-    """The config with the hash of its tokens, or of its task's file.
-
-    Raises:
-        UsageError: If they are others than the config says, or do not fit the model.
-    """
+    """The config with the hash of its tokens or of its task's file; a `UsageError` if the config says another."""
     if config.task is not None:
         return replace(config, task=with_file(config.task))
     return replace(config, data=with_tokens(config.tokens, config.decoder))

@@ -21,8 +21,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from muonsw import machine
-from muonsw.lab.base.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.base.launcher import is_rank
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError
 from muonsw.lab.train.checkpoint import CheckpointError
 from muonsw.lab.train.config import ParallelConfig
 
@@ -38,17 +38,10 @@ SHARED_ERRORS = (UsageError, CheckpointError, Diverged)
 
 
 class World:
-    """A single process.
+    """A single process."""
 
-    Attributes:
-        rank: This process among all.
-        size: How many there are.
-        local: This process among those of its machine.
-        alone: Whether there are no other ranks to agree with.
-    """
-
-    rank, size, local = 0, 1, 0
-    alone = True
+    rank, size, local = 0, 1, 0  # `local` counts the ranks of this machine
+    alone = True  # whether there are no other ranks to agree with
 
     @property
     def leads(self) -> bool:
@@ -81,29 +74,22 @@ class World:
 
 
 class SharedWorld(World):
-    """One of the processes that torchrun started, on one machine or several.
+    """One of the processes that torchrun started, which waits at most `timeout` seconds for another in a collective.
 
     Messages travel over gloo between the hosts, and never wait for a GPU.
-
-    Args:
-        timeout: Seconds to wait for another rank in any collective.
     """
 
     alone = False
 
     def __init__(self, timeout: float) -> None:
-        self.local = int(os.environ.get("LOCAL_RANK", "0"))
-        store, self.rank, self.size = _meet()
         backend = "cpu:gloo,cuda:nccl" if machine.gpus() else "gloo"
+        store, self.rank, self.size = _meet()
         patience = timedelta(seconds=timeout)
-        store = PrefixStore("ranks", store)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
+        self.local = int(os.environ.get("LOCAL_RANK", "0"))
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something on every rank; if it fails on one, raise the same error on all.
-
-        The work itself must not wait for other ranks.
-        """
+        """Do something on every rank, which must not wait for others; if it fails on one, raise the same on all."""
         result, error = None, None
         try:
             result = work()
@@ -117,19 +103,16 @@ class SharedWorld(World):
         return cast("T", result)
 
     def from_leader(self, thing: T) -> T:
-        """Rank 0's value, on all ranks."""
         things = [thing]
         dist.broadcast_object_list(things, src=0)
         return things[0]
 
     def total(self, numbers: Tensor) -> Tensor:
-        """The sum over ranks of numbers on the host."""
         summed = numbers.clone()
         dist.all_reduce(summed)
         return summed
 
     def largest(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
         largest = torch.tensor(number)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
@@ -138,13 +121,12 @@ class SharedWorld(World):
 def _meet() -> tuple[Store, int, int]:
     """Return a store that only these processes have written to, this rank, and the number of ranks.
 
-    torchrun keeps one store for all its restarts, and a rank that starts early may find there the address of a process
-    that is gone. So rank 0 opens a store of its own, whose port is sent through the old one: no store listens at a
-    stale port, and a rank that finds none asks again.
+    torchrun keeps one store for all its restarts, in which a rank may find the address of a process that is gone. So
+    rank 0 opens a store of its own and sends its port through the old one; a rank that finds a stale port asks again.
     """
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return store, rank, size
+        return PrefixStore("ranks", store), rank, size
     host, key = os.environ["MASTER_ADDR"], "muonsw/port"
     if rank == 0:
         fresh = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
@@ -165,11 +147,7 @@ def _meet() -> tuple[Store, int, int]:
 
 @contextmanager
 def joined(timeout: float = ParallelConfig.timeout) -> Iterator[World]:
-    """Yield the world that this process was started into.
-
-    Raises:
-        MachineError: If another rank was lost, or did not answer within the timeout.
-    """
+    """Yield the world that this process was started into; raise a `MachineError` if another rank is lost."""
     if not is_rank():
         yield World()
         return

@@ -1,7 +1,4 @@
-"""Settings as frozen dataclasses: to JSON and back, strictly, and what differs between two of them.
-
-A library (dacite, cattrs) would save sixty of these lines, and be one more package on every machine that trains.
-"""
+"""Settings as frozen dataclasses: to JSON and back, strictly, and what differs between two of them."""
 
 from __future__ import annotations
 
@@ -28,13 +25,9 @@ def as_data(settings: Any) -> dict[str, Any]:
 def from_data(kind: type[T], data: Any, where: str = "") -> T:
     """The dataclass that JSON data describes; what is missing takes its default.
 
-    Args:
-        kind: A dataclass whose fields are numbers, strings, booleans, tuples, None or dataclasses.
-        data: Parsed JSON.
-        where: What to call this part in error messages.
-
     Raises:
-        ValueError: If a key is unknown, a needed one is missing, or a value is of the wrong kind, with its name.
+        ValueError: If a key is unknown, a needed one is missing, or a value is of the wrong kind, with its name, which
+            begins with `where`.
 
     Examples:
         >>> from muonsw.lab.model import MuP

@@ -1,13 +1,11 @@
 """Files are whole or not there, and a file that is not ours is refused by name."""
 
 import os
-from pathlib import Path
 
 import pytest
 
-from muonsw.lab.base.errors import MachineError, UsageError
-from muonsw.lab.base.storage import (
-    LOCK,
+from muonsw.lab.errors import MachineError, UsageError
+from muonsw.lab.files import (
     locked,
     prepare_folder,
     read_object,
@@ -46,26 +44,11 @@ def test_an_error_of_the_writer_leaves_the_old_file(tmp_path):
     assert [found.name for found in tmp_path.iterdir()] == ["a"]
 
 
-def test_two_who_write_one_file_under_the_same_process_number_both_succeed(tmp_path):
-    """As on two hosts that share a disk."""
-    with replacing(tmp_path / "a") as later, replacing(tmp_path / "a") as sooner:
-        later.write(b"later")
-        sooner.write(b"sooner")
-    assert (tmp_path / "a").read_bytes() == b"later"
-    assert [found.name for found in tmp_path.iterdir()] == ["a"]
-
-
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_is_read_only_is_named(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(MachineError, match=r"a cannot be written: Permission denied; make room"):
         write_atomically(tmp_path / "a", "x")
-
-
-def test_a_folder_that_is_a_file_is_named(tmp_path):
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(MachineError, match=r"file/a cannot be written: Not a directory"):
-        write_atomically(tmp_path / "file" / "a", "x")
 
 
 @pytest.mark.parametrize("check", [prepare_folder, require_writable])
@@ -83,9 +66,7 @@ def test_a_folder_that_is_a_link_to_nowhere_is_refused_before_the_work(tmp_path,
         (b'{"a": ', "Expecting value"),
         (b"\xff\xfe\x00", "codec can't decode"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"a":' * 100_000, "nested too deeply"),
-        (b"[" + b"7" * 400 + b"]", "a whole number of 400 digits"),
-        (b'{"a": NaN}', "NaN is no number"),
+        (b'{"a": NaN}', "NaN is not valid JSON"),
         (b"", "Expecting value"),
     ],
 )
@@ -107,21 +88,6 @@ def test_a_missing_file_and_a_folder_are_said_to_be_such(tmp_path):
         read_object(tmp_path / "nothing")
     with pytest.raises(UsageError, match="Is a directory"):
         read_object(tmp_path)
-
-
-def test_a_file_too_large_to_be_ours_is_refused_without_reading_it(tmp_path):
-    path: Path = tmp_path / "huge.json"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)  # sparse: no disk, and no memory
-    with pytest.raises(UsageError, match="it is larger than 256 MiB"):
-        read_object(path)
-
-
-@pytest.mark.parametrize("place", [Path.mkdir, lambda path: path.symlink_to("elsewhere")])
-def test_a_lock_that_is_not_ours_is_named(tmp_path, place):
-    place(tmp_path / LOCK)
-    with pytest.raises(UsageError, match=r"\.lock is not a lock of ours: delete it"), locked(tmp_path, "busy"):
-        pass
 
 
 def test_a_folder_is_held_by_one_and_given_back(tmp_path):

@@ -53,15 +53,9 @@ class Interrupted(Exception):  # noqa: N818 (not a fault: the work was saved and
 
 
 def needed(name: str, who: str, extra: str) -> Any:
-    """A module of an optional package, or one that needs such packages.
+    """Import a module of an optional package; if it is missing, raise a `UsageError` that names its extra.
 
-    Args:
-        name: The module.
-        who: Who needs it, with the verb: "FineWeb needs".
-        extra: Which extra of this package installs it.
-
-    Raises:
-        UsageError: If a package is not installed, with the command that installs it.
+    `who` is the beginning of the message, with a verb: "FineWeb needs".
     """
     try:
         return import_module(name)

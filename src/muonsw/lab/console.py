@@ -1,0 +1,274 @@
+"""Print sentences that may hold any character, and tables, which pages and files show too."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from itertools import chain
+from typing import TYPE_CHECKING, ParamSpec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+Given = ParamSpec("Given")
+Value = str | float | int | bool | None
+MISSING = "\N{EN DASH}"
+GAP = 2  # blanks between columns
+NARROWEST_TEXT = 20  # characters that a column of text keeps before it wraps its words over several lines
+LARGE = 1e6  # numbers from here on are written with an exponent
+TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
+
+# Characters that steer a terminal or reorder text (C0 and C1 controls, bidirectional overrides), and halves of
+# characters, which come from file names that are not UTF-8 and cannot be printed at all.
+_STEERING = chain(range(0x20), range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
+_SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _STEERING if chr(code) not in "\n\t"}
+
+
+def harmless(text: object) -> str:
+    r"""A text in which nothing can steer a terminal: such characters are shown by their code.
+
+    Names, settings and documents come from files that others may have written.
+
+    Examples:
+        >>> print(harmless("a run named \x1b]52;c;aGk=\x07"))
+        a run named \x1b]52;c;aGk=\x07
+    """
+    return str(text).translate(_SHOWN)
+
+
+def say(console: Console, text: object) -> None:
+    """Print a line that may hold any character, unbroken and without colours of rich's own choice."""
+    console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def paragraph(console: Console, text: str) -> None:
+    """Print sentences, broken between words in a terminal and not at all elsewhere."""
+    if console.is_terminal:
+        console.print(harmless(text), highlight=False, markup=False, emoji=False)
+    else:
+        say(console, text)
+
+
+def enduring(main: Callable[Given, int]) -> Callable[Given, int]:
+    """Let a program print any character, with a question mark where the stream's encoding has none."""
+
+    @wraps(main)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        return main(*args, **kwargs)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell that says more than its text."""
+
+    text: str
+    note: str = ""  # a smaller second line; the terminal shows it with `verbose`
+    tone: str = ""  # "holds", "fails" and "undecided" have colours
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    number: bool = False  # numbers are set to the right and never broken
+    digits: int = 5  # significant ones of floats
+    rank: int = 1  # where room is short, columns of the highest rank are left out first
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; the first column names the row and is always shown."""
+
+    name: str  # its id on a page: letters, digits, hyphens
+    title: str
+    columns: Sequence[Column | str]  # a plain string is a column of text
+    rows: Sequence[Sequence[Value | Cell]]  # None shows as a dash
+    note: str = ""  # a sentence below it
+    folded: bool = False  # whether it starts closed on a page
+
+    def headings(self) -> list[Column]:
+        """The columns, all in full."""
+        return [column if isinstance(column, Column) else Column(column) for column in self.columns]
+
+    def cells(self) -> list[list[Cell]]:
+        """The rows, all values as text."""
+        rows = (zip(row, self.headings(), strict=True) for row in self.rows)
+        return [[v if isinstance(v, Cell) else Cell(show(v, column.digits)) for v, column in row] for row in rows]
+
+
+def show(value: Value, digits: int = 5) -> str:
+    """A value as a table shows it.
+
+    Examples:
+        >>> show(0.123456789), show(True), show(12345678), show(float("nan"))
+        ('0.12346', 'yes', '12,345,678', 'not finite')
+    """
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.{digits}g}" if math.isfinite(value) else "not finite"
+    return value
+
+
+def loss_text(loss: float) -> str:
+    """A loss as tables and sentences show it: four decimals, or four digits from a million on.
+
+    Examples:
+        >>> loss_text(3.14159), loss_text(1.5e30), loss_text(float("nan"))
+        ('3.1416', '1.5e+30', '\N{EN DASH}')
+    """
+    return decimals(loss, 4) if math.isfinite(loss) else MISSING
+
+
+def decimals(value: float, digits: int, sign: str = "") -> str:
+    """A number with some decimals; from a million on, as in diverging runs, with as many digits.
+
+    Examples:
+        >>> decimals(0.5, 3), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3)
+        ('0.500', '+2.00', '1.23e+20')
+    """
+    return f"{value:{sign}.{digits}{'f' if abs(value) < LARGE else 'g'}}"
+
+
+def norm_text(norm: float) -> str:
+    """A norm as tables and sentences show it: three digits.
+
+    Examples:
+        >>> norm_text(0.204139), norm_text(0.015), norm_text(461.2)
+        ('0.204', '0.0150', '461')
+    """
+    return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
+
+
+def change_text(change: float) -> str:
+    """A relative change as tables and sentences show it: whole percents with their sign.
+
+    Examples:
+        >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
+        ('-60%', '+2%', '0%')
+    """
+    if not math.isfinite(change):
+        return MISSING
+    whole = round(100 * change)
+    return f"{whole:+d}%" if whole else "0%"
+
+
+def print_table(console: Console, table: Table, *, verbose: bool = False, hint: str = "--verbose shows them") -> None:
+    """Print a table under its title, with its note.
+
+    A terminal shows the columns that fit into its width, and a line that names the others and gives the hint; with
+    `verbose` the others follow as further tables, and cells show their notes. A file or a pipe gets all columns.
+    """
+    from rich.text import Text  # the lab's other packages may be missing where only `harmless` is needed
+
+    if not console.is_terminal:
+        parts = (table.title, plain_text(table, notes=verbose), table.note)
+        say(console, "\n" + "\n".join(part for part in parts if part))
+        return
+    chosen, left_out = fitting(table, console.width)
+    console.print()
+    if table.title:
+        console.print(Text(harmless(table.title), style="bold"))
+    console.print(_drawn(table, chosen, notes=verbose), crop=False)
+    while verbose and left_out:
+        chosen, left_out = fitting(table, console.width, among=[0, *left_out])
+        console.print()
+        console.print(_drawn(table, chosen), crop=False)
+    if table.note:
+        console.print(Text(harmless(table.note), style="dim"))
+    if left_out:
+        names = ", ".join(table.headings()[place].title for place in left_out)
+        shown = f"Not shown at this width: {names}{f' ({hint})' if hint else ''}."
+        console.print(Text(harmless(shown), style="dim"))
+
+
+def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
+    """Which columns of a table fit into a width, and which do not, as places in the table.
+
+    Columns are taken by rank until one does not fit; the first column and one more are always taken.
+
+    Examples:
+        >>> columns = ("arm", Column("seeds", rank=2), Column("final loss", number=True))
+        >>> table = Table("arms", "Arms", columns, [("scaled", "3", 5.2345), ("constant", "3", 5.3456)])
+        >>> fitting(table, 23), fitting(table, 22)
+        (([0, 1, 2], []), ([0, 2], [1]))
+    """
+    columns, cells = table.headings(), table.cells()
+    places = list(range(len(columns)) if among is None else among)
+    taken, room = [places[0]], width - _least_width(columns, cells, places[0])
+    for place in sorted(places[1:], key=lambda place: columns[place].rank):
+        room -= GAP + _least_width(columns, cells, place)
+        if room < 0 and len(taken) > 1:
+            break
+        taken.append(place)
+    return sorted(taken), [place for place in places if place not in taken]
+
+
+def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: int) -> int:
+    """Numbers are never broken; text wraps its words, and breaks those beyond 20 characters."""
+    from rich.cells import cell_len
+
+    texts = [row[place].text for row in cells]
+    parts = texts if columns[place].number else [text[:NARROWEST_TEXT] for text in texts]
+    return max(map(cell_len, [*columns[place].title.split(), *parts]), default=0)
+
+
+def _drawn(table: Table, places: Sequence[int], *, notes: bool = False) -> RichTable:
+    """The chosen columns: numbers as wide as they are, text in the room that is left."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    columns, cells = table.headings(), table.cells()
+    named = any(columns[place].title for place in places)
+    drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, show_header=named)
+    for place in places:
+        title, least = harmless(columns[place].title), _least_width(columns, cells, place)
+        if columns[place].number:
+            drawn.add_column(Text("\n".join(textwrap.wrap(title, least))), justify="right", no_wrap=True, width=least)
+        else:
+            drawn.add_column(Text(title), overflow="fold", min_width=least)
+    for row in cells:
+        texts = [Text(harmless(row[place].text), style=TONES.get(row[place].tone, "")) for place in places]
+        for place, text in zip(places, texts, strict=True):
+            if notes and row[place].note:
+                text.append(f"\n{harmless(row[place].note)}", style="dim")
+        drawn.add_row(*texts)
+    return drawn
+
+
+def plain_text(table: Table, *, notes: bool = False) -> str:
+    """A table as aligned text without colours, numbers to the right.
+
+    Examples:
+        >>> print(plain_text(Table("t", "T", ("arm", Column("loss", number=True)), [("scaled", 3.1)])))
+        arm     loss
+        scaled   3.1
+    """
+    columns = table.headings()
+    lines = [
+        [f"{cell.text} ({cell.note})" if notes and cell.note else cell.text for cell in row] for row in table.cells()
+    ]
+    if any(column.title for column in columns):
+        lines.insert(0, [column.title for column in columns])
+    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+    sides = [str.rjust if column.number else str.ljust for column in columns]
+    triples = (zip(sides, line, widths, strict=True) for line in lines)
+    aligned = ("  ".join(side(text, width) for side, text, width in each) for each in triples)
+    return "\n".join(line.rstrip() for line in aligned)

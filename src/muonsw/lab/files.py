@@ -1,0 +1,187 @@
+"""Files: a reader never sees half of one, and a write that fails is an error that names the file and the remedy."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from itertools import count
+from pathlib import Path
+from secrets import randbits
+from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from muonsw.lab.errors import MachineError, UsageError
+
+LOCK, UNFINISHED = ".lock", ".unfinished"
+MAKE_ROOM = "make room on the disk, or choose another folder"
+# Errors of the disk; others are about the name of a folder.
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+@contextmanager
+def reported(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
+    """Turn an `OSError` inside the block into a `MachineError` that names the file and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from error
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder, and check before the work that files can be written there.
+
+    Raises:
+        UsageError: If it cannot be made or written to.
+        MachineError: If the disk is full or fails.
+    """
+    require_writable(folder)
+    with reported(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def require_writable(folder: Path) -> None:
+    """Check the same without making the folder: other input may still be refused."""
+    try:
+        # A dangling link counts as existing: no folder can be made in its place.
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        message = f"cannot write to the folder {folder}: {error.strerror or error}"
+        if error.errno in _DISK_FAULTS:
+            raise MachineError(f"{message}; {MAKE_ROOM}") from error
+        raise UsageError(f"{message}; choose another") from error
+
+
+@contextmanager
+def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
+    """Make a folder if it is missing, hold it while the block runs, and delete what killed processes left in it.
+
+    The lock is the system's, so a killed process leaves none behind.
+
+    Raises:
+        UsageError: With the text `busy`, if another process holds it for longer than `wait` seconds.
+    """
+    prepare_folder(folder)
+    lock = FileLock(folder / LOCK, timeout=wait)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UsageError(busy) from error
+    except OSError as error:
+        raise UsageError(f"{folder / LOCK} cannot be locked: {error.strerror or error}; delete it") from error
+    try:
+        for path in folder.glob(f".*{UNFINISHED}"):
+            path.unlink()
+        yield
+    finally:
+        lock.release()
+
+
+def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
+    """Replace a file by one with this content; a reader sees the old or the new one, never a part."""
+    with replacing(path, remedy=remedy) as file:
+        # File names that are not UTF-8 have half characters, which become their codes.
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+    return path
+
+
+def write_json(path: Path, data: Any, *, remedy: str = MAKE_ROOM) -> Path:
+    """Replace a file by plain data in JSON, with None for numbers that are not finite."""
+    text = json.dumps(plain(data), indent=1, allow_nan=False)
+    return write_atomically(path, text + "\n", remedy=remedy)
+
+
+@contextmanager
+def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of `path` when the block ends without an error."""
+    refuse_folder(path)
+    # Random: hosts that share a disk have equal process numbers.
+    beside = path.with_name(f".{path.name}.{randbits(32)}{UNFINISHED}")
+    with reported(path, remedy):
+        try:
+            with beside.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+            sync(path.parent)
+        finally:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+
+def refuse_folder(path: Path) -> None:
+    """Refuse a folder in the place of a file that is to be written."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, and a file of this name is to be written: move it away, or delete it")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def numbered(path: Path) -> Path:
+    """The first of `path.1`, `path.2`, ... that is free, for files that are put aside."""
+    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UsageError: If it cannot be read, or holds something else.
+    """
+    try:
+        data = parse_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist: check the path") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} does not hold a JSON object; {remedy}")
+    return data
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Data from JSON text; a `ValueError` if it is not JSON, or has a NaN or an infinity, which Python would accept."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not valid JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def plain(value: Any) -> Any:
+    """Data for JSON: None for what is not finite, lists for arrays, strings for enumerations.
+
+    Examples:
+        >>> import numpy as np
+        >>> plain({"a": (1.0, float("nan")), "b": np.array([2, 3])})
+        {'a': [1.0, None], 'b': [2, 3]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if hasattr(value, "tolist"):  # arrays, tensors, and the scalars of numpy
+        return plain(value.tolist())
+    return str(value) if isinstance(value, StrEnum) else value
