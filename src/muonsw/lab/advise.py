@@ -181,8 +181,9 @@ class Advise:
         """What a range of lambdas rests on; empty where our runs support a single one."""
         if self.algorithm == "adamw":
             return (
-                "A range: our runs searched lambda for Muon only. Its upper end is at least what Power Lines (arXiv "
-                "2505.13738) fitted for AdamW, given --tokens and --parameters."
+                "A range: our runs searched AdamW's lambda at one size and length (width 128, 6,400 steps), where the "
+                "best totals were 1.3 (0.5 to 3.2) under constant and 2.4 (1.5 to 3.9) under scaled decay. The upper "
+                "end is at least what Power Lines (arXiv 2505.13738) fitted, given --tokens and --parameters."
             )
         reasons = []
         if not SHORTEST / 2 <= self.steps <= LONGEST * 2:

@@ -69,6 +69,8 @@ PICTURES = {
         "settles; the recursion lies on both. Beside it the alignment of weights and updates.",
     ),
     "long": ("long-horizons", "Regret over lambda under both rules, for both lengths on fresh text."),
+    "adamw-lambda": ("adamw-lambda", "Validation loss of AdamW over lambda under both rules, means and single seeds: "
+                     "seeds lie as far apart as the rules."),
     "lambda-scaling": ("lambda-scaling", "The best lambda of both rules over width, batch and size, beside what was "
                        "published."),
     "family": ("family", "Loss of both rules over what decay takes in all, a panel for each member of the family."),

@@ -21,7 +21,7 @@ from muonsw.lab.claims.claim import Claim, Source, above, at_most, below, within
 from muonsw.lab.claims.statistics import over_seeds
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.plan import parts_of
-from muonsw.lab.report.sections import Chart
+from muonsw.lab.report.sections import Axis, Chart, Curve
 from muonsw.lab.runs import Run
 from muonsw.lab.studies.arms import (
     CONSTANT,
@@ -49,11 +49,10 @@ from muonsw.lab.studies.training.regret import (
     first_run,
     lambda_map,
     losses_of,
-    map_charts,
     map_tables,
     optimum,
 )
-from muonsw.lab.studies.training.sweeps import power, vertex
+from muonsw.lab.studies.training.sweeps import mean_losses, power, vertex
 from muonsw.lab.train.config import RunConfig
 
 # By scale, the number of steps: 300 tokens for each of 0.95 million active parameters at scale mini.
@@ -204,9 +203,20 @@ def adamw_tables(results: Results, scale: Scale) -> list[Table]:
     return map_tables({key: arms for key, arms in results.items() if key.name == ADAMW}, scale)
 
 
-def adamw_charts(results: Results, scale: Scale) -> list[Chart]:
-    """Regret over lambda."""
-    return map_charts({key: arms for key, arms in results.items() if key.name == ADAMW}, scale)
+def adamw_charts(results: Results, _scale: Scale) -> list[Chart]:
+    """Final loss over lambda: the mean thick, and each seed thin, because seeds differ as much as the rules do."""
+    if (arms := results.get(Key(ADAMW))) is None:
+        return []
+    curves = []
+    for rule in RULES:
+        losses = losses_of(arms, rule)
+        seeds = {f"{rule}, seed {place}": one for place, one in enumerate(losses)}
+        curves += [Curve(name, rule, list(one), list(one.values())) for name, one in seeds.items()]
+        means = mean_losses(losses)
+        curves.append(Curve(rule, rule, list(means), list(means.values()), middle=True))
+    lambdas, title = sorted(means), f"AdamW, {first_run(arms).config.steps:,} updates"
+    x, y = Axis("lambda", log=2, ticks=lambdas), Axis("validation loss", "nats per token")
+    return [Chart("adamw-lambda", title, curves, x=x, y=y, note="Mean over seeds, and single seeds.", points=True)]
 
 
 def peaks(scale: Scale) -> list[Comparison]:
