@@ -17,7 +17,6 @@ ROUNDED_TOGETHER = 2**18
 
 
 def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
-    """Decay the weights of an update's parts and move them along its directions."""
     weights = views(update.parts, [part.item.param for part in update.parts])
     if has_kernels(group, weights[0].device) and _apply_by_kernel(group, update, weights, ctx):
         return

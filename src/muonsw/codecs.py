@@ -44,17 +44,14 @@ _LEVELS = {torch.int8: 127, torch.uint8: 255}
 
 
 def is_encoded(group: Group) -> bool:
-    """Whether a group keeps state in another form than a step computes with."""
     return group["state_dtype"] in STORED or group["offload"]
 
 
 def rounds_state(group: Group) -> bool:
-    """Whether state is rounded with noise when it is encoded, so that steps must be counted."""
     return group["state_dtype"] in STORED and group["rounding"] != "nearest"
 
 
 def is_code(value: Tensor) -> bool:
-    """Whether a tensor of state holds codes."""
     return value.dtype in _LEVELS
 
 
@@ -168,7 +165,6 @@ def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
 
 
 def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], ok: Tensor | None) -> None:
-    """Write what a step made of decoded state back to where it is kept, unless `ok` is false."""
     fused = group["fused"] is not False
     for item, computed in zip(items, decoded, strict=True):
         for number, key in enumerate(_encoded_keys(group)):
@@ -259,7 +255,6 @@ def _fourth(x: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, *, fused: bool = True) -> Tensor:
-    """The float32 values of codes, in their shape."""
     if fused and kernels.available(codes.device):
         from muonsw.kernels import stored
 
@@ -302,7 +297,6 @@ class _HostCopies:
         self._arriving = [self._send_for(0)]
 
     def fetch(self, number: int) -> list[Item]:
-        """The items of a piece with their state on the device."""
         items, arrived = self._arriving.pop()
         if number + 1 < len(self._pieces):
             self._arriving.append(self._send_for(number + 1))
@@ -322,7 +316,6 @@ class _HostCopies:
             return items, self._to_device.record_event()
 
     def give_back(self, number: int, items: list[Item]) -> None:
-        """Copy a piece back to the host, once the device has computed it."""
         self._to_host.wait_stream(torch.cuda.current_stream(self._to_host.device))
         with torch.cuda.stream(self._to_host):
             for home, item in zip(self._pieces[number], items, strict=True):
@@ -333,5 +326,4 @@ class _HostCopies:
 
 
 def wait_for_host(device: torch.device) -> None:
-    """Wait until everything that was returned has arrived in host memory."""
     _streams(device)[1].synchronize()

@@ -42,7 +42,6 @@ class Region(NamedTuple):
     flat: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of this part of `tensor`."""
         part = tensor.view(-1) if self.flat else tensor
         for axis, start, length in self.cuts:
             part = part.narrow(axis, start, length)
@@ -50,21 +49,17 @@ class Region(NamedTuple):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where it begins along each axis that is cut."""
         return tuple(start for _, start, _ in self.cuts)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How long it is along each axis that is cut."""
         return tuple(length for _, _, length in self.cuts)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of a region that is cut along every axis."""
         return tuple(slice(start, start + length) for _, start, length in self.cuts)
 
     def shape_in(self, shape: Sequence[int]) -> torch.Size:
-        """The shape of this part of a tensor of `shape`."""
         lengths = list(shape)
         for axis, _, length in self.cuts:
             lengths[axis] = length
@@ -111,11 +106,9 @@ class Part(NamedTuple):
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of this part."""
         return self.region.of(self.item.grad)
 
     def state(self, key: str) -> Tensor:
-        """The state of this part."""
         return self.region.of(self.item.state[key])
 
 
@@ -143,7 +136,6 @@ class MatrixView(NamedTuple):
 
     @classmethod
     def of(cls, group: Group) -> MatrixView:
-        """The view that a group's options ask for."""
         sizes = group.get("split_sizes")
         return cls(
             group.get("matrix"),
@@ -154,11 +146,9 @@ class MatrixView(NamedTuple):
         )
 
     def unsplit(self) -> MatrixView:
-        """The same without its splits."""
         return self._replace(split_sizes=None, heads=None)
 
     def stack_axes(self, axes: int) -> int:
-        """How many leading axes of a parameter count matrices."""
         return 0 if self.matrix == FLATTEN else axes - 2
 
     def split_axis(self, shape: Sequence[int]) -> int:
@@ -173,7 +163,6 @@ class MatrixView(NamedTuple):
         return (shape[self.split_axis(shape)] // self.heads,) * self.heads
 
     def cells(self, shape: Sequence[int]) -> Iterator[MatrixCell]:
-        """The matrices of a parameter of this shape."""
         if len(shape) < 2:
             raise ValueError(
                 f"a matrix that Muon was built with has become a vector of {math.prod(shape)} elements: something has "
@@ -190,7 +179,6 @@ class MatrixView(NamedTuple):
         return (shape[0], math.prod(shape[1:])) if self.matrix == FLATTEN else (shape[-2], shape[-1])
 
     def count(self, shape: Sequence[int]) -> int:
-        """How many matrices a parameter of this shape holds."""
         stack = math.prod(shape[: self.stack_axes(len(shape))])
         return stack * sum(cell.rows * cell.columns > 0 for cell in self.cells(shape))
 
@@ -230,7 +218,6 @@ def runs(shape: Sequence[int], view: MatrixView, chunk_bytes: int, fewest: int =
 
 
 def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:
-    """How many matrices fit into a chunk, as float32; at least one."""
     return max(1, chunk_bytes // (4 * rows * columns))
 
 
@@ -243,7 +230,6 @@ class Bucket(NamedTuple):
 
 
 def matrix_chunks(view: MatrixView, items: list[Item], chunk_bytes: int) -> list[tuple[Bucket, list[Part]]]:
-    """The matrices of parameters in batches of equal shape, bounded in bytes."""
     shapes, dtypes = tuple([item.param.shape for item in items]), tuple([item.param.dtype for item in items])
     planned = _planned_chunks(shapes, dtypes, view, chunk_bytes)
     return [(bucket, [Part(items[index], region) for index, region in regions]) for bucket, regions in planned]
@@ -272,7 +258,6 @@ def _planned_chunks(
 
 
 def empty_batch(tensors: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for all matrices of these tensors."""
     count = sum(t.numel() for t in tensors) // (rows * columns)
     return tensors[0].new_empty(count, rows, columns, dtype=dtype)
 

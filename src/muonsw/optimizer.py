@@ -298,7 +298,6 @@ class ScaledDecayOptimizer(Optimizer):
         return checkpoint.save(self, super().state_dict)
 
     def _wait_for_host(self) -> None:
-        """Wait for state that is on its way to host memory, whatever its group says by now."""
         states = [(param.device, state.values()) for param, state in self.state.items() if param.is_cuda]
         for device in {device for device, values in states if any(isinstance(v, Tensor) and v.is_cpu for v in values)}:
             wait_for_host(device)
@@ -337,7 +336,6 @@ class ScaledDecayOptimizer(Optimizer):
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
 
     def _attach_addons(self) -> None:
-        """Register the hooks that options of the groups need."""
         norm_rules.attach(self)
         gradient_norm.attach(self)
 

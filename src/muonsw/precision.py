@@ -73,7 +73,6 @@ def uniform_hash(shape: torch.Size, seed: Tensor, sizes: Sequence[int] = (), ori
 
 
 def _wrapped(number: int) -> int:
-    """A whole number as an int32 would hold it after overflow."""
     return (number + 2**31) % 2**32 - 2**31
 
 
@@ -120,7 +119,6 @@ class Noise(NamedTuple):
 
     @property
     def seed(self) -> Tensor:
-        """Step and key as an int32 scalar."""
         return mix(self.counter.to(torch.int32) ^ self.key)
 
 

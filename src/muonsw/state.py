@@ -56,7 +56,6 @@ COUNTER_LAYOUT = StateLayout(torch.Size(()), torch.float32, 0)
 
 
 def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
-    """Every tensor of a parameter's state, by key."""
     on_host = group["offload"] and param.is_cuda
     dtype = state_dtype(group["state_dtype"], param.dtype)
     block = block_length(tuple(param.shape)) if group["state_dtype"] == INT8 else None
@@ -82,7 +81,6 @@ def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
 
 
 def allocate(optimizer: ScaledDecayOptimizer) -> None:
-    """Give every trainable parameter its state."""
     for number, group in enumerate(optimizer.param_groups):
         specs = ALGORITHMS[group["algorithm"]].state(group)
         wanted = (group["algorithm"], group["state_dtype"], group["rounding"], group["offload"], *specs)
@@ -116,7 +114,6 @@ def zeros(layout: StateLayout, param: Tensor) -> Tensor:
 
 
 def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
-    """What the state of all parameters takes on this rank, by key, whether it is there yet or not."""
     totals: dict[str, int] = {}
     for group in groups:
         for param in group["params"]:

@@ -20,7 +20,7 @@ from muonsw.algorithms.base import (
 )
 from muonsw.matrices import Part
 from muonsw.precision import STORED, Kept
-from muonsw.slots.base import COUNTER, ELEMENTWISE, SQUARES, Specs
+from muonsw.slots import COUNTER, ELEMENTWISE, SQUARES, Specs
 from muonsw.work import Group, StepContext, elements
 
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -121,7 +121,6 @@ def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: S
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001
-    """Refuse state in which squared gradients vanish."""
     if group["state_dtype"] == "float16":
         raise ValueError(
             f"state_dtype='float16' cannot hold the average squared gradient of {name}: whatever is below 6e-8 becomes "

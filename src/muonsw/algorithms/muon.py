@@ -16,20 +16,36 @@ from muonsw.algorithms.base import (
     Algorithm,
     Chunk,
     MatrixRule,
+    StateBatch,
     Update,
     advance_momentum,
+    apply_slot,
     clean,
     has_kernels,
     look_ahead,
+    validate_matrices,
 )
-from muonsw.algorithms.whole import StateBatch, apply_slot, validate_matrices
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES, Bucket, Part, empty_batch, scatter, views
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration, aurora
 from muonsw.precision import state_dtype
-from muonsw.slots import ADAMUON, EQUALIZE, MUON2, MUON_PLUS, NORMALIZE, NORMUON, PRECONDITION, SIGN, SlotMember
-from muonsw.slots.base import ELEMENTWISE, NO_MEMBER, Specs, State, wide_dtype
+from muonsw.slots import (
+    ADAMUON,
+    ELEMENTWISE,
+    EQUALIZE,
+    MUON2,
+    MUON_PLUS,
+    NO_MEMBER,
+    NORMALIZE,
+    NORMUON,
+    PRECONDITION,
+    SIGN,
+    SlotMember,
+    Specs,
+    State,
+    wide_dtype,
+)
 from muonsw.work import Group, StepContext
 
 if TYPE_CHECKING:
@@ -40,7 +56,6 @@ AURORA: Group = {"aurora_iterations": 2, "aurora_beta": 0.5, "aurora_polar": "si
 
 
 def state(group: Group) -> Specs:
-    """One buffer for each parameter, under torch's name, and what the slots keep."""
     if group["precondition"] is None and group["normalize"] is None:
         return _MOMENTUM
     return {**_MOMENTUM, **PRECONDITION.specs(group), **NORMALIZE.specs(group)}
@@ -110,7 +125,6 @@ def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def polar_name(group: Group) -> str:
-    """The name of a group's orthogonalizer; of Aurora, that of the one inside."""
     name = group.get("orthogonalizer", "auto")
     return str(_aurora_option(group, "aurora_polar") if name == "aurora" else name)
 
@@ -162,7 +176,6 @@ def _travelling_state(group: Group) -> Specs:
 
 
 def in_kernels(member: SlotMember) -> bool:
-    """Whether our kernels do what a member of a slot does."""
     known = (NO_MEMBER, SIGN, MUON2, EQUALIZE, NORMUON, ADAMUON, MUON_PLUS)
     return any(member is one for one in known)
 
@@ -170,7 +183,6 @@ def in_kernels(member: SlotMember) -> bool:
 def _orthogonalized_by_kernel(
     group: Group, chunk: Chunk, grads: list[Tensor], momenta: list[Tensor], flag: Flag | None
 ) -> Tensor | None:
-    """Advance momenta, precondition and orthogonalize."""
     iteration = ORTHOGONALIZERS[group["orthogonalizer"]]
     if not isinstance(iteration, Iteration):
         return None
@@ -192,7 +204,6 @@ def _orthogonalized_by_kernel(
 
 
 def _normalized_by_kernel(group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None) -> bool:
-    """Normalize directions in place."""
     member = NORMALIZE.member(group)
     if not in_kernels(member):
         return False
@@ -254,7 +265,6 @@ def _are_of(bucket: Bucket, tensors: list[Tensor]) -> bool:
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """Refuse parameters that are no matrices, and options that belong to what was not chosen."""
     for key in AURORA:
         if group.get(key) is not None and group["orthogonalizer"] != "aurora":
             raise ValueError(

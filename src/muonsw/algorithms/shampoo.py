@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.base import matrix_algorithm
 from muonsw.algorithms.factors import average_first, inverse_root, pack, unpack_first, unpack_second
-from muonsw.algorithms.whole import matrix_algorithm
 from muonsw.machine import full_float32
-from muonsw.slots.base import ELEMENTWISE, SQUARES, Specs, State, StateSpec
+from muonsw.slots import ELEMENTWISE, SQUARES, Specs, State, StateSpec
 from muonsw.work import Group
 
 GRAFTINGS = (None, "adam", "sgd")
@@ -54,7 +54,6 @@ class Grid(NamedTuple):
         return X.transpose(-3, -2).reshape(-1, self.height, self.width)
 
     def join(self, blocks: Tensor, m: int, n: int) -> Tensor:
-        """The matrices (count, m, n) that were cut."""
         X = blocks.view(-1, self.down, self.across, self.height, self.width).transpose(-3, -2)
         return X.reshape(-1, self.down * self.height, self.across * self.width)[..., :m, :n]
 
@@ -119,8 +118,6 @@ def _factors(group: Group, G: Tensor, state: State) -> tuple[State, list[Tensor]
 
 
 def state(group: Group) -> Specs:
-    """Momentum, the squares of a grafted Adam, and for each block and side a factor with its root."""
-
     def packed(m: int, n: int, side: str) -> tuple[int, int]:
         grid = Grid.of(m, n, group["block_size"])
         size: int = getattr(grid, side)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.base import matrix_algorithm, validate_matrices
 from muonsw.algorithms.factors import eigenbasis, fold, folded_shape, power_iteration, rotate, rotate_back, unfold
-from muonsw.algorithms.whole import matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.matrices import MatrixView
-from muonsw.slots.base import ELEMENTWISE, SQUARES, Specs, State, StateSpec
+from muonsw.slots import ELEMENTWISE, SQUARES, Specs, State, StateSpec
 from muonsw.work import Group
 
 
@@ -97,13 +97,11 @@ def sides(longest: int) -> Specs:
 
 
 def state(group: Group) -> Specs:
-    """Two averages, and a factor with its basis for each side."""
     averages = {"exp_avg": ELEMENTWISE, "exp_avg_sq": SQUARES}
     return {**averages, **sides(group["precondition_max_dim"]), "moves": StateSpec(lambda *_: (1, 1))}
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """At least one side of each matrix must be rotated, and nothing divided by zero."""
     validate_matrices(group, name, param)
     if group["eps"] == 0:
         raise ValueError("eps=0: SOAP begins with averages of zero and would divide by them; give it more than zero")

@@ -202,7 +202,6 @@ def are_matrices(tensors: Sequence[Tensor]) -> bool:
 
 
 def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether all matrices of these stacks are contiguous and in dtypes that the kernel reads."""
     return dtype in DTYPES and are_matrices(grads) and are_matrices(momenta)
 
 
@@ -356,7 +355,6 @@ def _choices(
     momenta: Sequence[Tensor],
     given: Precondition,
 ) -> dict[str, object]:
-    """What the kernel is compiled for."""
     return {
         "HAS_FLAG": flag is not None,
         "MAXIMIZE": maximize,

@@ -109,7 +109,6 @@ def write(
 
 
 def takes(*lists: Sequence[Tensor]) -> bool:
-    """Whether each list has one dtype that the kernels read, and only contiguous tensors."""
     return all(tensors[0].dtype in DTYPES and one_dtype(tensors) and all_contiguous(tensors) for tensors in lists)
 
 
@@ -119,7 +118,6 @@ def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Ten
 
 
 def choices(weights: Weights, motion: Motion) -> dict[str, object]:
-    """What a kernel that moves weights is compiled for."""
     return {
         "HAS_FLAG": motion.flag is not None,
         "ON_DEVICE": isinstance(motion.eta, Tensor),

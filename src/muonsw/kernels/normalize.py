@@ -154,7 +154,6 @@ def _multiply(
 
 
 def takes(directions: Tensor, state: Sequence[Tensor]) -> bool:
-    """Whether the kernels read these directions, and this state of their matrices."""
     return (
         directions.dtype in DTYPES
         and directions.is_contiguous()
@@ -175,7 +174,7 @@ def normalize_(
     beta2: float = 0.0,
     flag: Flag | None = None,
 ) -> None:
-    """NorMuon, AdaMuon or Muon+ (`muonsw.slots.normalize`) on directions (count, rows, columns), in place.
+    """NorMuon, AdaMuon or Muon+ (`muonsw.slots`) on directions (count, rows, columns), in place.
 
     Args:
         directions: contiguous.

@@ -145,7 +145,6 @@ def _round(x, rounded, counter, ok, elements, key, origin, HAS_FLAG: tl.constexp
 
 
 def tile(length: int) -> dict[str, int]:
-    """What a program works on: some blocks of this length."""
     columns = triton.next_power_of_2(length)
     return {"LENGTH": length, "ROWS": max(1, TILE // columns), "COLUMNS": columns}
 
@@ -185,7 +184,6 @@ def encode(x: Tensor, codes: Tensor, scale: Tensor, levels: int, noise: Noise | 
 
 
 def decode(codes: Tensor, scale: Tensor, levels: int) -> Tensor:
-    """`codecs.decode` in one pass."""
     x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     if codes.numel():
         programs, tiles = _tiles(codes, scale)

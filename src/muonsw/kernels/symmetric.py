@@ -38,7 +38,6 @@ WITHOUT_ENGINE = Tiles(128, 64, 8, 3)
 
 @functools.cache
 def best_tiles(device: torch.device) -> Tiles:
-    """How to cut products on this device."""
     return WITH_ENGINE if machine.gpu_capability(device) >= 90 else WITHOUT_ENGINE
 
 

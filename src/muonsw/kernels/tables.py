@@ -171,7 +171,6 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = ra
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy without waiting."""
     return _on_host(numbers, device).to(device, non_blocking=True)
 
 
@@ -195,12 +194,10 @@ def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tenso
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Where tensors begin."""
     return list(map(Tensor.data_ptr, tensors))
 
 
 def lengths(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How many entries tensors have."""
     return tuple(map(Tensor.numel, tensors))
 
 

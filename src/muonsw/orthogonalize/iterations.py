@@ -76,7 +76,6 @@ class Iteration:
 
     @property
     def steps(self) -> int:
-        """How many steps the authors take."""
         return self.coefficients.steps
 
     @torch.no_grad()
@@ -243,7 +242,6 @@ def _keeps_order(X: Tensor) -> bool:
 
 
 def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps: int = 1) -> torch.dtype:
-    """Refuse what no orthogonalizer can work on, and give the dtype of the result."""
     if matrices.ndim < 2:
         raise ValueError(f"expected matrices (..., m, n), got a tensor of shape {tuple(matrices.shape)}")
     result = matrices.dtype if dtype is None else dtype

@@ -40,12 +40,10 @@ class Subject(NamedTuple):
 
     @property
     def called(self) -> str:
-        """What the author called it: its own name, or that of its layer if it is the `weight`."""
         return self.words[-2] if self.own == "weight" and len(self.words) > 1 else self.own
 
     @property
     def long_axes(self) -> int:
-        """How many axes are longer than one."""
         return sum(size > 1 for size in self.param.shape)
 
 
@@ -202,12 +200,10 @@ class ModelFacts:
         self.vocabulary = max(rows, default=None)
 
     def in_block(self, path: str) -> bool:
-        """Whether a module lies in a repeated part of the model."""
         return any(around in self._blocks for around in outwards(path))
 
 
 def holder_of(path: str) -> str:
-    """The path of the module that holds the one at `path`."""
     return path.rpartition(".")[0]
 
 
@@ -220,7 +216,6 @@ def outwards(path: str) -> Iterator[str]:
 
 
 def within(path: str, scope: str) -> bool:
-    """Whether a path lies under another one, or equals it."""
     return not scope or path == scope or path.startswith(scope + ".")
 
 
@@ -230,7 +225,6 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a module is an embedding by type or class name."""
     return isinstance(module, TABLES) or type(module).__name__.lower().endswith(("embedding", "embeddings"))
 
 
@@ -271,7 +265,6 @@ def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | N
 
 
 def _ask(module: nn.Module, method: str) -> Any:
-    """What a method of the model answers; None if it is missing or not implemented."""
     if not callable(getattr(type(module), method, None)):
         return None
     try:

@@ -121,7 +121,6 @@ def _matches(pattern: str, entry: RoutedParameter) -> bool:
 
 
 def check_adamw(adamw: Group) -> None:
-    """Check that every key is an option of AdamW with a valid value."""
     _require_options("adamw", adamw)
     known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
     for key, value in adamw.items():
@@ -137,7 +136,6 @@ def _require_options(label: str, options: Any) -> None:
 
 
 def _refuse_shapeless(model: nn.Module) -> None:
-    """Refuse parameters without a shape, and those that FSDP1 has flattened."""
     for name, param in model.named_parameters():
         path, _, own = name.rpartition(".")
         if isinstance(param, UninitializedParameter):
@@ -173,7 +171,6 @@ def routing_table(groups: list[Group]) -> str:
 
 
 def reasons_table(groups: list[Group], reasons: dict[str, str]) -> str:
-    """Every parameter: its group, role, algorithm, shape, how Muon sees it, and why."""
     rows = [("group", "role", "algorithm", "shape", "seen as", "name", "reason")]
     for number, group in enumerate(groups):
         names = group.get("param_names") or ["-"] * len(group["params"])
@@ -185,7 +182,6 @@ def reasons_table(groups: list[Group], reasons: dict[str, str]) -> str:
 
 
 def _view(group: Group) -> str:
-    """The options by which Muon finds matrices in a parameter, in words."""
     view = ALGORITHMS[group["algorithm"]].view(group)
     if view is None:
         return "-"
@@ -194,7 +190,6 @@ def _view(group: Group) -> str:
 
 
 def _cuts(group: Group) -> list[str]:
-    """Into how many pieces each matrix is cut, if any."""
     view = ALGORITHMS[group["algorithm"]].view(group)
     if view is None or not (view.heads or view.split_sizes):
         return []

@@ -56,7 +56,6 @@ def clean_name(model: nn.Module, name: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside its wrappers, or the module itself."""
     inner = next((part for word, part in module.named_children() if _is_wrappers(module, word)), None)
     return module if inner is None else unwrapped(inner)
 
@@ -72,7 +71,6 @@ def says_expert(word: str) -> bool:
 
 
 def says_router(word: str) -> bool:
-    """Whether a name or class is one for routers."""
     return bool(ROUTER.search(_snake_case(word)))
 
 

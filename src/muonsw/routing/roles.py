@@ -39,8 +39,6 @@ COORDINATES = 3
 
 
 class RoutedParameter(NamedTuple):
-    """What was decided for one parameter, and why."""
-
     name: str
     param: Tensor
     role: str
@@ -87,7 +85,6 @@ def bias(subject: Subject, _: ModelFacts) -> Decision | None:
 
 
 def norm(subject: Subject, _: ModelFacts) -> Decision | None:
-    """Gains of norms, also with an axis for heads or space."""
     if is_norm(subject.owner):
         return "norm", f"it belongs to {type(subject.owner).__name__}", {}
     called = "norm" in type(subject.owner).__name__.lower() or "norm" in subject.own.lower()
@@ -177,7 +174,6 @@ def convolution(subject: Subject, _: ModelFacts) -> Decision | None:
 
 
 def experts(subject: Subject, model: ModelFacts) -> Decision | None:
-    """Matrices of routed experts, in a list or in a stack."""
     path = model.experts_around(subject.path)
     if path is None:
         return None
@@ -223,7 +219,6 @@ def known_module(subject: Subject, _: ModelFacts) -> Decision | None:
 
 
 def linear(subject: Subject, model: ModelFacts) -> Decision | None:
-    """Linear maps from features to features."""
     if not isinstance(subject.owner, nn.Linear) and subject.param not in model.layer_of:
         return None
     view = _plain_view(subject, model)
@@ -245,7 +240,6 @@ def stack(subject: Subject, _: ModelFacts) -> Decision | None:
 
 
 def unclear(subject: Subject, _: ModelFacts) -> Decision:
-    """What no rule explains."""
     return "unclear", f"nothing tells what its axes {tuple(subject.param.shape)} mean", {}
 
 
@@ -269,7 +263,6 @@ RULES: tuple[Rule, ...] = (
 
 
 def _why_output(layer: Layer, is_kernel: bool, model: ModelFacts) -> str | None:
-    """Why a layer is an output of the model; None if it feeds another layer."""
     gives = layer.gives or 0
     is_read = any(other is not layer for other in model.reading.get(gives, ()))
     if any(within(layer.path, path) for path in model.heads):
@@ -299,7 +292,6 @@ def _why_output(layer: Layer, is_kernel: bool, model: ModelFacts) -> str | None:
 
 
 def _in_attention(layer: Layer, model: ModelFacts) -> bool:
-    """Whether it is a projection of attention: of torch's, or beside others for queries, keys and values."""
     holder, word = model.modules[holder_of(layer.path)], layer.path.rpartition(".")[2].lower()
     if isinstance(holder, nn.MultiheadAttention):
         return True
@@ -308,7 +300,6 @@ def _in_attention(layer: Layer, model: ModelFacts) -> bool:
 
 
 def _output_around(path: str, model: ModelFacts) -> str | None:
-    """The innermost module that is called an output by its name or class."""
     for around in outwards(path):
         word = around.rpartition(".")[2].lower()
         kind = type(model.modules[around]).__name__.removeprefix("FSDP")  # of fully_shard
