@@ -224,11 +224,17 @@ def encode(
 
         stored.encode(x, codes, scale, _LEVELS[codes.dtype], noise, ok)
         return
-    blocks = _in_blocks(x, scale)
+    blocks, levels = _in_blocks(x, scale), _LEVELS[codes.dtype]
     largest = blocks.abs().amax(-1)
-    chances = None if noise is None else uniform_hash(blocks.shape, noise.seed, origin=noise.origin)
-    new = _codes(blocks, largest[..., None], codes.dtype, chances)
-    new = new.view(codes.shape)
+    # Only scales are divided: dividing every element would take as long as a pass.
+    t = (blocks.abs() * largest[..., None].clamp(min=torch.finfo(torch.float32).tiny).reciprocal()).mul_(levels**4)
+    below = t.sqrt().sqrt_().floor_().clamp_(max=levels - 1)
+    power, gap = _fourth(below), _fourth(below + 1)
+    above = t.sub_(power)
+    chances = 0.5 if noise is None else uniform_hash(blocks.shape, noise.seed, origin=noise.origin)
+    code = below.add_(above > gap.sub_(power).mul_(chances))
+    code = torch.maximum(code, blocks > 0) if codes.dtype == torch.uint8 else torch.copysign(code, blocks)
+    new = code.to(codes.dtype).view(codes.shape)
     codes.copy_(new if ok is None else torch.where(ok, new, codes))
     scale.copy_(largest if ok is None else torch.where(ok, largest, scale))
 
@@ -236,17 +242,6 @@ def encode(
 def _in_blocks(x: Tensor, scale: Tensor) -> Tensor:
     """A tensor (rows, ...) as (rows, blocks, elements)."""
     return x.view(x.shape[0], scale.shape[1], math.prod(x.shape[1:]) // scale.shape[1])
-
-
-def _codes(x: Tensor, scale: Tensor, dtype: torch.dtype, chances: Tensor | None) -> Tensor:
-    """Codes of blocks; only scales are divided, since dividing every element would take as long as a pass."""
-    levels = _LEVELS[dtype]
-    t = (x.abs() * scale.clamp(min=torch.finfo(torch.float32).tiny).reciprocal()).mul_(levels**4)
-    below = t.sqrt().sqrt_().floor_().clamp_(max=levels - 1)
-    power, gap = _fourth(below), _fourth(below + 1)
-    above = t.sub_(power)
-    code = below.add_(above > gap.sub_(power).mul_(0.5 if chances is None else chances))
-    return torch.maximum(code, x > 0).to(dtype) if dtype == torch.uint8 else torch.copysign(code, x).to(dtype)
 
 
 def _fourth(x: Tensor) -> Tensor:

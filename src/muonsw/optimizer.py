@@ -325,7 +325,15 @@ class ScaledDecayOptimizer(Optimizer):
         self._attach_addons()  # copies have none of torch's hooks
 
     def __repr__(self) -> str:
-        lines = [_group_line(group, number) for number, group in enumerate(self.param_groups)]
+        lines = []
+        for number, group in enumerate(self.param_groups):
+            defaults = algorithm_defaults(group["algorithm"])
+            always = dict.fromkeys(("lr", "weight_decay", *(["decay"] if decays(group) else [])))
+            given = {key: group.get(key, default) for key, default in defaults.items()}
+            shown = differing_options(given, {**defaults, **always}, ignored=("algorithm", "role"))
+            options = [f"{key}={shown[key][0]!r}" for key in [*always, *sorted(shown.keys() - always)]]
+            parts = [group["algorithm"], counted(len(group["params"]), "tensor"), *options]
+            lines.append(f"{label_of(group, number)}: {', '.join(parts)}")
         return "\n  ".join([f"{type(self).__name__} (", *lines]) + "\n)"
 
     def _patch_step_function(self) -> None:
@@ -363,14 +371,3 @@ def _refuse_mixed_names(group: Group, others: list[Group], number: int) -> None:
             f"param group {number} has parameters {'with' if named else 'without'} names, unlike the groups before it; "
             f"write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
         )
-
-
-def _group_line(group: Group, number: int) -> str:
-    """A group in one line: algorithm, number of tensors, rates, and options that are not at their defaults."""
-    defaults = algorithm_defaults(group["algorithm"])
-    always = dict.fromkeys(("lr", "weight_decay", *(["decay"] if decays(group) else [])))
-    given = {key: group.get(key, default) for key, default in defaults.items()}
-    shown = differing_options(given, {**defaults, **always}, ignored=("algorithm", "role"))
-    options = [f"{key}={shown[key][0]!r}" for key in [*always, *sorted(shown.keys() - always)]]
-    parts = [group["algorithm"], counted(len(group["params"]), "tensor"), *options]
-    return f"{label_of(group, number)}: {', '.join(parts)}"

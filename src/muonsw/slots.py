@@ -19,10 +19,9 @@ from torch import Tensor
 from muonsw.machine import full_float32
 from muonsw.orthogonalize import normalize
 from muonsw.registry import Registry
-from muonsw.work import Group
+from muonsw.work import Group, State
 
 Options = dict[str, Any]
-State = dict[str, Tensor]
 
 
 class StateSpec(NamedTuple):

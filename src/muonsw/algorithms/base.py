@@ -248,7 +248,7 @@ class StateBatch:
             shape = self._shapes[key]
             if len(tensors) == 1:
                 batch = tensors[0].reshape(-1, *shape)
-            elif all(tensor.shape == shape for tensor in tensors):
+            elif False not in [tensor.shape == shape for tensor in tensors]:
                 batch = torch.stack(tensors)
             else:
                 batch = torch.cat([tensor.reshape(-1, *shape) for tensor in tensors])

@@ -23,8 +23,8 @@ from muonsw.algorithms.base import matrix_algorithm
 from muonsw.algorithms.muon import orthogonalize
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES
-from muonsw.slots import ELEMENTWISE, State
-from muonsw.work import Group
+from muonsw.slots import ELEMENTWISE
+from muonsw.work import Group, State
 
 
 def directions(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:

@@ -19,8 +19,8 @@ from muonsw.algorithms.base import matrix_algorithm, validate_matrices
 from muonsw.algorithms.factors import finite_or, pack, unpack_first, unpack_second
 from muonsw.machine import full_float32
 from muonsw.precision import AUTO
-from muonsw.slots import ELEMENTWISE, Specs, State, StateSpec
-from muonsw.work import Group
+from muonsw.slots import ELEMENTWISE, Specs, StateSpec
+from muonsw.work import Group, State
 
 # p(x) = a x + b x^3 that bring singular values from [1e-3, 1] to one: CANS, Grishina et al. (arXiv 2506.10935).
 CANS = (

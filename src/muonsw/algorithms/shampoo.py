@@ -18,8 +18,8 @@ from torch import Tensor
 from muonsw.algorithms.base import matrix_algorithm
 from muonsw.algorithms.factors import average_first, inverse_root, pack, unpack_first, unpack_second
 from muonsw.machine import full_float32
-from muonsw.slots import ELEMENTWISE, SQUARES, Specs, State, StateSpec
-from muonsw.work import Group
+from muonsw.slots import ELEMENTWISE, SQUARES, Specs, StateSpec
+from muonsw.work import Group, State
 
 GRAFTINGS = (None, "adam", "sgd")
 
@@ -66,9 +66,14 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     `factors_right` (count, blocks * d, d + 1), factors packed with their roots; `moves` (count, 1, 1), the steps so
     far. Roots of zeros have not begun: the graft itself is the direction.
     """
-    _, m, n = G.shape
+    (_, m, n), (beta1, beta2), moves = G.shape, group["betas"], state["moves"] + 1
     grid = Grid.of(m, n, group["block_size"])
-    after, momentum, graft = _averages(group, G, state)
+    after = {"moves": moves, "exp_avg": state["exp_avg"].lerp(G, 1 - beta1)}
+    graft = momentum = after["exp_avg"] / _correction(beta1, moves)
+    if group["grafting"] == "adam":
+        after["exp_avg_sq"] = state["exp_avg_sq"].lerp(G.square(), 1 - beta2)
+        root = (after["exp_avg_sq"] / _correction(beta2, moves)).sqrt()
+        graft = momentum / (root + group["grafting_eps"])
     factors, (left, right) = _factors(group, grid.cut(G), state | after)
     direction, graft = left @ grid.cut(momentum) @ right, grid.cut(graft)
     if group["grafting"] is not None:
@@ -80,18 +85,6 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
 def _norm(X: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.matrix_norm(X, keepdim=True)
     return norm
-
-
-def _averages(group: Group, G: Tensor, state: State) -> tuple[State, Tensor, Tensor]:
-    """The averages of gradients, then momentum and the graft, both corrected for their start."""
-    (beta1, beta2), moves = group["betas"], state["moves"] + 1
-    after = {"moves": moves, "exp_avg": state["exp_avg"].lerp(G, 1 - beta1)}
-    momentum = after["exp_avg"] / _correction(beta1, moves)
-    if group["grafting"] != "adam":
-        return after, momentum, momentum
-    after["exp_avg_sq"] = state["exp_avg_sq"].lerp(G.square(), 1 - beta2)
-    root = (after["exp_avg_sq"] / _correction(beta2, moves)).sqrt()
-    return after, momentum, momentum / (root + group["grafting_eps"])
 
 
 def _correction(beta: float, moves: Tensor) -> Tensor:
