@@ -171,7 +171,15 @@ class ScaledDecayOptimizer(Optimizer):
         In the middle of a run, give the group its `peak_lr` if its learning rate is not at its peak.
         """
         group, number = completed(dict(param_group), self.defaults), len(self.param_groups)
-        _refuse_mixed_names(group, self.param_groups, number)
+        if not isinstance(group["params"], Tensor | set):  # torch takes a tensor, and refuses a set
+            group["params"] = list(group["params"])
+        named = "param_names" in group or any(isinstance(entry, tuple) for entry in group["params"])
+        if number and named != ("param_names" in self.param_groups[0]):  # states follow names or places
+            wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
+            raise ValueError(
+                f"param group {number} has parameters {'with' if named else 'without'} names, unlike the groups before "
+                f"it; write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
+            )
         rates.require_run(group, number)
         if not group["step_count"]:  # a group that joins a run counts on from where the others are
             group["step_count"] = max((int(other["step_count"]) for other in self.param_groups), default=0)
@@ -358,16 +366,3 @@ class ScaledDecayOptimizer(Optimizer):
         self._replay = Replay()
         self._allocated: dict[int, Any] = {}  # by group: what its state was allocated for
         self._addons: set[str] = set()  # whose hooks are registered
-
-
-def _refuse_mixed_names(group: Group, others: list[Group], number: int) -> None:
-    """Refuse parameters without names beside named ones, and the other way round: states follow names or places."""
-    if not isinstance(group["params"], Tensor | set):  # torch takes a tensor, and refuses a set
-        group["params"] = list(group["params"])
-    named = "param_names" in group or any(isinstance(entry, tuple) for entry in group["params"])
-    if others and named != ("param_names" in others[0]):
-        wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
-        raise ValueError(
-            f"param group {number} has parameters {'with' if named else 'without'} names, unlike the groups before it; "
-            f"write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
-        )

@@ -160,10 +160,14 @@ def _move(
 def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
     """Move weights along directions that lie one after another in one tensor; False, and nothing done, if not so."""
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
-    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions):
+    if not all(dtype in DTYPES for dtype in dtypes) or not all_contiguous(directions):
         return False
+    # Neighbours by chance, in different storages, would round otherwise at each run.
+    ends = {direction.untyped_storage().data_ptr() for direction in (directions[0], directions[-1])}
+    begins, width = addresses(directions), directions[0].element_size()
+    places = list(accumulate([begins[0], *(size * width for size in lengths(directions))]))
     stretches = runs(weights.tensors)
-    if stretches is None:
+    if len(ends) > 1 or begins != places[:-1] or stretches is None:
         return False
     sizes, companions = stretches.sizes, weights.rounding_rows(stretches)
     first, row = [0, *accumulate(sizes[:-1])], 1 + len(companions)
@@ -188,12 +192,3 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
         num_warps=WARPS,
     )
     return True
-
-
-def _are_one_batch(directions: Sequence[Tensor]) -> bool:
-    first, last = (direction.untyped_storage().data_ptr() for direction in (directions[0], directions[-1]))
-    if first != last or not all_contiguous(directions):  # neighbours by chance would round otherwise at each run
-        return False
-    begins, width = addresses(directions), directions[0].element_size()
-    ends = accumulate([begins[0], *(size * width for size in lengths(directions))])
-    return begins == list(ends)[:-1]

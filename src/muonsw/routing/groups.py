@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.options import COMMON, unknown_option, validate_option
-from muonsw.routing.names import PEFT_PREFIX
+from muonsw.routing.facts import PEFT_PREFIX
 from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
 from muonsw.text import text_table, users_line
 from muonsw.work import Group
@@ -174,19 +174,15 @@ def reasons_table(groups: list[Group], reasons: dict[str, str]) -> str:
     rows = [("group", "role", "algorithm", "shape", "seen as", "name", "reason")]
     for number, group in enumerate(groups):
         names = group.get("param_names") or ["-"] * len(group["params"])
+        view, seen = ALGORITHMS[group["algorithm"]].view(group), "-"
+        if view is not None:
+            words = [view.matrix or "", "(in, out)" if view.transposed else "", *_cuts(group)]
+            seen = " ".join(filter(None, words)) or "matrix"
         for name, param in zip(names, group["params"], strict=True):
             shape = "x".join(map(str, param.shape)) or "scalar"
             reason = reasons.get(name, "put into this group by hand")
-            rows.append((str(number), group["role"] or "-", group["algorithm"], shape, _view(group), name, reason))
+            rows.append((str(number), group["role"] or "-", group["algorithm"], shape, seen, name, reason))
     return text_table(rows)
-
-
-def _view(group: Group) -> str:
-    view = ALGORITHMS[group["algorithm"]].view(group)
-    if view is None:
-        return "-"
-    words = [view.matrix or "", "(in, out)" if view.transposed else "", *_cuts(group)]
-    return " ".join(filter(None, words)) or "matrix"
 
 
 def _cuts(group: Group) -> list[str]:
