@@ -146,13 +146,7 @@ _maps: TensorCache[Tensor] = TensorCache()
 
 
 def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = range(0)) -> AddressTable:
-    """Rows of addresses and other whole numbers, one column for each tensor.
-
-    Args:
-        rows: the numbers, equally many in each row.
-        device: where they are wanted.
-        loose: the numbers of the rows that need not be aligned.
-    """
+    """Rows of addresses and other whole numbers, one column for each tensor; `loose` rows need not be aligned."""
     lengths_of_rows = [len(row) for row in rows]
     if len(set(lengths_of_rows)) != 1:  # a kernel would read the numbers of one row as those of another
         raise ValueError(f"rows of an address table must have one length, not {lengths_of_rows}")
