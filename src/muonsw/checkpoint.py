@@ -193,7 +193,6 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
 
 
 def _translated(group: Group) -> Group:
-    """A group of torch's Muon, AdamW or SGD in this library's words."""
     for key in [key for key in _OF_OTHER_RULES if group.get(key)]:
         raise ValueError(f"the saved state is of an optimizer with {key}={group[key]!r}, which has no counterpart here")
     if group.get("decoupled_weight_decay") is False and float(group["weight_decay"]):
@@ -290,7 +289,6 @@ def _names(group: Group) -> list[str]:
 
 
 def _plain_name(name: str) -> str:
-    """A parameter's name without the words that compilers and parallel wrappers add."""
     return ".".join(word for word in name.split(".") if word not in {*WRAPPER_WORDS, "module"})
 
 
@@ -324,7 +322,6 @@ def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The innermost optimizer: wrappers keep theirs under `optimizer`."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer

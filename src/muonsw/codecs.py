@@ -105,10 +105,19 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
     if in_place is None or group["fused"] is False or not kernels.available(items[0].param.device):
         return items
     keys = _encoded_keys(group)
-    forms: dict[int | None, list[Item]] = {}
+    forms: dict[int, list[Item]] = {}  # by how many elements share a scale, 0 without scales
+    others: list[Item] = []  # whose state a kernel cannot read as it lies
     for item in items:
-        forms.setdefault(_elements_of_a_block(group, keys, item, ctx.chunk_bytes), []).append(item)
-    others = forms.pop(None, [])
+        param, state = item.param, [item.state[key] for key in keys]
+        ready = param.numel() and param.is_contiguous() and all(value.device == param.device for value in state)
+        ready = ready and all(_is_rounded(group, value) and value.is_contiguous() for value in state)
+        # The noise of low-precision weights depends on how large ones are cut, and kernels cut none.
+        if not ready or (param.dtype in LOW_PRECISION and param.nbytes > ctx.chunk_bytes):
+            others.append(item)
+            continue
+        has_scales = is_code(state[0])
+        block = state[0].numel() // item.state[f"{keys[0]}{SCALE}"].numel() if has_scales else 0
+        forms.setdefault(block, []).append(item)
     for block, alike in forms.items():
         encoded = {}
         for number, key in enumerate(keys):
@@ -145,7 +154,6 @@ def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update
 
 
 def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
-    """Items whose state is in the form that a step computes with."""
     decoded, keys = [], _encoded_keys(group)
     for item in items:
         state, param = dict(item.state), item.param
@@ -194,20 +202,6 @@ def _noise(group: Group, item: Item, number: int) -> Noise | None:
     return Noise(item.state["step"], key, position(item.parameter))
 
 
-def _elements_of_a_block(group: Group, keys: Sequence[str], item: Item, chunk_bytes: int) -> int | None:
-    """How many elements share a scale, 0 without scales; None where a kernel cannot read the state as it lies.
-
-    The noise of low-precision weights depends on how large ones are cut, and kernels cut none.
-    """
-    param, state = item.param, [item.state[key] for key in keys]
-    if not param.numel() or not param.is_contiguous() or any(value.device != param.device for value in state):
-        return None
-    cut = param.dtype in LOW_PRECISION and param.numel() * param.element_size() > chunk_bytes
-    if cut or not all(_is_rounded(group, value) and value.is_contiguous() for value in state):
-        return None
-    return state[0].numel() // item.state[f"{keys[0]}{SCALE}"].numel() if is_code(state[0]) else 0
-
-
 # the 8-bit and bfloat16 codecs
 
 
@@ -240,7 +234,6 @@ def encode(
 
 
 def _in_blocks(x: Tensor, scale: Tensor) -> Tensor:
-    """A tensor (rows, ...) as (rows, blocks, elements)."""
     return x.view(x.shape[0], scale.shape[1], math.prod(x.shape[1:]) // scale.shape[1])
 
 

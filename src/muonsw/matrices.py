@@ -113,7 +113,6 @@ class Part(NamedTuple):
 
 
 def views(parts: Sequence[Part], tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of whole tensors, one for each part."""
     return [t if part.region is WHOLE else part.region.of(t) for part, t in zip(parts, tensors, strict=True)]
 
 
@@ -188,7 +187,6 @@ class MatrixView(NamedTuple):
         return (key,) if cells == 1 else tuple(f"{key}.{number}" for number in range(cells))
 
     def cell_number(self, shape: Sequence[int], cuts: Sequence[Cut]) -> int:
-        """The number of the cell in which a region of a parameter lies, given by its cuts."""
         cells = enumerate(self.cells(shape))
         return next(number for number, cell in cells if set(cell.region.cuts) <= set(cuts))
 

@@ -132,7 +132,6 @@ class ScaledDecayOptimizer(Optimizer):
         adamw: Group | None,
         options: Group,
     ) -> tuple[Routing, Group]:
-        """The groups of a model, and the options that are left for the constructor."""
         require_model(model, f"{cls.__name__}.for_model")
         rest = {**({} if preset is None else PRESETS[str(preset)]), **options}
         algorithm = validate_option("algorithm", rest.pop("algorithm", cls.algorithm))
@@ -147,7 +146,6 @@ class ScaledDecayOptimizer(Optimizer):
 
     @classmethod
     def _routed(cls, model: torch.nn.Module, routing: Routing, **options: Any) -> Self:
-        """Build the optimizer on groups that were made for a model, and remember why and what was left out."""
         optimizer = cls(routing.groups, **options)
         optimizer._reasons = routing.reasons
         for name in [name for name, param in model.named_parameters() if not param.requires_grad]:

@@ -409,7 +409,6 @@ def prune(group: Group) -> None:
 
 
 def constructor_defaults(options: Group, algorithm: str) -> Group:
-    """What a constructor's options and its algorithm's defaults give to every group."""
     checked = {key: validate_option(key, value) for key, value in options.items()}
     if "algorithm" in checked:
         raise ValueError(f"algorithm={checked['algorithm']!r} is an option of for_model and of a param group")

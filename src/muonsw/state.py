@@ -138,8 +138,20 @@ def restored(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, An
     Tensors of matrices that the group's algorithm does not keep are left out: a member of a slot was changed.
     """
     known = layouts(group, param)
+    formed = dict(state)  # floats as codes where the group keeps codes, and the reverse
+    for key, value in state.items():
+        scale_key = f"{key}{SCALE}"
+        if not isinstance(value, Tensor) or key == "step":
+            continue
+        if is_code(value) and (key not in known or known[key].dtype.is_floating_point) and scale_key in state:
+            formed[key] = decode(whole(value), whole(formed.pop(scale_key)))  # ranks may hold parts of blocks now
+        elif not is_code(value) and scale_key in known:
+            codes, scale = zeros(known[key], param), zeros(known[scale_key], param)
+            shard = local(_placed(value, StateLayout(param.shape, torch.float32), param))
+            encode(shard.to(local(codes).device), local(codes), local(scale))
+            formed |= {key: codes, scale_key: scale}
     copies: dict[str, Any] = {}
-    for key, value in _in_form(state, known, param).items():
+    for key, value in formed.items():
         layout = known.get(key)
         if not isinstance(value, Tensor):
             copies[key] = torch.tensor(value, dtype=torch.float32, device=param.device) if key == "step" else value
@@ -171,20 +183,3 @@ def _placed(value: Tensor, layout: StateLayout | None, param: Tensor) -> Tensor:
     else:
         copy = torch.empty_like(param, dtype=dtype, device=device, memory_format=torch.preserve_format).copy_(value)
     return copy.pin_memory() if layout is not None and layout.on_host else copy
-
-
-def _in_form(state: dict[str, Any], known: dict[str, StateLayout], param: Tensor) -> dict[str, Any]:
-    """Saved floats as codes where the group keeps codes, and the reverse."""
-    formed = dict(state)
-    for key, value in state.items():
-        scale_key = f"{key}{SCALE}"
-        if not isinstance(value, Tensor) or key == "step":
-            continue
-        if is_code(value) and (key not in known or known[key].dtype.is_floating_point) and scale_key in state:
-            formed[key] = decode(whole(value), whole(formed.pop(scale_key)))  # ranks may hold parts of blocks now
-        elif not is_code(value) and scale_key in known:
-            codes, scale = zeros(known[key], param), zeros(known[scale_key], param)
-            shard = local(_placed(value, StateLayout(param.shape, torch.float32), param))
-            encode(shard.to(local(codes).device), local(codes), local(scale))
-            formed |= {key: codes, scale_key: scale}
-    return formed

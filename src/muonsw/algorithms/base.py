@@ -189,7 +189,6 @@ def whole_parts(items: Sequence[Item]) -> list[Part]:
 
 
 def columns(parts: Sequence[Part], keys: Sequence[str]) -> list[list[Tensor]]:
-    """Weights, gradients and state of parts, a list of each."""
     items = [part.item for part in parts]
     lists = [[item.param for item in items], [item.grad for item in items]]
     lists += [[item.state[key] for item in items] for key in keys]

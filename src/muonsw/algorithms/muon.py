@@ -91,7 +91,6 @@ def _advance(
 
 
 def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Matrices (count, rows, columns) through the group's orthogonalizer, in a dtype."""
     is_aurora = group["orthogonalizer"] == "aurora"
     polar = ORTHOGONALIZERS[polar_name(group) if is_aurora else group["orthogonalizer"]]
     steps = group["ns_steps"] or (polar.coefficients.steps if isinstance(polar, Iteration) else 5)

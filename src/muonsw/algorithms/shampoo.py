@@ -47,7 +47,6 @@ class Grid(NamedTuple):
         return cls(down, across, math.ceil(m / down), math.ceil(n / across))
 
     def cut(self, X: Tensor) -> Tensor:
-        """The blocks (count * blocks, height, width) of matrices (count, m, n)."""
         missing = self.down * self.height - X.shape[-2], self.across * self.width - X.shape[-1]
         X = torch.nn.functional.pad(X, (0, missing[1], 0, missing[0])) if any(missing) else X
         X = X.reshape(-1, self.down, self.height, self.across, self.width)
@@ -74,12 +73,25 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
         after["exp_avg_sq"] = state["exp_avg_sq"].lerp(G.square(), 1 - beta2)
         root = (after["exp_avg_sq"] / _correction(beta2, moves)).sqrt()
         graft = momentum / (root + group["grafting_eps"])
-    factors, (left, right) = _factors(group, grid.cut(G), state | after)
-    direction, graft = left @ grid.cut(momentum) @ right, grid.cut(graft)
+    # Factors and their roots, packed; the roots are new every so many steps.
+    blocks, roots = grid.cut(G), []
+    beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
+    gain = 1 - beta if beta < 1 else 1.0
+    correction = _correction(beta, moves).repeat_interleave(len(blocks) // len(moves), 0)
+    for key, gram in (("factors_left", blocks @ blocks.mT), ("factors_right", blocks.mT @ blocks)):
+        packed = average_first(state[key].reshape(*gram.shape[:-1], -1), gram, beta, gain)
+        root = unpack_second(packed)
+        if group["update_count"] % group["precondition_frequency"] == 0:
+            factor = unpack_first(packed)
+            root = inverse_root(factor / correction, 0.25, group["eps"], otherwise=root)
+            packed = pack(factor, root)
+        after[key] = packed.reshape(state[key].shape)
+        roots.append(root)
+    direction, graft = roots[0] @ grid.cut(momentum) @ roots[1], grid.cut(graft)
     if group["grafting"] is not None:
         direction = direction * (_norm(graft) / (_norm(direction) + _TINY))
-    begun = left[..., :1, :1] != 0  # a positive definite matrix has no zero on its diagonal
-    return grid.join(torch.where(begun, direction, graft), m, n), after | factors
+    begun = roots[0][..., :1, :1] != 0  # a positive definite matrix has no zero on its diagonal
+    return grid.join(torch.where(begun, direction, graft), m, n), after
 
 
 def _norm(X: Tensor) -> Tensor:
@@ -90,24 +102,6 @@ def _norm(X: Tensor) -> Tensor:
 def _correction(beta: float, moves: Tensor) -> Tensor:
     """What an average that began at zero has reached of its gradients; one for a sum."""
     return (1 - beta ** moves.double()).to(moves.dtype) if beta < 1 else torch.ones_like(moves)
-
-
-def _factors(group: Group, G: Tensor, state: State) -> tuple[State, list[Tensor]]:
-    """The packed factors after blocks of gradients, and the roots of both sides, which are new every so many steps."""
-    beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
-    gain = 1 - beta if beta < 1 else 1.0
-    correction = _correction(beta, state["moves"]).repeat_interleave(len(G) // len(state["moves"]), 0)
-    after, roots = {}, []
-    for key, gram in (("factors_left", G @ G.mT), ("factors_right", G.mT @ G)):
-        packed = average_first(state[key].reshape(*gram.shape[:-1], -1), gram, beta, gain)
-        root = unpack_second(packed)
-        if group["update_count"] % group["precondition_frequency"] == 0:
-            factor = unpack_first(packed)
-            root = inverse_root(factor / correction, 0.25, group["eps"], otherwise=root)
-            packed = pack(factor, root)
-        after[key] = packed.reshape(state[key].shape)
-        roots.append(root)
-    return after, roots
 
 
 def state(group: Group) -> Specs:

@@ -46,7 +46,6 @@ _USABLE: dict[torch.device, bool] = {}
 
 
 def _usable(device: torch.device) -> bool:
-    """Whether the smallest kernel runs on this device."""
     reason = "Triton is not installed"
     if machine.triton():
         from muonsw.kernels.finite import find_bad

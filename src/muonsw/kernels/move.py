@@ -58,7 +58,6 @@ class Weights(NamedTuple):
     keys: Sequence[int] = ()
 
     def rounding_rows(self, stretches: Stretches) -> list[list[int]]:
-        """The rows of the table that belong to the rounding, one column for each stretch of the weights."""
         if self.rounding == "nearest":
             return []
         counters = [counter.data_ptr() for counter in self.counters]
@@ -113,7 +112,6 @@ def takes(*lists: Sequence[Tensor]) -> bool:
 
 
 def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:
-    """The arguments of a kernel that say how far weights move."""
     return motion.eta, motion.phi, motion.scale, flag_or(motion.flag, unused)
 
 

@@ -150,7 +150,6 @@ def _refuse_shapeless(model: nn.Module) -> None:
 
 
 def routing_table(groups: list[Group]) -> str:
-    """Groups as a table: role, algorithm, decay, learning rate, sizes and the first names."""
     rows = [("group", "role", "algorithm", "decay", "lr", "tensors", "parameters", "names")]
     for number, group in enumerate(groups):
         names, lam = group.get("param_names") or [], float(group["weight_decay"])
