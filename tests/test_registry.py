@@ -28,17 +28,12 @@ def stepped(grad=3.0, **options):
     return param.detach()
 
 
-def test_a_users_orthogonalizer_is_used():
-    ORTHOGONALIZERS.register("sign", lambda matrices, *, steps, dtype=None: matrices.sign())  # noqa: ARG005
-    moved = stepped(weight_decay=0.0, orthogonalizer="sign", scale="none")
-    assert torch.allclose(moved, torch.full((4, 4), 0.9))
-
-
-def test_a_users_shape_scale_is_used():
+@pytest.mark.parametrize(("scale", "expected"), [("none", 0.9), ("double", 0.8)])
+def test_a_users_orthogonalizer_and_shape_scale_are_used(scale, expected):
     ORTHOGONALIZERS.register("sign", lambda matrices, *, steps, dtype=None: matrices.sign())  # noqa: ARG005
     SHAPE_SCALES.register("double", lambda rows, columns: rows * columns / 8)
-    moved = stepped(weight_decay=0.0, orthogonalizer="sign", scale="double")
-    assert torch.allclose(moved, torch.full((4, 4), 0.8))
+    moved = stepped(weight_decay=0.0, orthogonalizer="sign", scale=scale)
+    assert torch.allclose(moved, torch.full((4, 4), expected))
 
 
 def test_a_users_decay_rule_is_used():

@@ -17,10 +17,13 @@ ROUNDED_TOGETHER = 2**18
 
 
 def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
-    """Decay the weights of an update's parts and move them along its directions."""
     weights = views(update.parts, [part.item.param for part in update.parts])
-    if has_kernels(group, weights[0].device) and _apply_by_kernel(group, update, weights, ctx):
-        return
+    if has_kernels(group, weights[0].device):
+        from muonsw.kernels import move as kernel
+
+        motion = kernel.Motion(ctx.eta, ctx.phi, ctx.flag, update.scale, group["cautious"])
+        if kernel.move(kernel_weights(group, update.parts, weights), update.directions, motion):
+            return
     eta, phi = ctx.applied(weights[0].dtype)
     move = eta * update.scale
     directions = update.directions
@@ -35,14 +38,6 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
                 _apply_rounded(group, update.parts[some], weights[some], directions[some], move, phi, ctx.ok)
     else:
         shrink_and_move(weights, directions, move, phi, group["cautious"])
-
-
-def _apply_by_kernel(group: Group, update: Update, weights: list[Tensor], ctx: StepContext) -> bool:
-    """The same in one pass; False, and nothing done, where there is no kernel for this layout."""
-    from muonsw.kernels.move import Motion, move
-
-    motion = Motion(ctx.eta, ctx.phi, ctx.flag, update.scale, group["cautious"])
-    return move(kernel_weights(group, update.parts, weights), update.directions, motion)
 
 
 def shrink_and_move(

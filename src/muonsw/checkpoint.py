@@ -22,7 +22,7 @@ from muonsw.options import BOOKKEEPING, CHECKS, differing_options, prune, valida
 from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakLRWarning
 from muonsw.precision import SCALE
-from muonsw.routing.names import WRAPPER_WORDS
+from muonsw.routing.facts import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
 from muonsw.state import layouts, restored
 from muonsw.text import counted, listed, users_line
@@ -177,14 +177,22 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
                 f"param group {number} has algorithm={here['algorithm']!r}, and the saved state is of {source}; build "
                 f"the optimizer with the algorithm that was saved, or start with fresh state"
             )
-    completed = [_completed(old, here) for old, here in zip(matched, groups, strict=True)]
-    for number, (group, here) in enumerate(zip(completed, groups, strict=True)):
-        _refuse_unfit(group, here, number, states)
+    completed = []
+    for number, (old, here) in enumerate(zip(matched, groups, strict=True)):
+        group = {key: value for key, value in old.items() if key not in (*_REMOVED, *_RENAMED)}
+        for former, key in _RENAMED.items():
+            if former in old and group.get(key) is None:  # older groups had options of other algorithms too
+                group[key] = old[former]
+        group = {key: validate_option(key, value) if key in CHECKS else value for key, value in group.items()}
+        options = {key: value for key, value in here.items() if key not in ("params", "param_names")}
+        fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
+        names = {"param_names": here["param_names"]} if "param_names" in here else {}
+        completed.append({**options, **fresh, **group, **names, "offload": here["offload"]})
+        _refuse_unfit(completed[-1], here, number, states)
     return {**saved, "state": states, "param_groups": completed}
 
 
 def _translated(group: Group) -> Group:
-    """A group of torch's Muon, AdamW or SGD in this library's words."""
     for key in [key for key in _OF_OTHER_RULES if group.get(key)]:
         raise ValueError(f"the saved state is of an optimizer with {key}={group[key]!r}, which has no counterpart here")
     if group.get("decoupled_weight_decay") is False and float(group["weight_decay"]):
@@ -281,21 +289,7 @@ def _names(group: Group) -> list[str]:
 
 
 def _plain_name(name: str) -> str:
-    """A parameter's name without the words that compilers and parallel wrappers add."""
     return ".".join(word for word in name.split(".") if word not in {*WRAPPER_WORDS, "module"})
-
-
-def _completed(saved: Group, here: Group) -> Group:
-    """A saved group under today's names, validated, with every key that this optimizer needs; unknown keys stay."""
-    group = {key: value for key, value in saved.items() if key not in (*_REMOVED, *_RENAMED)}
-    for old, new in _RENAMED.items():
-        if old in saved and group.get(new) is None:  # older groups had options of other algorithms too
-            group[new] = saved[old]
-    group = {key: validate_option(key, value) if key in CHECKS else value for key, value in group.items()}
-    options = {key: value for key, value in here.items() if key not in ("params", "param_names")}
-    fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
-    names = {"param_names": here["param_names"]} if "param_names" in here else {}
-    return {**options, **fresh, **group, **names, "offload": here["offload"]}
 
 
 def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]) -> None:
@@ -328,7 +322,6 @@ def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The innermost optimizer: wrappers keep theirs under `optimizer`."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer

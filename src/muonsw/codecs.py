@@ -44,17 +44,14 @@ _LEVELS = {torch.int8: 127, torch.uint8: 255}
 
 
 def is_encoded(group: Group) -> bool:
-    """Whether a group keeps state in another form than a step computes with."""
     return group["state_dtype"] in STORED or group["offload"]
 
 
 def rounds_state(group: Group) -> bool:
-    """Whether state is rounded with noise when it is encoded, so that steps must be counted."""
     return group["state_dtype"] in STORED and group["rounding"] != "nearest"
 
 
 def is_code(value: Tensor) -> bool:
-    """Whether a tensor of state holds codes."""
     return value.dtype in _LEVELS
 
 
@@ -108,10 +105,19 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
     if in_place is None or group["fused"] is False or not kernels.available(items[0].param.device):
         return items
     keys = _encoded_keys(group)
-    forms: dict[int | None, list[Item]] = {}
+    forms: dict[int, list[Item]] = {}  # by how many elements share a scale, 0 without scales
+    others: list[Item] = []  # whose state a kernel cannot read as it lies
     for item in items:
-        forms.setdefault(_elements_of_a_block(group, keys, item, ctx.chunk_bytes), []).append(item)
-    others = forms.pop(None, [])
+        param, state = item.param, [item.state[key] for key in keys]
+        ready = param.numel() and param.is_contiguous() and all(value.device == param.device for value in state)
+        ready = ready and all(_is_rounded(group, value) and value.is_contiguous() for value in state)
+        # The noise of low-precision weights depends on how large ones are cut, and kernels cut none.
+        if not ready or (param.dtype in LOW_PRECISION and param.nbytes > ctx.chunk_bytes):
+            others.append(item)
+            continue
+        has_scales = is_code(state[0])
+        block = state[0].numel() // item.state[f"{keys[0]}{SCALE}"].numel() if has_scales else 0
+        forms.setdefault(block, []).append(item)
     for block, alike in forms.items():
         encoded = {}
         for number, key in enumerate(keys):
@@ -148,7 +154,6 @@ def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update
 
 
 def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
-    """Items whose state is in the form that a step computes with."""
     decoded, keys = [], _encoded_keys(group)
     for item in items:
         state, param = dict(item.state), item.param
@@ -168,7 +173,6 @@ def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
 
 
 def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], ok: Tensor | None) -> None:
-    """Write what a step made of decoded state back to where it is kept, unless `ok` is false."""
     fused = group["fused"] is not False
     for item, computed in zip(items, decoded, strict=True):
         for number, key in enumerate(_encoded_keys(group)):
@@ -198,20 +202,6 @@ def _noise(group: Group, item: Item, number: int) -> Noise | None:
     return Noise(item.state["step"], key, position(item.parameter))
 
 
-def _elements_of_a_block(group: Group, keys: Sequence[str], item: Item, chunk_bytes: int) -> int | None:
-    """How many elements share a scale, 0 without scales; None where a kernel cannot read the state as it lies.
-
-    The noise of low-precision weights depends on how large ones are cut, and kernels cut none.
-    """
-    param, state = item.param, [item.state[key] for key in keys]
-    if not param.numel() or not param.is_contiguous() or any(value.device != param.device for value in state):
-        return None
-    cut = param.dtype in LOW_PRECISION and param.numel() * param.element_size() > chunk_bytes
-    if cut or not all(_is_rounded(group, value) and value.is_contiguous() for value in state):
-        return None
-    return state[0].numel() // item.state[f"{keys[0]}{SCALE}"].numel() if is_code(state[0]) else 0
-
-
 # the 8-bit and bfloat16 codecs
 
 
@@ -228,29 +218,23 @@ def encode(
 
         stored.encode(x, codes, scale, _LEVELS[codes.dtype], noise, ok)
         return
-    blocks = _in_blocks(x, scale)
+    blocks, levels = _in_blocks(x, scale), _LEVELS[codes.dtype]
     largest = blocks.abs().amax(-1)
-    chances = None if noise is None else uniform_hash(blocks.shape, noise.seed, origin=noise.origin)
-    new = _codes(blocks, largest[..., None], codes.dtype, chances)
-    new = new.view(codes.shape)
+    # Only scales are divided: dividing every element would take as long as a pass.
+    t = (blocks.abs() * largest[..., None].clamp(min=torch.finfo(torch.float32).tiny).reciprocal()).mul_(levels**4)
+    below = t.sqrt().sqrt_().floor_().clamp_(max=levels - 1)
+    power, gap = _fourth(below), _fourth(below + 1)
+    above = t.sub_(power)
+    chances = 0.5 if noise is None else uniform_hash(blocks.shape, noise.seed, origin=noise.origin)
+    code = below.add_(above > gap.sub_(power).mul_(chances))
+    code = torch.maximum(code, blocks > 0) if codes.dtype == torch.uint8 else torch.copysign(code, blocks)
+    new = code.to(codes.dtype).view(codes.shape)
     codes.copy_(new if ok is None else torch.where(ok, new, codes))
     scale.copy_(largest if ok is None else torch.where(ok, largest, scale))
 
 
 def _in_blocks(x: Tensor, scale: Tensor) -> Tensor:
-    """A tensor (rows, ...) as (rows, blocks, elements)."""
     return x.view(x.shape[0], scale.shape[1], math.prod(x.shape[1:]) // scale.shape[1])
-
-
-def _codes(x: Tensor, scale: Tensor, dtype: torch.dtype, chances: Tensor | None) -> Tensor:
-    """Codes of blocks; only scales are divided, since dividing every element would take as long as a pass."""
-    levels = _LEVELS[dtype]
-    t = (x.abs() * scale.clamp(min=torch.finfo(torch.float32).tiny).reciprocal()).mul_(levels**4)
-    below = t.sqrt().sqrt_().floor_().clamp_(max=levels - 1)
-    power, gap = _fourth(below), _fourth(below + 1)
-    above = t.sub_(power)
-    code = below.add_(above > gap.sub_(power).mul_(0.5 if chances is None else chances))
-    return torch.maximum(code, x > 0).to(dtype) if dtype == torch.uint8 else torch.copysign(code, x).to(dtype)
 
 
 def _fourth(x: Tensor) -> Tensor:
@@ -259,7 +243,6 @@ def _fourth(x: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, *, fused: bool = True) -> Tensor:
-    """The float32 values of codes, in their shape."""
     if fused and kernels.available(codes.device):
         from muonsw.kernels import stored
 
@@ -302,7 +285,6 @@ class _HostCopies:
         self._arriving = [self._send_for(0)]
 
     def fetch(self, number: int) -> list[Item]:
-        """The items of a piece with their state on the device."""
         items, arrived = self._arriving.pop()
         if number + 1 < len(self._pieces):
             self._arriving.append(self._send_for(number + 1))
@@ -322,7 +304,6 @@ class _HostCopies:
             return items, self._to_device.record_event()
 
     def give_back(self, number: int, items: list[Item]) -> None:
-        """Copy a piece back to the host, once the device has computed it."""
         self._to_host.wait_stream(torch.cuda.current_stream(self._to_host.device))
         with torch.cuda.stream(self._to_host):
             for home, item in zip(self._pieces[number], items, strict=True):
@@ -333,5 +314,4 @@ class _HostCopies:
 
 
 def wait_for_host(device: torch.device) -> None:
-    """Wait until everything that was returned has arrived in host memory."""
     _streams(device)[1].synchronize()

@@ -42,7 +42,6 @@ class Region(NamedTuple):
     flat: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of this part of `tensor`."""
         part = tensor.view(-1) if self.flat else tensor
         for axis, start, length in self.cuts:
             part = part.narrow(axis, start, length)
@@ -50,21 +49,17 @@ class Region(NamedTuple):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where it begins along each axis that is cut."""
         return tuple(start for _, start, _ in self.cuts)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How long it is along each axis that is cut."""
         return tuple(length for _, _, length in self.cuts)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of a region that is cut along every axis."""
         return tuple(slice(start, start + length) for _, start, length in self.cuts)
 
     def shape_in(self, shape: Sequence[int]) -> torch.Size:
-        """The shape of this part of a tensor of `shape`."""
         lengths = list(shape)
         for axis, _, length in self.cuts:
             lengths[axis] = length
@@ -111,16 +106,13 @@ class Part(NamedTuple):
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of this part."""
         return self.region.of(self.item.grad)
 
     def state(self, key: str) -> Tensor:
-        """The state of this part."""
         return self.region.of(self.item.state[key])
 
 
 def views(parts: Sequence[Part], tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of whole tensors, one for each part."""
     return [t if part.region is WHOLE else part.region.of(t) for part, t in zip(parts, tensors, strict=True)]
 
 
@@ -143,7 +135,6 @@ class MatrixView(NamedTuple):
 
     @classmethod
     def of(cls, group: Group) -> MatrixView:
-        """The view that a group's options ask for."""
         sizes = group.get("split_sizes")
         return cls(
             group.get("matrix"),
@@ -154,11 +145,9 @@ class MatrixView(NamedTuple):
         )
 
     def unsplit(self) -> MatrixView:
-        """The same without its splits."""
         return self._replace(split_sizes=None, heads=None)
 
     def stack_axes(self, axes: int) -> int:
-        """How many leading axes of a parameter count matrices."""
         return 0 if self.matrix == FLATTEN else axes - 2
 
     def split_axis(self, shape: Sequence[int]) -> int:
@@ -173,7 +162,6 @@ class MatrixView(NamedTuple):
         return (shape[self.split_axis(shape)] // self.heads,) * self.heads
 
     def cells(self, shape: Sequence[int]) -> Iterator[MatrixCell]:
-        """The matrices of a parameter of this shape."""
         if len(shape) < 2:
             raise ValueError(
                 f"a matrix that Muon was built with has become a vector of {math.prod(shape)} elements: something has "
@@ -190,7 +178,6 @@ class MatrixView(NamedTuple):
         return (shape[0], math.prod(shape[1:])) if self.matrix == FLATTEN else (shape[-2], shape[-1])
 
     def count(self, shape: Sequence[int]) -> int:
-        """How many matrices a parameter of this shape holds."""
         stack = math.prod(shape[: self.stack_axes(len(shape))])
         return stack * sum(cell.rows * cell.columns > 0 for cell in self.cells(shape))
 
@@ -200,7 +187,6 @@ class MatrixView(NamedTuple):
         return (key,) if cells == 1 else tuple(f"{key}.{number}" for number in range(cells))
 
     def cell_number(self, shape: Sequence[int], cuts: Sequence[Cut]) -> int:
-        """The number of the cell in which a region of a parameter lies, given by its cuts."""
         cells = enumerate(self.cells(shape))
         return next(number for number, cell in cells if set(cell.region.cuts) <= set(cuts))
 
@@ -230,7 +216,6 @@ def runs(shape: Sequence[int], view: MatrixView, chunk_bytes: int, fewest: int =
 
 
 def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:
-    """How many matrices fit into a chunk, as float32; at least one."""
     return max(1, chunk_bytes // (4 * rows * columns))
 
 
@@ -243,7 +228,6 @@ class Bucket(NamedTuple):
 
 
 def matrix_chunks(view: MatrixView, items: list[Item], chunk_bytes: int) -> list[tuple[Bucket, list[Part]]]:
-    """The matrices of parameters in batches of equal shape, bounded in bytes."""
     shapes, dtypes = tuple([item.param.shape for item in items]), tuple([item.param.dtype for item in items])
     planned = _planned_chunks(shapes, dtypes, view, chunk_bytes)
     return [(bucket, [Part(items[index], region) for index, region in regions]) for bucket, regions in planned]
@@ -272,7 +256,6 @@ def _planned_chunks(
 
 
 def empty_batch(tensors: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for all matrices of these tensors."""
     count = sum(t.numel() for t in tensors) // (rows * columns)
     return tensors[0].new_empty(count, rows, columns, dtype=dtype)
 
@@ -286,35 +269,16 @@ def scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.reshape(t.shape) for piece, t in zip(pieces, like, strict=True)]
 
 
-# A shape scale: by how much an orthogonal direction of (rows, columns) = (out, in) is stretched.
-ShapeScale = Callable[[int, int], float]
-
 # The RMS of a typical AdamW update (Liu et al. 2025, "Muon is scalable for LLM training").
 ADAMW_RMS = 0.2
 
-
-def match_rms_adamw(rows: int, columns: int) -> float:
-    """0.2 sqrt(max(m, n)): entries of RMS 0.2, so that AdamW's learning rate can be used."""
-    return ADAMW_RMS * math.sqrt(max(rows, columns))
-
-
-def original(rows: int, columns: int) -> float:
-    """sqrt(max(1, m/n)), Jordan's Muon and the default of `torch.optim.Muon`."""
-    return math.sqrt(max(1.0, rows / columns))
-
-
-def spectral(rows: int, columns: int) -> float:
-    """sqrt(m/n): the spectral condition of muP, equal change of activations at every width."""
-    return math.sqrt(rows / columns)
-
-
-def unscaled(rows: int, columns: int) -> float:  # noqa: ARG001
-    """1: the direction itself, as in the convergence theory."""
-    return 1.0
-
-
-SHAPE_SCALES: Registry[ShapeScale] = Registry("shape scale")
-SHAPE_SCALES.register("match_rms_adamw", match_rms_adamw)
-SHAPE_SCALES.register("original", original)
-SHAPE_SCALES.register("spectral", spectral)
-SHAPE_SCALES.register("none", unscaled)
+# Shape scales: by how much an orthogonal direction of (m, n) = (out, in) is stretched.
+SHAPE_SCALES: Registry[Callable[[int, int], float]] = Registry("shape scale")
+# Elements of RMS 0.2, so that AdamW's learning rate can be used.
+SHAPE_SCALES.register("match_rms_adamw", lambda m, n: ADAMW_RMS * math.sqrt(max(m, n)))
+# Jordan's Muon and the default of `torch.optim.Muon`.
+SHAPE_SCALES.register("original", lambda m, n: math.sqrt(max(1.0, m / n)))
+# The spectral condition of muP: equal change of activations at every width.
+SHAPE_SCALES.register("spectral", lambda m, n: math.sqrt(m / n))
+# The direction itself, as in the convergence theory.
+SHAPE_SCALES.register("none", lambda *_: 1.0)

@@ -132,7 +132,6 @@ class ScaledDecayOptimizer(Optimizer):
         adamw: Group | None,
         options: Group,
     ) -> tuple[Routing, Group]:
-        """The groups of a model, and the options that are left for the constructor."""
         require_model(model, f"{cls.__name__}.for_model")
         rest = {**({} if preset is None else PRESETS[str(preset)]), **options}
         algorithm = validate_option("algorithm", rest.pop("algorithm", cls.algorithm))
@@ -147,7 +146,6 @@ class ScaledDecayOptimizer(Optimizer):
 
     @classmethod
     def _routed(cls, model: torch.nn.Module, routing: Routing, **options: Any) -> Self:
-        """Build the optimizer on groups that were made for a model, and remember why and what was left out."""
         optimizer = cls(routing.groups, **options)
         optimizer._reasons = routing.reasons
         for name in [name for name, param in model.named_parameters() if not param.requires_grad]:
@@ -171,7 +169,15 @@ class ScaledDecayOptimizer(Optimizer):
         In the middle of a run, give the group its `peak_lr` if its learning rate is not at its peak.
         """
         group, number = completed(dict(param_group), self.defaults), len(self.param_groups)
-        _refuse_mixed_names(group, self.param_groups, number)
+        if not isinstance(group["params"], Tensor | set):  # torch takes a tensor, and refuses a set
+            group["params"] = list(group["params"])
+        named = "param_names" in group or any(isinstance(entry, tuple) for entry in group["params"])
+        if number and named != ("param_names" in self.param_groups[0]):  # states follow names or places
+            wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
+            raise ValueError(
+                f"param group {number} has parameters {'with' if named else 'without'} names, unlike the groups before "
+                f"it; write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
+            )
         rates.require_run(group, number)
         if not group["step_count"]:  # a group that joins a run counts on from where the others are
             group["step_count"] = max((int(other["step_count"]) for other in self.param_groups), default=0)
@@ -298,7 +304,6 @@ class ScaledDecayOptimizer(Optimizer):
         return checkpoint.save(self, super().state_dict)
 
     def _wait_for_host(self) -> None:
-        """Wait for state that is on its way to host memory, whatever its group says by now."""
         states = [(param.device, state.values()) for param, state in self.state.items() if param.is_cuda]
         for device in {device for device, values in states if any(isinstance(v, Tensor) and v.is_cpu for v in values)}:
             wait_for_host(device)
@@ -326,7 +331,15 @@ class ScaledDecayOptimizer(Optimizer):
         self._attach_addons()  # copies have none of torch's hooks
 
     def __repr__(self) -> str:
-        lines = [_group_line(group, number) for number, group in enumerate(self.param_groups)]
+        lines = []
+        for number, group in enumerate(self.param_groups):
+            defaults = algorithm_defaults(group["algorithm"])
+            always = dict.fromkeys(("lr", "weight_decay", *(["decay"] if decays(group) else [])))
+            given = {key: group.get(key, default) for key, default in defaults.items()}
+            shown = differing_options(given, {**defaults, **always}, ignored=("algorithm", "role"))
+            options = [f"{key}={shown[key][0]!r}" for key in [*always, *sorted(shown.keys() - always)]]
+            parts = [group["algorithm"], counted(len(group["params"]), "tensor"), *options]
+            lines.append(f"{label_of(group, number)}: {', '.join(parts)}")
         return "\n  ".join([f"{type(self).__name__} (", *lines]) + "\n)"
 
     def _patch_step_function(self) -> None:
@@ -337,7 +350,6 @@ class ScaledDecayOptimizer(Optimizer):
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
 
     def _attach_addons(self) -> None:
-        """Register the hooks that options of the groups need."""
         norm_rules.attach(self)
         gradient_norm.attach(self)
 
@@ -352,27 +364,3 @@ class ScaledDecayOptimizer(Optimizer):
         self._replay = Replay()
         self._allocated: dict[int, Any] = {}  # by group: what its state was allocated for
         self._addons: set[str] = set()  # whose hooks are registered
-
-
-def _refuse_mixed_names(group: Group, others: list[Group], number: int) -> None:
-    """Refuse parameters without names beside named ones, and the other way round: states follow names or places."""
-    if not isinstance(group["params"], Tensor | set):  # torch takes a tensor, and refuses a set
-        group["params"] = list(group["params"])
-    named = "param_names" in group or any(isinstance(entry, tuple) for entry in group["params"])
-    if others and named != ("param_names" in others[0]):
-        wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
-        raise ValueError(
-            f"param group {number} has parameters {'with' if named else 'without'} names, unlike the groups before it; "
-            f"write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
-        )
-
-
-def _group_line(group: Group, number: int) -> str:
-    """A group in one line: algorithm, number of tensors, rates, and options that are not at their defaults."""
-    defaults = algorithm_defaults(group["algorithm"])
-    always = dict.fromkeys(("lr", "weight_decay", *(["decay"] if decays(group) else [])))
-    given = {key: group.get(key, default) for key, default in defaults.items()}
-    shown = differing_options(given, {**defaults, **always}, ignored=("algorithm", "role"))
-    options = [f"{key}={shown[key][0]!r}" for key in [*always, *sorted(shown.keys() - always)]]
-    parts = [group["algorithm"], counted(len(group["params"]), "tensor"), *options]
-    return f"{label_of(group, number)}: {', '.join(parts)}"

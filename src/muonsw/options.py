@@ -338,7 +338,6 @@ def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
 
 
 def validate_settings(process_group: Any, **settings: Any) -> None:
-    """Refuse invalid settings of a whole optimizer."""
     for key, value in settings.items():
         _checked(key, value, SETTINGS[key])
     if settings["replay"] and process_group is not None:
@@ -353,17 +352,14 @@ def _checked(key: str, value: Any, check: Check) -> Any:
 
 
 def require_number(key: str, value: Any, low: float = 0.0, high: float = math.inf, *, open_ends: bool = False) -> None:
-    """Refuse an argument that is not a number from `low` to `high`, or strictly between them."""
     _checked(key, value, _number(low, high, above=open_ends, below=open_ends))
 
 
 def require_whole(key: str, value: Any, low: int, high: float = math.inf) -> None:
-    """Refuse an argument that is not a whole number from `low` to `high`."""
     _checked(key, value, _whole(low, high))
 
 
 def require_model(model: Any, caller: str) -> None:
-    """Refuse parameters, a state or an optimizer instead of a model, whose modules tell roles."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"{caller} takes the model itself, a torch.nn.Module, not a {type(model).__name__}: roles come from its "
@@ -393,7 +389,6 @@ def refuse_parameter(name: str, param: Tensor) -> None:
 
 
 def algorithm_defaults(algorithm: str) -> Group:
-    """Every option of a group with this algorithm, at its default."""
     return {**optional_defaults(algorithm), **COMMON, **_FOR_SCHEDULERS, **ALGORITHMS[algorithm].defaults}
 
 
@@ -414,7 +409,6 @@ def prune(group: Group) -> None:
 
 
 def constructor_defaults(options: Group, algorithm: str) -> Group:
-    """What a constructor's options and its algorithm's defaults give to every group."""
     checked = {key: validate_option(key, value) for key, value in options.items()}
     if "algorithm" in checked:
         raise ValueError(f"algorithm={checked['algorithm']!r} is an option of for_model and of a param group")
@@ -457,7 +451,6 @@ def completed(group: Group, defaults: Group) -> Group:
 
 
 def refuse_options_of_others(given: Iterable[str], algorithm: str, allowed: Iterable[str] = ()) -> None:
-    """Refuse options that another algorithm has and this one has not."""
     known = {*(algorithm_defaults(algorithm).keys() - _FOR_SCHEDULERS), *ALGORITHMS[algorithm].defaults, *allowed}
     for key in given:
         if key not in known and (owners := _owners(key)):
@@ -468,7 +461,6 @@ def refuse_options_of_others(given: Iterable[str], algorithm: str, allowed: Iter
 
 
 def _owners(key: str) -> list[str]:
-    """The algorithms that have an option."""
     if key in _OF_VIEWS:
         return [name for name, entry in ALGORITHMS.items() if entry.matrices is not None]
     wanted = "precondition" if key in _OF_MUON else key

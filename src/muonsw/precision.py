@@ -51,39 +51,26 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor, sizes: Sequenc
     Where `x` is a vector of several tensors, of `sizes`, each has its own `seed` and begins at position 0. One tensor
     begins at `origin`.
     """
-    ulp = _spacing(x, dtype)
+    info = torch.finfo(dtype)
+    power = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    ulp = power.clamp(min=info.smallest_normal).mul_(info.eps)  # the distance between neighbours, a power of two
     ulps = x.abs() / ulp
     below = ulps.floor()
     up = uniform_hash(x.shape, seed, sizes, origin) < ulps - below
     return torch.where(x.isfinite(), torch.copysign((below + up) * ulp, x), x).to(dtype)
 
 
-def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between neighbours of `dtype` at each float32 entry of `x`, a power of two."""
-    info = torch.finfo(dtype)
-    power = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
-    return power.clamp(min=info.smallest_normal).mul_(info.eps)
-
-
 def uniform_hash(shape: torch.Size, seed: Tensor, sizes: Sequence[int] = (), origin: int = 0) -> Tensor:
     """Numbers in [0, 1) from 24 bits of an integer hash of (seed, position)."""
+    start = mix(seed)
+    if len(sizes) > 1:  # later tensors take back the positions of those before them
+        before = torch.tensor([0, *accumulate(sizes[:-1])], dtype=torch.int32, device=seed.device)
+        repeats = torch.tensor(sizes, dtype=torch.int64, device=seed.device)
+        start = (start - before * _ODD[0]).repeat_interleave(repeats, output_size=sum(sizes))
+    wrapped = (origin * _ODD[0] + 2**31) % 2**32 - 2**31  # as an int32 overflows
     h = torch.arange(shape.numel(), dtype=torch.int32, device=seed.device)
-    h = mix(h.mul_(_ODD[0]).add_(_origin(mix(seed), sizes)).add_(_wrapped(origin * _ODD[0])))
+    h = mix(h.mul_(_ODD[0]).add_(start).add_(wrapped))
     return h.bitwise_and(0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(shape)
-
-
-def _wrapped(number: int) -> int:
-    """A whole number as an int32 would hold it after overflow."""
-    return (number + 2**31) % 2**32 - 2**31
-
-
-def _origin(seed: Tensor, sizes: Sequence[int]) -> Tensor:
-    """What is added to each multiplied position; of a later tensor also takes back those of the tensors before it."""
-    if len(sizes) <= 1:
-        return seed
-    starts = torch.tensor([0, *accumulate(sizes[:-1])], dtype=torch.int32, device=seed.device)
-    repeats = torch.tensor(sizes, dtype=torch.int64, device=seed.device)
-    return (seed - starts * _ODD[0]).repeat_interleave(repeats, output_size=sum(sizes))
 
 
 # Odd multipliers of a 32-bit finalizer (Wellons, "hash prospector": lowbias32), as signed integers, and one
@@ -120,7 +107,6 @@ class Noise(NamedTuple):
 
     @property
     def seed(self) -> Tensor:
-        """Step and key as an int32 scalar."""
         return mix(self.counter.to(torch.int32) ^ self.key)
 
 

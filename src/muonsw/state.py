@@ -56,7 +56,6 @@ COUNTER_LAYOUT = StateLayout(torch.Size(()), torch.float32, 0)
 
 
 def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
-    """Every tensor of a parameter's state, by key."""
     on_host = group["offload"] and param.is_cuda
     dtype = state_dtype(group["state_dtype"], param.dtype)
     block = block_length(tuple(param.shape)) if group["state_dtype"] == INT8 else None
@@ -82,7 +81,6 @@ def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
 
 
 def allocate(optimizer: ScaledDecayOptimizer) -> None:
-    """Give every trainable parameter its state."""
     for number, group in enumerate(optimizer.param_groups):
         specs = ALGORITHMS[group["algorithm"]].state(group)
         wanted = (group["algorithm"], group["state_dtype"], group["rounding"], group["offload"], *specs)
@@ -116,7 +114,6 @@ def zeros(layout: StateLayout, param: Tensor) -> Tensor:
 
 
 def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
-    """What the state of all parameters takes on this rank, by key, whether it is there yet or not."""
     totals: dict[str, int] = {}
     for group in groups:
         for param in group["params"]:
@@ -141,8 +138,20 @@ def restored(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, An
     Tensors of matrices that the group's algorithm does not keep are left out: a member of a slot was changed.
     """
     known = layouts(group, param)
+    formed = dict(state)  # floats as codes where the group keeps codes, and the reverse
+    for key, value in state.items():
+        scale_key = f"{key}{SCALE}"
+        if not isinstance(value, Tensor) or key == "step":
+            continue
+        if is_code(value) and (key not in known or known[key].dtype.is_floating_point) and scale_key in state:
+            formed[key] = decode(whole(value), whole(formed.pop(scale_key)))  # ranks may hold parts of blocks now
+        elif not is_code(value) and scale_key in known:
+            codes, scale = zeros(known[key], param), zeros(known[scale_key], param)
+            shard = local(_placed(value, StateLayout(param.shape, torch.float32), param))
+            encode(shard.to(local(codes).device), local(codes), local(scale))
+            formed |= {key: codes, scale_key: scale}
     copies: dict[str, Any] = {}
-    for key, value in _in_form(state, known, param).items():
+    for key, value in formed.items():
         layout = known.get(key)
         if not isinstance(value, Tensor):
             copies[key] = torch.tensor(value, dtype=torch.float32, device=param.device) if key == "step" else value
@@ -174,20 +183,3 @@ def _placed(value: Tensor, layout: StateLayout | None, param: Tensor) -> Tensor:
     else:
         copy = torch.empty_like(param, dtype=dtype, device=device, memory_format=torch.preserve_format).copy_(value)
     return copy.pin_memory() if layout is not None and layout.on_host else copy
-
-
-def _in_form(state: dict[str, Any], known: dict[str, StateLayout], param: Tensor) -> dict[str, Any]:
-    """Saved floats as codes where the group keeps codes, and the reverse."""
-    formed = dict(state)
-    for key, value in state.items():
-        scale_key = f"{key}{SCALE}"
-        if not isinstance(value, Tensor) or key == "step":
-            continue
-        if is_code(value) and (key not in known or known[key].dtype.is_floating_point) and scale_key in state:
-            formed[key] = decode(whole(value), whole(formed.pop(scale_key)))  # ranks may hold parts of blocks now
-        elif not is_code(value) and scale_key in known:
-            codes, scale = zeros(known[key], param), zeros(known[scale_key], param)
-            shard = local(_placed(value, StateLayout(param.shape, torch.float32), param))
-            encode(shard.to(local(codes).device), local(codes), local(scale))
-            formed |= {key: codes, scale_key: scale}
-    return formed

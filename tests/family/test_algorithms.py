@@ -294,26 +294,6 @@ def test_a_side_that_is_too_long_has_no_factor_and_two_are_refused():
         MuonSW([{"params": [param], "algorithm": "soap", "precondition_max_dim": 2}], lr=0.01)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "option", "value", "message"),
-    [
-        ("soap", "precondition_frequncy", 3, "did you mean 'precondition_frequency'"),
-        ("soap", "precondition_frequency", 0, "a whole number of at least 1"),
-        ("soap", "eps", 0.0, "eps=0: SOAP begins with averages of zero"),
-        ("soap", "shampoo_beta", 1.5, r"shampoo_beta=1.5: must be in \[0, 1\]"),
-        ("shampoo", "grafting", "adm", "must be one of None, 'adam', 'sgd'"),
-        ("shampoo", "block_size", 2.5, "a whole number of at least 1"),
-        ("kl_shampoo", "eps", 0.0, "eps=0: KL-Shampoo takes roots"),
-        ("kl_shampoo", "ns_dtype", "bfloat16", "ns_dtype='bfloat16' is too coarse"),
-        ("dion2", "fraction", 0.0, r"fraction=0.0: must be in \(0, 1\]"),
-        ("dion2", "ef_decay", 0.9, "'ef_decay' is not an option: it is called momentum here"),
-    ],
-)
-def test_errors_name_the_option_and_the_fix(algorithm, option, value, message):
-    with pytest.raises(ValueError, match=message):
-        MuonSW([{"params": matrices((4, 6)), "algorithm": algorithm, option: value}], lr=0.01)
-
-
 @pytest.mark.parametrize("algorithm", ["muon", "dion2", "soap"])
 def test_vectors_are_refused(algorithm):
     with pytest.raises(ValueError, match=r"needs matrices, but .* has shape \(3,\)"):

@@ -10,6 +10,7 @@ from torch import nn
 from muonsw import ALGORITHMS, MuonSW, NonFiniteGradientWarning, Telemetry
 from muonsw.addons.replay import supports
 from muonsw.step import make_plan
+from muonsw.text import sized
 from tests.common.problems import assert_same, clones, eager_and_compiled, flag_on_device, matrices, run, set_gradients
 from tests.family.members import OPTIONS, WITH_FACTORS
 
@@ -229,11 +230,18 @@ def test_the_size_of_state_is_known_before_it_is_made(name, dtype):
     optimizer = build(name, params[:2])
     layout = {"matrix": "stack", "split_sizes": (4, 6)} if name in OF_MATRICES else {}
     optimizer.add_param_group({"params": params[2:], **RULES[name], **layout})
-    announced = optimizer.summary().state
+    announced, table = optimizer.summary().state, optimizer.routing()
+    assert not optimizer.state
     set_gradients(params, 0)
     optimizer.step()
-    made = [value.nbytes for state in optimizer.state.values() for value in state.values()]
-    assert sum(announced.values()) == sum(made)
+    made = {}
+    for key, value in [pair for state in optimizer.state.values() for pair in state.items()]:
+        base = key.partition(".")[0]
+        made[base] = made.get(base, 0) + value.nbytes
+    assert made == announced == optimizer.summary().state
+    assert table == optimizer.routing()
+    if made:
+        assert table.splitlines()[-1].startswith(f"state: {sized(sum(made.values()))} (")
 
 
 def test_compiled_steps_are_the_same():

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from muonsw import MuonSW, Telemetry
 from muonsw.nonfinite import NonFiniteGradientWarning
@@ -60,19 +59,3 @@ def test_telemetry_measures_both_kinds_of_step():
         rms.append(telemetry.last["all"]["update_rms"])
     # two blocks of 4 x 6 hold 8 singular values near one together, the whole of 8 x 6 only 6
     assert rms[0] / rms[1] == pytest.approx((8 / 6) ** 0.5, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "block_period=5 needs blocks: give heads= or split_sizes="),
-        ({"heads": 2, "block_period": 0}, "block_period=0: must be a whole number of at least 1"),
-        ({"heads": 2, "norm": "hyperball"}, "norm='hyperball' of param group 0 and block_period="),
-        ({"heads": 2, "normalize": "normuon"}, "block_period=5 and normalize='normuon'"),
-        ({"heads": 2, "block_perod": 5}, "did you mean 'block_period'"),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        MuonSW([nn.Parameter(torch.ones(4, 4))], **{"block_period": 5, **options})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW
+from muonsw import MuonSW
 from tests.common.problems import assert_same, clones, matrices, run
 
 
@@ -29,41 +29,6 @@ def test_state_is_kept_by_matrix():
         "toy_root.0": (3, 4, 1),
         "toy_root.1": (3, 6, 1),
     }
-
-
-@pytest.mark.usefixtures("matrix_toy")
-def test_a_saved_state_of_another_shape_is_refused():
-    params = matrices((4, 6))
-    optimizer = build(params)
-    run(optimizer, params, 1)
-    saved = optimizer.state_dict()
-    saved["state"][0]["toy_factor"] = torch.zeros(6, 6)
-    message = r"toy_factor of parameter 0 of group 0 has shape \(6, 6\), but \(4, 4\) is needed"
-    with pytest.raises(ValueError, match=message):
-        build(matrices((4, 6))).load_state_dict(saved)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"normalize": "normuom"}, "unknown normalize 'normuom' (did you mean 'normuon'?)"),
-        ({"normalize_beta2": 0.9}, "normalize_beta2=0.9 is an option of normalize='normuon'"),
-        ({"normalize": "normuon", "normalize_beta2": 1.0}, "normalize_beta2=1.0: must be in [0, 1)"),
-        ({"normalize": "normuon", "normalize_axis": "columns"}, "must be one of None, 'rows', 'longer'"),
-        ({"normalise": "normuon"}, "did you mean 'normalize'?"),
-        ({"normalize_beta": 0.9}, "did you mean 'normalize_beta2'?"),
-    ],
-    ids=str,
-)
-def test_a_wrong_name_or_option_is_told_from_the_right_one(options, message):
-    with pytest.raises(ValueError, match=r".") as caught:
-        MuonSW(matrices((4, 6)), lr=0.1, **options)
-    assert message in str(caught.value)
-
-
-def test_another_algorithm_has_no_slots():
-    with pytest.raises(ValueError, match="'normalize' is an option of muon, not of adamw"):
-        AdamWSW(matrices((4, 6)), lr=0.1, normalize="normuon")
 
 
 def test_a_member_may_be_changed_in_a_run_and_its_state_is_left_behind_on_load():

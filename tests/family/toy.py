@@ -5,7 +5,7 @@ It keeps one state of each kind, and does something else every second step, as p
 
 import torch
 
-from muonsw.algorithms.whole import matrix_algorithm
+from muonsw.algorithms.base import matrix_algorithm
 from muonsw.slots import ELEMENTWISE, StateSpec
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from muonsw import MuonSW
-from muonsw.orthogonalize import COEFFICIENT_SETS, NS5, ORTHOGONALIZERS, POLAR_EXPRESS
+from muonsw.orthogonalize import COEFFICIENT_SETS, ORTHOGONALIZERS, POLAR_EXPRESS
 from tests.common.problems import matrices, run
 from tests.family.references import SETS, orthogonalize, recorded
 from tests.orthogonalize.spectra import mapped
@@ -75,30 +75,6 @@ def test_polar_express_forgives_rounding_past_the_end_of_its_interval(steps):
     for a, b, c in (POLAR_EXPRESS * 3)[:steps]:
         unsafe = a * unsafe + b * unsafe**3 + c * unsafe**5
     assert not bool((unsafe.abs() < 1.5).all())
-
-
-@pytest.mark.parametrize("steps", [1, 4, 7, 8, 9, 30])
-def test_schedule_has_one_polynomial_per_step(steps):
-    assert COEFFICIENT_SETS["newton_schulz"].schedule(steps) == (NS5,) * steps
-    schedule = COEFFICIENT_SETS["polar_express"].schedule(steps)
-    assert len(schedule) == steps
-    assert schedule == COEFFICIENT_SETS["polar_express"].schedule(40)[:steps]
-    assert all(polynomial == (1.875, -1.25, 0.375) for polynomial in schedule[7:])
-
-
-@every
-@pytest.mark.parametrize("steps", [1, 2, 5, 12])
-def test_segments_are_the_schedule_cut(name, steps):
-    segments = COEFFICIENT_SETS[name].segments(steps)
-    assert all(segments)
-    assert tuple(polynomial for segment in segments for polynomial in segment) == COEFFICIENT_SETS[name].schedule(steps)
-
-
-@every
-@pytest.mark.parametrize("exponent", [-30, 30])
-def test_no_epsilon_so_the_scale_does_not_matter(name, exponent):
-    matrix = torch.randn(4, 6)
-    assert torch.equal(ORTHOGONALIZERS[name](matrix * 2.0**exponent), ORTHOGONALIZERS[name](matrix))
 
 
 def test_the_optimizer_takes_the_authors_number_of_steps():

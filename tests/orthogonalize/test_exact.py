@@ -60,23 +60,6 @@ def test_rank_is_kept_and_the_rest_contributes_nothing(rank):
     assert torch.linalg.matrix_rank(result) == rank
 
 
-def test_orthonormal_rows_and_a_symmetric_positive_remainder():
-    matrix = torch.randn(4, 10, 25, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    result = exact(matrix)
-    torch.testing.assert_close(
-        result @ result.mT, torch.eye(10, dtype=torch.float64).expand(4, 10, 10), rtol=0, atol=1e-12
-    )
-    remainder = result @ matrix.mT
-    torch.testing.assert_close(remainder, remainder.mT, rtol=0, atol=1e-10)
-    assert torch.linalg.eigvalsh(remainder).min() > 0
-
-
-def test_an_orthogonal_matrix_is_its_own_factor_and_steps_are_ignored():
-    orthogonal = with_factor(torch.ones(7, dtype=torch.float64), 7)[0]
-    torch.testing.assert_close(exact(orthogonal), orthogonal, rtol=0, atol=1e-13)
-    assert torch.equal(exact(orthogonal, steps=0), exact(orthogonal, steps=9))
-
-
 @pytest.mark.parametrize("exponent", [-300, -160, 160, 300])
 def test_float64_scales_that_would_overflow_a_gram_matrix(exponent):
     matrix, factor = with_factor(torch.logspace(0, -1, 5, dtype=torch.float64), 9)

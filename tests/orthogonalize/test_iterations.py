@@ -84,15 +84,6 @@ def test_shape_and_dtype_are_kept_and_zero_stays_zero(fn, dtype):
 
 
 @every
-def test_zero_matrix_in_a_batch_leaves_the_others_alone(fn):
-    batch = random(3, 4, 9)
-    batch[1] = 0
-    result = fn(batch, steps=5)
-    assert not result[1].any()
-    torch.testing.assert_close(result[2], fn(batch[2], steps=5), rtol=0, atol=1e-12)
-
-
-@every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_asked_dtype_is_that_of_the_result(fn, dtype):
     matrix = random(4, 10, dtype=torch.float32)
@@ -170,12 +161,13 @@ def test_strides_do_not_matter_and_the_input_is_left_alone(fn, dtype):
 
 
 @every
-def test_undefined_entries_are_not_hidden_and_stay_in_their_matrix(fn):
-    batch = random(4, 3, 8)
-    batch[1, 0, 0], batch[2, 1, 1] = math.nan, math.inf
+def test_zeros_and_undefined_entries_are_not_hidden_and_stay_in_their_matrix(fn):
+    batch = random(5, 3, 8)
+    batch[1, 0, 0], batch[2, 1, 1], batch[4] = math.nan, math.inf, 0
     result = fn(batch, steps=5)
     assert result[1].isnan().any()
     assert result[2].isnan().any()
+    assert not result[4].any()
     torch.testing.assert_close(result[[0, 3]], fn(batch[[0, 3]], steps=5), rtol=0, atol=1e-12)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.asgo import ASGO
 from muonsw.algorithms.base import Algorithm as Algorithm
-from muonsw.algorithms.base import Chunk as Chunk
 from muonsw.algorithms.base import Update as Update
 from muonsw.algorithms.dion2 import DION2
 from muonsw.algorithms.kl_shampoo import KL_SHAMPOO

@@ -20,7 +20,7 @@ from muonsw.algorithms.base import (
 )
 from muonsw.matrices import Part
 from muonsw.precision import STORED, Kept
-from muonsw.slots.base import COUNTER, ELEMENTWISE, SQUARES, Specs
+from muonsw.slots import COUNTER, ELEMENTWISE, SQUARES, Specs
 from muonsw.work import Group, StepContext, elements
 
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -47,23 +47,19 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
 def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
     """Take the whole step with one kernel, ours or torch's."""
     lists = columns(parts, KEYS)
-    if not has_kernels(group, lists[0][0].device):
+    weights, grads, averages, squares = lists
+    if not has_kernels(group, weights[0].device):
         return _by_torch(group, parts, lists, ctx)
-    ways = [_by_triton, _by_torch]
-    is_small = lists[0][0].is_cuda and elements(lists[0]) < kernels.TORCH_BELOW
-    if is_small and group["state_dtype"] not in STORED:  # where `in_place` is ours
-        ways.reverse()
-    return any(way(group, parts, lists, ctx) for way in ways)
-
-
-def _by_triton(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:
+    # Steps on encoded state are ours (`in_place`), and so are those of the same groups on float32 state.
+    is_small = weights[0].is_cuda and elements(weights) < kernels.TORCH_BELOW and group["state_dtype"] not in STORED
+    if is_small and _by_torch(group, parts, lists, ctx):
+        return True
     from muonsw.kernels.move import takes
 
-    weights, grads, averages, squares = lists
-    if not takes(*lists) or averages[0].dtype != squares[0].dtype:
-        return False
-    _launch(group, parts, weights, grads, Kept(averages), Kept(squares), ctx)
-    return True
+    if takes(*lists) and averages[0].dtype == squares[0].dtype:
+        _launch(group, parts, weights, grads, Kept(averages), Kept(squares), ctx)
+        return True
+    return not is_small and _by_torch(group, parts, lists, ctx)
 
 
 def in_place(group: Group, parts: list[Part], kept: dict[str, Kept], ctx: StepContext) -> bool:
@@ -121,7 +117,6 @@ def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: S
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001
-    """Refuse state in which squared gradients vanish."""
     if group["state_dtype"] == "float16":
         raise ValueError(
             f"state_dtype='float16' cannot hold the average squared gradient of {name}: whatever is below 6e-8 becomes "

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.base import matrix_algorithm
 from muonsw.algorithms.factors import finite_or, fold, folded_shape, unfold
-from muonsw.algorithms.whole import matrix_algorithm
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
 from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
-from muonsw.slots.base import ELEMENTWISE, Specs, State, StateSpec
-from muonsw.work import Group
+from muonsw.slots import ELEMENTWISE, Specs, StateSpec
+from muonsw.work import Group, State
 
 # Polar Express as the authors of ASGO use it; the division by the safety factor is in `inverse_sqrt`.
 COEFFICIENTS = COEFFICIENT_SETS["polar_express"]._replace(divisor=1.0).schedule(10)

@@ -19,12 +19,12 @@ import math
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.base import matrix_algorithm
 from muonsw.algorithms.muon import orthogonalize
-from muonsw.algorithms.whole import matrix_algorithm
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES
-from muonsw.slots.base import ELEMENTWISE, State
-from muonsw.work import Group
+from muonsw.slots import ELEMENTWISE
+from muonsw.work import Group, State
 
 
 def directions(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
@@ -41,7 +41,6 @@ def directions(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 def _largest(M: Tensor, fraction: float) -> Tensor:
-    """The places of the rows of largest L1 norm, repeated over columns: (count, k, n)."""
     rows, columns = M.shape[-2:]
     count = max(1, math.ceil(fraction * rows))
     chosen: Tensor = torch.linalg.vector_norm(M, ord=1, dim=-1).topk(count, sorted=False).indices

@@ -134,18 +134,15 @@ def _eigh_or_none(A: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def pack(first: Tensor, second: Tensor) -> Tensor:
-    """Two symmetric matrices in the room of one and a column."""
     return pad(first.triu(), (1, 0)) + pad(second.tril(), (0, 1))
 
 
 def unpack_first(packed: Tensor) -> Tensor:
-    """The first of two packed matrices."""
     above = packed[..., 1:].triu()
     return above + above.triu(1).mT
 
 
 def unpack_second(packed: Tensor) -> Tensor:
-    """The second of two packed matrices."""
     below = packed[..., :-1].tril()
     return below + below.tril(-1).mT
 

@@ -15,12 +15,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.base import matrix_algorithm, validate_matrices
 from muonsw.algorithms.factors import finite_or, pack, unpack_first, unpack_second
-from muonsw.algorithms.whole import matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.precision import AUTO
-from muonsw.slots.base import ELEMENTWISE, Specs, State, StateSpec
-from muonsw.work import Group
+from muonsw.slots import ELEMENTWISE, Specs, StateSpec
+from muonsw.work import Group, State
 
 # p(x) = a x + b x^3 that bring singular values from [1e-3, 1] to one: CANS, Grishina et al. (arXiv 2506.10935).
 CANS = (
@@ -173,7 +173,6 @@ STATE: Specs = {
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """Roots need eleven bits, and something to take the root of."""
     validate_matrices(group, name, param)
     if group["eps"] == 0:
         raise ValueError("eps=0: KL-Shampoo takes roots of factors that may be singular; give it more than zero")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from muonsw.algorithms.base import Algorithm, Chunk, Update, advance_momentum, clean, columns
-from muonsw.slots.base import ELEMENTWISE
+from muonsw.slots import ELEMENTWISE
 from muonsw.work import Group, StepContext
 
 

@@ -12,41 +12,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from muonsw import slots
 from muonsw.algorithms.base import (
     Algorithm,
     Chunk,
     MatrixRule,
+    StateBatch,
     Update,
     advance_momentum,
+    apply_slot,
     clean,
     has_kernels,
     look_ahead,
+    validate_matrices,
 )
-from muonsw.algorithms.whole import StateBatch, apply_slot, validate_matrices
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES, Bucket, Part, empty_batch, scatter, views
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration, aurora
 from muonsw.precision import state_dtype
-from muonsw.slots import ADAMUON, EQUALIZE, MUON2, MUON_PLUS, NORMALIZE, NORMUON, PRECONDITION, SIGN, SlotMember
-from muonsw.slots.base import ELEMENTWISE, NO_MEMBER, Specs, State, wide_dtype
-from muonsw.work import Group, StepContext
+from muonsw.slots import ELEMENTWISE, NORMALIZE, PRECONDITION, SlotMember, wide_dtype
+from muonsw.work import Group, State, StepContext
 
 if TYPE_CHECKING:
     from muonsw.kernels.momentum import Precondition
 
 # The options of orthogonalizer="aurora", by default its authors' choice.
 AURORA: Group = {"aurora_iterations": 2, "aurora_beta": 0.5, "aurora_polar": "simple_quintic"}
-
-
-def state(group: Group) -> Specs:
-    """One buffer for each parameter, under torch's name, and what the slots keep."""
-    if group["precondition"] is None and group["normalize"] is None:
-        return _MOMENTUM
-    return {**_MOMENTUM, **PRECONDITION.specs(group), **NORMALIZE.specs(group)}
-
-
-_MOMENTUM: Specs = {"momentum_buffer": ELEMENTWISE}
 
 
 def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
@@ -99,7 +91,6 @@ def _advance(
 
 
 def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Matrices (count, rows, columns) through the group's orthogonalizer, in a dtype."""
     is_aurora = group["orthogonalizer"] == "aurora"
     polar = ORTHOGONALIZERS[polar_name(group) if is_aurora else group["orthogonalizer"]]
     steps = group["ns_steps"] or (polar.coefficients.steps if isinstance(polar, Iteration) else 5)
@@ -110,7 +101,6 @@ def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def polar_name(group: Group) -> str:
-    """The name of a group's orthogonalizer; of Aurora, that of the one inside."""
     name = group.get("orthogonalizer", "auto")
     return str(_aurora_option(group, "aurora_polar") if name == "aurora" else name)
 
@@ -153,24 +143,17 @@ def _directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> t
     return X, after
 
 
-def _travelling_state(group: Group) -> Specs:
-    first = {} if PRECONDITION.member(group).elementwise else PRECONDITION.specs(group)
-    return {**first, **NORMALIZE.specs(group)}
-
-
 # The same by kernels, where tensors are laid out as they read them; each says None or False where it cannot.
 
 
 def in_kernels(member: SlotMember) -> bool:
-    """Whether our kernels do what a member of a slot does."""
-    known = (NO_MEMBER, SIGN, MUON2, EQUALIZE, NORMUON, ADAMUON, MUON_PLUS)
+    known = (slots.NO_MEMBER, slots.SIGN, slots.MUON2, slots.EQUALIZE, slots.NORMUON, slots.ADAMUON, slots.MUON_PLUS)
     return any(member is one for one in known)
 
 
 def _orthogonalized_by_kernel(
     group: Group, chunk: Chunk, grads: list[Tensor], momenta: list[Tensor], flag: Flag | None
 ) -> Tensor | None:
-    """Advance momenta, precondition and orthogonalize."""
     iteration = ORTHOGONALIZERS[group["orthogonalizer"]]
     if not isinstance(iteration, Iteration):
         return None
@@ -192,7 +175,6 @@ def _orthogonalized_by_kernel(
 
 
 def _normalized_by_kernel(group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None) -> bool:
-    """Normalize directions in place."""
     member = NORMALIZE.member(group)
     if not in_kernels(member):
         return False
@@ -204,11 +186,11 @@ def _normalized_by_kernel(group: Group, chunk: Chunk, directions: Tensor, flag: 
     if not takes(directions, kept):
         return False
     given: dict[str, Any] = {key: options[key] for key in ("beta2", "eps", "snap") if key in options}
-    if member is ADAMUON:
+    if member is slots.ADAMUON:
         if not _are_of(chunk.bucket, kept):
             return False
         given["averages"] = kept
-    elif member is NORMUON:
+    elif member is slots.NORMUON:
         if kept[0].dtype != torch.float32:
             return False
         given |= {"slice_averages": kept, "by_row": (kept[0].shape[-1] == 1) != chunk.view.transposed}
@@ -226,11 +208,12 @@ def _kernel_precondition(group: Group, parts: list[Part], bucket: Bucket | None)
     from muonsw.kernels.momentum import LONGEST_ROW, Precondition, are_matrices
 
     member, options = PRECONDITION.member(group), PRECONDITION.options(group)
-    if member is SIGN:
+    if member is slots.SIGN:
         return Precondition("sign")
-    if member is EQUALIZE and bucket is not None and not group.get("transposed") and bucket.columns <= LONGEST_ROW:
+    by_row = bucket is not None and not group.get("transposed") and bucket.columns <= LONGEST_ROW
+    if member is slots.EQUALIZE and by_row:
         return Precondition("equalize")
-    if member is MUON2:
+    if member is slots.MUON2:
         squares = [part.state("exp_avg_sq") for part in parts]
         squares = squares if bucket is None else _as_matrices(squares, bucket)
         if are_matrices(squares) and (bucket is None or _are_of(bucket, squares)):
@@ -254,7 +237,6 @@ def _are_of(bucket: Bucket, tensors: list[Tensor]) -> bool:
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """Refuse parameters that are no matrices, and options that belong to what was not chosen."""
     for key in AURORA:
         if group.get(key) is not None and group["orthogonalizer"] != "aurora":
             raise ValueError(
@@ -290,7 +272,7 @@ MUON = Algorithm(
         "normalize": None,
         "matrix": None,
     },
-    state=state,
+    state=lambda group: {"momentum_buffer": ELEMENTWISE, **PRECONDITION.specs(group), **NORMALIZE.specs(group)},
     update=update,
     validate=validate,
     matrices=MatrixRule(
@@ -299,7 +281,10 @@ MUON = Algorithm(
         advance=_advance_shards,
         directions=_directions,
         scale=lambda group, m, n: SHAPE_SCALES[group["scale"]](m, n),
-        state=_travelling_state,
+        state=lambda group: {
+            **({} if PRECONDITION.member(group).elementwise else PRECONDITION.specs(group)),
+            **NORMALIZE.specs(group),
+        },
         sends_gradient=lambda group: (first := PRECONDITION.member(group)).uses_gradient and not first.elementwise,
     ),
     scale_free=True,

@@ -17,17 +17,15 @@ from muonsw.algorithms.base import (
     suits_torch,
 )
 from muonsw.matrices import Part
-from muonsw.slots.base import ELEMENTWISE, Specs
+from muonsw.slots import ELEMENTWISE, Specs
 from muonsw.work import Group, StepContext, elements
 
 
 def state(group: Group) -> Specs:
-    """A buffer only where there is momentum."""
     return {"momentum_buffer": ELEMENTWISE} if group["momentum"] else {}
 
 
 def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
-    """Directions of plain, heavy-ball or Nesterov SGD."""
     form, beta = group["momentum_form"], group["momentum"]
     _, grads, *rest = columns(chunk.parts, tuple(state(group)))
     if not rest:
@@ -74,7 +72,6 @@ def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001
-    """Refuse Nesterov without a momentum to look ahead with."""
     if group["nesterov"] and not group["momentum"]:
         raise ValueError("nesterov=True needs a momentum above zero")
 

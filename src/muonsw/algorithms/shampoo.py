@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.base import matrix_algorithm
 from muonsw.algorithms.factors import average_first, inverse_root, pack, unpack_first, unpack_second
-from muonsw.algorithms.whole import matrix_algorithm
 from muonsw.machine import full_float32
-from muonsw.slots.base import ELEMENTWISE, SQUARES, Specs, State, StateSpec
-from muonsw.work import Group
+from muonsw.slots import ELEMENTWISE, SQUARES, Specs, StateSpec
+from muonsw.work import Group, State
 
 GRAFTINGS = (None, "adam", "sgd")
 
@@ -47,14 +47,12 @@ class Grid(NamedTuple):
         return cls(down, across, math.ceil(m / down), math.ceil(n / across))
 
     def cut(self, X: Tensor) -> Tensor:
-        """The blocks (count * blocks, height, width) of matrices (count, m, n)."""
         missing = self.down * self.height - X.shape[-2], self.across * self.width - X.shape[-1]
         X = torch.nn.functional.pad(X, (0, missing[1], 0, missing[0])) if any(missing) else X
         X = X.reshape(-1, self.down, self.height, self.across, self.width)
         return X.transpose(-3, -2).reshape(-1, self.height, self.width)
 
     def join(self, blocks: Tensor, m: int, n: int) -> Tensor:
-        """The matrices (count, m, n) that were cut."""
         X = blocks.view(-1, self.down, self.across, self.height, self.width).transpose(-3, -2)
         return X.reshape(-1, self.down * self.height, self.across * self.width)[..., :m, :n]
 
@@ -67,46 +65,20 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     `factors_right` (count, blocks * d, d + 1), factors packed with their roots; `moves` (count, 1, 1), the steps so
     far. Roots of zeros have not begun: the graft itself is the direction.
     """
-    _, m, n = G.shape
+    (_, m, n), (beta1, beta2), moves = G.shape, group["betas"], state["moves"] + 1
     grid = Grid.of(m, n, group["block_size"])
-    after, momentum, graft = _averages(group, G, state)
-    factors, (left, right) = _factors(group, grid.cut(G), state | after)
-    direction, graft = left @ grid.cut(momentum) @ right, grid.cut(graft)
-    if group["grafting"] is not None:
-        direction = direction * (_norm(graft) / (_norm(direction) + _TINY))
-    begun = left[..., :1, :1] != 0  # a positive definite matrix has no zero on its diagonal
-    return grid.join(torch.where(begun, direction, graft), m, n), after | factors
-
-
-def _norm(X: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.matrix_norm(X, keepdim=True)
-    return norm
-
-
-def _averages(group: Group, G: Tensor, state: State) -> tuple[State, Tensor, Tensor]:
-    """The averages of gradients, then momentum and the graft, both corrected for their start."""
-    (beta1, beta2), moves = group["betas"], state["moves"] + 1
     after = {"moves": moves, "exp_avg": state["exp_avg"].lerp(G, 1 - beta1)}
-    momentum = after["exp_avg"] / _correction(beta1, moves)
-    if group["grafting"] != "adam":
-        return after, momentum, momentum
-    after["exp_avg_sq"] = state["exp_avg_sq"].lerp(G.square(), 1 - beta2)
-    root = (after["exp_avg_sq"] / _correction(beta2, moves)).sqrt()
-    return after, momentum, momentum / (root + group["grafting_eps"])
-
-
-def _correction(beta: float, moves: Tensor) -> Tensor:
-    """What an average that began at zero has reached of its gradients; one for a sum."""
-    return (1 - beta ** moves.double()).to(moves.dtype) if beta < 1 else torch.ones_like(moves)
-
-
-def _factors(group: Group, G: Tensor, state: State) -> tuple[State, list[Tensor]]:
-    """The packed factors after blocks of gradients, and the roots of both sides, which are new every so many steps."""
-    beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
+    graft = momentum = after["exp_avg"] / _correction(beta1, moves)
+    if group["grafting"] == "adam":
+        after["exp_avg_sq"] = state["exp_avg_sq"].lerp(G.square(), 1 - beta2)
+        root = (after["exp_avg_sq"] / _correction(beta2, moves)).sqrt()
+        graft = momentum / (root + group["grafting_eps"])
+    # Factors and their roots, packed; the roots are new every so many steps.
+    blocks, roots = grid.cut(G), []
+    beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
     gain = 1 - beta if beta < 1 else 1.0
-    correction = _correction(beta, state["moves"]).repeat_interleave(len(G) // len(state["moves"]), 0)
-    after, roots = {}, []
-    for key, gram in (("factors_left", G @ G.mT), ("factors_right", G.mT @ G)):
+    correction = _correction(beta, moves).repeat_interleave(len(blocks) // len(moves), 0)
+    for key, gram in (("factors_left", blocks @ blocks.mT), ("factors_right", blocks.mT @ blocks)):
         packed = average_first(state[key].reshape(*gram.shape[:-1], -1), gram, beta, gain)
         root = unpack_second(packed)
         if group["update_count"] % group["precondition_frequency"] == 0:
@@ -115,12 +87,24 @@ def _factors(group: Group, G: Tensor, state: State) -> tuple[State, list[Tensor]
             packed = pack(factor, root)
         after[key] = packed.reshape(state[key].shape)
         roots.append(root)
-    return after, roots
+    direction, graft = roots[0] @ grid.cut(momentum) @ roots[1], grid.cut(graft)
+    if group["grafting"] is not None:
+        direction = direction * (_norm(graft) / (_norm(direction) + _TINY))
+    begun = roots[0][..., :1, :1] != 0  # a positive definite matrix has no zero on its diagonal
+    return grid.join(torch.where(begun, direction, graft), m, n), after
+
+
+def _norm(X: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.matrix_norm(X, keepdim=True)
+    return norm
+
+
+def _correction(beta: float, moves: Tensor) -> Tensor:
+    """What an average that began at zero has reached of its gradients; one for a sum."""
+    return (1 - beta ** moves.double()).to(moves.dtype) if beta < 1 else torch.ones_like(moves)
 
 
 def state(group: Group) -> Specs:
-    """Momentum, the squares of a grafted Adam, and for each block and side a factor with its root."""
-
     def packed(m: int, n: int, side: str) -> tuple[int, int]:
         grid = Grid.of(m, n, group["block_size"])
         size: int = getattr(grid, side)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonsw.algorithms.base import matrix_algorithm, validate_matrices
 from muonsw.algorithms.factors import eigenbasis, fold, folded_shape, power_iteration, rotate, rotate_back, unfold
-from muonsw.algorithms.whole import matrix_algorithm, validate_matrices
 from muonsw.machine import full_float32
 from muonsw.matrices import MatrixView
-from muonsw.slots.base import ELEMENTWISE, SQUARES, Specs, State, StateSpec
-from muonsw.work import Group
+from muonsw.slots import ELEMENTWISE, SQUARES, Specs, StateSpec
+from muonsw.work import Group, State
 
 
 @full_float32()
@@ -61,11 +61,9 @@ def advance_bases(G: Tensor, state: State, beta: float, *, refresh: bool, first:
         state = state | {"factor_left": state["factor_left"].lerp(fold(G @ G.mT), 1 - beta)}
     if state["basis_right"].shape[-1] == G.shape[-1]:
         state = state | {"factor_right": state["factor_right"].lerp(fold(G.mT @ G), 1 - beta)}
-    return state | _refreshed(state, first) if refresh else state
-
-
-def _refreshed(state: State, first: bool) -> State:
-    """New bases, with the averages that lie in them: momentum is rotated, squares follow the order of the columns."""
+    if not refresh:
+        return state
+    # Averages lie in the bases: momentum is rotated, squares follow the order of the columns.
     bases, squares = {}, state["exp_avg_sq"]
     for side, axis in (("left", -2), ("right", -1)):
         factor, basis = state[f"factor_{side}"], state[f"basis_{side}"]
@@ -76,10 +74,11 @@ def _refreshed(state: State, first: bool) -> State:
             basis, order = power_iteration(unfold(factor), basis)
             squares = squares.gather(axis, order.unsqueeze(-3 - axis).expand_as(squares))
         bases[f"basis_{side}"] = basis
-    if "exp_avg" not in state:
-        return bases | {"exp_avg_sq": squares}
-    momentum = rotate_back(state["exp_avg"], state["basis_left"], state["basis_right"])
-    return bases | {"exp_avg_sq": squares, "exp_avg": rotate(momentum, bases["basis_left"], bases["basis_right"])}
+    after = state | bases | {"exp_avg_sq": squares}
+    if "exp_avg" in state:
+        momentum = rotate_back(state["exp_avg"], state["basis_left"], state["basis_right"])
+        after["exp_avg"] = rotate(momentum, bases["basis_left"], bases["basis_right"])
+    return after
 
 
 def sides(longest: int) -> Specs:
@@ -97,13 +96,11 @@ def sides(longest: int) -> Specs:
 
 
 def state(group: Group) -> Specs:
-    """Two averages, and a factor with its basis for each side."""
     averages = {"exp_avg": ELEMENTWISE, "exp_avg_sq": SQUARES}
     return {**averages, **sides(group["precondition_max_dim"]), "moves": StateSpec(lambda *_: (1, 1))}
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
-    """At least one side of each matrix must be rotated, and nothing divided by zero."""
     validate_matrices(group, name, param)
     if group["eps"] == 0:
         raise ValueError("eps=0: SOAP begins with averages of zero and would divide by them; give it more than zero")

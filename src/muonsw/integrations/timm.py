@@ -12,7 +12,7 @@ import torch
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_model
 from muonsw.routing import Routing
-from muonsw.routing.names import unwrapped
+from muonsw.routing.facts import unwrapped
 from muonsw.variants import SGDSW, AdamWSW, MuonSW
 
 # The names under which timm finds them, and which of its own arguments each takes. timm passes momentum 0.9 unless

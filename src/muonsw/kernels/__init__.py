@@ -3,7 +3,7 @@
 | module | one pass for | its torch twin |
 |---|---|---|
 | `momentum` | momentum, Nesterov, `precondition`, squares, cast; then division by the norm | `base.advance_momentum` |
-| `normalize` | NorMuon, AdaMuon and Muon+ on directions, their state where it lies | `slots.normalize` |
+| `normalize` | NorMuon, AdaMuon and Muon+ on directions, their state where it lies | `slots` |
 | `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
 | `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
 | `adamw` | the whole step, on encoded state too | `algorithms.adamw` and `apply` |
@@ -46,7 +46,6 @@ _USABLE: dict[torch.device, bool] = {}
 
 
 def _usable(device: torch.device) -> bool:
-    """Whether the smallest kernel runs on this device."""
     reason = "Triton is not installed"
     if machine.triton():
         from muonsw.kernels.finite import find_bad

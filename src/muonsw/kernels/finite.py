@@ -28,7 +28,6 @@ def _set_if_not_finite(bad, pointers, tensors, blocks, DTYPE: tl.constexpr, ALIG
 
 
 def takes(grads: Sequence[Tensor]) -> bool:
-    """Whether these gradients are laid out as the kernel reads them."""
     return {grad.dtype for grad in grads} <= DTYPES.keys() and all_contiguous(grads)
 
 

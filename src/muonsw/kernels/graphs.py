@@ -19,16 +19,11 @@ from muonsw.kernels import watches
 def recorded(
     program: Callable[[], None], device: torch.device, pool: Any = None, stream: torch.cuda.Stream | None = None
 ) -> torch.cuda.CUDAGraph:
-    """A program as a graph, without running it.
+    """A program as a graph, without running it; it works on tensors that stay, and never waits for the device.
 
     `torch.cuda.graph` would also empty the allocator's cache, and the gradients of the next steps would lie elsewhere.
-    Other threads, which read data ahead, may go on.
-
-    Args:
-        program: works on tensors that stay where they are, and never waits for the device.
-        device: a CUDA device.
-        pool: memory that it may share with other graphs, none of whose tensors outlive a replay.
-        stream: where it is captured; a new one by default.
+    Other threads, which read data ahead, may go on. The memory `pool` may be shared with other graphs, none of whose
+    tensors outlive a replay.
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize(device)

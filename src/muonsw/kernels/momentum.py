@@ -202,7 +202,6 @@ def are_matrices(tensors: Sequence[Tensor]) -> bool:
 
 
 def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether all matrices of these stacks are contiguous and in dtypes that the kernel reads."""
     return dtype in DTYPES and are_matrices(grads) and are_matrices(momenta)
 
 
@@ -235,16 +234,8 @@ def normalized_momentum(
 ) -> Tensor:
     """Advance momenta in place; return the directions, divided by their norms, as one batch `(n, rows, columns)`.
 
-    Args:
-        grads: matrices `(rows, columns)` and stacks of them `(n, rows, columns)`.
-        momenta: their momentum, in the same shapes.
-        form: "ema" or "heavy_ball".
-        beta: the momentum's decay.
-        nesterov: whether to look ahead.
-        maximize: whether gradients point uphill.
-        flag: where it forbids the step, nothing changes and the directions are zero.
-        dtype: of the result.
-        precondition: what is done to directions first.
+    Gradients and momenta are matrices `(rows, columns)` and stacks of them `(n, rows, columns)`. Where `flag` forbids
+    the step, nothing changes and the directions are zero. They are preconditioned before their norms are taken.
     """
     rows, columns = grads[0].shape[-2:]
     device, numel = grads[0].device, rows * columns
@@ -313,8 +304,7 @@ def advance_momenta(
 ) -> bool:
     """Advance momenta of any shapes in place, and write directions to targets; False, and nothing done, if it cannot.
 
-    Args are those of `normalized_momentum`; targets, if any, have the shapes of the momenta and one dtype. A
-    preconditioner of rows is none here.
+    Targets, if any, have the shapes of the momenta and one dtype. A preconditioner of rows is none here.
     """
     given = precondition or Precondition("")
     pieces = _contiguous_pieces([grads, momenta, *(tensors for tensors in (given.squares, targets) if tensors)])
@@ -356,7 +346,6 @@ def _choices(
     momenta: Sequence[Tensor],
     given: Precondition,
 ) -> dict[str, object]:
-    """What the kernel is compiled for."""
     return {
         "HAS_FLAG": flag is not None,
         "MAXIMIZE": maximize,

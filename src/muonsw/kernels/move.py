@@ -58,7 +58,6 @@ class Weights(NamedTuple):
     keys: Sequence[int] = ()
 
     def rounding_rows(self, stretches: Stretches) -> list[list[int]]:
-        """The rows of the table that belong to the rounding, one column for each stretch of the weights."""
         if self.rounding == "nearest":
             return []
         counters = [counter.data_ptr() for counter in self.counters]
@@ -109,17 +108,14 @@ def write(
 
 
 def takes(*lists: Sequence[Tensor]) -> bool:
-    """Whether each list has one dtype that the kernels read, and only contiguous tensors."""
     return all(tensors[0].dtype in DTYPES and one_dtype(tensors) and all_contiguous(tensors) for tensors in lists)
 
 
 def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:
-    """The arguments of a kernel that say how far weights move."""
     return motion.eta, motion.phi, motion.scale, flag_or(motion.flag, unused)
 
 
 def choices(weights: Weights, motion: Motion) -> dict[str, object]:
-    """What a kernel that moves weights is compiled for."""
     return {
         "HAS_FLAG": motion.flag is not None,
         "ON_DEVICE": isinstance(motion.eta, Tensor),
@@ -162,10 +158,14 @@ def _move(
 def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
     """Move weights along directions that lie one after another in one tensor; False, and nothing done, if not so."""
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
-    if not all(dtype in DTYPES for dtype in dtypes) or not _are_one_batch(directions):
+    if not all(dtype in DTYPES for dtype in dtypes) or not all_contiguous(directions):
         return False
+    # Neighbours by chance, in different storages, would round otherwise at each run.
+    ends = {direction.untyped_storage().data_ptr() for direction in (directions[0], directions[-1])}
+    begins, width = addresses(directions), directions[0].element_size()
+    places = list(accumulate([begins[0], *(size * width for size in lengths(directions))]))
     stretches = runs(weights.tensors)
-    if stretches is None:
+    if len(ends) > 1 or begins != places[:-1] or stretches is None:
         return False
     sizes, companions = stretches.sizes, weights.rounding_rows(stretches)
     first, row = [0, *accumulate(sizes[:-1])], 1 + len(companions)
@@ -190,12 +190,3 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
         num_warps=WARPS,
     )
     return True
-
-
-def _are_one_batch(directions: Sequence[Tensor]) -> bool:
-    first, last = (direction.untyped_storage().data_ptr() for direction in (directions[0], directions[-1]))
-    if first != last or not all_contiguous(directions):  # neighbours by chance would round otherwise at each run
-        return False
-    begins, width = addresses(directions), directions[0].element_size()
-    ends = accumulate([begins[0], *(size * width for size in lengths(directions))])
-    return begins == list(ends)[:-1]

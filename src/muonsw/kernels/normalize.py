@@ -154,7 +154,6 @@ def _multiply(
 
 
 def takes(directions: Tensor, state: Sequence[Tensor]) -> bool:
-    """Whether the kernels read these directions, and this state of their matrices."""
     return (
         directions.dtype in DTYPES
         and directions.is_contiguous()
@@ -175,15 +174,15 @@ def normalize_(
     beta2: float = 0.0,
     flag: Flag | None = None,
 ) -> None:
-    """NorMuon, AdaMuon or Muon+ (`muonsw.slots.normalize`) on directions (count, rows, columns), in place.
+    """NorMuon, AdaMuon or Muon+ (`muonsw.slots`) on contiguous directions (count, rows, columns), in place.
 
     Args:
-        directions: contiguous.
+        directions: what is normalized; slices are its rows as they are stored, or its columns unless `by_row`.
         averages: AdaMuon's, stacks of matrices; elements are divided by their roots.
         slice_averages: NorMuon's, in float32: (m, 1) or (1, n) of each matrix, or stacks of that.
         eps: what is added to divisors.
         snap: whether norms are set to that of an orthogonal matrix, before NorMuon's division.
-        by_row: whether slices are rows, as matrices are stored.
+        by_row: see directions.
         beta2: the decay of averages.
         flag: where it forbids the step, the averages stay.
     """

@@ -145,26 +145,19 @@ def _round(x, rounded, counter, ok, elements, key, origin, HAS_FLAG: tl.constexp
 
 
 def tile(length: int) -> dict[str, int]:
-    """What a program works on: some blocks of this length."""
     columns = triton.next_power_of_2(length)
     return {"LENGTH": length, "ROWS": max(1, TILE // columns), "COLUMNS": columns}
-
-
-def _tiles(codes: Tensor, scale: Tensor) -> tuple[int, dict[str, int]]:
-    """How many programs there are, and what each of them works on."""
-    shape = tile(codes.numel() // scale.numel())
-    return math.ceil(scale.numel() / shape["ROWS"]), shape
 
 
 def encode(x: Tensor, codes: Tensor, scale: Tensor, levels: int, noise: Noise | None, ok: Tensor | None) -> None:
     """`codecs.encode` of contiguous float32 in one pass, unless `ok` is false."""
     if not codes.numel():
         return
-    programs, tiles = _tiles(codes, scale)
+    tiles = tile(codes.numel() // scale.numel())
     launch_on(
         codes.device,
         _encode,
-        (programs,),
+        (math.ceil(scale.numel() / tiles["ROWS"]),),
         x,
         codes,
         scale,
@@ -185,14 +178,13 @@ def encode(x: Tensor, codes: Tensor, scale: Tensor, levels: int, noise: Noise | 
 
 
 def decode(codes: Tensor, scale: Tensor, levels: int) -> Tensor:
-    """`codecs.decode` in one pass."""
     x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     if codes.numel():
-        programs, tiles = _tiles(codes, scale)
+        tiles = tile(codes.numel() // scale.numel())
         launch_on(
             codes.device,
             _decode,
-            (programs,),
+            (math.ceil(scale.numel() / tiles["ROWS"]),),
             codes,
             scale,
             x,

@@ -38,7 +38,6 @@ WITHOUT_ENGINE = Tiles(128, 64, 8, 3)
 
 @functools.cache
 def best_tiles(device: torch.device) -> Tiles:
-    """How to cut products on this device."""
     return WITH_ENGINE if machine.gpu_capability(device) >= 90 else WITHOUT_ENGINE
 
 
@@ -153,14 +152,8 @@ def symmetric_product(
 ) -> Tensor:
     """`alpha left right^T + beta term + diagonal I`, for a result that is symmetric.
 
-    Args:
-        left: `(batch, m, k)`, of any strides.
-        right: the same shape; either `left` itself, or symmetric and commuting with it.
-        alpha: factor of the product.
-        term: a contiguous symmetric `(batch, m, m)` that is added.
-        beta: its factor.
-        diagonal: added to each diagonal entry.
-        tiles: how to cut the work; what was measured to be best unless given.
+    `left` is `(batch, m, k)` of any strides, `right` either `left` itself or symmetric and commuting with it, `term` a
+    contiguous symmetric `(batch, m, m)`. `tiles` cut the work, as was measured to be best unless given.
     """
     tiles = tiles or best_tiles(left.device)
     batch, size, inner = left.shape

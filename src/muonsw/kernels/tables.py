@@ -42,7 +42,11 @@ class GraphTables:
 
     def __init__(self, grads: Sequence[Tensor], device: torch.device, room: int) -> None:
         self.held: list[Any] = []
-        self._spans = sorted((grad.data_ptr(), _extent(grad), number) for number, grad in enumerate(grads))
+        self._spans = []  # of each gradient: the first byte, how many bytes it lies in, its number
+        for number, grad in enumerate(grads):
+            reach = sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
+            self._spans.append((grad.data_ptr(), (reach + 1) * grad.element_size(), number))
+        self._spans.sort()
         ends = [begin + size for begin, size, _ in self._spans]
         self.overlap = any(end > later[0] for end, later in zip(ends, self._spans[1:], strict=False))
         self._places = torch.zeros(len(grads) + 1, dtype=torch.int64, device=device)
@@ -68,16 +72,13 @@ class GraphTables:
     def finish(self) -> None:
         """Fill in what the tables are computed from, once the capture has shown all of them."""
         starts = [begin for begin, _, _ in self._spans]
-        pairs = [self._owner(number, starts) for number in self._numbers]
+        pairs = []  # the gradient that an entry points into, and how far; else the zero at the end, and all of it
+        for number in self._numbers:
+            span = bisect_right(starts, number) - 1
+            inside = span >= 0 and number < starts[span] + self._spans[span][1]
+            pairs.append((self._spans[span][2], number - starts[span]) if inside else (len(starts), number))
         for target, values in zip((self._owners, self._offsets), zip(*pairs, strict=True), strict=False):
             target[: len(values)].copy_(_on_host(values, target.device), non_blocking=True)
-
-    def _owner(self, number: int, starts: list[int]) -> tuple[int, int]:
-        """The number of the gradient that an entry points into, and how far; else that of the zero, and all of it."""
-        span = bisect_right(starts, number) - 1
-        if span >= 0 and number < starts[span] + self._spans[span][1]:
-            return self._spans[span][2], number - starts[span]
-        return len(self._spans), number
 
     def move(self, places: tuple[int, ...]) -> None:
         """Let the next replay find the gradients at these addresses."""
@@ -91,12 +92,6 @@ class TooManyEntriesError(RuntimeError):
 
 
 _ENTRIES_APART = 64
-
-
-def _extent(tensor: Tensor) -> int:
-    """From its first entry on, the bytes that a tensor lies in."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()
 
 
 # The tables of the step that is being captured.
@@ -129,7 +124,10 @@ class TensorCache(Generic[T]):
             return cached[1]
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         if cached is None or cached[0] != stream:
-            cached = self._made[key] = stream, make(_on_device)
+            cached = self._made[key] = (
+                stream,
+                make(lambda numbers, to: _on_host(numbers, to).to(to, non_blocking=True)),
+            )
         self._made.move_to_end(key)
         if len(self._made) > _KEPT:
             self._made.popitem(last=False)
@@ -148,13 +146,7 @@ _maps: TensorCache[Tensor] = TensorCache()
 
 
 def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = range(0)) -> AddressTable:
-    """Rows of addresses and other whole numbers, one column for each tensor.
-
-    Args:
-        rows: the numbers, equally many in each row.
-        device: where they are wanted.
-        loose: the numbers of the rows that need not be aligned.
-    """
+    """Rows of addresses and other whole numbers, one column for each tensor; `loose` rows need not be aligned."""
     lengths_of_rows = [len(row) for row in rows]
     if len(set(lengths_of_rows)) != 1:  # a kernel would read the numbers of one row as those of another
         raise ValueError(f"rows of an address table must have one length, not {lengths_of_rows}")
@@ -168,11 +160,6 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = ra
         return AddressTable(copy(numbers, device).view(len(rows), -1), aligned(*tight))
 
     return _tables.get((device, len(rows), loose, numbers), device, make)
-
-
-def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy without waiting."""
-    return _on_host(numbers, device).to(device, non_blocking=True)
 
 
 def _on_host(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -195,12 +182,10 @@ def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tenso
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Where tensors begin."""
     return list(map(Tensor.data_ptr, tensors))
 
 
 def lengths(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How many entries tensors have."""
     return tuple(map(Tensor.numel, tensors))
 
 

@@ -12,9 +12,6 @@ from muonsw.orthogonalize.aurora import aurora as aurora
 from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS as COEFFICIENT_SETS
 from muonsw.orthogonalize.coefficients import NS5 as NS5
 from muonsw.orthogonalize.coefficients import POLAR_EXPRESS as POLAR_EXPRESS
-from muonsw.orthogonalize.coefficients import Coefficients as Coefficients
-from muonsw.orthogonalize.coefficients import CoefficientSet as CoefficientSet
-from muonsw.orthogonalize.coefficients import Schedule as Schedule
 from muonsw.orthogonalize.exact import exact as exact
 from muonsw.orthogonalize.iterations import Iteration as Iteration
 from muonsw.orthogonalize.iterations import auto as auto

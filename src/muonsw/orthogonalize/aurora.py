@@ -30,21 +30,11 @@ def aurora(
     beta: float = 0.5,
     polar: Callable[..., Tensor] = SIMPLE_QUINTIC,
 ) -> Tensor:
-    """Orthogonalize matrices so that their rows (of wide ones: their columns) are equally long.
+    """Orthogonalize matrices `(..., m, n)` so that their rows (of wide ones: their columns) are equally long.
 
-    Args:
-        matrices: `(..., m, n)`, left unmodified; each matrix is treated on its own.
-        steps: How many steps each call of `polar` takes; None is its own number.
-        dtype: The dtype of its products and of the result; norms of rows are always float32 or better.
-        iterations: `K`, the number of calls of `polar`.
-        beta: How far each round corrects the lengths of rows.
-        polar: The orthogonalizer inside.
-
-    Returns:
-        Matrices of the same shape. Zero matrices stay exactly zero, and so do zero rows.
-
-    Raises:
-        ValueError: If the input is not a real floating-point tensor of at least two axes.
+    `polar` is called `iterations` times, with its own number of steps unless `steps` says another; each round corrects
+    the lengths of rows by the power `beta`. Products and the result are in `dtype`, norms of rows in float32 or better.
+    Zero matrices and zero rows stay exactly zero.
 
     Examples:
         >>> tall = torch.tensor([[1.0, 2.0], [0.0, 0.1], [3.0, -1.0], [0.2, 0.1]])
@@ -68,5 +58,4 @@ def aurora(
 
 
 def _or_one(lengths: Tensor) -> Tensor:
-    """Lengths to divide by: rows of zeros stay as they are."""
-    return torch.where(lengths > 0, lengths, torch.ones_like(lengths))
+    return torch.where(lengths > 0, lengths, 1.0)  # rows of zeros stay as they are

@@ -12,26 +12,15 @@ _SMALLEST_EIGENVALUE_RATIO = 1e-6
 
 
 def exact(matrices: Tensor, *, steps: int = 0, dtype: torch.dtype | None = None) -> Tensor:  # noqa: ARG001
-    """Give the polar factor `U V^T` of matrices `U S V^T`, computed in float64.
+    """Give the polar factor `U V^T` of matrices `U S V^T` of shape `(..., m, n)`, computed in float64.
 
     Singular values below the rounding error of float64 (`max(m, n) * eps` of the largest, as in
-    `torch.linalg.matrix_rank`) count as zero and contribute nothing, so the factor of a zero matrix is zero.
-    The entries are taken at their word: noise in a float32 matrix that should be singular gets singular
-    value one like everything else.
+    `torch.linalg.matrix_rank`) count as zero, so the factor of a zero matrix is zero. Elements are not second-guessed:
+    noise in a float32 matrix that should be singular gets singular value one like everything else. A matrix with an
+    infinite or undefined element is undefined throughout.
 
-    Well-conditioned matrices go through an eigendecomposition of their Gram matrix, which is twice as fast
-    as the SVD and agrees with it to 1e-9; choosing between the two waits for the device.
-
-    Args:
-        matrices: `(..., m, n)`, left unmodified; each matrix is treated on its own.
-        steps: Ignored; there is nothing to iterate.
-        dtype: The dtype of the result; the input's unless given.
-
-    Returns:
-        Matrices of the same shape. Those with an infinite or undefined entry are undefined throughout.
-
-    Raises:
-        ValueError: If the input is not a real floating-point tensor of at least two axes.
+    Well-conditioned matrices go through an eigendecomposition of their Gram matrix, which is twice as fast as the SVD
+    and agrees with it to 1e-9; choosing between the two waits for the device.
 
     Examples:
         >>> exact(torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0]]))
@@ -63,13 +52,7 @@ def _polar(X: Tensor) -> Tensor:
 
 
 def polar_by_svd(X: Tensor) -> Tensor:
-    """Give the polar factors of `(..., m, n)` from the part of the SVD above the rounding error.
-
-    Examples:
-        >>> polar_by_svd(torch.tensor([[0.0, -2.0], [0.0, 0.0]])) + 0.0
-        tensor([[ 0., -1.],
-                [ 0., 0.]])
-    """
+    """Give the polar factors of `(..., m, n)` from the part of the SVD above the rounding error."""
     U, S, Vh = torch.linalg.svd(X, full_matrices=False)
     threshold = max(X.shape[-2:]) * torch.finfo(X.dtype).eps * S.amax(-1, keepdim=True)
     kept = (threshold < S).to(X.dtype)

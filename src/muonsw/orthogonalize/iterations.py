@@ -76,24 +76,14 @@ class Iteration:
 
     @property
     def steps(self) -> int:
-        """How many steps the authors take."""
         return self.coefficients.steps
 
     @torch.no_grad()
     def __call__(self, matrices: Tensor, *, steps: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Push the singular values of matrices towards one; no gradient flows through.
+        """Push the singular values of matrices `(..., m, n)` towards one; no gradient flows through.
 
-        Args:
-            matrices: `(..., m, n)`, left unmodified; each matrix is treated on its own.
-            steps: How many steps to take; the authors' number unless given.
-            dtype: The dtype of the products (see `inner`) and of the result; the input's unless given. The matrices
-                are normalised in float32 or better either way.
-
-        Returns:
-            Matrices of the same shape. Zero matrices stay exactly zero.
-
-        Raises:
-            ValueError: If the input is not a real floating-point tensor of at least two axes, or `steps < 1`.
+        `steps` is the authors' number unless given; `dtype`, that of the products (see `inner`) and of the result, is
+        the input's. Matrices are normalised in float32 or better either way. Zero matrices stay exactly zero.
         """
         steps = self.steps if steps is None else steps
         dtype = check_matrices(matrices, dtype, steps=steps)
@@ -135,7 +125,19 @@ class Iteration:
         launches_matter = self.form == "auto" and X.device.type != "cpu" and saved < WORTH_MORE_LAUNCHES
         if self.form == "plain" or X.dtype == torch.bfloat16 or saved <= 0 or launches_matter:
             return iterate_plain(X, self.coefficients.schedule(steps))
-        return iterate_gram(X, segments)
+        for schedule in segments:
+            if len(schedule) == 1:
+                X = iterate_plain(X, schedule)
+                continue
+            R = symmetric(X, X)
+            Q = Z = polynomial(R, schedule[0])  # all matrices but X are symmetric and commute
+            for coefficients in schedule[1:]:
+                R = symmetric(symmetric(Z, R), Z)
+                Z = polynomial(R, coefficients)
+                Q = symmetric(Q, Z)
+            del R, Z
+            X = multiply(Q, X)
+        return X
 
 
 # Five steps map singular values from 1.5e-3 up (relative to the Frobenius norm) into [0.68, 1.2025] and smaller ones to
@@ -158,23 +160,6 @@ def iterate_plain(X: Tensor, schedule: Schedule) -> Tensor:
             X = multiply_add(X, multiply_add(R, R, R, beta=b, alpha=c), X, beta=a)
         else:
             X = multiply(polynomial(R, (a, b, c)), X)
-    return X
-
-
-def iterate_gram(X: Tensor, segments: list[Schedule]) -> Tensor:
-    """Do the same one segment at a time; all matrices but `X` are symmetric and commute."""
-    for schedule in segments:
-        if len(schedule) == 1:
-            X = iterate_plain(X, schedule)
-            continue
-        R = symmetric(X, X)
-        Q = Z = polynomial(R, schedule[0])
-        for coefficients in schedule[1:]:
-            R = symmetric(symmetric(Z, R), Z)
-            Z = polynomial(R, coefficients)
-            Q = symmetric(Q, Z)
-        del R, Z
-        X = multiply(Q, X)
     return X
 
 
@@ -243,7 +228,6 @@ def _keeps_order(X: Tensor) -> bool:
 
 
 def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps: int = 1) -> torch.dtype:
-    """Refuse what no orthogonalizer can work on, and give the dtype of the result."""
     if matrices.ndim < 2:
         raise ValueError(f"expected matrices (..., m, n), got a tensor of shape {tuple(matrices.shape)}")
     result = matrices.dtype if dtype is None else dtype

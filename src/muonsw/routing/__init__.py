@@ -4,7 +4,4 @@ from muonsw.routing.groups import Routing as Routing
 from muonsw.routing.groups import reasons_table as reasons_table
 from muonsw.routing.groups import route as route
 from muonsw.routing.groups import routing_table as routing_table
-from muonsw.routing.roles import MATRIX_ROLES as MATRIX_ROLES
-from muonsw.routing.roles import ROLES as ROLES
-from muonsw.routing.roles import RoutedParameter as RoutedParameter
 from muonsw.routing.roles import classify as classify

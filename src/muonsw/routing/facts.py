@@ -1,7 +1,8 @@
-"""What the rules know about a model: its layers, its experts, its repeated blocks, and what it declares."""
+"""What the rules know about a model: its layers, experts and repeated blocks, what it declares, what names tell."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,14 +12,51 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from muonsw.routing import names
-
 TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase, nn.LocalResponseNorm)
 RECURRENT = nn.RNNBase | nn.RNNCellBase
 TABLES = nn.Embedding | nn.EmbeddingBag
 LISTS = nn.ModuleList | nn.ModuleDict
 # Parametrizations of torch that only rescale the trained tensor: it is still the layer's matrix.
 RESCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
+
+# What names tell; the rules look at them last, after structure.
+
+# Words that torch.compile, FSDP, activation checkpointing and Lightning put into names.
+WRAPPER_WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+# Classes that keep the wrapped model in `module`, a word that other classes use for parts of their own.
+WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"})
+# What PEFT puts into names: the model it wraps, the layer it adapts, the copy that it trains.
+PEFT_PREFIX = "base_model.model."
+PEFT_WORDS = frozenset({"base_layer", "modules_to_save"})
+
+EXPERT_COUNT = re.compile(r"^((num|n|moe)_)?(\w+_)?experts?$")
+ROUTER = re.compile(r"(^|_|k)(router|routing)($|_)")
+GATE = re.compile(r"^(gate|gating|gate_network|wg|w_gate|switch|selector)(_weight)?$")
+MIXTURE = re.compile(r"(^|_)(moe|mixture)($|_)")
+EXPERT = re.compile(r"(?<!shared)(^|_)experts?($|_|\d)")
+DOWN = re.compile(r"(^|_)(down|w2|wo|o|out|output|fc2|post|c_proj)($|_|\d)")
+HEAD = re.compile(
+    r"(^|_)(heads?|classifiers?|logits?|scores?|predictors?|predictions?|pred|outputs|class_embed|bbox_(embed|reg))"
+    r"(_(dist\w*|aux|\d+))?$|^(output|embed_out|unembed|unembedding|final(_layer)?)$"
+)
+# The queries, keys or values of one attention: q_proj, to_k, wv, value.
+QUERY_KEY_VALUE = re.compile(r"(?:^|_|w)(q|k|v)(?:uer(?:y|ies)|eys?|alues?)?(?:$|_)")
+MODULATION = re.compile(r"modulation|ada_?(ln|norm)|film")
+POSITION = re.compile(r"(^|_)(cpb|rel_?pos|pos|position|positional|meta)($|_)")
+ADAPTER = re.compile(r"(^|_)(lora|hada|lokr)_", re.IGNORECASE)
+BIAS = re.compile(r"(^|_)bias(es)?($|_)|bias$")
+TABLE = re.compile(
+    r"emb(ed(ding)?s?)?($|_|\d)|pos($|_)|position|token|table|registers?|latents?|quer(y|ies)|prompt|codebook|codevector|"
+    r"relative|(^|_)rel($|_)|prototype|centroid|attention_biases"
+)
+ELEMENTWISE = re.compile(
+    r"(^|_)(scale|gain|gamma|alpha|beta|lambda|temperature|decay|mix|mask|threshold|freqs?|inv_freq)($|_|\d)|"
+    r"^A(_log)?$|_log$|^D$"
+)
+LINEAR = re.compile(
+    r"(^|_)(weight|kernel|proj(ection)?|linear|w|in_proj_weight|fc|qkvo?|kv)($|_|\d)|^[wW][_a-z]?\d?$|^[wW]_|^v1$"
+)
+FUSED = re.compile(r"qkv|query_key_value|queries_keys_values|c_attn|(^|_)kv($|_)|gate_up|up_gate", re.IGNORECASE)
 
 
 class Subject(NamedTuple):
@@ -35,17 +73,15 @@ class Subject(NamedTuple):
         """The parts of its name that the model's author chose: not PEFT's, and not the adapter names after them."""
         path = self.path.split(".") if self.path else []
         pairs = zip(["", *path], path, strict=False)
-        chosen = [word for before, word in pairs if word not in names.PEFT_WORDS and before != "modules_to_save"]
+        chosen = [word for before, word in pairs if word not in PEFT_WORDS and before != "modules_to_save"]
         return [*chosen, self.own]
 
     @property
     def called(self) -> str:
-        """What the author called it: its own name, or that of its layer if it is the `weight`."""
         return self.words[-2] if self.own == "weight" and len(self.words) > 1 else self.own
 
     @property
     def long_axes(self) -> int:
-        """How many axes are longer than one."""
         return sum(size > 1 for size in self.param.shape)
 
 
@@ -65,7 +101,7 @@ class ModelFacts:
 
     def __init__(self, model: nn.Module) -> None:
         # A wrapper and its content have the same clean name; the content comes later and stays.
-        self.modules = {names.clean_name(model, path): module for path, module in model.named_modules()}
+        self.modules = {clean_name(model, path): module for path, module in model.named_modules()}
         self.subjects: list[Subject] = []  # every parameter once, under its first name
         self.owners: dict[Tensor, list[nn.Module]] = {}
         weights: dict[str, Tensor] = {}
@@ -101,7 +137,9 @@ class ModelFacts:
 
     def _find_layers(self, weights: dict[str, Tensor]) -> None:
         """List the layers in order, with bare matrices oriented by the widths that the others read."""
-        sizes = {path: _declared_sizes(module) for path, module in self.modules.items() if not _is_copy(path)}
+        # Not PEFT's modules: a frozen original, or a factor that no other layer reads.
+        own = [p for p in self.modules if "original_module" not in p.split(".") and not ADAPTER.search(p)]
+        sizes = {path: _declared_sizes(self.modules[path]) for path in own}
         self._widths: dict[str, dict[int, None]] = {}  # what is read under each path, in order
         for path, declared in sizes.items():
             if declared is not None:
@@ -140,7 +178,7 @@ class ModelFacts:
             bias = module._parameters.get(name)
             if bias is not None and name != own and rows != columns:
                 return bool(bias.shape[-1] == columns)
-        is_down = any(names.DOWN.search(word.lower()) for word in (own, path.rpartition(".")[2]))
+        is_down = any(DOWN.search(word.lower()) for word in (own, path.rpartition(".")[2]))
         for around in outwards(path):
             for width in self._widths.get(around, ()):
                 if (rows == width) != (columns == width):
@@ -155,13 +193,13 @@ class ModelFacts:
             parts = list(module.children()) if isinstance(module, LISTS) else []
             parts = [part for part in parts if any(True for _ in part.parameters())]
             matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
-            kind = type(names.unwrapped(parts[0]) if parts else module).__name__
-            if not (parts or matrices) or names.says_router(kind):
+            kind = type(unwrapped(parts[0]) if parts else module).__name__
+            if not (parts or matrices) or says_router(kind):
                 continue
             declared = expert_counts(module)
             counts = declared or {len(parts), *(p.shape[0] for p in matrices if p.dim() > 2)} - {0, 1}
-            called = any(names.says_expert(word) for word in (*path.split(".")[-2:], kind))
-            if counts and (called or declared or names.MIXTURE.search(path.rpartition(".")[2])):
+            called = any(EXPERT.search(_snake_case(word)) for word in (*path.split(".")[-2:], kind))
+            if counts and (called or declared or MIXTURE.search(path.rpartition(".")[2])):
                 self.experts[path] = counts
                 self.choices.setdefault(holder_of(path), set()).update(counts)
 
@@ -195,19 +233,17 @@ class ModelFacts:
             listed = _ask(module, "no_weight_decay")
             if isinstance(listed, set | frozenset | list | tuple | dict):
                 self.without_decay |= {f"{path}.{name}" if path else str(name) for name in listed}
-        declared = {names.unwrapped(module) for module in outputs if isinstance(module, nn.Module)}
+        declared = {unwrapped(module) for module in outputs if isinstance(module, nn.Module)}
         self.heads = [path for path, module in self.modules.items() if module in declared and path]
-        self.tables = {names.unwrapped(module) for module in tables if isinstance(module, nn.Module)}
+        self.tables = {unwrapped(module) for module in tables if isinstance(module, nn.Module)}
         rows = (module.num_embeddings for module in self.modules.values() if isinstance(module, nn.Embedding))
         self.vocabulary = max(rows, default=None)
 
     def in_block(self, path: str) -> bool:
-        """Whether a module lies in a repeated part of the model."""
         return any(around in self._blocks for around in outwards(path))
 
 
 def holder_of(path: str) -> str:
-    """The path of the module that holds the one at `path`."""
     return path.rpartition(".")[0]
 
 
@@ -220,7 +256,6 @@ def outwards(path: str) -> Iterator[str]:
 
 
 def within(path: str, scope: str) -> bool:
-    """Whether a path lies under another one, or equals it."""
     return not scope or path == scope or path.startswith(scope + ".")
 
 
@@ -230,26 +265,20 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a module is an embedding by type or class name."""
     return isinstance(module, TABLES) or type(module).__name__.lower().endswith(("embedding", "embeddings"))
 
 
 def expert_counts(module: nn.Module) -> set[int]:
     """How many experts a module's attributes declare; a router declares them too, but has none."""
-    if names.says_router(type(module).__name__):
+    if says_router(type(module).__name__):
         return set()
-    counts = (value for key, value in vars(module).items() if names.EXPERT_COUNT.match(key))
+    counts = (value for key, value in vars(module).items() if EXPERT_COUNT.match(key))
     return {value for value in counts if isinstance(value, int) and value > 1}
-
-
-def _is_copy(path: str) -> bool:
-    """Whether a module is PEFT's: a frozen original, or a factor that no other layer reads."""
-    return "original_module" in path.split(".") or names.ADAPTER.search(path) is not None
 
 
 def _is_linear(module: nn.Module, own: str, weight: Tensor) -> bool:
     """Whether a bare matrix is a linear map, as its name or class says; of experts it has one flat row for each."""
-    named = bool(names.LINEAR.search(own)) and not names.TABLE.search(own)
+    named = bool(LINEAR.search(own)) and not TABLE.search(own)
     kind = type(module).__name__.lower()
     called = named or any(word in kind for word in ("linear", "dense", "conv1d"))
     return called and not is_norm(module) and weight.shape[0] not in expert_counts(module)
@@ -271,10 +300,39 @@ def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | N
 
 
 def _ask(module: nn.Module, method: str) -> Any:
-    """What a method of the model answers; None if it is missing or not implemented."""
     if not callable(getattr(type(module), method, None)):
         return None
     try:
         return getattr(module, method)()
     except (NotImplementedError, AttributeError, TypeError):
         return None
+
+
+def clean_name(model: nn.Module, name: str) -> str:
+    """A parameter's name without the words of wrappers, so that patterns and saved names do not depend on them."""
+    module: object = model
+    words = []
+    for word in name.split("."):
+        if not _is_wrappers(module, word):
+            words.append(word)
+        module = getattr(module, word, None) if isinstance(module, nn.Module) else None
+    return ".".join(words)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    inner = next((part for word, part in module.named_children() if _is_wrappers(module, word)), None)
+    return module if inner is None else unwrapped(inner)
+
+
+def _is_wrappers(module: object, word: str) -> bool:
+    classes = {cls.__name__ for cls in type(module).__mro__}
+    return word in WRAPPER_WORDS or (word == "module" and bool(classes & WRAPPER_CLASSES))
+
+
+def says_router(word: str) -> bool:
+    return bool(ROUTER.search(_snake_case(word)))
+
+
+def _snake_case(word: str) -> str:
+    """A class name in the form of a module's name, without the prefix of fully_shard: `top_krouter` for TopKRouter."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word.removeprefix("FSDP")).lower()

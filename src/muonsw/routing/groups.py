@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.options import COMMON, unknown_option, validate_option
-from muonsw.routing.names import PEFT_PREFIX
+from muonsw.routing.facts import PEFT_PREFIX
 from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
 from muonsw.text import text_table, users_line
 from muonsw.work import Group
@@ -121,7 +121,6 @@ def _matches(pattern: str, entry: RoutedParameter) -> bool:
 
 
 def check_adamw(adamw: Group) -> None:
-    """Check that every key is an option of AdamW with a valid value."""
     _require_options("adamw", adamw)
     known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
     for key, value in adamw.items():
@@ -137,7 +136,6 @@ def _require_options(label: str, options: Any) -> None:
 
 
 def _refuse_shapeless(model: nn.Module) -> None:
-    """Refuse parameters without a shape, and those that FSDP1 has flattened."""
     for name, param in model.named_parameters():
         path, _, own = name.rpartition(".")
         if isinstance(param, UninitializedParameter):
@@ -152,7 +150,6 @@ def _refuse_shapeless(model: nn.Module) -> None:
 
 
 def routing_table(groups: list[Group]) -> str:
-    """Groups as a table: role, algorithm, decay, learning rate, sizes and the first names."""
     rows = [("group", "role", "algorithm", "decay", "lr", "tensors", "parameters", "names")]
     for number, group in enumerate(groups):
         names, lam = group.get("param_names") or [], float(group["weight_decay"])
@@ -173,28 +170,21 @@ def routing_table(groups: list[Group]) -> str:
 
 
 def reasons_table(groups: list[Group], reasons: dict[str, str]) -> str:
-    """Every parameter: its group, role, algorithm, shape, how Muon sees it, and why."""
     rows = [("group", "role", "algorithm", "shape", "seen as", "name", "reason")]
     for number, group in enumerate(groups):
         names = group.get("param_names") or ["-"] * len(group["params"])
+        view, seen = ALGORITHMS[group["algorithm"]].view(group), "-"
+        if view is not None:
+            words = [view.matrix or "", "(in, out)" if view.transposed else "", *_cuts(group)]
+            seen = " ".join(filter(None, words)) or "matrix"
         for name, param in zip(names, group["params"], strict=True):
             shape = "x".join(map(str, param.shape)) or "scalar"
             reason = reasons.get(name, "put into this group by hand")
-            rows.append((str(number), group["role"] or "-", group["algorithm"], shape, _view(group), name, reason))
+            rows.append((str(number), group["role"] or "-", group["algorithm"], shape, seen, name, reason))
     return text_table(rows)
 
 
-def _view(group: Group) -> str:
-    """The options by which Muon finds matrices in a parameter, in words."""
-    view = ALGORITHMS[group["algorithm"]].view(group)
-    if view is None:
-        return "-"
-    words = [view.matrix or "", "(in, out)" if view.transposed else "", *_cuts(group)]
-    return " ".join(filter(None, words)) or "matrix"
-
-
 def _cuts(group: Group) -> list[str]:
-    """Into how many pieces each matrix is cut, if any."""
     view = ALGORITHMS[group["algorithm"]].view(group)
     if view is None or not (view.heads or view.split_sizes):
         return []

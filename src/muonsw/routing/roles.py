@@ -8,19 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from muonsw.routing import names
-from muonsw.routing.facts import (
-    RECURRENT,
-    TABLES,
-    Layer,
-    ModelFacts,
-    Subject,
-    holder_of,
-    is_norm,
-    is_table,
-    outwards,
-    within,
-)
+from muonsw.routing import facts
+from muonsw.routing.facts import Layer, ModelFacts, Subject, holder_of, is_norm, is_table, outwards, within
 
 View = dict[str, Any]
 
@@ -39,8 +28,6 @@ COORDINATES = 3
 
 
 class RoutedParameter(NamedTuple):
-    """What was decided for one parameter, and why."""
-
     name: str
     param: Tensor
     role: str
@@ -56,11 +43,11 @@ Rule = Callable[[Subject, ModelFacts], Decision | None]
 
 def classify(model: nn.Module) -> Iterator[RoutedParameter]:
     """Name, role, reason and matrix view of each trainable parameter; tied weights come once."""
-    facts = ModelFacts(model)
-    for subject in facts.subjects:
+    known = ModelFacts(model)
+    for subject in known.subjects:
         if subject.param.requires_grad:
-            role, reason, view = next(decision for rule in RULES if (decision := rule(subject, facts)) is not None)
-            decayed = role in MATRIX_ROLES and subject.name not in facts.without_decay
+            role, reason, view = next(decision for rule in RULES if (decision := rule(subject, known)) is not None)
+            decayed = role in MATRIX_ROLES and subject.name not in known.without_decay
             if role in MATRIX_ROLES and not decayed:
                 reason += "; the model declares it without decay"
             yield RoutedParameter(subject.name, subject.param, role, reason, view, decayed)
@@ -69,9 +56,9 @@ def classify(model: nn.Module) -> Iterator[RoutedParameter]:
 def adapter(subject: Subject, model: ModelFacts) -> Decision | None:
     """Low-rank factors beside a frozen weight; what PEFT trains whole has the role that it has without PEFT."""
     around = (model.modules[path] for path in outwards(subject.path))
-    whole = bool(names.PEFT_WORDS & set(subject.path.split(".")) or names.TABLE.search(subject.own))
+    whole = bool(facts.PEFT_WORDS & set(subject.path.split(".")) or facts.TABLE.search(subject.own))
     inside = not whole and any(hasattr(module, "adapter_layer_names") for module in around)
-    named = any(names.ADAPTER.search(word) for word in subject.words)
+    named = any(facts.ADAPTER.search(word) for word in subject.words)
     if not (inside or named) or subject.long_axes < 2 or "bias" in subject.own:
         return None
     return "lora", "a low-rank factor of an adapter", _plain_view(subject, model)
@@ -79,15 +66,14 @@ def adapter(subject: Subject, model: ModelFacts) -> Decision | None:
 
 def bias(subject: Subject, _: ModelFacts) -> Decision | None:
     """Offsets; a table of offsets by position is an embedding."""
-    if not names.BIAS.search(subject.own.lower()):
+    if not facts.BIAS.search(subject.own.lower()):
         return None
-    if subject.param.dim() > 1 and names.TABLE.search(subject.own.lower()):
+    if subject.param.dim() > 1 and facts.TABLE.search(subject.own.lower()):
         return "embedding", "a table of offsets", {}
     return "bias", "it is added to features", {}
 
 
 def norm(subject: Subject, _: ModelFacts) -> Decision | None:
-    """Gains of norms, also with an axis for heads or space."""
     if is_norm(subject.owner):
         return "norm", f"it belongs to {type(subject.owner).__name__}", {}
     called = "norm" in type(subject.owner).__name__.lower() or "norm" in subject.own.lower()
@@ -98,7 +84,7 @@ def norm(subject: Subject, _: ModelFacts) -> Decision | None:
 
 def embedding(subject: Subject, model: ModelFacts) -> Decision | None:
     """Tables that are looked up, also if the head shares them."""
-    if any(isinstance(owner, TABLES) for owner in model.owners[subject.param]):
+    if any(isinstance(owner, facts.TABLES) for owner in model.owners[subject.param]):
         return "embedding", "rows are looked up in it", {}
     if isinstance(subject.owner, nn.Linear | _ConvNd) or subject.long_axes != 2:
         return None
@@ -117,7 +103,7 @@ def position(subject: Subject, model: ModelFacts) -> Decision | None:
     if not isinstance(subject.owner, nn.Linear):
         return None
     for path in outwards(subject.path):
-        if names.POSITION.search(path.rpartition(".")[2].lower()):
+        if facts.POSITION.search(path.rpartition(".")[2].lower()):
             first = next(layer for layer in model.maps if within(layer.path, path))
             if max(first.reads) <= COORDINATES:
                 reason = f"{path} computes positions from {max(first.reads)} coordinates, in place of a table"
@@ -131,11 +117,11 @@ def router(subject: Subject, model: ModelFacts) -> Decision | None:
     if len(shape) != 2 or subject.long_axes < 2:
         return None
     beside = model.beside[holder_of(layer.path)] if layer is not None and layer.path else ()
-    if any(names.says_router(word) for word in (*subject.words, type(subject.owner).__name__)):
+    if any(facts.says_router(word) for word in (*subject.words, type(subject.owner).__name__)):
         reason = "it is called a router"
     elif layer is not None and any(o is not layer and o.gives and layer.gives in o.reads for o in beside):
         return None  # the gate of a gated MLP
-    elif names.GATE.match(subject.called):
+    elif facts.GATE.match(subject.called):
         reason = "it is called a gate, and no layer beside it reads what it gives"
     elif model.experts_around(subject.path) is None:
         sizes = set(shape[:1] if isinstance(subject.owner, nn.Linear) else shape)  # a bare matrix may lie either way
@@ -177,7 +163,6 @@ def convolution(subject: Subject, _: ModelFacts) -> Decision | None:
 
 
 def experts(subject: Subject, model: ModelFacts) -> Decision | None:
-    """Matrices of routed experts, in a list or in a stack."""
     path = model.experts_around(subject.path)
     if path is None:
         return None
@@ -195,15 +180,15 @@ def experts(subject: Subject, model: ModelFacts) -> Decision | None:
 
 def table(subject: Subject, model: ModelFacts) -> Decision | None:
     """A module's own parameters that are learned inputs or act elementwise, as the model or their names say."""
-    if isinstance(subject.owner, nn.Linear | _ConvNd | nn.MultiheadAttention | RECURRENT):
+    if isinstance(subject.owner, nn.Linear | _ConvNd | nn.MultiheadAttention | facts.RECURRENT):
         return None
-    if names.TABLE.search(subject.own.lower()):
+    if facts.TABLE.search(subject.own.lower()):
         return "embedding", "it is called a table, a position, a token or the like", {}
     if subject.param.shape[0] == 1:
         return "embedding", "its first axis has length one, as learned inputs have", {}
     if subject.name in model.without_decay:
         return "vector", "the model declares it without decay", {}
-    if names.ELEMENTWISE.search(subject.own) and subject.own != "weight":
+    if facts.ELEMENTWISE.search(subject.own) and subject.own != "weight":
         return "vector", "its name is one of parameters that act elementwise", {}
     return None
 
@@ -215,7 +200,7 @@ def known_module(subject: Subject, _: ModelFacts) -> Decision | None:
         if subject.own != "in_proj_weight":
             return "hidden", "a projection of attention", {}
         return "hidden", "queries, keys and values of torch's attention", _parts(subject, 3)
-    if isinstance(module, RECURRENT):
+    if isinstance(module, facts.RECURRENT):
         gates = next((count for kind, count in GATES.items() if isinstance(module, kind)), 1)
         fused = gates > 1 and not subject.own.startswith("weight_hr")
         return "hidden", "a recurrent layer of torch", _parts(subject, gates) if fused else {}
@@ -223,7 +208,6 @@ def known_module(subject: Subject, _: ModelFacts) -> Decision | None:
 
 
 def linear(subject: Subject, model: ModelFacts) -> Decision | None:
-    """Linear maps from features to features."""
     if not isinstance(subject.owner, nn.Linear) and subject.param not in model.layer_of:
         return None
     view = _plain_view(subject, model)
@@ -231,7 +215,7 @@ def linear(subject: Subject, model: ModelFacts) -> Decision | None:
         view["split_sizes"] = (max(subject.param.shape) // 3,) * 3
         return "hidden", "queries, keys and values, each a linear map", view
     # Other layouts differ under one name, and only the reader of the model's code can confirm a split.
-    fused = names.FUSED.search(subject.called)
+    fused = facts.FUSED.search(subject.called)
     hint = "; if it fuses several projections, split_sizes or heads separate them" if fused else ""
     return "hidden", "a linear map inside the model" + hint, view
 
@@ -239,13 +223,12 @@ def linear(subject: Subject, model: ModelFacts) -> Decision | None:
 def stack(subject: Subject, _: ModelFacts) -> Decision | None:
     """Queries, keys and values in one parameter (3, out, in), as a name such as `qkv_w` tells."""
     shape = subject.param.shape
-    if len(shape) == 3 and shape[0] in (2, 3, 4) and names.FUSED.search(subject.own):
+    if len(shape) == 3 and shape[0] in (2, 3, 4) and facts.FUSED.search(subject.own):
         return "hidden", f"{shape[0]} linear maps side by side", {"matrix": "stack"}
     return None
 
 
 def unclear(subject: Subject, _: ModelFacts) -> Decision:
-    """What no rule explains."""
     return "unclear", f"nothing tells what its axes {tuple(subject.param.shape)} mean", {}
 
 
@@ -269,7 +252,6 @@ RULES: tuple[Rule, ...] = (
 
 
 def _why_output(layer: Layer, is_kernel: bool, model: ModelFacts) -> str | None:
-    """Why a layer is an output of the model; None if it feeds another layer."""
     gives = layer.gives or 0
     is_read = any(other is not layer for other in model.reading.get(gives, ()))
     if any(within(layer.path, path) for path in model.heads):
@@ -299,21 +281,19 @@ def _why_output(layer: Layer, is_kernel: bool, model: ModelFacts) -> str | None:
 
 
 def _in_attention(layer: Layer, model: ModelFacts) -> bool:
-    """Whether it is a projection of attention: of torch's, or beside others for queries, keys and values."""
     holder, word = model.modules[holder_of(layer.path)], layer.path.rpartition(".")[2].lower()
     if isinstance(holder, nn.MultiheadAttention):
         return True
-    siblings = [names.QUERY_KEY_VALUE.search(name.lower()) for name in (word, *holder._modules)]
+    siblings = [facts.QUERY_KEY_VALUE.search(name.lower()) for name in (word, *holder._modules)]
     return siblings[0] is not None and {match[1] for match in siblings if match} == {"q", "k", "v"}
 
 
 def _output_around(path: str, model: ModelFacts) -> str | None:
-    """The innermost module that is called an output by its name or class."""
     for around in outwards(path):
         word = around.rpartition(".")[2].lower()
         kind = type(model.modules[around]).__name__.removeprefix("FSDP")  # of fully_shard
         head_class = kind.endswith("Head") and kind != "Head"  # plain Head is often one head of attention
-        if around and (names.HEAD.search(word) or (head_class and not word.isdigit())):
+        if around and (facts.HEAD.search(word) or (head_class and not word.isdigit())):
             return around
     return None
 
@@ -322,7 +302,7 @@ def _feeds_beside(layer: Layer, output: str, model: ModelFacts) -> bool:
     """Whether a layer of an output module, or after it in the module around, reads this one."""
     for other in model.reading.get(layer.gives or 0, ()):
         later = other.order > layer.order and within(other.path, holder_of(output))
-        modulates = names.MODULATION.search(other.path.lower())  # it reads the condition instead
+        modulates = facts.MODULATION.search(other.path.lower())  # it reads the condition instead
         if other is not layer and (later or within(other.path, output)) and not modulates:
             return True
     return False

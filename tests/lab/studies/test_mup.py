@@ -24,7 +24,7 @@ from muonsw.lab.studies.mup import (
 )
 from muonsw.lab.theory.experiment import Context
 from muonsw.lab.train.groups import build_optimizer
-from muonsw.matrices import match_rms_adamw
+from muonsw.matrices import SHAPE_SCALES
 
 ARMS = {experiment.name: experiment for experiment in EXPERIMENTS}
 LITTLE = {"seeds": 3, "layers": 1, "experts": 2, "vocab": 32}
@@ -82,7 +82,7 @@ def test_the_first_update_of_muon_has_the_size_of_its_spectral_norm():
     inputs = activations(model, tokens[:, :-1]).inputs["out/1"]
     sizes = measure(model, build_optimizer(model, setting.optimizer()), tokens, steps=1)
     lr = setting.lr * math.sqrt(2)  # width 128 is half the base width
-    unit = lr * match_rms_adamw(128, 128) * float(inputs.square().mean().sqrt())
+    unit = lr * SHAPE_SCALES["match_rms_adamw"](128, 128) * float(inputs.square().mean().sqrt())
     assert 0.6 < sizes["update out/1"] / unit < 1.2
 
 

@@ -1,0 +1,331 @@
+"""The two slots around the orthogonalizer, and how a rule declares its state.
+
+    momentum -> precondition -> orthogonalize -> normalize -> shape scale -> decay -> apply
+
+A member of a slot is a pure function on a batch of equal matrices and their state. Gathering the state of many
+parameters, the exchange between ranks, skipped steps and checkpoints are not its business: it declares its state, and
+`algorithms/base.py` and `distributed/` do the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonsw.machine import full_float32
+from muonsw.orthogonalize import normalize
+from muonsw.registry import Registry
+from muonsw.work import Group, State
+
+Options = dict[str, Any]
+
+
+class StateSpec(NamedTuple):
+    """One tensor of a parameter's state; it begins at zero.
+
+    Attributes:
+        shape: of a tensor that each matrix has, its two axes for a matrix of m outputs and n inputs, such as
+            `lambda m, n: (m, 1)`. None is a tensor laid out like the parameter.
+        squares: it is never negative, so that 8 bits need no sign.
+        counter: it is one number, the steps that the parameter has taken.
+    """
+
+    shape: Callable[[int, int], tuple[int, int]] | None = None
+    squares: bool = False
+    counter: bool = False
+
+
+ELEMENTWISE = StateSpec()
+SQUARES = StateSpec(squares=True)
+COUNTER = StateSpec(counter=True)
+Specs = Mapping[str, StateSpec]
+
+# A group in which no slot has a member.
+EMPTY_SLOTS: Options = {"precondition": None, "normalize": None}
+
+
+def no_state(options: Options) -> Specs:  # noqa: ARG001
+    return {}
+
+
+class SlotMember(NamedTuple):
+    """A function for a slot.
+
+    Attributes:
+        apply: options, matrices X (count, m, n) and state to the new X and the new state. It changes nothing in place.
+        defaults: its options by name. A group has them as `<slot>_<name>` where they are set.
+        state: the tensors of its state, by key.
+        elementwise: treats every element on its own, so that it may run on shards in any shape.
+        uses_gradient: `state["grad"]` is the gradient, pointing downhill, in the shape of X; it is not returned.
+        counts_steps: `options["step"]` is the number of this step, from 1, on the host.
+    """
+
+    apply: Callable[[Options, Tensor, State], tuple[Tensor, State]]
+    defaults: Options
+    state: Callable[[Options], Specs] = no_state
+    elementwise: bool = False
+    uses_gradient: bool = False
+    counts_steps: bool = False
+
+
+# What stands in an empty slot.
+NO_MEMBER = SlotMember(lambda _, X, __: (X, {}), {})
+
+
+class Slot(NamedTuple):
+    """A place in the pipeline that holds one member of a registry, or none."""
+
+    name: str
+    members: Registry[SlotMember]
+
+    def member(self, group: Group) -> SlotMember:
+        name = group.get(self.name)  # a group that is being put together may lack it
+        return NO_MEMBER if name is None else self.members[name]
+
+    def options(self, group: Group) -> Options:
+        member = self.member(group)
+        given = {key: group.get(f"{self.name}_{key}") for key in member.defaults}
+        step = {"step": group["update_count"]} if member.counts_steps else {}
+        return {key: member.defaults[key] if value is None else value for key, value in given.items()} | step
+
+    def specs(self, group: Group) -> Specs:
+        return self.member(group).state(self.options(group))
+
+    def apply(self, group: Group, X: Tensor, state: State) -> tuple[Tensor, State]:
+        """Run the group's member on matrices as they are stored, with the tensors of the state that are its own."""
+        member, options = self.member(group), self.options(group)
+        specs = member.state(options)
+        own = {key: state[key] for key in (*specs, *(("grad",) if member.uses_gradient else ()))}
+        return oriented(partial(member.apply, options), specs, X, own, transposed=group.get("transposed", False))
+
+    def option_names(self) -> list[str]:
+        keys = dict.fromkeys(key for member in self.members.values() for key in member.defaults)
+        return [f"{self.name}_{key}" for key in keys]
+
+    def refuse_options_of_others(self, group: Group) -> None:
+        own = {f"{self.name}_{key}" for key in self.member(group).defaults}
+        for option in self.option_names():
+            if group.get(option) is not None and option not in own:
+                key = option.removeprefix(f"{self.name}_")
+                owners = [repr(name) for name, other in self.members.items() if key in other.defaults]
+                raise ValueError(
+                    f"{option}={group[option]!r} is an option of {self.name}={' and '.join(owners)}, but this group "
+                    f"has {self.name}={group[self.name]!r}" + (f", which takes {', '.join(sorted(own))}" if own else "")
+                )
+
+
+def oriented(
+    apply: Callable[[Tensor, State], tuple[Tensor, State]], specs: Specs, X: Tensor, state: State, *, transposed: bool
+) -> tuple[Tensor, State]:
+    """Call a function that wants (outputs, inputs) with matrices that may be stored the other way."""
+    if not transposed:
+        return apply(X, state)
+
+    def flipped(state: State) -> State:
+        return {key: t.mT if specs.get(key, ELEMENTWISE).shape is None else t for key, t in state.items()}
+
+    X, new = apply(X.mT, flipped(state))
+    return X.mT, flipped(new)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of norms, of inner products, and of state that has a shape of its own."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# Members of `precondition`: what becomes of momentum before it is orthogonalized.
+
+
+def sign(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
+    """The sign of momentum, as AdaMuon orthogonalizes it (Si et al., 2025): every element counts alike."""
+    return X.sign(), {}
+
+
+SIGN = SlotMember(sign, {}, elementwise=True)
+
+
+def muon2(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
+    """Muon^2: momentum, in any shape, divided by the root of the average squared gradient, as by Adam.
+
+        V <- beta2 V + (1 - beta2) G^2
+        M <- M / (sqrt(V) + eps)
+
+    arXiv 2604.09967. No bias correction: a common factor of V is lost in the orthogonalization. The authors' code is
+    not public; the defaults are those of modded-nanogpt's `train_gpt_simple_muonsq.py` (track 3, 2026-05-01).
+    """
+    squares = state["grad"].to(state["exp_avg_sq"].dtype).square()
+    average = torch.lerp(state["exp_avg_sq"], squares, 1 - options["beta2"])
+    return X / average.sqrt().add_(options["eps"]), {"exp_avg_sq": average}
+
+
+MUON2 = SlotMember(
+    muon2, {"beta2": 0.95, "eps": 1e-10}, lambda _: {"exp_avg_sq": SQUARES}, elementwise=True, uses_gradient=True
+)
+
+
+def equalize(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
+    """MuonEq: momentum (count, m, n) as matrices of Frobenius norm one whose rows have equal norms.
+
+    arXiv 2603.28254, in the form of nanochat (`nanochat/optim.py`): the polar factor is better conditioned. Unlike
+    nanochat's, it does not depend on the size of the gradient: only rows of exactly zero are left alone.
+    """
+    X = normalize(X)
+    norms = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
+    return X / torch.where(norms > 0, norms * X.shape[-2] ** 0.5, 1.0), {}
+
+
+EQUALIZE = SlotMember(equalize, {})
+
+
+@full_float32()
+def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
+    """SOAP-Muon: momentum whitened in the eigenbases of Shampoo's factors, which then follow the gradient.
+
+        P = Q_l^T U Q_r                                         in the bases of the last step
+        V <- beta2 V + (1 - beta2) P^2
+        U <- Q_l (P / max(sqrt(V), eps)) Q_r^T
+        L <- beta2 L + (1 - beta2) G G^T,  R <- beta2 R + (1 - beta2) G^T G,  then Q_l and Q_r as in SOAP
+
+    The precondition of the record of modded-nanogpt's track 3 (2026-06-09, `train_gpt_clean_SOTA.py`), without its
+    blending, floors and brakes by layer. The first step is Muon's, since there are no bases yet. The bases change every
+    `frequency` steps; sides longer than `max_dim` are not rotated.
+    """
+    from muonsw.algorithms.factors import rotate, rotate_back  # algorithms import this package
+    from muonsw.algorithms.soap import advance_bases, have_begun
+
+    bases, step = (state["basis_left"], state["basis_right"]), options["step"]
+    dtype = bases[0].dtype  # `state_dtype` changes that of squares and momentum only
+    X, G, squares = (tensor.to(dtype) for tensor in (X, state["grad"], state[_ROTATED]))
+    rotated = rotate(X, *bases)
+    squares = squares.lerp(rotated.square(), 1 - options["beta2"])
+    whitened = rotate_back(rotated / squares.sqrt().clamp(min=options["eps"]), *bases)
+    kept = {"exp_avg_sq": squares, **{key: state[key] for key in _soap_state(options) if key != _ROTATED}}
+    refresh = (step - 1) % options["frequency"] == 0
+    new = advance_bases(G, kept, options["beta2"], refresh=refresh, first=step == 1)
+    X = torch.where(have_begun(max(bases, key=Tensor.numel)), whitened, X)
+    return X, {_ROTATED: new.pop("exp_avg_sq"), **new}
+
+
+_ROTATED = "exp_avg_sq_rotated"
+
+
+def _soap_state(options: Options) -> Specs:
+    from muonsw.algorithms.soap import sides
+
+    return {_ROTATED: SQUARES, **sides(options["max_dim"])}
+
+
+SOAP = SlotMember(
+    soap,
+    {"beta2": 0.9, "eps": 1e-8, "frequency": 1, "max_dim": 10000},
+    _soap_state,
+    uses_gradient=True,
+    counts_steps=True,
+)
+
+
+# Members of `normalize`: what becomes of directions after they are orthogonalized.
+
+# NorMuon's averages: one for each output, or one for each place along the longer axis (rows of tall matrices, columns
+# of wide ones).
+AXES = ("rows", "longer")
+
+
+def normuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
+    """NorMuon: slices of directions (count, m, n) divided by the root of their average square, the norm kept.
+
+        V <- beta2 V + (1 - beta2) mean_j U_ij^2
+        U <- U / (sqrt(V) + eps)
+        U <- U c / (||U|| + eps)                                c the Frobenius norm before
+
+    Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), `zichongli5/NorMuon`. With `snap`, U is first
+    scaled to the norm sqrt(min(m, n)), as nanochat does. Norms after the division follow from the mean squares before
+    it, so the matrix is read twice and written once. Unlike the authors' code, statistics are in float32 and a
+    convolution's rows are its output channels.
+    """
+    ((key, before),), eps = state.items(), options["eps"]  # (count, m, 1) or (count, 1, n)
+    along = -2 if before.shape[-1] != 1 else -1
+    wide = torch.promote_types(U.dtype, before.dtype)
+    squares = torch.linalg.vector_norm(U, dim=along, keepdim=True, dtype=wide).square().to(before.dtype)
+    norm = target = _norm(squares)
+    if options["snap"]:
+        target = torch.full_like(norm, min(U.shape[-2:]) ** 0.5)
+    gain = target / torch.where(norm > 0, norm, 1.0)
+    squares = squares * gain.square()
+    average = torch.lerp(before, squares / U.shape[along], 1 - options["beta2"])
+    divisor = average.sqrt() + eps
+    factor = gain * target / (_norm(squares / divisor.square()) + eps) / divisor
+    return _rescaled(U, factor), {key: average}
+
+
+def _norm(squares: Tensor) -> Tensor:
+    return squares.sum(dim=(-2, -1), keepdim=True).sqrt()
+
+
+def _normuon_state(options: Options) -> Specs:
+    if options["axis"] == "rows":
+        return {"exp_avg_sq_row": StateSpec(lambda m, _: (m, 1))}
+    return {"exp_avg_sq_slice": StateSpec(lambda m, n: (m, 1) if m >= n else (1, n))}
+
+
+NORMUON = SlotMember(normuon, {"beta2": 0.95, "eps": 1e-10, "axis": "rows", "snap": False}, _normuon_state)
+
+
+def adamuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
+    """AdaMuon: directions divided by the root of their average square, with the norm of an orthogonal matrix.
+
+        V <- beta2 V + (1 - beta2) U^2
+        U <- U / (sqrt(V) + eps)
+        U <- U sqrt(min(m, n)) / (||U|| + eps)
+
+    Si et al., "AdaMuon" (2025), `Chongjie-Si/AdaMuon`. The authors' rule has `precondition="sign"` and
+    `scale="match_rms_adamw"` too, and the momentum's coefficient as beta2.
+    """
+    ((key, before),), eps = state.items(), options["eps"]
+    wide = U.to(before.dtype)
+    average = torch.lerp(before, wide.square(), 1 - options["beta2"])
+    divided = wide / (average.sqrt() + eps)
+    norm = torch.linalg.vector_norm(divided, dim=(-2, -1), keepdim=True)
+    return divided * (min(U.shape[-2:]) ** 0.5 / (norm + eps)), {key: average}
+
+
+ADAMUON = SlotMember(adamuon, {"beta2": 0.95, "eps": 1e-8}, lambda _: {"exp_avg_sq_direction": SQUARES})
+
+
+def muon_plus(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
+    """Muon+: the Frobenius norm of directions set to that of an orthogonal matrix, sqrt(min(m, n)); zero stays zero.
+
+    arXiv 2602.21545. Every matrix then moves exactly as far as its shape scale says.
+    """
+    norm = torch.linalg.vector_norm(U, dim=(-2, -1), keepdim=True, dtype=wide_dtype(U.dtype))
+    factor = min(U.shape[-2:]) ** 0.5 / torch.where(norm > 0, norm, 1.0)
+    return _rescaled(U, factor), {}
+
+
+MUON_PLUS = SlotMember(muon_plus, {})
+
+
+def _rescaled(U: Tensor, factor: Tensor) -> Tensor:
+    """Directions times factors of float32 or better, computed in that; stored as the directions are on accelerators."""
+    if U.device.type == "cpu":  # CPUs are slow where operands differ in dtype, here and when weights move
+        return U.to(factor.dtype) * factor
+    return torch.mul(U, factor, out=torch.empty_like(U))
+
+
+PRECONDITIONERS: Registry[SlotMember] = Registry("precondition")
+PRECONDITIONERS.register("muon2", MUON2)
+PRECONDITIONERS.register("sign", SIGN)
+PRECONDITIONERS.register("equalize", EQUALIZE)
+PRECONDITIONERS.register("soap", SOAP)
+
+NORMALIZERS: Registry[SlotMember] = Registry("normalize")
+NORMALIZERS.register("normuon", NORMUON)
+NORMALIZERS.register("adamuon", ADAMUON)
+NORMALIZERS.register("muon_plus", MUON_PLUS)
+
+PRECONDITION = Slot("precondition", PRECONDITIONERS)
+NORMALIZE = Slot("normalize", NORMALIZERS)
