@@ -56,22 +56,12 @@ class Norms(NamedTuple):
     WU: Tensor
     R: Tensor
 
-    def combined(self, a: Number, b: Number) -> Tensor:
-        """||a W - b U||."""
-        square = (a * self.W) ** 2 - 2 * a * b * self.WU + (b * self.U) ** 2
-        return square.clamp(min=0).sqrt()
-
 
 class NormRule(NamedTuple):
-    """Where a step leads a weight.
-
-    Attributes:
-        coefficients: a and b of `W <- a W - b U`, from the norms, eta and phi.
-        decays: whether phi is used at all.
-    """
+    """Where a step leads a weight: a and b of `W <- a W - b U`, from the norms, eta and phi."""
 
     coefficients: Callable[[Norms, float, float], tuple[Number, Number]]
-    decays: bool = True
+    decays: bool = True  # whether phi is used
 
 
 def target(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:
@@ -82,13 +72,13 @@ def target(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:
 def hyperball(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:  # noqa: ARG001
     """R V/||V||, V = W - eta R U/||U||."""
     move = eta * _quotient(norms.R, norms.U)
-    keep = _quotient(norms.R, norms.combined(1.0, move))
+    square = norms.W**2 - 2 * move * norms.WU + (move * norms.U) ** 2
+    keep = _quotient(norms.R, square.clamp(min=0).sqrt())
     return keep, keep * move
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    """The quotient of two norms; where the second is zero, so is what the quotient multiplies, and it is the first."""
-    return a / torch.where(b > 0, b, 1.0)
+    return a / torch.where(b > 0, b, 1.0)  # where b is zero, so is what the quotient multiplies
 
 
 NORM_RULES: Registry[NormRule] = Registry("norm rule")
@@ -98,12 +88,10 @@ NORM_RULES.register("hyperball", NormRule(hyperball, decays=False))
 
 
 def acts(group: Group) -> bool:
-    """Whether a norm rule acts on a group's weights."""
     return group.get("norm", FREE) != FREE and decays(group)
 
 
 def attach(optimizer: ScaledDecayOptimizer) -> None:
-    """Let norm rules act on the groups that ask for one."""
     for number, group in enumerate(optimizer.param_groups):
         if acts(group):
             rule = f"norm={group['norm']!r} of param group {number}"
@@ -146,7 +134,6 @@ class _Weights(NamedTuple):
 
     @property
     def elements(self) -> Tensor:
-        """How many elements each weight has."""
         counts = [math.prod(region.shape_in(self.param.shape)[self.stack_axes :]) for region in self.regions]
         column = torch.tensor(counts, dtype=torch.float64, device=local(self.param).device)
         return column.view(-1, *[1] * self.stack_axes).expand(self.shape)
@@ -183,7 +170,6 @@ class _NormHooks:
         self._before: dict[Tensor, Tensor] = {}
 
     def before(self) -> None:
-        """Copy the weights, and measure the norms that they are to keep."""
         self._keep_radii()
         self._before = {
             param: local(param).detach().clone()

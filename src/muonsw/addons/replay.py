@@ -80,7 +80,6 @@ class Binding(NamedTuple):
     options: tuple[Any, ...]
 
     def difference(self, other: Binding) -> str:
-        """What is not the same, in words."""
         pairs = zip(self._fields, self, other, strict=True)
         names = ["gradients" if name == "places" else name for name, mine, theirs in pairs if mine != theirs]
         return " and ".join(dict.fromkeys(names))
@@ -143,13 +142,11 @@ class _Captured(NamedTuple):
     flag: Flag | None
 
     def fits(self, now: Binding | None) -> bool:
-        """Whether a replay would be the step of what is there now."""
         if now is None or self.bound_to[1:] != now[1:]:
             return False
         return self.bound_to.places in ((), now.places)
 
     def replay(self, now: Binding | None) -> None:
-        """Replay it on the gradients that are there now."""
         assert now is not None
         self.tables.move(now.places)
         self.graph.replay()

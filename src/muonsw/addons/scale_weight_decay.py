@@ -71,7 +71,7 @@ def scale_weight_decay(
     if rule.uses_gradient:
         raise ValueError(f"decay={decay!r} follows the gradients, which {type(optimizer).__name__} keeps to itself")
     length = validate_option("total_steps", total_steps)
-    require_length(decay, "", length)
+    require_length(decay, length)
     optimizer = required_optimizer(optimizer, "scale_weight_decay")
     setting, groups = validate_option("peak_lr", peak_lr), optimizer.param_groups
     if hasattr(optimizer, _HANDLE):

@@ -43,7 +43,19 @@ def _exchange(batches: Sequence[Batch], round_: Round, apply: Apply) -> Iterator
         for (unit, number), piece in zip(trip.held, arrival().split_with_sizes(trip.lengths), strict=True):
             state = _held(batches, unit, number)
             state.copy_(piece.view(state.shape))
-    _apply_directions(batches, round_, arriving[0](), apply)
+    # one update for each shape
+    by_shape: dict[Shape, tuple[list[Part], list[Tensor]]] = {}
+    pieces = arriving[0]().split_with_sizes(round_.back[0].lengths)
+    for (unit, _), piece in zip(round_.back[0].held, pieces, strict=True):
+        if piece.numel():
+            part = _part(batches, unit)
+            parts, directions = by_shape.setdefault(unit.shape, ([], []))
+            parts.append(part)
+            directions.append(piece.view(part.grad.shape))
+    for shape, (parts, directions) in by_shape.items():
+        rule, view = rule_of(batches[shape.batch])
+        scale = rule.scale(batches[shape.batch].group, *view.out_in(shape.rows, shape.columns))
+        apply(shape.batch, Update(parts, directions, scale))
 
 
 def _answer(batches: Sequence[Batch], round_: Round, arriving: list[Arrival]) -> list[Arrival]:
@@ -53,9 +65,17 @@ def _answer(batches: Sequence[Batch], round_: Round, arriving: list[Arrival]) ->
         tensors = _assemble(round_, trip, arriving.pop(0)())  # frees the buffer
         for (shape, number, _), tensor in zip(trip.owned, tensors, strict=True):
             blocks.setdefault(shape, {})[shape.tensors[number].key] = tensor
-    results = {
-        shape: _directions(batches[shape.batch], shape, block, round_.wire.back) for shape, block in blocks.items()
-    }
+    results: dict[Shape, State] = {}
+    for shape, block in blocks.items():
+        matrix, batch = shape.tensors[0].shape, batches[shape.batch]  # a matrix may have more axes than two
+        flat = {
+            key: tensor.reshape(-1, shape.rows, shape.columns) if tensor.shape[1:] == matrix else tensor
+            for key, tensor in block.items()
+        }
+        X = flat.pop(MATRIX)
+        directions, state = rule_of(batch)[0].directions(batch.group, X, flat, round_.wire.back)
+        found = {**state, MATRIX: directions}
+        results[shape] = {t.key: found[t.key].reshape(-1, *t.shape) for t in shape.tensors if t.key != GRADIENT}
     returning = []
     for trip in round_.back:
         owned = [results[shape][shape.tensors[number].key] for shape, number, _ in trip.owned]
@@ -158,36 +178,6 @@ def _pieces(round_: Round, trip: Trip, owned: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.pieces[rank].of(block) for rank in ranks for tensor, block in zip(tensors, owned, strict=True)]
 
 
-def _directions(batch: Batch, shape: Shape, block: State, dtype: torch.dtype) -> State:
-    """The directions of matrices that this rank owns, and their new state, by key."""
-    matrix = shape.tensors[0].shape  # may have more axes than two
-    flat = {
-        key: tensor.reshape(-1, shape.rows, shape.columns) if tensor.shape[1:] == matrix else tensor
-        for key, tensor in block.items()
-    }
-    X = flat.pop(MATRIX)
-    directions, state = rule_of(batch)[0].directions(batch.group, X, flat, dtype)
-    results = {**state, MATRIX: directions}
-    return {t.key: results[t.key].reshape(-1, *t.shape) for t in shape.tensors if t.key != GRADIENT}
-
-
 def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     nothing = torch.empty(0, dtype=dtype, device=device)  # a rank may have no piece
     return torch.cat([nothing, *(piece.reshape(-1).to(dtype) for piece in pieces)])
-
-
-def _apply_directions(batches: Sequence[Batch], round_: Round, arrived: Tensor, apply: Apply) -> None:
-    """Apply the directions that have come back, one update for each shape."""
-    trip = round_.back[0]
-    by_shape: dict[Shape, tuple[list[Part], list[Tensor]]] = {}
-    for (unit, _), piece in zip(trip.held, arrived.split_with_sizes(trip.lengths), strict=True):
-        if piece.numel():
-            part = _part(batches, unit)
-            parts, directions = by_shape.setdefault(unit.shape, ([], []))
-            parts.append(part)
-            directions.append(piece.view(part.grad.shape))
-    for shape, (parts, directions) in by_shape.items():
-        batch = batches[shape.batch]
-        rule, view = rule_of(batch)
-        scale = rule.scale(batch.group, *view.out_in(shape.rows, shape.columns))
-        apply(shape.batch, Update(parts, directions, scale))

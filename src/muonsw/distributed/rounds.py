@@ -15,8 +15,7 @@ import torch
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import MatrixRule
-from muonsw.distributed.grid import Grid, Hop, route
-from muonsw.distributed.layout import Layout, Layouts
+from muonsw.distributed.layout import Grid, Hop, Layout, Layouts, route
 from muonsw.matrices import MatrixView, Region, runs
 from muonsw.slots import wide_dtype
 from muonsw.work import Batch
@@ -97,24 +96,16 @@ class Wire(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """One collective of a round.
+    """One collective of a round."""
 
-    Attributes:
-        dtype: of its buffers.
-        held: units, each with the number of a tensor: the pieces that this rank sends to owners or gets from them, by
-            owner, then by shape.
-        lengths: elements of each of them.
-        owned: shapes, each with the number of a tensor and the count of matrices, that this rank owns.
-        hops: how pieces travel; none where nothing does.
-        shares: elements of each owner's matrices, where all ranks get them whole.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its buffers
+    # Units, each with the number of a tensor: the pieces that this rank sends to owners or gets from them, by owner,
+    # then by shape; and the elements of each.
     held: list[tuple[Unit, int]]
     lengths: list[int]
-    owned: list[tuple[Shape, int, int]]
-    hops: Sequence[Hop] = ()
-    shares: Sequence[int] = ()
+    owned: list[tuple[Shape, int, int]]  # shapes that this rank owns, the number of a tensor, the count of matrices
+    hops: Sequence[Hop] = ()  # how pieces travel; none where nothing does
+    shares: Sequence[int] = ()  # elements of each owner's matrices, where all ranks get them whole
 
 
 class Round(NamedTuple):
@@ -150,7 +141,19 @@ def make_rounds(
             assert layout.grid is not None
             wire = Wire(layout.grid, layout.copies, batch.device, batch.dtype, there, back)
             wires.setdefault(wire, []).extend(_units(number, place, batch, layout, chunk_bytes, known))
-    return [round_ for wire, units in wires.items() for round_ in _rounds(wire, _with_owners(wire, units), chunk_bytes)]
+    rounds: list[Round] = []
+    for wire, units in wires.items():
+        # The one rank that holds all of a unit owns it; the others are shared by cost.
+        loads, holders = [0] * len(wire.grid.ranks), [unit.holder() for unit in units]
+        for unit, holder in zip(units, holders, strict=True):
+            if holder is not None:
+                loads[holder] += unit.cost
+        free = [unit.cost for unit, holder in zip(units, holders, strict=True) if holder is None]
+        shared = iter(share_by_cost(free, len(loads), loads))
+        owners = [next(shared) if holder is None else holder for holder in holders]
+        owned = [unit._replace(owner=owner) for unit, owner in zip(units, owners, strict=True)]
+        rounds += _rounds(wire, owned, chunk_bytes)
+    return rounds
 
 
 def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: int, known: Layouts) -> Iterator[Unit]:
@@ -184,19 +187,6 @@ def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: i
 def _in_stack(piece: Region, first: int) -> Region:
     """A piece of a tensor whose axes from `first` on are a matrix, as a piece of a stack (count, *matrix)."""
     return Region(tuple((axis - first + 1, start, length) for axis, start, length in piece.cuts if axis >= first))
-
-
-def _with_owners(wire: Wire, units: list[Unit]) -> list[Unit]:
-    """Units with their owners: the one rank that holds all of it if there is one, else shared by cost."""
-    loads = [0] * len(wire.grid.ranks)
-    holders = [unit.holder() for unit in units]
-    for unit, holder in zip(units, holders, strict=True):
-        if holder is not None:
-            loads[holder] += unit.cost
-    free = [unit.cost for unit, holder in zip(units, holders, strict=True) if holder is None]
-    shared = iter(share_by_cost(free, len(loads), loads))
-    owners = [next(shared) if holder is None else holder for holder in holders]
-    return [unit._replace(owner=owner) for unit, owner in zip(units, owners, strict=True)]
 
 
 def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -> list[int]:

@@ -196,7 +196,6 @@ def shard_misfit(param: Tensor, axis: int) -> str:
 
 
 def position(param: Tensor) -> int:
-    """The position of this shard's first element in the whole."""
     return sum(begin * math.prod(param.shape[axis + 1 :]) for axis, begin in enumerate(offset(param)))
 
 

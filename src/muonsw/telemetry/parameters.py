@@ -26,17 +26,11 @@ _UNKNOWN = (None, None, None)
 
 
 class Matrices(NamedTuple):
-    """The matrices of a parameter, each measured by itself; equal on every rank.
+    """The matrices of a parameter, each measured by itself; equal on every rank."""
 
-    Attributes:
-        cells: regions of equal matrices; one of 0 rows where the parameter is measured as a single unit.
-        stack: the leading axes of the parameter, which count the matrices of each cell.
-        lengths: for each cell the norm of an orthogonal direction after its shape scale, 0 if there is none.
-    """
-
-    cells: list[MatrixCell]
-    stack: torch.Size
-    lengths: list[float]
+    cells: list[MatrixCell]  # regions of equal matrices; one of 0 rows where the parameter is measured as a whole
+    stack: torch.Size  # the leading axes of the parameter, which count the matrices of each cell
+    lengths: list[float]  # the norm of an orthogonal direction of each cell after its shape scale, 0 if there is none
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: Group, param: Tensor, view: ModelView) -> Matrices:
@@ -59,7 +53,6 @@ class Matrices(NamedTuple):
 
     @property
     def total(self) -> int:
-        """How many matrices there are on all ranks together."""
         return len(self.cells) * self.stack.numel()
 
     def batches(self, param: Tensor) -> list[Tensor]:
@@ -135,16 +128,10 @@ def parameter_infos(optimizer: Optimizer, view: ModelView, phis: Sequence[float 
 
 
 def model_view(model: nn.Module | None) -> ModelView:
-    """Name, role and matrix view of a model's parameters."""
     routed = () if model is None else classify(model)
     return {entry.param: (entry.name, entry.role, entry.view.get("matrix")) for entry in routed}
 
 
 def layer_of(name: str) -> str | None:
-    """The first number in a dotted name.
-
-    Examples:
-        >>> layer_of("layers.3.moe.experts.7.down"), layer_of("embedding.weight")
-        ('3', None)
-    """
+    """The first number in a dotted name: '3' of 'layers.3.moe.experts.7.down'."""
     return next((str(int(word)) for word in name.split(".") if word.isdecimal()), None)

@@ -48,7 +48,6 @@ class Sample(NamedTuple):
 
 
 def build(step: int, sample: Sample, *, parameters: bool) -> Record:
-    """The record of update number `step`."""
     rows = []
     for param, info in sample.infos.items():
         sums = parameter_sums(info, sample.tables[param], sample.spectra.get(param, {}))
@@ -79,7 +78,6 @@ ALL_SUMS = (*MEASURED, "matrices", *MEANS, *(f"count_{name}" for name in MEANS))
 
 
 def parameter_sums(info: ParameterInfo, table: Tensor, spectra: dict[str, Tensor]) -> Sums:
-    """Sums over the matrices of one parameter."""
     sums: Sums = dict.fromkeys(ALL_SUMS, 0.0)
     cosines: dict[str, list[float]] = {name: [] for name in ALIGNMENTS}
     # The norm that the update of each matrix would have if its direction were orthogonal.

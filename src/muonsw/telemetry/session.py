@@ -18,10 +18,9 @@ from muonsw.checkpoint import required_optimizer
 from muonsw.distributed.shards import is_dtensor, local
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_whole
-from muonsw.telemetry.observe import Observer
+from muonsw.telemetry.observe import Observer, Spectrum
 from muonsw.telemetry.parameters import model_view
 from muonsw.telemetry.record import Record, build
-from muonsw.telemetry.spectrum import Spectrum
 from muonsw.work import names_of
 
 Sink = Callable[[Record], object]
@@ -165,7 +164,6 @@ class Telemetry:
 
 
 def _makes_state(optimizer: Optimizer) -> bool:
-    """Whether this is the step at learning rates and gradients of zero by which torch makes state for a checkpoint."""
     if optimizer.state or any(group.get("lr") != 0 for group in optimizer.param_groups):
         return False
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
