@@ -108,22 +108,6 @@ def test_low_precision_weights_are_refused(norm):
         MuonSW(matrices((4, 6), dtype=torch.bfloat16), norm=norm)
 
 
-def test_a_radius_in_the_form_of_older_states_is_read():
-    """They have an element for each place of a split axis, and axes of length one within a weight."""
-    (fused,) = matrices((9, 5), dtype=torch.float64)
-    options = {"lr": 0.05, "weight_decay": 0.5, "norm": "hyperball", "split_sizes": (2, 7)}
-    optimizer = MuonSW([fused], **options)
-    run(optimizer, [fused], 2)
-    (again,) = clones([fused])
-    other, saved = MuonSW([again], **options), copy.deepcopy(optimizer.state_dict())
-    radius = saved["state"][0]["radius"]
-    saved["state"][0]["radius"] = radius.repeat_interleave(torch.tensor([2, 7])).view(9, 1)
-    other.load_state_dict(saved)
-    run(optimizer, [fused], 2, start=2)
-    run(other, [again], 2, start=2)
-    assert_same([fused], [again])
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_leaves_its_update_to_the_rule(algorithm, monkeypatch):
     """A rule of the user's: an update as long as its weight."""

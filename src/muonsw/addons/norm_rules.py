@@ -234,15 +234,15 @@ class _NormHooks:
 
     def _keep_radii(self) -> None:
         """Keep the norm of every weight that has no radius yet; refuse a norm of zero."""
-        state, ruled = self._optimizer.state, []
+        state, lacking = self._optimizer.state, []
         for number, group in enumerate(self._optimizer.param_groups):
             if not acts(group) or group.get("target_norm") is not None:
                 continue
             for name, param in zip(names_of(group, number), group["params"], strict=True):
                 if is_dtensor(param):
                     refuse_interleaved(name, param)
-                ruled.append((name, group, _Weights.of(group, param)))
-        lacking = [row for row in ruled if "radius" not in state.get(row[2].param, {})]
+                if "radius" not in state.get(param, {}):
+                    lacking.append((name, group, _Weights.of(group, param)))
         all_weights = [weights for _, _, weights in lacking]
         shards = [local(weights.param).detach() for weights in all_weights]
         sums = [weights.sums(W, W) for weights, W in zip(all_weights, shards, strict=True)]
@@ -255,8 +255,3 @@ class _NormHooks:
                 )
         for weights, norm in zip(all_weights, norms, strict=True):
             state[weights.param]["radius"] = norm.to(torch.promote_types(weights.param.dtype, torch.float32))
-        for _, _, weights in ruled:
-            radius = state[weights.param]["radius"]
-            if radius.shape != weights.shape:  # an older form has an element for each place of a split axis
-                first = [region.of(radius).flatten(weights.stack_axes)[..., 0] for region in weights.regions]
-                state[weights.param]["radius"] = torch.stack(first)

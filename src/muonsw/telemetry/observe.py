@@ -25,8 +25,7 @@ from muonsw.slots import wide_dtype
 from muonsw.state import layouts, zeros
 from muonsw.step import chunk_bytes, update_batch
 from muonsw.summary import Summary
-from muonsw.telemetry.parameters import Matrices, ModelView, ParameterInfo, Rows, parameter_infos
-from muonsw.telemetry.record import MEASURED, SQUARES, Sample
+from muonsw.telemetry.record import MEASURED, SQUARES, Matrices, ModelView, ParameterInfo, Rows, Sample, parameter_infos
 from muonsw.work import Batch, Group, Item, StepContext
 
 # An update that is smaller than a weight by this many units of rounding cannot be told from none.
