@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -66,21 +67,15 @@ class Flag:
     def __init__(self, bad: Tensor, *, counted: bool = False) -> None:
         self.bad = bad  # 1 where a gradient is not finite and nothing may change, else 0, as fused kernels take it
         self.counted = counted  # whether it is one of `Flags`, which count themselves
-        self._ok: Tensor | None = None
-        self._taken: Tensor | None = None
 
-    @property
+    @cached_property
     def ok(self) -> Tensor:
-        if self._ok is None:
-            self._ok = self.bad == 0
-        return self._ok
+        return self.bad == 0
 
-    @property
+    @cached_property
     def taken(self) -> Tensor:
         """The number of steps that are taken, 1 or 0, in float32."""
-        if self._taken is None:
-            self._taken = 1 - self.bad
-        return self._taken
+        return 1 - self.bad
 
     def factor(self, dtype: torch.dtype) -> Tensor:
         """The same number, in float64 for tensors of that precision."""

@@ -1,6 +1,6 @@
 """Norm rules: what a step does about the norm of a weight, besides or instead of shrinking it towards zero.
 
-With R the norm that a weight is to have, phi the decay rule's fraction, eta the learning rate, and U the update before
+With R the norm that a weight should have, phi the decay rule's fraction, eta the learning rate, and U the update before
 it, shape scale included:
 
 | rule        | W <-                                                | who means it                                |
@@ -49,7 +49,7 @@ Number = float | Tensor
 
 
 class Norms(NamedTuple):
-    """What a rule knows of each weight: ||W||, ||U||, <W, U>, and the norm R that it is to have, in float64."""
+    """What a rule knows of each weight: ||W||, ||U||, <W, U>, and the norm R that it should have, in float64."""
 
     W: Tensor
     U: Tensor

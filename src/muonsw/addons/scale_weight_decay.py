@@ -31,7 +31,7 @@ _COUPLED = {
 _DECOUPLED = ("decoupled_weight_decay", "decoupled_decay", "decoupled", "weight_decouple")
 # Settings under which the decay of a decoupled optimizer is not `lr * weight_decay`.
 _OTHERWISE = ("corrected_weight_decay", "unscaled_wd", "fixed_decay")
-# What is kept in a group beside its lambda.
+# Keys of a group in addition to its lambda.
 _KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr", "step_count")
 _HANDLE = "_scaled_weight_decay"
 

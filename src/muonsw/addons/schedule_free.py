@@ -71,8 +71,8 @@ class ScheduleFree(Optimizer):
         warmup_steps: steps over which the learning rate rises from zero.
         r: power of the step in the weights of the average.
         weight_lr_power: power p of the highest learning rate so far in them.
-        decay_at: "z" or "y", the weights of which decay takes its fraction.
-        model: a model whose forward passes are to fail where its mode is not that of this optimizer.
+        decay_at: whether decay takes its fraction of "z" or "y".
+        model: a model whose forward passes must fail when its mode is not that of this optimizer.
 
     Examples:
         >>> from muonsw import AdamWSW
@@ -239,7 +239,7 @@ class ScheduleFree(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, beside the model of the same checkpoint, in the mode in which both were saved.
+        """Load a state together with the model of the same checkpoint, in the mode in which both were saved.
 
         The state of a run without Schedule-Free begins a new average. Nothing is changed when it raises.
         """

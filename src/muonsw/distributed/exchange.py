@@ -85,10 +85,10 @@ def _answer(batches: Sequence[Batch], round_: Round, arriving: list[Arrival]) ->
 
 
 def _send(round_: Round, trip: Trip, send: Tensor) -> Arrival:
-    """Begin to send; what is returned waits for what arrives, on an accelerator its stream and not the host.
+    """Begin to send; the returned function waits for the arrival, on an accelerator in its stream, not on the host.
 
-    Shards travel along each axis of the grid in turn, of which only the last is not waited for. The owners' results for
-    copies go to all: one gathering where shares are equal, else one broadcast for each owner.
+    Shards travel along each axis of the grid in turn; every hop but the last is waited for. Owners send their results
+    for copies to all: one all-gather where shares are equal, else one broadcast per owner.
     """
     if not trip.shares:
         arrival = _arrival(send)

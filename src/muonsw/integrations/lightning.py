@@ -15,15 +15,13 @@ from muonsw.variants import MuonSW
 
 logger = logging.getLogger(__name__)
 
-MakeScheduler = Callable[[ScaledDecayOptimizer], torch.optim.lr_scheduler.LRScheduler]
-
 
 def for_model(
     module: torch.nn.Module,
     lr: float,
     weight_decay: float = 0.1,
     *,
-    scheduler: MakeScheduler | None = None,
+    scheduler: Callable[[ScaledDecayOptimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
     optimizer: type[ScaledDecayOptimizer] = MuonSW,
     **options: Any,
 ) -> dict[str, Any]:

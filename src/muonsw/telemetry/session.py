@@ -1,4 +1,4 @@
-"""Telemetry: attach it to an optimizer, and it measures every so many of its updates."""
+"""Telemetry: attached to an optimizer, it measures sampled updates."""
 
 from __future__ import annotations
 
