@@ -170,7 +170,28 @@ class _NormHooks:
         self._before: dict[Tensor, Tensor] = {}
 
     def before(self) -> None:
-        self._keep_radii()
+        # Keep the norm of every weight that has no radius yet.
+        state, lacking = self._optimizer.state, []
+        for number, group in enumerate(self._optimizer.param_groups):
+            if not acts(group) or group.get("target_norm") is not None:
+                continue
+            for name, param in zip(names_of(group, number), group["params"], strict=True):
+                if is_dtensor(param):
+                    refuse_interleaved(name, param)
+                if "radius" not in state.get(param, {}):
+                    lacking.append((name, group, _Weights.of(group, param)))
+        all_weights = [weights for _, _, weights in lacking]
+        shards = [local(weights.param).detach() for weights in all_weights]
+        sums = [weights.sums(W, W) for weights, W in zip(all_weights, shards, strict=True)]
+        norms = [total.sqrt() for total in self._reduced(all_weights, sums)]
+        for (name, group, weights), norm in zip(lacking, norms, strict=True):
+            if weights.param.numel() and not bool((norm > 0).all()):
+                raise ValueError(
+                    f"{name} holds a weight of norm zero, which norm={group['norm']!r} would keep there; give "
+                    f"target_norm=, or a group with norm='free' for it"
+                )
+        for weights, norm in zip(all_weights, norms, strict=True):
+            state[weights.param]["radius"] = norm.to(torch.promote_types(weights.param.dtype, torch.float32))
         self._before = {
             param: local(param).detach().clone()
             for group in self._optimizer.param_groups
@@ -231,27 +252,3 @@ class _NormHooks:
             for place, total in zip(places, pieces, strict=True):
                 totals[place] = total.view_as(sums[place])
         return totals
-
-    def _keep_radii(self) -> None:
-        """Keep the norm of every weight that has no radius yet; refuse a norm of zero."""
-        state, lacking = self._optimizer.state, []
-        for number, group in enumerate(self._optimizer.param_groups):
-            if not acts(group) or group.get("target_norm") is not None:
-                continue
-            for name, param in zip(names_of(group, number), group["params"], strict=True):
-                if is_dtensor(param):
-                    refuse_interleaved(name, param)
-                if "radius" not in state.get(param, {}):
-                    lacking.append((name, group, _Weights.of(group, param)))
-        all_weights = [weights for _, _, weights in lacking]
-        shards = [local(weights.param).detach() for weights in all_weights]
-        sums = [weights.sums(W, W) for weights, W in zip(all_weights, shards, strict=True)]
-        norms = [total.sqrt() for total in self._reduced(all_weights, sums)]
-        for (name, group, weights), norm in zip(lacking, norms, strict=True):
-            if weights.param.numel() and not bool((norm > 0).all()):
-                raise ValueError(
-                    f"{name} holds a weight of norm zero, which norm={group['norm']!r} would keep there; give "
-                    f"target_norm=, or a group with norm='free' for it"
-                )
-        for weights, norm in zip(all_weights, norms, strict=True):
-            state[weights.param]["radius"] = norm.to(torch.promote_types(weights.param.dtype, torch.float32))

@@ -264,8 +264,7 @@ class Spectrum:
             return values
         batches = matrices.batches(whole(weight))
         if batches and self.spectral_norm:
-            norms = [self._norms((param, number), batch) for number, batch in enumerate(batches)]
-            values["spectral_norm"] = torch.cat(norms)
+            values["spectral_norm"] = torch.cat([self._norms((param, n), batch) for n, batch in enumerate(batches)])
         if batches and self.condition:
             values["condition"] = condition_numbers(batches)
         return values
