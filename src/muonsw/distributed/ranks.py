@@ -21,8 +21,8 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
+from muonsw.distributed.exchange import Round, make_rounds
 from muonsw.distributed.layout import Layout, Layouts, mesh_ranks
-from muonsw.distributed.rounds import Round, make_rounds
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local, shard_misfit
 from muonsw.matrices import MatrixView
 from muonsw.work import Batch, Group, Item, copied_to, label_of, names_of

@@ -73,7 +73,18 @@ class ScaledDecayOptimizers(OptimizersContainer):
             if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
                 raise ValueError(message)
             logger.warning(message)  # they may be meant for a pipeline stage of another rank
-        self.optimizers = [_routed(config, part) for part in model_parts]
+        if config.name not in OPTIMIZERS:
+            raise ValueError(f"optimizer.name={config.name!r}: must be one of {', '.join(OPTIMIZERS)}")
+        self.optimizers = []
+        for part in model_parts:
+            patterns, rest = patterns_within(part, config.patterns), {"adamw": config.adamw, **config.options}
+            optimizer = OPTIMIZERS[config.name].for_model(
+                part, lr=config.lr, weight_decay=config.weight_decay, patterns=patterns, **rest
+            )
+            for group in optimizer.param_groups:  # the names that torchtitan's checkpoints use
+                group["param_names"] = [canonical_fqn(name) for name in group["param_names"]]
+            logger.info(f"Optimizer {config.name}:\n{optimizer.routing()}")
+            self.optimizers.append(optimizer)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         params = [param for group in groups for param in group["params"]]
         self._validate_params(params)
@@ -153,24 +164,6 @@ def for_model(
         adamw=adamw or {},
         options=options,
     )
-
-
-def _routed(config: ScaledDecayOptimizers.Config, part: torch.nn.Module) -> ScaledDecayOptimizer:
-    """The optimizer of one part, under the names that torchtitan's checkpoints use."""
-    if config.name not in OPTIMIZERS:
-        raise ValueError(f"optimizer.name={config.name!r}: must be one of {', '.join(OPTIMIZERS)}")
-    optimizer = OPTIMIZERS[config.name].for_model(
-        part,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        patterns=patterns_within(part, config.patterns),
-        adamw=config.adamw,
-        **config.options,
-    )
-    for group in optimizer.param_groups:
-        group["param_names"] = [canonical_fqn(name) for name in group["param_names"]]
-    logger.info(f"Optimizer {config.name}:\n{optimizer.routing()}")
-    return optimizer
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
