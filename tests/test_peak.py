@@ -348,20 +348,13 @@ def test_a_scheduler_that_is_handed_over_decides_alone_whatever_came_before_it(m
     assert_scaled_by(decay_only(optimizer, scheduler, 9), 0.05)
 
 
-def timm_like_schedule(optimizer, peak):
-    """As timm's schedulers do it: the rate of a group is multiplied by its `lr_scale`, the record is not."""
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
+def test_layer_decay_is_part_of_the_peak():
+    """timm's schedulers multiply the rate of a group by its `lr_scale`, and not the record."""
+    groups = [{"params": [weight()], "lr_scale": scale, "initial_lr": 0.2} for scale in (1.0, 0.25)]
+    optimizer = SGDSW(groups, weight_decay=LAMBDA, lr=0.2)
     for multiple in (0.1, 0.5, 1.0, 0.7, 0.2):
         for group in optimizer.param_groups:
-            group["lr"] = peak * multiple * group["lr_scale"]
-        yield multiple
-
-
-def test_layer_decay_is_part_of_the_peak():
-    groups = [{"params": [weight()], "lr_scale": scale} for scale in (1.0, 0.25)]
-    optimizer = SGDSW(groups, weight_decay=LAMBDA, lr=0.2)
-    for multiple in timm_like_schedule(optimizer, 0.2):
+            group["lr"] = 0.2 * multiple * group["lr_scale"]
         assert shrinks(optimizer) == pytest.approx([LAMBDA * 0.2 * multiple**2, LAMBDA * 0.05 * multiple**2])
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, machine
-from muonsw.machine import cuda_dtype, product_dtype
+from muonsw.machine import product_dtype
 from muonsw.nonfinite import Flag
 from muonsw.precision import mix, stochastic_round, uniform_hash
 from tests.common.problems import OPTIMIZERS, assert_same, clones, flag_on_device, matrices, run
@@ -184,10 +184,13 @@ def test_automatic_product_dtype(monkeypatch):
     assert product_dtype("float16", torch.float32, cpu) == torch.float16
 
 
-def test_gpus_without_bfloat16_units_compute_in_what_they_have():
-    assert cuda_dtype(multiplies_bfloat16=True, has_tensor_cores=True) == torch.bfloat16
-    assert cuda_dtype(multiplies_bfloat16=False, has_tensor_cores=True) == torch.float16
-    assert cuda_dtype(multiplies_bfloat16=False, has_tensor_cores=False) == torch.float32
+def test_gpus_without_bfloat16_units_compute_in_what_they_have(monkeypatch):
+    answers = ((True, 90, torch.bfloat16), (False, 75, torch.float16), (False, 61, torch.float32))
+    for index, (is_fast, capability, dtype) in enumerate(answers):
+        monkeypatch.setattr(machine, "_FASTEST", {})
+        monkeypatch.setattr(machine, "gpu_fast_bfloat16", lambda _, is_fast=is_fast: is_fast)
+        monkeypatch.setattr(machine, "gpu_capability", lambda _, capability=capability: capability)
+        assert product_dtype("auto", torch.float32, torch.device("cuda", index)) == dtype
 
 
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])

@@ -34,17 +34,6 @@ def test_skipped_steps_count(rule):
     assert optimizer.param_groups[0]["step_count"] == 3
 
 
-def test_decay_of_more_than_the_weight_is_an_error_before_anything_changes():
-    params = matrices((4, 6))
-    before = clones(params)
-    optimizer = MuonSW(params, lr=0.05, weight_decay=3.0, decay="log_time")
-    set_gradients(params, 0)
-    with pytest.raises(ValueError, match="decay would take 3 times the weight"):
-        optimizer.step()
-    assert optimizer.param_groups[0]["step_count"] == 0
-    assert_same(params, before)
-
-
 def test_the_length_must_be_known_where_a_rule_ends_with_the_run():
     params = matrices((4, 6))
     with pytest.raises(ValueError, match="decay='cosine' of param group 0 ends with the run; pass total_steps="):

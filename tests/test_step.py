@@ -139,21 +139,18 @@ def test_a_parameter_that_is_unfrozen_later_is_reported_of_once():
     step()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_raise_names_the_parameter_and_changes_nothing(compiled):
+def test_raise_names_the_parameter_and_changes_nothing():
     """A running peak that stayed would weaken decay for the rest of the run."""
-    torch._dynamo.reset()
     params = matrices((4, 4), (4, 4))
     named = list(zip(("a.weight", "b.weight"), params, strict=True))
     optimizer = AdamWSW(named, lr=0.1, weight_decay=0.1, nonfinite="raise", peak_lr="running_max")
-    step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
     set_gradients(params, 0)
-    step()
+    optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.2
     before = everything(optimizer, params)
     params[1].grad[0, 0] = float("inf")
     with pytest.raises(NonFiniteGradientError, match=r"the gradient of b\.weight holds infinities or NaNs"):
-        step()
+        optimizer.step()
     assert_nothing_changed(optimizer, params, before)
 
 
@@ -379,13 +376,10 @@ def assert_nothing_changed(optimizer, params, before):
 
 
 REFUSED = {
-    "the weight decay of param group 1 is nan": {"weight_decay": math.nan},
-    "the weight decay of param group 1 is -0.1": {"weight_decay": -0.1},
     "unknown decay rule 'scale'": {"decay": "scale"},
     "above its peak nan": {"peak_lr": math.nan},
     "ends with the run": {"decay": "cosine"},
     "above its peak": {"lr": 5.0},
-    "the learning rate of param group 1 is nan": {"lr": math.nan},
     "times the weight": {"weight_decay": 50.0},
 }
 

@@ -34,21 +34,13 @@ LAMBDA_KEYS = ("base_weight_decay", "driven_weight_decay")
 
 
 class RunPosition(NamedTuple):
-    """Where a run is: everything that phi may depend on, apart from lambda.
-
-    Attributes:
-        eta: the learning rate of the step.
-        eta_max: its peak.
-        step: t, the number of the step, from 1.
-        steps: T, the length of the run.
-        gradient: g, the root of the mean squared gradient.
-    """
+    """Where a run is: everything that phi may depend on, apart from lambda."""
 
     eta: float
     eta_max: float = 0.0
-    step: float = 1
-    steps: int = 1
-    gradient: float = 1.0
+    step: float = 1  # t, from 1
+    steps: int = 1  # T, the length of the run
+    gradient: float = 1.0  # g, the root of the mean squared gradient
 
 
 class DecayRule(NamedTuple):
@@ -61,56 +53,27 @@ class DecayRule(NamedTuple):
     uses_gradient: bool = False
 
 
-def constant(lam: float, at: RunPosition) -> float:
-    return lam * at.eta
-
-
-def scaled(lam: float, at: RunPosition) -> float:
-    return lam * at.eta * (at.eta / at.eta_max)
-
-
-def squared(lam: float, at: RunPosition) -> float:
-    return lam * at.eta * at.eta
-
-
-def independent(lam: float, at: RunPosition) -> float:
-    return lam * (at.eta / at.eta_max)
-
-
-def fixed(lam: float, at: RunPosition) -> float:
-    return lam if at.eta > 0 else 0.0
-
-
-def cosine(lam: float, at: RunPosition) -> float:
+def _cosine(lam: float, at: RunPosition) -> float:
     return lam * at.eta * ((1 + math.cos(math.pi * min((at.step - 1) / at.steps, 1.0))) / 2)
 
 
-def log_time(lam: float, at: RunPosition) -> float:
-    return lam / at.step * (at.eta / at.eta_max)
-
-
-def gradient_norm(lam: float, at: RunPosition) -> float:
-    return lam * at.eta / at.gradient if at.gradient else 0.0
-
-
-def none(lam: float, at: RunPosition) -> float:  # noqa: ARG001
-    return 0.0
-
-
 DECAY_RULES: Registry[DecayRule] = Registry("decay rule")
-DECAY_RULES.register("constant", DecayRule(constant))
-DECAY_RULES.register("scaled", DecayRule(scaled, uses_peak=True))
-DECAY_RULES.register("squared", DecayRule(squared))
-DECAY_RULES.register("independent", DecayRule(independent, uses_peak=True))
-DECAY_RULES.register("fixed", DecayRule(fixed))
-DECAY_RULES.register("cosine", DecayRule(cosine, uses_step=True, uses_length=True))
-DECAY_RULES.register("log_time", DecayRule(log_time, uses_peak=True, uses_step=True))
-DECAY_RULES.register("gradient_norm", DecayRule(gradient_norm, uses_gradient=True))
-DECAY_RULES.register("none", DecayRule(none))
+DECAY_RULES.register("constant", DecayRule(lambda lam, at: lam * at.eta))
+DECAY_RULES.register("scaled", DecayRule(lambda lam, at: lam * at.eta * (at.eta / at.eta_max), uses_peak=True))
+DECAY_RULES.register("squared", DecayRule(lambda lam, at: lam * at.eta * at.eta))
+DECAY_RULES.register("independent", DecayRule(lambda lam, at: lam * (at.eta / at.eta_max), uses_peak=True))
+DECAY_RULES.register("fixed", DecayRule(lambda lam, at: lam if at.eta > 0 else 0.0))
+DECAY_RULES.register("cosine", DecayRule(_cosine, uses_step=True, uses_length=True))
+DECAY_RULES.register(
+    "log_time", DecayRule(lambda lam, at: lam / at.step * (at.eta / at.eta_max), uses_peak=True, uses_step=True)
+)
+DECAY_RULES.register(
+    "gradient_norm", DecayRule(lambda lam, at: lam * at.eta / at.gradient if at.gradient else 0.0, uses_gradient=True)
+)
+DECAY_RULES.register("none", DecayRule(lambda lam, at: 0.0))  # noqa: ARG005
 
 
 def decays(group: dict[str, Any]) -> bool:
-    """Whether a param group asks for decay."""
     return float(group["weight_decay"]) != 0
 
 
@@ -124,8 +87,7 @@ def own_weight_decay(group: dict[str, Any]) -> Any:
     return group["base_weight_decay"] if ours and "base_weight_decay" in group else now
 
 
-def require_length(rule: str, label: str, total_steps: int | None) -> None:
-    """Refuse a rule that needs the length of the run where it is not given."""
+def require_length(rule: str, total_steps: int | None, label: str = "") -> None:
     if DECAY_RULES[rule].uses_length and total_steps is None:
         raise ValueError(f"decay={rule!r}{label} ends with the run; pass total_steps=<steps of the whole run>")
 
@@ -174,12 +136,7 @@ def decay_factor(
 
 
 def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) -> list[float]:
-    """The factor of every step of a run, given the learning rate of each.
-
-    Examples:
-        >>> decay_factors("scaled", 0.1, [0.02, 0.01], eta_max=0.02)
-        [0.002, 0.0005]
-    """
+    """The factor of every step of a run, given the learning rate of each."""
     entry, rates = DECAY_RULES[rule], list(etas)
     if entry.uses_gradient:
         raise ValueError(f"decay rule {rule!r} depends on the gradients of the run, which no schedule knows")

@@ -20,17 +20,14 @@ def fast_bfloat16() -> bool:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def triton() -> bool:
-    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def gpus() -> int:
-    """GPUs (CUDA or ROCm) that this process may use."""
     return torch.cuda.device_count()
 
 
@@ -63,6 +60,10 @@ def cpu_has_bfloat16_units() -> bool:
 _CPU_HAS_BFLOAT16_UNITS = cpu_has_bfloat16_units()  # asked once: torch.compile cannot trace the probes
 
 
+# What each accelerator answered, asked once.
+_FASTEST: dict[torch.device, torch.dtype] = {}
+
+
 def product_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the orthogonalizer's products: the fastest that this hardware multiplies without emulation."""
     if setting != AUTO:
@@ -72,29 +73,13 @@ def product_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) 
     if device.type == "cpu":
         return torch.bfloat16 if fast_bfloat16() else torch.float32
     if device not in _FASTEST:
-        _FASTEST[device] = _ask(device)
+        dtype = torch.float32 if device.type == "mps" else torch.bfloat16
+        if device.type == "cuda" and not gpu_fast_bfloat16(device):
+            # V100 and T4 multiply float16 on tensor cores and emulate bfloat16; older GPUs have no tensor cores. The
+            # orthogonalizers normalize first, so float16 neither overflows nor loses anything against bfloat16.
+            dtype = torch.float16 if gpu_capability(device) >= 70 else torch.float32
+        _FASTEST[device] = dtype
     return _FASTEST[device]
-
-
-# What each accelerator answered, asked once.
-_FASTEST: dict[torch.device, torch.dtype] = {}
-
-
-def _ask(device: torch.device) -> torch.dtype:
-    if device.type == "cuda":
-        has_tensor_cores = gpu_capability(device) >= 70
-        return cuda_dtype(gpu_fast_bfloat16(device), has_tensor_cores=has_tensor_cores)
-    return torch.float32 if device.type == "mps" else torch.bfloat16
-
-
-def cuda_dtype(multiplies_bfloat16: bool, has_tensor_cores: bool) -> torch.dtype:
-    """Older GPUs (V100, T4) multiply float16 on their tensor cores and emulate bfloat16; still older ones have neither.
-
-    The orthogonalizers normalize first, so float16 neither overflows nor loses anything against bfloat16.
-    """
-    if multiplies_bfloat16:
-        return torch.bfloat16
-    return torch.float16 if has_tensor_cores else torch.float32
 
 
 def product_settings() -> tuple[Any, ...]:

@@ -1,18 +1,23 @@
 """Gradients that are not finite: found before a step changes anything, without waiting for the device.
 
-Where only the device knows, the result stays there as a `Flag`, and what the step writes depends on it.
+Where only the device knows, the result stays there as a `Flag`, and what the step writes depends on it. The device is
+never read during a step. It counts skipped steps in a tensor that is written in place, because a captured graph writes
+to this very tensor; the host reads it where it waits anyway, in `state_dict` and in telemetry.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from muonsw import kernels
 from muonsw.kernels.tables import TensorCache
+from muonsw.text import users_line
 from muonsw.work import Batch, Item, all_contiguous, copied_to, dtypes_of, elements, flattened
 
 POLICIES = ("skip", "raise", "propagate")
@@ -44,7 +49,6 @@ class Flags:
         self._counted = torch.zeros((), dtype=torch.float32, device=device)
 
     def next(self) -> Tensor:
-        """A zero that has not been used."""
         if not self._free:
             self._counted += self._room.sum()
             self._room.zero_()
@@ -58,39 +62,26 @@ class Flags:
 
 
 class Flag:
-    """A scalar on the device, in the forms that kernels ask for; each form is computed once, when it is first used.
-
-    Attributes:
-        bad: 1 where a gradient is not finite and nothing may change, else 0, in float32, as fused kernels take it.
-        counted: whether it is one of `Flags`, which count themselves.
-    """
+    """A scalar on the device, in the forms that kernels ask for; each form is computed once, when it is first used."""
 
     def __init__(self, bad: Tensor, *, counted: bool = False) -> None:
-        self.bad = bad
-        self.counted = counted
-        self._ok: Tensor | None = None
-        self._taken: Tensor | None = None
+        self.bad = bad  # 1 where a gradient is not finite and nothing may change, else 0, as fused kernels take it
+        self.counted = counted  # whether it is one of `Flags`, which count themselves
 
-    @property
+    @cached_property
     def ok(self) -> Tensor:
-        """True where the step may be taken."""
-        if self._ok is None:
-            self._ok = self.bad == 0
-        return self._ok
+        return self.bad == 0
 
-    @property
+    @cached_property
     def taken(self) -> Tensor:
         """The number of steps that are taken, 1 or 0, in float32."""
-        if self._taken is None:
-            self._taken = 1 - self.bad
-        return self._taken
+        return 1 - self.bad
 
     def factor(self, dtype: torch.dtype) -> Tensor:
         """The same number, in float64 for tensors of that precision."""
         return self.taken.double() if dtype == torch.float64 else self.taken
 
     def to(self, device: torch.device) -> Flag:
-        """The flag on another device."""
         return self if self.bad.device == device else Flag(copied_to(self.bad, device))
 
 
@@ -168,10 +159,8 @@ def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool) -> Tensor:
 
 
 def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
-    """The check of torch's mixed precision: few launches, no table of addresses.
-
-    It multiplies by one in place, which changes nothing but costs a write, so large sets take our kernel.
-    """
+    # The check of torch's mixed precision: few launches, no table of addresses. It multiplies by one in place, which
+    # changes nothing but costs a write, so large sets take our kernel.
     one = _ones.get(bad.device, bad.device, lambda _: torch.ones((), dtype=torch.float32, device=bad.device))
     for same in by_dtype:
         torch._amp_foreach_non_finite_check_and_unscale_(same, bad, one)
@@ -192,3 +181,67 @@ def describe_non_finite(items: Sequence[Item]) -> str:
         return "a gradient on another rank holds infinities or NaNs, or that rank cannot take the step"
     shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     return f"the gradient of {shown} holds infinities or NaNs"
+
+
+class Counters:
+    """Flags, counters and warnings of one optimizer. None of them is saved."""
+
+    def __init__(self) -> None:
+        self._skipped_on_host = 0
+        self._skipped_on_device = torch.zeros((), dtype=torch.float32, device="cpu")
+        self._flags: Flags | None = None
+        self._warned: set[str] = set()
+        self._skips_warned_of = 0
+
+    @property
+    def address(self) -> int:
+        """Where a captured graph counts the steps that it skips."""
+        return self._skipped_on_device.data_ptr()
+
+    def place(self, device: torch.device) -> None:
+        """Bring the count to the device on which a graph will write it."""
+        if self._skipped_on_device.device != device:
+            self._skipped_on_device = self._skipped_on_device.to(device)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped for gradients that were not finite; waits for the device."""
+        counted = 0 if self._flags is None else self._flags.raised
+        return self._skipped_on_host + int(self._skipped_on_device) + counted
+
+    def flags(self, device: torch.device) -> Flags | None:
+        """Zeros for the finite check of eager steps on a GPU; None during a capture, which would freeze one of them."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if self._flags is None:
+            self._flags = Flags(device)
+        return self._flags
+
+    def skip_on_device(self, flag: Flag) -> None:
+        if not flag.counted:
+            self.place(flag.bad.device)
+            self._skipped_on_device.add_(flag.bad)
+
+    def skip_on_host(self, items: Sequence[Item]) -> None:
+        self._skipped_on_host += 1
+        self.warn_of_skips(self._skipped_on_host, items)
+
+    def warn_of_skips(self, skipped: int | None = None, items: Sequence[Item] = ()) -> None:
+        """Warn at the first skipped step, and at tenfold numbers of them; counting waits for the device."""
+        skipped, before = self.skipped_steps if skipped is None else skipped, self._skips_warned_of
+        if skipped <= before or (before and skipped < 10 * 10 ** int(math.log10(before))):
+            return
+        self._skips_warned_of = skipped
+        cause = describe_non_finite(items) if items else "gradients held infinities or NaNs"
+        steps = "1 step has" if skipped == 1 else f"{skipped} steps have"
+        warnings.warn(
+            f"{steps} been skipped so far: {cause}; weights and state stayed as they were. If it goes on, lower the "
+            f"learning rate, or find the cause with nonfinite='raise'",
+            NonFiniteGradientWarning,
+            stacklevel=users_line(),
+        )
+
+    def warn_once(self, topic: str, message: str, category: type[Warning] = UserWarning) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, category, stacklevel=users_line())

@@ -16,10 +16,9 @@ from muonsw.addons import gradient_norm, norm_rules
 from muonsw.addons.replay import Replay
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import refuse_shards, wait_for_host
-from muonsw.counters import Counters
 from muonsw.decay import decays
 from muonsw.distributed import Ranks
-from muonsw.nonfinite import Flag
+from muonsw.nonfinite import Counters, Flag
 from muonsw.options import (
     SETTINGS,
     algorithm_defaults,

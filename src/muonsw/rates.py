@@ -16,14 +16,13 @@ from muonsw.decay import DECAY_RULES, decay_factor, decays, require_length
 from muonsw.work import Group, label_of
 
 if TYPE_CHECKING:
-    from muonsw.counters import Counters
+    from muonsw.nonfinite import Counters
 
 # Schedules that end at zero may pass it by a rounding error.
 _ROUNDING = 1e-12
 
 
 def needs_peak(group: Group) -> bool:
-    """Whether a group decays by a rule that divides by the peak."""
     return DECAY_RULES[group["decay"]].uses_peak and decays(group)
 
 
@@ -63,8 +62,8 @@ def check(group: Group, number: int, counters: Counters) -> str | None:
 
 def require_run(group: Group, number: int) -> None:
     """Refuse a rule that needs the length of the run where the group has none."""
-    if DECAY_RULES[group["decay"]].uses_length and decays(group):
-        require_length(group["decay"], f" of {label_of(group, number)}", group.get("total_steps"))
+    if decays(group):
+        require_length(group["decay"], group.get("total_steps"), f" of {label_of(group, number)}")
 
 
 def phi_of(group: Group, eta: float, step: int) -> float:

@@ -275,7 +275,6 @@ def update_batch(batch: Batch, items: list[Item], ctx: StepContext, *, is_decode
 
 
 def count_step(items: list[Item], flag: Flag | None) -> None:
-    """Count the step in the state of parameters that follow it."""
     counters = [item.state["step"] for item in items if "step" in item.state]
     if not counters:
         return

@@ -80,7 +80,6 @@ class Summary:
         return moved
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data, for a log."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -110,7 +109,6 @@ def state_line(state: dict[str, int]) -> str:
 
 
 def summarize(groups: Sequence[Group], last: LastStep, skipped: bool, skipped_steps: int) -> Summary:
-    """What the last step did to these groups."""
     summaries = []
     for number, group in enumerate(groups):
         batches = [(params, lr) for place, params, lr in last if place == number]

@@ -32,7 +32,6 @@ class Item(NamedTuple):
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter as it stands in its group."""
         return self.param if self.dtensor is None else self.dtensor
 
 
@@ -57,23 +56,15 @@ class Batch(NamedTuple):
 
 
 class StepContext(NamedTuple):
-    """What the update of a batch must know about its step.
+    """What the update of a batch must know about its step."""
 
-    Attributes:
-        eta: the learning rate; a number, or a scalar on the device in a CUDA graph.
-        phi: the fraction of each weight that decay takes, likewise.
-        chunk_bytes: temporary memory that one chunk may take.
-        flag: where the device alone knows whether gradients are finite; if they are not, nothing may change.
-    """
-
-    eta: float | Tensor
-    phi: float | Tensor
-    chunk_bytes: int
-    flag: Flag | None = None
+    eta: float | Tensor  # the learning rate; in a CUDA graph a scalar on the device
+    phi: float | Tensor  # the fraction of each weight that decay takes, likewise
+    chunk_bytes: int  # temporary memory that one chunk may take
+    flag: Flag | None = None  # where only the device knows whether gradients are finite; if not, nothing may change
 
     @property
     def ok(self) -> Tensor | None:
-        """The flag as a boolean scalar."""
         return None if self.flag is None else self.flag.ok
 
     def applied(self, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
@@ -98,7 +89,6 @@ def names_of(group: Group, number: int) -> list[str]:
 
 
 def items_of(batches: Sequence[Batch]) -> list[Item]:
-    """The items of all batches."""
     return [item for batch in batches for item in batch.items]
 
 
@@ -106,17 +96,14 @@ def items_of(batches: Sequence[Batch]) -> list[Item]:
 
 
 def dtypes_of(tensors: Sequence[Tensor]) -> set[torch.dtype]:
-    """The dtypes among tensors."""
     return {tensor.dtype for tensor in tensors}
 
 
 def one_dtype(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors have the dtype of the first."""
     return len(dtypes_of(tensors)) == 1
 
 
 def all_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Whether no tensor has gaps."""
     return all(map(Tensor.is_contiguous, tensors))
 
 
@@ -126,7 +113,6 @@ def any_dtensor(tensors: Sequence[Tensor]) -> bool:
 
 
 def elements(tensors: Sequence[Tensor]) -> int:
-    """How many elements tensors have together."""
     return sum([tensor.numel() for tensor in tensors])
 
 
@@ -142,6 +128,5 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def copy_flattened_(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Write the elements of a vector back into tensors."""
     pieces = _unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
     torch._foreach_copy_(list(tensors), list(pieces))

@@ -232,50 +232,27 @@ def everything(optimizer, params):
     ]
 
 
-def test_a_step_that_raises_changes_nothing():
-    params = matrices((4, 6), (6, 6))
-    optimizer = ScheduleFree(MuonSW(params, lr=0.05, decay="independent", weight_decay=1e-3))
-    optimizer.train()
-    for step, rate in ((0, 0.05), (1, 0.05), (2, 0.2)):
-        set_gradients(params, step)
-        before = everything(optimizer, params)
-        optimizer.param_groups[0]["lr"] = rate
-        if rate == 0.2:
-            with pytest.raises(PeakLRError):
-                optimizer.step()
-        else:
-            optimizer.step()
-    after = everything(optimizer, params)
-    assert_same(before[0], after[0])
-    assert before[1] == after[1] == [2]
-    assert optimizer.param_groups[0]["lr"] == 0.2
-
-
-def under_way(weight_decay, decay_at):
-    """SGD after three steps, in float64, with the gradients of the last."""
-    params = matrices((4, 6), (6, 6), dtype=torch.float64)
-    optimizer = ScheduleFree(SGDSW(params, lr=0.05, decay="independent", weight_decay=weight_decay), decay_at=decay_at)
-    optimizer.train()
-    for step in range(3):
-        set_gradients(params, step)
-        optimizer.step()
-    return optimizer, params
-
-
 @pytest.mark.parametrize("at", ["z", "y"])
-def test_a_step_that_fails_at_z_goes_back(at, monkeypatch):
-    optimizer, params = under_way(weight_decay=0.3, decay_at=at)
+@pytest.mark.parametrize(("error", "lr"), [(PeakLRError, 0.2), (torch.OutOfMemoryError, 0.05)], ids=["rate", "memory"])
+def test_a_step_that_fails_changes_nothing(error, lr, at, monkeypatch):
+    """Before anything is moved, or while parameters hold z."""
+    params = matrices((4, 6), (6, 6), dtype=torch.float64)
+    optimizer = ScheduleFree(SGDSW(params, lr=0.05, decay="independent", weight_decay=0.3), decay_at=at)
+    optimizer.train()
+    take_steps(optimizer, params, 0, 3)
     before = everything(optimizer, params)
 
     def no_memory(*_arguments):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr("muonsw.step.update_batch", no_memory)
-    with pytest.raises(torch.OutOfMemoryError):
+    optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(error):
         optimizer.step()
     after = everything(optimizer, params)
-    assert before[1] == after[1]
     assert_same(before[0], after[0])
+    assert before[1] == after[1] == [3]
+    assert optimizer.param_groups[0]["lr"] == lr
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from muonsw import MuonSW
-from muonsw.distributed.rounds import share_by_cost
+from muonsw.distributed.exchange import share_by_cost
 from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
 
 # Two layers' worth of a decoder, in float32, so that a number is four bytes there and back.

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from muonsw import MuonSW
+from muonsw import MuonSW, ScheduleFree
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.problems import group_of, mesh_of
 
@@ -41,17 +41,22 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(x))) + torch.einsum("eoi,bi->bo", self.experts, x)
 
 
-def build(mesh=None, process_group=None, **options):
+def build(mesh=None, process_group=None, decay_at=None, **options):
+    """With `decay_at`, the optimizer is inside Schedule-Free."""
     torch.manual_seed(3)
     model = Net().double()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
     optimizer = MuonSW.for_model(model, lr=0.05, **{"weight_decay": 0.5, "process_group": process_group, **options})
+    if decay_at is not None:
+        optimizer = ScheduleFree(optimizer, warmup_steps=2, decay_at=decay_at, model=model)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 
 
 def train(parts, first, steps):
     model, optimizer, scheduler = parts
+    if isinstance(optimizer, ScheduleFree):
+        optimizer.train()
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(9, (4,), generator=generator)
@@ -59,6 +64,8 @@ def train(parts, first, steps):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+    if isinstance(optimizer, ScheduleFree):
+        optimizer.eval()
 
 
 def weights(model):

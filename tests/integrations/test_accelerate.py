@@ -9,6 +9,7 @@ from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR
 
 from muonsw import MuonSW, Telemetry, clip_optimizer_grads_
+from tests.common.problems import assert_same
 from tests.integrations.models import MODELS, Tokens
 
 LR, STEPS = 0.02, 6
@@ -62,8 +63,7 @@ def by_hand():
 def test_prepared_steps_are_those_of_a_plain_loop(accelerator):
     run = Run(accelerator)
     prepared = run.go(0, STEPS)
-    for name, value in by_hand().items():
-        assert torch.equal(value, prepared[name]), name
+    assert_same(by_hand(), prepared)
     assert {group["resolved_peak_lr"] for group in run.plain.param_groups} == {LR}
 
 
@@ -77,8 +77,7 @@ def test_a_saved_state_goes_on_bit_for_bit(accelerator, tmp_path):
     resumed = Run(other)
     other.load_state(str(tmp_path))
     assert {group["resolved_peak_lr"] for group in resumed.plain.param_groups} == {LR}
-    for name, value in resumed.go(3, STEPS).items():
-        assert torch.equal(value, expected[name]), name
+    assert_same(resumed.go(3, STEPS), expected)
 
 
 def test_a_wrapped_scheduler_hands_over_its_peak(accelerator):
@@ -106,8 +105,7 @@ def test_a_compiled_model_trains_as_the_plain_one_and_its_state_goes_on(tmp_path
     other = Accelerator(cpu=True, dynamo_backend="aot_eager")
     resumed = Run(other)
     other.load_state(str(tmp_path))
-    for name, value in resumed.go(3, STEPS).items():
-        assert torch.equal(value, found[name]), name
+    assert_same(resumed.go(3, STEPS), found)
 
 
 @pytest.mark.works("Accelerate", "telemetry")

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from muonsw import MuonSW, PeakLRError
 from muonsw.integrations.lightning import TelemetryCallback, for_model
+from tests.common.problems import assert_same
 
 LR, STEPS = 0.02, 8
 
@@ -110,8 +111,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, scheduler)
     resumed_from = str(next(tmp_path.glob("step=4*.ckpt")))
     trainer, resumed = fit(tmp_path, Regression(scheduler), ckpt_path=resumed_from)
     assert trainer.global_step == STEPS
-    for name, value in weights(whole).items():
-        assert torch.equal(value, weights(resumed)[name]), name
+    assert_same(weights(whole), weights(resumed))
     assert {group["resolved_peak_lr"] for group in trainer.optimizers[0].param_groups} == {LR}
 
 
@@ -159,8 +159,7 @@ def test_a_compiled_network_trains_and_resumes_as_the_plain_one(tmp_path):
         traced = weights(whole)[name.replace(".", "._orig_mod.")]
         torch.testing.assert_close(traced, value, rtol=1e-5, atol=1e-6)
     _, resumed = fit(tmp_path, compiled(), ckpt_path=str(next(tmp_path.glob("step=4*.ckpt"))))
-    for name, value in weights(whole).items():
-        assert torch.equal(value, weights(resumed)[name]), name
+    assert_same(weights(whole), weights(resumed))
 
 
 @pytest.mark.works("Lightning", "bf16")
@@ -190,8 +189,7 @@ def test_telemetry_reaches_the_logger_and_changes_nothing(tmp_path):
     callback = TelemetryCallback(every=3)
     _, module = fit(tmp_path / "with", callbacks=[callback], logger=CSVLogger(tmp_path / "with", name="log"))
     _, plain = fit(tmp_path / "without")
-    for name, value in weights(plain).items():
-        assert torch.equal(value, weights(module)[name]), name
+    assert_same(weights(plain), weights(module))
     rows = logged(tmp_path / "with")
     sampled = [int(row["step"]) for row in rows if row["telemetry/hidden/weight_rms"]]
     assert sampled == [1, 3, 6]

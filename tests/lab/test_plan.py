@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from muonsw.distributed.rounds import share_by_cost
+from muonsw.distributed.exchange import share_by_cost
 from muonsw.lab.commands.plan import Plan
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig, count, moe, preset

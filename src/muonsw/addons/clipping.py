@@ -27,11 +27,9 @@ from muonsw.options import require_number
 
 
 class Counts(NamedTuple):
-    """Calls of `clip_optimizer_grads_` since telemetry last looked, and those that clipped.
+    """Calls of `clip_optimizer_grads_` since telemetry last looked, and those that clipped."""
 
-    On the device, and written in place, because a captured graph writes to these very ones.
-    """
-
+    # on the device, and written in place: a captured graph writes to these very ones
     calls: Tensor
     clipped: Tensor
 

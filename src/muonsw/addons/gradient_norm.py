@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 
 
 def follows_gradient(group: Group) -> bool:
-    """Whether a group's decay follows its gradients."""
     return DECAY_RULES[group["decay"]].uses_gradient and decays(group)
 
 
 def attach(optimizer: ScaledDecayOptimizer) -> None:
-    """Let the decay of groups that ask for it follow their gradients."""
     for group in optimizer.param_groups:
         if DECAY_RULES[group["decay"]].uses_gradient:
             group.setdefault("gradient_average", [0.0, 0.0])
@@ -47,7 +45,6 @@ class _GradientHook:
         self._before: dict[int, tuple[int, list[float]]] = {}
 
     def average(self) -> None:
-        """Take the gradients of this step into the averages."""
         for number, group in enumerate(self._optimizer.param_groups):
             if not follows_gradient(group) or not float(group["lr"]) > 0:  # a rate of zero leaves no trace
                 continue
@@ -62,10 +59,7 @@ class _GradientHook:
             total = sum(float(_sum_of_squares(param)) for param in params)
             if math.isfinite(total):
                 mean, beta = total / sum(param.numel() for param in params), group["betas"][1]
-                group["gradient_average"] = [
-                    beta * before[0] + (1 - beta) * mean,
-                    beta * before[1] + (1 - beta),
-                ]
+                group["gradient_average"] = [beta * before[0] + (1 - beta) * mean, beta * before[1] + (1 - beta)]
 
 
 def _sum_of_squares(param: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Norm rules: what a step does about the norm of a weight, besides or instead of shrinking it towards zero.
 
-With R the norm that a weight is to have, phi the decay rule's fraction, eta the learning rate, and U the update before
+With R the norm that a weight should have, phi the decay rule's fraction, eta the learning rate, and U the update before
 it, shape scale included:
 
 | rule        | W <-                                                | who means it                                |
@@ -49,29 +49,19 @@ Number = float | Tensor
 
 
 class Norms(NamedTuple):
-    """What a rule knows of each weight: ||W||, ||U||, <W, U>, and the norm R that it is to have, in float64."""
+    """What a rule knows of each weight: ||W||, ||U||, <W, U>, and the norm R that it should have, in float64."""
 
     W: Tensor
     U: Tensor
     WU: Tensor
     R: Tensor
 
-    def combined(self, a: Number, b: Number) -> Tensor:
-        """||a W - b U||."""
-        square = (a * self.W) ** 2 - 2 * a * b * self.WU + (b * self.U) ** 2
-        return square.clamp(min=0).sqrt()
-
 
 class NormRule(NamedTuple):
-    """Where a step leads a weight.
-
-    Attributes:
-        coefficients: a and b of `W <- a W - b U`, from the norms, eta and phi.
-        decays: whether phi is used at all.
-    """
+    """Where a step leads a weight: a and b of `W <- a W - b U`, from the norms, eta and phi."""
 
     coefficients: Callable[[Norms, float, float], tuple[Number, Number]]
-    decays: bool = True
+    decays: bool = True  # whether phi is used
 
 
 def target(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:
@@ -82,13 +72,13 @@ def target(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:
 def hyperball(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:  # noqa: ARG001
     """R V/||V||, V = W - eta R U/||U||."""
     move = eta * _quotient(norms.R, norms.U)
-    keep = _quotient(norms.R, norms.combined(1.0, move))
+    square = norms.W**2 - 2 * move * norms.WU + (move * norms.U) ** 2
+    keep = _quotient(norms.R, square.clamp(min=0).sqrt())
     return keep, keep * move
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    """The quotient of two norms; where the second is zero, so is what the quotient multiplies, and it is the first."""
-    return a / torch.where(b > 0, b, 1.0)
+    return a / torch.where(b > 0, b, 1.0)  # where b is zero, so is what the quotient multiplies
 
 
 NORM_RULES: Registry[NormRule] = Registry("norm rule")
@@ -98,12 +88,10 @@ NORM_RULES.register("hyperball", NormRule(hyperball, decays=False))
 
 
 def acts(group: Group) -> bool:
-    """Whether a norm rule acts on a group's weights."""
     return group.get("norm", FREE) != FREE and decays(group)
 
 
 def attach(optimizer: ScaledDecayOptimizer) -> None:
-    """Let norm rules act on the groups that ask for one."""
     for number, group in enumerate(optimizer.param_groups):
         if acts(group):
             rule = f"norm={group['norm']!r} of param group {number}"
@@ -146,7 +134,6 @@ class _Weights(NamedTuple):
 
     @property
     def elements(self) -> Tensor:
-        """How many elements each weight has."""
         counts = [math.prod(region.shape_in(self.param.shape)[self.stack_axes :]) for region in self.regions]
         column = torch.tensor(counts, dtype=torch.float64, device=local(self.param).device)
         return column.view(-1, *[1] * self.stack_axes).expand(self.shape)
@@ -183,8 +170,28 @@ class _NormHooks:
         self._before: dict[Tensor, Tensor] = {}
 
     def before(self) -> None:
-        """Copy the weights, and measure the norms that they are to keep."""
-        self._keep_radii()
+        # Keep the norm of every weight that has no radius yet.
+        state, lacking = self._optimizer.state, []
+        for number, group in enumerate(self._optimizer.param_groups):
+            if not acts(group) or group.get("target_norm") is not None:
+                continue
+            for name, param in zip(names_of(group, number), group["params"], strict=True):
+                if is_dtensor(param):
+                    refuse_interleaved(name, param)
+                if "radius" not in state.get(param, {}):
+                    lacking.append((name, group, _Weights.of(group, param)))
+        all_weights = [weights for _, _, weights in lacking]
+        shards = [local(weights.param).detach() for weights in all_weights]
+        sums = [weights.sums(W, W) for weights, W in zip(all_weights, shards, strict=True)]
+        norms = [total.sqrt() for total in self._reduced(all_weights, sums)]
+        for (name, group, weights), norm in zip(lacking, norms, strict=True):
+            if weights.param.numel() and not bool((norm > 0).all()):
+                raise ValueError(
+                    f"{name} holds a weight of norm zero, which norm={group['norm']!r} would keep there; give "
+                    f"target_norm=, or a group with norm='free' for it"
+                )
+        for weights, norm in zip(all_weights, norms, strict=True):
+            state[weights.param]["radius"] = norm.to(torch.promote_types(weights.param.dtype, torch.float32))
         self._before = {
             param: local(param).detach().clone()
             for group in self._optimizer.param_groups
@@ -245,32 +252,3 @@ class _NormHooks:
             for place, total in zip(places, pieces, strict=True):
                 totals[place] = total.view_as(sums[place])
         return totals
-
-    def _keep_radii(self) -> None:
-        """Keep the norm of every weight that has no radius yet; refuse a norm of zero."""
-        state, ruled = self._optimizer.state, []
-        for number, group in enumerate(self._optimizer.param_groups):
-            if not acts(group) or group.get("target_norm") is not None:
-                continue
-            for name, param in zip(names_of(group, number), group["params"], strict=True):
-                if is_dtensor(param):
-                    refuse_interleaved(name, param)
-                ruled.append((name, group, _Weights.of(group, param)))
-        lacking = [row for row in ruled if "radius" not in state.get(row[2].param, {})]
-        all_weights = [weights for _, _, weights in lacking]
-        shards = [local(weights.param).detach() for weights in all_weights]
-        sums = [weights.sums(W, W) for weights, W in zip(all_weights, shards, strict=True)]
-        norms = [total.sqrt() for total in self._reduced(all_weights, sums)]
-        for (name, group, weights), norm in zip(lacking, norms, strict=True):
-            if weights.param.numel() and not bool((norm > 0).all()):
-                raise ValueError(
-                    f"{name} holds a weight of norm zero, which norm={group['norm']!r} would keep there; give "
-                    f"target_norm=, or a group with norm='free' for it"
-                )
-        for weights, norm in zip(all_weights, norms, strict=True):
-            state[weights.param]["radius"] = norm.to(torch.promote_types(weights.param.dtype, torch.float32))
-        for _, _, weights in ruled:
-            radius = state[weights.param]["radius"]
-            if radius.shape != weights.shape:  # an older form has an element for each place of a split axis
-                first = [region.of(radius).flatten(weights.stack_axes)[..., 0] for region in weights.regions]
-                state[weights.param]["radius"] = torch.stack(first)

@@ -13,19 +13,16 @@ which stay as they are; the rotary queries of a head are multiplied by gamma its
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, local, offset
 from muonsw.machine import has_ranks
 from muonsw.options import require_number, require_whole
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.optim import Optimizer
 
 # The state of an optimizer, by parameter.
 State = Mapping[Tensor, dict[str, Any]]
@@ -122,13 +119,6 @@ class AttentionLogits:
         reported = self.maximum.narrow(0, first_head, count)
         torch.maximum(reported, largest.nan_to_num(-torch.inf, -torch.inf), out=reported)
 
-    def clip_(self, maximum: Tensor, threshold: float, state: State) -> None:
-        """Scale the rows of heads whose largest logit is above the threshold."""
-        largest = maximum.view(self.groups, -1).amax(1)
-        gamma = torch.where(largest > threshold, threshold / largest, 1.0)
-        for rows, heads, power in self.parts:
-            rows.scale_(gamma.pow(power).repeat_interleave(heads // self.groups, output_size=heads), state)
-
 
 class QKClip:
     """Clips the attention logits of a model by its query and key weights, after each step of any torch optimizer.
@@ -157,7 +147,7 @@ class QKClip:
     """
 
     def __init__(
-        self, threshold: float = 100.0, *, alpha: float = 0.5, process_group: ProcessGroup | None = None
+        self, threshold: float = 100.0, *, alpha: float = 0.5, process_group: dist.ProcessGroup | None = None
     ) -> None:
         require_number("threshold", threshold, open_ends=True)
         require_number("alpha", alpha, 0, 1)
@@ -208,7 +198,6 @@ class QKClip:
         return self._clip({})
 
     def __call__(self, optimizer: Optimizer | None = None, *_: Any) -> None:
-        """Do it as a hook of `optimizer.register_step_post_hook`."""
         self._clip({} if optimizer is None else optimizer.state)
 
     @torch.no_grad()
@@ -224,7 +213,11 @@ class QKClip:
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.process_group)
         by_attention = maxima.split_with_sizes([attention.heads for attention in self.attentions])
         for attention, maximum in zip(self.attentions, by_attention, strict=True):
-            attention.clip_(maximum, self.threshold, state)
+            largest = maximum.view(attention.groups, -1).amax(1)
+            gamma = torch.where(largest > self.threshold, self.threshold / largest, 1.0)
+            for rows, heads, power in attention.parts:
+                factors = gamma.pow(power).repeat_interleave(heads // attention.groups, output_size=heads)
+                rows.scale_(factors, state)
             if attention.maximum is not None:
                 attention.maximum.fill_(-torch.inf)  # in place: a graph of the forward pass reports to this very one
         return maxima

@@ -1,15 +1,15 @@
 """A step as a CUDA graph: captured once it repeats itself, then replayed in one launch.
 
-A small step is over before the host has launched its kernels. Where it is replayed the host still decides every
-learning rate and every decay, with all its checks, and hands them over as scalars on the device; whatever comes after
-that (the finite check, state, directions, weights) is captured. Steps that are not replayed take the same scalars from
-the same place, so that both ways give the same weights.
+The device finishes a small step before the host has launched its kernels. In a replayed step the host still decides
+every learning rate and decay, with all checks, and passes them as scalars on the device. Everything after that (the
+finite check, state, directions, weights) is captured. Eager steps take the same scalars from the same place, so both
+give the same weights.
 
-A graph reads and writes fixed addresses. Before each replay everything that it is bound to is compared with what is
-there now. Gradients and state are known by address and layout alone: to hold on to them would keep their memory from
-the next backward pass, and from a user who moves state elsewhere. Our kernels find gradients through tables, which a
-replay computes anew (`kernels.tables.GraphTables`), so gradients may lie elsewhere at each step. Where an operation of
-torch reads one, the graph is bound to its address too, and there may be a graph for each of a few places.
+A graph reads and writes fixed addresses. Before each replay everything it is bound to is compared with the current
+tensors. Gradients and state are known by address and layout alone: holding on to them would keep their memory from the
+next backward pass, and from a user who moves state elsewhere. Our kernels find gradients through tables that a replay
+computes again (`kernels.tables.GraphTables`), so gradients may move at each step. Where an operation of torch reads a
+gradient, the graph is bound to its address too, and there may be a graph for each of a few places.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from muonsw.work import Batch, Group, StepContext, all_contiguous, elements, ite
 if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
 
-# Elements of all parameters below which steps are replayed unless the user says no: with more of them the device is
-# what takes long, and the memory that a graph keeps for itself would be missed.
+# Steps with fewer elements are replayed unless the user says no. Larger steps are GPU-bound, and the graph's own memory
+# would be missed.
 AUTOMATIC_BELOW = 2**29
 
 # Steps that must have found the same tensors in the same places before one is captured.
@@ -52,7 +52,7 @@ _REMEMBERED = 8
 # Entries of all tables of a step, as far as they are tried.
 _ROOMS = (2**13, 2**16, 2**20)
 
-# A capture waits for the device, so after the first few there is one for so many steps.
+# A capture waits for the device, so after the first few there is at most one in this many steps.
 _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 
 # Steps in a row without a replay after which the user is warned.
@@ -65,13 +65,12 @@ OURS = (MUON, ADAMW)
 # triangle have 504 tiles, and an H200 computes 264 at a time (with 16 matrices a third of the time was waiting).
 REPLAYED_CHUNK_BYTES = 9 * 2**24
 
-
 # What updates and applies: `muonsw.step.update_and_apply`.
 Runner = Callable[..., Flag | bool]
 
 
 class Binding(NamedTuple):
-    """All that a captured step depends on beside learning rates and decay; on `places`, of gradients, only some do."""
+    """All that a captured step depends on except rates and decay; only some depend on `places`, of gradients."""
 
     places: tuple[int, ...]
     gradients: tuple[Any, ...]
@@ -80,17 +79,14 @@ class Binding(NamedTuple):
     options: tuple[Any, ...]
 
     def difference(self, other: Binding) -> str:
-        """What is not the same, in words."""
         pairs = zip(self._fields, self, other, strict=True)
         names = ["gradients" if name == "places" else name for name, mine, theirs in pairs if mine != theirs]
         return " and ".join(dict.fromkeys(names))
 
 
 def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any = None) -> Binding | None:
-    """What a step captured now would be bound to; None where a tensor has no address, such as a sparse gradient.
-
-    Asked before every step, so no Python function runs for each tensor.
-    """
+    """What a step captured now would be bound to; None where a tensor has no address, such as a sparse gradient."""
+    # runs before every step, so it avoids a Python call per tensor
     params = list(chain.from_iterable([group["params"] for group in groups]))
     grads = [param.grad for param in params]
     there = [grad for grad in grads if grad is not None]
@@ -115,13 +111,13 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
 
 
 def _forms(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Layouts and dtypes; strides only where there are gaps, because asking takes long."""
+    """Layouts and dtypes; strides only where there are gaps, because reading them is slow."""
     strides = () if all_contiguous(tensors) else tuple(map(Tensor.stride, tensors))
     return strides, [tensor.dtype for tensor in tensors]
 
 
 def _options(group: Group) -> tuple[Any, ...]:
-    """The options of a group that a graph freezes, and of which kind those are that reach it as numbers."""
+    """The options of a group that a graph freezes, and whether it decays."""
     return (id(group), len(group["params"]), decays(group), *map(group.get, _frozen_options(group["algorithm"])))
 
 
@@ -143,13 +139,11 @@ class _Captured(NamedTuple):
     flag: Flag | None
 
     def fits(self, now: Binding | None) -> bool:
-        """Whether a replay would be the step of what is there now."""
         if now is None or self.bound_to[1:] != now[1:]:
             return False
         return self.bound_to.places in ((), now.places)
 
     def replay(self, now: Binding | None) -> None:
-        """Replay it on the gradients that are there now."""
         assert now is not None
         self.tables.move(now.places)
         self.graph.replay()
@@ -252,7 +246,7 @@ class Replay:
             captured.replay(self._now)
 
     def pays(self, groups: Sequence[Group]) -> bool:
-        """Whether steps of these parameters, the first of which is on a GPU, are quicker replayed, and could be."""
+        """Whether steps of these parameters, the first on a GPU, can be replayed and gain from it."""
         if torch.version.hip is not None or not all(map(uses_builtin_kernels, groups)):  # not tried on AMD's GPUs
             return False
         if any("max_momentum" in g and "betas" in ALGORITHMS[g["algorithm"]].defaults for g in groups):
@@ -276,7 +270,7 @@ class Replay:
         return f"{self._moving} changed too often in {PATIENCE} steps{hint}"
 
     def _settled(self) -> bool:
-        """Whether steps have found what there is now often enough; counts this one."""
+        """Whether enough steps have had the current binding; counts this one."""
         now = self._now
         if now is None or self._failure:
             return False
@@ -287,10 +281,8 @@ class Replay:
         return times >= SETTLED and self._captures < _FIRST_CAPTURES + self._steps_taken // _STEPS_FOR_A_CAPTURE
 
     def _capture(self, program: Callable[[], None], work: list[Batch], *, asked: bool) -> _Captured | None:
-        """A graph of the program; None, and the reason kept, if there can be none.
-
-        Nothing in a graph's memory outlives its replay, so all graphs share it; its flag is held until the next one.
-        """
+        """A graph of the program; None, and the reason kept, if there can be none."""
+        # Nothing in a graph's memory outlives its replay, so all graphs share it; its flag is held until the next one.
         assert self._now is not None
         self._captures += 1
         grads = [item.grad for item in sorted(items_of(work), key=itemgetter(0))]  # in the order of the parameters

@@ -31,7 +31,7 @@ _COUPLED = {
 _DECOUPLED = ("decoupled_weight_decay", "decoupled_decay", "decoupled", "weight_decouple")
 # Settings under which the decay of a decoupled optimizer is not `lr * weight_decay`.
 _OTHERWISE = ("corrected_weight_decay", "unscaled_wd", "fixed_decay")
-# What is kept in a group beside its lambda.
+# Keys of a group in addition to its lambda.
 _KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr", "step_count")
 _HANDLE = "_scaled_weight_decay"
 
@@ -71,7 +71,7 @@ def scale_weight_decay(
     if rule.uses_gradient:
         raise ValueError(f"decay={decay!r} follows the gradients, which {type(optimizer).__name__} keeps to itself")
     length = validate_option("total_steps", total_steps)
-    require_length(decay, "", length)
+    require_length(decay, length)
     optimizer = required_optimizer(optimizer, "scale_weight_decay")
     setting, groups = validate_option("peak_lr", peak_lr), optimizer.param_groups
     if hasattr(optimizer, _HANDLE):

@@ -51,8 +51,6 @@ _COUNTERS: Group = {
 
 
 def _of_inner(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same method of the optimizer inside."""
-
     @wraps(method)
     def call(self: ScheduleFree, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.optimizer, method.__name__)(*args, **kwargs)
@@ -73,8 +71,8 @@ class ScheduleFree(Optimizer):
         warmup_steps: steps over which the learning rate rises from zero.
         r: power of the step in the weights of the average.
         weight_lr_power: power p of the highest learning rate so far in them.
-        decay_at: "z" or "y", the weights of which decay takes its fraction.
-        model: a model whose forward passes are to fail where its mode is not that of this optimizer.
+        decay_at: whether decay takes its fraction of "z" or "y".
+        model: a model whose forward passes must fail when its mode is not that of this optimizer.
 
     Examples:
         >>> from muonsw import AdamWSW
@@ -125,7 +123,6 @@ class ScheduleFree(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]
-        """The groups of the optimizer inside."""
         return self.optimizer.param_groups
 
     @property
@@ -135,7 +132,6 @@ class ScheduleFree(Optimizer):
 
     @property
     def defaults(self) -> Group:  # type: ignore[override]
-        """Its defaults."""
         return dict(self.optimizer.defaults)
 
     def __getattr__(self, name: str) -> Any:
@@ -199,7 +195,10 @@ class ScheduleFree(Optimizer):
             return loss
         self._join_groups()  # the model may have been converted since
         rates_before = [group["lr"] for group in self.param_groups]
-        warmups = [self._warmup(group) for group in self.param_groups]
+        warmups = [
+            min(1.0, (group["averaged_steps"] + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+            for group in self.param_groups
+        ]
         highest = [
             max(group["averaging_lr"], float(lr) * warmup)
             for group, lr, warmup in zip(self.param_groups, rates_before, warmups, strict=True)
@@ -222,9 +221,7 @@ class ScheduleFree(Optimizer):
         skipped = self.optimizer._last_skipped
         taken = 1 - skipped.bad.double() if isinstance(skipped, Flag) else float(not skipped)
         for group, highest_lr, phi in zip(self.param_groups, highest, phis, strict=True):
-            share = self._count(group, highest_lr, taken)
-            for param in [param for param in group["params"] if param in stepped]:
-                self._put_y(param, ys[param], share, phi * taken)
+            self._average(group, {p: ys[p] for p in group["params"] if p in stepped}, highest_lr, phi, taken)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,7 +239,7 @@ class ScheduleFree(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, beside the model of the same checkpoint, in the mode in which both were saved.
+        """Load a state together with the model of the same checkpoint, in the mode in which both were saved.
 
         The state of a run without Schedule-Free begins a new average. Nothing is changed when it raises.
         """
@@ -279,20 +276,6 @@ class ScheduleFree(Optimizer):
                 if "z" in self.state.get(param, ()):
                     yield param, self.state[param]["z"].to(param.dtype)
 
-    def _warmup(self, group: Group) -> float:
-        return min(1.0, (group["averaged_steps"] + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-
-    def _count(self, group: Group, highest_lr: float, taken: float | Tensor) -> float | Tensor:
-        """Count a step of a group; its share c in the average, zero where it was skipped."""
-        group["averaged_steps"] += 1
-        group["averaging_lr"] = highest_lr
-        weight = group["averaged_steps"] ** self.r * highest_lr**self.weight_lr_power
-        group["averaging_weight"] += weight
-        group["skipped_weight"] = group["skipped_weight"] + (1 - taken) * weight
-        averaged = group["averaging_weight"] - group["skipped_weight"]
-        least = averaged.clamp(min=weight) if isinstance(averaged, Tensor) else max(averaged, weight)
-        return taken * weight / least if weight else 0.0
-
     def _stepped(self) -> set[Tensor]:
         """The parameters that the last step of the optimizer inside has moved."""
         return {param for _, params, _ in self.optimizer._last for param in params}
@@ -317,15 +300,26 @@ class ScheduleFree(Optimizer):
             z.copy_(bx)
         return ys
 
-    def _put_y(self, param: Tensor, y: Tensor, share: float | Tensor, phi: float | Tensor) -> None:
-        """Put the new y into a parameter that the optimizer has moved to the new z, and keep z in the place of b x."""
-        z, bx = local(param.detach()), local(self.state[param]["z"])
-        share, phi = (x.to(z.device, z.dtype) if isinstance(x, Tensor) else x for x in (share, phi))
-        if self.decay_at == "y":  # the optimizer has taken phi z, where phi y is meant
-            z += phi * ((y - bx) / (1 - self.beta) - y)
-        new_y = (1 - share) * bx + (1 - self.beta * (1 - share)) * z
-        bx.copy_(z)
-        z.copy_(new_y)
+    def _average(
+        self, group: Group, ys: dict[Tensor, Tensor], highest_lr: float, phi: float, taken: float | Tensor
+    ) -> None:
+        """Count a step of a group; put the new y into parameters that it has moved to the new z, and keep z again."""
+        group["averaged_steps"] += 1
+        group["averaging_lr"] = highest_lr
+        weight = group["averaged_steps"] ** self.r * highest_lr**self.weight_lr_power
+        group["averaging_weight"] += weight
+        group["skipped_weight"] = group["skipped_weight"] + (1 - taken) * weight
+        averaged = group["averaging_weight"] - group["skipped_weight"]
+        least = averaged.clamp(min=weight) if isinstance(averaged, Tensor) else max(averaged, weight)
+        share = taken * weight / least if weight else 0.0  # c, zero where the step was skipped
+        for param, y in ys.items():
+            z, bx = local(param.detach()), local(self.state[param]["z"])
+            c, decay = (x.to(z.device, z.dtype) if isinstance(x, Tensor) else x for x in (share, phi * taken))
+            if self.decay_at == "y":  # the optimizer has taken phi z, where phi y is meant
+                z += decay * ((y - bx) / (1 - self.beta) - y)
+            new_y = (1 - c) * bx + (1 - self.beta * (1 - c)) * z
+            bx.copy_(z)
+            z.copy_(new_y)
 
     def _check_mode(self, model: nn.Module, _: Any) -> None:
         """Refuse to evaluate at y, and to take gradients at x; statistics of norms may be taken there."""

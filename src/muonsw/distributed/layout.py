@@ -1,50 +1,116 @@
-"""How the matrices of a parameter are placed over ranks, and what follows for their exchange."""
+"""How the matrices of a parameter are placed over ranks, and how pieces travel between them.
+
+Ranks exchange through the process groups of a mesh, one along each axis of a grid. No process group is created: that
+takes every rank of the world, and some may hold none of the parameters. A sum over the grid is a sum along each axis in
+turn, and pieces between any two ranks travel along one axis after another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import product
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import product, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonsw.distributed.grid import Grid, row
 from muonsw.distributed.shards import as_dtensor, box_at, cutting_order, is_dtensor, state_placements
 from muonsw.matrices import Region, box
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+class Grid(NamedTuple):
+    """Ranks in rows and columns, and in as many axes more as a mesh has."""
+
+    groups: tuple[dist.ProcessGroup, ...]  # this rank's, one along each axis
+    shape: tuple[int, ...]  # the length of each axis
+    ranks: tuple[int, ...]  # all of them, by their numbers in the world; the last axis changes fastest
+    me: int  # the place of this rank among them
+    lines: tuple[tuple[int, ...], ...]  # the places along each axis through this rank, as in its process group
+
+    @classmethod
+    def of(cls, groups: Sequence[dist.ProcessGroup], shape: Sequence[int], ranks: Sequence[int]) -> Grid:
+        places = {rank: place for place, rank in enumerate(ranks)}
+        lines = tuple(tuple(places[rank] for rank in dist.get_process_group_ranks(group)) for group in groups)
+        return cls(tuple(groups), tuple(shape), tuple(ranks), places[dist.get_rank()], lines)
+
+
+def row(group: dist.ProcessGroup) -> Grid:
+    ranks = dist.get_process_group_ranks(group)
+    return Grid.of([group], [len(ranks)], ranks)
+
+
+class Hop(NamedTuple):
+    """An exchange along one axis: pieces of these lengths are put in order, then sent.
+
+    `sent` and `received` count elements for each rank of the axis. A last hop without a group puts in order only.
+    """
+
+    lengths: list[int]
+    order: list[int]
+    group: dist.ProcessGroup | None = None
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
+
+    def arrange(self, buffer: Tensor) -> Tensor:
+        if self.order == sorted(self.order):
+            return buffer
+        pieces = buffer.split_with_sizes(self.lengths)
+        return torch.cat([pieces[number] for number in self.order])
+
+
+def route(grid: Grid, size: Callable[[int, int], int]) -> list[Hop]:
+    """The hops of `size(sender, receiver)` elements between any two ranks, the last into the order of senders.
+
+    Before its hop along an axis, a piece is in its receiver's place along the axes before, and in its sender's along
+    this one and those after.
+    """
+    size, ranks = cache(size), len(grid.ranks)
+    held = [(grid.me, receiver) for receiver in range(ranks)]
+    hops = []
+    for axis, (group, line) in enumerate(zip(grid.groups, grid.lines, strict=True)):
+        given = [_handed(grid.shape, axis, grid.me, taker) for taker in line]
+        taken = [_handed(grid.shape, axis, giver, grid.me) for giver in line]
+        numbers = {piece: number for number, piece in enumerate(held)}
+        order = [numbers[piece] for pieces in given for piece in pieces]
+        sent, received = ([sum(starmap(size, pieces)) for pieces in way] for way in (given, taken))
+        hops.append(Hop(list(starmap(size, held)), order, group, sent, received))
+        held = [piece for pieces in taken for piece in pieces]
+    return [*hops, Hop(list(starmap(size, held)), sorted(range(ranks), key=held.__getitem__))]
+
+
+def _handed(shape: Sequence[int], axis: int, giver: int, taker: int) -> list[tuple[int, int]]:
+    """The pieces, by sender and receiver, that one rank hands to another in the hop along an axis."""
+    block, behind = math.prod(shape[axis:]), math.prod(shape[axis + 1 :])
+    senders = range(giver % block, math.prod(shape), block)
+    first = taker - taker % behind
+    return list(product(senders, range(first, first + behind)))
 
 
 class Layout(NamedTuple):
     """How a parameter lies over ranks.
 
-    Attributes:
-        shape: what the ranks of `grid` hold together: the whole parameter, or the experts of one rank of an
-            expert-parallel mesh.
-        grid: the ranks that exchange its matrices; None where each holds whole matrices that no other needs.
-        boxes: what each of them holds, in the order of the grid.
-        copies: every rank holds all of it; each orthogonalizes its share of the matrices, and all get the results.
+    `shape` is what the ranks of `grid` hold together: the whole parameter, or the experts of one rank of an
+    expert-parallel mesh.
     """
 
     shape: torch.Size
-    grid: Grid | None = None
-    boxes: tuple[Region, ...] = ()
-    copies: bool = False
+    grid: Grid | None = None  # ranks that exchange its matrices; None where each holds whole matrices of its own
+    boxes: tuple[Region, ...] = ()  # what each of them holds, in the order of the grid
+    copies: bool = False  # every rank holds all of it, orthogonalizes its share of the matrices and gets all results
 
 
 class Layouts:
-    """Finds layouts and remembers them.
+    """Finds layouts and remembers them."""
 
-    Fewer than `fewest` ranks have nothing to exchange; a test of the exchange on a single device lowers it.
-    """
+    fewest = 2  # fewer ranks have nothing to exchange; a test of the exchange on a single device lowers it
 
-    fewest = 2
-
-    def __init__(self, process_group: ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._process_group = process_group
         self._known: dict[Any, Layout] = {}
 
@@ -65,7 +131,7 @@ class Layouts:
         placements = state_placements(param, first_matrix_axis)
         return self._on_mesh(shape, as_dtensor(param).device_mesh, placements, first_matrix_axis)
 
-    def sharding_groups(self, param: Tensor) -> tuple[ProcessGroup, ...]:
+    def sharding_groups(self, param: Tensor) -> tuple[dist.ProcessGroup, ...]:
         """The process groups over which, one after another, the shards of a parameter add up; none for a whole one."""
         if not is_dtensor(param):
             return ()
@@ -80,7 +146,7 @@ class Layouts:
             self._known[shape] = self._copies(shape, self._process_group)
         return self._known[shape]
 
-    def _copies(self, shape: torch.Size, group: ProcessGroup) -> Layout:
+    def _copies(self, shape: torch.Size, group: dist.ProcessGroup) -> Layout:
         ranks = dist.get_world_size(group)
         if ranks < self.fewest:
             return Layout(shape)
@@ -117,6 +183,5 @@ def _grid(mesh: DeviceMesh, dims: Sequence[int]) -> Grid:
 
 
 def mesh_ranks(params: Iterable[Tensor]) -> set[int]:
-    """The ranks that hold parts of these parameters."""
     meshes = {as_dtensor(param).device_mesh for param in params if is_dtensor(param)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}

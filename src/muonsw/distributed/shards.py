@@ -24,8 +24,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def as_dtensor(tensor: Tensor) -> DTensor:
-    """The same tensor, for the type checker."""
-    return cast("DTensor", tensor)
+    return cast("DTensor", tensor)  # for the type checker
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -39,7 +38,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of this rank's shard; one that lies otherwise than its parameter is brought into its place."""
+    """The gradient of this rank's shard, redistributed if its placements are not those of the parameter."""
     if not is_dtensor(grad):
         raise ValueError(
             f"{name} is a DTensor and its gradient a plain tensor; give it a gradient with the same placements"
@@ -53,10 +52,10 @@ def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
 def shard_like(param: Tensor, shard: Tensor) -> Tensor:
     """A DTensor placed like `param`, of which this rank holds `shard`."""
     like = as_dtensor(param)
-    return beside(param, shard, like.placements, like.shape, like.stride())
+    return _on_mesh_of(param, shard, like.placements, like.shape, like.stride())
 
 
-def beside(
+def _on_mesh_of(
     param: Tensor, shard: Tensor, placements: Sequence[Any], shape: torch.Size, stride: tuple[int, ...] | None = None
 ) -> Tensor:
     """A DTensor of `shape` on the mesh of a parameter, without gaps unless it has a stride."""
@@ -92,7 +91,7 @@ def held_state(param: Tensor, shape: torch.Size, axis: int) -> tuple[int, ...]:
 def zeros_like_state(param: Tensor, shape: torch.Size, axis: int, dtype: torch.dtype) -> Tensor:
     """Zeros of a global shape as `state_placements` says, on the device of this rank's shard."""
     held = torch.zeros(held_state(param, shape, axis), dtype=dtype, device=local(param).device)
-    return beside(param, held, state_placements(param, axis), shape)
+    return _on_mesh_of(param, held, state_placements(param, axis), shape)
 
 
 def put_state(param: Tensor, value: Tensor, places: tuple[Any, ...]) -> Tensor:
@@ -196,7 +195,6 @@ def shard_misfit(param: Tensor, axis: int) -> str:
 
 
 def position(param: Tensor) -> int:
-    """The position of this shard's first element in the whole."""
     return sum(begin * math.prod(param.shape[axis + 1 :]) for axis, begin in enumerate(offset(param)))
 
 

@@ -15,15 +15,13 @@ from muonsw.variants import MuonSW
 
 logger = logging.getLogger(__name__)
 
-MakeScheduler = Callable[[ScaledDecayOptimizer], torch.optim.lr_scheduler.LRScheduler]
-
 
 def for_model(
     module: torch.nn.Module,
     lr: float,
     weight_decay: float = 0.1,
     *,
-    scheduler: MakeScheduler | None = None,
+    scheduler: Callable[[ScaledDecayOptimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
     optimizer: type[ScaledDecayOptimizer] = MuonSW,
     **options: Any,
 ) -> dict[str, Any]:
@@ -62,18 +60,15 @@ class TelemetryCallback(TelemetryLog, Callback):
         super().__init__(logger, every, findings, telemetry)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach to the optimizer, in a resumed run too, and log the routing."""
         start = trainer.global_step // len(trainer.optimizers)  # Lightning counts the steps of all optimizers
         self._log(trainer, self._attach(trainer.optimizers[0], pl_module, start, is_main=trainer.is_global_zero))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the update, where it was sampled."""
         self._log(trainer, self._sampled(is_main=trainer.is_global_zero))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop measuring; `telemetry.records` stays readable."""
         self._detach()
 
     def _log(self, trainer: Trainer, values: dict[str, float]) -> None:

@@ -65,7 +65,6 @@ class TelemetryLog:
         return {**values, "telemetry/skipped": record["skipped"], "telemetry/findings": self._found}
 
     def _detach(self) -> None:
-        """Stop measuring; `telemetry.records` stays readable."""
         if self.telemetry is not None:
             self.telemetry.detach()
 

@@ -114,25 +114,19 @@ def _built(
 ) -> ScaledDecayOptimizer:
     """The optimizer of `for_model`, its groups cut by the scales of their parameters."""
     routing, rest = optimizer._route(model, preset, patterns, adamw, options)
-    groups = routing.groups
-    if spared or set(scales.values()) != {1.0}:
-        groups = [part for group in groups for part in _by_depth(group, scales, spared)]
+    if not spared and set(scales.values()) == {1.0}:
+        return optimizer._routed(model, routing, **rest)
+    groups: list[dict[str, Any]] = []
+    for group in routing.groups:  # one group for each scale, the layers next to the output first
+        parts: dict[tuple[float, bool], list[tuple[str, torch.Tensor]]] = {}
+        for name, param in group["params"]:
+            parts.setdefault((scales[id(param)], name in spared), []).append((name, param))
+        for (scale, undecayed), members in sorted(parts.items(), reverse=True):
+            name = f"{group['name']} x{scale:.3g}" + (" undecayed" if undecayed else "")
+            part = {**group, "params": members, "lr_scale": scale, "name": name}
+            if isinstance(group.get("peak_lr"), float):
+                part["peak_lr"] = group["peak_lr"] * scale
+            if undecayed:
+                part["weight_decay"] = 0.0
+            groups.append(part)
     return optimizer._routed(model, Routing(groups, routing.reasons), **rest)
-
-
-def _by_depth(group: dict[str, Any], scales: dict[int, float], spared: set[str]) -> list[dict[str, Any]]:
-    """A routed group as one group for each scale, the layers next to the output first."""
-    parts: dict[tuple[float, bool], list[tuple[str, torch.Tensor]]] = {}
-    for name, param in group["params"]:
-        parts.setdefault((scales[id(param)], name in spared), []).append((name, param))
-    return [
-        {
-            **group,
-            "params": members,
-            "lr_scale": scale,
-            **({"peak_lr": group["peak_lr"] * scale} if isinstance(group.get("peak_lr"), float) else {}),
-            "name": f"{group['name']} x{scale:.3g}" + (" undecayed" if undecayed else ""),
-            **({"weight_decay": 0.0} if undecayed else {}),
-        }
-        for (scale, undecayed), members in sorted(parts.items(), reverse=True)
-    ]

@@ -73,7 +73,18 @@ class ScaledDecayOptimizers(OptimizersContainer):
             if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
                 raise ValueError(message)
             logger.warning(message)  # they may be meant for a pipeline stage of another rank
-        self.optimizers = [_routed(config, part) for part in model_parts]
+        if config.name not in OPTIMIZERS:
+            raise ValueError(f"optimizer.name={config.name!r}: must be one of {', '.join(OPTIMIZERS)}")
+        self.optimizers = []
+        for part in model_parts:
+            patterns, rest = patterns_within(part, config.patterns), {"adamw": config.adamw, **config.options}
+            optimizer = OPTIMIZERS[config.name].for_model(
+                part, lr=config.lr, weight_decay=config.weight_decay, patterns=patterns, **rest
+            )
+            for group in optimizer.param_groups:  # the names that torchtitan's checkpoints use
+                group["param_names"] = [canonical_fqn(name) for name in group["param_names"]]
+            logger.info(f"Optimizer {config.name}:\n{optimizer.routing()}")
+            self.optimizers.append(optimizer)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         params = [param for group in groups for param in group["params"]]
         self._validate_params(params)
@@ -93,17 +104,34 @@ class ScaledDecayOptimizers(OptimizersContainer):
         for optimizer in self.optimizers:
             _make_state(optimizer)
             found = get_flat_optim_state_dict(optimizer)
-            flat |= _packed(optimizer, found) if isinstance(optimizer, ScaledDecayOptimizer) else found
+            if isinstance(optimizer, ScaledDecayOptimizer):  # one entry for all options of a parameter's group
+                found = {key: value for key, value in found.items() if not key.startswith("param_groups.")}
+                for group in optimizer.param_groups:
+                    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                    line = json.dumps(options, default=lambda tensor: tensor.squeeze().tolist())  # such as a rate
+                    found |= {f"param_groups.{name}.options": line for name in group["param_names"]}
+            flat |= found
         return flat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, also in an earlier release or for other parts of the model."""
         for optimizer in self.optimizers:
             _make_state(optimizer)
-            if isinstance(optimizer, ScaledDecayOptimizer):
-                optimizer.load_state_dict(_unpacked(optimizer, state_dict))
-            else:
+            if not isinstance(optimizer, ScaledDecayOptimizer):
                 load_flat_optim_state_dict(optimizer, state_dict)
+                continue
+            names = [name for group in optimizer.param_groups for name in group["param_names"]]
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            state = {
+                number: {key: state_dict[f"state.{name}.{key}"] for key in optimizer.state[param]}
+                for number, (name, param) in enumerate(zip(names, params, strict=True))
+            }
+            # Each parameter is a group by itself, so that loading sees which options it was saved with.
+            groups = [
+                {**json.loads(state_dict[f"param_groups.{name}.options"]), "params": [number], "param_names": [name]}
+                for number, name in enumerate(names)
+            ]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def for_model(
@@ -138,58 +166,9 @@ def for_model(
     )
 
 
-def _routed(config: ScaledDecayOptimizers.Config, part: torch.nn.Module) -> ScaledDecayOptimizer:
-    """The optimizer of one part, under the names that torchtitan's checkpoints use."""
-    if config.name not in OPTIMIZERS:
-        raise ValueError(f"optimizer.name={config.name!r}: must be one of {', '.join(OPTIMIZERS)}")
-    optimizer = OPTIMIZERS[config.name].for_model(
-        part,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        patterns=patterns_within(part, config.patterns),
-        adamw=config.adamw,
-        **config.options,
-    )
-    for group in optimizer.param_groups:
-        group["param_names"] = [canonical_fqn(name) for name in group["param_names"]]
-    logger.info(f"Optimizer {config.name}:\n{optimizer.routing()}")
-    return optimizer
-
-
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that a checkpoint is read into; torchtitan's own way is a step at rate 0, which ours count."""
     if isinstance(optimizer, ScaledDecayOptimizer):
         allocate(optimizer)
     else:
         init_optim_state(optimizer)
-
-
-def _packed(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
-    """A flat state with one entry for all options of a parameter's group."""
-    packed = {key: value for key, value in flat.items() if not key.startswith("param_groups.")}
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        line = json.dumps(options, default=lambda tensor: tensor.squeeze().tolist())  # a rate, or what a graph changes
-        packed |= {f"param_groups.{name}.options": line for name in group["param_names"]}
-    return packed
-
-
-def _unpacked(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer in torch's own layout, from a flat one that may hold others' as well.
-
-    Each parameter is a group by itself, so that loading sees which options it was saved with.
-    """
-    named = {
-        name: param
-        for group in optimizer.param_groups
-        for name, param in zip(group["param_names"], group["params"], strict=True)
-    }
-    state = {
-        number: {key: flat[f"state.{name}.{key}"] for key in optimizer.state[param]}
-        for number, (name, param) in enumerate(named.items())
-    }
-    groups = [
-        {**json.loads(flat[f"param_groups.{name}.options"]), "params": [number], "param_names": [name]}
-        for number, name in enumerate(named)
-    ]
-    return {"state": state, "param_groups": groups}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -30,7 +30,6 @@ class ModelFactory:
         optimizer: type[ScaledDecayOptimizer] = MuonSW,
         **options: Any,
     ) -> ScaledDecayOptimizer:
-        """The optimizer for this model; without `lr`, the learning rate of the training arguments."""
         if lr is None:
             lr = getattr(args, "learning_rate", None)
         if lr is None:
@@ -67,13 +66,6 @@ def for_model(
     return ModelFactory, given | ({"patterns": patterns} if patterns else {}) | ({"adamw": adamw} if adamw else {})
 
 
-class LogsToReporters(Protocol):
-    """What the callback needs of a Trainer."""
-
-    def log(self, logs: dict[str, float]) -> None:
-        """Write values to `log_history` and to everything that the Trainer reports to."""
-
-
 class TelemetryCallback(TelemetryLog, TrainerCallback):
     """Logs what the optimizer does to the weights, to whatever the Trainer logs to.
 
@@ -91,27 +83,22 @@ class TelemetryCallback(TelemetryLog, TrainerCallback):
         telemetry: the `Telemetry` of the run under way, None before it.
     """
 
-    def __init__(
-        self, trainer: LogsToReporters, every: int = 50, *, findings: Findings | None = None, **telemetry: Any
-    ) -> None:
+    def __init__(self, trainer: Any, every: int = 50, *, findings: Findings | None = None, **telemetry: Any) -> None:
         super().__init__(logger, every, findings, telemetry)
         self.trainer = trainer
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach to the optimizer, in a resumed run too, and log the routing."""
         is_main = state.is_world_process_zero
         self._log(control, self._attach(kwargs["optimizer"], kwargs["model"], state.global_step, is_main=is_main))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log the update, where it was sampled."""
         self._log(control, self._sampled(is_main=state.is_world_process_zero))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop measuring; `telemetry.records` stays readable."""
         self._detach()
 
     def _log(self, control: TrainerControl, values: dict[str, float]) -> None:

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.rounds import ROUNDS, SMALLEST_ROUND
+from muonsw.distributed.exchange import ROUNDS, SMALLEST_ROUND
 from muonsw.lab.model import ModelConfig, count, role_of, unallocated
 from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.paper import PAPER_BATCH_TOKENS

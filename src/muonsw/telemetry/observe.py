@@ -7,8 +7,8 @@ time, from copies of their state; for others it is the change that was stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,8 @@ from muonsw.slots import wide_dtype
 from muonsw.state import layouts, zeros
 from muonsw.step import chunk_bytes, update_batch
 from muonsw.summary import Summary
-from muonsw.telemetry.parameters import ModelView, ParameterInfo, Rows, parameter_infos
-from muonsw.telemetry.record import MEASURED, SQUARES, Sample
-from muonsw.telemetry.spectrum import Spectrum
+from muonsw.telemetry.record import MEASURED, SQUARES, Matrices, ModelView, ParameterInfo, Rows, Sample, parameter_infos
 from muonsw.work import Batch, Group, Item, StepContext
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # An update that is smaller than a weight by this many units of rounding cannot be told from none.
 ROUNDING = 4
@@ -41,6 +36,11 @@ LONGEST = 2**16
 
 # torch optimizers that shrink weights by lr * weight_decay before they move them.
 _DECOUPLED = (torch.optim.AdamW, torch.optim.Muon)
+
+# Vectors that are iterated together: the error falls with the gap to the singular value after the last of them.
+BLOCK = 8
+# Iterations from random vectors, and from those of the last sample, since when a weight has moved little.
+COLD, WARM = 12, 4
 
 _ANNOUNCEMENT = (
     "telemetry that measures this step (attach it on every rank, with the same `every` and `start_step`, and give the "
@@ -91,7 +91,6 @@ class Observer:
             ranks.announced.append(_ANNOUNCEMENT)
 
     def stop(self) -> None:
-        """Forget the copies."""
         self._before = {}
         if self.ours is not None and _ANNOUNCEMENT in self.ours._ranks.announced:
             self.ours._ranks.announced.remove(_ANNOUNCEMENT)
@@ -131,7 +130,7 @@ class Observer:
 
     def _sum_over_ranks(self, tables: dict[Tensor, Tensor]) -> None:
         """Square the norms and add up what each rank holds of a sharded parameter."""
-        shared: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+        shared: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
         for param, table in tables.items():
             table[1 : 1 + len(SQUARES)].square_()
             # What has overflowed is NaN: over infinity an alignment or a relative size would be zero.
@@ -150,7 +149,13 @@ class Observer:
         self, info: ParameterInfo, param: Tensor, before: Before, intended: Tensor | None
     ) -> Iterator[tuple[Rows, Tensor]]:
         """Norms and inner products of the matrices that this rank holds, those of one size together."""
-        momentum = self._momentum(param)
+        momentum, state = None, self.optimizer.state.get(param, {})
+        for key in ("exp_avg", "momentum_buffer"):
+            value = state.get(key)
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                momentum = local(value).to(local(param).device)
+                if is_code(momentum):
+                    momentum = decode(momentum, local(state[f"{key}{SCALE}"]).to(momentum.device))
         grad = _local_gradient(param) if before.gradient is None else before.gradient
         grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
         for rows in info.matrices.rows(param):
@@ -176,16 +181,6 @@ class Observer:
                 values |= {"mm": norm(m), "wm": inner(w, m), "ww_momentum": values["ww"]}
             zero = torch.zeros_like(values["ww"])
             yield rows, torch.stack([values.get(name, zero) for name in MEASURED[1:]])
-
-    def _momentum(self, param: Tensor) -> Tensor | None:
-        """The momentum after the step, as it is kept."""
-        state = self.optimizer.state.get(param, {})
-        for key in ("momentum_buffer", "exp_avg"):
-            value = state.get(key)
-            if isinstance(value, Tensor) and value.shape == param.shape:
-                held = local(value).to(local(param).device)
-                return decode(held, local(state[f"{key}{SCALE}"]).to(held.device)) if is_code(held) else held
-        return None
 
     def _intended_update(self, info: ParameterInfo, param: Tensor, weight: Tensor, state: dict[str, Tensor]) -> Tensor:
         """The update of this rank's shard before rounding: what a second step moves float32 zeros by.
@@ -213,7 +208,6 @@ class Observer:
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
-    """Inner products of the rows of two (rows, elements) tensors."""
     products: Tensor = torch.linalg.vecdot(x, y)
     return products
 
@@ -249,3 +243,67 @@ def known_decay(optimizer: Optimizer, group: Group) -> float | None:
         return 0.0
     decoupled = isinstance(optimizer, _DECOUPLED) or group.get("decoupled_weight_decay") is True
     return None if lam is None or lr is None or not (decoupled or "base_weight_decay" in group) else float(lr * lam)
+
+
+class Spectrum:
+    """Measures spectral norms by a power iteration that starts where the last sample ended, and condition numbers.
+
+    Start vectors come from a generator of its own, so that no random number of the training is used up.
+    """
+
+    def __init__(self, *, spectral_norm: bool, condition: bool, seed: int = 0) -> None:
+        self.spectral_norm = spectral_norm
+        self.condition = condition
+        self._generator = torch.Generator().manual_seed(seed)
+        self._vectors: dict[tuple[Tensor, int], Tensor] = {}
+
+    def measure(self, param: Tensor, matrices: Matrices, weight: Tensor) -> dict[str, Tensor]:
+        """The requested values of each matrix of a parameter, from a copy of its weight; brings shards together."""
+        values: dict[str, Tensor] = {}
+        if not (self.spectral_norm or self.condition):
+            return values
+        batches = matrices.batches(whole(weight))
+        if batches and self.spectral_norm:
+            values["spectral_norm"] = torch.cat([self._norms((param, n), batch) for n, batch in enumerate(batches)])
+        if batches and self.condition:
+            values["condition"] = condition_numbers(batches)
+        return values
+
+    def _norms(self, key: tuple[Tensor, int], batch: Tensor) -> Tensor:
+        W = batch.to(wide_dtype(batch.dtype))
+        shape = (W.shape[0], W.shape[2], min(BLOCK, *W.shape[1:]))
+        V = self._vectors.get(key)
+        iterations = WARM
+        if V is None or V.shape != shape:  # other weights may have been put into the parameter
+            iterations = COLD
+            V = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        V = V.to(W)
+        for _ in range(iterations):
+            V = torch.linalg.qr(W.mT @ (W @ V)).Q
+        if V.isfinite().all():
+            self._vectors[key] = V
+        image = (W @ V).double()
+        return _eigenvalues(image.mT @ image)[:, -1].clamp(min=0).sqrt()
+
+
+def condition_numbers(batches: Iterable[Tensor]) -> Tensor:
+    """Largest over smallest singular value of each matrix, up to about 1e7; beyond that they are not finite.
+
+    From the eigenvalues of the smaller Gram matrix in float64, which costs an eigendecomposition.
+    """
+    numbers = []
+    for batch in batches:
+        W = batch.double()
+        gram = W @ W.mT if W.shape[1] <= W.shape[2] else W.mT @ W
+        eigenvalues = _eigenvalues(gram)
+        noise = eigenvalues[:, -1] * gram.shape[-1] * torch.finfo(torch.float64).eps
+        smallest = torch.where(eigenvalues[:, 0] > noise, eigenvalues[:, 0], 0.0)
+        numbers.append((eigenvalues[:, -1] / smallest).sqrt())
+    return torch.cat(numbers)
+
+
+def _eigenvalues(gram: Tensor) -> Tensor:
+    """Eigenvalues of symmetric matrices (count, n, n), ascending; not a number where torch would refuse a matrix."""
+    finite = gram.isfinite().all(-1).all(-1, keepdim=True)
+    values: Tensor = torch.linalg.eigvalsh(torch.where(finite.unsqueeze(-1), gram, 0.0))
+    return torch.where(finite, values, torch.nan)

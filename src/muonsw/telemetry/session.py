@@ -1,4 +1,4 @@
-"""Telemetry: attach it to an optimizer, and it measures every so many of its updates."""
+"""Telemetry: attached to an optimizer, it measures sampled updates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from muonsw.checkpoint import required_optimizer
 from muonsw.distributed.shards import is_dtensor, local
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_whole
-from muonsw.telemetry.observe import Observer
-from muonsw.telemetry.parameters import model_view
-from muonsw.telemetry.record import Record, build
-from muonsw.telemetry.spectrum import Spectrum
+from muonsw.telemetry.observe import Observer, Spectrum
+from muonsw.telemetry.record import Record, build, model_view
 from muonsw.work import names_of
 
 Sink = Callable[[Record], object]
@@ -83,7 +81,19 @@ class Telemetry:
         if keep is not None:
             require_whole("keep", keep, 1)
         optimizer = required_optimizer(optimizer, "Telemetry")
-        _check_optimizer(optimizer)
+        if not any(group["params"] for group in optimizer.param_groups):
+            raise ValueError(f"this {type(optimizer).__name__} has no parameters, so there is nothing to measure")
+        for number, group in enumerate(optimizer.param_groups):
+            for name, param in zip(names_of(group, number), group["params"], strict=True):
+                if is_dtensor(param) and not isinstance(optimizer, ScaledDecayOptimizer):
+                    raise ValueError(f"{name} is a DTensor; only optimizers of this library can be measured then")
+                if not param.is_floating_point():
+                    raise ValueError(
+                        f"{name} has dtype {param.dtype}; only real floating-point weights can be measured"
+                    )
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            if isinstance(getattr(hook, "__self__", None), Telemetry):
+                raise ValueError("this optimizer has a Telemetry already; call its detach(), or give it more sinks")
         self.optimizer = optimizer
         self.every = every
         self.step = start_step
@@ -165,23 +175,8 @@ class Telemetry:
 
 
 def _makes_state(optimizer: Optimizer) -> bool:
-    """Whether this is the step at learning rates and gradients of zero by which torch makes state for a checkpoint."""
+    # torch makes state for a checkpoint by a step at learning rates and gradients of zero
     if optimizer.state or any(group.get("lr") != 0 for group in optimizer.param_groups):
         return False
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     return all(param.grad is not None and not local(param.grad).any() for param in params)
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse what cannot be measured, before anything is attached."""
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise ValueError(f"this {type(optimizer).__name__} has no parameters, so there is nothing to measure")
-    for number, group in enumerate(optimizer.param_groups):
-        for name, param in zip(names_of(group, number), group["params"], strict=True):
-            if is_dtensor(param) and not isinstance(optimizer, ScaledDecayOptimizer):
-                raise ValueError(f"{name} is sharded (a DTensor); only optimizers of this library can be measured then")
-            if not param.is_floating_point():
-                raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be measured")
-    for hook in optimizer._optimizer_step_pre_hooks.values():
-        if isinstance(getattr(hook, "__self__", None), Telemetry):
-            raise ValueError("this optimizer has a Telemetry already; call its detach() first, or give it more sinks")

@@ -39,7 +39,6 @@ class JsonlSink:
         self._file = self.path.open("a", encoding="utf-8")
 
     def __call__(self, record: Record) -> None:
-        """Write a record."""
         self._file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
         self._file.flush()
 
@@ -66,7 +65,6 @@ class TensorBoardSink:
         self.writer, self.parameters = writer, parameters
 
     def __call__(self, record: Record) -> None:
-        """Write the scalars of a record."""
         for tag, value in scalars(record, parameters=self.parameters):
             self.writer.add_scalar(tag, value, record["step"])
 
@@ -84,7 +82,6 @@ class WandbSink:
         self._kinds: set[str] = set()
 
     def __call__(self, record: Record) -> None:
-        """Log the scalars of a record."""
         kind = record.get("kind", KIND)
         if kind not in self._kinds and hasattr(self.run, "define_metric"):
             self.run.define_metric(f"{kind}/step")
@@ -105,7 +102,6 @@ class MlflowSink:
         self.run, self.parameters = run, parameters
 
     def __call__(self, record: Record) -> None:
-        """Log the scalars of a record."""
         self.run.log_metrics(dict(scalars(record, parameters=self.parameters)), step=record["step"])
 
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from muonsw.distributed.grid import Grid, route
+from muonsw.distributed.layout import Grid, route
 
 
 def lines_through(grid, place, *, turned):
