@@ -13,8 +13,8 @@ import pytest
 
 from muonsw.lab.claims.statistics import ONE_SEED, over_seeds
 from muonsw.lab.cli import main as command_line
+from muonsw.lab.data.documents import MarkovSource
 from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import Run, load_run

@@ -34,19 +34,16 @@ from filelock import FileLock
 from rich.console import Console
 
 from muonsw import machine
-from muonsw.lab.base.processes import stop_requests
-from muonsw.lab.base.progress import View, showing
-from muonsw.lab.console import say
-from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, needed
+from muonsw.lab.console import View, say, showing
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, needed, stop_requests
 from muonsw.lab.files import LOCK, parse_json, prepare_folder, read_object, write_atomically, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, METRICS, RESULT, refuse_other_settings
 from muonsw.lab.train.loop import Watch, train
-from muonsw.lab.train.progress import numbers_of
-from muonsw.lab.train.records import Record
+from muonsw.lab.train.ranks import World, joined
+from muonsw.lab.train.records import Record, numbers_of
 from muonsw.lab.train.state import compiles, resolve_device, with_fingerprint
-from muonsw.lab.train.world import World, joined
 from muonsw.text import counted
 
 Task = TypeVar("Task")

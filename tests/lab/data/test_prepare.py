@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from muonsw.lab.data import prepare as module
-from muonsw.lab.data.documents import DEFAULT_VOCAB, Corpus
+from muonsw.lab.data.documents import DEFAULT_VOCAB, Corpus, MarkovSource
 from muonsw.lab.data.prepare import (
     held_out_fraction,
     is_validation,
@@ -19,7 +19,6 @@ from muonsw.lab.data.prepare import (
     prepare_default,
 )
 from muonsw.lab.data.shards import RECORD, ShardError, load_tokenizer, open_split, read_record, verify_folder
-from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import LOCK, locked

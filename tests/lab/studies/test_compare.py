@@ -16,8 +16,8 @@ from muonsw.lab.advise import more_decay
 from muonsw.lab.claims.claim import Interval
 from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
+from muonsw.lab.data.documents import MarkovSource
 from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.recipes import IDLE

@@ -8,9 +8,8 @@ import time
 import pytest
 
 from muonsw import machine
-from muonsw.lab.train.graph import WARM_CALLS
 from muonsw.lab.train.loop import Watch, train
-from muonsw.lab.train.state import Training, with_fingerprint
+from muonsw.lab.train.state import WARM_CALLS, Training, with_fingerprint
 from muonsw.presets import PRESETS
 from tests.lab.test_end_to_end import finished, torchrun
 from tests.lab.train.ranks import on_ranks, write_config

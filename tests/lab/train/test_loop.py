@@ -15,11 +15,10 @@ from itertools import islice
 import pytest
 import torch
 
-from muonsw.lab.base.processes import torch_threads
-from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.data.documents import MarkovSource
 from muonsw.lab.errors import Diverged, MachineError, UsageError
 from muonsw.lab.train import checkpoint, loop
-from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.loop import Watch, torch_threads, train
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.train.small_runs import StoppedError, assert_same_run, losses, small_run, stop_at, weights
 

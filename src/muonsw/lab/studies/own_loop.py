@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.base.processes import environment
 from muonsw.lab.console import plain_text
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder, refuse_folder
@@ -20,6 +19,7 @@ from muonsw.lab.runs import Columns, Run, load_run
 from muonsw.lab.studies.compare import verdict
 from muonsw.lab.studies.outcome import Outcome, arms_table, compare, pairs_table
 from muonsw.lab.studies.study import PAGE, write_numbers
+from muonsw.lab.train.folder import environment
 
 EXPECTED = "expected losses, as a list or by update ({100: 2.5}, or {100: {'loss': 2.5, 'accuracy': 0.4}})"
 

@@ -13,7 +13,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from muonsw.lab.base.processes import environment
 from muonsw.lab.claims.claim import Claim, Evidence, Verdict, count_verdicts, failed_first
 from muonsw.lab.claims.table import Claims, any_failed
 from muonsw.lab.console import Table, say
@@ -35,6 +34,7 @@ from muonsw.lab.studies.scales import CPU, Scale
 from muonsw.lab.studies.workshop import ExperimentResult, Workshop
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import environment
 from muonsw.registry import Registry
 
 PAGE = "report.html"

@@ -28,8 +28,8 @@ from muonsw.lab.files import numbered, plain, read_object, reported, sync
 from muonsw.lab.train.folder import refuse_changes
 
 if TYPE_CHECKING:
+    from muonsw.lab.train.ranks import World
     from muonsw.lab.train.state import Training
-    from muonsw.lab.train.world import World
 
 STATE, PREFIX = "state.json", "step-"
 PARTS = ("model", "optimizer", "random")

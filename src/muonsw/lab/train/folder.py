@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from muonsw import machine
-from muonsw.lab.base.processes import environment
+from muonsw import __version__, machine
 from muonsw.lab.config import differences, flatten
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import read_object, write_json
@@ -23,6 +24,7 @@ from muonsw.lab.train.config import ParallelConfig, RunConfig
 
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
 CHECKPOINTS = "checkpoints"
+PACKAGES = ("torch", "numpy", "matplotlib", "plotly", "transformers", "timm")
 REMEDY = "put the run's own back, or delete it: checkpoints know their settings"
 
 # Settings that change what is saved or shown, never a result. Data may move: their hash is compared. How ranks share
@@ -76,6 +78,25 @@ def read_config_file(path: Path) -> RunConfig:
         return RunConfig.from_data(read_object(path))
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
+
+
+def environment() -> dict[str, Any]:
+    """Describe versions and the class of machine; nothing identifies it or its user."""
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    return {
+        "muonsw": __version__,
+        "python": platform.python_version(),
+        **{name: installed(name) for name in PACKAGES},
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpu_cores": machine.cores(),
+    }
 
 
 def write_environment(folder: Path, **more: Any) -> None:

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from muonsw import Telemetry
-from muonsw.lab.base.processes import StopRequest, stop_requests, torch_threads
-from muonsw.lab.errors import Diverged, Interrupted, UsageError
+from muonsw.lab.errors import Diverged, Interrupted, StopRequest, UsageError, stop_requests
 from muonsw.lab.files import LOCK, locked, write_json
 from muonsw.lab.train.checkpoint import Shelf
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, RESULT, refuse_other_settings, write_environment
+from muonsw.lab.train.ranks import World, agreed
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks, tensorboard_sink, wandb_sink
 from muonsw.lab.train.state import Training, with_fingerprint
-from muonsw.lab.train.world import World, agreed
 from muonsw.state import state_bytes
 
 # The clock leaves at least 50 times the last save between checkpoints: 2% of the time.
@@ -194,3 +193,14 @@ def _result(training: Training) -> dict[str, Any]:
         "state_bytes": sum(state_bytes(training.optimizer.param_groups).values()),
         "skipped": training.guard.skipped,
     }
+
+
+@contextmanager
+def torch_threads(number: int | None) -> Iterator[None]:
+    """Set the number of torch's threads inside the block; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

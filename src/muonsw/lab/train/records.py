@@ -154,6 +154,27 @@ def _record_in(line: bytes) -> Record | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
+def numbers_of(record: Record, steps: int) -> dict[str, str]:
+    """What a view shows of a record, as texts by heading; `steps` is the length of the whole run.
+
+    Examples:
+        >>> numbers_of({"kind": "train", "step": 1200, "loss": 3.25}, 5000)
+        {'step': '1,200/5,000', 'loss': '3.2500'}
+        >>> numbers_of({"kind": "eval", "step": 1200, "loss": 3.5}, 5000)
+        {'validation': '3.5000'}
+        >>> numbers_of({"kind": "telemetry", "step": 1200, "decayed": {"weight_rms": 0.125}}, 5000)
+        {'weight RMS': '0.1250'}
+    """
+    match record["kind"]:
+        case "train":
+            return {"step": f"{record['step']:,}/{steps:,}", "loss": f"{record['loss']:.4f}"}
+        case "eval":
+            return {"validation": f"{record['loss']:.4f}"}
+        case "telemetry" if (norm := (record.get("decayed") or {}).get("weight_rms")) is not None:
+            return {"weight RMS": f"{norm:.4f}"}
+    return {}
+
+
 def require_sinks(config: RunConfig) -> None:
     """Raise a `UsageError` if a package that a run is logged with is not installed."""
     if config.tensorboard:

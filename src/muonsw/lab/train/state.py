@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from muonsw import machine
+from muonsw.kernels.graphs import recorded
 from muonsw.lab.data.loader import prefetch
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import ModelConfig
@@ -23,6 +25,8 @@ from muonsw.lab.tasks import (
     Task,
     TaskConfig,
     UserTask,
+    map_tensors,
+    tensors_of,
     to_device,
     with_file,
     with_tokens,
@@ -38,15 +42,20 @@ from muonsw.lab.train.checkpoint import (
     whole,
 )
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
-from muonsw.lab.train.parallel import PlacedModel, require_division
-from muonsw.lab.train.world import World
+from muonsw.lab.train.ranks import PlacedModel, World, require_division
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
 # What a checkpoint holds of a `LossGuard`; JSON writes an infinite `lowest` as None.
 GUARD_STATE = ("lowest", "strikes", "skipped", "skipped_in_a_row")
+
+# Eager calls before one is captured: kernels are compiled, and states made, on the way.
+WARM_CALLS = 3
+# A graph holds the activations of a call; beyond this many tokens the launches no longer matter.
+MOST_TOKENS = 65_536
+
+Result = TypeVar("Result")
 
 
 class Evaluation(NamedTuple):
@@ -394,3 +403,66 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     if config.task is not None:
         return replace(config, task=with_file(config.task))
     return replace(config, data=with_tokens(config.tokens, config.decoder))
+
+
+class GraphedFunction(Generic[Result]):
+    """A function that is captured once and then replayed on new batches of the same shape.
+
+    What it returns is overwritten by the next call, so use it before. Where it cannot be captured it stays eager, with
+    a warning.
+
+    Args:
+        function: Works on tensors of fixed shapes and never waits for the device.
+        device: A CUDA device.
+    """
+
+    def __init__(self, function: Callable[[list[Batch]], Result], device: torch.device) -> None:
+        self.function = function
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._calls = 0
+        self._refused = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batches: list[Batch] = []
+        self._result: Result | None = None
+
+    def __call__(self, batches: list[Batch]) -> Result:
+        """The function of these batches; the first calls are eager."""
+        self._calls += 1
+        fits = self._graph is None or [t.shape for t in _tensors(batches)] == [t.shape for t in _tensors(self._batches)]
+        if self._calls <= WARM_CALLS or self._refused or not fits:
+            return self.eager(batches)
+        if self._graph is None:
+            self._capture(batches)
+        if self._graph is None:
+            return self.eager(batches)
+        assert self._result is not None
+        for held, given in zip(_tensors(self._batches), _tensors(batches), strict=True):
+            held.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._result
+
+    def eager(self, batches: list[Batch]) -> Result:
+        """An eager call, on the stream of the capture: autograd remembers on which stream it met the weights."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = self.function(batches)
+        current.wait_stream(self._stream)
+        return result
+
+    def _capture(self, batches: list[Batch]) -> None:
+        """Record a call without making it; the thread that reads batches ahead goes on meanwhile."""
+        self._batches = [map_tensors(Tensor.clone, batch) for batch in batches]
+
+        def program() -> None:
+            self._result = self.function(self._batches)
+
+        try:
+            self._graph = recorded(program, self._stream.device, stream=self._stream)
+        except RuntimeError as error:
+            self._refused = True
+            warnings.warn(f"updates are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _tensors(batches: list[Batch]) -> list[Tensor]:
+    return [tensor for batch in batches for tensor in tensors_of(batch)]
