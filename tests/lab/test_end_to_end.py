@@ -340,7 +340,7 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("times", "said"), [(1, "stopped after 1 of 6 updates, saved"), (2, "interrupted")])
+@pytest.mark.parametrize(("times", "said"), [(1, "stopped after 1 of 6 steps, saved"), (2, "interrupted")])
 def test_an_interrupt_is_reported_in_a_line(times, said, tmp_path):
     program = [sys.executable, "-c", INTERRUPTED.replace("TIMES", str(times))]
     done = subprocess.run(
@@ -591,7 +591,7 @@ def test_a_damaged_file_is_named_on_all_ranks_and_the_checkpoint_before_it_taken
     assert [one.code for one in ended] == [0, 0], ended
     assert "damaged checkpoint left out" in ended[0].text
     assert f"it is now {folder}/checkpoints/damaged-step-00000004.1" in ended[0].text
-    assert "going on after update 2" in ended[0].text
+    assert "resuming after step 2" in ended[0].text
     assert rank_ending(folder) == undisturbed()
 
 
@@ -673,11 +673,11 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     launcher.send_signal(number)
     code, said = finished(launcher)
     assert code != 0
-    assert f"of {STEPS} updates, saved; run the same command again" in said
+    assert f"of {STEPS} steps, saved; run the same command again" in said
     assert not (folder / "result.json").exists()
     code, said = finished(torchrun("muonsw.lab.run", write_config(ranks_config()), folder))
     assert code == 0, said
-    assert "going on after update" in said
+    assert "resuming after step" in said
     assert rank_ending(folder) == undisturbed()
 
 

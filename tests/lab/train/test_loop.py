@@ -156,7 +156,7 @@ def test_a_rate_above_its_peak_is_the_user_s_error(tmp_path):
         for group in training.optimizer.param_groups:
             group["peak_lr"] = 1e-6
 
-    with pytest.raises(UsageError, match=r"update 1 cannot be taken: .*above its peak"):
+    with pytest.raises(UsageError, match=r"step 1 cannot be taken: .*above its peak"):
         train(small_run(), tmp_path, Watch(started=raise_it))
 
 

@@ -126,17 +126,17 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_strategy(tmp_path):
     folder = tmp_path / "run"
     ended = run(4, on_ranks(config(), strategy="fsdp"), folder, stop_after(3))
     assert [one.code for one in ended] == [128 + signal.SIGTERM] * 4, ended
-    assert "stopped after 3 of 6 updates, saved" in ended[0].text
+    assert "stopped after 3 of 6 steps, saved" in ended[0].text
     ended = run(2, on_ranks(config(), strategy="ddp"), folder, stop_after(5))
-    assert "going on after update 3" in ended[0].text
-    assert "stopped after 5 of 6 updates, saved" in ended[0].text
+    assert "resuming after step 3" in ended[0].text
+    assert "stopped after 5 of 6 steps, saved" in ended[0].text
     notes = []
     in_float64()
     try:
         train(config(), folder, Watch(note=notes.append))
     finally:
         torch.set_default_dtype(torch.float32)
-    assert "going on after update 5" in notes[0]
+    assert "resuming after step 5" in notes[0]
     assert_same_numbers(folder, one_process())
 
 

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,7 +43,7 @@ def identity(config: RunConfig) -> str:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether the config in a folder belongs to a run that took an update."""
+    """Whether the config in a folder belongs to a run that took a step."""
     return os.path.lexists(folder / CONFIG) and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, RESULT))
 
 
@@ -55,7 +56,6 @@ def recorded_code(folder: Path, task: TaskConfig) -> str | None:
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:
-    """Raise a `UsageError` if a folder holds a run with other settings."""
     if _has_begun(folder):
         refuse_changes(folder, read_object(folder / CONFIG, remedy=REMEDY), config)
 
@@ -82,17 +82,14 @@ def read_config_file(path: Path) -> RunConfig:
 
 def environment() -> dict[str, Any]:
     """Describe versions and the class of machine; nothing identifies it or its user."""
-
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
+    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
     return {
         "muonsw": __version__,
         "python": platform.python_version(),
-        **{name: installed(name) for name in PACKAGES},
+        **installed,
         "system": platform.system(),
         "machine": platform.machine(),
         "cpu_cores": machine.cores(),
@@ -102,6 +99,5 @@ def environment() -> dict[str, Any]:
 def write_environment(folder: Path, **more: Any) -> None:
     """Record the machine, once the run has set its threads."""
     device = torch.cuda.get_device_name() if machine.gpus() else "cpu"
-    threads = torch.get_num_threads()
-    content = {**environment(), "device": device, "threads": threads, "command": sys.argv, **more}
-    write_json(folder / ENVIRONMENT, content)
+    now = {"device": device, "threads": torch.get_num_threads(), "command": sys.argv}
+    write_json(folder / ENVIRONMENT, {**environment(), **now, **more})

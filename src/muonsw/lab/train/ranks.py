@@ -29,7 +29,7 @@ from muonsw.lab.train.config import ParallelConfig, RunConfig
 
 T = TypeVar("T")
 
-STARTING_SECONDS, CONNECTING_SECONDS = 1800.0, 3.0
+STARTING, CONNECTING = timedelta(minutes=30), timedelta(seconds=3)
 AGAIN = "start the same command again to go on from the last checkpoint, or let `torchrun --max-restarts` do it"
 SLOW = "if a rank may take that long, raise parallel.timeout"
 # gloo and NCCL raise plain errors; these words tell a lost connection from a fault of the program.
@@ -87,7 +87,26 @@ class SharedWorld(World):
 
     def __init__(self, timeout: float) -> None:
         backend = "cpu:gloo,cuda:nccl" if machine.gpus() else "gloo"
-        store, self.rank, self.size = _meet()
+        store, self.rank, self.size = next(rendezvous("env://", timeout=STARTING))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # torchrun keeps one store for all its restarts, in which a rank may find the address of a process that is
+            # gone. So rank 0 opens a store of its own and sends its port through the old one; a rank that finds a stale
+            # port asks again.
+            host, key, end = os.environ["MASTER_ADDR"], "muonsw/port", time.monotonic() + STARTING.total_seconds()
+            fresh: Store | None = None
+            if self.rank == 0:
+                fresh = TCPStore(host, 0, self.size, is_master=True, wait_for_workers=False)
+                store.set(key, str(fresh.port))
+            while fresh is None:
+                try:
+                    fresh = TCPStore(host, int(store.get(key)), self.size, is_master=False, timeout=CONNECTING)
+                    fresh.set_timeout(STARTING)
+                except dist.DistError:
+                    if time.monotonic() > end:
+                        raise
+            store = fresh
+        else:
+            store = PrefixStore("ranks", store)
         patience = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
         self.local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -120,33 +139,6 @@ class SharedWorld(World):
         largest = torch.tensor(number)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
-
-
-def _meet() -> tuple[Store, int, int]:
-    """Return a store that only these processes have written to, this rank, and the number of ranks.
-
-    torchrun keeps one store for all its restarts, in which a rank may find the address of a process that is gone. So
-    rank 0 opens a store of its own and sends its port through the old one; a rank that finds a stale port asks again.
-    """
-    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return PrefixStore("ranks", store), rank, size
-    host, key = os.environ["MASTER_ADDR"], "muonsw/port"
-    if rank == 0:
-        fresh = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
-        store.set(key, str(fresh.port))
-        return fresh, rank, size
-    end = time.monotonic() + STARTING_SECONDS
-    while True:
-        try:
-            patience = timedelta(seconds=CONNECTING_SECONDS)
-            theirs = TCPStore(host, int(store.get(key)), size, is_master=False, timeout=patience)
-        except dist.DistError:
-            if time.monotonic() > end:
-                raise
-        else:
-            theirs.set_timeout(timedelta(seconds=STARTING_SECONDS))
-            return theirs, rank, size
 
 
 @contextmanager
@@ -209,7 +201,21 @@ class PlacedModel:
             if self._buffers:
                 buffer = f"{self._buffers[0]} is a buffer of each rank"
                 raise UsageError(f"{buffer}, so the model cannot be divided: use strategy ddp")
-            _shard(module, config, world, device)
+            from torch.distributed.device_mesh import init_device_mesh  # slow to import
+            from torch.distributed.fsdp import fully_shard
+            from torch.distributed.tensor import Shard
+
+            parallel = config.parallel
+            axes = {"replicas": parallel.replicas} if parallel.replicas > 1 else {}
+            axes |= {"shards": world.size // parallel.replicas}
+            mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            # New groups do not take the timeout of the first one. torch 2.15 made the function public.
+            set_timeout = getattr(dist, "set_timeout", None) or torch.distributed.distributed_c10d._set_pg_timeout
+            for group in mesh.get_all_groups():
+                set_timeout(timedelta(seconds=parallel.timeout), group)
+            by_rows = {id(param) for param in module.parameters() if param.dim() == 3 and parallel.experts == "rows"}
+            for part in (*layers_of(module), module):
+                fully_shard(part, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if id(p) in by_rows else None)
 
     def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
         """Surround the passes of a micro-batch: gradients stay on their rank until the last one of an update."""
@@ -226,36 +232,8 @@ class PlacedModel:
                 dist.broadcast(self.module.get_buffer(name), src=0)
 
 
-def _shard(module: nn.Module, config: RunConfig, world: World, device: torch.device) -> None:
-    from torch.distributed.device_mesh import init_device_mesh  # slow to import
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
-
-    replicas = config.parallel.replicas
-    axes = {"replicas": replicas, "shards": world.size // replicas} if replicas > 1 else {"shards": world.size}
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    # New groups do not take the timeout of the first one. torch 2.15 made the function public.
-    set_timeout = getattr(dist, "set_timeout", None) or torch.distributed.distributed_c10d._set_pg_timeout
-    for group in mesh.get_all_groups():
-        set_timeout(timedelta(seconds=config.parallel.timeout), group)
-    experts = {id(param) for param in module.parameters() if param.dim() == 3}
-    rows = config.parallel.experts == "rows"
-
-    def place(param: nn.Parameter) -> Any:
-        return Shard(1) if rows and id(param) in experts else None
-
-    for part in (*layers_of(module), module):
-        fully_shard(part, mesh=mesh, shard_placement_fn=place)
-
-
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The parts of a model that are gathered one after the other: the members of its outermost lists of modules.
-
-    Examples:
-        >>> layers = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)]) for _ in range(3))
-        >>> len(layers_of(nn.ModuleDict({"layers": layers, "head": nn.Linear(2, 2)})))
-        3
-    """
+    """The parts of a model that are gathered one after the other: the members of its outermost lists of modules."""
     if isinstance(module, nn.ModuleList):
         return [layer for layer in module if next(layer.parameters(), None) is not None]
     return [layer for child in module.children() for layer in layers_of(child)]
