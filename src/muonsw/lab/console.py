@@ -25,7 +25,6 @@ GAP = 2  # blanks between columns
 NARROWEST_TEXT = 20  # characters that a column of text keeps before it wraps its words over several lines
 LARGE = 1e6  # numbers from here on are written with an exponent
 SECONDS_BETWEEN_LINES = 10.0  # of progress in a file
-REFRESHES_PER_SECOND = 2  # of progress in a terminal
 TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
 
 # Characters that steer a terminal or reorder text (C0 and C1 controls, bidirectional overrides), and halves of
@@ -38,10 +37,6 @@ def harmless(text: object) -> str:
     r"""A text in which nothing can steer a terminal: such characters are shown by their code.
 
     Names, settings and documents come from files that others may have written.
-
-    Examples:
-        >>> print(harmless("a run named \x1b]52;c;aGk=\x07"))
-        a run named \x1b]52;c;aGk=\x07
     """
     return str(text).translate(_SHOWN)
 
@@ -151,12 +146,7 @@ def show(value: Value, digits: int = 5) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """A loss as tables and sentences show it: four decimals, or four digits from a million on.
-
-    Examples:
-        >>> loss_text(3.14159), loss_text(1.5e30), loss_text(float("nan"))
-        ('3.1416', '1.5e+30', '\N{EN DASH}')
-    """
+    """A loss as tables and sentences show it: four decimals, or four digits from a million on."""
     return decimals(loss, 4) if math.isfinite(loss) else MISSING
 
 
@@ -171,12 +161,7 @@ def decimals(value: float, digits: int, sign: str = "") -> str:
 
 
 def norm_text(norm: float) -> str:
-    """A norm as tables and sentences show it: three digits.
-
-    Examples:
-        >>> norm_text(0.204139), norm_text(0.015), norm_text(461.2)
-        ('0.204', '0.0150', '461')
-    """
+    """A norm as tables and sentences show it: three digits."""
     return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
 
 
@@ -278,13 +263,7 @@ def _drawn(table: Table, places: Sequence[int], *, notes: bool = False) -> RichT
 
 
 def plain_text(table: Table, *, notes: bool = False) -> str:
-    """A table as aligned text without colours, numbers to the right.
-
-    Examples:
-        >>> print(plain_text(Table("t", "T", ("arm", Column("loss", number=True)), [("scaled", 3.1)])))
-        arm     loss
-        scaled   3.1
-    """
+    """A table as aligned text without colours, numbers to the right."""
     columns = table.headings()
     lines = [
         [f"{cell.text} ({cell.note})" if notes and cell.note else cell.text for cell in row] for row in table.cells()
@@ -403,17 +382,12 @@ def showing(console: Console, totals: Mapping[str, float | None], *, what: str =
         return
     from rich.live import Live
 
-    with Live(view, console=console, refresh_per_second=REFRESHES_PER_SECOND, transient=True):
+    with Live(view, console=console, refresh_per_second=2, transient=True):
         yield view
 
 
 def clock(seconds: float) -> str:
-    """Format seconds as a clock shows them.
-
-    Examples:
-        >>> clock(75.2), clock(3675)
-        ('1:15', '1:01:15')
-    """
+    """Format seconds as a clock shows them."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -37,11 +37,7 @@ class MachineError(UsageError):
 
 
 class Diverged(Exception):  # noqa: N818 (an outcome of training that the caller reports, not a fault of the program)
-    """The loss is not finite, or far above where it was.
-
-    Attributes:
-        step: The update that showed it.
-    """
+    """The loss is not finite, or far above where it was, at this step."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message, step)

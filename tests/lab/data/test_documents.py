@@ -205,7 +205,7 @@ def test_a_file_without_text_is_named(tmp_path, name, content, match):
 
 @pytest.mark.parametrize("damage", ["nonsense", "altered"])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
-def test_a_damaged_file_is_named(tmp_path, name, damage):
+def test_a_damaged_file_and_one_without_text_are_named(tmp_path, name, damage):
     path, rows = tmp_path / name, [{"text": os.urandom(200).hex()} for _ in range(500)]
     good = write_parquet(path, rows).read_bytes() if name == "a.parquet" else COMPRESS[path.suffix](json_lines(rows))
     middle = len(good) // 2
@@ -213,12 +213,9 @@ def test_a_damaged_file_is_named(tmp_path, name, damage):
     path.write_bytes({"nonsense": b"this is no such file", "altered": altered}[damage])
     with pytest.raises(UsageError, match=rf"{name} cannot be read: ."):
         texts(path)
-
-
-def test_a_parquet_file_without_text_is_named(tmp_path):
     for rows in ([{"txt": "a"}], [{"text": 1}]):
-        with pytest.raises(UsageError, match=r"a\.parquet cannot be read: .*text"):
-            texts(write_parquet(tmp_path / "a.parquet", rows))
+        with pytest.raises(UsageError, match=r"b\.parquet cannot be read: .*text"):
+            texts(write_parquet(tmp_path / "b.parquet", rows))
 
 
 @pytest.fixture

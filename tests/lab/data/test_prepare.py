@@ -127,10 +127,12 @@ def test_a_finished_folder_is_left_as_it_is(folder):
     [
         lambda path: path.unlink(),
         lambda path: os.truncate(path, 10),
+        lambda path: path.write_bytes(path.read_bytes() + b"\0\0"),
         lambda path: path.write_bytes(path.read_bytes()[::-1]),
     ],
+    ids=["lost", "cut", "longer", "altered"],
 )
-def test_a_lost_cut_or_altered_shard_is_refused_and_made_again(folder, harm):
+def test_a_broken_shard_is_refused_and_made_again(folder, harm):
     before, counting, path = contents(folder), Counting(), read_record(folder).paths(folder, "train")[1]
     harm(path)
     with pytest.raises(ShardError, match=path.name):

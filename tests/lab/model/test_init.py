@@ -13,35 +13,18 @@ from tests.lab.model.small_models import small
 SIGMAS = 6
 
 
-@pytest.mark.parametrize(
-    ("width", "expected"),
-    [
-        (
-            256,
-            {
-                "embedding": (0.02, 10, 1),
-                "head": (0.02, 1, 1),
-                "hidden": (0.02, 1, 1),
-                "residual": (0.02 / math.sqrt(24), 1.4 / math.sqrt(12), 1),
-                "router": (0.02, 1, 1),
-                "norm": (None, 1, 1),
-            },
-        ),
-        (
-            1024,
-            {
-                "embedding": (0.02, 10, 1),
-                "head": (0.02, 1 / 4, 1),
-                "hidden": (0.02 / 2, 1, 1 / 4),
-                "residual": (0.02 / math.sqrt(24 * 4), 1.4 / math.sqrt(12), 1 / 4),
-                "router": (0.02, 1 / 4, 1),
-                "norm": (None, 1, 1),
-            },
-        ),
-    ],
-)
-def test_table(width, expected):
-    table = scalings(small(width=width, head_dim=64, layers=12))
+@pytest.mark.parametrize("m", [1, 4])
+def test_table(m):
+    """By role: standard deviation, multiplier and learning rate at m times the base width and 12 layers."""
+    expected = {
+        "embedding": (0.02, 10, 1),
+        "head": (0.02, 1 / m, 1),
+        "hidden": (0.02 / math.sqrt(m), 1, 1 / m),
+        "residual": (0.02 / math.sqrt(24 * m), 1.4 / math.sqrt(12), 1 / m),
+        "router": (0.02, 1 / m, 1),
+        "norm": (None, 1, 1),
+    }
+    table = scalings(small(width=256 * m, head_dim=64, layers=12))
     assert {role: (s.std, s.multiplier, s.lr) for role, s in table.items()} == {
         role: pytest.approx(row) for role, row in expected.items()
     }

@@ -37,13 +37,7 @@ class MuP:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and constants of a decoder.
-
-    Examples:
-        >>> config = ModelConfig(width=1024)
-        >>> config.heads, config.ff_width
-        (16, 2816)
-    """
+    """Shape and constants of a decoder."""
 
     width: int  # size of the residual stream
     layers: int = 12  # blocks of attention and experts
@@ -81,7 +75,6 @@ class ModelConfig:
 
     @property
     def heads(self) -> int:
-        """Attention heads."""
         return self.width // self.head_dim
 
     @property
@@ -95,12 +88,7 @@ class ModelConfig:
         return self.width / self.mup.base_width if self.mup.enabled else 1.0
 
     def dense(self) -> ModelConfig:
-        """The same decoder with one expert, which every token uses, and no routers.
-
-        Examples:
-            >>> PRESETS["w256"].dense().experts
-            1
-        """
+        """The same decoder with one expert, which every token uses, and no routers."""
         return replace(self, experts=1, top_k=1)
 
 
@@ -120,12 +108,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
 
 
 def preset(name: str) -> ModelConfig:
-    """A named size; `NAME-dense` is its dense variant.
-
-    Examples:
-        >>> preset("w128-dense") == preset("w128").dense()
-        True
-    """
+    """A named size; `NAME-dense` is its dense variant."""
     base = name.removesuffix("-dense")
     if base not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; choose from {', '.join(PRESETS)}, each also with -dense appended")

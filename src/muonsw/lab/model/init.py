@@ -63,24 +63,14 @@ def scalings(config: ModelConfig) -> dict[str, Scaling]:
 
 
 def muon_lr_multiplier(config: ModelConfig, rule: str) -> float:
-    """What the base learning rate of hidden and expert matrices is multiplied by under Muon.
-
-    Examples:
-        >>> [muon_lr_multiplier(ModelConfig(width=1024), rule) for rule in ("adam", "sqrt", "none")]
-        [0.25, 0.5, 1.0]
-    """
+    """What the base learning rate of hidden and expert matrices is multiplied by under Muon."""
     if rule not in MUON_LR_POWERS:
         raise ValueError(f"unknown muP rule {rule!r} for Muon; choose from {', '.join(MUON_LR_POWERS)}")
     return float(config.relative_width ** MUON_LR_POWERS[rule])
 
 
 def role_of(name: str) -> str:
-    """Role of a parameter in the table.
-
-    Examples:
-        >>> role_of("layers.3.moe.down")
-        'residual'
-    """
+    """Role of a parameter in the table."""
     for pattern, role in ROLE_PATTERNS.items():
         if fnmatchcase(name, pattern):
             return role
@@ -88,12 +78,7 @@ def role_of(name: str) -> str:
 
 
 def enters_norm(name: str) -> bool:
-    """Whether a matrix of this name writes to the residual stream, so that only a normalization reads its output.
-
-    Examples:
-        >>> enters_norm("layers.3.moe.down"), enters_norm("layers.3.attention.qkv.weight")
-        (True, False)
-    """
+    """Whether a matrix of this name writes to the residual stream, so that only a normalization reads its output."""
     return any(role == "residual" and fnmatchcase(name, pattern) for pattern, role in ROLE_PATTERNS.items())
 
 
