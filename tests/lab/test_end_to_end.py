@@ -358,7 +358,7 @@ def test_an_interrupt_is_reported_in_a_line(times, said, tmp_path):
 # ---- Several ranks
 
 LOST = "another rank has ended or cannot be reached"
-AGAIN = "start the same command again to go on from the last checkpoint"
+AGAIN = "rerun the same command to resume from the last checkpoint"
 STEPS = 6
 
 
@@ -660,7 +660,7 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     launcher.send_signal(number)
     code, said = finished(launcher)
     assert code != 0
-    assert f"of {STEPS} steps, saved; run the same command again" in said
+    assert f"of {STEPS} steps, saved; rerun the same command" in said
     assert not (folder / "result.json").exists()
     code, said = finished(torchrun("muonsw.lab.run", write_config(ranks_config()), folder))
     assert code == 0, said

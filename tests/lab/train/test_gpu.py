@@ -106,7 +106,7 @@ def test_one_rank_with_nccl_is_the_plain_run_and_goes_on(strategy, compiling, tm
         time.sleep(0.1)
     launcher.send_signal(signal.SIGTERM)
     _, said = finished(launcher)
-    assert "steps, saved; run the same command again" in said
+    assert "steps, saved; rerun the same command" in said
     code, said = finished(torchrun("muonsw.lab.run", chosen, ranks, ranks=1))
     assert code == 0, said
     assert "resuming after step" in said

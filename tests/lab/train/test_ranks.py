@@ -188,8 +188,12 @@ def test_the_model_of_several_ranks_is_exported_like_any_other(tmp_path):
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
-def test_settings_of_the_ranks_leave_the_files_of_other_runs_as_they_were(tmp_path):
-    train(small_run(steps=2), tmp_path)
+def test_ranks_and_a_single_process_share_a_folder_one_after_the_other(tmp_path):
+    ended = []
+    watch = Watch(started=lambda _training: ended.extend(run(2, on_ranks(small_run(steps=2)), tmp_path)))
+    train(small_run(steps=2), tmp_path, watch)
+    assert [one.code for one in ended] == [2, 2], "the folder is in use"
+    assert "another process is training in" in ended[0].text
     assert "parallel" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert "ranks" not in json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     train(on_ranks(small_run(steps=2), strategy="fsdp"), tmp_path)  # not refused as another run
@@ -210,17 +214,6 @@ def test_what_ranks_cannot_do_is_said_once_before_anything_is_trained(settings, 
     assert said in ended[0].text
     assert ended[0].text.count("muonsw:") == 1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_folder_in_use_is_refused_on_all_ranks(tmp_path):
-    ended = []
-    train(
-        small_run(steps=2),
-        tmp_path,
-        Watch(started=lambda _training: ended.extend(run(2, on_ranks(small_run(steps=2)), tmp_path))),
-    )
-    assert [one.code for one in ended] == [2, 2]
-    assert "another process is training in" in ended[0].text
 
 
 def test_ranks_save_together_when_the_clock_of_one_of_them_asks(tmp_path):

@@ -13,7 +13,7 @@ import os
 import sysconfig
 import tokenize
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, count, islice
@@ -46,6 +46,10 @@ TRAINING_CHARACTERS = 1 << 22
 # A long text is cut into about this many documents, within these sizes, so that some of it can be held out.
 _PIECES = 64
 _PIECE_CHARACTERS = (1 << 11, 1 << 16)
+_READ_HERE = (".txt", ".md", ".jsonl")
+# What `datasets` reads, by the name of its reader.
+_BUILDERS = {".parquet": "parquet", ".jsonl.gz": "json", ".jsonl.xz": "json"}
+KINDS = f"{', '.join((*_READ_HERE, *_BUILDERS))} files"
 # Folders of the standard library that hold tests, installed packages or caches.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -207,25 +211,38 @@ def matching_files(patterns: Iterable[str]) -> list[Path]:
 
 
 def _kind(path: Path) -> str:
-    return next((kind for kind in (*_READERS, *_BUILDERS) if path.name.endswith(kind)), "")
+    return next((kind for kind in (*_READ_HERE, *_BUILDERS) if path.name.endswith(kind)), "")
 
 
 def _file_texts(path: Path) -> Iterator[str]:
-    if builder := _BUILDERS.get(_kind(path)):
-        yield from _dataset_texts(str(path), builder, data_files=glob.escape(str(path)))
+    kind = _kind(path)
+    if kind in _BUILDERS:
+        yield from _dataset_texts(str(path), _BUILDERS[kind], data_files=glob.escape(str(path)))
         return
     try:
-        yield from _READERS[_kind(path)](path)
+        if kind == ".jsonl":
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield _text_field(line, f"{path}, line {number}")
+            return
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            # The first block decides the size of the pieces, however many blocks follow.
+            blocks = iter(lambda: stream.read(_PIECES * max(_PIECE_CHARACTERS)), "")
+            yield from pieces(next(blocks, ""), blocks)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path} cannot be read: {reason}; repair it or leave it out") from error
 
 
-def _plain_texts(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        # The first block decides the size of the pieces, however many blocks follow.
-        blocks = iter(lambda: stream.read(_PIECES * max(_PIECE_CHARACTERS)), "")
-        yield from pieces(next(blocks, ""), blocks)
+def _text_field(line: bytes, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise UsageError(f"{where}: not a JSON object with a string in the field `text`")
+    return text
 
 
 def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
@@ -254,20 +271,6 @@ def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
     yield text
 
 
-def _json_texts(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                raise UsageError(f"{path}, line {number}: not a JSON object with a string in the field `text`")
-            yield text
-
-
 def _dataset_texts(label: str, name: str, part: str | None = None, **options: Any) -> Iterator[str]:
     """Stream the field `text` of a dataset with the `datasets` library, without storing it."""
     library = needed("datasets", f"{label} needs", "data")
@@ -281,16 +284,6 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "check the name, the connection and the files; what was prepared is kept"
         raise UsageError(f"{label} cannot be read: {reason}; {fix}") from error
-
-
-_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
-    ".txt": _plain_texts,
-    ".md": _plain_texts,
-    ".jsonl": _json_texts,
-}
-# What `datasets` reads, by the name of its reader.
-_BUILDERS = {".parquet": "parquet", ".jsonl.gz": "json", ".jsonl.xz": "json"}
-KINDS = f"{', '.join((*_READERS, *_BUILDERS))} files"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from muonsw import kernels
-from muonsw.lab.model.config import ModelConfig
-from muonsw.lab.model.init import initialize, scalings
+from muonsw.lab.model.config import ModelConfig, initialize, scalings
 from muonsw.lab.model.layers import Linear, RMSNorm, at_least_float32
 from muonsw.lab.model.loss import cross_entropy
 from muonsw.lab.model.moe import DenseFeedForward, FeedForwardOutput, MoE

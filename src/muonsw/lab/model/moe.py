@@ -11,9 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from muonsw import kernels
-from muonsw.lab.model.config import ModelConfig
+from muonsw.lab.model.config import ModelConfig, scalings
 from muonsw.lab.model.grouped import expert_by_expert, gated, grouped_experts, grouped_linear, takes_grouped_gemm
-from muonsw.lab.model.init import scalings
 from muonsw.lab.model.layers import Linear, at_least_float32, product_dtype, without_autocast
 
 

@@ -42,7 +42,7 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on as if it had never stopped."""
+    """Everything a run needs to resume as if it had never stopped."""
 
     step: int  # completed
     tensors: Mapping[str, Tensors]  # by file: `model`, `optimizer`, `random`

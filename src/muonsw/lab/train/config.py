@@ -130,7 +130,7 @@ class ScheduleConfig:
 class ParallelConfig:
     """How the ranks that torchrun starts share the work; one process alone does not look at it.
 
-    A run may go on with other settings, and on another number of ranks: sums change in their last digits, nothing else.
+    A run may resume with other settings, and on another number of ranks: sums change in their last digits only.
     """
 
     # "ddp" keeps the model on every rank and divides Muon's matrices among them; "fsdp" divides weights, gradients

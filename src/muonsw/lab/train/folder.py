@@ -68,7 +68,7 @@ def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
     unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
     if unwelcome:
         lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
-        fix = "go on with the settings it has, choose another folder with --out, or delete it"
+        fix = "resume with its own settings, choose another folder with --out, or delete it"
         raise UsageError(f"{where} holds a run with other settings; {fix}:\n{lines}")
 
 

@@ -170,7 +170,7 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
                 stop = world.largest(request.signal or 0)  # a signal may have come meanwhile
             if stop and not last:
                 message = f"stopped after {training.step} of {config.steps} steps, saved; "
-                raise Interrupted(f"{message}run the same command again to go on in {shelf.folder.parent}", stop)
+                raise Interrupted(f"{message}rerun the same command to resume in {shelf.folder.parent}", stop)
 
 
 def _evaluate(training: Training, journal: Journal) -> None:

@@ -30,7 +30,7 @@ from muonsw.lab.train.config import ParallelConfig, RunConfig
 T = TypeVar("T")
 
 STARTING, CONNECTING = timedelta(minutes=30), timedelta(seconds=3)
-AGAIN = "start the same command again to go on from the last checkpoint, or let `torchrun --max-restarts` do it"
+AGAIN = "rerun the same command to resume from the last checkpoint, or let `torchrun --max-restarts` do it"
 SLOW = "if a rank may take that long, raise parallel.timeout"
 # gloo and NCCL raise plain errors; these words tell a lost connection from a fault of the program.
 LOST = ("connection", "timed out", "timeout", "gloo", "nccl", "broken pipe", "socket", "recvvalue", "sendbytes")
@@ -78,14 +78,12 @@ class World:
 
 
 class SharedWorld(World):
-    """One of the processes that torchrun started, which waits at most `timeout` seconds for another in a collective.
-
-    Messages travel over gloo between the hosts, and never wait for a GPU.
-    """
+    """One of the processes that torchrun started, which waits at most `timeout` seconds for another in a collective."""
 
     alone = False
 
     def __init__(self, timeout: float) -> None:
+        # Messages travel over gloo between the hosts, and never wait for a GPU.
         backend = "cpu:gloo,cuda:nccl" if machine.gpus() else "gloo"
         store, self.rank, self.size = next(rendezvous("env://", timeout=STARTING))
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -218,7 +216,7 @@ class PlacedModel:
                 fully_shard(part, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if id(p) in by_rows else None)
 
     def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
-        """Surround the passes of a micro-batch: gradients stay on their rank until the last one of an update."""
+        """Surround the passes of a micro-batch: gradients stay on their rank until the last one of a step."""
         if self.strategy == "fsdp":
             cast("Any", self.module).set_requires_gradient_sync(last)
         if self.strategy == "ddp" and not last:

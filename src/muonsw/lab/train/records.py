@@ -30,7 +30,7 @@ READ_EVERY = 16
 
 @dataclass
 class Journal:
-    """Turn the losses that updates leave on the device into records."""
+    """Turn the losses that steps leave on the device into records."""
 
     training: Training  # the run
     # Where the records go: empty on ranks that do not lead.
@@ -46,7 +46,6 @@ class Journal:
         self._written = self.training.step
 
     def write(self, record: Record) -> None:
-        """Hand a record to every sink."""
         for sink in self.sinks:
             sink(record)
 
@@ -60,7 +59,7 @@ class Journal:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Write the training records of all updates so far, which waits for the device; a loss may have `Diverged`."""
+        """Write the training records of all steps so far, which waits for the device; a loss may have `Diverged`."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -102,8 +101,8 @@ class Journal:
 class MetricsFile:
     """Appends records to `metrics.jsonl`, each flushed, so that a killed run has all but perhaps half a line.
 
-    Records of updates after `after` are cut off: the run resumes there and will write them again. At 0 the run begins,
-    and what an earlier beginning wrote is kept under another name. `note` is called with what was put aside.
+    Records of steps after `after` are cut off: the run resumes there and will write them again. At 0 the run begins,
+    and what an earlier start wrote is kept under another name. `note` is called with what was put aside.
     """
 
     def __init__(self, folder: Path, *, after: int, note: Callable[[str], None] = lambda _text: None) -> None:
@@ -123,17 +122,15 @@ class MetricsFile:
                         note(f"{damaged} damaged lines of {self.path} were left out; the file as it was is {aside}")
             elif self.path.exists() and self.path.stat().st_size:
                 self.path.rename(aside := numbered(self.path))
-                note(f"{self.path} was moved to {aside}: there is no checkpoint to go on from, so the run begins again")
+                note(f"{self.path} was moved to {aside}: there is no checkpoint to resume from; the run starts again")
             self._file = self.path.open("a", encoding="utf-8")
 
     def __call__(self, record: Record) -> None:
-        """Append one record."""
         with reported(self.path):
             self._file.write(json.dumps(plain(record), separators=(",", ":")) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
-        """Wait until all records are on disk."""
         with reported(self.path):
             os.fsync(self._file.fileno())
 
@@ -157,10 +154,6 @@ def numbers_of(record: Record, steps: int) -> dict[str, str]:
     Examples:
         >>> numbers_of({"kind": "train", "step": 1200, "loss": 3.25}, 5000)
         {'step': '1,200/5,000', 'loss': '3.2500'}
-        >>> numbers_of({"kind": "eval", "step": 1200, "loss": 3.5}, 5000)
-        {'validation': '3.5000'}
-        >>> numbers_of({"kind": "telemetry", "step": 1200, "decayed": {"weight_rms": 0.125}}, 5000)
-        {'weight RMS': '0.1250'}
     """
     match record["kind"]:
         case "train":

@@ -154,7 +154,7 @@ class Training:
         return [to_device(batch, self.device) for batch in parts]
 
     def forward_backward(self, batches: list[Batch]) -> LossParts:
-        """Add up the gradients of an update; its losses, means over the micro-batches, stay on the device."""
+        """Add up the gradients of a step; its losses, means over the micro-batches, stay on the device."""
         parts = []
         for number, batch in enumerate(batches, start=1):
             with self.placed.backward_pass(last=number == len(batches)):
@@ -231,7 +231,7 @@ class Training:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted else nullcontext()
 
     def checkpoint(self) -> Checkpoint:
-        """Everything needed to go on from here; tensors on rank 0 only, which writes them."""
+        """Everything needed to resume from here; tensors on rank 0 only, which writes them."""
         self.placed.share_buffers()
         optimizer, groups = optimizer_tensors(self.optimizer)
         random = {"cpu": torch.get_rng_state()}
@@ -297,7 +297,7 @@ def first_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def compiles(config: RunConfig) -> bool:
-    """Whether a run compiles its model; that of a user's task only if it is told to."""
+    """Whether a run compiles its model; that of a user's task only on request."""
     wanted = config.compile == "auto" and config.task is None
     return config.compile == "on" or (wanted and resolve_device(config.device).type == "cuda")
 
@@ -311,26 +311,18 @@ def compiled_shape(config: RunConfig) -> tuple[ModelConfig | TaskConfig, int]:
 
 
 class LossGuard:
-    """Watch the training loss, and count skipped updates.
+    """Watch the training loss, and count skipped steps.
 
-    A loss diverges `excess` nats above the lowest so far; `most_skipped` updates in a row may not be finite.
-
-    Examples:
-        >>> guard = LossGuard(excess=5.0)
-        >>> guard.watch(1, 2.0)
-        >>> guard.watch(2, math.nan)
-        Traceback (most recent call last):
-        ...
-        muonsw.lab.errors.Diverged: the loss of update 2 is nan; ...
+    A loss diverges `excess` nats above the lowest so far; `most_skipped` steps in a row may not be finite.
     """
 
-    def __init__(self, excess: float, most_skipped: int = 1) -> None:
+    def __init__(self, excess: float, most_skipped: int) -> None:
         self.excess, self.most_skipped = excess, most_skipped
         self.lowest, self.strikes = math.inf, 0
         self.skipped, self.skipped_in_a_row = 0, 0
 
-    def watch(self, step: int, loss: float, norm: float = 0.0) -> None:
-        """Raise `Diverged` if a loss is not finite or stays too high, or too many updates in a row were skipped."""
+    def watch(self, step: int, loss: float, norm: float) -> None:
+        """Raise `Diverged` if a loss is not finite or stays too high, or too many steps in a row were skipped."""
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
             raise Diverged(f"the loss of update {step} is {loss}; {advice}", step)
@@ -344,7 +336,7 @@ class LossGuard:
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.most_skipped:
-            many = f"the gradients of {self.skipped_in_a_row} updates in a row, up to update {step}, are not finite"
+            many = f"the gradients of {self.skipped_in_a_row} steps in a row, up to step {step}, are not finite"
             fix = "check model and precision, lower the learning rate, or allow more with the setting `skipped`"
             raise Diverged(f"{many}, so that nothing was learned from them; {fix}", step)
 
