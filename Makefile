@@ -83,8 +83,8 @@ test-slow: install  ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -p no:randomly -m slow
 
 # In one process: kills and full disks happen in forked children. The tables for docs/reliability.md come last.
-test-faults: install  ## kill at every file operation, fill the disk, break every file, read random ones; about half an hour
-	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/faults tests/lab/test_end_to_end.py
+test-faults: install  ## kill at every file operation, fill the disk and break every file; about half an hour
+	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/lab/test_end_to_end.py
 
 # The set-up script needs root; the Slurm that it makes stays, and serves the next time.
 test-slurm: install  ## runs as jobs of a real Slurm: preempted, requeued, cancelled, killed, collected
@@ -133,8 +133,8 @@ test-package:  ## build wheel and sdist, check what they hold, use the wheel in 
 bench: install  ## time our step against torch's, on this machine
 	$(BIN)/python bench/step_time.py
 
-evidence: install  ## rebuild docs/evidence.md and its figures from the records of our own runs
-	$(BIN)/muonsw reproduce evidence
+evidence: install  ## rebuild the tables and figures of docs/evidence.md from research/runs.jsonl
+	$(BIN)/python research/tables.py
 
 docs: $(DOCS_INSTALLED)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

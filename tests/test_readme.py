@@ -1,20 +1,32 @@
-"""The README's example runs as it stands, and is as short as it says."""
+"""The README's two diffs run as they stand, and the design page knows every module."""
 
 import re
 from pathlib import Path
 
+import torch
+
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_usage_example_runs_in_twelve_lines(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 12
-    scope = {}
-    exec(compile(code, "README.md", "exec"), scope)
-    printed = capsys.readouterr().out
-    assert "embedding" in printed
-    assert "muon" in printed
-    assert scope["optimizer"].param_groups[0]["resolved_peak_lr"] == 0.02
+def applied(diff):
+    """The code after the change."""
+    return "\n".join(line[2:] for line in diff.splitlines() if not line.startswith("-"))
+
+
+def test_both_diffs_give_scaled_decay(capsys):
+    keep, switch = re.findall(r"```diff\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    for diff in (keep, switch):
+        model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 8), torch.nn.RMSNorm(8))
+        scope = {"model": model}
+        exec(compile(applied(diff), "README.md", "exec"), scope)
+        optimizer, group = scope["optimizer"], scope["optimizer"].param_groups[0]
+        group["lr"] /= 2
+        before = model[1].weight.detach().clone()
+        model(torch.arange(4)).sum().backward()
+        model[1].weight.grad.zero_()  # so that decay alone moves the weight
+        optimizer.step()
+        torch.testing.assert_close(model[1].weight.detach(), before * (1 - 0.1 * 1.5e-3**2 / 3e-3))
+    assert "hidden" in capsys.readouterr().out
 
 
 def test_the_design_page_names_every_module():

@@ -114,7 +114,7 @@ def test_skipped_steps_are_reported_of_at_growing_intervals():
 def test_a_step_that_finds_no_gradient_is_reported_of_once():
     params = matrices((4, 4))
     optimizer = MuonSW(params, lr=0.1)
-    with pytest.warns(UserWarning, match="no gradient, so nothing was changed"):
+    with pytest.warns(UserWarning, match="no gradient at all, so nothing was changed"):
         optimizer.step()
     optimizer.step()
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,49 +15,45 @@ from hypothesis import strategies as st
 from muonsw.decay import decay_factors
 from muonsw.lab.advise import HARMLESS_EPOCHS, RULES, TOKENS_PER_PARAMETER, Advise
 from muonsw.lab.cli import main
-from muonsw.lab.runs.records import Records
+from muonsw.lab.studies import records
 from muonsw.lab.theory import schedule
 from muonsw.lab.theory.schedule import SHAPES, warmup_cosine, warmup_steps_for_horizon
 
-EVIDENCE = Path(__file__).parents[2] / "evidence"
+ROOT = Path(__file__).parents[2]
 
 
 def recorded():
     """By setting, the mean loss at each lambda over the seeds that all have: Muon with at least three lambdas."""
     groups = defaultdict(lambda: defaultdict(dict))
-    for text in ("enwiki-23M", "enwiki-123M"):
-        for run in Records.read(EVIDENCE / f"{text}.jsonl").runs.values():
-            chosen = run.config.optimizer
-            plain = chosen.algorithm == "muon" and chosen.norm == "free" and not (chosen.preset or chosen.unnormalized)
-            if plain and chosen.decay in RULES and run.config.steps >= 400:
-                alike = replace(run.config, seed=0, arm="", eval_every=1, telemetry_every=0, checkpoint_every=1)
-                key = text, round(run.epochs, 2), replace(alike, optimizer=replace(chosen, weight_decay=1.0))
-                groups[key][chosen.weight_decay][run.seed] = run.final_loss
-    for (_, epochs, config), by_lambda in groups.items():
+    for row in records.read(ROOT / "research/runs.jsonl"):
+        plain = row["algorithm"] == "muon" and row["norm"] == "free"
+        if plain and not {"preset", "optimizer.unnormalized", "task"} & set(row) and row["decay"] in RULES:
+            key = (row["text"], round(row["epochs"], 2), *(row.get(name) for name in SETTING))
+            groups[key][row["weight_decay"]][row["seed"]] = row["final_loss"]
+    for (_, epochs, *setting), by_lambda in groups.items():
         seeds = set.intersection(*map(set, by_lambda.values()))
-        if len(by_lambda) >= 3 and seeds:
-            yield (
-                config,
-                epochs,
-                {lam: statistics.mean(losses[seed] for seed in seeds) for lam, losses in sorted(by_lambda.items())},
-            )
+        config = SimpleNamespace(**dict(zip(SETTING, setting, strict=True)))
+        if len(by_lambda) >= 3 and seeds and config.steps >= 400:
+            means = {lam: statistics.mean(own[seed] for seed in seeds) for lam, own in sorted(by_lambda.items())}
+            yield config, epochs, means
 
 
+SETTING = ("width", "base_width", "batch", "steps", "lr", "adam_lr", "decay", "muon_lr", "peak", "schedule",
+           "final_fraction", "decay_fraction", "weights")  # fmt: skip
 RECORDED = list(recorded())
 
 
 def advised(config, epochs):
     """What the formula says about a setting; muP divides the learning rate of some."""
-    chosen, shape = config.optimizer, config.schedule
-    own = chosen.lr * (config.model.width / 256) ** -1 if chosen.muon_lr == "adam" else chosen.lr
+    own = config.lr * (config.width / 256) ** -1 if config.muon_lr == "adam" else config.lr
     return Advise(
         config.steps,
         lr=own,
-        decay=chosen.decay,
-        schedule=shape.shape,
-        final_fraction=shape.final_fraction,
-        decay_fraction=shape.decay_fraction,
-        base_lr=chosen.lr if chosen.peak == "base" else None,
+        decay=config.decay,
+        schedule=config.schedule,
+        final_fraction=config.final_fraction,
+        decay_fraction=config.decay_fraction,
+        base_lr=config.lr if config.peak == "base" else None,
         epochs=epochs,
     ).advice()
 
@@ -73,9 +70,9 @@ def cost(losses, lam):
 def test_total_decay_of_one_is_nearly_the_best_in_our_records(rule):
     """As `muonsw advise` says: 0.002 and 0.003 nats in the median, at most 0.05 at learning rates up to 0.02."""
     found = [
-        (config.optimizer.lr, cost(losses, advised(config, epochs).low))
+        (config.lr, cost(losses, advised(config, epochs).low))
         for config, epochs, losses in RECORDED
-        if config.optimizer.decay == rule and config.schedule.shape == "cosine" and epochs < 5
+        if config.decay == rule and config.schedule == "cosine" and epochs < 5
     ]
     assert len(found) >= 19
     assert statistics.median(regret for _, regret in found) < {"constant": 0.0025, "scaled": 0.0035}[rule]
@@ -83,7 +80,7 @@ def test_total_decay_of_one_is_nearly_the_best_in_our_records(rule):
     tenfold = [
         cost(losses, 10 * advised(config, epochs).low)
         for config, epochs, losses in RECORDED
-        if config.optimizer.decay == rule and config.schedule.shape == "cosine" and len(losses) > 4 and epochs < 5
+        if config.decay == rule and config.schedule == "cosine" and len(losses) > 4 and epochs < 5
     ]
     assert statistics.median(tenfold) > 0.01, "a wrong lambda would show"
 
@@ -93,7 +90,7 @@ def test_a_flat_rate_wants_a_quarter_of_the_lambda_or_less(rule):
     wsd = [
         (advised(config, epochs).low, losses)
         for config, epochs, losses in RECORDED
-        if config.optimizer.decay == rule and config.schedule.shape == "wsd" and config.schedule.decay_fraction < 0.5
+        if config.decay == rule and config.schedule == "wsd" and config.decay_fraction < 0.5
     ]
     assert len(wsd) >= 2
     assert all(cost(losses, lam) < 0.005 for lam, losses in wsd)
@@ -104,7 +101,7 @@ def test_a_flat_rate_wants_a_quarter_of_the_lambda_or_less(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_repeated_text_wants_twenty_times_the_lambda_or_more(rule):
-    ((config, epochs, losses),) = [one for one in RECORDED if round(one[1]) == 16 and one[0].optimizer.decay == rule]
+    ((config, epochs, losses),) = [one for one in RECORDED if round(one[1]) == 16 and one[0].decay == rule]
     often, once = advised(config, epochs).low, advised(config, 1.0).low
     assert often / once >= 20
     assert cost(losses, often) < 0.1

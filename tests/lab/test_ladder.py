@@ -8,9 +8,13 @@ import pytest
 import muonsw.lab
 
 LADDER = (
+    "errors",
+    "config",
+    "console",
+    "files",
     "base",
     "paper",
-    "claims",
+    "stats",
     "theory",
     "recipes",
     "advise",
@@ -19,12 +23,17 @@ LADDER = (
     "task_template",
     "tasks",
     "train",
+    "run",
+    "launch",
     "plan",
     "runs",
     "report",
+    "arms",
+    "outcome",
+    "compare",
+    "own_loop",
     "diagnose",
     "studies",
-    "run",
     "commands",
     "cli",
 )
@@ -64,7 +73,7 @@ def test_a_folder_imports_nothing_from_below(folder):
 def test_an_import_upwards_is_seen_in_all_its_forms(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
-        "import muonsw.lab.studies.arms\nfrom muonsw.lab import report\n"
+        "import muonsw.lab.studies.study\nfrom muonsw.lab import report\n"
         "def late():\n    from muonsw.lab.commands.train import Train\n",
         encoding="utf-8",
     )

@@ -24,13 +24,12 @@ from muonsw.lab.plan import (
     activation_bytes,
     heaviest,
     orthogonalizer_flops,
-    orthogonalizing,
     parse_amount,
     parts_of,
     plan,
     plan_update,
 )
-from muonsw.lab.studies.training.frontier_models import plan_recipe
+from muonsw.lab.studies.frontier import plan_recipe
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.lab.train.presets import preset_run
@@ -61,15 +60,6 @@ def test_the_memory_of_one_gpu_is_as_it_was_measured(name, sequences):
     """One constant (the share of activations that is kept) was fitted to the three."""
     planned = plan_update(preset(name), on(1, micro_batch=sequences))
     assert planned.memory.total / 2**30 == pytest.approx(TRAINING_GIB[name, sequences], rel=0.03)
-
-
-def test_one_gpu_sends_nothing_whatever_the_strategy():
-    memories = set()
-    for strategy in ("ddp", "fsdp", "ep"):
-        planned = plan_update(preset("w256"), on(1, strategy))
-        assert planned.optimizer_bytes == planned.model_bytes == planned.exchange_seconds == 0.0
-        memories.add(planned.memory)
-    assert len(memories) == 1
 
 
 @pytest.mark.parametrize(("width", "gflop"), [(256, 0.219), (512, 0.646), (768, 1.195), (1024, 2.009)])
@@ -148,13 +138,6 @@ def test_orthogonalizer_counts_every_expert_and_split_projection():
     assert orthogonalizer_flops(config) == 5 * 2 * (4 * square + 3 * 3 * wide)
 
 
-def test_cost_of_a_run():
-    result = plan(preset("w256"), 1000, setup=Setup(tflops=10.0))
-    assert result.update.model_seconds == pytest.approx(result.flops_per_token * 524_288 / 1e13)
-    assert result.hours == pytest.approx(1000 * result.update.seconds / 3600)
-    assert 0 < result.orthogonalizer_share < 0.05
-
-
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_bytes_are_the_formulas_of_the_page(ranks):
     """(N-1)/N of 2 bytes for copies, (4+2)(N-1)/N^2 for shards, none for stacks."""
@@ -192,13 +175,6 @@ def test_the_heaviest_load_is_that_of_the_optimizers_own_division():
         assert heaviest([(float(cost), costs.count(cost)) for cost in set(costs)], owners) == max(loads)
 
 
-def test_more_ranks_than_matrices_do_not_help():
-    model = preset("w256-dense")
-    matrices = sum(parts_of(model).hidden.matrices.values())
-    enough, many = (plan_update(model, on(ranks)).product_seconds for ranks in (matrices, 8 * matrices))
-    assert many == enough == max(orthogonalizing(*shape) for shape in parts_of(model).hidden.matrices)
-
-
 def test_the_strategies_trade_memory_for_traffic_as_they_should():
     ddp, fsdp, ep = (plan_update(preset("w1024"), on(8, strategy)) for strategy in ("ddp", "fsdp", "ep"))
     assert ddp.memory.weights == 8 * fsdp.memory.weights == 8 * ep.memory.weights
@@ -211,24 +187,10 @@ def test_the_strategies_trade_memory_for_traffic_as_they_should():
     assert plan_update(MOE, on(1024, "ddp", micro_batch=1, recompute=True)).memory.total > H200.capacity
 
 
-def test_copies_of_attention_trade_bytes_for_latency_and_leave_experts_alone():
-    far, near = (plan_update(MOE, Setup(16_384, "ep", replicas=copies)) for copies in (1, 16))
-    parts = parts_of(MOE)
-    more = 6 * parts.hidden.parameters * ((1024 - 1) / 1024**2 - (16_384 - 1) / 16_384**2)
-    assert near.optimizer_bytes - far.optimizer_bytes == pytest.approx(more)
-    assert near.exchange_seconds < far.exchange_seconds
-    assert near.memory.muon_state > far.memory.muon_state
-
-
 def test_recomputing_takes_a_forward_pass_more_and_keeps_little():
     kept, again = (plan_update(preset("w1024"), on(8, recompute=chosen)) for chosen in (False, True))
     assert again.model_seconds == pytest.approx(4 / 3 * kept.model_seconds)
     assert again.memory.activations < kept.memory.activations / 4
-
-
-def test_a_dense_model_has_no_stacks_to_divide():
-    dense = ModelConfig(width=256, experts=1, top_k=1)
-    assert plan_update(dense, on(8, "ep")).optimizer_bytes == plan_update(dense, on(8, "fsdp", "rows")).optimizer_bytes
 
 
 @pytest.mark.parametrize(
@@ -240,7 +202,6 @@ def test_a_dense_model_has_no_stacks_to_divide():
         ({"preset": "w257", "steps": 5}, "unknown preset"),
         ({"preset": "w256", "steps": 0}, "steps=0 must be positive"),
         ({"setup": Setup(tflops=0.0)}, "tflops=0.0 must be positive"),
-        ({"setup": Setup(8, "tp")}, "strategy='tp' must be one of ddp, fsdp, ep"),
         ({"setup": Setup(0)}, "gpus=0 must be a positive multiple"),
         ({"setup": Setup(6, "fsdp", replicas=4)}, "multiple of replicas=4"),
         ({"setup": Setup(8, replicas=2)}, "needs strategy fsdp or ep"),

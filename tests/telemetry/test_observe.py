@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from muonsw import ALGORITHMS, DECAY_RULES, AdamWSW, MuonSW, ScheduleFree, Telemetry, scale_weight_decay
-from muonsw.lab.theory.steady_state import next_norm
+from muonsw.lab.theory.norm import next_norm
 from tests.common.problems import RULE_OPTIONS, matrices, mean_square, phi_of, set_gradients
 from tests.telemetry.float64_telemetry import Step, assert_values, defects, directions
 

@@ -1,6 +1,7 @@
 """`muonsw advise`: choose lambda so that total decay, the sum of phi over the run, is about 1.
 
-The formula and its exceptions come from the runs in `evidence/`; `tests/lab/test_advise.py` checks it against them.
+The formula and its exceptions come from the runs in `research/runs.jsonl`; `tests/lab/test_advise.py` checks it
+against them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ SHORTEST, LONGEST, TOKENS_PER_PARAMETER = 400, 34_800, 300
 RANGE = (0.5, 4.0)
 # No lambda of ours was best above 0.3: where the formula asks for more than this, decay cannot act.
 LARGEST = 1.0
+MEASURED = (
+    f"In our runs (Muon, cosine, {SHORTEST:,} to {LONGEST:,} steps, widths 64 to 512, up to {TOKENS_PER_PARAMETER} "
+    "tokens per parameter) total decay 1 ended 0.002 (constant) and 0.003 nats (scaled) above the best lambda in the "
+    "median, and at most 0.05 (400 steps of width 64)."
+)
+FLAT = "A rate that stays flat for most of the run wanted a quarter of the lambda of a cosine, or less, in our runs."
 NO_LAMBDA = {
     "finetuning": "Decay pulls trained weights towards zero, not towards where they started.",
     "lora": "Decay of low-rank factors pulls the model back to where it started.",
@@ -40,23 +47,14 @@ NO_LAMBDA = {
 
 @dataclass(frozen=True)
 class Advice:
-    """An answer for one run.
+    """An answer for one run."""
 
-    Attributes:
-        answer: the answer in words.
-        verdict: "idle", "small", "fine" or "large" for the given lambda; empty where nothing is known about it.
-        total: total decay at the given lambda.
-        low: the smallest lambda to try; None where there is none to recommend.
-        high: the largest one, equal to `low` where the formula gives a single one.
-        notes: what the answer rests on.
-    """
-
-    answer: str
-    verdict: str
-    total: float | None
-    low: float | None
-    high: float | None
-    notes: tuple[str, ...]
+    answer: str  # in words
+    verdict: str  # "idle", "small", "fine" or "large" for the given lambda; empty where nothing is known about it
+    total: float | None  # total decay at the given lambda
+    low: float | None  # the smallest lambda to try; None where there is none to recommend
+    high: float | None  # the largest one, equal to `low` where the formula gives a single one
+    notes: tuple[str, ...]  # what the answer rests on
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,6 @@ class Advise:
     """Active parameters of the model."""
 
     def run(self) -> int:
-        """Print the answer, then what it rests on."""
         try:
             advice = self.advice()
         except (ValueError, OverflowError) as error:
@@ -119,13 +116,33 @@ class Advise:
             >>> Advise(200, lr=1e-5, weight_decay=0.1).advice().answer
             'Decay does nothing in this run; leave it.'
         """
-        self._check()
-        per_lambda = {rule: self._total(rule) for rule in RULES}
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps}: must be at least 1")
+        for name in ("lr", "base_lr", "epochs", "tokens", "parameters"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r}: must be a positive number")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay!r}: must be a number of at least 0")
+        multiple = schedule_of(
+            self.schedule,
+            self.steps,
+            warmup_steps=self.warmup_steps,
+            final_fraction=self.final_fraction,
+            decay_fraction=self.decay_fraction,
+        )
+        rates = [
+            self.lr * one for one in sampled(multiple, self.steps)
+        ]  # long runs are summed over evenly spaced steps
+        per_lambda = {
+            rule: self.steps / len(rates) * math.fsum(decay_factors(rule, 1.0, rates, self.base_lr or self.lr))
+            for rule in RULES
+        }
         total = None if self.weight_decay is None else self.weight_decay * per_lambda[self.decay]
         flat = self.schedule == "constant" or (self.schedule == "wsd" and self.decay_fraction < 0.5)
         fresh = WANTED_FLAT if flat else WANTED
         wanted = fresh * more_decay(self.decay, self.epochs)
-        basis, low, high = self._basis(flat), wanted, wanted
+        basis, low, high = FLAT if flat else MEASURED, wanted, wanted
         if far := self._far_from_ours():
             basis, low, high = far, RANGE[0] * wanted, RANGE[1] * wanted
             if self.algorithm == "adamw":
@@ -152,30 +169,6 @@ class Advise:
                 "nothing was measured."
             )
         return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
-
-    def _total(self, rule: str) -> float:
-        """Total decay for lambda 1; long runs are summed over evenly spaced steps."""
-        multiple = schedule_of(
-            self.schedule,
-            self.steps,
-            warmup_steps=self.warmup_steps,
-            final_fraction=self.final_fraction,
-            decay_fraction=self.decay_fraction,
-        )
-        rates = [self.lr * one for one in sampled(multiple, self.steps)]
-        return self.steps / len(rates) * math.fsum(decay_factors(rule, 1.0, rates, self.base_lr or self.lr))
-
-    def _basis(self, flat: bool) -> str:
-        if flat:
-            return (
-                "A rate that stays flat for most of the run wanted a quarter of the lambda of a cosine, or less, in "
-                "our runs of 1,600 steps."
-            )
-        return (
-            f"In our runs (Muon, cosine, {SHORTEST:,} to {LONGEST:,} steps, widths 64 to 512, up to "
-            f"{TOKENS_PER_PARAMETER} tokens per parameter) total decay 1 ended 0.002 (constant) and 0.003 nats "
-            "(scaled) above the best lambda in the median, and at most 0.05 (400 steps of width 64)."
-        )
 
     def _far_from_ours(self) -> str:
         """What a range of lambdas rests on; empty where our runs support a single one."""
@@ -207,16 +200,6 @@ class Advise:
             answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
             return Advice(answer, "", None, None, None, (reason,))
         return Advice("Decay does nothing in this run; leave it.", "idle", total, None, None, (reason,))
-
-    def _check(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps}: must be at least 1")
-        for name in ("lr", "base_lr", "epochs", "tokens", "parameters"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value!r}: must be a positive number")
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay={self.weight_decay!r}: must be a number of at least 0")
 
 
 def published_total(tokens_per_parameter: float, mean_multiple: float) -> float:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import io
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from typing import Any, Protocol, cast
 
 from muonsw import __version__
@@ -50,9 +49,7 @@ TASK_PREFIX = "--task."
 class Command(Protocol):
     """What `muonsw` can run."""
 
-    def run(self) -> int:
-        """Run it and return the exit code."""
-        ...
+    def run(self) -> int: ...
 
 
 @enduring
@@ -95,26 +92,18 @@ def run(words: Sequence[str]) -> int:
         if not word or (word.startswith("--") and word.endswith("=")):
             option = word.rstrip("=") or before
             raise UsageError(f"an argument is empty after {option}: give a value, or leave it out")
-    return parse(name, options).run()
-
-
-def parse(name: str, options: Sequence[str]) -> Command:
-    """Return the command with these options."""
-    kind, tyro = load(name), needed("tyro", "the lab needs", "lab")
-    shown, errors = io.StringIO(), io.StringIO()
+    tyro = needed("tyro", "the lab needs", "lab")
+    kind, errors = load(name), io.StringIO()
     try:
-        with redirect_stdout(shown), redirect_stderr(errors):
-            return cast("Command", tyro.cli(kind, prog=f"muonsw {name}", args=with_task_options(options)))
+        with redirect_stderr(errors):
+            command: Command = tyro.cli(kind, prog=f"muonsw {name}", args=with_task_options(options))
     finally:
-        for line in shown.getvalue().splitlines():
-            # tyro wraps the options, which are indented, but not the prose above them.
-            print(line.rstrip() if line.startswith(" ") else textwrap.fill(line, 80))
         # A usage error repeats what was typed, which may be text that steers a terminal.
         print(harmless(errors.getvalue()), file=sys.stderr, end="")
+    return command.run()
 
 
 def load(name: str) -> type[Any]:
-    """Import the class of a command."""
     module, kind, _ = COMMANDS[name]
     return cast("type[Any]", getattr(needed(f"muonsw.lab.{module}", "the lab needs", "lab"), kind))
 

@@ -107,26 +107,6 @@ class Table:
         return [[v if isinstance(v, Cell) else Cell(show(v, column.digits)) for v, column in row] for row in rows]
 
 
-def markdown(table: Table) -> str:
-    """A table for a page of Markdown: numbers to the right, those that stand out in bold, its note below.
-
-    Examples:
-        >>> table = Table("x", "", ["rule", Column("loss", number=True)], [["scaled", Cell("3.1", tone="holds")]])
-        >>> print(markdown(table))
-        | rule | loss |
-        | --- | ---: |
-        | scaled | **3.1** |
-    """
-    columns = table.headings()
-    rows = [
-        [f"**{cell.text}**" if column.number and cell.tone == "holds" else cell.text for cell, column in row]
-        for row in (zip(cells, columns, strict=True) for cells in table.cells())
-    ]
-    lines = [[column.title for column in columns], ["---:" if column.number else "---" for column in columns], *rows]
-    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    return f"{text}\n\n{table.note}" if table.note else text
-
-
 def show(value: Value, digits: int = 5) -> str:
     """A value as a table shows it.
 

@@ -5,10 +5,9 @@ Both put the same `RULES` to a `History`: `diagnose` to all records of a run, `F
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
-import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -21,20 +20,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, say
+from muonsw.lab.console import Column, Table, harmless, norm_text, print_table
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import plain
 from muonsw.lab.recipes import IDLE
-from muonsw.lab.report.own import METADATA, write_own
+from muonsw.lab.report.charts import Axis, Chart, Curve, LegendEntry, Sheet
 from muonsw.lab.runs import Columns, Run, norm_history, unique_names
-from muonsw.lab.theory import (
-    HypothesisError,
-    NormHistory,
-    Tracking,
-    steady_state_norm_with_memory,
-    target_norms,
-    track,
-)
+from muonsw.lab.theory.hypotheses import HypothesisError
+from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
 from muonsw.telemetry.record import Record
 from muonsw.text import counted
 
@@ -67,7 +60,6 @@ class History:
 
     @cached_property
     def steps(self) -> NDArray[np.int64]:
-        """The sampled steps."""
         return self.run.telemetry.scope(self.scope).step
 
     def column(self, key: str) -> Array:
@@ -86,7 +78,6 @@ class History:
         return float(known.max()) if len(known) else math.nan
 
     def setting(self, name: str) -> Any:
-        """Return a setting of the optimizer, or None."""
         return (self.run.settings.get("optimizer") or {}).get(name)
 
     @property
@@ -116,7 +107,6 @@ class History:
 
     @property
     def relative_update(self) -> Array:
-        """Update RMS over weight RMS."""
         return ratio(self.column("update_rms"), self.column("weight_rms"))
 
     @cached_property
@@ -132,17 +122,14 @@ class History:
 
     @property
     def lr_left(self) -> float:
-        """The last learning rate as a share of its peak."""
         peak = self.highest("lr")
         return self.last("lr") / peak if peak > 0 else math.nan
 
     @property
     def late(self) -> NDArray[np.bool_]:
         """Mask of the samples in the last part of the run."""
-        if not len(self.steps):
-            return np.zeros(0, dtype=np.bool_)
-        mask: NDArray[np.bool_] = self.steps > self.steps[-1] - LATE * (self.steps[-1] - self.steps[0])
-        return mask
+        first, last = (self.steps[0], self.steps[-1]) if len(self.steps) else (0, 0)
+        return np.asarray(self.steps > last - LATE * (last - first))
 
     def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
         """Return the median of the known values, by default from the peak on (all of them while the rate rises)."""
@@ -167,7 +154,6 @@ class History:
 
     @property
     def relaxations(self) -> float:
-        """How many relaxation times the run lasted."""
         return float(self.relaxations_so_far[-1]) if len(self.steps) else math.nan
 
     def held_norm(self) -> float:
@@ -192,11 +178,7 @@ def _known(values: Array) -> Array:
 
 
 def open_history(run: Run, scope: str = "decayed") -> History:
-    """Return the telemetry of a scope.
-
-    Raises:
-        UsageError: If the run has no telemetry of this scope.
-    """
+    """Return the telemetry of a scope; raise `UsageError` if the run has none."""
     if not run.telemetry.records:
         when = "" if run.complete else " yet"
         raise UsageError(f"{run.path} has no telemetry{when}; train with --telemetry-every 20")
@@ -205,10 +187,6 @@ def open_history(run: Run, scope: str = "decayed") -> History:
         choices = ", ".join(name for name in scopes if not name.startswith("parameter:"))
         raise UsageError(f"{run.path} has no telemetry of {scope!r}; --scope can be {choices}")
     return History(run, scope)
-
-
-def _roles(run: Run) -> tuple[History, ...]:
-    return tuple(History(run, scope) for scope in sorted(run.telemetry.scopes()) if scope.startswith("role:"))
 
 
 class LateFits(NamedTuple):
@@ -267,7 +245,6 @@ class Rule(NamedTuple):
     samples: int = 0  # fewer samples are not checked
 
     def find(self, history: History) -> Finding | None:
-        """Apply the rule."""
         answer = self.check(history) if len(history.steps) >= self.samples else None
         return answer and Finding(self.name, answer[0], history.scope, *answer[1:])
 
@@ -299,7 +276,6 @@ def percent(share: float) -> str:
 
 
 def unfinished(history: History) -> Answer:
-    """Report a run that has not ended, or whose records end early."""
     step, planned = history.run.steps, history.run.planned_steps or history.run.steps
     if history.run.in_progress:
         text = f"The run is not complete: step {step:,} of {planned:,}."
@@ -312,7 +288,6 @@ def unfinished(history: History) -> Answer:
 
 
 def too_few_samples(history: History) -> Answer:
-    """Report telemetry that is too sparse for the other rules."""
     if history.complete >= ENOUGH_SAMPLES:
         return None
     advice = f"Sample every {counted(max(history.run.steps // 100, 1), 'step')} (--telemetry-every)."
@@ -325,7 +300,6 @@ def too_few_samples(history: History) -> Answer:
 
 
 def skipped(history: History) -> Answer:
-    """Report steps that were skipped because gradients were not finite."""
     counts = _known(history.run.telemetry.skipped)
     # A resumed run counts from zero again.
     number = int(counts[-1] + counts[:-1][np.diff(counts) < 0].sum()) if len(counts) else 0
@@ -342,7 +316,6 @@ def skipped(history: History) -> Answer:
 
 
 def diverging(history: History) -> Answer:
-    """Report a training loss that is not a number, or has risen by a good part of what was learned."""
     losses, steps = history.run.train.get("loss"), history.run.train.step
     if losses is None or not len(losses):
         return None
@@ -371,7 +344,6 @@ def diverging(history: History) -> Answer:
 
 
 def collapsing(history: History) -> Answer:
-    """Report decay proportional to the learning rate that takes the norm down with it."""
     r = history.column("weight_rms")
     halved = np.flatnonzero((history.column("lr") <= HALVED * history.highest("lr")) & np.isfinite(r))
     halved = halved[halved > history.peak_at]
@@ -394,7 +366,6 @@ def collapsing(history: History) -> Answer:
 
 
 def decay_idle(history: History) -> Answer:
-    """Report a total decay too small to matter."""
     total = history.relaxations / 2.0
     if not 0.0 <= total < IDLE or history.still_rising or (total > 0.0 and history.run.in_progress):
         return None
@@ -413,7 +384,6 @@ def decay_idle(history: History) -> Answer:
 
 
 def peak_not_reached(history: History) -> Answer:
-    """Report a learning rate that stays below the peak that scaled decay divides by."""
     used, peak = history.highest("lr"), history.highest("peak_lr")
     # With peak="base" a divided learning rate stays below the peak on purpose.
     if not used < REACHED * peak or history.setting("peak") == "base" or history.still_rising:
@@ -432,7 +402,6 @@ def peak_not_reached(history: History) -> Answer:
 
 
 def unexplained_norm(history: History) -> Answer:
-    """Report recorded updates that do not add up to the recorded norm."""
     tracking, norm = history.tracking, history.norm
     if tracking is None or norm is None or len(norm) < MIN_SAMPLES:
         return None
@@ -450,7 +419,6 @@ def unexplained_norm(history: History) -> Answer:
 
 
 def large_updates(history: History) -> Answer:
-    """Report momentum that replaces the weights within its own memory."""
     size, bound = history.typical(history.relative_update), 1.0 - history.momentum
     if not size > bound:
         return None
@@ -463,7 +431,6 @@ def large_updates(history: History) -> Answer:
 
 
 def fast_decay(history: History) -> Answer:
-    """Report decay that is not slow against momentum."""
     peak, forgetting = history.highest("decay"), 1.0 - history.momentum
     speed = peak / forgetting
     if not speed > SLOW * (1.0 + 1e-6):  # rounding must not decide at the limit itself
@@ -476,7 +443,6 @@ def fast_decay(history: History) -> Answer:
 
 
 def defect_out_of_range(history: History) -> Answer:
-    """Report a Muon direction that is further from orthogonal than Newton-Schulz leaves it."""
     defect, (low, high) = history.typical(history.column("defect")), DEFECT_RANGE
     if not (defect < low or defect > high):
         return None
@@ -488,7 +454,6 @@ def defect_out_of_range(history: History) -> Answer:
 
 
 def lost_in_rounding(history: History) -> Answer:
-    """Report weights that moved by something else than decay and update intend."""
     r, s, phi, a = (history.column(key) for key in ("weight_rms", "update_rms", "decay", "alignment_update"))
     intended = np.sqrt((phi * r + a * s) ** 2 + (1.0 - a**2) * s**2)
     arrived = history.typical(ratio(history.column("applied_rms"), intended))
@@ -505,7 +470,6 @@ def lost_in_rounding(history: History) -> Answer:
 
 
 def always_clipped(history: History) -> Answer:
-    """Report gradient clipping that acts on nearly every step."""
     limit, norms = history.setting("clip"), history.run.train.get("grad_norm")
     by_trainer = isinstance(limit, int | float) and bool(limit) and norms is not None
     if by_trainer:
@@ -562,13 +526,11 @@ def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
     Raises:
         UsageError: If the run has no telemetry of this scope.
     """
-    history = open_history(run, scope or _default_scope(run))
-    roles = _roles(run) if history.scope in ("decayed", "all") else ()
+    known = sorted(run.telemetry.scopes())
+    history = open_history(run, scope or ("decayed" if "decayed" in known else "all"))
+    whole = history.scope in ("decayed", "all")
+    roles = tuple(History(run, name) for name in known if name.startswith("role:") and whole)
     return Diagnosis(history, roles, tuple(examine(history, roles)))
-
-
-def _default_scope(run: Run) -> str:
-    return "decayed" if "decayed" in run.telemetry.scopes() else "all"
 
 
 def norm_numbers(history: History) -> dict[str, float]:
@@ -586,7 +548,6 @@ def norm_numbers(history: History) -> dict[str, float]:
 
 
 def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return a diagnosis as JSON data."""
     history, run = diagnosis.history, diagnosis.history.run
     data: dict[str, Any] = plain(
         {
@@ -602,6 +563,16 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
     return data
 
 
+NORM, RECURSION = "RMS (dashed: steady state)", "RMS (dashed: recursion)"
+LATE_COSINE = "late cos(weight, update) over lr"
+PANELS = {
+    NORM: "weight_rms",
+    RECURSION: "weight_rms",
+    "cos(weight, update)": "alignment_update",
+    "cos(weight, gradient)": "alignment_gradient",
+    "cos(weight, momentum)": "alignment_momentum",
+    "size of Muon's direction": "defect",
+}
 COLOURS = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 NOTE = (
     "norm: RMS of the weights, and as a share of its peak; r*: the norm at which it would settle at the present "
@@ -613,18 +584,16 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     """Print the findings of each run, then one table of norms."""
     names = unique_names(diagnosis.history.run.name for diagnosis in diagnoses)
     for name, diagnosis in zip(names, diagnoses, strict=True):
-        console.print(Text(harmless(f"{name} ({diagnosis.history.run.rule or 'unknown'} decay)"), style="bold"))
-        if not diagnosis.findings:
-            say(console, "  nothing to report")
+        levels = Counter(finding.severity for finding in diagnosis.findings)
+        count = ", ".join(counted(number, level) for level, number in levels.items()) or "nothing to report"
+        heading = f"{name} ({diagnosis.history.run.rule or 'unknown'} decay): {count}"
+        console.print(Text(harmless(heading), style="bold"))
         for finding in diagnosis.findings:
             roles = ", ".join(scope.partition(":")[2] for scope in finding.also)
             text = f"{finding.text} The same holds for: {roles}." if roles else finding.text
-            label = f"{finding.severity:>8}  "
-            for line in textwrap.wrap(harmless(text), width=max(min(console.width, 110) - 11, 30)):
-                console.print(
-                    Text(label, style=COLOURS[finding.severity]) + Text(line, style="default"), soft_wrap=True
-                )
-                label = " " * len(label)
+            lines = textwrap.wrap(harmless(text), width=max(min(console.width, 110) - 11, 30))
+            console.print(Text(f"{finding.severity:>8}  ", style=COLOURS[finding.severity]), end="")
+            console.print(Text("\n          ".join(lines)), soft_wrap=True)
     rows = [
         (f"{name} {history.scope}" if len(diagnoses) > 1 else history.scope, *plain(norm_numbers(history)).values())
         for name, diagnosis in zip(names, diagnoses, strict=True)
@@ -635,80 +604,51 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     print_table(console, Table("norms", "Weight norms", columns, rows, NOTE), hint="diagnose.json has them")
 
 
-# The figure.
-
-Curves = list[tuple[Any, Any, str]]  # x, y and matplotlib's style of the line
-NORM = "weight RMS (dashed: steady state, dotted: recursion)"
-
-
-def panels(history: History) -> dict[str, Curves]:
-    """Return the curves of a run by the title of their panel; the diagnostic figures of the paper are among them."""
-    norm, tracking, steps, fits = history.norm, history.tracking, history.steps, late_fits(history)
-    evaluated, trained = history.run.losses, history.run.training_losses
-    curves: dict[str, Curves] = {"loss": [(*(evaluated if len(evaluated[0]) else trained), "-")]}
-    for title, key in (
-        (NORM, "weight_rms"),
-        ("cosine of weight and update", "alignment_update"),
-        ("cosine of weight and gradient", "alignment_gradient"),
-        ("cosine of weight and momentum", "alignment_momentum"),
-        ("size of Muon's direction", "defect"),
-    ):
-        curves[title] = [(steps, history.column(key), "-")]
-    if norm is not None and tracking is not None:
-        curves[NORM] += [(norm.steps, tracking.smooth_target, "--"), (norm.steps, tracking.predicted, ":")]
-        after = norm.steps >= int(steps[history.peak_at])
-        curves["lag ln(r/r*)"] = [(norm.steps[after], tracking.lag[after], "-")]
-        curves["adiabatic ratio"] = [(norm.steps[after], tracking.ratio[after], "-")]
-    if fits is not None:
-        where = steps >= fits.first_step
-        lr = history.column("lr")[where]
-        ends = np.array([0.0, np.nanmax(lr)])
-        lines = [(ends, -fits.k * ends, "--"), (ends, -fits.offset - fits.slope * ends, ":")]
-        curves["late cosine of weight and update over lr"] = [
-            (lr, history.column("alignment_update")[where], "."),
-            *lines,
-        ]
-    return curves
-
-
 def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
-    """Draw everything that was recorded as one figure, and write it as PNG and SVG."""
-    from matplotlib.figure import Figure  # training needs nothing that draws
+    """Draw everything that was recorded as one figure, and write it as PNG and SVG.
+
+    The diagnostic figures of the paper are among its panels.
+    """
+    from muonsw.lab.report.figures import write_sheet  # training needs nothing that draws
 
     histories = [diagnosis.history for diagnosis in diagnoses]
     names = unique_names(f"{history.run.name} ({history.run.rule or 'unknown'})" for history in histories)
-    drawn = [panels(history) for history in histories]
-    known = dict.fromkeys(title for curves in drawn for title in curves)
-    titles = [title for title in known if any(_has_values(curves.get(title, [])) for curves in drawn)]
-    rows = math.ceil(len(titles) / 3)
-    figure = Figure(figsize=(15, 0.6 + 3.6 * rows), layout="constrained")
-    for place, title in enumerate(titles, start=1):
-        axes = figure.add_subplot(rows, 3, place)
-        for number, (name, curves) in enumerate(zip(names, drawn, strict=True)):
-            for x, y, style in curves.get(title, []):
-                values = np.asarray(y, dtype=np.float64)
-                values = np.where(np.abs(values) < LARGEST, values, np.nan)  # axes overflow far beyond
-                label = name.replace("$", r"\$") if style == "-" else None
-                axes.plot(np.asarray(x), values, style, color=f"C{number}", linewidth=1.3, label=label)
-        axes.set_title(title, fontsize=10)
-        if title == "adiabatic ratio":
-            axes.set_yscale("log")
-        if title == NORM:  # during warmup the steady state is far outside
-            highest = _known(np.array([history.highest("weight_rms") for history in histories]))
-            axes.set_ylim(0.0, 1.4 * highest.max(initial=0.0) or 1.0)
-    handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    written = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # letters that the font lacks become boxes
-        for suffix, metadata in METADATA.items():
-            figure.savefig(buffer := io.BytesIO(), format=suffix[1:], dpi=130, metadata=metadata)
-            written.append(write_own(stem.with_name(stem.name + suffix), buffer.getvalue()))
-    return written
+    panels: dict[str, list[Curve]] = {}
 
+    def add(title: str, arm: str, x: Any, y: Any, *, dashed: bool = False) -> None:
+        if np.isfinite(values := np.asarray(y, dtype=np.float64)).any():
+            panels.setdefault(title, []).append(Curve(arm, arm, np.asarray(x).tolist(), values.tolist(), dashed))
 
-def _has_values(curves: Curves) -> bool:
-    return any(np.isfinite(np.asarray(y, dtype=np.float64)).any() for _, y, _ in curves)
+    for arm, history in zip(names, histories, strict=True):
+        evaluated = history.run.losses
+        add("loss", arm, *(evaluated if len(evaluated[0]) else history.run.training_losses))
+        for title, key in PANELS.items():
+            add(title, arm, history.steps, history.column(key))
+        if history.norm is not None and history.tracking is not None:
+            steps, tracking = history.norm.steps, history.tracking
+            add(NORM, arm, steps, tracking.smooth_target, dashed=True)
+            add(RECURSION, arm, steps, tracking.predicted, dashed=True)
+            after = steps >= int(history.steps[history.peak_at])
+            add("lag ln(r/r*)", arm, steps[after], tracking.lag[after])
+            add("adiabatic ratio", arm, steps[after], tracking.ratio[after])
+        if (fits := late_fits(history)) is not None:
+            late = history.steps >= fits.first_step
+            lr, cosine = history.column("lr")[late], history.column("alignment_update")[late]
+            order, ends = np.argsort(lr), np.array([0.0, np.nanmax(lr)])
+            add(LATE_COSINE, arm, lr[order], cosine[order])
+            add(LATE_COSINE, arm, ends, -fits.k * ends, dashed=True)
+            add(LATE_COSINE, arm, ends, -fits.offset - fits.slope * ends, dashed=True)
+    highest = _known(np.array([history.highest("weight_rms") for history in histories])).max(initial=0.0)
+    axes = {
+        NORM: Axis(limits=(0.0, 1.4 * highest or 1.0)),  # during warmup the steady state is far outside
+        "adiabatic ratio": Axis(log=10),
+    }
+    charts = [
+        Chart(title, title, curves, Axis("lr" if title == LATE_COSINE else "step"), axes.get(title, Axis()))
+        for title, curves in panels.items()
+    ]
+    arms = [LegendEntry(name, history.run.rule) for name, history in zip(names, histories, strict=True)]
+    return write_sheet(Sheet(stem.name, "", charts, columns=3), arms, stem.parent) if charts else []
 
 
 # Hints while training.
@@ -746,30 +686,28 @@ class Findings:
         step = record["step"]
         scopes: dict[str, Any] = {scope: record[scope] for scope in ("all", "decayed") if scope in record}
         scopes |= {f"role:{role}": values for role, values in record["roles"].items()}
-        table = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
-        table[""] = {key: record.get(key) for key in ("skipped", "clipped")}
+        kept = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
+        kept[""] = {key: record.get(key) for key in ("skipped", "clipped")}
         self._settings = self._settings if self._records else recorded_settings(record)
-        self._records.append({scope: {"step": step, **values} for scope, values in table.items()})
+        self._records.append({scope: {"step": step, **values} for scope, values in kept.items()})
         if len(self._records) > MOST_SAMPLES:
             del self._records[1:-1:2]
-        run = Run("live", Path(), self._settings, {}, None, {"telemetry": self._tables()})
+        tables = {}
+        for scope, values in kept.items():
+            rows = [one[scope] for one in self._records if scope in one]
+            keys = ("step", *values)
+            tables[scope] = Columns({key: np.array([row[key] for row in rows], dtype=np.float64) for key in keys})
+        run = Run("live", Path(), self._settings, {}, None, {"telemetry": tables})
+        history = History(run, "decayed" if "decayed" in kept else "all")
+        roles = [History(run, scope) for scope in sorted(kept) if scope.startswith("role:")]
         hints = []
-        for finding in examine(History(run, _default_scope(run)), _roles(run), live=True):
+        for finding in examine(history, roles, live=True):
             topic = finding.rule, finding.scope
-            worth_saying = finding.severity in (Severity.PROBLEM, Severity.WARNING)
-            if worth_saying and step >= AGAIN * self._reported_at.get(topic, 0):
+            if finding.severity is not Severity.NOTE and step >= AGAIN * self._reported_at.get(topic, 0):
                 self._reported_at[topic] = step
                 hints.append(finding.text)
         self.history += [(step, hint) for hint in hints]
         return hints
-
-    def _tables(self) -> dict[str, Columns]:
-        tables = {}
-        for scope in self._records[-1]:
-            rows = [record[scope] for record in self._records if scope in record]
-            keys = ("step", *(LIVE if scope else ("skipped", "clipped")))
-            tables[scope] = Columns({key: np.array([row[key] for row in rows], dtype=np.float64) for key in keys})
-        return tables
 
 
 def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ which draws from them is a function of seed and step without knowing it.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.util
@@ -15,7 +14,6 @@ import math
 import random
 import shlex
 import sys
-import sysconfig
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +59,6 @@ VALIDATION: Final = "validation"
 VALIDATION_SEED, EVAL_BATCHES = 0, 16
 # Metrics may not have the names of an evaluation record's own keys.
 RESERVED = ("kind", "step", "loss")
-STANDARD_LIBRARY, MUONSW = Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,6 @@ class TaskConfig:
 
     @property
     def name(self) -> str:
-        """The file's or the module's name."""
         return Path(self.path).name
 
 
@@ -147,7 +143,6 @@ class Task(ABC):
         return nullcontext()
 
     def epochs(self, steps: int) -> float | None:  # noqa: ARG002
-        """How often this number of updates visits the data; None if unknown."""
         return None
 
     def record(self, values: Tensor) -> dict[str, Any]:  # noqa: ARG002
@@ -173,7 +168,6 @@ class DecoderTask(Task):
         self.held_out = ValidationLoader(held_out, model.sequence, micro, data.eval_windows)
 
     def model(self, seed: int) -> Decoder:
-        """The decoder with its initial weights."""
         return Decoder(self.config, seed=seed)
 
     def join_ranks(self, model: nn.Module, ranks: int) -> None:
@@ -188,7 +182,6 @@ class DecoderTask(Task):
                 module.over_ranks = mean
 
     def loss(self, forward: Callable[..., Any], batch: TokenBatch) -> Losses:
-        """The losses of predicting the targets."""
         losses: Losses = forward(*batch)
         return losses
 
@@ -197,7 +190,6 @@ class DecoderTask(Task):
         return {"loss": forward(*batch).cross_entropy}
 
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[TokenBatch]:
-        """What one rank reads of a step."""
         return self.loader.micro_batches(step, ranks=ranks, rank=rank, accumulation=accumulation)
 
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[TokenBatch, int]]:
@@ -205,7 +197,6 @@ class DecoderTask(Task):
         return self.held_out.parts(ranks=ranks, rank=rank)
 
     def epochs(self, steps: int) -> float:
-        """How often this number of updates visits every window."""
         return self.loader.epochs(steps)
 
     def record(self, values: Tensor) -> dict[str, Any]:
@@ -217,7 +208,6 @@ class DecoderTask(Task):
         return {"load_entropy": (entropy_L / math.log(experts)).tolist()}
 
     def data(self, steps: int) -> str:
-        """Which tokens, and how often."""
         return f"{self.epochs(steps):.2f} epochs of {self.path}"
 
 
@@ -252,7 +242,6 @@ class Functions:
             return getattr(self.module, function)(*given, **self.options[function])
 
     def has(self, function: str) -> bool:
-        """Whether the file defines it."""
         return hasattr(self.module, function)
 
     @contextmanager
@@ -375,58 +364,24 @@ def with_file(task: TaskConfig) -> TaskConfig:
     """
     current = fingerprint(task.path)
     if task.fingerprint not in (None, current):
-        other = f"{task.path} has changed since this run was started, or a module that it imports"
-        raise UsageError(f"{other} ({current}, not {task.fingerprint}): put it back, or choose another folder")
+        other = f"{task.path} has changed since this run was started ({current}, not {task.fingerprint})"
+        raise UsageError(f"{other}: put it back, or choose another folder")
     return replace(task, fingerprint=current)
 
 
 def fingerprint(path: str) -> str:
-    """Hash a task's file and the local modules that it imports, directly or not, without executing any of them.
-
-    Installed packages do not count, nor what `importlib` imports by name.
-    """
-    module_files = list(_source_files(path.split("."), [Path(place) for place in sys.path]))
-    file = _file(path) or (module_files[-1] if module_files else Path(_module(path).__file__ or ""))
-    if not file.is_file():
-        return ""
-    installed = ("site-packages", "dist-packages")
-    places = [
-        place
-        for place in map(Path, sys.path)
-        if not place.is_relative_to(STANDARD_LIBRARY) and not any(name in place.parts for name in installed)
-    ]
-    sources = [file]
+    """Hash a task's file without executing it; modules that it imports do not count."""
+    file = _file(path)
+    if file is None:
+        try:
+            spec = importlib.util.find_spec(path)
+        except Exception:  # reported when the module is imported
+            spec = None
+        file = Path((spec.origin if spec else None) or "")
     try:
-        for source in sources:  # which grows
-            for names, start in _imports(source):
-                files = _source_files(names, [*places, file.parent] if start is None else [start])
-                sources += [f for f in map(Path.resolve, files) if f not in sources and MUONSW not in f.parents]
-        digest = hashlib.sha256(file.read_bytes())
-        for source in sources[1:]:
-            digest.update(hashlib.sha256(source.read_bytes()).digest())
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
     except OSError as error:
-        raise UsageError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()[:16]
-
-
-def _imports(file: Path) -> Iterator[tuple[list[str], Path | None]]:
-    """Dotted names that a file imports, in parts, and for a relative import the folder in which it begins."""
-    with suppress(SyntaxError, ValueError):  # reported when the file is executed
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Import):
-                yield from ((alias.name.split("."), None) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                package = node.module.split(".") if node.module else []
-                start = file.parents[node.level - 1] if node.level else None
-                yield from (([*package, alias.name], start) for alias in node.names)
-
-
-def _source_files(names: Sequence[str], places: Sequence[Path]) -> Iterator[Path]:
-    """The files of a dotted name: its packages, then the module; the last part may be a name inside the module."""
-    for name in names:
-        files = (file for place in places for file in (place / name / "__init__.py", place / f"{name}.py"))
-        yield from [file for file in files if file.is_file()][:1]
-        places = [place / name for place in places if (place / name).is_dir()]
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 class Loss(NamedTuple):
@@ -468,14 +423,12 @@ class UserTask(Task):
         self.held_out = BatchSource(self.functions, VALIDATION, VALIDATION_SEED)
 
     def model(self, seed: int) -> nn.Module:
-        """The model with its initial weights; the generators stay seeded, for dropout."""
         torch.manual_seed(seed)  # of every device
         seed_generators(seed, "model")
         model: nn.Module = self.functions("model", seed)
         return model
 
     def patterns(self, model: nn.Module, weight_decay: float) -> Mapping[str, dict[str, Any]]:
-        """The routing that the file chooses; by default roles decide."""
         if not self.functions.has("patterns"):
             return {}
         patterns = self.functions("patterns", model, weight_decay)
@@ -485,15 +438,12 @@ class UserTask(Task):
         return patterns
 
     def computing_loss(self, model: nn.Module) -> nn.Module:
-        """The model with its loss."""
         return LossModule(model, self.functions)
 
     def blamed(self) -> AbstractContextManager[None]:
-        """Errors that name the user's function and its line."""
         return self.functions.blamed()
 
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
-        """The rows of batch `step` that one rank trains on, one micro-batch at a time."""
         batch, parts = self.train.batch(step), ranks * accumulation
         seed_generators(self.train.seed, "update", step, rank, host_only=True)  # a checkpoint only holds torch's
         rows, rest = divmod(rows_of(batch), parts)
@@ -504,7 +454,6 @@ class UserTask(Task):
         return iter([batch] if parts == 1 else [rows_between(batch, start, start + rows) for start in starts])
 
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
-        """Whole validation batches, one rank after the other."""
         first, number = None, -1
         for number, batch in enumerate(self.held_out.first(self.config.eval_batches)):
             first = batch if first is None else first
@@ -516,7 +465,6 @@ class UserTask(Task):
             yield first, 0
 
     def data(self, steps: int) -> str:
-        """The file, its options, and how many samples are seen."""
         options = "".join(f" --task.{option.replace('=', ' ', 1)}" for option in self.config.options)
         return f"{steps * self.per_step:,} samples of {self.config.name}{options}"
 
@@ -748,7 +696,6 @@ def describe(batch: Batch) -> str:
 
 
 def same(batch: Batch, other: Batch) -> bool:
-    """Whether two batches have equal tensors."""
     ours, theirs = tensors_of(batch), tensors_of(other)
     return len(ours) == len(theirs) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
@@ -776,7 +723,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
-    """Every tensor of a batch, in order."""
     tensors: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

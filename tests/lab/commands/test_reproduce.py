@@ -7,15 +7,20 @@ from pathlib import Path
 import pytest
 
 import muonsw.lab.commands.reproduce  # noqa: F401 (before anything in it is replaced)
-from muonsw.lab.claims.claim import Estimate, Evidence, Interval, Source, at_most
 from muonsw.lab.cli import main
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.plan import cost
 from muonsw.lab.report.study_figures import draw_convergence
-from muonsw.lab.studies.catalogue import STUDIES, find_study
+from muonsw.lab.stats import Estimate, Evidence, Interval, Source, at_most
+from muonsw.lab.studies import records
+from muonsw.lab.studies.catalogue import STUDIES
+from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.study import ExperimentStudy
 from muonsw.lab.theory.experiment import Experiment, seed_for
 from muonsw.registry import Registry
 from tests.lab.small_experiments import SMALL, SWAPPED, smaller
+from tests.lab.studies.small_comparisons import tiny_scale
+from tests.lab.train.small_runs import tokens
 
 FIELDS = {
     "id", "statement", "reference", "hypothesis", "predicted", "measured",
@@ -111,12 +116,17 @@ def test_list_shows_every_experiment(capsys):
     [
         (["theroy"], "did you mean 'theory'"),
         (["theory/matrx"], "did you mean 'matrix'"),
-        ([], "say what to reproduce: theory"),
+        ([], "missing study name: one of theory"),
         (["theory", "--processes", "0"], "at least 1"),
+        (["main-table", "--scale", "paper"], "needs --data DIR with GPT-2 tokens"),
+        (["main-table", "--seeds", "0"], "--seeds must be at least 1"),
+        (["main-table", "--workers", "0"], "--workers must be at least 1"),
+        (["main-table", "--tflops", "0", "--dry-run"], "--tflops must be above zero"),
+        (["main-table/width-7"], "scale cpu has no main-table/width-7: it has width-64, width-96"),
     ],
 )
 def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):
-    assert main(["reproduce", *arguments, "--out", str(tmp_path)]) == 2
+    assert main(["reproduce", *arguments, "--out", str(tmp_path / "study")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -133,12 +143,6 @@ def test_an_unwritable_folder_is_refused_before_the_work(tmp_path, capsys):
     error = capsys.readouterr().err
     assert f"cannot write to the folder {tmp_path / 'file' / 'below'}" in error
     assert "choose another" in error
-
-
-def test_one_experiment_of_a_study():
-    assert [experiment.name for experiment in find_study("theory/scalar").experiments] == ["scalar"]
-    with pytest.raises(ValueError, match="unknown study"):
-        find_study("nothing/scalar")
 
 
 def test_each_experiment_has_random_numbers_of_its_own():
@@ -170,3 +174,43 @@ def test_the_default_folder_is_named_after_the_study(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "theory/fixed-rate", "--processes", "1"]) == 0
     assert (Path("out") / "theory" / "claims.json").exists()
+
+
+@pytest.mark.parametrize(("name", "scale"), [("regret", "mini"), ("width-transfer", "paper"), ("recipes", "cpu")])
+def test_a_dry_run_prints_the_cost_and_trains_nothing(name, scale, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", name, "--scale", scale, "--dry-run", "--tflops", "7"]) == 0
+    text, study = capsys.readouterr().out, STUDIES[name].at(SCALES[scale])
+    assert study.how_scaled in " ".join(text.split())
+    assert "7 TFLOP/s" in text
+    total = next(line for line in text.splitlines() if line.startswith("all, shared runs once"))
+    assert f" {cost(study.runs()).runs} " in total
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_runs_a_tiny_study_records_it_and_its_exit_code_tells_a_failed_claim(tmp_path, monkeypatch, capsys):
+    # A grid of one rate has its best at an edge: that claim cannot hold.
+    monkeypatch.setattr("muonsw.lab.commands.reproduce.SCALES", {"cpu": tiny_scale(rates=(0.01,))})
+    arguments = ["--out", str(tmp_path / "h"), "--workers", "1", "--device", "cpu", "--data", tokens()]
+    assert main(["reproduce", "horizon-transfer", *arguments, "--record", str(tmp_path / "runs.jsonl")]) == 1
+    data = json.loads((tmp_path / "h" / "claims.json").read_text(encoding="utf-8"))
+    assert data["claims_failed"] >= 2
+    assert data["claims"][0]["verdict"] == "fails"
+    assert len(list((tmp_path / "runs-cpu").iterdir())) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Final loss by learning rate" in printed
+    assert "claims FAILED" in printed
+    assert f"added 2 runs to {tmp_path / 'runs.jsonl'}" in printed
+    rows = records.read(tmp_path / "runs.jsonl")
+    assert [(row["study"], row["steps"], row["algorithm"]) for row in rows] == [
+        ("horizon-transfer", 5, "adamw"),
+        ("horizon-transfer", 10, "adamw"),
+    ]
+    losses = [loss for one in data["comparisons"] for arm in one["arms"] for loss in arm["final"]]
+    assert [row["final_loss"] for row in rows] == losses
+
+
+def test_recipes_need_no_data_at_any_scale(tmp_path, capsys):
+    assert main(["reproduce", "recipes", "--scale", "paper", "--out", str(tmp_path / "r")]) == 0
+    assert "All 14 claims hold" in capsys.readouterr().out
+    assert not (tmp_path / "runs-paper").exists()

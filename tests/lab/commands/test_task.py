@@ -9,12 +9,10 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from muonsw.lab.claims.statistics import t_interval
 from muonsw.lab.cli import main
 from muonsw.lab.runs import load_run
-from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.outcome import compare
-from muonsw.lab.studies.training.worked_tasks import recorded
+from muonsw.lab.stats import t_interval
+from muonsw.lab.studies import records
 from tests.lab.small_tasks import LOSS, task_file
 
 SHORT = ["--steps", "6", "--workers", "1"]
@@ -109,34 +107,13 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     assert "nats per token" not in page
     assert (tmp_path / "out/compare/report/metric-accuracy.png").exists()
     assert found["claims"] == []
-    # Its records say the same without the folders of the runs.
-    records = Records.read(tmp_path / "records/tasks.jsonl")
-    ((key, kept),) = recorded(records).items()
-    assert str(key) == "small_task.py, 6 updates, lr 0.003, lambda 0.5"
-    pairs = compare(kept).pairs
-    assert [list(pair.differences) for pair in pairs] == [pair["differences"] for pair in found["pairs"]]
-    assert pairs[0].metrics["accuracy"].differences == pytest.approx(gaps, abs=2e-5)  # five digits are kept
-    assert [line["made_with"]["torch"] for line in records.lines] == [version("torch")] * 4
-
-
-@pytest.mark.slow
-def test_lambda_is_tuned_and_options_reach_the_task(tmp_path):
-    path = task_file(tmp_path, model="def model(seed, width=8):\n    return nn.Sequential(nn.Linear(4, width), "
-                     "nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 3))\n")  # fmt: skip
-    words = ["--seeds", "1", "--tune-lambda", "--task.width", "5", "--eval-batches", "2", "--eval-every", "3"]
-    assert main(["compare", "--task", str(path), *words, *SHORT]) == 0
-    found = json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))
-    assert len(found["search"]) == 2
-    (run, *_) = sorted((tmp_path / "out/compare/runs").glob("constant*"))
-    settings = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    assert settings["task"]["options"] == ["width=5"]
-    assert (settings["task"]["eval_batches"], settings["eval_every"]) == (2, 3)
-    assert (
-        json.loads((run / "environment.json").read_text(encoding="utf-8"))["trained"]["parameters"][
-            "norm (adamw, not decayed)"
-        ]
-        == 5
-    )
+    # The table of runs says the same without their folders.
+    rows = records.read(tmp_path / "records/tasks.jsonl")
+    by_arm = {arm: [row for row in rows if row["arm"] == arm] for arm in runs}
+    for arm, those in runs.items():
+        assert [row["final_loss"] for row in by_arm[arm]] == [run.final_loss for run in those]
+        assert [row["final.accuracy"] for row in by_arm[arm]] == pytest.approx(ends[arm], abs=2e-5)
+    assert {(row["torch"], row["task"], row["weight_decay"]) for row in rows} == {(version("torch"), str(path), 0.5)}
 
 
 def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from muonsw.lab.report.report import write_report
+from muonsw.lab.report.page import write_report
 from muonsw.lab.runs import load_runs
 from tests.lab.report.made_runs import Recipe, write_run
 from tests.lab.report.pages import HOSTILE

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from muonsw.lab.claims.claim import Evidence
 from muonsw.lab.report.study_figures import draw_convergence
+from muonsw.lab.stats import Evidence
 from tests.lab.report.pages import data_of
 from tests.lab.small_experiments import SMALL
 

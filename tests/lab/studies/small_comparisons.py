@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from muonsw.lab.arms import Arm, Comparison, Key
 from muonsw.lab.model import MuP
-from muonsw.lab.studies.arms import Arm, Comparison, Key
 from muonsw.lab.studies.scales import Scale, adamw_sweep
 from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop
 from muonsw.lab.train.config import DataConfig, OptimizerConfig
@@ -48,18 +48,14 @@ def tiny_scale(**changes):
         "title": "tiny",
         "rows": {16: row, 32: replace(row, model=replace(narrow, width=32))},
         "headline": 16,
-        "others": (32,),
-        "small": 16,
         "sweep": adamw_sweep(row, 10),
         "sweep_widths": (16,),
-        "drift_widths": (16, 32),
+        "widths": (16, 32),
         "drift_steps": 10,
         "rates": (0.005, 0.01, 0.02),
         "horizons": (5, 10),
-        "factors": (0.5, 1.0, 2.0),
         "map_run": replace(row, batch=4),
         "maps": {4: (0.5, 1.0), 8: (0.5, 1.0)},
-        "map_seeds": 1,
         "seeds": 2,
         "sweep_seeds": 1,
         "tflops": 1.0,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from muonsw.lab.claims.claim import Evidence
-from muonsw.lab.studies.training import rows
+from muonsw.lab.stats import Evidence
+from muonsw.lab.studies import main_table
 from muonsw.lab.studies.workshop import Workshop, describe
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.state import Training, with_fingerprint
@@ -23,14 +23,14 @@ from tests.lab.train.small_runs import tokens
 
 def test_equal_runs_are_one_job_and_different_data_or_settings_another(tmp_path):
     shop, scale = by_settings(tmp_path), tiny_scale()
-    both = [*rows.headline_row(scale), *rows.all_rows(scale)]
-    jobs = shop.jobs(both)
-    assert len(jobs) == len(shop.jobs(rows.all_rows(scale))) == (3 + 4) * 2
+    table = main_table.all_rows(scale)
+    jobs = shop.jobs([*main_table.sampled_row(scale), *table])
+    assert len(jobs) == len(shop.jobs(table)) == (3 + 5) * 2
     assert len({job.name for job in jobs.values()}) == len(jobs)
     ready = shop.places.ready(scale.rows[16])
     assert ready.data.path == tokens()
     assert ready.threads == 1
-    one = rows.headline_row(scale)[0]
+    one = table[0]
     job, other = (shop.places.job(replace(one, base=base), one.arms[0], 0) for base in (ready, changed(ready)))
     assert job.folder != other.folder
     assert describe(job.config) in job.folder.name

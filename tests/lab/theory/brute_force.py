@@ -17,28 +17,10 @@ def scaled_decay(eta_max: float) -> Rule:
     return lambda eta, lam: lam * eta**2 / eta_max
 
 
-def harmonic(gamma: float, t0: float, steps: int) -> list[float]:
-    return [gamma / (t + t0) for t in range(steps)]
-
-
 def descend(w: float, etas: list[float], rule: Rule, a: float, c: float, lam: float) -> float:
     for eta in etas:
         w = w - eta * a * (w - c) - rule(eta, lam) * w
     return w
-
-
-def mean_squared_distances(
-    etas: list[float], rule: Rule, lam: float, h: torch.Tensor, x_star: torch.Tensor, sigma: float
-) -> list[float]:
-    """Exact E|x_t - x*|^2 of SGD on sum h_i (x_i - x*_i)^2 / 2 from 0, sigma^2 spread over coordinates."""
-    mean, variance = torch.zeros_like(h), torch.zeros_like(h)
-    history = []
-    for eta in etas:
-        history.append(((mean - x_star) ** 2 + variance).sum().item())
-        shrink = 1 - eta * h - rule(eta, lam)
-        mean = shrink * mean + eta * h * x_star
-        variance = shrink**2 * variance + eta**2 * sigma**2 / len(h)
-    return history
 
 
 def polar(M: torch.Tensor) -> torch.Tensor:
@@ -81,14 +63,6 @@ def run_muon(
         yield step
         W = (1 - rule(eta, lam)) * W - eta * step.O
     yield MuonStep(W, W - A, torch.zeros_like(W), torch.zeros_like(W))
-
-
-def frobenius(X: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.matrix_norm(X)
-
-
-def nuclear(X: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.matrix_norm(X, ord="nuc")
 
 
 def spectral(X: torch.Tensor) -> float:

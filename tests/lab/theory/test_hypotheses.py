@@ -70,7 +70,7 @@ def test_a_violated_hypothesis_is_named(function, arguments, settings, change, h
     assert (passed_on.hypothesis, str(passed_on)) == (hypothesis, str(error.value))
 
 
-@pytest.mark.parametrize("p", [-0.5, 0.0, 0.3, 0.5, 0.6, 0.9, 1.0, 1.1, 2.0])
+@pytest.mark.parametrize("p", [0.0, 0.5, 0.6, 1.0, 1.1])
 def test_robbins_monro_agrees_with_the_condensation_test(p):
     def converges(exponent):
         """A series of decreasing terms converges as the sum over 2^k eta(2^k) does, which is geometric."""

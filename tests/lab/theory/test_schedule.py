@@ -13,8 +13,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from muonsw.lab.theory.schedule import (
     MOST_STEPS,
-    constant,
-    harmonic,
     lr_scheduler,
     peak_lr_for_horizon,
     sampled,
@@ -27,13 +25,11 @@ from muonsw.lab.train.config import ScheduleConfig
 ROUNDING = 4 * torch.finfo(torch.float64).eps
 
 SCHEDULES = [
-    partial(constant),
-    partial(harmonic, offset=3.0),
     partial(warmup_cosine, total_steps=40, warmup_steps=7),
-    partial(warmup_cosine, total_steps=40, warmup_steps=7, warmup_shape="cosine", warmup_start=0.01),
+    partial(warmup_cosine, total_steps=40, warmup_steps=7, warmup_shape="cosine"),
     partial(warmup_cosine, total_steps=40, final_fraction=0.0),
     partial(warmup_stable_decay, total_steps=40, warmup_steps=7),
-    partial(warmup_stable_decay, total_steps=40, decay_fraction=1.0, decay_shape="sqrt"),
+    partial(warmup_stable_decay, total_steps=40, decay_fraction=1.0),
 ]
 
 
@@ -61,12 +57,12 @@ def test_every_schedule_stays_in_the_unit_interval_and_takes_its_peak(schedule):
         schedule(-1)
 
 
-def test_warmup_is_the_fraction_of_steps_taken_or_half_a_cosine_from_its_start():
+def test_warmup_is_the_fraction_of_steps_taken_or_half_a_cosine():
     values = [warmup_cosine(t, total_steps=100, warmup_steps=8) for t in range(8)]
     assert values == [(t + 1) / 8 for t in range(8)]
     for t in range(10):
-        value = warmup_cosine(t, total_steps=100, warmup_steps=10, warmup_shape="cosine", warmup_start=0.01)
-        expected = 0.01 + 0.99 * math.sin(math.pi * (t + 1) / 20) ** 2
+        value = warmup_cosine(t, total_steps=100, warmup_steps=10, warmup_shape="cosine")
+        expected = math.sin(math.pi * (t + 1) / 20) ** 2
         assert value == pytest.approx(expected, rel=ROUNDING)
     assert value == 1.0
 
@@ -75,13 +71,12 @@ def test_warmup_is_the_fraction_of_steps_taken_or_half_a_cosine_from_its_start()
     total=st.integers(2, 500),
     warmup=st.integers(0, 498),
     final=st.floats(0, 1),
-    start=st.floats(0, 1),
     shape=st.sampled_from(["linear", "cosine"]),
 )
-def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(total, warmup, final, start, shape):
+def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(total, warmup, final, shape):
     warmup = min(warmup, total - 1)
     settings = {"total_steps": total, "warmup_steps": warmup, "final_fraction": final}
-    values = [warmup_cosine(t, **settings, warmup_shape=shape, warmup_start=start) for t in range(total + 3)]
+    values = [warmup_cosine(t, **settings, warmup_shape=shape) for t in range(total + 3)]
     top = max(warmup - 1, 0)
     assert values[top] == 1.0
     assert values[total - 1 :] == [final] * 4
@@ -93,11 +88,10 @@ def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(total, warmup, fina
     total=st.integers(2, 500),
     fraction=st.floats(0.01, 1),
     final=st.floats(0, 1),
-    shape=st.sampled_from(["linear", "sqrt"]),
 )
-def test_wsd_holds_the_peak_and_decays_only_at_the_end(total, fraction, final, shape):
+def test_wsd_holds_the_peak_and_decays_only_at_the_end(total, fraction, final):
     values = [
-        warmup_stable_decay(t, total_steps=total, decay_fraction=fraction, final_fraction=final, decay_shape=shape)
+        warmup_stable_decay(t, total_steps=total, decay_fraction=fraction, final_fraction=final)
         for t in range(total + 3)
     ]
     decaying = min(max(1, round(fraction * total)), total - 1)
@@ -108,32 +102,10 @@ def test_wsd_holds_the_peak_and_decays_only_at_the_end(total, fraction, final, s
         assert sum(value < 1.0 for value in values[:total]) == decaying
 
 
-def test_wsd_decay_has_the_named_shape():
-    for shape, curve in (("linear", 1.0), ("sqrt", 0.5)):
-        for k in range(1, 21):
-            value = warmup_stable_decay(79 + k, total_steps=100, final_fraction=0.0, decay_shape=shape)
-            assert value == pytest.approx(1 - (k / 20) ** curve, abs=ROUNDING)
-
-
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_joints_have_no_jump_larger_than_a_step_of_the_schedule(shape):
-    total, warmup = 10_000, 1000
-    slope = math.pi / 2 / warmup
-    for schedule in (warmup_cosine, warmup_stable_decay):
-        values = [schedule(t, total_steps=total, warmup_steps=warmup, warmup_shape=shape) for t in range(total + 10)]
-        assert max(abs(a - b) for a, b in pairwise(values)) <= slope
-        assert 0.0 < values[0] <= slope
-
-
-def test_a_run_of_one_step_takes_it_at_the_peak():
-    assert [warmup_cosine(t, total_steps=1) for t in range(3)] == [1.0, 0.1, 0.1]
-    assert [warmup_stable_decay(t, total_steps=1) for t in range(3)] == [1.0, 0.1, 0.1]
-
-
-@given(gamma=st.floats(0.01, 100), t0=st.floats(0.5, 1000), t=st.integers(0, 10**6))
-def test_harmonic_times_the_peak_is_gamma_over_t_plus_t0(gamma, t0, t):
-    peak = gamma / t0
-    assert peak * harmonic(t, offset=t0) == pytest.approx(gamma / (t + t0), rel=ROUNDING)
+def test_wsd_falls_in_a_straight_line():
+    for k in range(1, 21):
+        value = warmup_stable_decay(79 + k, total_steps=100, final_fraction=0.0)
+        assert value == pytest.approx(1 - k / 20, abs=ROUNDING)
 
 
 def test_the_optimizer_sees_the_schedule_at_every_step_and_group():
@@ -171,17 +143,10 @@ def test_a_resumed_run_follows_the_settings_it_is_given():
     [
         (warmup_cosine, {"total_steps": 0}, "total_steps"),
         (warmup_cosine, {"total_steps": 10, "warmup_steps": 10}, "warmup_steps=10 .*total_steps=10"),
-        (warmup_cosine, {"total_steps": 10, "warmup_steps": -1}, "warmup_steps"),
         (warmup_cosine, {"total_steps": 10, "final_fraction": 1.1}, "final_fraction"),
-        (warmup_cosine, {"total_steps": 10, "final_fraction": math.nan}, "final_fraction"),
-        (warmup_cosine, {"total_steps": 10, "warmup_start": -0.1}, "warmup_start"),
-        (warmup_cosine, {"total_steps": 10, "warmup_shape": "square"}, "warmup_shape .*'linear', 'cosine'"),
-        (warmup_stable_decay, {"total_steps": 10, "decay_shape": "cubic"}, "decay_shape .*'linear', 'sqrt'"),
+        (warmup_cosine, {"total_steps": 10, "warmup_shape": "square"}, "warmup_shape .*'linear' or 'cosine'"),
         (warmup_stable_decay, {"total_steps": 10, "decay_fraction": 0.0}, "decay_fraction"),
-        (warmup_stable_decay, {"total_steps": 10, "decay_fraction": 1.5}, "decay_fraction"),
         (warmup_stable_decay, {"total_steps": 10, "warmup_steps": 6, "decay_fraction": 0.5}, "do not fit"),
-        (harmonic, {"offset": 0.0}, "offset"),
-        (harmonic, {"offset": math.inf}, "offset"),
     ],
 )
 def test_wrong_settings_are_refused_at_once_and_leave_the_optimizer_alone(schedule, settings, named):
@@ -209,20 +174,6 @@ def test_the_horizon_rule_is_a_cube_root_capped_at_the_tuned_peak():
 def test_warmup_length_is_a_hundredth_within_its_limits():
     expected = {1: 0, 9: 0, 600: 60, 9_999: 999, 10_000: 1000, 35_000: 1000, 110_000: 1100, 376_000: 3760}
     assert {steps: warmup_steps_for_horizon(steps) for steps in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda: peak_lr_for_horizon(0), "total_steps"),
-        (lambda: peak_lr_for_horizon(10, base_steps=0), "base_steps"),
-        (lambda: peak_lr_for_horizon(10, base_lr=-1.0), "base_lr"),
-        (lambda: warmup_steps_for_horizon(-5), "total_steps"),
-    ],
-)
-def test_wrong_horizons_are_refused(call, named):
-    with pytest.raises(ValueError, match=named):
-        call()
 
 
 @pytest.mark.parametrize("shape", ["cosine", "wsd", "constant"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,24 +12,19 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.decay import DECAY_RULES
-from muonsw.lab.claims.table import claims_table
+from muonsw.lab.arms import Arm, parse_arm, refuse_too_much_decay
 from muonsw.lab.commands.data import describe
-from muonsw.lab.commands.parsing import given, require_at_least_one
-from muonsw.lab.commands.show import print_conclusion
+from muonsw.lab.commands.shared import given, print_conclusion, require_at_least_one
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
-from muonsw.lab.console import Table, paragraph, say
+from muonsw.lab.compare import FACTORS, Question, advise_arm, answer
+from muonsw.lab.console import paragraph, say
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder
 from muonsw.lab.launch import Cluster, runs_at_once
-from muonsw.lab.report.report import check_target
+from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs
-from muonsw.lab.runs.records import Records
-from muonsw.lab.studies.arms import Arm, parse_arm, refuse_too_much_decay
-from muonsw.lab.studies.compare import CompareStudy, advise_arm
-from muonsw.lab.studies.study import PAGE, Conclusion, conduct
-from muonsw.lab.studies.training.worked_tasks import comparison_key
-from muonsw.lab.studies.tuning import FACTORS
+from muonsw.lab.stats import Verdict, claims_table
 from muonsw.lab.studies.workshop import ByArm, Workshop
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import RESULT
@@ -89,7 +85,7 @@ class Compare:
     accumulation: int | None = None
     """Micro-batches an update is cut into, for less memory."""
     record: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Add what the runs of a task found to this file of JSON lines, which needs no run folder any more."""
+    """Append the runs to this JSONL table; run folders can then be deleted."""
     verbose: FlagCreatePairsOff[bool] = False
     """Print all tables, with all their columns."""
     own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
@@ -98,7 +94,6 @@ class Compare:
     """Training as jobs of a cluster."""
 
     def run(self) -> int:
-        """Train all arms, print the verdict, write the report."""
         require_at_least_one(self, "seeds", "workers")
         self.cluster.check(self.device)
         check_target(self.out / PAGE, images=True)
@@ -112,46 +107,34 @@ class Compare:
             base = self._with_lambda(console, base, epochs)
         arms = self._arms(base)
         compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
-        study = CompareStudy(
-            base,
-            arms,
-            self.seeds,
-            f"{compared} on {self._subject(base)}",
-            control=self.control,
-            tune_lambda=self.tune_lambda,
-            epochs=epochs,
-            claims=self.claims,
-        )
+        title = f"{compared} on {self._subject(base)}"
+        asked = Question(base, arms, self.seeds, title, self.control, self.tune_lambda, epochs, self.claims)
         places, runs = ByArm(self.out / "runs"), self.seeds * (len(self.arms) + self.control)
         workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
         workshop = Workshop(console, workers, places, self.retry_diverged, self.cluster)
-        records = None if self.record is None else Records.open(self.record, base)
         prepare_folder(self.out)
-        paragraph(console, self._plan(study, workshop.workers))
-        conclusion = conduct(study, workshop, self.out)
-        tables = self._tables(conclusion)
-        print_conclusion(console, conclusion, self.out, tables, verbose=self.verbose)
-        if records is not None:
+        paragraph(console, self._plan(asked, workshop.workers))
+
+        found = answer(asked, workshop.train, self.out, note=partial(say, console))
+        tables = list(found.tables if self.verbose else found.tables[:1])
+        if self.verbose and found.claims:
+            tables.append(claims_table({"comparison": found.claims}, ("expected", "measured")))
+        print_conclusion(console, found, self.out, tables, verbose=self.verbose)
+        if self.record is not None:
+            from muonsw.lab.studies.records import append  # which most comparisons do not need
+
             ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
-            records.add(load_runs(ended), comparison=comparison_key(base))
-            say(console, f"records of {counted(len(ended), 'run')} are in {self.record}")
-        return int(conclusion.failed)
+            count = append(self.record, load_runs(ended), study="tasks" if self.task else "compare")
+            say(console, f"added {counted(count, 'run')} to {self.record}")
+        return int(any(claim.verdict is Verdict.FAILS for claim in found.claims))
 
-    def _tables(self, conclusion: Conclusion) -> list[Table]:
-        """The arms; with `--verbose` everything."""
-        if not self.verbose:
-            return [conclusion.tables[0]]
-        claims = [claims_table(conclusion.claims, ("expected", "measured"))] if conclusion.all_claims else []
-        return [*conclusion.tables, *claims]
-
-    def _plan(self, study: CompareStudy, workers: int) -> str:
-        """What is about to happen, in a sentence."""
-        base, names = study.base, " and ".join(arm.name for arm in study.arms)
+    def _plan(self, asked: Question, workers: int) -> str:
+        base, names = asked.base, " and ".join(arm.name for arm in asked.arms)
         names += " and constant decay of the same total" if self.control else ""
         if base.task is not None:
             seen = counted(base.batch, "sample")
         else:
-            seen = f"{counted(base.tokens_per_step, 'token')} ({study.epochs:.2f} epochs of {base.tokens.path})"
+            seen = f"{counted(base.tokens_per_step, 'token')} ({asked.epochs:.2f} epochs of {base.tokens.path})"
         length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'update')} of {seen}"
         return f"{names}, {length}, {workers} at a time, in {self.out}"
 
@@ -166,10 +149,7 @@ class Compare:
         return base
 
     def _decoder_base(self, console: Console) -> RunConfig:
-        """The run of a preset, after preparing its tokens."""
         self.own.refuse_without_task()
-        if self.record is not None:
-            raise UsageError("--record keeps runs of a task: give --task FILE; those of the decoder are studies")
         base = changed_run(self.preset, self.steps, given(self, "lr", "weight_decay"), **self._changes())
         self._arms(base)  # what is wrong with them is said before tokens are prepared, which may take long
         if self.data is None and not self.text:

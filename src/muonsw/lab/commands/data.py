@@ -31,7 +31,6 @@ class Prepare:
     """Documents, and how to tokenize them."""
 
     def run(self) -> int:
-        """Prepare the folder and print what it holds."""
         console, start, documents, size = Console(), time.perf_counter(), 0, 0
         with showing(console, {"preparing": self.corpus.limit_characters}) as view:
 
@@ -58,14 +57,12 @@ class Verify:
     """Folder that `muonsw data prepare` filled."""
 
     def run(self) -> int:
-        """Print every problem, and whether there is any."""
-        console, problems = Console(), 0
-        for problem in verify_folder(self.folder):
-            problems += 1
-            say(console, f"bad: {problem}")
-        verdict = counted(problems, "problem") if problems else "all is well"
+        console, problems = Console(), list(verify_folder(self.folder))
+        verdict = counted(len(problems), "problem") if problems else "all is well"
         say(console, f"{self.folder}: {contents(read_record(self.folder))}, {verdict}")
-        return int(problems > 0)
+        for problem in problems:
+            say(console, f"bad: {problem}")
+        return int(bool(problems))
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,6 @@ class Info:
     """Folder that `muonsw data prepare` filled."""
 
     def run(self) -> int:
-        """Print the record."""
         console, record = Console(), read_record(self.folder)
         state = "complete" if record.complete else "not complete: rerun the same `muonsw data prepare` to resume"
         kind = (record.tokenizer_description or {}).get("kind", "unknown")
@@ -104,12 +100,10 @@ class Data:
     ]
 
     def run(self) -> int:
-        """Run the action."""
         return self.action.run()
 
 
 def contents(record: DataRecord) -> str:
-    """What a folder holds, in a few words."""
     size = sum(group.bytes for group in record.groups)
     text = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
     tokens = " and ".join(f"{record.tokens(split):,} {split}" for split in SPLITS)

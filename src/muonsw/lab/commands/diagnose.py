@@ -14,8 +14,7 @@ from tyro.conf import Positional, arg
 from muonsw.lab.console import say
 from muonsw.lab.diagnose import as_data, diagnose, draw, print_diagnosis, recorded_settings
 from muonsw.lab.errors import UsageError
-from muonsw.lab.files import prepare_folder
-from muonsw.lab.report.own import METADATA, require_own, write_own
+from muonsw.lab.files import prepare_folder, write_atomically
 from muonsw.lab.runs import Run, load_runs
 
 
@@ -47,7 +46,6 @@ class Diagnose:
     """Which weights: decayed (the default), all, role:NAME, layer:NUMBER or parameter:NAME."""
 
     def run(self) -> int:
-        """Examine, write, print."""
         if not self.runs:
             raise UsageError("missing run: muonsw diagnose RUN...")
         runs = [_with_recorded_settings(run) for run in load_runs(self.runs)]
@@ -57,9 +55,8 @@ class Diagnose:
             folder = first.with_name(f"{first.stem}-diagnose") if first.is_file() else first / "diagnose"
             folder = folder if len(runs) == 1 else Path("out/diagnose")
         prepare_folder(folder)
-        require_own(folder / f"diagnose{suffix}" for suffix in (".json", *METADATA))
         data = {"version": 1, "scope": self.scope, "runs": [as_data(diagnosis) for diagnosis in diagnoses]}
-        write_own(folder / "diagnose.json", json.dumps(data, allow_nan=False) + "\n")
+        write_atomically(folder / "diagnose.json", json.dumps(data, allow_nan=False) + "\n")
         draw(diagnoses, folder / "diagnose")
         console = Console()
         print_diagnosis(console, diagnoses)

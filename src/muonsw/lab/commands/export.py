@@ -29,7 +29,6 @@ class Export:
     """Take the checkpoint with the lowest validation loss instead of the newest."""
 
     def run(self) -> int:
-        """Write, and say where."""
         folder = export(self.run_folder, self.out or self.run_folder / "export", best=self.best, note=_warn)
         say(Console(), f"wrote {folder}; see what it learned with: muonsw sample {shlex.quote(str(folder))}")
         return 0
@@ -57,7 +56,6 @@ class Sample:
     """Seed of the sampling."""
 
     def run(self) -> int:
-        """Print the prompt and what follows, as it is drawn."""
         if self.tokens < 1 or self.top_k < 0 or not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UsageError("--tokens must be at least 1, --temperature finite, and it and --top-k not negative")
         if not 0 <= self.seed < LARGEST:

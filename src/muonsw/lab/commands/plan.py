@@ -44,7 +44,6 @@ class Plan:
     setup: OmitArgPrefixes[FlagCreatePairsOff[Setup]] = field(default_factory=Setup)
 
     def run(self) -> int:
-        """Compute and print."""
         result = self.planned()
         if self.json:
             print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
@@ -62,7 +61,6 @@ class Plan:
         return 0
 
     def planned(self) -> RunPlan:
-        """Compute what the options describe."""
         if not self.preset or bool(self.tokens) == (self.steps is not None):
             raise UsageError("give --preset with either --tokens or --steps, such as --preset w1024 --tokens 197B")
         try:

@@ -11,9 +11,8 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from muonsw.lab.console import say
 from muonsw.lab.errors import UsageError
-from muonsw.lab.report.report import check_target, write_report
-from muonsw.lab.runs import load_runs
-from muonsw.lab.runs.run import runs_below
+from muonsw.lab.report.page import check_target, write_report
+from muonsw.lab.runs import load_runs, runs_below
 from muonsw.lab.train.folder import CONFIG
 from muonsw.text import counted
 
@@ -39,9 +38,8 @@ class Report:
     """Write the page alone, without PNG and SVG."""
 
     def run(self) -> int:
-        """Load, write, and say where."""
         if not self.runs:
-            raise UsageError("say which runs to show: muonsw report RUN [RUN ...] -o report.html")
+            raise UsageError("missing run: muonsw report RUN [RUN ...] -o report.html")
         check_target(self.out, images=not self.no_images)
         loaded = load_runs(find_runs(self.runs))
         title = self.title or (f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs")

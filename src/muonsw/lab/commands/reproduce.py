@@ -11,21 +11,20 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from muonsw import machine
-from muonsw.lab.claims.table import claims_table
-from muonsw.lab.commands.parsing import require_at_least_one
-from muonsw.lab.commands.show import print_conclusion
+from muonsw.lab.commands.shared import print_conclusion, require_at_least_one
 from muonsw.lab.console import Column, Table, Value, paragraph, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.plan import Cost, amount, cost
-from muonsw.lab.report.report import check_target
-from muonsw.lab.studies import evidence
+from muonsw.lab.report.page import PAGE, check_target
+from muonsw.lab.runs import load_runs
+from muonsw.lab.stats import claims_table
 from muonsw.lab.studies.catalogue import STUDIES, find_study
+from muonsw.lab.studies.records import append
 from muonsw.lab.studies.scales import SCALES, find_data
-from muonsw.lab.studies.study import PAGE, ExperimentStudy, TrainingStudy, conduct
+from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
 from muonsw.lab.studies.workshop import BySettings, Workshop
-from muonsw.registry import unknown
 from muonsw.text import counted
 
 DEFAULT_SCALE = "cpu"
@@ -40,8 +39,8 @@ class Reproduce:
     """
 
     name: Annotated[str, Positional, arg(metavar="NAME")] = ""
-    """The study, such as `main-table` or `theory`, or one experiment of it, such as `theory/matrix`. `evidence`
-    rebuilds docs/evidence.md from the records of our own runs; with --data it makes those that are missing first."""
+    """The study, such as `main-table` or `theory`, or a part of it, such as `main-table/width-256` or
+    `theory/matrix`."""
 
     list: FlagCreatePairsOff[bool] = False
     """Show what can be reproduced, and run nothing."""
@@ -68,6 +67,9 @@ class Reproduce:
 
     workers: Annotated[int | None, arg(metavar="N")] = None
     """Runs of a training study at a time; one for each core or GPU, or all of them on a cluster, unless given."""
+
+    record: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Append the runs of a training study to this JSONL table; run folders can then be deleted."""
 
     retry_diverged: FlagCreatePairsOff[bool] = False
     """Try runs again that diverged in an earlier call."""
@@ -96,50 +98,27 @@ class Reproduce:
             return 0
         require_at_least_one(self, "workers", "seeds", "processes")
         self.cluster.check(self.device)
-        if self.name.partition("/")[0] == evidence.NAME:
-            return self._evidence(console)
-        study = self._study()
+        if not self.name:
+            raise UsageError(f"missing study name: one of {', '.join(STUDIES)} (or --list)")
+        try:
+            study = find_study(self.name)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         return self._train(console, study) if isinstance(study, TrainingStudy) else self._run(console, study)
 
-    def _evidence(self, console: Console) -> int:
-        """Make what the evidence lacks where data is given; then its page, from the records alone."""
-        records = self.out or evidence.FOLDER
-        names = evidence.chosen(self.name, self.data, records)
-        if self.dry_run:
-            for name in names:
-                self._price(console, evidence.part(name))
-            say(console, f"{evidence.PAGE} would be written; without --data nothing is trained")
-            return 0
-        if not (evidence.FOLDER / evidence.TEMPLATE).exists():
-            raise UsageError(f"there is no {evidence.FOLDER / evidence.TEMPLATE} here: go to a clone of the repository")
-        if self.data is not None:
-            places = BySettings(Path("out/runs-mini"), self.data, self.cluster.device_type(self.device))
-            for name in names:
-                shop = self._workshop(console, places, len(evidence.part(name).runs()))
-                made = evidence.gather(name, shop, evidence.file_of(name, records), self.seeds)
-                say(console, f"{name}: {made} runs exported to {evidence.file_of(name, records)}")
-        evidence.write_page()
-        say(console, f"wrote {evidence.PAGE} and its pictures")
-        return 0
-
     def _run(self, console: Console, study: ExperimentStudy) -> int:
-        """A study of experiments that are run anew each time."""
+        """A study that trains no run, and is run anew each time."""
         if self.cluster.cluster is not None:
             raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
         if self.scale is not None:
             say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
         if self.dry_run:
-            seconds, count = sum(experiment.cost for experiment in study.experiments), len(study.experiments)
-            say(
-                console,
-                f"{study.name}: {counted(count, 'experiment')}, about {seconds:.0f} s on one core; no training runs",
-            )
+            count, seconds = counted(len(study.experiments), "experiment"), sum(one.cost for one in study.experiments)
+            say(console, f"{study.name}: {count}, about {seconds:.0f} s on one core; no training runs")
             return 0
-        folder = self.out or Path("out") / study.name
-        prepare_folder(folder)
-        conclusion = conduct(
-            replace(study, seed=self.seed), Workshop(console, self.processes or machine.cores()), folder
-        )
+        prepare_folder(folder := self.out or Path("out") / study.name)
+        workshop = Workshop(console, self.processes or machine.cores())
+        conclusion = replace(study, seed=self.seed).conduct(workshop, folder)
         table = claims_table(conclusion.claims, ("predicted", "measured"), named=True)
         print_conclusion(console, conclusion, folder, [table], verbose=self.verbose)
         return int(conclusion.failed)
@@ -148,41 +127,32 @@ class Reproduce:
         """A study that trains."""
         scale = SCALES[self.scale or DEFAULT_SCALE].with_seeds(self.seeds)
         study = study.at(scale)
+        runs, whole = study.runs(), STUDIES[study.name]
+        if not runs and isinstance(whole, TrainingStudy) and (planned := whole.at(scale).planned()):
+            raise UsageError(
+                f"scale {scale.name} has no {self.name}: it has {', '.join(one.key.slug for one in planned)}"
+            )
         if self.dry_run:
-            self._price(console, study)
+            if self.tflops is not None and not self.tflops > 0:
+                raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
+            usual = scale.workers if self.cluster.cluster is None else len(runs)
+            print_cost(console, study, self.tflops or scale.tflops, self.workers or usual)
             return 0
-        folder, device = self.out or Path("out") / f"{study.name}-{scale.name}", self.cluster.device_type(self.device)
+        folder = self.out or Path("out") / f"{study.name}-{scale.name}"
         check_target(folder / PAGE, images=True)
-        data = find_data(scale, self.data) if study.planned() else Path()
-        places = BySettings(folder.parent / f"runs-{scale.name}", data, device)
+        data = find_data(scale, self.data) if runs else Path()
+        places = BySettings(folder.parent / f"runs-{scale.name}", data, self.cluster.device_type(self.device))
         prepare_folder(folder)
-        conclusion = conduct(study, self._workshop(console, places, len(study.runs())), folder)
+        workers = self.workers or (len(runs) if self.cluster.cluster else runs_at_once(self.device))
+        workshop = Workshop(console, workers, places, self.retry_diverged, self.cluster)
+        conclusion = study.conduct(workshop, folder)
+        if self.record is not None:
+            count = append(self.record, load_runs(workshop.jobs(study.planned())), study=study.name, arm=None)
+            say(console, f"added {counted(count, 'run')} to {self.record}")
         tables = [claims_table(conclusion.claims, ("expected", "measured")), *conclusion.tables]
-        kept = f"; runs are in {places.folder}" if study.planned() else ""
+        kept = f"; runs are in {places.folder}" if runs else ""
         print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
         return int(conclusion.failed)
-
-    def _price(self, console: Console, study: TrainingStudy) -> None:
-        """Print what a study would take."""
-        if self.tflops is not None and not self.tflops > 0:
-            raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
-        usual = study.scale.workers if self.cluster.cluster is None else len(study.runs())
-        print_cost(console, study, self.tflops or study.scale.tflops, self.workers or usual)
-
-    def _workshop(self, console: Console, places: BySettings, runs: int) -> Workshop:
-        workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
-        return Workshop(console, workers, places, self.retry_diverged, self.cluster)
-
-    def _study(self) -> ExperimentStudy | TrainingStudy:
-        if not self.name:
-            raise UsageError(f"say what to reproduce: {', '.join((*STUDIES, evidence.NAME))} (or --list)")
-        study = self.name.partition("/")[0]
-        if study not in STUDIES:
-            raise UsageError(unknown("study", study, [*STUDIES, evidence.NAME]))
-        try:
-            return find_study(self.name)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
 
 
 def print_studies(console: Console, studies: Iterable[ExperimentStudy | TrainingStudy]) -> None:
@@ -195,10 +165,6 @@ def print_studies(console: Console, studies: Iterable[ExperimentStudy | Training
         for experiment in study.experiments:
             name = f"{study.name}/{experiment.name}"
             say(console, f"  {name:<28} {experiment.title}")
-    say(
-        console,
-        "evidence: docs/evidence.md from the records of our own runs; evidence/NAME --data DIR makes more of them",
-    )
     for scale in SCALES.values():
         say(console, f"scale {scale.name}: {scale.title}")
     say(console, "what a study takes at a scale: muonsw reproduce NAME --scale SCALE --dry-run")
@@ -218,7 +184,7 @@ def cost_table(study: TrainingStudy, tflops: float, workers: int) -> Table:
         hours = hours_text(total.hours(tflops, workers))
         return total.runs, amount(total.tokens), f"{total.flops:.3g}", hours
 
-    names = ("seeds", "updates", "runs", "tokens", "FLOPs", "hours")
+    names = ("seeds", "steps", "runs", "tokens", "FLOPs", "hours")
     ranks = {"runs": 0, "hours": 0}
     columns = [Column("comparison"), Column("arms", rank=2)]
     columns += [Column(name, number=True, rank=ranks.get(name, 1)) for name in names]

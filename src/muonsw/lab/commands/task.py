@@ -18,13 +18,14 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
-from muonsw.lab.advise import RULES, Advise
-from muonsw.lab.commands.parsing import changed, given, require_at_least_one
+from muonsw.lab.advise import RULES
+from muonsw.lab.arms import Arm
+from muonsw.lab.commands.shared import changed, given, require_at_least_one
+from muonsw.lab.compare import FACTORS, advise_arm
 from muonsw.lab.console import harmless, paragraph, say
 from muonsw.lab.errors import FAILED, Diverged, Interrupted, UsageError
 from muonsw.lab.files import prepare_folder, write_atomically
 from muonsw.lab.launch import runs_at_once
-from muonsw.lab.studies.tuning import FACTORS
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import recorded_code
@@ -55,7 +56,6 @@ class TaskOptions:
     """Updates between evaluations of a task; a twentieth of the run unless given."""
 
     def refuse_without_task(self) -> None:
-        """Refuse options that only a task has."""
         for option in changed(self):
             raise UsageError(f"{option} needs a task: give --task FILE")
 
@@ -87,7 +87,11 @@ def refuse_with_task(command: object, *options: str) -> None:
 
 
 def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
-    """Say what will be trained: batches, what is odd about them, which algorithm moves what, and whether decay acts."""
+    """Say what will be trained: batches, what is odd about them, which algorithm moves what, and whether decay acts.
+
+    Raises:
+        UsageError: If the optimizer refuses the model, or the routing of the file.
+    """
     assert config.task is not None
     measured = "".join(f", {name} {value:.4g}" for name, value in checked.metrics.items())
     paragraph(
@@ -95,46 +99,21 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
     )
     for note in checked.notes:
         paragraph(console, f"note: {note}")
-    say(console, routing(config))
-    if text := decay_sentence(config):
-        paragraph(console, text)
-
-
-def routing(config: RunConfig) -> str:
-    """Which algorithm has which parameters, as a table.
-
-    Raises:
-        UsageError: If the optimizer refuses the model, or the routing of the file.
-    """
     task = open_task(config)
     model = task.model(config.seed)
     try:
         patterns = task.patterns(model, config.optimizer.weight_decay)
-        return build_optimizer(model, config.optimizer, config.steps, patterns=patterns).routing()
+        say(console, build_optimizer(model, config.optimizer, config.steps, patterns=patterns).routing())
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def decay_sentence(config: RunConfig) -> str:
-    """Whether decay acts in a run; empty where a number makes no sense."""
-    schedule, optimizer = config.schedule, config.optimizer
-    settings: dict[str, Any] = {
-        "schedule": schedule.shape,
-        "warmup_steps": schedule.warmup_steps,
-        "final_fraction": schedule.final_fraction,
-        "decay_fraction": schedule.decay_fraction,
-        "algorithm": optimizer.algorithm,
-    }
-    rules: tuple[Any, ...] = RULES
-    try:
+    with suppress(ValueError):  # a number makes no sense for the formula
         advice = {
-            rule: Advise(config.steps, optimizer.lr, optimizer.weight_decay, decay=rule, **settings).advice()
-            for rule in rules
+            rule: advise_arm(config, Arm(rule, replace(config.optimizer, decay=rule, peak="group")), 1.0)
+            for rule in RULES
         }
-    except ValueError:
-        return ""
-    totals = " and ".join(f"{one.total:.2g} ({rule})" for rule, one in advice.items())
-    return f"Total decay is {totals}. For a language model trained from scratch: {advice['scaled'].answer}"
+        totals = " and ".join(f"{one.total:.2g} ({rule})" for rule, one in advice.items())
+        answer = advice["scaled"].answer
+        paragraph(console, f"Total decay is {totals}. For a language model trained from scratch: {answer}")
 
 
 @dataclass(frozen=True)
@@ -153,7 +132,6 @@ class Check:
     """cpu, cuda or auto."""
 
     def run(self) -> int:
-        """Check, and time some updates."""
         require_at_least_one(self, "seeds")
         console = Console()
         config, checked = self.own.run_config(self.file, **given(self, "device", "steps"))
@@ -166,16 +144,16 @@ class Check:
             return FAILED
         except Interrupted as error:
             raise Interrupted("stopped; a check keeps nothing", error.signal) from error
-        paragraph(console, self._duration(config, update, evaluation))
-        return 0
-
-    def _duration(self, config: RunConfig, update: float, evaluation: float) -> str:
         run = config.steps * update + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
         workers = runs_at_once(self.device)
         compared, searched = (math.ceil(runs / workers) * run for runs in (ARMS * self.seeds, ARMS * len(FACTORS)))
-        parts = f"{1e3 * update:,.1f} ms an update, {1e3 * evaluation:,.0f} ms an evaluation, {workers} runs at a time"
         runs = f"{counted(config.steps, 'update')}, {ARMS} arms, {counted(self.seeds, 'seed')}"
-        return f"{runs}: about {in_words(compared)} here ({parts}); --tune-lambda adds {in_words(searched)} or more"
+        parts = f"{1e3 * update:,.1f} ms an update, {1e3 * evaluation:,.0f} ms an evaluation, {workers} runs at a time"
+        paragraph(
+            console,
+            f"{runs}: about {in_words(compared)} here ({parts}); --tune-lambda adds {in_words(searched)} or more",
+        )
+        return 0
 
 
 class _EnoughError(Exception):
@@ -227,7 +205,6 @@ class New:
     """Python file to write; one that exists is left alone."""
 
     def run(self) -> int:
-        """Write the file."""
         if self.file.suffix != ".py":
             raise UsageError(f"{self.file} must end in .py")
         text = files("muonsw.lab").joinpath("task_template.py").read_text(encoding="utf-8")
@@ -250,5 +227,4 @@ class TaskCommand:
     ]
 
     def run(self) -> int:
-        """Do what was asked."""
         return self.action.run()

@@ -10,14 +10,14 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.decay import DECAY_RULES
+from muonsw.lab.arms import refuse_too_much_decay
 from muonsw.lab.commands.data import describe
-from muonsw.lab.commands.parsing import changed, given
+from muonsw.lab.commands.shared import changed, given
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.console import say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import require_writable
 from muonsw.lab.run import run
-from muonsw.lab.studies.arms import refuse_too_much_decay
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
@@ -91,7 +91,6 @@ class Train:
     optimizer: OmitArgPrefixes[Changes] = field(default_factory=Changes)
 
     def run(self) -> int:
-        """Train, with progress on the terminal."""
         if self.task is not None:
             return self._run_task(self.task)
         self.own.refuse_without_task()
@@ -117,7 +116,6 @@ class Train:
         return replace(config, parallel=replace(config.parallel, strategy=self.strategy))
 
     def _run_task(self, task: str) -> int:
-        """Check a task, say how it is routed, and train it."""
         refuse_with_task(self, "--preset", "--data", "--text", "--config", "--batch")
         settings = {**self._changes(), **self._optimizer(), **given(self, "steps")}
         folder = self.out or Path("out/train") / Path(task).stem

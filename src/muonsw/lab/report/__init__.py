@@ -1,1 +1,1 @@
-"""How results are shown: one theme, figures on paper and on the page, tables in the terminal."""
+"""How results are shown: charts as data, an interactive page, and the same charts as PNG and SVG."""

@@ -1,7 +1,7 @@
-"""A document as one self-contained interactive page, which asks the network for nothing.
+"""A report of runs: verdict, tables and curves on one interactive page that loads nothing, and the curves as pictures.
 
-`page.html` is the template; it escapes whatever is not ours to write. Charts become plotly figures here, and `page.js`
-draws them.
+`page.html` is the template; it escapes whatever is not ours. Charts become plotly figures here, and `page.js` draws
+them.
 """
 
 from __future__ import annotations
@@ -11,37 +11,220 @@ import hashlib
 import html
 import json
 import math
-import re
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypedDict, Unpack
 
 from jinja2 import Environment, StrictUndefined
 
-from muonsw.lab.errors import needed
-from muonsw.lab.report.own import PAGE_MARK, write_own
-from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry
-from muonsw.lab.report.theme import FONT_SIZE, LIGHT, SANS, ArmStyle, arm_styles
+from muonsw.lab.config import flatten
+from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
+from muonsw.lab.errors import UsageError, needed
+from muonsw.lab.files import prepare_folder, require_writable, write_atomically
+from muonsw.lab.report.charts import (
+    FONT_SIZE,
+    GRID,
+    MUTED,
+    SANS,
+    TEXT,
+    ArmStyle,
+    Axis,
+    Chart,
+    Charts,
+    Curve,
+    Document,
+    LegendEntry,
+    Section,
+    Sheet,
+    anchor,
+    arm_styles,
+)
+from muonsw.lab.runs import Run, differences
+from muonsw.lab.stats import Claims, any_failed, claims_table
+from muonsw.lab.train.folder import CONFIG
+from muonsw.text import counted
 
+PAGE = "report.html"  # where comparisons and studies write theirs
+MARK = '<meta name="generator" content="muonsw">'  # a page replaces only pages that have it
+HEAD_BYTES = 4096
 DIGITS = 6  # significant digits of a value on the page
 SHORT = 28  # characters up to which the text of a cell is not broken
+MOST_COLUMNS = 4  # of the table about models and machines
+
+
+class Content(TypedDict, total=False):
+    """What a report may have besides its runs."""
+
+    verdict: str  # the sentences on top; unless given, how many runs there are and how they ended
+    claims: Claims | None  # by who makes them; shown last, those that failed first
+    tables: Sequence[Table]  # shown before the charts
+    details: Sequence[Table]  # shown after them
+    figures: Sequence[Chart]  # shown before the charts of the runs; their curves name arms as `name_arms` does
+
+
+def write_report(
+    path: str | Path, title: str, runs: Sequence[Run], *, images: bool = True, **content: Unpack[Content]
+) -> list[Path]:
+    """Write the page, and its charts as PNG and SVG into a folder beside it that is named after it.
+
+    Args:
+        path: The page, ending in `.html`.
+        title: Its heading.
+        runs: What is shown; none for a page of claims, tables and charts alone.
+        images: Whether PNG and SVG are written too.
+        content: What else there is to show.
+
+    Returns:
+        What was written, the page first.
+    """
+    target = Path(path)
+    check_target(target, images=images)
+    document = build_report(title, runs, **content)
+    prepare_folder(target.parent)
+    written = [write_page(target, document)]
+    if images:
+        from muonsw.lab.report.figures import write_sheet  # matplotlib takes a second to import
+
+        prepare_folder(folder := target.with_suffix(""))
+        for section in document.sections:
+            if isinstance(section, Chart):
+                written += write_sheet(Sheet(section.name, "", [section], columns=1), document.arms, folder)
+    return written
+
+
+def check_target(path: Path, *, images: bool) -> None:
+    """Refuse before the work a page, or with `images` figures, that cannot be written there."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"the report {path} must end in .html")
+    if path.is_dir():
+        raise UsageError(f"the report {path} is a folder; name a file such as {path / PAGE}")
+    if path.is_file() and MARK.encode() not in path.read_bytes()[:HEAD_BYTES]:
+        raise UsageError(f"{path} was not written by muonsw: delete it, or choose another name")
+    folder = path.with_suffix("")
+    if images and ((os.path.lexists(folder) and not folder.is_dir()) or (folder / CONFIG).exists()):
+        raise UsageError(
+            f"figures would go into {folder}, which is something else: choose another name, or --no-images"
+        )
+    require_writable(path.parent)
+
+
+def build_report(title: str, runs: Sequence[Run], **content: Unpack[Content]) -> Document:
+    """The same report as data."""
+    charts, claims, figures = Charts(runs), content.get("claims") or {}, content.get("figures", ())
+    sections: list[Section] = [*content.get("tables", ()), *figures, *charts.all(), *content.get("details", ())]
+    if runs:
+        sections += [runs_table(charts), *differences_table(charts), *origin_table(charts)]
+    if claims:
+        sections.append(claims_table(claims))
+    verdict = content.get("verdict") or (summary(charts) if runs else "")
+    names = dict.fromkeys(curve.arm for chart in figures for curve in chart.curves)
+    further = [LegendEntry(name, name) for name in names if name not in charts.arm_of]
+    failed = bool(claims) and any_failed(claims)
+    return Document(title, sections, verdict, failed, [*charts.arms, *further])
+
+
+def summary(charts: Charts) -> str:
+    several = len(charts.runs) > 1
+    text = f"{len(charts.runs)} runs in {counted(len(charts.arms), 'arm')}" if several else charts.labels[0]
+    if running := sum(run.in_progress for run in charts.runs):
+        text += f", {running} not complete" if several else ", not complete"
+    for what, measure, shown in (("validation loss", "final_loss", loss_text), ("weight RMS", "final_norm", norm_text)):
+        found: dict[str, list[float]] = {}
+        for arm, run in zip(charts.arm_of, charts.runs, strict=True):
+            if math.isfinite(value := getattr(run, measure)):
+                found.setdefault(arm, []).append(value)
+        if found:
+            middle = "median " if any(arm.runs > 1 for arm in charts.arms) else ""
+            medians = sorted((median(values), arm) for arm, values in found.items())
+            return f"{text}; {middle}final {what}: {', '.join(f'{shown(value)} ({arm})' for value, arm in medians)}."
+    return f"{text}."
+
+
+def runs_table(charts: Charts) -> Table:
+    numbers = ("final loss", "best loss", "weight RMS", "change since largest", "steps", "seconds")
+    columns = [Column("run"), Column("arm"), *(Column(name, number=True) for name in numbers), Column("state")]
+    rows = []
+    for label, arm, run in zip(charts.labels, charts.arm_of, charts.runs, strict=True):
+        lost, diverged = run.lost_losses, bool((run.result or {}).get("diverged"))
+        state = "diverged" if diverged else "complete"
+        if not run.complete:
+            state = f"{run.steps:,} of {run.planned_steps:,} steps" if run.in_progress else counted(run.steps, "step")
+        rows.append(
+            (
+                *(label, arm, loss_text(run.final_loss), loss_text(run.best_loss)),
+                *(norm_text(run.final_norm), change_text(run.norm_change), run.steps or None),
+                round(run.seconds, 1) if math.isfinite(run.seconds) else None,
+                Cell(
+                    state,
+                    f"{counted(lost, 'loss', 'losses')} not finite" if lost else "",
+                    tone="fails" if diverged or (lost and run.complete) else "",
+                ),
+            )
+        )
+    nats = all(run.unit for run in charts.runs)
+    note = (
+        f"Losses: {'validation cross-entropy in nats per token' if nats else 'on validation batches'}. Weight RMS: of "
+        "the weights that decay, at the last sample."
+    )
+    return Table("runs", "Runs", columns, rows, note)
+
+
+def differences_table(charts: Charts) -> list[Table]:
+    """The settings that are not the same in all runs; no table where all agree."""
+    found = differences([run.settings for run in charts.runs])
+    rows = [
+        (label, *(_setting(values[place]) for values in found.values())) for place, label in enumerate(charts.labels)
+    ]
+    return [Table("differences", "What differs between the runs", ("run", *found), rows, folded=True)] if found else []
+
+
+def origin_table(charts: Charts) -> list[Table]:
+    """What was trained and on which machine; runs with the same facts share a column, no table where none says so."""
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for label, run in zip(charts.labels, charts.runs, strict=True):
+        # The command differs between runs on one machine.
+        facts = flatten({key: value for key, value in run.environment.items() if key != "command"})
+        if facts:
+            groups.setdefault(json.dumps(facts, sort_keys=True, default=str), (facts, []))[1].append(label)
+    shown = list(groups.values())[:MOST_COLUMNS]
+    if not shown:
+        return []
+    keys = dict.fromkeys(key for facts, _ in shown for key in facts)
+    rows = [(key, *(_setting(facts.get(key)) for facts, _ in shown)) for key in keys]
+    hidden = len(groups) - len(shown)
+    note = f"Not shown: {counted(hidden, 'further combination')}." if hidden else ""
+    several = [f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0] for _, labels in shown]
+    headings = several if len(groups) > 1 else ["all runs"]
+    return [Table("origin", "Model, data and machine", ("", *headings), rows, note, folded=True)]
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return MISSING if value is None else json.dumps(value, default=str, ensure_ascii=False)
+
+
+# The page.
 
 
 def write_page(path: Path, document: Document) -> Path:
     """Write a document as one HTML file that works offline."""
-    return write_own(path, page(document))
+    return write_atomically(path, page(document))
 
 
 def page(document: Document) -> str:
-    """Render the document."""
     # Plotly is imported here, so that everything else of a report works where it is not installed.
     library = str(needed("plotly.offline", "an interactive page needs", "lab").get_plotlyjs())
     code, charts = _resource("page.js"), [section for section in document.sections if isinstance(section, Chart)]
     names = dict.fromkeys(curve.arm for chart in charts for curve in chart.curves)
     arms = list(document.arms) or [LegendEntry(name) for name in names]
-    styles = dict(zip((arm.name for arm in arms), arm_styles([arm.rule for arm in arms]), strict=True))
+    styles = arm_styles(arms)
     data = {
         "figures": [_figure(chart, styles) for chart in charts],
         "arms": [{"name": arm.name, "runs": arm.runs, **styles[arm.name]._asdict()} for arm in arms],
@@ -50,14 +233,16 @@ def page(document: Document) -> str:
     scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters["anchor"] = anchor
+    groups = groupby(document.sections, lambda section: isinstance(section, Chart))
     return environment.from_string(_resource("page.html")).render(
         document=document,
-        groups=[(is_chart, list(group)) for is_chart, group in groupby(document.sections, _is_chart)],
+        groups=[(are_charts, list(sections)) for are_charts, sections in groups],
         contents=dict(
-            ("figures", "Curves") if _is_chart(one) else (anchor(one.name), one.title) for one in document.sections
+            ("figures", "Curves") if isinstance(one, Chart) else (anchor(one.name), one.title)
+            for one in document.sections
         ),
         short=SHORT,
-        mark=PAGE_MARK,
+        mark=MARK,
         policy=f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:",
         style=_resource("page.css"),
         # A name could otherwise end the script element.
@@ -67,29 +252,17 @@ def page(document: Document) -> str:
     )
 
 
-def anchor(name: str) -> str:
-    """A name as an id on the page.
-
-    Examples:
-        >>> anchor('weight norm"')
-        'weight-norm-'
-    """
-    return re.sub(r"[^A-Za-z0-9_-]", "-", name)
-
-
-def _is_chart(section: object) -> bool:
-    return isinstance(section, Chart)
+def _resource(name: str) -> str:
+    return files("muonsw.lab.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _figure(chart: Chart, styles: Mapping[str, ArmStyle]) -> dict[str, Any]:
-    """A chart as plotly's traces and layout."""
     middles = {curve.arm for curve in chart.curves if curve.middle}
-    # Thick lines are drawn above thin ones.
-    curves = sorted(chart.curves, key=lambda curve: curve.middle)
+    curves = sorted(chart.curves, key=lambda curve: curve.middle)  # thick lines above thin ones
     levels = [
         {
             "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level.y, "y1": level.y,
-            "line": {"color": LIGHT.muted, "width": 1.4, "dash": "dash" if level.label else "solid"},
+            "line": {"color": MUTED, "width": 1.4, "dash": "dash" if level.label else "solid"},
             "label": {"text": html.escape(level.label), "textposition": "end", "font": {"size": 11}},
         }
         for level in chart.levels
@@ -101,9 +274,7 @@ def _figure(chart: Chart, styles: Mapping[str, ArmStyle]) -> dict[str, Any]:
         "hovermode": "closest",
         "showlegend": False,
         "margin": {"l": 8, "r": 26, "t": 14, "b": 8},
-        "font": {"family": ", ".join(SANS), "size": FONT_SIZE + 1, "color": LIGHT.text},
-        "paper_bgcolor": LIGHT.background,
-        "plot_bgcolor": LIGHT.background,
+        "font": {"family": ", ".join(SANS), "size": FONT_SIZE + 1, "color": TEXT},
     }
     traces = [_trace(curve, styles[curve.arm], curve.arm in middles, chart.points) for curve in curves]
     return {"name": anchor(chart.name), "data": traces, "layout": layout}
@@ -111,23 +282,21 @@ def _figure(chart: Chart, styles: Mapping[str, ArmStyle]) -> dict[str, Any]:
 
 def _trace(curve: Curve, style: ArmStyle, has_middle: bool, points: bool) -> dict[str, Any]:
     """A curve as plotly's trace; `meta` tells the legend which arm it belongs to."""
-    line: dict[str, Any] = {"color": LIGHT.text if curve.neutral else style.colour, "width": 1.7, "dash": style.dash}
-    opacity, mode = 1.0, "lines+markers" if points else "lines"
+    line: dict[str, Any] = {"color": style.colour, "width": 1.7, "dash": style.dash}
     if curve.middle:
         line["width"] = 2.6
     elif curve.dashed:
         line["dash"] = "dash"
     elif has_middle:
         line |= {"width": 0.9, "dash": "solid"}
-        opacity = 0.4
     label, arm = html.escape(curve.label), html.escape(curve.arm)  # plotly reads a few tags in its texts
     predicted = " predicted" if curve.dashed else ""
     return {
         "x": [_number(value) for value in curve.x],
         "y": [_number(value) for value in curve.y],
-        "mode": mode,
+        "mode": "lines+markers" if points else "lines",
         "line": line,
-        "opacity": opacity,
+        "opacity": 0.4 if has_middle and not (curve.middle or curve.dashed) else 1.0,
         "meta": curve.arm,
         "name": arm,
         "hovertemplate": f"<b>{label}</b>{predicted}<br>%{{x:,}} · %{{y:.5g}}<extra>{arm}</extra>",
@@ -141,8 +310,8 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
         "automargin": True,
         "exponentformat": "power",
         "nticks": 4 if axis.log else 7,  # more would label every digit between two powers of ten
-        "gridcolor": LIGHT.grid,
-        "linecolor": LIGHT.muted,
+        "gridcolor": GRID,
+        "linecolor": MUTED,
         "showline": True,
         "zeroline": False,
         "ticks": "outside",
@@ -159,7 +328,3 @@ def _number(value: float) -> float | int | None:
     if value == int(value) and abs(value) < 1e15:
         return int(value)
     return float(f"{value:.{DIGITS}g}")
-
-
-def _resource(name: str) -> str:
-    return files("muonsw.lab.report").joinpath(name).read_text(encoding="utf-8")

@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from muonsw.lab.claims.claim import Evidence, Series, count_verdicts
-from muonsw.lab.claims.table import any_failed, claims_table
+from muonsw.lab.report.charts import RULE_NAMES, Axis, Chart, Curve, Document, LegendEntry, Level, Sheet
+from muonsw.lab.report.figures import write_sheet
 from muonsw.lab.report.page import write_page
-from muonsw.lab.report.sections import Axis, Chart, Curve, Document, LegendEntry, Level, Sheet
-from muonsw.lab.report.static import write_sheet
-from muonsw.lab.report.theme import RULE_NAMES
+from muonsw.lab.stats import Evidence, Series, any_failed, claims_table, count_verdicts
 
 CONVERGENCE_TITLE = "Constant decay stops at its bound, scaled decay does not"
 CONVERGENCE_NOTE = (

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_least, at_most, within
-from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.model import MUON_LR_POWERS, Decoder, ModelConfig, MuP
 from muonsw.lab.model.grouped import grouped_linear
 from muonsw.lab.model.moe import MoE, plan_routes
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, log_log_slope, mean_of, within
 from muonsw.lab.theory.experiment import Context, Experiment
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
@@ -54,14 +53,7 @@ class CoordinateSettings:
 
     @property
     def name(self) -> str:
-        """The experiment that has these settings.
-
-        Examples:
-            >>> CoordinateSettings(algorithm="muon", muon_lr="sqrt").name
-            'muon-sqrt'
-            >>> CoordinateSettings(mup=False).name
-            'standard'
-        """
+        """The experiment that has these settings: `adamw`, `muon-sqrt`, ..., `standard`."""
         if not self.mup:
             return "standard"
         return f"muon-{self.muon_lr}" if self.algorithm == "muon" else "adamw"
@@ -96,12 +88,7 @@ class Activations:
 
 
 def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Sequences (batch, sequence + 1) in which every token has four possible successors, so there is much to learn.
-
-    Examples:
-        >>> chain_tokens(2, 7, 16, torch.Generator().manual_seed(0)).shape
-        torch.Size([2, 8])
-    """
+    """Sequences (batch, sequence + 1) in which every token has four possible successors, so there is much to learn."""
     successors_VS = torch.randint(vocab, (vocab, FOLLOWERS), generator=generator)
     tokens = [torch.randint(vocab, (batch,), generator=generator)]
     for _ in range(sequence):
@@ -145,12 +132,7 @@ def measure(model: Decoder, optimizer: Optimizer, tokens: Tensor, steps: int) ->
 
 
 def rms(x: Tensor) -> float:
-    """Root mean square of the entries, added up in float64.
-
-    Examples:
-        >>> rms(torch.tensor([3.0, 4.0, 0.0, 0.0]))
-        2.5
-    """
+    """Root mean square of the elements, added up in float64."""
     return float(x.double().square().mean().sqrt())
 
 
@@ -304,12 +286,7 @@ def slopes_of(setting: CoordinateSettings, sizes: Sizes, name: str, part: slice 
 
 
 def describe(name: str) -> str:
-    """A size in words.
-
-    Examples:
-        >>> describe("update out")
-        "what the first update changes in the output of attention's output projection"
-    """
+    """A size in words."""
     kind, _, what = name.partition(" ")
     return KINDS[kind].format(WORDS[what])
 
@@ -324,11 +301,6 @@ def source(setting: CoordinateSettings) -> Source:
     return Source(REFERENCE, f"{setting.algorithm} under muP, {rate} for hidden matrices")
 
 
-def muon(rule: str, seeds: int) -> CoordinateSettings:
-    """Muon under muP with one of the rules for its learning rate; it scatters less than AdamW."""
-    return CoordinateSettings(algorithm="muon", muon_lr=rule, seeds=seeds)
-
-
 def experiment(settings: CoordinateSettings, title: str, judge: Judge, cost: float) -> Experiment:
     """An experiment that is named after its settings."""
     parametrization = "muP" if settings.mup else "standard parametrization"
@@ -336,15 +308,16 @@ def experiment(settings: CoordinateSettings, title: str, judge: Judge, cost: flo
     return Experiment(settings.name, title, (*fixed, parametrization), settings, partial(run, judge), cost)
 
 
+def muon(rule: str, seeds: int) -> CoordinateSettings:
+    return CoordinateSettings(algorithm="muon", muon_lr=rule, seeds=seeds)
+
+
+FLAT, SHRINK = "nothing depends on the width", "Adam's lr/width, the paper's rule: its updates shrink"
+# AdamW scatters more than Muon, so it has more seeds.
 EXPERIMENTS: tuple[Experiment, ...] = (
-    experiment(CoordinateSettings(seeds=8), "AdamW under muP: nothing depends on the width", judge_adamw, 18.0),
-    experiment(muon("sqrt", 4), "Muon under muP with lr/sqrt(width): nothing depends on the width", judge_flat, 15.0),
-    experiment(
-        muon("adam", 3),
-        "Muon under muP with Adam's lr/width, the paper's rule: its updates shrink",
-        judge_misscaled,
-        15.0,
-    ),
+    experiment(CoordinateSettings(seeds=8), f"AdamW under muP: {FLAT}", judge_adamw, 18.0),
+    experiment(muon("sqrt", 4), f"Muon under muP with lr/sqrt(width): {FLAT}", judge_flat, 15.0),
+    experiment(muon("adam", 3), f"Muon under muP with {SHRINK}", judge_misscaled, 15.0),
     experiment(muon("none", 3), "Muon under muP with one lr for all widths: its updates grow", judge_misscaled, 15.0),
     experiment(
         CoordinateSettings(mup=False),

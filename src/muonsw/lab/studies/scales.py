@@ -11,6 +11,7 @@ from muonsw.lab.data.prepare import prepare_default
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, MuP, preset
+from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.presets import DEFAULT_DATA, default_data, preset_run
 
@@ -30,27 +31,22 @@ class Scale:
     title: str  # what it is, for lists and reports
     rows: Mapping[int, RunConfig]  # the runs of the main table by width, with the scaled rule and the undivided peak
     headline: int  # the width of the figures
-    others: tuple[int, ...]  # the widths of the figures beside the headline's
-    small: int  # the width of studies that the paper does not have
     sweep: RunConfig  # the AdamW run whose learning rate is swept, at the width of the horizons
     sweep_widths: tuple[int, ...]  # widths of that sweep
-    drift_widths: tuple[int, ...]  # widths over which the best learning rate and the best lambda of Muon are followed
-    drift_steps: int  # updates of these runs
+    widths: tuple[int, ...]  # over which grids follow the best learning rate and the best lambda of Muon
+    drift_steps: int  # steps of these runs
     rates: tuple[float, ...]  # learning rates, ascending
-    horizons: tuple[int, ...]  # updates, ascending
-    factors: tuple[float, ...]  # multiples of lambda
+    horizons: tuple[int, ...]  # steps, ascending
     map_run: RunConfig  # the run of the regret map, at the smallest width that trains stably
     maps: Mapping[int, tuple[float, ...]]  # by its lengths, a factor of four apart, its lambdas, a factor of two apart
-    map_seeds: int  # how many for each point of the map
-    seeds: int  # how many for each arm
-    sweep_seeds: int  # how many for each point of a sweep
+    seeds: int  # for each arm of the paper's table
+    sweep_seeds: int  # for each point of a grid or sweep
     tflops: float  # FLOPs that one run sustains in a second, in units of 1e12; a guess for planning
     workers: int  # runs at a time that the times are given for
     tokens: Callable[[], Path]  # makes or finds the tokens where no folder is given
     vocab: int | None = None  # the vocabulary that a given folder must have; None takes any
     near_best: tuple[float, ...] = ()  # further lambdas of the main table, as multiples of its own
-    muon_sweeps: bool = False  # whether learning rates are swept under Muon too
-    # Updates between samples where telemetry is what is studied; None is as in all other runs.
+    # Steps between samples where telemetry is what is studied; None is as in all other runs.
     sampled_every: int | None = None
 
     @property
@@ -60,19 +56,14 @@ class Scale:
 
     def with_seeds(self, seeds: int | None) -> Scale:
         """The same with so many seeds everywhere; None leaves its own."""
-        return self if seeds is None else replace(self, seeds=seeds, sweep_seeds=seeds, map_seeds=seeds)
+        return self if seeds is None else replace(self, seeds=seeds, sweep_seeds=seeds)
 
 
 def relaxed(name: str, model: ModelConfig, *, phi_peak: float) -> RunConfig:
     """A short run relaxation-matched to the paper: lambda so large that a step at the peak decays by `phi_peak`.
 
-    Lambda times the group's learning rate times the updates, which fixes how far the norm relaxes, then is `phi_peak`
-    times the updates: 35 for the paper's width 256, and for 3,500 updates at 0.01.
-
-    Examples:
-        >>> run = relaxed("mini", replace(preset("mini"), mup=MuP(base_width=128)), phi_peak=0.01)
-        >>> run.optimizer.weight_decay * run.optimizer.lr / 2 * run.steps
-        35.0
+    Lambda times the group's learning rate times the steps, which fixes how far the norm relaxes, then is `phi_peak`
+    times the steps: 35 for the paper's width 256, and for 3,500 steps at 0.01.
     """
     run = preset_run(name, NO_DATA, model=model)
     # The paper's choices where it matters which peak decay divides by; the rest is the preset's.
@@ -92,12 +83,7 @@ def adamw_sweep(run: RunConfig, steps: int) -> RunConfig:
 
 
 def shortened(run: RunConfig, steps: int, batch: int) -> RunConfig:
-    """The run in fewer updates, with more decay in each, so that it takes as much over the run.
-
-    Examples:
-        >>> shortened(preset_run("mini", NO_DATA), 1_750, 16).optimizer.weight_decay
-        1.0
-    """
+    """The run in fewer steps at the same total decay."""
     lam = float(f"{run.optimizer.weight_decay * run.steps / steps:.3g}")
     return lean(replace(run, steps=steps, batch=batch, optimizer=replace(run.optimizer, weight_decay=lam)))
 
@@ -108,23 +94,28 @@ def lean(run: RunConfig) -> RunConfig:
     return replace(run, eval_every=tenth, checkpoint_every=run.steps, telemetry_every=tenth, log_every=tenth, keep=1)
 
 
-def at_width(run: RunConfig, width: int) -> RunConfig:
-    """The same run of a wider or narrower model.
+def at_horizon(run: RunConfig, steps: int) -> RunConfig:
+    """The run at another length, its peak by the horizon rule; evaluated four times, saved at the end alone."""
+    optimizer = replace(run.optimizer, lr=min(run.optimizer.lr, peak_lr_for_horizon(steps)))
+    every = max(1, steps // 4)
+    return replace(
+        run, optimizer=optimizer, steps=steps, eval_every=every, checkpoint_every=steps, telemetry_every=every, keep=1
+    )
 
-    Examples:
-        >>> at_width(PAPER.sweep, 512).model == preset("w512")
-        True
-    """
+
+def of_same_total(run: RunConfig, steps: int) -> RunConfig:
+    """The run at another length with a lambda of the same total decay; evaluated at the end alone."""
+    optimizer = replace(run.optimizer, weight_decay=run.optimizer.weight_decay * run.steps / steps)
+    return replace(at_horizon(replace(run, optimizer=optimizer), steps), eval_every=steps, log_every=20)
+
+
+def at_width(run: RunConfig, width: int) -> RunConfig:
+    """The same run of a wider or narrower model."""
     return replace(run, model=widened(run.decoder, width))
 
 
 def widened(model: ModelConfig, width: int) -> ModelConfig:
-    """The same model at another width; an expert width that was given grows with it.
-
-    Examples:
-        >>> widened(preset("demo"), 128).ff_width / preset("demo").ff_width
-        2.0
-    """
+    """The same model at another width; an expert width that was given grows with it."""
     ff = None if model.ff is None else model.ff * width // model.width
     return replace(model, width=width, ff=ff)
 
@@ -143,27 +134,19 @@ def _mini_tokens() -> Path:
     return folder
 
 
-def _cpu_tokens() -> Path:
-    return default_data(preset("demo").vocab)
-
-
 PAPER = Scale(
     name="paper",
     title="the paper's own configuration, for a cluster",
     rows={width: preset_run(f"w{width}", NO_DATA) for width in paper.ROWS},
     headline=1024,
-    others=(512, 768),
-    small=256,
     sweep=adamw_sweep(preset_run("w256", NO_DATA), 5_000),
     sweep_widths=tuple(paper.SWEEP),
-    drift_widths=tuple(paper.SWEEP),
+    widths=tuple(paper.SWEEP),
     drift_steps=10_000,
     rates=paper.SWEEP_RATES,
     horizons=(5_000, 10_000, 20_000),
-    factors=(0.25, 0.5, 1.0, 2.0, 4.0),
     map_run=preset_run("w256", NO_DATA),
     maps=dict.fromkeys((2_500, 10_000, 40_000), LAMBDAS),
-    map_seeds=1,
     seeds=1,
     sweep_seeds=1,
     tflops=400.0,
@@ -181,26 +164,21 @@ MINI = Scale(
         for width in (128, 256, 512)
     },
     headline=256,
-    others=(128, 512),
-    small=256,
     sweep=replace(lean(adamw_sweep(_MINI, 400)), batch=16),
     sweep_widths=(128, 256, 512),
-    drift_widths=(64, 128, 256, 512),
+    widths=(64, 128, 256, 512),
     drift_steps=1_600,  # at half of it, while loss falls steeply, seeds differ by more than lambdas do
     rates=(5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(400, 1_600),
-    factors=(0.1, 0.25, 0.5, 1.0, 2.0),
     map_run=replace(preset_run("mini", NO_DATA, model=replace(preset("mini"), width=128)), batch=16),
     # Long runs want less decay: one lambda more, so that the best one of a rule has neighbours on both sides.
     maps={400: LAMBDAS, 1_600: LAMBDAS, 6_400: (0.00625, *LAMBDAS)},
-    map_seeds=3,
     seeds=3,
-    sweep_seeds=2,
+    sweep_seeds=3,
     tflops=100.0,
     workers=1,
     tokens=_mini_tokens,
     near_best=(0.1, 0.2),
-    muon_sweeps=True,
     sampled_every=10,
 )
 
@@ -210,23 +188,19 @@ CPU = Scale(
     title="4 layers, Python source, under half an hour on two cores",
     rows={width: relaxed("demo", widened(_CPU.decoder, width), phi_peak=0.02) for width in (64, 96)},
     headline=64,
-    others=(96,),
-    small=64,
     sweep=adamw_sweep(_CPU, 240),
     sweep_widths=(32, 64, 128),
-    drift_widths=(32, 64, 96),
+    widths=(32, 64, 96),
     drift_steps=120,
     rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(120, 240, 480),
-    factors=(0.1, 0.25, 0.5, 1.0, 2.0),
     map_run=preset_run("demo", NO_DATA),
     maps=dict.fromkeys((105, 420), (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0)),
-    map_seeds=2,
     seeds=3,
     sweep_seeds=2,
     tflops=0.05,
     workers=2,
-    tokens=_cpu_tokens,
+    tokens=lambda: default_data(preset("demo").vocab),
 )
 
 SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from muonsw.lab import launch
-from muonsw.lab.claims.claim import Evidence
+from muonsw.lab.arms import Arm, Comparison, Results
 from muonsw.lab.console import showing
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.launch import Cluster, Job
 from muonsw.lab.runs import Run, load_runs
-from muonsw.lab.studies.arms import Arm, Comparison, Results
+from muonsw.lab.stats import Evidence
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import identity
@@ -108,7 +108,13 @@ class Workshop:
             Interrupted: If the process was asked to stop; all runs were saved.
         """
         jobs = self.jobs(comparisons)
-        self.bring_to_end(list(jobs.values()))
+        launch.run(
+            list(jobs.values()),
+            console=self.console,
+            workers=self.workers,
+            cluster=self.cluster,
+            retry_diverged=self.retry_diverged,
+        )
         loaded = dict(zip(jobs, load_runs(jobs), strict=True))
 
         def runs(one: Comparison, arm: Arm) -> list[Run]:
@@ -125,17 +131,6 @@ class Workshop:
             job = self.places.job(*member)
             found.setdefault(job.folder, job)
         return found
-
-    def bring_to_end(self, jobs: Sequence[Job], after: Callable[[Job], None] = lambda _job: None) -> None:
-        """Train what has not ended yet; `after` is called as soon as a run has."""
-        launch.run(
-            jobs,
-            console=self.console,
-            workers=self.workers,
-            cluster=self.cluster,
-            retry_diverged=self.retry_diverged,
-            finished=after,
-        )
 
     def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, ExperimentResult]:
         """Run experiments, the longest first, and return what they found in the order given.

@@ -42,7 +42,6 @@ def chain(start: Tensor) -> torch.nn.Parameter:
 
 
 def gradient(weight: torch.nn.Parameter) -> Tensor:
-    """The tensor that the gradient of a chain is written to."""
     assert weight.grad is not None
     return weight.grad
 
@@ -97,5 +96,4 @@ def farthest(values: Tensor, target: float) -> float:
 
 
 def gaussian(shape: Sequence[int], generator: torch.Generator, *, std: float = 1.0) -> Tensor:
-    """Independent normal elements in float64."""
     return std * torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from muonsw.lab.claims.claim import Evidence
+from muonsw.lab.stats import Evidence
 
 Progress = Callable[[float], None]
 

@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_least, at_most, within, within_share
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Source, at_least, at_most, within, within_share
 from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, chain, gradient, march, muon, sgd
 from muonsw.lab.theory.experiment import Context, Experiment
 from muonsw.lab.theory.hypotheses import check_rates, require

@@ -34,7 +34,6 @@ def require(hypothesis: str, holds: bool | torch.Tensor, **values: float | torch
 
 
 def require_positive(name: str, value: float) -> None:
-    """Raise unless a constant is positive and finite."""
     require(f"{name} > 0", 0.0 < value < math.inf, **{name: value})
 
 

@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_least, at_most, within_share
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, within_share
 from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, gaussian, log_spaced
 from muonsw.lab.theory.experiment import Context, Experiment
 from muonsw.lab.theory.hypotheses import Steps, check_rates, require_at_least, require_positive

@@ -66,16 +66,13 @@ class Stack:
 
     @property
     def rank(self) -> int:
-        """The number of singular values."""
         return min(self.A.shape)
 
     def loss(self, W: Tensor) -> Tensor:
-        """The loss of each chain."""
         squares = (W - self.A).square()
         return ((1.0 + squares).sqrt() - 1.0).sum((-2, -1)) if self.huber else 0.5 * squares.sum((-2, -1))
 
     def slope(self, W: Tensor) -> Tensor:
-        """The gradient of each chain, without noise."""
         D = W - self.A
         return D / (1.0 + D.square()).sqrt() if self.huber else D
 
@@ -176,12 +173,10 @@ def weighted_mean(values: Tensor, etas: Sequence[float], *, start: int = 0) -> T
 
 
 def frobenius_norm(matrices: Tensor) -> Tensor:
-    """The root of the sum of squares of each matrix."""
     return matrices.square().sum((-2, -1)).sqrt()
 
 
 def nuclear_norm(matrices: Tensor) -> Tensor:
-    """The sum of singular values of each matrix."""
     norms: Tensor = torch.linalg.svdvals(matrices).sum(-1)
     return norms
 

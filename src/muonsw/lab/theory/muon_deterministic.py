@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_most, within_share
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Source, at_most, within_share
 from muonsw.lab.theory.chains import SCALED
 from muonsw.lab.theory.experiment import Context, Experiment
 from muonsw.lab.theory.muon_chains import (

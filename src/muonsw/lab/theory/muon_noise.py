@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_least, at_most, within_share
-from muonsw.lab.claims.statistics import mean_of, t_interval
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Source, at_least, at_most, mean_of, t_interval, within_share
 from muonsw.lab.theory.chains import CONSTANT, SCALED
 from muonsw.lab.theory.experiment import Context, Experiment
 from muonsw.lab.theory.hypotheses import Steps, check_rates, require, require_at_least, require_positive

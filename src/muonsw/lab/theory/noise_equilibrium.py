@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from muonsw import decay_factor
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_most, within_share
-from muonsw.lab.claims.statistics import mean_of
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Source, at_most, mean_of, within_share
 from muonsw.lab.theory.chains import BOTH, TRUE_RULES, Rules, chain, gaussian, gradient, march, muon, sgd
 from muonsw.lab.theory.experiment import Context, Experiment, Progress, silent
 from muonsw.lab.theory.hypotheses import require, require_positive
@@ -62,7 +61,6 @@ class NoiseSettings:
         return 2.0 * self.eta
 
     def phi(self, rule: str) -> float:
-        """The decay of every step."""
         return float(decay_factor(rule, self.lam, self.eta, self.peak))
 
 

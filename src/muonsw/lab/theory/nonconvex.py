@@ -13,9 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Evidence, Source, at_most, below, within_share
-from muonsw.lab.claims.statistics import mean_of
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Evidence, Source, at_most, below, mean_of, within_share
 from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, TRUE_RULES, Rules, chain, gaussian, gradient, march, sgd
 from muonsw.lab.theory.experiment import Context, Experiment
 from muonsw.lab.theory.hypotheses import Steps, check_rates, require, require_at_least, require_positive, robbins_monro
@@ -46,12 +45,10 @@ def ripple_loss(y: Tensor) -> Tensor:
 
 
 def ripple_gradient(y: Tensor) -> Tensor:
-    """Its derivative."""
     return (1.0 - RIPPLE) * y + RIPPLE * (FREQUENCY * y).sin() / FREQUENCY
 
 
 def ripple_curvature(y: Tensor) -> Tensor:
-    """Its second derivative."""
     return (1.0 - RIPPLE) + RIPPLE * (FREQUENCY * y).cos()
 
 
@@ -71,7 +68,6 @@ class NonconvexSettings:
 
     @cached_property
     def etas(self) -> list[float]:
-        """The learning rates."""
         return robbins_monro(self.steps, self.eta0, self.p)
 
     @property

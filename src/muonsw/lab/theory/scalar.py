@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Series, Source, at_most, within_share
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Series, Source, at_most, within_share
 from muonsw.lab.theory.chains import (
     BOTH,
     CONSTANT,
@@ -105,11 +105,9 @@ class Quadratic:
 
     @property
     def constants(self) -> dict[str, float]:
-        """The arguments that all closed forms take."""
         return {"a": self.a, "c": self.c, "lam": self.lam}
 
     def loss(self, w: Tensor) -> Tensor:
-        """The objective."""
         return self.a / 2.0 * (w - self.c).square()
 
 

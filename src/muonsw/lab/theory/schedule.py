@@ -1,7 +1,6 @@
 """Learning-rate schedules, as plain functions of the step and as torch schedulers.
 
-A schedule maps a step to a multiple of the peak learning rate, a number in [0, 1]. One convention holds for
-all of them:
+A schedule maps a step to a multiple of the peak learning rate, a number in [0, 1]. One convention holds for all:
 
 * steps count from 0, so a run of `total_steps` takes the steps 0 to `total_steps - 1`;
 * warmup reaches 1 at its own last step, `warmup_steps - 1`, and its first step already moves;
@@ -18,50 +17,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 WarmupShape = Literal["linear", "cosine"]
-DecayShape = Literal["linear", "sqrt"]
 
 # Schedules that runs name, see `schedule_of`.
 SHAPES = ("cosine", "wsd", "constant")
 # Sums over longer runs take this many evenly spaced steps; the curves are smooth, so the error is below 1e-4.
 MOST_STEPS = 20_000
 
-_Curve = Callable[[float], float]
-
-
-def _linear(x: float) -> float:
-    return x
-
 
 def _half_cosine(x: float) -> float:
+    """Rise from 0 to 1 with x."""
     return (1.0 - math.cos(math.pi * x)) / 2.0
-
-
-# Curves that rise from 0 to 1 together with their argument.
-_WARMUP_SHAPES: dict[str, _Curve] = {"linear": _linear, "cosine": _half_cosine}
-_DECAY_SHAPES: dict[str, _Curve] = {"linear": _linear, "sqrt": math.sqrt}
-
-
-def constant(step: int) -> float:
-    """The peak learning rate at every step."""
-    _check_step(step)
-    return 1.0
-
-
-def harmonic(step: int, *, offset: float = 1.0) -> float:
-    """Decay like one over the step: `offset / (offset + step)`.
-
-    With the peak as `lr` this is the schedule `gamma / (t + t0)` of convergence theory, where `t0 = offset`
-    and `gamma = peak * offset`. It satisfies both Robbins-Monro conditions.
-
-    Examples:
-        >>> gamma, t0, t = 2.0, 4.0, 6
-        >>> gamma / t0 * harmonic(t, offset=t0) == gamma / (t + t0)
-        True
-    """
-    _check_step(step)
-    if not 0.0 < offset < math.inf:
-        raise ValueError(f"offset must be positive and finite, got {offset}; offset=1 gives peak / (1 + step)")
-    return offset / (offset + step)
 
 
 def warmup_cosine(
@@ -71,7 +36,6 @@ def warmup_cosine(
     warmup_steps: int = 0,
     final_fraction: float = 0.1,
     warmup_shape: WarmupShape = "linear",
-    warmup_start: float = 0.0,
 ) -> float:
     """Warm up to the peak, then follow half a cosine down to a fraction of it.
 
@@ -81,17 +45,15 @@ def warmup_cosine(
         warmup_steps: Steps of warmup; 0 and 1 both start at the peak.
         final_fraction: What is left of the peak at the last step, and after it.
         warmup_shape: `"linear"` or `"cosine"` (slow at both ends).
-        warmup_start: The fraction of the peak from which warmup departs, one step before step 0.
 
     Examples:
         >>> [round(warmup_cosine(t, total_steps=8, warmup_steps=4), 3) for t in range(8)]
         [0.25, 0.5, 0.75, 1.0, 0.868, 0.55, 0.232, 0.1]
     """
-    _check_run(step, total_steps, warmup_steps, final_fraction, warmup_start)
-    warmup = _shape("warmup_shape", warmup_shape, _WARMUP_SHAPES)
-    if step < warmup_steps:
-        return _between(warmup_start, 1.0, warmup((step + 1) / warmup_steps))
-    return _decay(step, max(warmup_steps - 1, 0), total_steps - 1, final_fraction, _half_cosine)
+    warming = _warmup(step, total_steps, warmup_steps, final_fraction, warmup_shape)
+    if warming is not None:
+        return warming
+    return _fall(step, max(warmup_steps - 1, 0), total_steps - 1, final_fraction, _half_cosine)
 
 
 def warmup_stable_decay(
@@ -101,23 +63,18 @@ def warmup_stable_decay(
     warmup_steps: int = 0,
     decay_fraction: float = 0.2,
     final_fraction: float = 0.1,
-    decay_shape: DecayShape = "linear",
     warmup_shape: WarmupShape = "linear",
-    warmup_start: float = 0.0,
 ) -> float:
-    """Warm up to the peak, hold it, and decay only over the last part of the run (WSD).
+    """Warm up to the peak, hold it, and fall in a straight line over the last part of the run (WSD).
 
-    `decay_fraction` is the share of the steps that decay. `decay_shape` is `"linear"`, or `"sqrt"` for one minus the
-    square root, which drops fast at first. The other settings are those of `warmup_cosine`.
+    `decay_fraction` is the share of the steps that fall. The other settings are those of `warmup_cosine`.
 
     Examples:
         >>> settings = dict(total_steps=8, warmup_steps=2, decay_fraction=0.4)
         >>> [round(warmup_stable_decay(t, **settings), 3) for t in range(8)]
         [0.5, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1]
     """
-    _check_run(step, total_steps, warmup_steps, final_fraction, warmup_start)
-    warmup = _shape("warmup_shape", warmup_shape, _WARMUP_SHAPES)
-    decay = _shape("decay_shape", decay_shape, _DECAY_SHAPES)
+    warming = _warmup(step, total_steps, warmup_steps, final_fraction, warmup_shape)
     if not 0.0 < decay_fraction <= 1.0:
         raise ValueError(f"decay_fraction must be in (0, 1], got {decay_fraction}; final_fraction=1 gives no decay")
     decay_steps = min(max(1, round(decay_fraction * total_steps)), total_steps - 1)
@@ -126,9 +83,46 @@ def warmup_stable_decay(
             f"warmup_steps={warmup_steps} and decay_fraction={decay_fraction} ({decay_steps} steps) "
             f"do not fit into total_steps={total_steps}; shorten one of them"
         )
-    if step < warmup_steps:
-        return _between(warmup_start, 1.0, warmup((step + 1) / warmup_steps))
-    return _decay(step, total_steps - 1 - decay_steps, total_steps - 1, final_fraction, decay)
+    if warming is not None:
+        return warming
+    return _fall(step, total_steps - 1 - decay_steps, total_steps - 1, final_fraction, lambda x: x)
+
+
+def _warmup(
+    step: int, total_steps: int, warmup_steps: int, final_fraction: float, warmup_shape: WarmupShape
+) -> float | None:
+    """Check the settings; return the multiple during warmup, and None after it."""
+    if step < 0:
+        raise ValueError(f"step must not be negative, got {step}; the first step of a run is 0")
+    _check_positive("total_steps", total_steps)
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps} must be at least 0 and less than total_steps={total_steps}; "
+            "warmup_steps_for_horizon(total_steps) gives a length that fits"
+        )
+    if not 0.0 <= final_fraction <= 1.0:
+        raise ValueError(f"final_fraction is a fraction of the peak and must be in [0, 1], got {final_fraction}")
+    if warmup_shape not in ("linear", "cosine"):
+        raise ValueError(f"warmup_shape must be 'linear' or 'cosine', got {warmup_shape!r}")
+    if step >= warmup_steps:
+        return None
+    share = (step + 1) / warmup_steps
+    return share if warmup_shape == "linear" else _half_cosine(share)
+
+
+def _fall(step: int, start: int, end: int, final_fraction: float, curve: Callable[[float], float]) -> float:
+    """Hold 1 up to the step `start`, then follow the curve to `final_fraction` at the step `end`."""
+    if step <= start:
+        return 1.0
+    if step >= end:
+        return final_fraction
+    share = curve((step - start) / (end - start))
+    return 1.0 - share + final_fraction * share
+
+
+def _check_positive(argument: str, steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"{argument} must be at least 1, got {steps}")
 
 
 def schedule_of(
@@ -202,8 +196,7 @@ def peak_lr_for_horizon(total_steps: int, *, base_lr: float = 0.02, base_steps: 
     _check_positive("base_steps", base_steps)
     if not 0.0 < base_lr < math.inf:
         raise ValueError(f"base_lr must be positive and finite, got {base_lr}")
-    growth = max(1.0, total_steps / base_steps)
-    return float(base_lr * growth ** (-1.0 / 3.0))
+    return float(base_lr * max(1.0, total_steps / base_steps) ** (-1.0 / 3.0))
 
 
 def warmup_steps_for_horizon(total_steps: int) -> int:
@@ -215,47 +208,3 @@ def warmup_steps_for_horizon(total_steps: int) -> int:
     """
     _check_positive("total_steps", total_steps)
     return min(max(1000, total_steps // 100), total_steps // 10)
-
-
-def _between(start: float, end: float, x: float) -> float:
-    """Interpolate so that x = 0 and x = 1 give `start` and `end` without rounding."""
-    return start * (1.0 - x) + end * x
-
-
-def _decay(step: int, start: int, end: int, final_fraction: float, curve: _Curve) -> float:
-    """Hold 1 up to the step `start`, then follow the curve to `final_fraction` at the step `end`."""
-    if step <= start:
-        return 1.0
-    if step >= end:
-        return final_fraction
-    return _between(1.0, final_fraction, curve((step - start) / (end - start)))
-
-
-def _shape(argument: str, name: str, shapes: dict[str, _Curve]) -> _Curve:
-    if name not in shapes:
-        raise ValueError(f"{argument} must be one of {', '.join(map(repr, shapes))}, got {name!r}")
-    return shapes[name]
-
-
-def _check_step(step: int) -> None:
-    if step < 0:
-        raise ValueError(f"step must not be negative, got {step}; the first step of a run is 0")
-
-
-def _check_positive(argument: str, steps: int) -> None:
-    if steps < 1:
-        raise ValueError(f"{argument} must be at least 1, got {steps}")
-
-
-def _check_run(step: int, total_steps: int, warmup_steps: int, final_fraction: float, warmup_start: float) -> None:
-    _check_step(step)
-    _check_positive("total_steps", total_steps)
-    if not 0 <= warmup_steps < total_steps:
-        raise ValueError(
-            f"warmup_steps={warmup_steps} must be at least 0 and less than total_steps={total_steps}; "
-            "warmup_steps_for_horizon(total_steps) gives a length that fits"
-        )
-    if not 0.0 <= final_fraction <= 1.0:
-        raise ValueError(f"final_fraction is a fraction of the peak and must be in [0, 1], got {final_fraction}")
-    if not 0.0 <= warmup_start <= 1.0:
-        raise ValueError(f"warmup_start is a fraction of the peak and must be in [0, 1], got {warmup_start}")

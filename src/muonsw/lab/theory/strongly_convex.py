@@ -16,9 +16,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from muonsw.lab.claims.claim import Claim, Evidence, Source, at_most, covered, within, within_share
-from muonsw.lab.claims.statistics import log_log_slope, mean_of
 from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import Claim, Evidence, Source, at_most, covered, log_log_slope, mean_of, within, within_share
 from muonsw.lab.theory.chains import (
     BOTH,
     CONSTANT,
@@ -107,7 +106,6 @@ class StronglyConvexSettings:
 
     @property
     def curvature(self) -> Tensor:
-        """The curvature of each coordinate."""
         return torch.linspace(self.mu, self.L, self.dimension, dtype=torch.float64)
 
 

@@ -1,0 +1,124 @@
+"""The figures of docs/evidence.md, drawn with matplotlib."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from matplotlib.figure import Figure
+from tables import (
+    GOOD,
+    RULES,
+    at_best,
+    by,
+    describe,
+    gap,
+    gradient_runs,
+    half,
+    means,
+    members,
+    of,
+    rates,
+    recursion,
+    settings,
+    tuned,
+)
+
+COLOURS = {"constant": "#0072B2", "scaled": "#D55E00", "piecewise": "#009E73", "hyperball": "#009E73"}
+
+
+def panels(count, columns, size=(3.4, 2.9)):
+    """A figure with so many panels, row by row."""
+    lines = math.ceil(count / columns)
+    figure = Figure((size[0] * columns, size[1] * lines), layout="constrained", dpi=110)
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for ax in axes:
+        ax.grid(color="#E3E6EA"), ax.set_axisbelow(True), ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def basin(ax, losses, rule, lowest=None):
+    """Mean loss over lambda or rate, above the lowest."""
+    own = means(losses)
+    lowest = min(own.values()) if lowest is None else lowest
+    ax.plot(list(own), [loss - lowest for loss in own.values()], "o-", color=COLOURS[rule], label=rule, ms=4)
+    ax.set_xscale("log"), ax.minorticks_off()
+    ax.set_xticks(list(own), [f"{value:g}" for value in own], fontsize=7, rotation=45)
+
+
+def forest(name, lines, label):
+    """Gaps with their intervals, one line each."""
+    figure, (ax,) = panels(1, 1, (7.2, 0.6 + 0.27 * len(lines)))
+    for place, (_, values) in enumerate(reversed(lines)):
+        ax.errorbar(np.mean(values), place, xerr=half(values), fmt="o", ms=4, color=COLOURS["scaled"], capsize=2)
+    ax.set_yticks(range(len(lines)), [words for words, _ in reversed(lines)], fontsize=8)
+    ax.axvline(0, color="black", lw=0.8), ax.set_xlabel(label)
+    return {name: figure}
+
+
+def tuned_figure():
+    cells = [rows for own in tuned().values() for rows in own] + list(settings("adamw-lambda", steps=6400).values())
+    lines = [(describe(rows[0]), gap(rows)) for rows in cells]
+    return forest("tuned", lines, "scaled minus constant decay, each at its best lambda (nats)")
+
+
+def family_figure():
+    lines = [(name, at_best(own["scaled"]) - at_best(own["constant"]))
+             for name, own in members().items()]  # fmt: skip
+    return forest("family", lines, "scaled minus constant decay, each at its best rate and lambda (nats)")
+
+
+def lambda_figures():
+    cells = [*tuned()["lengths, 23M tokens"], *tuned()["lengths, 123M tokens"]]
+    figure, axes = panels(len(cells), 3)
+    for ax, rows in zip(axes, cells, strict=True):
+        row = rows[0]
+        for rule in RULES:
+            basin(ax, by(rows, rule=rule), rule)
+        ax.set_title(f"{row['steps']:,} steps, width {row['width']}, {row['epochs']:.1f} epochs", fontsize=9)
+        ax.set_xlabel("lambda"), ax.set_ylabel("above its best (nats)"), ax.axhline(GOOD, color="grey", lw=0.8, ls="--")
+    axes[0].legend()
+    repeated, (ax,) = panels(1, 1, (5, 3.2))
+    lowest = min(min(means(by(of("repeated-text"), rule=rule)).values()) for rule in (*RULES, "piecewise"))
+    for rule in (*RULES, "piecewise"):
+        basin(ax, by(of("repeated-text"), rule=rule), rule, lowest)
+    ax.set_xlabel("lambda"), ax.set_ylabel("above the lowest (nats)"), ax.legend()
+    return {"regret-map": figure, "repeated-text": repeated}
+
+
+def dynamics_figures():
+    figure, (left, right) = panels(2, 2, (4.2, 3.2))
+    for rule in RULES:
+        row = of("steady-state", decay=rule)[0]
+        step, seen, predicted = recursion(row)
+        left.plot(step, seen, color=COLOURS[rule], label=rule), left.plot(step, predicted, "k--", lw=0.8)
+        right.plot(row["decayed.step"], row["decayed.alignment_update"], color=COLOURS[rule])
+    left.set_title("weight RMS; dashed: by the recursion", fontsize=9), left.legend()
+    right.set_title("cos(weights, update)", fontsize=9), left.set_xlabel("step"), right.set_xlabel("step")
+    grown, axes = panels(len(gradient_runs()), 3)
+    for ax, (name, arms) in zip(axes, gradient_runs().items(), strict=True):
+        for rule, rows in arms.items():
+            ax.plot(rows[0]["normalized.step"], rows[0]["normalized.gradient_rms"], color=COLOURS[rule], label=rule)
+        ax.set_title(name, fontsize=9), ax.set_yscale("log"), ax.set_xlabel("step"), ax.set_ylabel("gradient RMS")
+    axes[0].legend()
+    return {"dynamics": figure, "gradient-growth": grown}
+
+
+def rate_figure():
+    figure, axes = panels(4, 4)
+    for ax, width in zip(axes, (64, 128, 256, 512), strict=True):
+        for name, own in rates().items():
+            basin(ax, own[width], name)
+        (
+            ax.set_title(f"width {width}", fontsize=9),
+            ax.set_xlabel("learning rate"),
+            ax.set_ylabel("above its best (nats)"),
+        )
+    axes[0].legend()
+    return {"rate-drift": figure}
+
+
+def draw(folder):
+    for make in (tuned_figure, family_figure, lambda_figures, dynamics_figures, rate_figure):
+        for name, figure in make().items():
+            figure.savefig(folder / f"{name}.png", metadata={"Software": None})

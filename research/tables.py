@@ -1,0 +1,726 @@
+"""Make the tables and figures of docs/evidence.md from research/runs.jsonl.
+
+    python research/tables.py            # rewrite the tables of the page, research/means.csv and the figures
+    python research/tables.py --check    # fail if the page differs from the records
+
+A row of runs.jsonl is a run: its settings, seed, losses, norms, total decay (the sum of phi), and sampled curves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+PAGE, MEANS, ASSETS = HERE.parent / "docs/evidence.md", HERE / "means.csv", HERE.parent / "docs/assets"
+ROWS = [json.loads(line) for line in (HERE / "runs.jsonl").read_text("utf-8").splitlines()]
+RULES = ("constant", "scaled")
+# What the runs of one setting share; lambda, rule and seed differ within it.
+SETTING = (
+    *("text", "algorithm", "preset", "norm", "width", "batch", "steps", "lr", "schedule", "final_fraction"),
+    *("decay_fraction", "data.train_windows", "weights", "muon_lr"),
+)
+# The 97.5% points of Student's t with 1 to 30 degrees of freedom.
+T = (
+    *(12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.306, 2.26216, 2.22814),
+    *(2.20099, 2.17881, 2.16037, 2.14479, 2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596),
+    *(2.07961, 2.07387, 2.06866, 2.0639, 2.05954, 2.05553, 2.05183, 2.04841, 2.04523, 2.04227),
+)
+ACTIVE = {64: 954_176, 128: 3_284_608}  # active parameters by width: a token visits two of eight experts
+GOOD = 0.01  # nats that count as no loss
+
+
+# Reading
+
+
+def of(study, **where):
+    """The runs of a study, or of several, whose columns have these values."""
+    rows = [row for row in ROWS if set(study.split()) & set(row["study"].split())]
+    return [row for row in rows if all(row.get(name) == value for name, value in where.items())]
+
+
+def settings(study, **where):
+    """By setting, the runs of a study."""
+    found = defaultdict(list)
+    for row in of(study, **where):
+        found[tuple(row.get(name) for name in SETTING)].append(row)
+    return found
+
+
+def by(rows, name="weight_decay", rule=None):
+    """Losses by the value of a column, ascending, each one loss a seed; values that lack seeds are left out."""
+    found = defaultdict(dict)
+    for row in rows:
+        if rule in (None, row["decay"]):
+            loss = math.inf if "diverged" in row else row["final_loss"]
+            found[row[name]][row["seed"]] = loss
+    seeds = max(map(len, found.values()), default=0)
+    return {value: np.array([own[s] for s in sorted(own)]) for value, own in sorted(found.items()) if len(own) == seeds}
+
+
+def per_lambda(rows, rule):
+    """Total decay of a rule for each unit of lambda."""
+    row = next(row for row in rows if row["decay"] == rule and row["weight_decay"])
+    return row["total_decay"] / row["weight_decay"]
+
+
+# Statistics
+
+
+def half(values):
+    """Half of the 95% t interval of a mean."""
+    return T[len(values) - 2] * np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def shown(values, digits=3, sign=""):
+    """A mean with half of its 95% t interval."""
+    width = half(values)
+    return f"{np.mean(values):{sign}.{digits}f}" + ("" if math.isnan(width) else f" ± {width:.{digits}f}")
+
+
+def means(losses):
+    return {value: float(np.mean(own)) for value, own in losses.items()}
+
+
+def best(losses):
+    """The value with the lowest mean over seeds (best of means)."""
+    return min(losses, key=lambda value: np.mean(losses[value]))
+
+
+def at_best(losses):
+    """The losses of the best value, by seed."""
+    return losses[best(losses)]
+
+
+def at_end(losses):
+    """Whether the best is the smallest or largest that was tried, so that a better one may lie beyond."""
+    return best(losses) in (min(losses), max(losses))
+
+
+def vertex(losses):
+    """The best value: the vertex of a parabola over its logarithm, through the lowest mean and its neighbours."""
+    values, y = list(losses), [np.mean(own) for own in losses.values()]
+    place = int(np.argmin(y))
+    if place in (0, len(y) - 1):
+        return values[place]
+    x = np.log(values[place - 1 : place + 2])
+    left, right = np.diff(y[place - 1 : place + 2]) / np.diff(x)
+    return float(np.exp((x[0] + x[1]) / 2 - left * (x[2] - x[0]) / 2 / (right - left)))
+
+
+def vertices(losses):
+    """The same for each seed."""
+    seeds = len(next(iter(losses.values())))
+    return [vertex({value: [own[seed]] for value, own in losses.items()}) for seed in range(seeds)]
+
+
+def between(losses, value):
+    """The loss at a value by lines over its logarithm; beyond those tried, that of the last."""
+    seeds, x = zip(*losses.values(), strict=True), np.log(list(losses))
+    return np.array([np.interp(math.log(value), x, own) for own in seeds])
+
+
+def gap(rows, one="scaled", other="constant"):
+    """By seed, one rule at its best lambda minus another at its own."""
+    ours, theirs = by(rows, rule=one), by(rows, rule=other)
+    return at_best(ours) - at_best(theirs)
+
+
+def paired(rows, others, column="final_loss"):
+    """By seed, a column of some runs minus that of others."""
+    ours, theirs = ({row["seed"]: row[column] for row in side} for side in (rows, others))
+    return np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+
+
+def steps_saved(constant, scaled):
+    """By seed, the share of steps that scaled decay needs less to constant decay's best loss, in percent."""
+    found = []
+    for one, other in zip(*(sorted(rows, key=lambda row: row["seed"]) for rows in (constant, scaled)), strict=True):
+        place = int(np.argmin(one["eval.loss"]))
+        level, step = one["eval.loss"][place], one["eval.step"][place]
+        for (x0, y0), (x1, y1) in pairwise(zip(other["eval.step"], other["eval.loss"], strict=True)):
+            if y1 <= level:
+                found.append(100 - 100 * (x0 + (y0 - level) / (y0 - y1) * (x1 - x0)) / step)
+                break
+    return found if len(found) == len(constant) else []
+
+
+def geometric(values, digits=1):
+    """A geometric mean with its 95% t interval."""
+    mean, width = np.mean(np.log(values)), half(np.log(values))
+    middle, low, high = (f"{math.exp(mean + more):.{digits}f}" for more in (0.0, -width, width))
+    return f"{middle} ({low} to {high})"
+
+
+def slopes(grown, values):
+    """By seed, the power of what grew that the values follow."""
+    return [np.polyfit(np.log(grown), np.log(own), 1)[0] for own in zip(*values, strict=True)]
+
+
+# Words
+
+
+def table(heads, rows):
+    """Markdown: the first column is text, the others numbers."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |" for line in lines)
+
+
+def near(rows, name, value):
+    """The runs whose column is within half a percent of a value."""
+    return [row for row in rows if math.isclose(row[name], value, rel_tol=5e-3)]
+
+
+def schedule(row):
+    if row["schedule"] == "cosine":
+        return f"cosine to {row['final_fraction']:g}"
+    return f"{'linear' if row['decay_fraction'] > 0.5 else 'WSD'} to {row['final_fraction']:g}"
+
+
+def describe(row):
+    """A setting in words."""
+    optimizer = "AdamW, " if row["algorithm"] == "adamw" else ""
+    words = f"{optimizer}width {row['width']}, {row['steps']:,} steps of {row['batch']}, rate {row['lr']:.3g}"
+    return words + ("" if row["schedule"] == "cosine" and row["final_fraction"] == 0.1 else f", {schedule(row)}")
+
+
+# The answers
+
+
+def one_lambda():
+    """Settings at one large lambda: label, constant, scaled, and constant decay of scaled decay's total."""
+    found, grid = [], of("main-table which-peak")
+    for width, lam in ((128, 1.09), (256, 2.19), (512, 4.38)):
+        own = [row for row in grid if row["width"] == width]
+        constant = near([row for row in own if row["decay"] == "constant"], "weight_decay", lam)
+        for peak, words in (("base", "undivided peak"), ("group", "group's own peak")):
+            scaled = near([row for row in own if (row["decay"], row["peak"]) == ("scaled", peak)], "weight_decay", lam)
+            if not constant or not scaled:
+                continue
+            total = scaled[0]["total_decay"]
+            control = [row for row in near(own, "total_decay", total) if row["decay"] == "constant"]
+            label = f"width {width}, {words}" if width > 128 else f"width {width}"
+            found.append((label, constant, scaled, control))
+    for study, steps, lam in (("long", 25_600, 0.08), ("tokens-per-parameter", 34_800, 0.1)):
+        arms = [of(study, steps=steps, weight_decay=lam, decay=rule) for rule in RULES]
+        found.append((f"width {arms[0][0]['width']}, {steps:,} steps, lambda {lam:g}", *arms, []))
+    return found
+
+
+def one_lambda_table():
+    heads = ["at one large lambda", "total decay, constant and scaled", "scaled minus constant, nats"]
+    heads += ["against constant decay of the same total", "fewer steps to constant decay's best loss"]
+    lines = []
+    for words, constant, scaled, control in one_lambda():
+        totals = f"{constant[0]['total_decay']:.3g} and {scaled[0]['total_decay']:.3g}"
+        left = shown(paired(scaled, control), 3, "+") if control else None
+        saved = percent(steps_saved(constant, scaled))
+        lines.append([words, totals, shown(paired(scaled, constant), 3, "+"), left, saved])
+    return table(heads, lines)
+
+
+def percent(values):
+    return f"{np.mean(values):.0f}% ± {half(values):.0f}" if len(values) else None
+
+
+TUNED = {
+    "lengths, 23M tokens": "regret",
+    "lengths, 123M tokens": "long tokens-per-parameter",
+    "width, batch, size": "lambda-scaling",
+    "schedules": "schedules",
+}
+
+
+def tuned():
+    """By kind, the settings of Muon at several lambdas: rows of each setting."""
+    return {kind: sorted(settings(study).values(), key=lambda rows: rows[0]["steps"]) for kind, study in TUNED.items()}
+
+
+def pooled(cells):
+    """The gap at the best lambdas, one mean for each setting."""
+    return [float(np.mean(gap(rows))) for rows in cells]
+
+
+def tuned_table():
+    kinds = tuned()
+    every = [rows for cells in kinds.values() for rows in cells]
+    lines = []
+    for kind, cells in {**kinds, "all": every}.items():
+        own = pooled(cells)
+        beyond = sum(abs(np.mean(gap(rows))) > half(gap(rows)) for rows in cells)
+        lines.append([kind, len(own), f"{min(own):+.3f} to {max(own):+.3f}", shown(own, 4, "+"), beyond])
+    heads = ["settings of Muon", "number", "gaps, nats", "their mean, ± over settings", "with intervals without zero"]
+    return table(heads, lines)
+
+
+def adamw_table():
+    """AdamW at six lambdas, and the pairs of older runs at one lambda."""
+    lines = []
+    for rows in settings("adamw-lambda", steps=6400).values():
+        for rule in RULES:
+            own = by(rows, rule=rule)
+            mark = "*" * at_end(own)
+            total = vertex(own) * per_lambda(rows, rule)
+            costs = own[max(own)] - at_best(own)
+            first = f"{rule}, best lambda"
+            lines.append([first, f"{vertex(own):.3g}{mark}", f"{total:.2f}{mark}", f"{np.mean(at_best(own)):.4f}"])
+            lines[-1].append(shown(costs))
+        lines.append(["scaled minus constant, each at its best", None, None, shown(gap(rows), 3, "+"), None])
+    return table(
+        ["AdamW, width 128, 6,400 steps", "lambda", "total decay", "loss", "cost of the largest lambda"], lines
+    )
+
+
+def length_table():
+    lines = []
+    for rows in [*tuned()["lengths, 23M tokens"], *tuned()["lengths, 123M tokens"]]:
+        row = rows[0]
+        cells = []
+        for rule in RULES:
+            own = by(rows, rule=rule)
+            total = vertex(own) * per_lambda(rows, rule)
+            cells += [f"{vertex(own):.2g}", f"{total:.2f}", shown(own[max(own)] - at_best(own))]
+        start = f"{row['steps']:,} steps, width {row['width']}, {row['text'].removeprefix('enwiki-')} tokens"
+        lines.append([start, f"{row['epochs']:.1f}", *cells, f"{max(by(rows)):g}"])
+    heads = ["run", "epochs", "best lambda, constant", "its total", "cost of the largest"]
+    return table([*heads, "best lambda, scaled", "its total", "cost of the largest", "the largest"], lines)
+
+
+def prices(cells):
+    """By rule and choice of lambda, its cost in each setting: nats by seed above the better rule at its best."""
+    found = defaultdict(list)
+    for rows in cells:
+        losses = {rule: by(rows, rule=rule) for rule in RULES}
+        lowest = min((at_best(own) for own in losses.values()), key=np.mean)
+        for rule, own in losses.items():
+            for choice, lam in (("0.1", 0.1), ("0.01", 0.01), ("total decay 1", 1 / per_lambda(rows, rule))):
+                reached = min(max(lam, min(own)), max(own))
+                if abs(math.log2(lam / reached)) <= 1:  # further away nothing is known
+                    found[rule, choice].append((between(own, reached) - lowest, reached != lam, rows[0]))
+    return found
+
+
+def price_cells():
+    kinds = tuned()
+    long = [rows for rows in kinds["lengths, 123M tokens"] if rows[0]["width"] == 128]
+    return [*kinds["lengths, 23M tokens"], *long, *kinds["width, batch, size"]]
+
+
+def price_table():
+    found, lines = prices(price_cells()), []
+    for (rule, choice), own in found.items():
+        costs, beyond, row = max(own, key=lambda one: np.mean(one[0]))
+        median = float(np.median([np.mean(costs) for costs, *_ in own]))
+        where = f"width {row['width']}, {row['steps']:,} steps"
+        highest = f"{'≥ ' if beyond else ''}{shown(costs)} ({where})"
+        lines.append([f"{choice if choice.startswith('total') else 'lambda ' + choice}, {rule}", len(own)])
+        lines[-1] += [f"{median:.3f}", highest]
+    return table(["lambda for every run", "settings", "median cost, nats", "highest cost"], sorted(lines))
+
+
+AXES = {
+    "width, the same steps": ("width", {"lr": 0.01, "steps": 1600}, "0 (constant total)"),
+    "batch, the same tokens": ("batch", {"width": 128, "lr": 0.02}, "1 (Power Lines)"),
+    "width, the same tokens per weight": ("width", {"batch": 8, "lr": 0.02}, "-2 (constant total, nanochat)"),
+}
+
+
+def grown(column, where, rule):
+    """By what grows, the losses of settings whose best lambda has others on both sides."""
+    own = {rows[0][column]: by(rows, rule=rule) for rows in settings("lambda-scaling", **where).values()}
+    return {value: losses for value, losses in sorted(own.items()) if not at_end(losses)}
+
+
+def totals_by_tokens(rule):
+    """By tokens per parameter, the best total of each seed on fresh text."""
+    cells = tuned()["lengths, 123M tokens"]
+    tokens = {rows[0]["steps"] * rows[0]["batch"] * 1024 / ACTIVE[rows[0]["width"]]: rows for rows in cells}
+    return {key: [v * per_lambda(rows, rule) for v in vertices(by(rows, rule=rule))] for key, rows in tokens.items()}
+
+
+def scaling_table():
+    lines = []
+    for words, (column, where, published) in AXES.items():
+        powers = []
+        for rule in RULES:
+            own = grown(column, where, rule)
+            powers.append(shown(slopes(list(own), [vertices(losses) for losses in own.values()]), 2))
+        lines.append([f"best lambda over {words}", published, *powers])
+    powers = [shown(slopes(list(own), own.values()), 2) for own in map(totals_by_tokens, RULES)]
+    lines.append(["best total over tokens per parameter, 16 to 300", "0.53 (Power Lines)", *powers])
+    return table(["power of", "published", "constant", "scaled"], lines)
+
+
+def rules():
+    """Every rule at its strengths, from their settings: by rule, losses by strength."""
+    found = defaultdict(list)
+    for row in of("best-rules"):
+        name = "adamc" if row.get("optimizer.unnormalized") else row["decay"]
+        if row["norm"] != "free":
+            name = row["norm"] + ("_target" if row["norm"] == "hyperball" and "optimizer.target_norm" in row else "")
+        found[name].append(row)
+    return {name: by(rows, "lr" if name.startswith("hyperball") else "weight_decay") for name, rows in found.items()}
+
+
+def rules_table():
+    found, lines = rules(), []
+    constant = at_best(found["constant"])
+    for name, own in found.items():
+        word = "rate" if name.startswith("hyperball") else "lambda"
+        strength = None if name == "none" else f"{word} {best(own):g}{'*' * at_end(own)}"
+        difference = None if name == "constant" else shown(at_best(own) - constant, 3, "+")
+        lines.append([f"`{name}`", strength, f"{np.mean(at_best(own)):.3f}", difference])
+    return table(["rule", "best strength", "loss, two seeds", "minus constant decay"], lines)
+
+
+def members():
+    """By member and rule, losses by lambda at the best rate after the search; and the size of its state."""
+    rates = defaultdict(list)
+    for row in of("family", steps=400):
+        rates[row.get("preset", "muon"), row["decay"], row["lr"]].append(row)
+    found = defaultdict(dict)
+    for (name, rule, _), rows in rates.items():
+        own = by(rows)
+        if rule not in found[name] or np.mean(at_best(own)) < np.mean(at_best(found[name][rule])):
+            found[name] |= {rule: own, "state": rows[0]["state_bytes"]}
+    return found
+
+
+def family_table():
+    found, lines = members(), []
+    muon = {rule: at_best(found["muon"][rule]) for rule in RULES}
+    for name, own in found.items():
+        ends = {rule: at_best(own[rule]) for rule in RULES}
+        others = [None if name == "muon" else shown(ends[rule] - muon[rule], 3, "+") for rule in RULES]
+        mark = "*" * any(at_end(own[rule]) for rule in RULES)
+        state = f"{own['state'] / 2**20:.0f}"
+        lines.append([name + mark, shown(ends["scaled"] - ends["constant"], 3, "+"), *others, state])
+    heads = ["member", "scaled minus constant", "minus Muon, constant", "minus Muon, scaled", "state, MiB"]
+    return table(heads, lines)
+
+
+def repeated_table():
+    rows, lines = of("repeated-text"), []
+    for rule, words in (("constant", "constant"), ("scaled", "scaled"), ("piecewise", "falling, then rising")):
+        own = by(rows, rule=rule)
+        difference = None if rule == "constant" else shown(gap(rows, rule), 3, "+")
+        lines.append([words, f"{best(own):g}{'*' * at_end(own)}", shown(at_best(own)), difference])
+    return table(["16 epochs of 1.6M tokens", "best lambda", "loss", "minus constant decay"], lines)
+
+
+def schedule_table():
+    lines = []
+    for rows in settings("schedules").values():
+        totals = []
+        for rule in RULES:
+            own = by(rows, rule=rule)
+            totals.append(f"{vertex(own) * per_lambda(rows, rule):.2f}{'*' * at_end(own)}")
+        lines.append([schedule(rows[0]), *totals, shown(gap(rows), 4, "+")])
+    return table(["schedule", "best total, constant", "best total, scaled", "scaled minus constant"], lines)
+
+
+def median(row, scope, column, where):
+    """The median of a sampled column over part of a run."""
+    values = np.array(row[f"{scope}.{column}"], dtype=float)[where]
+    return float(np.median(values[np.isfinite(values)]))
+
+
+def recursion(row):
+    """Steps, and the norms that the recursion gives from the first one and the measured updates."""
+    step, *sampled = (
+        np.array(row[f"decayed.{name}"], dtype=float)
+        for name in ("step", "weight_rms", "update_rms", "decay", "alignment_update")
+    )
+    every = np.arange(step[0], step[-1])
+    s, phi, a = (np.interp(every, step, column) for column in sampled[1:])
+    norm, norms = sampled[0][0], {step[0]: sampled[0][0]}
+    for place, now in enumerate(every):
+        norm = math.sqrt(((1 - phi[place]) * norm - s[place] * a[place]) ** 2 + s[place] ** 2 * (1 - a[place] ** 2))
+        norms[now + 1] = norm
+    return step, sampled[0], np.array([norms[now] for now in step])
+
+
+def dynamics_table():
+    lines = []
+    for rule in RULES:
+        found = defaultdict(list)
+        for row in of("steady-state", decay=rule):
+            step, lr = (np.array(row[f"decayed.{name}"], dtype=float) for name in ("step", "lr"))
+            late = step > step[-1] - 0.133 * (step[-1] - step[0])
+            falling = np.arange(len(step)) >= np.flatnonzero(lr >= lr.max() * (1 - 1e-9))[-1]
+            _, seen, predicted = recursion(row)
+            found["norm"].append(row["end_norm"])
+            found["kept"].append(row["end_norm"] / row["highest_norm"])
+            found["ratio"].append(predicted[-1] / seen[-1])
+            found["late"].append(median(row, "decayed", "alignment_update", late))
+            for name in ("alignment_gradient", "defect"):
+                found[name].append(median(row, "decayed", name, falling))
+        lines.append([rule, *(shown(found[name], 3) for name in found)])
+    heads = ["width 256", "end norm (RMS)", "of the highest", "recursion / observed", "late cos(weight, update)"]
+    return table([*heads, "cos(weight, gradient)", "size of Muon's direction"], lines)
+
+
+def growth(row):
+    """The gradient in the last tenth of a run over that in the middle, its logarithm."""
+    step = np.array(row["normalized.step"]) / row["steps"]
+    ends = ((step > 0.9) & (step <= 1.0), (step > 0.4) & (step <= 0.6))
+    end, middle = (median(row, "normalized", "gradient_rms", where) for where in ends)
+    return math.log(end / middle)
+
+
+def gradient_runs():
+    found = {}
+    for algorithm in ("adamw", "muon"):
+        for lr in sorted({row["lr"] for row in of("gradient-growth", algorithm=algorithm)}):
+            own = of("gradient-growth", algorithm=algorithm, lr=lr)
+            found[f"{'AdamW' if algorithm == 'adamw' else 'Muon'}, rate {lr:g}"] = {
+                rule: [row for row in own if row["decay"] == rule] for rule in RULES
+            }
+    return found
+
+
+def gradient_table():
+    lines = []
+    for name, arms in gradient_runs().items():
+        logs = {rule: np.array([growth(row) for row in rows]) for rule, rows in arms.items()}
+        factors = [f"{math.exp(np.mean(logs[rule])):.2f}" for rule in RULES]
+        ratio = logs["constant"] - logs["scaled"]
+        lines.append([name, *factors, geometric(np.exp(ratio), 2)])
+    return table(["gradient, end over middle", "constant", "scaled", "their ratio"], lines)
+
+
+def rates():
+    """By rule and width, losses by learning rate."""
+    found = defaultdict(dict)
+    for row in of("rate-drift"):
+        found["hyperball" if row["norm"] == "hyperball" else row["decay"]].setdefault(row["width"], []).append(row)
+    return {name: {width: by(own[width], "lr") for width in sorted(own)} for name, own in found.items()}
+
+
+def rate_table():
+    lines = []
+    for name, own in rates().items():
+        seeds = zip(*(vertices(losses) for losses in own.values()), strict=True)
+        moves = [math.log(max(seed) / min(seed)) / math.log(max(own) / min(own)) for seed in seeds]
+        found = [f"{vertex(losses):.3g}" for losses in own.values()]
+        lines.append([name, *found, shown(moves, 2), f"{np.mean(at_best(own[max(own)])):.3f}"])
+    widths = [f"width {width}" for width in own]
+    return table(["best rate", *widths, "power of the width", "loss at the widest"], lines)
+
+
+def tasks():
+    """By task with its options, and lambda: both rules, and constant decay of scaled decay's total."""
+    named = defaultdict(list)
+    for row in of("tasks"):
+        pairs = (option.partition("=") for option in row.get("options", []))
+        options = [f"{name}={Path(value).name}" for name, _, value in pairs if value != "out/tasks/new.txt"]
+        named[" ".join([Path(row["task"]).name, *options])].append(row)
+    found = {}
+    for name, rows in named.items():
+        for lam in sorted({row["weight_decay"] for row in rows if row["arm"] == "scaled"}):
+            arms = [[row for row in rows if (row["arm"], row["weight_decay"]) == (rule, lam)] for rule in RULES]
+            controls = [row for row in rows if row["arm"] == "constant, same total"]
+            found[name, lam] = (*arms, near(controls, "total_decay", arms[1][0]["total_decay"]))
+    return found
+
+
+def signed(values, name=""):
+    """A mean with its interval, bold where it leaves zero out."""
+    mean, width = float(np.mean(values)), half(values)
+    text = f"{name} {mean:+.3f} ± {width:.3f}".strip()
+    return f"**{text}**" if abs(mean) > width else text
+
+
+def task_table():
+    lines = []
+    for (name, lam), (constant, scaled, control) in tasks().items():
+        row = constant[0]
+        metric = next((column for column in row if column.startswith("final.")), None)
+        moved = signed(paired(scaled, constant, metric), metric.removeprefix("final.")) if metric else None
+        numbers = [f"{lam:g}", f"{row['total_decay']:.2g}", f"{np.mean(by(constant)[lam]):.3f}"]
+        gaps = [signed(paired(scaled, other)) for other in (constant, control)]
+        lines.append([f"`{name}`", *numbers, *gaps, moved])
+    heads = ["task", "lambda", "total decay", "loss", "scaled minus constant", "against the same total", "metric"]
+    return table(heads, lines)
+
+
+def answer_table():
+    saved = {words: percent(steps_saved(constant, scaled)) for words, constant, scaled, _ in one_lambda()}
+    long = of("long", steps=25_600)
+    ends = {rule: by(long, rule=rule) for rule in RULES}
+    costs = [shown(own[0.08] - own[0.01]) for own in ends.values()]
+    both = shown(ends["scaled"][0.08] - ends["constant"][0.01])
+    fewer = {"data.train_windows": 1600, "weight_decay": 0.1}
+    little = shown(paired(*(of("hard-cases", decay=rule, **fewer) for rule in ("scaled", "constant"))))
+    every = pooled([rows for cells in tuned().values() for rows in cells])
+    first = (
+        f"scaled decay needs fewer steps to constant decay's best loss: {saved[BASE_256]} and "
+        f"{saved[BASE_512]} at widths 256 and 512 with the peak of the paper's code, {saved[GROUP_256]} and "
+        f"{saved[GROUP_512]} with the group's own, {saved['width 128']} at width 128, {saved[LONG]} in 25,600 steps, "
+        f"{saved[LONGEST]} at 300 tokens per parameter (the paper: 22% to 29%)"
+    )
+    lines = {
+        "you keep one large lambda": first,
+        "you tune lambda": f"no difference to speak of: {shown(every, 4)} nats over {len(every)} settings",
+        "both at once": f"constant decay at a well-chosen lambda (0.01) ends {both} nats below scaled decay at 0.08",
+        "lambda is too large": f"0.08 in 25,600 steps costs constant decay {costs[0]} nats, scaled decay {costs[1]}",
+        "little text, 16 epochs": f"at the lambda of fresh text scaled decay ends {little} nats higher",
+    }
+    return table(["your situation", "what our runs say"], lines.items()).replace("| ---: |", "| --- |")
+
+
+BASE_256, GROUP_256 = "width 256, undivided peak", "width 256, group's own peak"
+BASE_512, GROUP_512 = "width 512, undivided peak", "width 512, group's own peak"
+LONG, LONGEST = "width 128, 25,600 steps, lambda 0.08", "width 64, 34,800 steps, lambda 0.1"
+TABLES = {
+    "answer": answer_table,
+    "one-lambda": one_lambda_table,
+    "tuned": tuned_table,
+    "prices": price_table,
+    "lengths": length_table,
+    "scaling": scaling_table,
+    "adamw": adamw_table,
+    "rules": rules_table,
+    "family": family_table,
+    "repeated": repeated_table,
+    "schedules": schedule_table,
+    "dynamics": dynamics_table,
+    "gradients": gradient_table,
+    "rates": rate_table,
+    "tasks": task_table,
+}
+
+
+def settled(row):
+    """At the peak, the step for a unit of rate over the weight, over AdamC's sqrt(2 lambda/eta), without momentum."""
+    beta = 0.9 if row["algorithm"] == "adamw" else 0.95
+    names = ("step", "lr", "update_rms", "weight_rms", "decay")
+    step, lr, update, weight, phi = (np.array(row[f"normalized.{name}"], dtype=float) for name in names)
+    at_peak = (lr >= 0.9 * np.nanmax(lr)) & (step > row["steps"] / 10)
+    return float(np.nanmedian((math.sqrt((1 + beta) / (1 - beta)) * update / weight / np.sqrt(2 * phi))[at_peak]))
+
+
+def facts():
+    """Numbers that the prose of the page and the README quote, by what they are."""
+    sets = tuned()
+    every = [rows for cells in sets.values() for rows in cells]
+    lengths = sets["lengths, 23M tokens"] + sets["lengths, 123M tokens"]
+    best_lambdas = {(rows[0]["steps"], rule): vertex(by(rows, rule=rule)) for rows in lengths for rule in RULES}
+    longest = {rule: by(lengths[-1], rule=rule) for rule in RULES}
+    map_gap = gap(lengths[2])
+    # What a lambda above both best ones costs scaled decay, over what it costs constant decay.
+    shares, totals = [], {rule: [] for rule in RULES}
+    for rows in every:
+        scaled, constant = by(rows, rule="scaled"), by(rows, rule="constant")
+        for lam in (lam for lam in scaled if lam in constant and lam > max(best(scaled), best(constant))):
+            costs = [np.mean(own[lam] - at_best(own)) for own in (scaled, constant)]
+            shares += [costs[0] / costs[1]] if costs[1] > 0.02 else []
+        for rule, own in (("scaled", scaled), ("constant", constant)):
+            totals[rule] += [] if at_end(own) else [vertex(own) * per_lambda(rows, rule)]
+    arms = {words: own for words, *own in one_lambda()}
+    less = [1 - np.mean(paired(scaled, control)) / np.mean(paired(scaled, constant))
+            for constant, scaled, control in (arms[words] for words in ("width 128", BASE_256, BASE_512))]  # fmt: skip
+    both = ((arms[BASE_256], arms[GROUP_256]), (arms[BASE_512], arms[GROUP_512]))
+    # The group's own peak minus the undivided one, and minus constant decay of the undivided one's total.
+    peaks = [" and ".join(shown(paired(group[1], base[arm])) for base, group in both) for arm in (1, 2)]
+    tenth = near(of("main-table", width=256, decay="constant"), "weight_decay", 0.219)
+    (adamw,) = settings("adamw-lambda", steps=6_400).values()
+    adamw_totals = [[v * per_lambda(adamw, rule) for v in vertices(by(adamw, rule=rule))] for rule in RULES]
+    at = {(rule, lam): [row for row in adamw if (row["decay"], row["weight_decay"]) == (rule, lam)]
+          for rule in RULES for lam in (0.08, 0.16)}  # fmt: skip
+    lower = [shown(paired(at["constant", lam], at["scaled", lam])) for lam in (0.08, 0.16)]
+    pairs = defaultdict(dict)
+    for row in (row for row in of("adamw gradient-growth", algorithm="adamw") if "optimizer.unnormalized" not in row):
+        pairs[row["width"], row["lr"], row["weight_decay"], row["seed"]][row["decay"]] = row["final_loss"]
+    gains = [own["constant"] - own["scaled"] for own in pairs.values()]
+    more = [vertex(by(of("repeated-text"), rule=rule)) / best_lambdas[1_600, rule] for rule in RULES]
+    ratios = [np.mean([settled(row) for row in rows]) for arms in gradient_runs().values() for rows in arms.values()]
+    held = {name: rates()[name][512] for name in ("hyperball", "constant")}
+    fine = {rule: tasks()[f"finetune.py start={rule}-seed{{seed}}", 1.0][1] for rule in RULES}
+    hard = {name: [of("hard-cases", decay=rule, **{name: value}) for rule in ("scaled", "constant")]
+            for name, value in (("schedule", "wsd"), ("weights", "bfloat16"))}  # fmt: skip
+    return {
+        "tuned": f"{shown(pooled(every), 4)} nats",
+        "tuned at 6,400 steps": f"{np.mean(map_gap):+.3f} (interval {np.mean(map_gap) - half(map_gap):+.3f} to "
+        f"{np.mean(map_gap) + half(map_gap):+.3f}",
+        "tuned at 25,600 steps": shown(gap(lengths[4]), 3, "+"),
+        "share": f"{np.median(shares):.2f} in the median ({min(shares):.2f} to {max(shares):.2f}",
+        "less decay": "{:.0%} of the gain at width 128 and {:.0%} and {:.0%} at".format(*less),
+        "peaks": peaks[0],
+        "peaks, same total": peaks[1],
+        "a tenth of lambda": shown(paired(arms[BASE_256][1], tenth)),
+        "AdamW, totals": " and ".join(
+            f"{geometric(own)} under {rule}" for own, rule in zip(adamw_totals, RULES, strict=True)
+        ),
+        "AdamW, steps": percent(steps_saved(at["constant", 0.08], at["scaled", 0.08])),
+        "AdamW, lower": f"ends {lower[0]} and {lower[1]} lower",
+        "best lambda": f"factor of {best_lambdas[400, 'constant'] / best_lambdas[25_600, 'constant']:.0f} ",
+        "best totals": " and ".join(f"{min(own):.2f} to {max(own):.2f} under {rule}" for rule, own in totals.items()),
+        "lambda 0.1 at 300 tokens, scaled": shown(longest["scaled"][0.1] - longest["scaled"][0.02]),
+        "lambda 0.1 at 300 tokens, constant": shown(longest["constant"][0.1] - longest["constant"][0.0065]),
+        "constant at 0.0065": shown(longest["scaled"][0.1] - longest["constant"][0.0065]),
+        "AdamW": f"{sum(one > 0 for one in gains)} of {len(gains)} pairs",
+        "AdamW, gains": f"by {min(gains):.2f} to {max(gains):.2f} nats",
+        "repeated": f"about {more[0]:.0f} times the lambda of fresh text, scaled decay about {more[1]:.0f} times",
+        "gradients": f"{min(ratios):.2f} to {max(ratios):.2f} times",
+        "hyperball": shown(at_best(held["hyperball"]) - at_best(held["constant"])),
+        **{name: shown(paired(*arms), 3, "+") for name, arms in hard.items()},
+        "new text": shown(paired(fine["scaled"], fine["constant"]), 3, "+"),
+        "old text": shown(paired(fine["scaled"], fine["constant"], "final.old"), 3, "+"),
+        "runs": f"{sum('task' not in row for row in ROWS):,} runs",
+        "task runs": f"{sum('task' in row for row in ROWS)} runs",
+    }
+
+
+# Files
+
+
+def grids():
+    """Every arm of every study as CSV: means over seeds."""
+    found = defaultdict(list)
+    for row in ROWS:
+        arm = tuple(row.get(name) for name in (*SETTING, "peak", "decay", "weight_decay", "task", "options", "arm"))
+        found[row["study"], str(arm)].append(row)
+    names = ("study", *SETTING, "peak", "decay", "weight_decay", "total_decay", "end_norm")
+    lines = [",".join((*names, "seeds", "loss", "half_interval"))]
+    for rows in found.values():
+        losses, row = [row["final_loss"] for row in rows], {"text": rows[0].get("task"), **rows[0]}
+        settings = ("" if row.get(name) is None else str(row[name]) for name in names)
+        lines.append(",".join((*settings, str(len(rows)), f"{np.mean(losses):.4f}", f"{half(losses):.4f}")))
+    return "\n".join(lines) + "\n"
+
+
+def page(text):
+    """The page with its tables as the records give them."""
+    for name, make in TABLES.items():
+        block, new = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.S), make()
+        if len(block.findall(text)) != 1:
+            raise SystemExit(f"{PAGE} needs one block <!-- table: {name} --> ... <!-- end -->")
+        text = block.sub(lambda found, new=new: f"{found[1]}\n{new}\n\n{found[2]}", text)
+    return text
+
+
+def main():
+    written = PAGE.read_text("utf-8")
+    missing = [f"{name}: {text}" for name, text in facts().items() if text not in " ".join(written.split())]
+    if missing:
+        print("numbers that the page should have:", *missing, sep="\n  ")
+    if "--check" in sys.argv:
+        return int(bool(missing) or page(written) != written or grids() != MEANS.read_text("utf-8"))
+    PAGE.write_text(page(written), encoding="utf-8")
+    MEANS.write_text(grids(), encoding="utf-8")
+    from figures import draw
+
+    draw(ASSETS)
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Claims that numbers can refute, and the statistics behind them."""

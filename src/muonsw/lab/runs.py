@@ -1,0 +1,579 @@
+r"""A run read back: configuration, environment, result, and every recorded number as a column.
+
+A folder that is still being written loads as far as it has got. A file of the JSON lines that `muonsw.Telemetry` writes
+in a user's own loop is a run without a configuration.
+
+Examples:
+    >>> import pathlib, tempfile
+    >>> folder = pathlib.Path(tempfile.mkdtemp()) / "first"
+    >>> folder.mkdir()
+    >>> _ = (folder / "config.json").write_text('{"steps": 2, "optimizer": {"decay": "scaled"}}')
+    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n{"kind": "tr')
+    >>> run = load_run(folder)
+    >>> run.name, run.rule, run.train["loss"].tolist(), run.final_loss, run.complete
+    ('first', 'scaled', [2.5], nan, False)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from muonsw.lab.config import flatten
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import read_object
+from muonsw.lab.model import enters_norm
+from muonsw.lab.theory.hypotheses import HypothesisError
+from muonsw.lab.theory.norm import NormHistory, predict_norms
+from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import CONFIG, ENVIRONMENT, METRICS, RESULT
+
+Values = NDArray[np.float64]
+Points = tuple[NDArray[np.int64], Values]
+NAN = float("nan")
+NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
+NORMALIZED = "normalized"  # the scope of matrices whose output enters a normalization, in the record of a run
+SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
+SPLIT = {"roles": "role", "layers": "layer", "parameters": "parameter"}  # keys of telemetry with one scope per entry
+LARGEST_STEP, DEPTH = float(1 << 53), 8  # no record of ours comes near these
+RECURSION = ("weight_rms", "update_rms", "decay", "alignment_update")
+ROUNDING = 1e-5  # by how much a cosine in float32 may exceed 1
+MOST_STEPS = 10_000_000  # the norm is predicted step by step; a damaged record could ask for all memory
+# How exactly phi/lr (or phi/lr^2) must stay the same for a run to have decayed by that rule, and how much the
+# learning rate must change before the two can be told apart.
+SAME_RATIO, VARIES = 0.01, 1.1
+REMEDIES = {
+    CONFIG: "put the run's own config.json back",
+    ENVIRONMENT: "delete it: it is only shown, and a run that goes on writes it anew",
+    RESULT: "delete it, and the command that made the run writes it again",
+}
+# Settings that are used and not only shown, and their types.
+SETTINGS: Mapping[str, Any] = {
+    "steps": int,
+    "seed": int,
+    "arm": str,
+    "optimizer": dict,
+    "optimizer.algorithm": str,
+    "optimizer.decay": str,
+    **dict.fromkeys((f"optimizer.{name}" for name in ("lr", "weight_decay", "momentum", "betas")), int | float),
+}
+# Settings that may differ between runs of one arm: the seed, and how a run is carried out and kept.
+WITHIN_ARM = (
+    *("seed", "arm", "device", "threads", "compile", "keep", "tensorboard", "wandb"),
+    *("checkpoint_every", "checkpoint_seconds"),
+)
+SYMBOLS = {"optimizer.weight_decay": "λ", "optimizer.lr": "η", "steps": "T", "model.width": "d"}
+FIRST = ("optimizer.algorithm", "optimizer.preset", "optimizer.decay", "optimizer.weight_decay", "optimizer.lr")
+
+
+class Columns(dict[str, Values]):
+    """Records of one kind as columns: a key gives an array with one value for each record.
+
+    Missing values are NaN; a list such as `load_entropy` is `load_entropy.0` and so on.
+
+    Examples:
+        >>> columns = Columns({"step": np.array([1.0, 2.0]), "loss": np.array([3.5, np.nan])})
+        >>> columns.step.tolist(), columns["loss"].tolist(), sorted(columns)
+        ([1, 2], [3.5, nan], ['loss', 'step'])
+    """
+
+    @property
+    def step(self) -> NDArray[np.int64]:
+        return self["step"].astype(np.int64) if "step" in self else np.empty(0, np.int64)
+
+    @property
+    def records(self) -> int:
+        return len(next(iter(self.values()), ()))
+
+    def known(self, key: str) -> Points:
+        """Steps and values where a key has finite ones; both empty where it was never recorded."""
+        if key not in self or "step" not in self:
+            return NOTHING
+        finite = np.isfinite(self[key])
+        return self.step[finite], self[key][finite]
+
+
+class _Cells:
+    """The numbers of one kind of record as they are read, by scope and key, each with the number of its record."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.scopes: dict[str, dict[str, tuple[array[int], array[float]]]] = {"": {}}
+
+    def add(self, scope: str, values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> None:
+        if depth > DEPTH:
+            raise ValueError(f"{prefix[:60]!r} is nested more than {DEPTH} deep")
+        columns = self.scopes.setdefault(scope, {})
+        for key, value in values.items():
+            name = prefix + key
+            if isinstance(value, int | float):
+                places, numbers = columns.setdefault(name, (array("q"), array("d")))
+                places.append(self.records)
+                numbers.append(value)
+            elif isinstance(value, list):
+                self.add(scope, {str(place): item for place, item in enumerate(value)}, f"{name}.", depth + 1)
+            elif isinstance(value, dict):
+                self.add(scope, value, f"{name}.", depth + 1)
+
+    def columns(self) -> dict[str, Columns]:
+        """The columns of all scopes, with those of the whole record; of several records of a step the last counts."""
+        arrays: dict[str, dict[str, Values]] = {}
+        for scope, cells in self.scopes.items():
+            arrays[scope] = {key: np.full(self.records, np.nan) for key in cells}
+            for key, (places, numbers) in cells.items():
+                arrays[scope][key][np.asarray(places)] = np.asarray(numbers)
+        steps = arrays[""]["step"]
+        _, last = np.unique(steps[::-1], return_index=True)
+        kept = len(steps) - 1 - last
+        return {
+            scope: Columns({key: column[kept] for key, column in (arrays[""] | columns).items()})
+            for scope, columns in arrays.items()
+        }
+
+
+def read_metrics(path: Path, *, details: bool) -> dict[str, dict[str, Columns]]:
+    """Read a file of JSON lines into columns, by kind of record and by scope; only telemetry has scopes besides "".
+
+    Args:
+        path: The file. A last line that is still being written is left out.
+        details: Whether telemetry of single roles, layers and parameters is read, or the pooled scopes alone.
+
+    Raises:
+        ValueError: If another line is not a record.
+    """
+    tables: dict[str, _Cells] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = orjson.loads(line) if line.strip() else None
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    break
+                raise ValueError(f"{path}, line {number} is not JSON ({error})") from None
+            if record is None:
+                continue
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number} is not a JSON object: {line[:60].decode(errors='replace')}")
+            step = record.get("step")
+            if not isinstance(step, int | float) or not 0 <= step < LARGEST_STEP:
+                raise ValueError(f"{path}: the record in line {number} has no step")
+            cells = tables.setdefault(str(record.pop("kind", "")), _Cells())
+            for name in (*SCOPES, *SPLIT) if "all" in record else ():
+                scopes = {name: record.pop(name, None)}
+                if name in SPLIT and isinstance(scopes[name], dict):
+                    inner = scopes[name] if details else {}
+                    scopes = {f"{SPLIT[name]}:{key}": value for key, value in inner.items()}
+                for scope, values in scopes.items():
+                    if isinstance(values, dict):
+                        cells.add(scope, values)
+                    elif values is not None:
+                        raise ValueError(f"{path}: {scope[:60]!r} in line {number} is not a JSON object")
+            cells.add("", record)
+            cells.records += 1
+    return {kind: cells.columns() for kind, cells in tables.items()}
+
+
+class Scopes:
+    """What telemetry recorded, by scope: `all`, `decayed`, `role:NAME`, `layer:NUMBER`, `parameter:NAME`.
+
+    Only the first two are read with the run; the others, which may be most of its file, on demand.
+    """
+
+    def __init__(self, pooled: Mapping[str, Columns], details: Callable[[], Mapping[str, Columns]] | None = None):
+        self._pooled = pooled
+        self._details = details
+
+    @cached_property
+    def _whole(self) -> Mapping[str, Columns]:
+        return self._pooled if self._details is None else self._details()
+
+    @property
+    def step(self) -> NDArray[np.int64]:
+        return self.scope("").step
+
+    @property
+    def skipped(self) -> Values:
+        """How many steps had been skipped by then; NaN where that was not recorded."""
+        return self.scope("").get("skipped", np.full(self.records, np.nan))
+
+    @property
+    def records(self) -> int:
+        return len(self.step)
+
+    def scopes(self) -> list[str]:
+        return [scope for scope in self._whole if scope]
+
+    def scope(self, scope: str) -> Columns:
+        """Everything recorded of a scope, with `step`; without columns where it is not known."""
+        return (self._pooled if scope in ("", *SCOPES) else self._whole).get(scope, Columns())
+
+
+def pooled(parts: Sequence[Columns]) -> Columns:
+    """Columns of several parameters pooled over their elements: roots of mean squares, and means.
+
+    Examples:
+        >>> one = Columns(step=np.array([1.0]), numel=np.array([3.0]), weight_rms=np.array([2.0]), lr=np.array([0.1]))
+        >>> two = Columns(step=np.array([1.0]), numel=np.array([1.0]), weight_rms=np.array([6.0]), lr=np.array([0.5]))
+        >>> both = pooled([one, two])
+        >>> round(float(both["weight_rms"][0]) ** 2, 6), round(float(both["lr"][0]), 6)
+        (12.0, 0.2)
+    """
+    if not parts:
+        return Columns()
+    sizes = np.array([part["numel"] for part in parts])
+
+    def mean(key: str, power: int) -> Values:
+        values = np.array([part[key] for part in parts]) ** power
+        found: Values = ((sizes * values).sum(axis=0) / sizes.sum(axis=0)) ** (1.0 / power)
+        return found
+
+    keys = [key for key in parts[0] if key.endswith("_rms") or key in ("decay", "lr")]
+    return Columns({"step": parts[0]["step"], **{key: mean(key, 2 if key.endswith("_rms") else 1) for key in keys}})
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, or the JSON lines that `muonsw.Telemetry` wrote in a user's own loop; unknown numbers are NaN."""
+
+    name: str
+    path: Path
+    settings: dict[str, Any]  # as they were written; empty for a file
+    environment: dict[str, Any]  # empty where it was not written
+    result: dict[str, Any] | None  # what was written at the end; None until then, and for a file
+    tables: Mapping[str, Mapping[str, Columns]]  # the records by kind and scope; of telemetry the pooled scopes
+    details: Callable[[], Mapping[str, Columns]] | None = None  # reads the telemetry of all scopes
+
+    @property
+    def train(self) -> Columns:
+        return self.tables.get("train", {}).get("", Columns())
+
+    @property
+    def evals(self) -> Columns:
+        return self.tables.get("eval", {}).get("", Columns())
+
+    @cached_property
+    def telemetry(self) -> Scopes:
+        return Scopes(self.tables.get("telemetry", {}), self.details)
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The settings, checked; raises `UsageError` if they are not those of a run of this lab."""
+        try:
+            return RunConfig.from_data(self.settings)
+        except ValueError as error:
+            raise UsageError(f"{self.path}: {error}") from error
+
+    @property
+    def arm(self) -> str:
+        return str(self.settings.get("arm") or "")
+
+    @property
+    def seed(self) -> int:
+        return int(self.settings.get("seed", 0))
+
+    @property
+    def unit(self) -> str:
+        """Of its losses: nats for the decoder, unknown elsewhere."""
+        return "nats" if "optimizer" in self.settings and "task" not in self.settings else ""
+
+    @property
+    def metrics(self) -> list[str]:
+        """What evaluations measured besides the loss."""
+        return [name for name in self.evals if name not in ("step", "loss")]
+
+    def final_metric(self, name: str) -> float:
+        """A metric at the last evaluation; NaN where it was not finite there, whatever it was before."""
+        value = float(self.evals[name][-1]) if name in self.evals else NAN
+        return value if np.isfinite(value) else NAN
+
+    def named(self, arm: str) -> Run:
+        """The same run under another name of its arm."""
+        return replace(self, settings={**self.settings, "arm": arm})
+
+    @property
+    def complete(self) -> bool:
+        return self.result is not None
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many steps the run was to take; None if unknown."""
+        steps = self.settings.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def in_progress(self) -> bool:
+        return self.planned_steps is not None and not self.complete
+
+    @cached_property
+    def rule(self) -> str:
+        """The decay rule: the configuration's, or the one that the recorded decay follows; empty if unknown."""
+        if named := (self.settings.get("optimizer") or {}).get("decay"):
+            return str(named)
+        decayed = self.telemetry.scope("decayed")
+        phi, lr = (decayed.get(key, np.empty(0)) for key in ("decay", "lr"))
+        if not len(phi) or not len(lr):
+            return ""
+        known = np.isfinite(phi) & (phi > 0) & (lr > 0)
+        phi, lr = phi[known], lr[known]
+        if not len(lr) or lr.max() < VARIES * lr.min():
+            return ""
+        ratios = {"constant": phi / lr, "scaled": phi / lr**2}
+        return next((rule for rule, ratio in ratios.items() if ratio.max() < (1.0 + SAME_RATIO) * ratio.min()), "")
+
+    @property
+    def steps(self) -> int:
+        taken = self._result("steps")
+        seen = [int(steps[-1]) for steps in (self.train.step, self.telemetry.step) if len(steps)]
+        return int(taken) if np.isfinite(taken) else max(seen, default=0)
+
+    @property
+    def lost_records(self) -> int:
+        """How many steps at the end of a complete run have no records, beyond the usual distance of two of them."""
+        seen = np.union1d(self.train.step, self.telemetry.step)
+        if not self.complete or len(seen) < 2:
+            return 0
+        missing = self.steps - int(seen[-1])
+        return missing if missing > np.diff(seen).max() else 0
+
+    @property
+    def tokens(self) -> float:
+        return self._result("tokens", last(self.train.known("tokens")))
+
+    @property
+    def epochs(self) -> float:
+        return self._result("epochs")
+
+    @property
+    def seconds(self) -> float:
+        return self._result("seconds")
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of optimizer state on a rank."""
+        return self._result("state_bytes")
+
+    @property
+    def losses(self) -> Points:
+        return self.evals.known("loss")
+
+    @property
+    def training_losses(self) -> Points:
+        """Steps and losses of the batches, without the terms that only balance experts."""
+        entropy = self.train.known("cross_entropy")
+        return entropy if len(entropy[0]) else self.train.known("loss")
+
+    @property
+    def lost_losses(self) -> int:
+        """How many logged steps had a loss that was not finite."""
+        return int((~np.isfinite(self.train["loss"])).sum()) if "loss" in self.train else 0
+
+    @property
+    def final_loss(self) -> float:
+        """The last validation loss: the result's, or the latest so far."""
+        return self._result("final_loss", last(self.losses))
+
+    @property
+    def best_loss(self) -> float:
+        return self._result("best_loss", min(self.losses[1].tolist(), default=NAN))
+
+    def recorded(self, key: str) -> Points:
+        """Steps and values that telemetry has of the weights that decay, or of all where none do."""
+        found = (self.telemetry.scope(scope).known(key) for scope in SCOPES)
+        return next((points for points in found if len(points[0])), NOTHING)
+
+    @property
+    def norms(self) -> Points:
+        """Steps and RMS of the weights that decay, each before a step."""
+        return self.recorded("weight_rms")
+
+    @property
+    def normalized(self) -> Columns:
+        """Telemetry of the decoder's matrices whose output enters a normalization, pooled over their elements.
+
+        A run folder has it parameter by parameter, the record of an exported run pooled.
+        """
+        if recorded := self.telemetry.scope(NORMALIZED):
+            return recorded
+        names = (scope for scope in self.telemetry.scopes() if scope.startswith("parameter:"))
+        return pooled([self.telemetry.scope(name) for name in names if enters_norm(name.partition(":")[2])])
+
+    @property
+    def final_norm(self) -> float:
+        """The last norm, of the record of an exported run or of telemetry."""
+        return self._result("end_norm", last(self.norms))
+
+    @property
+    def highest_norm(self) -> float:
+        """The largest norm, of the record or of telemetry."""
+        return self._result("highest_norm", max(self.norms[1].tolist(), default=NAN))
+
+    @property
+    def norm_change(self) -> float:
+        largest = self.highest_norm
+        return self.final_norm / largest - 1.0 if largest > 0 else NAN
+
+    @property
+    def predicted_norms(self) -> Points:
+        """The norms that the recursion gives from the first one and the measured updates; empty where not recorded."""
+        for samples in map(norm_history, map(self.telemetry.scope, SCOPES)):
+            if samples is not None and len(samples) > 1:
+                with suppress(HypothesisError, OverflowError):  # numbers that no training can have measured
+                    return samples.steps.numpy(), predict_norms(samples).numpy()
+        return NOTHING
+
+    def _result(self, key: str, otherwise: float = NAN) -> float:
+        value = (self.result or {}).get(key, otherwise)  # null where it was not finite
+        return float(value) if isinstance(value, int | float) else NAN
+
+
+def last(points: Points) -> float:
+    return float(points[1][-1]) if len(points[1]) else NAN
+
+
+def norm_history(columns: Columns) -> NormHistory | None:
+    """The samples with everything that the recursion of the norm needs; None where there are none."""
+    if not all(key in columns for key in RECURSION):
+        return None
+    r, s, phi, a = (columns[key] for key in RECURSION)
+    known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (phi >= 0) & (np.abs(a) < 1.0 + ROUNDING)
+    known &= columns.step <= MOST_STEPS
+    if not known.any():
+        return None
+    r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
+    return NormHistory.of(columns.step[known].tolist(), r=r, s=s, phi=phi, a=a)
+
+
+def load_run(path: str | Path) -> Run:
+    """Load a run folder, or a file of JSON lines; what a run in progress has not written yet is empty.
+
+    Raises:
+        UsageError: If it is neither, or cannot be read.
+    """
+    where = Path(path)
+    if where.is_file():
+        tables = _tables(where)
+        if not {"telemetry", "train", "eval"} & set(tables):
+            advice = "name a folder that `muonsw train` wrote, or JSON lines that a JsonlSink of muonsw.Telemetry wrote"
+            raise UsageError(f"{where} is a file without records of a run; {advice}")
+        return Run(where.stem, where, {}, {}, None, tables, partial(_details, where))
+    _require_folder(where)
+    settings = _read_json(where / CONFIG) or {}
+    flat = flatten(settings)
+    if isinstance(betas := flat.get("optimizer.betas", []), list):
+        flat["optimizer.betas"] = next(iter(betas), None)  # the first is used
+    for name, kind in SETTINGS.items():
+        value = flat.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise UsageError(f"{where / CONFIG} has {name}={str(value)[:60]}; {REMEDIES[CONFIG]}")
+    return Run(
+        name=where.resolve().name,
+        path=where,
+        settings=settings,
+        environment=_read_json(where / ENVIRONMENT) or {},
+        result=_read_json(where / RESULT),
+        tables=_tables(where / METRICS),
+        details=partial(_details, where / METRICS),
+    )
+
+
+def load_runs(paths: Iterable[str | Path]) -> list[Run]:
+    """Load several, in the order given; one that is not a run is an error before any is read."""
+    chosen = [Path(path) for path in paths]
+    for path in chosen:
+        if not path.is_file():
+            _require_folder(path)
+    return [load_run(path) for path in chosen]
+
+
+def _require_folder(folder: Path) -> None:
+    advice = "name a folder that `muonsw train` wrote, or the JSON lines of a JsonlSink"
+    if not folder.exists():
+        raise UsageError(f"{folder} is not a run: it does not exist; {advice}")
+    if not (folder / CONFIG).is_file():
+        inside = [str(path.relative_to(folder)) for path in runs_below(folder)]
+        begun = os.path.lexists(folder / METRICS) or os.path.lexists(folder / CONFIG)
+        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else REMEDIES[CONFIG] if begun else advice
+        raise UsageError(f"{folder} is not a run: it has no config.json; {hint}")
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The run folders inside a folder, or inside its `runs`, where `compare` has them."""
+    found = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/{CONFIG}") if path.is_file()]
+    return sorted(path.parent for path in found)
+
+
+def _tables(path: Path, *, details: bool = False) -> dict[str, dict[str, Columns]]:
+    try:
+        return read_metrics(path, details=details)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, OverflowError) as error:
+        reason = str(error) if str(path) in str(error) else f"{path}: {getattr(error, 'strerror', None) or error}"
+        raise UsageError(f"cannot read the metrics of a run: {reason}; delete that line, or the file") from error
+
+
+def _details(path: Path) -> Mapping[str, Columns]:
+    return _tables(path, details=True).get("telemetry", {})
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return read_object(path, remedy=REMEDIES[path.name]) if path.exists() or path.is_symlink() else None
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The keys whose values are not the same everywhere, with their values; a missing key is None.
+
+    Examples:
+        >>> differences([{"seed": 0, "steps": 9}, {"seed": 1, "steps": 9}])
+        {'seed': [0, 1]}
+    """
+    flat = [flatten(config) for config in configs]
+    keys = {key for config in flat for key in config}
+    ordered = sorted(keys, key=lambda key: (FIRST.index(key) if key in FIRST else len(FIRST), key))
+    columns = {key: [config.get(key) for config in flat] for key in ordered}
+    return {key: values for key, values in columns.items() if len({json.dumps(v, default=str) for v in values}) > 1}
+
+
+def name_arms(runs: Sequence[Run]) -> list[str]:
+    """A name for the arm of each run: the one in its configuration, or the settings that differ between arms.
+
+    Runs that differ in their seed alone share a name.
+    """
+    found = differences([run.settings for run in runs])
+    between = {key: values for key, values in found.items() if key.rpartition(".")[2] not in WITHIN_ARM}
+    names = []
+    for place, run in enumerate(runs):
+        words = [run.rule] if run.rule else []
+        for key, values in between.items():
+            value = values[place]
+            if key != "optimizer.decay" and value is not None:
+                text = f"{value:g}" if isinstance(value, float) else str(value)
+                words.append(text if key in FIRST[:2] else f"{SYMBOLS.get(key, key.rpartition('.')[2])}={text}")
+        names.append(run.arm or " ".join(words) or run.name)
+    return names
+
+
+def unique_names(names: Iterable[str]) -> list[str]:
+    """Number names that occur again.
+
+    Examples:
+        >>> unique_names(["a", "b", "a"])
+        ['a', 'b', 'a (2)']
+    """
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return result

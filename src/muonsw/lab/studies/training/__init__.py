@@ -1,1 +1,0 @@
-"""Studies that train: what each runs, claims and draws, as data in `catalogue`."""

@@ -1,0 +1,265 @@
+"""Section 5: how the norm of a weight matrix evolves under decay, where it settles, and how a measured norm follows.
+
+Throughout, r is the RMS of the weight's elements, s that of an update (0.2 eta for Muon with an exactly orthogonal
+direction, less with Newton-Schulz: use the measured one), phi the decay factor of the step (`lambda eta` for constant
+decay, `lambda eta^2 / eta_max` for scaled), and a the cosine between weight and update direction. A negative a pushes
+outward. Closed forms take floats or tensors.
+
+Step n turns the norm `r_n` into `r_(n+1)`; a sample at step n holds `r_n` as it was before that step, with the update's
+size `s_n`, its decay factor `phi_n` and its measured alignment `a_n`, so whatever momentum does to it is inside.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from muonsw.lab.theory.hypotheses import Number, require, require_at_least, require_positive
+
+Samples: TypeAlias = Sequence[float] | Tensor
+
+WINDOW, MIN_SAMPLES = 0.1, 3  # share of the run that a window covers; samples that a line needs
+# A norm follows its target while it is within a fifth of it. To first order ln r lags ln r* by the adiabatic ratio,
+# so this is the size at which "far below 1" ends.
+LAG = 0.2
+BLOCK = 2**16  # steps whose coefficients are in memory at a time
+
+
+def next_norm(r: Number, *, s: Number, phi: Number, a: Number) -> Number:
+    """One step of the RMS norm: the root of `(1 - phi)^2 r^2 - 2 (1 - phi) s a r + s^2`.
+
+    Hypotheses: r >= 0, s >= 0, 0 <= phi <= 1, -1 <= a <= 1.
+
+    Examples:
+        >>> next_norm(3.0, s=4.0, phi=0.0, a=0.0)
+        5.0
+    """
+    require("r >= 0", r >= 0.0, r=r)
+    require("s >= 0", s >= 0.0, s=s)
+    require("0 <= phi <= 1", abs(phi - 0.5) <= 0.5, phi=phi)
+    require("-1 <= a <= 1", abs(a) <= 1.0, a=a)
+    # The sum of two squares cannot turn negative by rounding.
+    return _sqrt(((1.0 - phi) * r - s * a) ** 2 + s**2 * (1.0 - a**2))
+
+
+def steady_state_norm(*, s: Number, phi: Number, a: Number) -> Number:
+    """The norm at which decay and update balance: `r* = s/(2 phi) (-a + sqrt(a^2 + 2 phi))`.
+
+    It leaves `r^2 <- (1 - 2 phi) r^2 - 2 s a r + s^2` unchanged, the recursion without products of phi with phi or s.
+
+    Hypotheses: s >= 0, phi > 0.
+
+    Examples:
+        >>> steady_state_norm(s=0.25, phi=0.5, a=0.0), steady_state_norm(s=0.25, phi=0.5, a=0.75)
+        (0.25, 0.125)
+    """
+    require("s >= 0", s >= 0.0, s=s)
+    require("phi > 0", phi > 0.0, phi=phi)
+    h = abs(a) + _sqrt(a**2 + 2.0 * phi)
+    # Each form is the one that does not cancel for its sign of a.
+    outward, inward = s * h / (2.0 * phi), s / h
+    if isinstance(a, Tensor):
+        return torch.where(a > 0.0, inward, outward)
+    return inward if a > 0.0 else outward
+
+
+def relaxation_times(*, s: Number, phi: Number, r_star: Number) -> tuple[Number, Number]:
+    """Steps in which the norm closes most of its distance to r*: `1/(2 phi)`, and `1/(phi + s^2/(2 r*^2))`.
+
+    The first holds if a follows the relative update, proportional to s/r, the second if a stays as it is. Both agree
+    where a = 0; an outward push makes the second longer, an inward push shorter.
+    """
+    return 1.0 / (2.0 * phi), 1.0 / (phi + s**2 / (2.0 * r_star**2))
+
+
+def scaled_decay_norm_limit(*, lam: float, eta_max: float, k: float, update: float = 0.2) -> float:
+    """Where scaled decay lets the norm settle: `update eta_max/(2 lambda) (k + sqrt(k^2 + 2 lambda/eta_max))`.
+
+    Hypotheses: lambda > 0, eta_max > 0, and an alignment proportional to the learning rate, `a = -k eta`, which
+    therefore cancels. `update` is the RMS of an update at learning rate 1.
+
+    Examples:
+        >>> round(scaled_decay_norm_limit(lam=0.1, eta_max=4.8e-3, k=20.8), 3)
+        0.204
+    """
+    require_positive("lambda", lam)
+    require_positive("eta_max", eta_max)
+    # At eta = eta_max: the limit is the steady state at any learning rate.
+    return steady_state_norm(s=update * eta_max, phi=lam * eta_max, a=-k * eta_max)
+
+
+def constant_decay_norm_limit(*, lam: float, a0: float, update: float = 0.2) -> float:
+    """Where constant decay drives the norm as the learning rate vanishes: `update a0 / lambda`.
+
+    Hypotheses: lambda > 0, and an alignment that tends to `-a0` with `a0 >= 0`.
+
+    Examples:
+        >>> round(constant_decay_norm_limit(lam=0.1, a0=7.4e-3), 4)
+        0.0148
+    """
+    require_positive("lambda", lam)
+    require_at_least("a0", a0, 0)
+    return update * a0 / lam
+
+
+def _sqrt(x: Number) -> Number:
+    if isinstance(x, Tensor):
+        return torch.sqrt(x)
+    return math.sqrt(x)
+
+
+def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> float:
+    """The steady state where the alignment follows the norm, `a = -(memory - 1) s/(2 r)`: `s sqrt(memory/(2 phi))`.
+
+    The memory `1 - 2 a r/s` is how many times its own square an update adds to the squared norm: 1 for updates without
+    relation to the weight, `(1 + beta)/(1 - beta)` for independent gradients averaged with coefficient beta. Unlike a
+    it does not depend on where the norm is, so this answers what another decay would do.
+
+    Hypotheses: s >= 0, phi > 0, memory >= 0.
+    """
+    require_at_least("s", s, 0)
+    require_positive("phi", phi)
+    require_at_least("memory", memory, 0)
+    return float(s * (memory / (2.0 * phi)) ** 0.5)
+
+
+@dataclass(frozen=True, eq=False)
+class NormHistory:
+    """Samples of the norm in the order of their steps, every step or every few."""
+
+    steps: Tensor  # which updates were sampled, increasing
+    r: Tensor  # RMS of the weight before the update
+    s: Tensor  # RMS of the update
+    phi: Tensor  # decay factor of the step
+    a: Tensor  # cosine between weight and update
+
+    @classmethod
+    def of(cls, steps: Samples, *, r: Samples, s: Samples, phi: Samples, a: Samples) -> "NormHistory":
+        """From numbers or tensors, as float64 on the CPU."""
+        columns = [torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (steps, r, s, phi, a)]
+        require("equally many samples of each", len({len(x) for x in columns}) == 1)
+        require("at least one sample", len(columns[0]) > 0)
+        for name, column in zip(("steps", "r", "s", "phi", "a"), columns, strict=True):
+            require(f"{name} is finite", column.isfinite())
+        require("steps increase", columns[0].diff() > 0)
+        return cls(columns[0].long(), *columns[1:])
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True, eq=False)
+class Tracking:
+    """What theory says about a history, sample by sample; see `track`."""
+
+    target: Tensor  # the quasi-steady norm r*; not a number where the step did not decay or did not move
+    smooth_target: Tensor  # the same with the noise of single alignments averaged out
+    ratio: Tensor  # adiabatic ratio `tau |d ln r*/dt|`, with tau for an alignment that follows s/r
+    lag: Tensor  # `ln(r / smooth_target)`: how far the norm is from where it would settle
+    broke_at: int | None  # step from which the lag exceeds a fifth to the end; None if the norm still follows
+    predicted: Tensor  # the recursion from the first observed norm
+
+
+def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
+    """Compare a history of the norm with its theory; ln r* is fitted by lines over `window` of the run.
+
+    The ratio is the cause of a break and the lag its effect. A cosine flattens at its end, so the target stands still
+    there and the ratio returns to zero, while the norm may no longer have the time to catch up; the lag shows that.
+
+    Examples:
+        >>> steps = range(1, 1001, 10)
+        >>> still = dict(s=[0.01] * 100, phi=[0.005] * 100, a=[0.0] * 100)
+        >>> tracking = track(NormHistory.of(steps, r=[0.1] * 100, **still))
+        >>> float(tracking.target[-1]), tracking.broke_at
+        (0.1, None)
+    """
+    require("0 < window <= 1", 0.0 < window <= 1.0, window=window)
+    steps, target, width = history.steps, target_norms(history), 0.0
+    if len(steps) > 1:  # wide enough for five samples
+        width = max(window * float(steps[-1] - steps[0]), 4.0 * float(steps.diff().double().median()))
+    smooth, slope = windowed_line(steps, target.log(), width)
+    # Where decay or update is zero, the slope and the ratios are not a number.
+    tau, _ = relaxation_times(s=history.s, phi=history.phi, r_star=target)
+    lag = history.r.log() - smooth
+
+    # During warmup, which ends where decay is at its peak, the target moves by design. The lag must have lasted for
+    # half a window of the fit: windows of neighbours overlap, so a few noisy samples at the end are no break.
+    warm = int(steps[history.phi >= history.phi.max() * (1.0 - 1e-3)][0])
+    counts = lag.isfinite() & (steps > warm)
+    later, above = steps[counts], lag[counts].abs() > LAG
+    below = (~above).nonzero().flatten()
+    first = int(below[-1]) + 1 if len(below) else 0
+    broke = first < len(later) and float(later[-1] - later[first]) >= width / 2
+    return Tracking(
+        target=target,
+        smooth_target=smooth.exp(),
+        ratio=tau * slope.abs(),
+        lag=lag,
+        broke_at=int(later[first]) if broke else None,
+        predicted=predict_norms(history),
+    )
+
+
+def target_norms(history: NormHistory) -> Tensor:
+    """The quasi-steady norm r* at every sample, not a number where decay or update is zero."""
+    defined = (history.phi > 0.0) & (history.s > 0.0)
+    targets = torch.full_like(history.r, torch.nan)
+    targets[defined] = steady_state_norm(s=history.s[defined], phi=history.phi[defined], a=history.a[defined])
+    return targets
+
+
+def predict_norms(history: NormHistory) -> Tensor:
+    """Replay the recursion from the first observed norm; between samples s, phi and a are interpolated linearly.
+
+    Only the first observed norm enters, so an error of the recursion adds up instead of being forgiven.
+    """
+    sampled, last = set(history.steps.tolist()), int(history.steps[-1])
+    norms, norm = [], float(history.r[0])
+    for begin in range(int(history.steps[0]), last, BLOCK):
+        steps = torch.arange(begin, min(begin + BLOCK, last), dtype=torch.int64, device=history.steps.device)
+        coefficients = (interpolate(history.steps, x, steps).tolist() for x in (history.s, history.phi, history.a))
+        for now, s, phi, a in zip(steps.tolist(), *coefficients, strict=True):
+            if now in sampled:
+                norms.append(norm)
+            norm = next_norm(norm, s=s, phi=phi, a=a)
+    return history.r.new_tensor([*norms, norm])
+
+
+def windowed_line(steps: Tensor, values: Tensor, window: float) -> tuple[Tensor, Tensor]:
+    """Height and slope of the least-squares line through a window of that many steps centred on each sample.
+
+    Towards either end of the run the window is cut off there, so that the slope is that of a time up to a
+    quarter of a window further inside. Samples that are not finite are left out; where fewer than three remain
+    both are not a number.
+    """
+    known, nothing = values.isfinite(), torch.full_like(values, torch.nan, dtype=torch.float64)
+    x, y = steps[known].double(), values[known].double()
+    if len(x) < MIN_SAMPLES:
+        return nothing, nothing
+    # Sums of centred numbers: the slope is a difference of sums, which would cancel otherwise.
+    at = (steps.double() - x.mean()) / (x[-1] - x[0])
+    u, v = at[known], y - y.mean()
+    low = torch.searchsorted(x, steps.double() - window / 2, right=False)
+    high = torch.searchsorted(x, steps.double() + window / 2, right=True)
+    n = (high - low).double().clamp(min=1.0)
+
+    def mean(z: Tensor) -> Tensor:
+        sums = torch.cat([z.new_zeros(1), z.cumsum(0)])
+        return (sums[high] - sums[low]) / n
+
+    slope = (mean(u * v) - mean(u) * mean(v)) / (mean(u * u) - mean(u) ** 2)
+    height = mean(v) + slope * (at - mean(u)) + y.mean()
+    enough = known & (high - low >= MIN_SAMPLES)
+    return torch.where(enough, height, nothing), torch.where(enough, slope / (x[-1] - x[0]), nothing)
+
+
+def interpolate(steps: Tensor, values: Tensor, at: Tensor) -> Tensor:
+    """Values at further steps between the first and the last, along straight lines."""
+    if len(steps) == 1:
+        return values.expand(len(at))
+    right = torch.searchsorted(steps, at, right=True).clamp(1, len(steps) - 1)
+    share = (at - steps[right - 1]).double() / (steps[right] - steps[right - 1]).double()
+    return torch.lerp(values[right - 1].double(), values[right].double(), share)

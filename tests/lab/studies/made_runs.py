@@ -1,0 +1,56 @@
+"""Run folders with known losses and norms, for judges."""
+
+import json
+import math
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from muonsw.lab.runs import Run, load_run
+from tests.lab.norm_runs import make_run
+from tests.lab.train.small_runs import small_run
+
+
+def written(folder, name, *, rule, seed, loss, **settings):
+    """A run folder that obeys the recursion of the norm, with a known final loss."""
+    make_run(folder / name, rule=rule, steps=1500, every=5, **settings)
+    result = {"steps": 1500, "final_loss": loss, "best_loss": loss, "best_step": 1500}
+    (folder / name / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    run = load_run(folder / name)
+    settings = small_run(seed=seed, steps=1500).as_data()
+    optimizer = {**settings["optimizer"], **run.settings["optimizer"]}
+    return replace(run, settings={**settings, "optimizer": optimizer}).named(rule)
+
+
+@cache
+def pair():
+    """Runs of both rules, of which scaled decay ends 0.05 lower, made once for all tests."""
+    folder, losses, lam = Path(tempfile.mkdtemp()), {0: 3.0, 1: 3.01, 2: 2.99}, {"lam": 0.7, "lr": 0.02}
+    return {
+        rule: [
+            written(folder, f"{rule}-{seed}", rule=rule, seed=seed, loss=loss - 0.05 * (rule == "scaled"), **lam)
+            for seed, loss in losses.items()
+        ]
+        for rule in ("constant", "scaled")
+    }
+
+
+def runs_of(cell, loss, seeds=2):
+    """Runs of a grid's cell whose loss is a function of rule and value; seeds differ by a thousandth."""
+    found = {}
+    (comparison,) = [cell.comparison(seeds)]
+    arms = iter(comparison.arms)
+    for rule, own in cell.arms.items():
+        for value in sorted(own):
+            arm = next(arms)
+            ends = [loss(rule, value) + 1e-3 * seed for seed in range(seeds)]
+            found[arm.name] = [
+                Run(arm.name, Path(), comparison.config(arm, seed).as_data(), {}, {"final_loss": end}, {})
+                for seed, end in enumerate(ends)
+            ]
+    return found
+
+
+def parabola(value, best, curvature=0.05):
+    return 3.0 + curvature * math.log(value / best) ** 2

@@ -1,0 +1,143 @@
+"""The paper's main table: its configuration, its controls, and judges that tell the rules apart."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from muonsw.lab import paper
+from muonsw.lab.arms import Key, decay_arms, decay_factors
+from muonsw.lab.model import count, preset
+from muonsw.lab.plan import cost
+from muonsw.lab.studies import main_table
+from muonsw.lab.studies.catalogue import STUDIES
+from muonsw.lab.studies.scales import SCALES
+from tests.lab.studies.made_runs import pair
+
+PAPER, MINI, CPU = (SCALES[name] for name in ("paper", "mini", "cpu"))
+
+
+def planned(name, scale):
+    return STUDIES[name].at(SCALES[scale]).planned()
+
+
+def test_paper_scale_is_the_papers_configuration():
+    table = {one.key.width: one for one in planned("main-table", "paper")}
+    steps = {256: 35_000, 512: 110_000, 768: 223_000, 1024: 376_000}
+    peaks = {256: 1e-2, 512: 7e-3, 768: 5.6e-3, 1024: 4.8e-3}
+    for width, row in paper.ROWS.items():
+        one = table[width]
+        arms = {arm.name: arm.optimizer for arm in one.arms}
+        assert one.base.model == preset(f"w{width}")
+        assert (one.base.steps, one.base.tokens_per_step, one.seeds) == (steps[width], 524_288, (0,))
+        assert {(arm.lr, arm.muon_lr, arm.algorithm) for arm in arms.values()} == {(peaks[width], "adam", "muon")}
+        assert arms["constant"].weight_decay == arms["scaled"].weight_decay == 0.1
+        assert arms["scaled"].peak == "base"
+        assert ("scaled, group peak" in arms) == (width > 256)
+        assert row.scaled < row.constant
+    sweep = {one.key.width: one for one in planned("width-transfer", "paper")}
+    assert [arm.optimizer.lr for arm in sweep[128].arms] == list(paper.SWEEP_RATES)
+    assert all(arm.optimizer.algorithm == "adamw" for one in sweep.values() for arm in one.arms)
+    assert [one.base.steps for one in planned("horizon-transfer", "paper")] == [5_000, 10_000, 20_000]
+
+
+def test_the_control_decays_as_much_in_total_as_the_scaled_arm_under_either_peak():
+    for peak in ("base", "group"):
+        run = MINI.rows[512]
+        run = replace(run, optimizer=replace(run.optimizer, peak=peak))
+        arms = {arm.name: math.fsum(decay_factors(run, arm.optimizer)) for arm in decay_arms(run)}
+        assert arms["constant, same total"] == pytest.approx(arms["scaled"], rel=1e-12)
+        # A cosine to a tenth takes 0.73 of it; the undivided peak four times less at four times the base width.
+        assert arms["scaled"] / arms["constant"] == pytest.approx(0.73 / (4 if peak == "base" else 1), rel=0.02)
+    one = main_table.row(MINI, 512)
+    arms = {arm.name: math.fsum(decay_factors(one.base, arm.optimizer)) for arm in one.arms}
+    assert arms["constant, group peak's total"] == pytest.approx(arms["scaled, group peak"], rel=1e-12)
+    for scale, cap in ((CPU, 0.02), (MINI, 0.022)):
+        for run in scale.rows.values():
+            assert all(max(decay_factors(run, arm.optimizer)) <= cap * (1 + 1e-9) for arm in decay_arms(run))
+
+
+def test_costs_follow_closed_forms():
+    row = planned("main-table", "paper")[-1]
+    found = cost(row.configs())
+    assert (found.runs, found.tokens) == (5, 5 * 376_000 * 524_288)
+    sizes = count(preset("w1024"))
+    assert found.flops == pytest.approx(found.tokens * sizes.flops_per_token, rel=0.05)
+    sweep = planned("width-transfer", "cpu")[1].base
+    evaluated = 11 * sweep.data.eval_windows * sweep.model.sequence
+    each = count(sweep.model).flops_per_token
+    assert cost([sweep]).flops == pytest.approx(each * (240 * 1536 + evaluated / 3))
+    assert found.hours(2.0, 5) == pytest.approx(found.hours(1.0, 1) / 10)
+
+
+def verdicts(claims):
+    return {claim.id: claim.holds for claim in claims}
+
+
+def failures(claims):
+    return {claim.id for claim in claims if claim.fails}
+
+
+def test_the_main_effect_is_judged_by_its_interval():
+    arms = pair()
+    found = main_table.judge_pair("x", "here", arms, "table", "")
+    assert verdicts(found) == {"x-loss": True, "x-norm": True, "x-kept": True}
+    assert found[0].measured == pytest.approx(-0.05)
+    assert found[0].interval.method == "95% t, n=3"
+    turned = {"constant": arms["scaled"], "scaled": arms["constant"]}
+    assert failures(main_table.judge_pair("x", "here", turned, "table", "")) == {"x-loss", "x-norm", "x-kept"}
+    # One seed of three the other way: the mean is below zero, its interval is not.
+    mixed = [*arms["scaled"][:2], replace(arms["scaled"][2], result={"final_loss": 3.03})]
+    unsure = main_table.judge_pair("x", "here", arms | {"scaled": mixed}, "table", "")[0]
+    assert unsure.measured < 0
+    assert str(unsure.verdict) == "undecided"
+    # The same runs on both sides: nothing moved, so nothing holds.
+    same = main_table.judge_pair("x", "here", arms | {"scaled": arms["constant"]}, "table", "")
+    assert {str(claim.verdict) for claim in same} == {"undecided"}
+
+
+@pytest.mark.parametrize(("better", "verdict"), [("scaled", "holds"), ("constant", "fails")])
+def test_each_form_of_scaled_decay_is_judged_and_shown_beside_its_control(better, verdict):
+    arms = pair() if better == "scaled" else {"constant": pair()["scaled"], "scaled": pair()["constant"]}
+    arms = {
+        "constant": arms["constant"],
+        "scaled": arms["scaled"],
+        "scaled, group peak": arms["scaled"],
+        "constant, same total": arms["constant"],
+        "constant, group peak's total": arms["constant"],
+    }
+    arms = {name: [run.named(name) for run in runs] for name, runs in arms.items()}
+    claims = {claim.id: str(claim.verdict) for claim in main_table.judge_rows({Key(width=64): arms}, CPU)}
+    assert (claims["w64-control"], claims["w64-group-control"]) == (verdict, verdict)
+    assert claims["w64-group-loss"] == verdict
+    _, table = main_table.row_tables({Key(width=64): arms}, CPU)
+    gap = "-0.0500" if better == "scaled" else "+0.0500"
+    assert [row[:3] for row in table.rows] == [
+        ("width 64: scaled", "constant, same total", gap),
+        ("width 64: scaled, group peak", "constant, group peak's total", gap),
+    ]
+
+
+def test_limits_belong_to_the_scale():
+    arms = {Key(width=256): pair()}
+    limits = {scale.name: main_table.judge_rows(arms, scale)[0].limits for scale in (CPU, PAPER)}
+    assert "raised lambda" in limits["cpu"]
+    assert limits["paper"] == ""
+
+
+def test_printed_values_hold_where_they_are_met_and_fail_elsewhere():
+    printed = paper.ROWS[1024]
+
+    def with_losses(shift):
+        return [
+            [replace(run, result={"final_loss": loss + shift, "best_loss": loss + shift})]
+            for run, loss in zip((runs[0] for runs in pair().values()), (printed.constant, printed.scaled), strict=True)
+        ]
+
+    met = verdicts(main_table.judge_printed(1024, *with_losses(0.0)))
+    assert met["w1024-gain"]
+    assert met["w1024-constant-loss"]
+    missed = verdicts(main_table.judge_printed(1024, *with_losses(0.2)))
+    assert missed["w1024-gain"]
+    assert not missed["w1024-constant-loss"]
+    assert not missed["w1024-scaled-loss"]

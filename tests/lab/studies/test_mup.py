@@ -1,0 +1,114 @@
+"""The coordinate check: flat where it should be, drifting where not, and able to tell one from the other."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from muonsw.lab.model import Decoder
+from muonsw.lab.report.study_figures import WIDTH_ARMS, draw_coordinates
+from muonsw.lab.stats import Criterion
+from muonsw.lab.studies.mup import (
+    COORDINATES,
+    EXPERIMENTS,
+    MATRICES,
+    TOLERANCE,
+    CoordinateSettings,
+    activations,
+    chain_tokens,
+    judge_flat,
+    measure,
+    measure_widths,
+)
+from muonsw.lab.theory.experiment import Context
+from muonsw.lab.train.groups import build_optimizer
+from muonsw.matrices import match_rms_adamw
+
+ARMS = {experiment.name: experiment for experiment in EXPERIMENTS}
+LITTLE = {"seeds": 3, "layers": 1, "experts": 2, "vocab": 32}
+SMALL = {name: replace(arm.settings, widths=(32, 64, 128), steps=3, **LITTLE) for name, arm in ARMS.items()}
+# Where AdamW is to be flat its finite-width terms must have faded.
+SMALL["adamw"] = replace(ARMS["adamw"].settings, widths=(64, 128, 256), **LITTLE)
+
+
+@cache
+def outcome(name):
+    return replace(ARMS[name], settings=SMALL[name]).run(0)
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_no_claim_fails_and_every_mean_is_where_the_claim_says(name):
+    claims = outcome(name).claims
+    for claim in claims:
+        assert not claim.fails, claim
+        if claim.criterion is Criterion.ABSOLUTE:
+            assert abs(claim.measured - claim.predicted) <= claim.tolerance, claim
+        assert all((claim.statement, claim.reference, claim.hypothesis, claim.because)), claim.id
+        assert math.isfinite(claim.measured)
+    assert len({claim.id for claim in claims}) == len(claims)
+
+
+@pytest.mark.parametrize("name", ["muon-adam", "muon-none", "standard"])
+def test_what_drifts_does_not_pass_for_flat(name):
+    sizes = {curves.name: torch.tensor(curves.values, dtype=torch.float64) for curves in outcome(name).series}
+    verdicts = {claim.id: claim for claim in judge_flat(SMALL[name], sizes)}
+    assert not any(verdicts[f"update-{matrix}"].holds for matrix in MATRICES)
+    assert any(verdicts[f"update-{matrix}"].fails for matrix in MATRICES)
+
+
+def test_the_seed_fixes_every_bit():
+    setting = replace(ARMS["adamw"].settings, widths=(32, 64), seeds=2, steps=1)
+    first, again, other = (measure_widths(setting, Context(torch.Generator().manual_seed(seed))) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_rules_for_muon_agree_at_the_base_width():
+    setting = CoordinateSettings(algorithm="muon", widths=(256,), seeds=1, steps=1, batch=2, experts=2, layers=1)
+    sizes = [
+        measure_widths(replace(setting, muon_lr=rule), Context(torch.Generator().manual_seed(0)))
+        for rule in ("sqrt", "adam", "none")
+    ]
+    assert all(torch.equal(sizes[0][name], other[name]) for other in sizes[1:] for name in other)
+
+
+def test_the_first_update_of_muon_has_the_size_of_its_spectral_norm():
+    """Inputs lie in the span of the update, so `||dW x||` is its singular values (0.68 to 1.14) times `||x||`."""
+    setting = CoordinateSettings(algorithm="muon", muon_lr="sqrt")
+    tokens = chain_tokens(2, 8, setting.vocab, torch.Generator().manual_seed(0))
+    model = Decoder(setting.model(128), seed=0)
+    inputs = activations(model, tokens[:, :-1]).inputs["out/1"]
+    sizes = measure(model, build_optimizer(model, setting.optimizer()), tokens, steps=1)
+    lr = setting.lr * math.sqrt(2)  # width 128 is half the base width
+    unit = lr * match_rms_adamw(128, 128) * float(inputs.square().mean().sqrt())
+    assert 0.6 < sizes["update out/1"] / unit < 1.2
+
+
+def test_sizes_are_those_of_the_forward_pass():
+    setting = CoordinateSettings()
+    tokens = chain_tokens(2, 8, setting.vocab, torch.Generator().manual_seed(0))
+    assert tokens.shape == (2, 9)
+    model = Decoder(setting.model(32), seed=0)
+    seen = activations(model, tokens[:, :-1])
+    assert torch.equal(seen.outputs["logits"], model.logits(tokens[:, :-1]))
+    streams = [seen.outputs[f"stream/{layer}"] for layer in range(setting.layers)]
+    branches = seen.outputs["attention/1"] + seen.outputs["experts/1"]
+    torch.testing.assert_close(streams[1], streams[0] + model.layers[1].multiplier * branches)
+    rows = seen.inputs["gate_up/0"]
+    assert rows.shape == (2 * 8 * 2, 32)
+    assert seen.inputs["down/0"].shape == (2 * 8 * 2, setting.ff * 32)
+    assert {name.partition("/")[0] for name in seen.outputs} == set(COORDINATES)
+
+
+def test_every_arm_has_a_name_and_a_look():
+    assert list(ARMS) == list(WIDTH_ARMS) == [experiment.settings.name for experiment in EXPERIMENTS]
+    assert 0 < TOLERANCE.size < 0.5
+
+
+def test_the_figure_is_drawn_from_the_curves(tmp_path):
+    paths = draw_coordinates({name: outcome(name) for name in ("muon-sqrt", "standard")}, tmp_path)
+    assert [path.name for path in paths] == ["coordinates.png", "coordinates.svg"]
+    assert all(path.stat().st_size > 10_000 for path in paths)
+    assert draw_coordinates({}, tmp_path) == []

@@ -1,0 +1,54 @@
+"""The flat table of runs: rows say what runs found, each run is there once."""
+
+import math
+
+import pytest
+
+from muonsw.lab.errors import UsageError
+from muonsw.lab.runs import load_run
+from muonsw.lab.studies import records
+from tests.lab.studies.small_comparisons import by_settings, comparison
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    by_settings(folder).train([comparison(seeds=(0, 1), steps=12, eval_every=1, telemetry_every=1)])
+    return [load_run(path) for path in sorted(folder.iterdir())]
+
+
+def test_a_row_says_what_the_run_found(runs, monkeypatch):
+    monkeypatch.setattr(records, "SAMPLES", 10)
+    for run in runs:
+        row, config = records.row(run, study="x", arm=None), run.config
+        assert (row["study"], row["width"], row["steps"], row["seed"]) == ("x", 16, 12, config.seed)
+        assert (row["decay"], row["weight_decay"]) == (config.optimizer.decay, 1.0)
+        assert row["model.layers"] == 1, "a setting that is not the default is kept under its name"
+        assert "arm" not in row
+        assert "checkpoint_every" not in row
+        assert row["final_loss"] == run.final_loss
+        assert row["end_norm"] == pytest.approx(run.final_norm, rel=1e-4)
+        assert row["eval.loss"] == pytest.approx(run.evals["loss"].tolist(), rel=1e-5)
+        assert row["normalized.gradient_rms"] == pytest.approx(run.normalized["gradient_rms"].tolist(), rel=1e-4)
+        phis = run.telemetry.scope("decayed")["decay"]
+        assert row["total_decay"] == pytest.approx(math.fsum(phis), rel=1e-4), "every step was sampled"
+        # Of all decayed weights those that enter no normalization are left out.
+        assert row["normalized.weight_rms"][-1] != row["decayed.weight_rms"][-1]
+
+
+def test_a_run_is_added_once(tmp_path, runs):
+    path = tmp_path / "new" / "runs.jsonl"
+    assert records.append(path, runs[:3], study="x") == 3
+    assert records.append(path, runs[1:], study="y") == 1
+    rows = records.read(path)
+    assert [row["study"] for row in rows] == ["x", "x", "x", "y"]
+    assert sorted(row["final_loss"] for row in rows) == sorted(run.final_loss for run in runs)
+
+
+def test_another_file_is_refused(tmp_path, runs):
+    path = tmp_path / "notes.jsonl"
+    for text in ("hello\n", '{"a": 1}\n'):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match="is not a table of runs"):
+            records.append(path, runs)
+        assert path.read_text(encoding="utf-8") == text

@@ -1,0 +1,228 @@
+"""Run folders: what was written is what is read, whole or in progress, and nothing else passes for a run."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from muonsw import MuonSW, Telemetry
+from muonsw.lab import runs
+from muonsw.lab.errors import UsageError
+from muonsw.lab.runs import differences, load_run, load_runs, name_arms
+from muonsw.telemetry import JsonlSink
+from tests.lab.report.made_runs import Recipe, write_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "first", Recipe(steps=200, extra={"note": "λ"}))
+
+
+def records(folder, kind):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def write_lines(folder, lines, end="\n"):
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    text = end.join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (folder / "metrics.jsonl").write_text(text + "\n", encoding="utf-8")
+    return folder
+
+
+def same(column, values):
+    np.testing.assert_array_equal(column, np.array(values, dtype=np.float64))
+
+
+def test_everything_written_is_read_back(folder):
+    run = load_run(folder)
+    trained, seen = records(folder, "train"), records(folder, "telemetry")
+    for key in ("step", "loss", "cross_entropy", "lr", "tokens"):
+        same(run.train[key], [record[key] for record in trained])
+    same(run.train["load_entropy.1"], [record["load_entropy"][1] for record in trained])
+    same(run.evals["loss"], [record["loss"] for record in records(folder, "eval")])
+    same(run.telemetry.step, [record["step"] for record in seen])
+    scopes = {"all": ("all",), "decayed": ("decayed",), "role:hidden": ("roles", "hidden"), "layer:1": ("layers", "1")}
+    scopes["parameter:layers.1.experts.up"] = ("parameters", "layers.1.experts.up")
+    for scope, path in scopes.items():
+        for key in ("weight_rms", "alignment_update", "decay"):
+            values = [record[path[0]] if len(path) == 1 else record[path[0]][path[1]] for record in seen]
+            same(run.telemetry.scope(scope)[key], [value[key] for value in values])
+        assert run.telemetry.scope(scope).step.tolist() == run.telemetry.step.tolist()
+    assert set(scopes) <= set(run.telemetry.scopes())
+
+
+def test_details_are_read_on_demand_and_once(folder, monkeypatch):
+    run, reads, original = load_run(folder), [], runs.read_metrics
+    monkeypatch.setattr(runs, "read_metrics", lambda *a, **k: reads.append(k) or original(*a, **k))
+    assert run.telemetry.scope("decayed").records
+    assert not reads
+    assert run.telemetry.scope("layer:1").records
+    assert run.telemetry.scope("layer:0").records
+    assert reads == [{"details": True}]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30])
+def test_a_line_that_is_being_written_is_left_out(tmp_path, folder, cut):
+    text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:40]
+    (tmp_path / "config.json").write_text('{"steps": 200}', encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(text)[:-cut])
+    run = load_run(tmp_path)
+    count = 40 - (cut > 1)  # without its newline alone a line is still whole
+    assert run.train.records + run.evals.records + run.telemetry.records == count
+    assert run.result is None
+    assert run.environment == {}
+
+
+def test_what_has_not_been_written_yet_is_empty(tmp_path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    for text in (None, "", '{"kind"'):
+        if text is not None:
+            (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+        run = load_run(tmp_path)
+        assert run.train.records == run.evals.records == run.telemetry.records == 0
+        assert run.telemetry.scopes() == []
+        assert np.isnan([run.final_loss, run.best_loss, run.final_norm, run.norm_change, run.tokens]).all()
+        assert run.rule == ""
+        assert not run.in_progress
+        assert all(len(part) == 0 for part in (*run.norms, *run.predicted_norms))
+        with pytest.raises(KeyError, match="weight_rms"):
+            run.telemetry.scope("all")["weight_rms"]
+
+
+ODD = [
+    {"kind": "train", "step": 1, "loss": 1.5, "z2": 0.5},
+    {"kind": "train", "step": 2, "loss": None, "z2": 1e-7},
+    {"step": 4, "kind": "train", "loss": True, "word": "12", "list": [1, [2, None]]},
+    {"kind": "note", "step": 9, "text": "train", "deep": {"a": {"b": 4}}},
+    {"kind": "telemetry", "step": 5, "skipped": 3, "all": {"x": 1.0, "y": None}, "roles": {"decayed": {"x": 7.0}}},
+    {"kind": "telemetry", "step": 6, "roles": {"all": {"x": 8.0}}, "all": {"x": 2.0}, "skipped": 4},
+    {"kind": "telemetry", "step": 7, "all": {"x": 3.0}, "skipped": 5},
+]
+
+
+def test_records_with_different_keys_keep_their_places(tmp_path):
+    run, nan = load_run(write_lines(tmp_path, ODD, end="\n\n")), float("nan")
+    same(run.train["loss"], [1.5, nan, 1.0])
+    same(run.train["z2"], [0.5, 1e-7, nan])
+    same(run.train["list.1.0"], [nan, nan, 2])
+    assert "word" not in run.train
+    same(run.tables["note"][""]["deep.a.b"], [4])
+    same(run.telemetry.scope("all")["x"], [1.0, 2.0, 3.0])
+    same(run.telemetry.scope("role:decayed")["x"], [7.0, nan, nan])
+    same(run.telemetry.scope("role:all")["x"], [nan, 8.0, nan])
+    same(run.telemetry.skipped, [3, 4, 5])
+    assert "decayed" not in run.telemetry.scopes()
+
+
+def test_the_last_record_of_a_step_counts(tmp_path):
+    lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 3.0))]
+    run = load_run(write_lines(tmp_path, lines))
+    assert run.train.step.tolist() == [1, 2, 3]
+    same(run.train["loss"], [5.0, 3.0, 9.0])
+
+
+def test_what_is_not_a_run_is_named(tmp_path, folder):
+    with pytest.raises(UsageError, match="nowhere is not a run: it does not exist"):
+        load_run(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="cannot read the metrics"):
+        load_run(folder / "config.json")
+    with pytest.raises(UsageError, match=r"no config\.json; it holds runs: first"):
+        load_run(folder.parent)
+    shutil.copytree(folder, tmp_path / "compared" / "runs" / "first")  # as `muonsw compare` leaves them
+    with pytest.raises(UsageError, match=r"no config\.json; it holds runs: runs/first"):
+        load_run(tmp_path / "compared")
+    for text, message in (("{", r"config\.json cannot be read"), ("[]", "does not hold a JSON object")):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=message):
+            load_run(tmp_path)
+    (tmp_path / "config.json").write_text('{"optimizer": {"betas": ["x"]}}', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"has optimizer\.betas=x"):
+        load_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", "line 2 is not JSON"),
+        ("[1]", "line 2 is not a JSON object"),
+        ('{"kind": "train", "loss": 1}', "line 2 has no step"),
+        ('{"kind": "telemetry", "step": 1, "all": 3}', "'all' in line 2 is not a JSON object"),
+    ],
+)
+def test_a_damaged_line_in_the_middle_is_named(tmp_path, line, message):
+    first, last = ({"kind": "train", "step": step} for step in (1, 2))
+    with pytest.raises(UsageError, match=message):
+        load_run(write_lines(tmp_path, [first, line, last]))
+
+
+def test_arms_are_named_after_the_settings_that_differ(tmp_path):
+    recipes = {
+        "a": Recipe("constant", 0, 40), "b": Recipe("constant", 1, 40), "c": Recipe("scaled", 0, 40),
+        "d": Recipe("scaled", 0, 40, weight_decay=0.4), "e": Recipe("scaled", 3, 40, arm="mine"),
+    }  # fmt: skip
+    found = load_runs(write_run(tmp_path / name, recipe) for name, recipe in recipes.items())
+    assert name_arms(found[:3]) == ["constant", "constant", "scaled"]
+    assert name_arms(found) == ["constant λ=0.1", "constant λ=0.1", "scaled λ=0.1", "scaled λ=0.4", "mine"]
+    differing = differences([run.settings for run in found])
+    assert list(differing)[:2] == ["optimizer.decay", "optimizer.weight_decay"]
+    assert differing["seed"] == [0, 1, 0, 0, 3]
+    assert "steps" not in differing
+
+
+def test_a_run_knows_its_losses_and_its_norm(folder):
+    run = load_run(folder)
+    losses = [record["loss"] for record in records(folder, "eval")]
+    norms = [record["decayed"]["weight_rms"] for record in records(folder, "telemetry")]
+    assert run.losses[1].tolist() == losses
+    assert (run.final_loss, run.best_loss) == (losses[-1], min(losses))
+    assert run.training_losses[1].tolist() == [record["cross_entropy"] for record in records(folder, "train")]
+    assert run.norms[1].tolist() == norms
+    assert run.final_norm == norms[-1]
+    assert run.norm_change == norms[-1] / max(norms) - 1.0
+    assert (run.steps, run.tokens, run.seconds) == (200, 16384 * 200, 8.0)
+
+
+def test_a_final_loss_that_is_not_finite_is_no_earlier_one(tmp_path):
+    folder = write_run(tmp_path / "run", Recipe(steps=40))
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    (folder / "result.json").write_text(json.dumps(result | {"final_loss": None}), encoding="utf-8")
+    run = load_run(folder)
+    assert math.isnan(run.final_loss)
+    assert run.best_loss == result["best_loss"]
+
+
+def test_a_run_in_progress_knows_what_it_has(tmp_path):
+    run = load_run(write_run(tmp_path / "half", Recipe(steps=200, complete=False)))
+    assert run.in_progress
+    assert (run.steps, run.planned_steps) == (100, 200)
+    assert run.final_loss == run.losses[1][-1]
+    assert np.isnan(run.seconds)
+
+
+def test_the_lines_of_a_users_own_loop_are_a_run(tmp_path):
+    """Telemetry's own sink writes the file; the decay rule is read off the decay that it recorded."""
+    for rule in ("scaled", "constant"):
+        model = torch.nn.Linear(8, 8, bias=False)
+        optimizer = MuonSW(model.named_parameters(), lr=0.02, weight_decay=0.1, decay=rule)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=9)
+        with JsonlSink(tmp_path / f"{rule}.jsonl") as sink, Telemetry(optimizer, every=1, sink=sink):
+            for _ in range(9):
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+                schedule.step()
+        run = load_run(tmp_path / f"{rule}.jsonl")
+        assert (run.name, run.rule, run.steps, run.telemetry.records) == (rule, rule, 9, 9)
+        assert "parameter:weight" in run.telemetry.scopes()
+        assert len(run.norms[0]) == 9
+        assert not run.in_progress
+
+
+def test_a_rule_that_cannot_be_told_is_not_named(tmp_path):
+    """At one learning rate decay in proportion to it and to its square look alike."""
+    values = {"weight_rms": 1.0, "lr": 0.02, "decay": 0.002}
+    lines = [{"kind": "telemetry", "step": step, "all": values, "decayed": values} for step in (1, 2, 3)]
+    assert load_run(write_lines(tmp_path, lines) / "metrics.jsonl").rule == ""

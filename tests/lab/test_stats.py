@@ -1,0 +1,172 @@
+"""When a claim holds, in which order claims are shown, and the statistics behind intervals."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from muonsw.lab.files import plain
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.stats import (
+    Claim,
+    Criterion,
+    Estimate,
+    Interval,
+    Source,
+    Verdict,
+    any_failed,
+    at_most,
+    claims_table,
+    count_verdicts,
+    failed_first,
+    log_log_slope,
+    over_seeds,
+    student_t_cdf,
+    student_t_quantile,
+    t_interval,
+)
+
+
+def claim(criterion, predicted, measured, tolerance=0.0, interval=None):
+    return Claim("id", "statement", "ref", "hyp", predicted, measured, criterion, tolerance, "why", interval)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "predicted", "measured", "tolerance", "holds"),
+    [
+        (Criterion.RELATIVE, 10.0, 10.5, 0.05, True),
+        (Criterion.RELATIVE, -10.0, -10.6, 0.05, False),
+        (Criterion.RELATIVE, 0.0, 1e-300, 0.5, False),
+        (Criterion.ABSOLUTE, 0.0, 1e-3, 1e-3, True),
+        (Criterion.ABSOLUTE, 0.0, 2e-3, 1e-3, False),
+        (Criterion.AT_MOST, 2.0, 1.0, 0.0, True),
+        (Criterion.AT_MOST, 2.0, 2.02, 0.01, True),
+        (Criterion.AT_MOST, 2.0, 2.03, 0.01, False),
+        (Criterion.AT_MOST, -2.0, -2.0, 0.0, True),
+        (Criterion.AT_MOST, -2.0, -1.9, 0.01, False),
+        (Criterion.AT_MOST, 0.0, 1e-9, 1e-8, True),
+        (Criterion.AT_LEAST, 2.0, 1.99, 0.01, True),
+        (Criterion.AT_LEAST, 2.0, 1.97, 0.01, False),
+        (Criterion.AT_LEAST, -2.0, -2.1, 0.01, False),
+    ],
+)
+def test_without_an_interval_a_claim_of_agreement_holds_or_fails(criterion, predicted, measured, tolerance, holds):
+    judged = claim(criterion, predicted, measured, tolerance)
+    assert (judged.holds, judged.fails) == (holds, not holds)
+
+
+@pytest.mark.parametrize("criterion", Criterion)
+def test_what_is_not_a_number_never_holds(criterion):
+    assert not claim(criterion, 1.0, math.nan, 10.0).holds
+
+
+@pytest.mark.parametrize(
+    ("criterion", "predicted", "tolerance", "verdict"),
+    [
+        (Criterion.AT_MOST, 1.3, 0.0, "holds"),
+        (Criterion.AT_MOST, 1.1, 0.0, "undecided"),
+        (Criterion.AT_MOST, 0.7, 0.0, "fails"),
+        (Criterion.AT_LEAST, 0.7, 0.0, "holds"),
+        (Criterion.AT_LEAST, 0.9, 0.0, "undecided"),
+        (Criterion.AT_LEAST, 1.3, 0.0, "fails"),
+        (Criterion.ABSOLUTE, 1.0, 0.2, "holds"),
+        (Criterion.ABSOLUTE, 1.0, 0.1, "undecided"),
+        (Criterion.ABSOLUTE, 2.0, 0.5, "fails"),
+        (Criterion.RELATIVE, 2.0, 0.6, "holds"),
+        (Criterion.RELATIVE, 2.0, 0.5, "undecided"),
+        (Criterion.RELATIVE, 2.0, 0.3, "fails"),
+        (Criterion.ABOVE, 0.7, 0.0, "holds"),
+        (Criterion.ABOVE, 0.7, 0.2, "undecided"),
+        (Criterion.ABOVE, 1.3, 0.0, "fails"),
+        (Criterion.BELOW, 1.3, 0.0, "holds"),
+        (Criterion.BELOW, 1.2, 0.0, "undecided"),
+        (Criterion.BELOW, 0.7, 0.0, "fails"),
+        (Criterion.COVERED, 1.1, 0.0, "holds"),
+        (Criterion.COVERED, 1.3, 0.0, "fails"),
+    ],
+)
+def test_an_interval_that_spans_the_bound_decides_nothing(criterion, predicted, tolerance, verdict):
+    judged = claim(criterion, predicted, 1.0, tolerance, Interval(0.8, 1.2, "t"))
+    assert judged.verdict == Verdict(verdict)
+
+
+@pytest.mark.parametrize("criterion", [Criterion.ABOVE, Criterion.BELOW])
+def test_an_effect_is_not_there_because_nothing_moved(criterion):
+    assert claim(criterion, 0.0, 0.0).verdict is Verdict.UNDECIDED
+    assert claim(criterion, 0.0, 0.0, interval=Interval(0.0, 0.0, "t")).verdict is Verdict.UNDECIDED
+    small = 0.004 if criterion is Criterion.ABOVE else -0.004
+    moved = claim(criterion, 0.0, small, 0.01, Interval(small, small, "t"))
+    assert moved.verdict is Verdict.UNDECIDED, "smaller than what counts as movement"
+
+
+def test_a_prediction_is_covered_only_by_an_interval():
+    assert claim(Criterion.COVERED, 1.0, 1.0).fails
+
+
+def test_a_constructor_keeps_all_that_it_is_given():
+    measured = Estimate(1.0, Interval(0.5, 1.5, "t"), "few samples")
+    made = at_most("id", "words", Source("here", "if"), measured, 2.0, Tolerance(0.1, "why"), limits="x")
+    assert made == Claim(
+        "id", "words", "here", "if", 2.0, 1.0, Criterion.AT_MOST, 0.1, "why", measured.interval, "x; few samples"
+    )
+
+
+def test_failures_come_first_then_what_is_undecided_and_the_rest_keeps_its_order():
+    good, bad = claim(Criterion.ABSOLUTE, 0.0, 0.0), claim(Criterion.ABSOLUTE, 0.0, 1.0)
+    unsure = claim(Criterion.AT_MOST, 0.0, 0.0, interval=Interval(-1.0, 1.0, "t"))
+    assert failed_first([good, unsure, bad, good]) == [bad, unsure, good, good]
+    table = claims_table({"a": [good, unsure], "b": [bad]}, named=True)
+    assert [(row[1].text, row[-1].tone) for row in table.rows] == [
+        ("b/id", "fails"),
+        ("a/id", "undecided"),
+        ("a/id", "holds"),
+    ]
+    assert any_failed({"a": [bad]})
+    assert not any_failed({"a": [good, unsure]})
+    assert count_verdicts([good, good]) == "All 2 claims hold within their stated tolerances."
+    assert count_verdicts([good, unsure]).startswith("No claim failed; 1 of 2 claims is undecided")
+    assert count_verdicts([bad, unsure]).startswith("1 of 2 claims FAILED")
+
+
+def test_one_seed_has_no_interval():
+    assert over_seeds([1.0, 2.0, 3.0]).interval == t_interval(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    assert (over_seeds([0.5]).interval, over_seeds([0.5]).limits) == (None, "one seed: chance is not excluded")
+
+
+def test_a_claim_is_plain_data():
+    data = claim(Criterion.AT_MOST, 1.0, math.inf, interval=Interval(0.0, math.nan, "t")).as_data()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["verdict"] == "fails"
+    assert data["measured"] is None
+    assert data["comparison"] == "at most"
+    assert plain((1, [2.0, {"a": None}])) == [1, [2.0, {"a": None}]]
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "value"),
+    # From tables of Student's t.
+    [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.975, 3, 3.18245), (0.995, 19, 2.86093), (0.975, 400, 1.96591)],
+)
+def test_t_quantiles_agree_with_tables(probability, freedom, value):
+    assert student_t_quantile(probability, freedom) == pytest.approx(value, rel=1e-5)
+    assert student_t_cdf(-value, freedom) == pytest.approx(1.0 - probability, rel=1e-4)
+
+
+def test_t_intervals_cover_as_often_as_they_say():
+    samples = torch.randn(2000, 5, dtype=torch.float64)
+    covered = sum(0.0 in t_interval(row) for row in samples) / 2000
+    assert abs(covered - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 2000)
+
+
+def test_an_interval_needs_two_samples_and_a_quantile_a_probability():
+    with pytest.raises(ValueError, match="at least two"):
+        t_interval(torch.zeros(1))
+    with pytest.raises(ValueError, match="quantile"):
+        student_t_quantile(0.3, 4)
+
+
+def test_slopes_of_several_curves():
+    x = torch.tensor([1.0, 3.0, 10.0, 40.0], dtype=torch.float64)
+    slopes = log_log_slope(x, torch.stack([x**-1.5, 7.0 * x**2]))
+    assert torch.allclose(slopes, torch.tensor([-1.5, 2.0], dtype=torch.float64))

@@ -1,0 +1,269 @@
+"""The norm: the recursion against matrices, its steady state, and measured histories against closed forms."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muonsw.lab import theory
+from muonsw.lab.theory import HypothesisError, NormHistory, norm
+from tests.lab.theory.brute_force import EPS, matrix, polar
+
+BETA = 0.9
+
+
+def leading_order(r, s, phi, a):
+    """The recursion without products of phi with phi or s."""
+    return math.sqrt((1 - 2 * phi) * r**2 - 2 * s * a * r + s**2)
+
+
+def test_the_recursion_follows_real_matrices():
+    W, phi, eta = matrix(6, 4), 0.01, 0.3
+    direction = polar(matrix(6, 4, seed=1))
+    s = eta * 0.2  # 0.2 sqrt(max(m, n)) makes the RMS of an orthogonal update 0.2
+    a = ((W * direction).sum() / W.norm() / direction.norm()).item()
+    after = (1 - phi) * W - 0.2 * math.sqrt(6) * eta * direction
+    predicted = theory.next_norm(W.norm().item() / math.sqrt(24), s=s, phi=phi, a=a)
+    assert predicted == pytest.approx(after.norm().item() / math.sqrt(24), rel=1e-13)
+
+
+@given(s=st.floats(1e-5, 1e-2), phi=st.floats(1e-8, 1e-2), a=st.floats(-0.7, 0.7))
+def test_the_steady_state_is_the_fixed_point_for_either_sign(s, phi, a):
+    r_star = theory.steady_state_norm(s=s, phi=phi, a=a)
+    assert leading_order(r_star, s, phi, a) == pytest.approx(r_star, rel=1e-12)
+    tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in (("s", s), ("phi", phi), ("a", a))}
+    assert theory.steady_state_norm(**tensors).item() == pytest.approx(r_star, rel=4 * EPS)
+
+
+def test_a_strong_inward_push_does_not_cancel():
+    s, phi, a = 1e-3, 1e-20, 0.5
+    assert theory.steady_state_norm(s=s, phi=phi, a=a) == pytest.approx(s / (2 * a), rel=4 * EPS)
+    assert s / (2 * phi) * (-a + math.sqrt(a * a + 2 * phi)) == 0.0  # the textbook root
+
+
+@pytest.mark.parametrize("a", [-0.02, 0.0, 0.02])
+def test_both_relaxation_times_are_those_of_the_recursion(a):
+    s, phi = 1e-3, 5e-4
+    r_star = theory.steady_state_norm(s=s, phi=phi, a=a)
+
+    def measured(alignment):
+        """Steps per e-fold of a small displacement."""
+        r = first = r_star * (1 + 1e-6)
+        for _ in range(100):
+            r = leading_order(r, s, phi, alignment(r))
+        return 100 / math.log((first - r_star) / (r - r_star))
+
+    following, fixed = measured(lambda r: a * r_star / r), measured(lambda _: a)
+    tau, tau_fixed = theory.relaxation_times(s=s, phi=phi, r_star=r_star)
+    # A step of a recursion with multiplier 1 - x decays by -log(1 - x) = x + x^2/2.
+    assert following == pytest.approx(tau, rel=phi + 1e-4)
+    assert fixed == pytest.approx(tau_fixed, rel=1 / tau_fixed + 1e-4)
+    assert (tau_fixed > following * 1.1, tau_fixed < following / 1.1) == (a < 0, a > 0)
+
+
+@pytest.mark.parametrize("eta", [4.8e-3, 4.8e-8])
+def test_scaled_limit_holds_at_every_rate_and_constant_one_only_at_zero(eta):
+    lam, eta_max, k, a0 = 0.1, 4.8e-3, 20.8, 7.4e-3
+    scaled = theory.steady_state_norm(s=0.2 * eta, phi=lam * eta**2 / eta_max, a=-k * eta)
+    assert scaled == pytest.approx(theory.scaled_decay_norm_limit(lam=lam, eta_max=eta_max, k=k), rel=1e-12)
+    constant = theory.steady_state_norm(s=0.2 * eta, phi=lam * eta, a=-a0 - 40.5 * eta)
+    limit = theory.constant_decay_norm_limit(lam=lam, a0=a0)
+    assert constant > limit
+    # To first order sqrt(a^2 + 2 lambda eta) adds lambda eta / a, and the slope of the fit 40.5 eta.
+    excess = (40.5 * eta + lam * eta / (2 * a0)) / a0
+    assert eta > 1e-6 or constant == pytest.approx(limit * (1 + excess), rel=1e-7)
+
+
+def test_memory_and_alignment_are_two_ways_to_say_the_same():
+    s, phi, memory = 0.01, 0.002, 39.0
+    r = theory.steady_state_norm_with_memory(s=s, phi=phi, memory=memory)
+    a = -(memory - 1.0) * s / (2.0 * r)
+    assert theory.steady_state_norm(s=s, phi=phi, a=a) == pytest.approx(r, rel=1e-12)
+
+
+# Histories.
+
+
+def history_of(rows, every=1):
+    chosen = rows[::every]
+    columns = {key: [row[key] for row in chosen] for key in ("r", "s", "phi", "a")}
+    return NormHistory.of([row["step"] for row in chosen], **columns)
+
+
+def cosine(t, steps):
+    return 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * t / steps))
+
+
+def rms(x):
+    return float(x.square().mean().sqrt())
+
+
+def walk(coefficients, *, start=0.1, entries=2000):
+    """Move a real vector by updates of given RMS and alignment; every step is recorded."""
+    weight = start * torch.randn(entries, dtype=torch.float64)
+    rows = []
+    for step, (s, phi, a) in enumerate(coefficients, start=1):
+        along = weight / weight.norm()
+        across = torch.randn(entries, dtype=torch.float64)
+        across -= across @ along * along
+        update = s * entries**0.5 * (a * along + (1.0 - a**2) ** 0.5 * across / across.norm())
+        rows.append({"step": step, "r": rms(weight), "s": s, "phi": phi, "a": a})
+        weight = (1.0 - phi) * weight - update
+    return rows
+
+
+def recursion(coefficients, start):
+    """The norm itself, in float64, without any of the functions under test."""
+    r, rows = start, []
+    for step, (s, phi, a) in enumerate(coefficients, start=1):
+        rows.append({"step": step, "r": r, "s": s, "phi": phi, "a": a})
+        r = math.sqrt((1 - phi) ** 2 * r**2 - 2 * (1 - phi) * s * a * r + s**2)
+    return rows
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_vectors_with_a_prescribed_alignment_obey_the_recursion(sign):
+    steps = 800
+    coefficients = [
+        (0.01 * cosine(t, steps), 0.02 * cosine(t, steps) ** 2, sign * 0.2 * math.cos(t / 50)) for t in range(steps)
+    ]
+    history = history_of(walk(coefficients))
+    predicted = theory.predict_norms(history)
+    # Rounding alone: each step adds a few units in the last place.
+    assert predicted.tolist() == pytest.approx(history.r.tolist(), rel=steps * 1e-14)
+
+
+@pytest.mark.parametrize("a", [-0.3, 0.0, 0.3])
+def test_a_walk_with_fixed_coefficients_settles_at_the_target(a):
+    phi = 0.01
+    history = history_of(walk([(0.02, phi, a)] * 1500))
+    target = float(theory.target_norms(history)[-1])
+    # Dropping phi against 1 changes phi by phi^2/2 and a by a phi in the fixed point; r* is at most linear in 1/phi
+    # and in a, so r* is off by at most 1.5 phi.
+    assert float(history.r[-1]) == pytest.approx(target, rel=1.5 * phi)
+    tracking = theory.track(history)
+    assert tracking.broke_at is None
+    assert (tracking.ratio[tracking.ratio.isfinite()] < 1e-6).all()
+
+
+def test_a_walk_with_momentum_has_the_memory_of_its_average():
+    entries, phi, eta = 4000, 0.005, 0.01
+    weight, momentum = 0.1 * torch.randn(entries), torch.zeros(entries)
+    rows = []
+    for step in range(1, 1501):
+        momentum = BETA * momentum + (1.0 - BETA) * torch.randn(entries)
+        update = eta * momentum / momentum.square().mean().sqrt()
+        a = float(torch.dot(weight, update) / (weight.norm() * update.norm()))
+        rows.append({"step": step, "r": rms(weight), "s": rms(update), "phi": phi, "a": a})
+        weight = (1.0 - phi) * weight - update
+    history = history_of(rows)
+    assert theory.predict_norms(history).tolist() == pytest.approx(history.r.tolist(), rel=1e-4)
+    memory = 1.0 - 2.0 * history.a[500:] * history.r[500:] / history.s[500:]
+    # Decay of phi per step shortens a memory of (1 + beta)/(1 - beta) by phi/(1 - beta) of it, here 5%.
+    expected = (1.0 + BETA) / (1.0 - BETA)
+    assert float(memory.mean()) == pytest.approx(expected, rel=0.1)
+    settled = theory.steady_state_norm_with_memory(s=eta, phi=phi, memory=expected)
+    assert float(history.r[500:].mean()) == pytest.approx(settled, rel=0.06)
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_prediction_from_sparse_samples_follows_a_smooth_run(every):
+    steps = 4001
+    coefficients = [(2e-3 * cosine(t, steps), 5e-3 * cosine(t, steps), -0.1 * cosine(t, steps)) for t in range(steps)]
+    history = history_of(recursion(coefficients, start=0.05), every)
+    predicted = theory.predict_norms(history)
+    # A line between samples misses a curve by k^2 f''/8; relative to the curve at its lowest, 0.1 of the peak, that
+    # is (pi k/T)^2 * 0.45/(8 * 0.1), and the norm is at most linear in each of three coefficients.
+    bound = 3 * (math.pi * every / steps) ** 2 * 0.45 / 0.8 + 1e-12
+    assert predicted.tolist() == pytest.approx(history.r.tolist(), rel=bound)
+
+
+def test_the_recursion_is_replayed_in_blocks_that_change_nothing(monkeypatch):
+    """Samples inside blocks, at their borders, and a gap of several."""
+    samples = {"r": [1.0, 0.9, 0.9, 0.8, 0.7], "s": [0.1, 0.2, 0.1, 0.3, 0.1], "phi": [0.1] * 5, "a": [-0.1] * 5}
+    history = NormHistory.of([1, 2, 4, 5, 21], **samples)
+    whole = theory.predict_norms(history)
+    monkeypatch.setattr(norm, "BLOCK", 3)
+    assert theory.predict_norms(history).equal(whole)
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.2])
+def test_ratio_and_lag_of_an_exponential_target_are_exact(ratio):
+    phi = 0.01
+    rate = 2.0 * phi * ratio  # of ln r*, so that tau * rate = ratio
+    history = history_of(recursion([(0.01 * math.exp(-rate * t), phi, 0.0) for t in range(2000)], start=0.07), 5)
+    tracking = theory.track(history)
+    assert tracking.ratio.tolist() == pytest.approx([ratio] * len(history), rel=1e-9)
+    # x = r^2/r*^2 obeys x exp(-2 rate) = (1 - phi)^2 x + 2 phi, whose fixed point is the lag.
+    lag = 0.5 * math.log(2.0 * phi / (math.exp(-2.0 * rate) - (1.0 - phi) ** 2))
+    assert float(tracking.lag[-1]) == pytest.approx(lag, abs=1e-9)
+    assert lag == pytest.approx(ratio, abs=2.0 * ratio**2 + phi)
+
+
+def test_tracking_breaks_where_the_target_begins_to_run_away():
+    phi, turn = 0.01, 1000
+    sizes = [0.01 * math.exp(-0.03 * max(t - turn, 0)) for t in range(1400)]
+    tracking = theory.track(history_of(recursion([(s, phi, 0.0) for s in sizes], start=0.07), 5))
+    # The ratio is 1.5 from the turn on; its window of 140 steps sees that up to half its length too early.
+    steps = torch.arange(1, 1401, 5)
+    assert tracking.ratio[steps < turn - 70].max() < 1e-6
+    assert tracking.ratio[steps > turn + 70].tolist() == pytest.approx([1.5] * 66, rel=1e-9)
+    # The target gains 0.03 a step on a norm that closes 0.02 of the lag: 0.2 is reached within 10 steps.
+    assert tracking.broke_at is not None
+    assert turn - 70 <= tracking.broke_at <= turn + 20
+
+
+def test_a_target_that_stops_ends_the_ratio_but_not_the_lag():
+    """As at the end of a cosine: the target stands still, and decay is too slow to reach it."""
+    sizes = [0.01 * math.exp(-0.002 * min(max(t - 500, 0), 300)) for t in range(1300)]
+    decays = [1e-2 if t < 500 else 5e-5 for t in range(1300)]
+    coefficients = [(s * (phi / 1e-2) ** 0.5, phi, 0.0) for s, phi in zip(sizes, decays, strict=True)]
+    tracking = theory.track(history_of(recursion(coefficients, 0.0707), 2))
+    assert float(tracking.ratio[-1]) < 1e-6
+    assert tracking.broke_at is not None
+    assert 500 <= tracking.broke_at <= 800
+
+
+def test_steps_without_decay_or_update_have_no_target_and_one_sample_is_a_history():
+    history = NormHistory.of([1, 2, 3], r=[0.1] * 3, s=[0.0, 0.01, 0.01], phi=[0.01, 0.0, 0.01], a=[0.0] * 3)
+    assert torch.isnan(theory.target_norms(history)).tolist() == [True, True, False]
+    assert len(theory.track(history).predicted) == 3
+    tracking = theory.track(NormHistory.of([7], r=[0.1], s=[0.01], phi=[0.01], a=[0.0]))
+    assert tracking.predicted.tolist() == [0.1]
+    assert tracking.broke_at is None
+    assert math.isnan(float(tracking.ratio[0]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "change", "hypothesis"),
+    [
+        ([2, 2], {}, "steps increase"),
+        ([1, 2, 3], {}, "equally many samples of each"),
+        ([1, 2], {"a": [0.0, math.nan]}, "a is finite"),
+        ([], {"r": [], "s": [], "phi": [], "a": []}, "at least one sample"),
+    ],
+)
+def test_an_invalid_history_is_refused(steps, change, hypothesis):
+    good = {"r": [0.1, 0.1], "s": [0.01, 0.01], "phi": [0.01, 0.01], "a": [0.0, 0.0]}
+    with pytest.raises(HypothesisError) as error:
+        NormHistory.of(steps, **good | change)
+    assert error.value.hypothesis == hypothesis
+
+
+def test_lines_through_windows_are_those_of_least_squares():
+    generator = np.random.default_rng(0)
+    steps = np.unique(generator.integers(0, 5000, 200))
+    values = np.sin(steps / 900) + 0.1 * generator.standard_normal(len(steps))
+    values[[3, 50, 51]] = np.nan
+    height, slope = norm.windowed_line(torch.from_numpy(steps), torch.from_numpy(values), 600.0)
+    for place, step in enumerate(steps):
+        near = (np.abs(steps - step) <= 300) & np.isfinite(values)
+        if np.isnan(values[place]):
+            assert math.isnan(float(slope[place]))
+            continue
+        k, c = np.polyfit(steps[near] - step, values[near], 1)
+        assert float(slope[place]) == pytest.approx(k, rel=1e-8, abs=1e-12)
+        assert float(height[place]) == pytest.approx(c, rel=1e-8, abs=1e-10)

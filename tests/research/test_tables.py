@@ -1,0 +1,63 @@
+"""The evidence: the page's tables and numbers are what the records give, and so are the README's."""
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "research"))
+import figures  # noqa: E402
+import tables  # noqa: E402
+
+PAGE = tables.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_tables_of_the_page_are_what_the_records_give():
+    assert tables.page(PAGE) == PAGE
+    assert tables.grids() == tables.MEANS.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("name", "text"), tables.facts().items(), ids=list(tables.facts()))
+def test_numbers_in_the_text_are_what_the_records_give(name, text):
+    assert text in " ".join(PAGE.split()), name
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/guide/which-rule.md", "docs/guide/family.md"])
+def test_other_pages_say_the_same(path):
+    """Every number with an interval that they quote from our runs is one of the page."""
+    quoted = re.findall(r"\d[\d.]*%? ± \d[\d.]*\b", " ".join((ROOT / path).read_text(encoding="utf-8").split()))
+    assert quoted
+    assert [number for number in quoted if number not in " ".join(PAGE.split())] == []
+
+
+def test_a_wrong_number_is_noticed():
+    assert tables.page(PAGE.replace("27% ± 3", "29% ± 3")) == PAGE
+
+
+def test_every_run_has_its_settings_and_a_loss():
+    for row in tables.ROWS:
+        assert {"study", "steps", "seed", "decay", "weight_decay", "lr", "batch"} <= set(row)
+        assert math.isfinite(row["final_loss"])
+        assert row.get("total_decay", 0) >= 0
+    keys = [tuple(str(value) for name, value in row.items() if not name.startswith("final")) for row in tables.ROWS]
+    assert len(set(keys)) == len(keys), "no run is there twice"
+
+
+def test_statistics():
+    assert tables.half([1.0, 2.0, 3.0]) == pytest.approx(2.4841, abs=1e-4)
+    assert tables.best({0.1: np.array([3.0, 3.4]), 0.2: np.array([3.3, 3.0])}) == 0.2
+    basin = {lam: np.array([math.log(lam / 0.05) ** 2]) for lam in (0.02, 0.04, 0.08)}
+    assert tables.vertex(basin) == pytest.approx(0.05)
+    assert tables.between({0.1: [3.0], 0.4: [3.2]}, 0.2) == pytest.approx([3.1])
+    rows = [[{"seed": 0, "eval.step": [0, 10, 20], "eval.loss": losses}] for losses in ([5, 4, 3.5], [5, 3, 2])]
+    assert tables.steps_saved(*rows) == pytest.approx([62.5])
+
+
+def test_the_figures_are_drawn(tmp_path):
+    figures.draw(tmp_path)
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {name.removeprefix("assets/") for name in re.findall(r"assets/[a-z-]+\.png", PAGE)}
