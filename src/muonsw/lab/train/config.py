@@ -36,8 +36,6 @@ class OptimizerConfig:
     lr: float = 0.02  # peak learning rate before muP multiplies it
     weight_decay: float = 0.1  # lambda of hidden and expert matrices; embedding and norms have none
     decay: str = "scaled"  # decay rule
-    # Of records under "piecewise" decay, a rule that is gone: they can be read, not trained again.
-    decay_points: tuple[tuple[float, float], ...] | None = None
     # Decay rule of the matrices whose output enters no normalization (queries, keys, values, gates and up
     # projections); empty is the same as `decay`. With "constant" here, "scaled" is AdamC's own form.
     unnormalized: str = ""
@@ -61,7 +59,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         choices: dict[str, Sequence[str]] = {
             "algorithm": ("muon", "adamw"),
-            "decay": (*DECAY_RULES, *(["piecewise"] if self.decay_points else [])),
+            "decay": tuple(DECAY_RULES),
             "unnormalized": ("", *DECAY_RULES),
             "norm": tuple(NORM_RULES),
             "orthogonalizer": tuple(ORTHOGONALIZERS),
@@ -72,8 +70,6 @@ class OptimizerConfig:
             "ns_dtype": (AUTO, *DTYPES),
         }
         _require_choices(self, choices, "optimizer.")
-        if self.decay_points is not None:  # JSON has lists
-            object.__setattr__(self, "decay_points", tuple((x, y) for x, y in self.decay_points))
         for name in ("lr", "weight_decay", "clip", "adam_lr", "target_norm"):
             value = 0.0 if getattr(self, name) is None else getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
@@ -229,8 +225,6 @@ class RunConfig:
             del data["parallel"]
         if self.checkpoint_seconds == CHECKPOINT_SECONDS:
             del data["checkpoint_seconds"]
-        if self.optimizer.decay_points is None:
-            del data["optimizer"]["decay_points"]
         if not self.optimizer.preset:
             del data["optimizer"]["preset"]
         for name in ("task",) if self.task is None else ("model", "data"):
@@ -246,7 +240,10 @@ class RunConfig:
         """
         if data.get("version") != VERSION:
             raise ValueError(f"this file has settings of version {data.get('version')!r}, not {VERSION}")
-        return from_data(cls, {key: value for key, value in data.items() if key != "version"})
+        settings = {key: value for key, value in data.items() if key != "version"}
+        if (optimizer := settings.get("optimizer") or {}).get("decay_points", 0) is None:  # older runs wrote it
+            settings["optimizer"] = {key: value for key, value in optimizer.items() if key != "decay_points"}
+        return from_data(cls, settings)
 
 
 def _require(holds: bool, name: str, value: Any, what: str) -> None:
