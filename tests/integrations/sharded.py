@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from muonsw.lab.base.launcher import end
+from muonsw.lab.errors import end
 from tests.models.packages import prepare
 
 LAYERS = ["LlamaDecoderLayer"]

@@ -4,8 +4,8 @@ from itertools import islice
 
 import pytest
 
+from muonsw.lab.data.documents import MarkovSource
 from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from tests.lab.test_worked_tasks import short_run
 

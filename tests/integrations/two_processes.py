@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from muonsw.lab.base.launcher import end
+from muonsw.lab.errors import end
 from tests.models.packages import prepare
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from muonsw.lab.arms import CONTROL, Arm, Key, decay_factors, parse_arm
 from muonsw.lab.compare import FACTORS, Question, advise_arm, answer, effects, sweep_table, tune, verdict
+from muonsw.lab.data.documents import MarkovSource
 from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.outcome import Outcome, PairOutcome

@@ -7,11 +7,13 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from muonsw.lab.console import Cell, Column, Table, fitting, plain_text, print_table, say
+from muonsw.lab import console
+from muonsw.lab.console import Cell, Column, Table, View, fitting, plain_text, print_table, say, showing
 
 NUMBERS = ("0.1", "5.2345 ± 0.0123", "5.1234 ± 0.0321", "0.123 ± 0.004", "-60 %", "0.0456", "12.345")
 HEADINGS = ("lambda", "final loss", "best loss", "weight RMS at the end", "change since largest", "update at peak", "N")
 RANKS = (1, 1, 2, 1, 1, 3, 2)
+PROGRESS = {"step": "12,345/110,000", "loss": "5.2345", "validation": "5.3456", "weight RMS": "0.1234"}
 
 
 def wide_table(arm="constant"):
@@ -67,13 +69,10 @@ def test_a_pipe_gets_every_column_as_plain_text(capsys):
     assert lines[-1] == "Means over seeds."
 
 
-def test_markup_in_text_is_shown_as_it_is(capsys):
+def test_markup_is_shown_as_it_is_and_nothing_in_a_table_steers_the_terminal(capsys):
     table = Table("t", "a [bold] title", ("name",), [("[red]x[/red]",)], note="[i]note[/i]")
     text = printed(table, 80, capsys)
     assert all(part in text for part in ("a [bold] title", "[red]x[/red]", "[i]note[/i]"))
-
-
-def test_nothing_in_a_table_steers_the_terminal(capsys):
     table = Table("t", "\x1b[2J", ("a\x07",), [(Cell("x\x1b]0;", note="\x9b31m"),)], note="\x1bc")
     text = printed(table, 80, capsys, verbose=True)
     assert not set(text) & {"\x1b", "\x07", "\x9b"}
@@ -86,9 +85,9 @@ def test_a_table_without_headings_has_no_header():
 
 
 def said(text):
-    console = Console(file=io.StringIO(), width=20, force_terminal=True)
-    say(console, text)
-    return console.file.getvalue()
+    out = Console(file=io.StringIO(), width=20, force_terminal=True)
+    say(out, text)
+    return out.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -104,3 +103,59 @@ def test_what_would_steer_a_terminal_is_shown_by_its_code(code):
     assert chr(code) not in shown
     assert f"{code:x}b" in shown
     shown.encode()
+
+
+def view_of(*names):
+    view = View(Console(file=io.StringIO()), dict.fromkeys(names, 110_000.0), "runs")
+    for name in names:
+        view.update(name, 12_345, PROGRESS)
+    return view
+
+
+def drawn(view, width=80):
+    out = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    out.print(view)
+    return out.file.getvalue()
+
+
+@pytest.mark.parametrize("names", [("training",), ("constant, seed 0", "a very long name of an arm, seed 11")])
+def test_progress_cuts_no_number_and_no_name_steers_the_terminal(names):
+    text = drawn(view_of(*names))
+    for number in PROGRESS.values():
+        assert text.count(number) == len(names)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    text = drawn(view_of("a\x1b]52;c;aGk=\x07"), 200)
+    assert "a\\x1b]52;c;aGk=\\x07" in text
+    assert "\x1b]" not in text
+
+
+def test_a_file_gets_a_line_now_and_then_and_one_for_each_end(monkeypatch):
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", -1.0)
+    out = Console(file=io.StringIO(), width=80)
+    with showing(out, {"a": 10, "b": 10}) as view:
+        view.update("b", 0, {"step": "", "loss": ""})
+        view.update("a", 1, {"step": "1/10", "loss": "2.5"})
+        view.finish("a", "validation loss 2.4000")
+        view.say("a sentence")
+    lines = out.file.getvalue().splitlines()
+    assert lines == ["0 of 2 runs complete; a: step 1/10, loss 2.5", "a: validation loss 2.4000", "a sentence"]
+
+
+def test_the_time_left_follows_from_the_pace_since_the_beginning(monkeypatch):
+    monkeypatch.setattr(console.time, "monotonic", lambda: 0.0)
+    view = View(Console(file=io.StringIO()), {"a": 100.0, "b": 100.0, "c": None}, "runs")
+    view.update("a", 20.0)  # resumed there
+    view.update("a", 30.0)
+    monkeypatch.setattr(console.time, "monotonic", lambda: 10.0)
+    assert view.summary() == "0 of 3 runs complete, about 2:50 left"  # 170 units at a second each
+    view.finish("b", "done")
+    assert view.summary() == "1 of 3 runs complete, about 0:06 left"
+
+
+def test_only_tasks_that_move_are_shown():
+    view = view_of(*(f"run {number}" for number in range(6)))
+    view.finish("run 0", "done")
+    view.numbers["run 5"].clear()
+    text = drawn(view)
+    assert [f"run {number} " in text for number in range(6)] == [False, True, True, True, True, False]
+    assert "1 of 6 runs complete" in text

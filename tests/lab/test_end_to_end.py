@@ -340,7 +340,7 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("times", "said"), [(1, "stopped after 1 of 6 updates, saved"), (2, "interrupted")])
+@pytest.mark.parametrize(("times", "said"), [(1, "stopped after 1 of 6 steps, saved"), (2, "interrupted")])
 def test_an_interrupt_is_reported_in_a_line(times, said, tmp_path):
     program = [sys.executable, "-c", INTERRUPTED.replace("TIMES", str(times))]
     done = subprocess.run(
@@ -358,7 +358,7 @@ def test_an_interrupt_is_reported_in_a_line(times, said, tmp_path):
 # ---- Several ranks
 
 LOST = "another rank has ended or cannot be reached"
-AGAIN = "start the same command again to go on from the last checkpoint"
+AGAIN = "rerun the same command to resume from the last checkpoint"
 STEPS = 6
 
 
@@ -591,7 +591,7 @@ def test_a_damaged_file_is_named_on_all_ranks_and_the_checkpoint_before_it_taken
     assert [one.code for one in ended] == [0, 0], ended
     assert "damaged checkpoint left out" in ended[0].text
     assert f"it is now {folder}/checkpoints/damaged-step-00000004.1" in ended[0].text
-    assert "going on after update 2" in ended[0].text
+    assert "resuming after step 2" in ended[0].text
     assert rank_ending(folder) == undisturbed()
 
 
@@ -632,32 +632,19 @@ def finished(launcher, seconds=240):
 
 
 @pytest.mark.slow
-def test_a_run_through_torchrun_is_that_of_its_ranks(tmp_path):
-    code, said = finished(torchrun("muonsw.lab.run", write_config(ranks_config()), tmp_path / "run"))
-    assert code == 0, said
-    assert said.count("validation loss") == 1, "one rank speaks"
-    assert rank_ending(tmp_path / "run") == undisturbed()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_killed_rank_is_started_again_and_the_run_ends_with_the_same_bits(strategy, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "strategy", "timeout", "message"),
+    [("kill", "ddp", 120.0, LOST), ("kill", "fsdp", 120.0, LOST), ("hang", "fsdp", 30.0, "raise parallel.timeout")],
+)
+def test_a_rank_that_dies_or_hangs_is_started_again_and_the_run_ends_with_the_same_bits(
+    fault, strategy, timeout, message, tmp_path
+):
+    given = (fault, write_config(ranks_config(strategy, timeout)), tmp_path / "run")
     options = ("--standalone", "--max-restarts=1")
-    chosen = write_config(ranks_config(strategy))
-    code, said = finished(torchrun("tests.lab.train.faulty_trainer", "kill", chosen, tmp_path / "run", options=options))
+    code, said = finished(torchrun("tests.lab.train.faulty_trainer", *given, options=options))
     assert code == 0, said
-    assert "another rank has ended or cannot be reached" in said
+    assert message in said
     assert rank_ending(tmp_path / "run") == undisturbed(strategy=strategy)
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_ended_and_started_again(tmp_path):
-    options = ("--standalone", "--max-restarts=1")
-    chosen = write_config(ranks_config(timeout=30.0))
-    code, said = finished(torchrun("tests.lab.train.faulty_trainer", "hang", chosen, tmp_path / "run", options=options))
-    assert code == 0, said
-    assert "raise parallel.timeout" in said
-    assert rank_ending(tmp_path / "run") == undisturbed()
 
 
 @pytest.mark.slow
@@ -673,11 +660,11 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     launcher.send_signal(number)
     code, said = finished(launcher)
     assert code != 0
-    assert f"of {STEPS} updates, saved; run the same command again" in said
+    assert f"of {STEPS} steps, saved; rerun the same command" in said
     assert not (folder / "result.json").exists()
     code, said = finished(torchrun("muonsw.lab.run", write_config(ranks_config()), folder))
     assert code == 0, said
-    assert "going on after update" in said
+    assert "resuming after step" in said
     assert rank_ending(folder) == undisturbed()
 
 
@@ -695,20 +682,18 @@ def test_two_nodes(tmp_path):
 @pytest.mark.slow
 def test_a_users_error_is_the_last_thing_that_is_read(tmp_path):
     code, said = finished(torchrun("muonsw.lab.run", write_config(ranks_config(batch=5)), tmp_path / "run"))
+    last = [line for line in said.splitlines() if line.strip("= ")][-1]  # torchrun closes its report with a rule
     assert code != 0
-    assert "batch=5 does not split into accumulation=1 micro-batches on each of 2 ranks" in last_words(said)
-
-
-def last_words(said):
-    """The last line that says something; torchrun closes its report with a rule."""
-    return [line for line in said.splitlines() if line.strip("= ")][-1]
+    assert "batch=5 does not split into accumulation=1 micro-batches on each of 2 ranks" in last
 
 
 @pytest.mark.slow
-def test_a_complete_run_of_four_ranks_ends_well_each_time(tmp_path):
-    """One of eight used to end in SIGABRT after its result was written."""
-    for number in range(3):
-        code, said = finished(
-            torchrun("muonsw.lab.run", write_config(ranks_config()), tmp_path / f"run{number}", ranks=4)
-        )
+@pytest.mark.parametrize(("ranks", "times"), [(2, 1), (4, 3)])
+def test_a_run_through_torchrun_is_that_of_its_ranks_and_ends_well_each_time(ranks, times, tmp_path):
+    """One of eight runs of four ranks used to end in SIGABRT after its result was written."""
+    for number in range(times):
+        folder = tmp_path / f"run{number}"
+        code, said = finished(torchrun("muonsw.lab.run", write_config(ranks_config()), folder, ranks=ranks))
         assert code == 0, said
+        assert said.count("validation loss") == 1, "one rank speaks"
+        assert rank_ending(folder) == undisturbed(ranks)

@@ -16,11 +16,10 @@ from rich.console import Console
 
 from muonsw import machine
 from muonsw.lab import launch
-from muonsw.lab.base.processes import stop_requests
 from muonsw.lab.cli import main
 from muonsw.lab.commands.compare import Compare
 from muonsw.lab.commands.reproduce import Reproduce
-from muonsw.lab.errors import Interrupted, MachineError, UsageError
+from muonsw.lab.errors import Interrupted, MachineError, UsageError, stop_requests
 from muonsw.lab.launch import VISIBLE, Cluster, Job, each, gpus_for, last_records, saved_step
 from muonsw.lab.train.config import OptimizerConfig
 from tests.lab.studies.small_comparisons import ARMS, QUIET, WILD, tiny_run

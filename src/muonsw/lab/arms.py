@@ -107,7 +107,7 @@ def parse_arm(text: str, base: OptimizerConfig) -> Arm:
 
     changes: dict[str, Any] = {"preset": preset, "decay": rule}
     # Not those with which an arm begins, and no lists, because commas separate the settings.
-    reserved = (*changes, "betas", "decay_points")
+    reserved = (*changes, "betas")
     settable = {field.name: field.default for field in fields(base) if field.name not in reserved}
     for setting in settings:
         key, _, value = setting.partition("=")

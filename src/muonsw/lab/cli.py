@@ -13,9 +13,8 @@ from contextlib import redirect_stderr
 from typing import Any, Protocol, cast
 
 from muonsw import __version__
-from muonsw.lab.base.launcher import end, report_error
 from muonsw.lab.console import enduring, harmless
-from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, needed
+from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, end, needed, report_error
 from muonsw.registry import unknown
 
 # The module and class of each command, and what `muonsw --help` says about it.

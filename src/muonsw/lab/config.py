@@ -9,16 +9,11 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+_hints = cache(get_type_hints)  # evaluated from text, which takes longer than all the rest
 
 
 def as_data(settings: Any) -> dict[str, Any]:
-    """A dataclass as plain JSON data, nested ones included.
-
-    Examples:
-        >>> from muonsw.lab.model import MuP
-        >>> as_data(MuP(base_width=128))["base_width"]
-        128
-    """
+    """A dataclass as plain JSON data, nested ones included."""
     return {field.name: _plain(getattr(settings, field.name)) for field in fields(settings)}
 
 
@@ -48,31 +43,15 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
     return kind(**{key: _typed(hints[key], value, _dotted(where, key)) for key, value in data.items()})
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    """The types of the fields, kept: they are evaluated from text, which takes longer than all the rest."""
-    return get_type_hints(kind)
-
-
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings, by dotted name, in which two nested mappings differ; "missing" where one has none.
-
-    Examples:
-        >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
-        {'a.b': (1, 3)}
-    """
+    """The settings, by dotted name, in which two nested mappings differ; "missing" where one has none."""
     one, other = flatten(first), flatten(second)
     pairs = {name: (one.get(name, "missing"), other.get(name, "missing")) for name in (*one, *other)}
     return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
 def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested mappings under dotted names.
-
-    Examples:
-        >>> flatten({"steps": 10, "optimizer": {"lr": 0.01}})
-        {'steps': 10, 'optimizer.lr': 0.01}
-    """
+    """Nested mappings under dotted names."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         name = _dotted(where, key)

@@ -1,4 +1,4 @@
-"""Print sentences that may hold any character, and tables, which pages and files show too."""
+"""The terminal: sentences that may hold any character, tables, which pages and files show too, and progress."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import io
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, ParamSpec
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table as RichTable
 
 Given = ParamSpec("Given")
@@ -22,6 +24,7 @@ MISSING = "\N{EN DASH}"
 GAP = 2  # blanks between columns
 NARROWEST_TEXT = 20  # characters that a column of text keeps before it wraps its words over several lines
 LARGE = 1e6  # numbers from here on are written with an exponent
+SECONDS_BETWEEN_LINES = 10.0  # of progress in a file
 TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
 
 # Characters that steer a terminal or reorder text (C0 and C1 controls, bidirectional overrides), and halves of
@@ -34,10 +37,6 @@ def harmless(text: object) -> str:
     r"""A text in which nothing can steer a terminal: such characters are shown by their code.
 
     Names, settings and documents come from files that others may have written.
-
-    Examples:
-        >>> print(harmless("a run named \x1b]52;c;aGk=\x07"))
-        a run named \x1b]52;c;aGk=\x07
     """
     return str(text).translate(_SHOWN)
 
@@ -127,12 +126,7 @@ def show(value: Value, digits: int = 5) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """A loss as tables and sentences show it: four decimals, or four digits from a million on.
-
-    Examples:
-        >>> loss_text(3.14159), loss_text(1.5e30), loss_text(float("nan"))
-        ('3.1416', '1.5e+30', '\N{EN DASH}')
-    """
+    """A loss as tables and sentences show it: four decimals, or four digits from a million on."""
     return decimals(loss, 4) if math.isfinite(loss) else MISSING
 
 
@@ -147,12 +141,7 @@ def decimals(value: float, digits: int, sign: str = "") -> str:
 
 
 def norm_text(norm: float) -> str:
-    """A norm as tables and sentences show it: three digits.
-
-    Examples:
-        >>> norm_text(0.204139), norm_text(0.015), norm_text(461.2)
-        ('0.204', '0.0150', '461')
-    """
+    """A norm as tables and sentences show it: three digits."""
     return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
 
 
@@ -254,13 +243,7 @@ def _drawn(table: Table, places: Sequence[int], *, notes: bool = False) -> RichT
 
 
 def plain_text(table: Table, *, notes: bool = False) -> str:
-    """A table as aligned text without colours, numbers to the right.
-
-    Examples:
-        >>> print(plain_text(Table("t", "T", ("arm", Column("loss", number=True)), [("scaled", 3.1)])))
-        arm     loss
-        scaled   3.1
-    """
+    """A table as aligned text without colours, numbers to the right."""
     columns = table.headings()
     lines = [
         [f"{cell.text} ({cell.note})" if notes and cell.note else cell.text for cell in row] for row in table.cells()
@@ -272,3 +255,119 @@ def plain_text(table: Table, *, notes: bool = False) -> str:
     triples = (zip(sides, line, widths, strict=True) for line in lines)
     aligned = ("  ".join(side(text, width) for side, text, width in each) for each in triples)
     return "\n".join(line.rstrip() for line in aligned)
+
+
+class View:
+    """Tasks under way, by name, with the numbers to show; `showing` makes one."""
+
+    def __init__(self, console: Console, totals: Mapping[str, float | None], what: str) -> None:
+        self.console, self.totals, self.what = console, dict(totals), what
+        self.numbers: dict[str, dict[str, str]] = {name: {} for name in totals}
+        self.done: dict[str, float] = {}
+        self.first: dict[str, float] = {}  # where each task was when it was first seen: a resumed run begins late
+        self.ended: set[str] = set()
+        self.begun = self.printed = time.monotonic()
+
+    def update(
+        self,
+        name: str,
+        done: float | None = None,
+        numbers: Mapping[str, str] | None = None,
+        *,
+        total: float | None = None,
+    ) -> None:
+        """Record how far a task is, in the unit of its total, and its numbers; numbers not given stay."""
+        if total is not None:
+            self.totals[name] = total
+        if done is not None:
+            self.done[name] = done
+            self.first.setdefault(name, done)
+        self.numbers[name] = {**self.numbers[name], **(numbers or {})}  # in one go: another thread draws
+        if time.monotonic() - self.printed > SECONDS_BETWEEN_LINES and (moving := self._moving()):
+            self.printed = time.monotonic()
+            texts = {task: ", ".join(f"{key} {text}" for key, text in row.items() if text) for task, row in moving}
+            lines = [self.summary(), *(f"{task}: {text}" for task, text in texts.items())]
+            self.log("; ".join(filter(None, lines)))
+
+    def finish(self, name: str, said: str) -> None:
+        """Record that a task has ended, and print the outcome."""
+        self.ended.add(name)
+        self.say(f"{name}: {said}")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays, above the table."""
+        say(self.console, text)
+
+    def log(self, text: str) -> None:
+        """Print a line to a file; a terminal shows the same in its table."""
+        if not self.console.is_terminal:
+            say(self.console, text)
+
+    def summary(self) -> str:
+        """Count what is complete, and estimate the time left from the pace so far."""
+        count = f"{len(self.ended)} of {len(self.totals)} {self.what} complete" if len(self.totals) > 1 else ""
+        totals = {name: total for name, total in self.totals.items() if total is not None}
+        made = sum(self._position(name, total) - self.first.get(name, 0.0) for name, total in totals.items())
+        left = sum(total - self._position(name, total) for name, total in totals.items())
+        if made <= 0 or left <= 0:
+            return count
+        time_left = f"about {clock((time.monotonic() - self.begun) * left / made)} left"
+        return f"{count}, {time_left}" if count else time_left
+
+    def _position(self, name: str, total: float) -> float:
+        return total if name in self.ended else min(self.done.get(name, 0.0), total)
+
+    def _moving(self) -> list[tuple[str, dict[str, str]]]:
+        rows = self.numbers.items()
+        return [(harmless(name), row) for name, row in rows if any(row.values()) and name not in self.ended]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        if moving := self._moving()[: max(1, console.height - 4)]:
+            headings = list(dict.fromkeys(heading for _, row in moving for heading in row))
+            table = RichTable.grid(padding=(0, 2, 0, 0))
+            table.add_column()  # a long name is broken; numbers never are
+            for _ in headings:
+                table.add_column(justify="right", no_wrap=True)
+            table.add_row("", *(Text(heading, style="dim") for heading in headings))
+            for name, row in moving:
+                table.add_row(Text(name), *(Text(row.get(heading, "")) for heading in headings))
+            yield table
+        yield Text(self.summary(), style="dim")
+
+
+@contextmanager
+def showing(console: Console, totals: Mapping[str, float | None], *, what: str = "runs") -> Iterator[View]:
+    """Show tasks under way while the block runs.
+
+    Args:
+        console: Where to.
+        totals: How much there is to do, by name, in one unit for all; None is unknown.
+        what: What the tasks are called together, as in "3 of 6 runs complete".
+
+    Examples:
+        >>> from rich.console import Console
+        >>> with showing(Console(width=60), {"training": 12}) as view:
+        ...     view.say("72,677,632 parameters")
+        ...     view.update("training", 4, {"step": "4/12", "loss": "2.6051"})
+        ...     view.finish("training", "validation loss 2.6050")
+        72,677,632 parameters
+        training: validation loss 2.6050
+    """
+    view = View(console, totals, what)
+    if not console.is_terminal:
+        yield view
+        return
+    from rich.live import Live
+
+    with Live(view, console=console, refresh_per_second=2, transient=True):
+        yield view
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as a clock shows them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

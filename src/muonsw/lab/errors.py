@@ -1,12 +1,27 @@
-"""What can go wrong, as exceptions that the command line turns into a message and an exit code."""
+"""How a process ends: exceptions that become a message and an exit code, requests to stop, and ranks of a launcher."""
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any, ClassVar
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar, NoReturn
 
 OK, FAILED, USAGE, MACHINE = 0, 1, 2, 3
 INTERRUPTED = 130  # by Ctrl-C, before there was anything to save, or at once by a second one
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+# What torchrun (or anything like it) sets for every rank, and where it looks for the reason of a failure.
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class UsageError(Exception):
@@ -22,11 +37,7 @@ class MachineError(UsageError):
 
 
 class Diverged(Exception):  # noqa: N818 (an outcome of training that the caller reports, not a fault of the program)
-    """The loss is not finite, or far above where it was.
-
-    Attributes:
-        step: The update that showed it.
-    """
+    """The loss is not finite, or far above where it was, at this step."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message, step)
@@ -63,9 +74,67 @@ def needed(name: str, who: str, extra: str) -> Any:
         package = (error.name or name).partition(".")[0]
         if package == "muonsw":
             raise
-        raise UsageError(f"{who} the package {package}: {install_line(extra)}") from error
+        install = f"run pip install '.[{extra}]' in the clone of muonsw"  # as docs/install.md says
+        raise UsageError(f"{who} the package {package}: {install}") from error
 
 
-def install_line(extra: str) -> str:
-    """How an extra is installed; docs/install.md has the same line."""
-    return f"run pip install '.[{extra}]' in the clone of muonsw"
+class StopRequest:
+    """Set by a signal, read where work can be saved."""
+
+    signal: int | None = None
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Turn Ctrl-C, SIGTERM and SIGHUP into a request; a second Ctrl-C raises `KeyboardInterrupt`.
+
+    When a rank leaves the block by an error, the handlers stay: torchrun sends SIGTERM to the other ranks of a lost one
+    just when they are about to report why they end.
+    """
+    request = StopRequest()
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if request.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        request.signal = number
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request  # Python delivers signals to the main thread alone
+        return
+    # nohup ignores SIGHUP, and the run should too.
+    kept = [one for one in STOP_SIGNALS if one == signal.SIGINT or signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in kept}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items() if sys.exc_info()[0] is None or not is_rank() else ():
+            signal.signal(number, handler)
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return all(name in os.environ for name in VARIABLES)
+
+
+def report_error(sentence: str) -> None:
+    """Hand the reason of a failure to torchrun, which prints it last, after the traceback of its own."""
+    if path := os.environ.get(ERROR_FILE):
+        content = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def end(code: int) -> NoReturn:
+    """Exit with a code; a rank does so without taking Python down, as processes of `multiprocessing` do.
+
+    Threads of gloo outlive `destroy_process_group` wherever a mesh or a layer still refers to the group. One that lets
+    go of the tensors of a finished collective takes Python's lock for it. If Python is being taken down, that ends the
+    thread inside C++ code which may not be left in this way, and the process with SIGABRT.
+    """
+    if not is_rank():
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -35,12 +35,7 @@ def reported(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder, and check before the work that files can be written there.
-
-    Raises:
-        UsageError: If it cannot be made or written to.
-        MachineError: If the disk is full or fails.
-    """
+    """Make the folder, and check before the work that files can be written there; raises a `UsageError`."""
     require_writable(folder)
     with reported(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,11 +135,7 @@ def numbered(path: Path) -> Path:
 
 
 def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        UsageError: If it cannot be read, or holds something else.
-    """
+    """The JSON object in a file; a `UsageError` if it cannot be read, or holds something else."""
     try:
         data = parse_json(path.read_bytes())
     except FileNotFoundError as error:
@@ -169,13 +160,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Data for JSON: None for what is not finite, lists for arrays, strings for enumerations.
-
-    Examples:
-        >>> import numpy as np
-        >>> plain({"a": (1.0, float("nan")), "b": np.array([2, 3])})
-        {'a': [1.0, None], 'b': [2, 3]}
-    """
+    """Data for JSON: None for what is not finite, lists for arrays, strings for enumerations."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -34,19 +34,16 @@ from filelock import FileLock
 from rich.console import Console
 
 from muonsw import machine
-from muonsw.lab.base.processes import stop_requests
-from muonsw.lab.base.progress import View, showing
-from muonsw.lab.console import say
-from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, needed
+from muonsw.lab.console import View, say, showing
+from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, needed, stop_requests
 from muonsw.lab.files import LOCK, parse_json, prepare_folder, read_object, write_atomically, write_json
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, METRICS, RESULT, refuse_other_settings
 from muonsw.lab.train.loop import Watch, train
-from muonsw.lab.train.progress import numbers_of
-from muonsw.lab.train.records import Record
-from muonsw.lab.train.state import compiles, resolve_device, with_fingerprint
-from muonsw.lab.train.world import World, joined
+from muonsw.lab.train.ranks import World, joined
+from muonsw.lab.train.records import Record, numbers_of
+from muonsw.lab.train.state import resolve_device, with_fingerprint
 from muonsw.text import counted
 
 Task = TypeVar("Task")
@@ -83,7 +80,7 @@ def run(
         console: Where progress is shown.
         workers: Runs at a time; one is trained in this process, several see one GPU each. On Slurm, jobs in the queue.
         cluster: Where runs are trained; this machine unless it names Slurm.
-        retry_diverged: Whether runs that diverged in an earlier call are trained again.
+        retry_diverged: Whether to train runs again that diverged in an earlier call.
         finished: Called with each run that has ended, also by diverging.
 
     Raises:
@@ -93,11 +90,18 @@ def run(
     unique: dict[Path, Job] = {}
     for job in jobs:
         unique.setdefault(job.folder, job)
-    todo = {job.name: job for job in unique.values() if not _has_ended(job, retry_diverged)}
-    ended = [job for job in unique.values() if job.name not in todo]
-    diverged = sum("diverged" in read_object(job.folder / RESULT) for job in ended)
-    if diverged < len(ended):
-        say(console, f"{len(ended) - diverged} of {len(unique)} runs are complete already")
+    todo, diverged = {}, 0
+    for job in unique.values():
+        result = read_object(job.folder / RESULT) if (job.folder / RESULT).exists() else None
+        if result is not None:
+            refuse_other_settings(job.folder, with_fingerprint(job.config))
+        if result is None or (retry_diverged and "diverged" in result):
+            (job.folder / RESULT).unlink(missing_ok=True)
+            todo[job.name] = job
+        else:
+            diverged += "diverged" in result
+    if complete := len(unique) - len(todo) - diverged:
+        say(console, f"{complete} of {len(unique)} runs are complete already")
     if diverged:
         say(console, f"{diverged} of {len(unique)} runs diverged earlier; --retry-diverged tries them again")
     if not todo:
@@ -114,33 +118,12 @@ def run(
             view.finish(name, lost or f"validation loss {result['final_loss']:.4f}")
             finished(todo[name])
 
-        def compiling(name: str) -> bool:
-            """Whether another process compiles the same model: its code can then be read from torch's caches."""
-            return compiles(todo[name].config) and any(
-                _shape(todo[name]) == _shape(todo[other]) for other in active if other not in view.done
-            )
-
         with _following(view, todo, active):
             if cluster is not None and cluster.cluster == "slurm":
                 _run_on_slurm(todo, cluster, workers, view, active, done)
             else:
                 devices = gpus_for(jobs[0].config.device)
-                each(_train, todo, done, workers=workers, devices=devices, active=active, hold=compiling)
-
-
-def _has_ended(job: Job, retry_diverged: bool) -> bool:
-    if not (job.folder / RESULT).exists():
-        return False
-    refuse_other_settings(job.folder, with_fingerprint(job.config))
-    if retry_diverged and "diverged" in read_object(job.folder / RESULT):
-        (job.folder / RESULT).unlink()
-        return False
-    return True
-
-
-def _shape(job: Job) -> tuple[object, int]:
-    """What decides the code that the compiler makes."""
-    return job.config.task or job.config.model, job.config.batch // job.config.accumulation
+                each(_train, todo, done, workers=workers, devices=devices, active=active)
 
 
 def _train(job: Job, world: World | None = None) -> list[str]:
@@ -207,16 +190,13 @@ def each(
     workers: int,
     devices: Sequence[str] = (),
     active: set[str] | None = None,
-    hold: Callable[[str], bool] = lambda _name: False,
     saves: bool = True,
 ) -> None:
     """Call a picklable function on every task, several at a time, in processes that are used again.
 
-    Each worker is a `ProcessPoolExecutor` of one process: if it dies, no other task is lost, and it keeps its GPU.
-
     With one worker, tasks are done in this process. Any error ends all work. `done` is called in this process with the
-    name and the result of each task, `active` collects the names that have begun, `hold` says that a task must not
-    begin yet. Tasks that do not save their work and raise `Interrupted` at SIGTERM are ended by it (`saves=False`).
+    name and the result of each task, `active` collects the names that have begun. With `saves=False`, SIGTERM ends
+    tasks at once; others save their work and raise `Interrupted`.
 
     Examples:
         >>> each(abs, {"first": -2, "second": 3}, lambda name, result: print(name, result), workers=1)
@@ -233,12 +213,13 @@ def each(
         return
     spawn = multiprocessing.get_context("spawn")  # a forked child would inherit torch's threads in any state
     seats = zip(range(min(workers, len(tasks))), cycle(devices or ("",)), strict=False)
+    # An executor for each worker: if one dies, no other task is lost, and each keeps its GPU.
     pools = [ProcessPoolExecutor(1, spawn, _start_worker, (device, saves)) for _, device in seats]
     waiting, idle, busy = deque(tasks), list(pools), dict[Future[Result], tuple[str, ProcessPoolExecutor]]()
     with stop_requests() as request:
         try:
             while waiting or busy:
-                while waiting and idle and not hold(waiting[0]):
+                while waiting and idle:
                     name, pool = waiting.popleft(), idle.pop(0)
                     with _naming(name):
                         busy[pool.submit(function, tasks[name])] = name, pool
@@ -491,7 +472,7 @@ def _submitter(folder: Path, parameters: Mapping[str, Any]) -> Callable[[Job], s
         executor.update_parameters(**parameters)
     except (RuntimeError, ValueError) as error:
         raise UsageError(f"jobs cannot be submitted here: {error}") from error
-    errors = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError)
+    refused = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError)
 
     def submit(job: Job) -> str:
         order = SlurmRun(job, folder)
@@ -500,7 +481,7 @@ def _submitter(folder: Path, parameters: Mapping[str, Any]) -> Callable[[Job], s
         try:
             with submitit.helpers.clean_env():  # a surrounding job's variables are not for this one
                 return str(executor.submit(order).job_id)
-        except errors as error:
+        except refused as error:
             said = " ".join(str(error).split())
             raise UsageError(f"Slurm refused {job.name}: {said}; check --partition, --time and --slurm") from error
 

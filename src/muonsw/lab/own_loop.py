@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from muonsw.lab.base.processes import environment
 from muonsw.lab.compare import NUMBERS, verdict, write_numbers
 from muonsw.lab.console import plain_text
 from muonsw.lab.errors import UsageError
@@ -19,6 +18,7 @@ from muonsw.lab.files import prepare_folder, refuse_folder
 from muonsw.lab.outcome import Outcome, arms_table, compare, pairs_table
 from muonsw.lab.report.page import PAGE, check_target, write_report
 from muonsw.lab.runs import Columns, Run, load_run
+from muonsw.lab.train.folder import environment
 
 EXPECTED = "expected losses, as a list or by update ({100: 2.5}, or {100: {'loss': 2.5, 'accuracy': 0.4}})"
 

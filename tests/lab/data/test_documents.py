@@ -1,6 +1,7 @@
 """Documents come in a fixed order, each once, and files that cannot be read are named."""
 
 import gzip
+import hashlib
 import json
 import lzma
 import os
@@ -9,10 +10,10 @@ import tracemalloc
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from muonsw.lab.data.documents import Corpus, pieces, python_texts
-from muonsw.lab.data.synthetic import MarkovSource
+from muonsw.lab.data.documents import ALPHABET, Corpus, MarkovSource, pieces, python_texts
 from muonsw.lab.errors import UsageError
 
 TEXTS = ["one\ntwo", "zwö", "third " * 5000, "ﬁn"]
@@ -204,7 +205,7 @@ def test_a_file_without_text_is_named(tmp_path, name, content, match):
 
 @pytest.mark.parametrize("damage", ["nonsense", "altered"])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
-def test_a_damaged_file_is_named(tmp_path, name, damage):
+def test_a_damaged_file_and_one_without_text_are_named(tmp_path, name, damage):
     path, rows = tmp_path / name, [{"text": os.urandom(200).hex()} for _ in range(500)]
     good = write_parquet(path, rows).read_bytes() if name == "a.parquet" else COMPRESS[path.suffix](json_lines(rows))
     middle = len(good) // 2
@@ -212,12 +213,9 @@ def test_a_damaged_file_is_named(tmp_path, name, damage):
     path.write_bytes({"nonsense": b"this is no such file", "altered": altered}[damage])
     with pytest.raises(UsageError, match=rf"{name} cannot be read: ."):
         texts(path)
-
-
-def test_a_parquet_file_without_text_is_named(tmp_path):
     for rows in ([{"txt": "a"}], [{"text": 1}]):
-        with pytest.raises(UsageError, match=r"a\.parquet cannot be read: .*text"):
-            texts(write_parquet(tmp_path / "a.parquet", rows))
+        with pytest.raises(UsageError, match=r"b\.parquet cannot be read: .*text"):
+            texts(write_parquet(tmp_path / "b.parquet", rows))
 
 
 @pytest.fixture
@@ -250,3 +248,27 @@ def test_a_dataset_that_cannot_be_read_is_named(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UsageError, match=r"needs the package datasets: run pip install '\.\[data\]'"):
         list(Corpus("fineweb", dataset=str(hub)).documents())
+
+
+def test_documents_follow_from_seed_and_index():
+    source = MarkovSource(seed=3)
+    documents = list(islice(source, 5))
+    assert documents == list(islice(MarkovSource(seed=3), 5)) == [source.document(number) for number in range(5)]
+    assert documents != list(islice(MarkovSource(seed=4), 5))
+    assert len(set(documents)) == 5
+
+
+def test_the_documents_never_change():
+    """Runs that name the fingerprint of such data depend on every character."""
+    text = "\n".join(islice(MarkovSource(seed=0), 20))
+    assert (
+        hashlib.sha256(text.encode()).hexdigest() == "7c9734d865210f5437eddf3a03cfacb7a2df4a9b515d3863b0a5128c1ac0db87"
+    )
+
+
+def test_documents_have_the_length_and_the_letters_of_the_chain():
+    documents = list(islice(MarkovSource(seed=1, mean_length=50.0), 1000))
+    lengths = [len(text) for text in documents]
+    assert min(lengths) >= 1
+    assert set("".join(documents)) == set(ALPHABET)
+    assert abs(np.mean(lengths) - 50.0) < 5.0 * 50.0 / 1000**0.5, "geometric lengths: five deviations"

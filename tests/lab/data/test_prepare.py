@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from muonsw.lab.data import prepare as module
-from muonsw.lab.data.documents import DEFAULT_VOCAB, Corpus
+from muonsw.lab.data.documents import DEFAULT_VOCAB, Corpus, MarkovSource
 from muonsw.lab.data.prepare import (
     held_out_fraction,
     is_validation,
@@ -19,7 +19,6 @@ from muonsw.lab.data.prepare import (
     prepare_default,
 )
 from muonsw.lab.data.shards import RECORD, ShardError, load_tokenizer, open_split, read_record, verify_folder
-from muonsw.lab.data.synthetic import MarkovSource
 from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import LOCK, locked
@@ -128,10 +127,12 @@ def test_a_finished_folder_is_left_as_it_is(folder):
     [
         lambda path: path.unlink(),
         lambda path: os.truncate(path, 10),
+        lambda path: path.write_bytes(path.read_bytes() + b"\0\0"),
         lambda path: path.write_bytes(path.read_bytes()[::-1]),
     ],
+    ids=["lost", "cut", "longer", "altered"],
 )
-def test_a_lost_cut_or_altered_shard_is_refused_and_made_again(folder, harm):
+def test_a_broken_shard_is_refused_and_made_again(folder, harm):
     before, counting, path = contents(folder), Counting(), read_record(folder).paths(folder, "train")[1]
     harm(path)
     with pytest.raises(ShardError, match=path.name):

@@ -12,7 +12,6 @@ from muonsw.lab.data.shards import (
     RECORD,
     DataRecord,
     Group,
-    ShardError,
     fingerprint,
     load_tokenizer,
     open_shard,
@@ -73,21 +72,11 @@ def test_the_fingerprint_is_pinned(folder):
     assert fingerprint(read_record(folder)) == "00db7589e83501d5"
 
 
-def test_a_shard_of_another_size_a_missing_and_an_altered_one_are_refused(folder, monkeypatch):
+def test_a_large_split_is_opened_without_reading_it_and_verified_by_byte(folder, monkeypatch):
     path = shard_of(folder)
-    data = path.read_bytes()
-    for content in (b"", data[:-1], data + b"\0\0"):
-        path.write_bytes(content)
-        with pytest.raises(ShardError, match=rf"{path.name} has \d+ bytes, not {len(data)} as on record: delete it"):
-            open_split(folder, "train")
-    path.unlink()
-    with pytest.raises(ShardError, match=rf"{path.name} cannot be read \(No such file"):
-        open_split(folder, "train")
-    path.write_bytes(b"\0" + data[1:])
-    with pytest.raises(ShardError, match=rf"{path.name} was altered"):
-        open_split(folder, "train")
+    path.write_bytes(b"\0" + path.read_bytes()[1:])
     monkeypatch.setattr(module, "CHECKED_BYTES", 0)
-    assert len(open_split(folder, "train")) == 1, "a large split is opened without reading it"
+    assert len(open_split(folder, "train")) == 1
     (problem,) = verify_folder(folder)
     assert f"{path.name} was altered" in problem
 

@@ -1,22 +1,22 @@
-"""What a config derives, and what it refuses."""
+"""What a config refuses, muP by role, and initial weights: the same seed gives the same bits."""
 
 import dataclasses
 import math
 
 import pytest
+import torch
 
-from muonsw.lab.model import PRESETS, Decoder, MuP, preset
+from muonsw.lab.model import (
+    PRESETS,
+    Decoder,
+    MuP,
+    initialize,
+    muon_lr_multiplier,
+    preset,
+    role_of,
+    scalings,
+)
 from tests.lab.model.small_models import small, tokens
-
-HEADS_AND_FF = {"w128": (2, 512), "w256": (4, 768), "w512": (8, 1536), "w768": (12, 2048), "w1024": (16, 2816)}
-
-
-@pytest.mark.parametrize("name", HEADS_AND_FF)
-def test_paper_sizes(name):
-    config = PRESETS[name]
-    assert (config.heads, config.ff_width) == HEADS_AND_FF[name]
-    assert (config.layers, config.head_dim, config.experts, config.top_k) == (12, 64, 8, 2)
-    assert (config.vocab, config.sequence) == (50304, 2048)
 
 
 def test_every_preset_has_a_dense_variant_that_differs_in_the_experts_alone():
@@ -39,21 +39,86 @@ def test_every_preset_has_a_dense_variant_that_differs_in_the_experts_alone():
         ({"rope_theta": math.inf}, r"rope_theta=inf"),
         ({"balance_coef": -0.1}, r"balance_coef=-0.1 .* 0 switches"),
         ({"balance_over": "epoch"}, r"balance_over='epoch' must be one of batch, sequence"),
+        ({"init_std": 0}, r"mup\.init_std=0 must be a positive"),
+        ({"base_width": -1}, r"mup\.base_width=-1"),
     ],
 )
 def test_invalid_configs_name_the_field_and_the_fix(changes, message):
     with pytest.raises(ValueError, match=message):
-        small(**changes)
-
-
-def test_invalid_mup_constants_are_named():
-    with pytest.raises(ValueError, match=r"mup\.init_std=0 must be a positive"):
-        MuP(init_std=0)
-    with pytest.raises(ValueError, match=r"mup\.base_width=-1"):
-        MuP(base_width=-1)
+        (MuP if set(changes) <= {"init_std", "base_width"} else small)(**changes)
 
 
 def test_a_sequence_that_is_too_long_is_refused():
     config = small()
     with pytest.raises(ValueError, match="17 tokens are longer than sequence=16"):
         Decoder(config).logits(tokens(config, length=17))
+
+
+# Sampling error of an estimate of the standard deviation from n normal numbers is std/sqrt(2n), of the mean
+# std/sqrt(n); six of them are passed by chance once in 5e8 draws.
+SIGMAS = 6
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_table(m):
+    """By role: standard deviation, multiplier and learning rate at m times the base width and 12 layers."""
+    expected = {
+        "embedding": (0.02, 10, 1),
+        "head": (0.02, 1 / m, 1),
+        "hidden": (0.02 / math.sqrt(m), 1, 1 / m),
+        "residual": (0.02 / math.sqrt(24 * m), 1.4 / math.sqrt(12), 1 / m),
+        "router": (0.02, 1 / m, 1),
+        "norm": (None, 1, 1),
+    }
+    table = scalings(small(width=256 * m, head_dim=64, layers=12))
+    assert {role: (s.std, s.multiplier, s.lr) for role, s in table.items()} == {
+        role: pytest.approx(row) for role, row in expected.items()
+    }
+
+
+def test_standard_parametrization_has_the_base_row_at_every_width():
+    standard = small(width=1024, head_dim=64, mup=MuP(enabled=False))
+    assert scalings(standard) == scalings(small(width=256, head_dim=64))
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_statistics_by_role_match_the_table(width):
+    config = small(width=width, head_dim=32, layers=3, ff=96, vocab=500)
+    table = scalings(config)
+    for name, param in Decoder(config, seed=3).named_parameters():
+        std = table[role_of(name)].std
+        if std is None:
+            assert (param == 1).all()
+            continue
+        n = param.numel()
+        assert abs(param.std().item() / std - 1) < SIGMAS / math.sqrt(2 * n), name
+        assert abs(param.mean().item()) < SIGMAS * std / math.sqrt(n), name
+
+
+def test_same_seed_same_bits_and_no_other_randomness():
+    torch.manual_seed(1)
+    one = Decoder(small(), seed=5).state_dict()
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    two = Decoder(small(), seed=5).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    other = Decoder(small(), seed=6).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if not name.endswith("norm.weight"))
+
+
+def test_a_model_from_the_meta_device_is_filled_with_the_same_bits():
+    config = small()
+    with torch.device("meta"):
+        model = Decoder(config, seed=None)
+    model = model.to_empty(device="cpu")
+    initialize(model, config, seed=5)
+    direct = Decoder(config, seed=5).state_dict()
+    assert all(torch.equal(value, direct[name]) for name, value in model.state_dict().items())
+
+
+def test_unknown_names_and_rules_are_refused():
+    with pytest.raises(ValueError, match=r"no muP role for parameter 'layers\.0\.bias'"):
+        role_of("layers.0.bias")
+    with pytest.raises(ValueError, match="choose from adam, sqrt, none"):
+        muon_lr_multiplier(small(), "cube")

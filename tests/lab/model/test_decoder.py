@@ -172,22 +172,23 @@ def test_attention_is_softmax_of_scores_over_head_dim():
     torch.testing.assert_close(attention(x, table), expected)
 
 
-# Name: exact total and active, then as printed in millions, and GFLOP a token as in the notes (None: not given).
+# Name: total and active parameters, heads, inner size of an expert, and GFLOP a token as in the notes (or None).
 PAPER = {
-    "w128": (26_115_200, 11_959_424, "26.1", "12.0", None),
-    "w256": (72_677_632, 30_210_304, "72.7", "30.2", "0.219"),
-    "w512": (264_892_928, 95_023_616, "264.9", "95.0", "0.646"),
-    "w768": (520_022_784, 180_284_160, "520.0", "180.3", "1.195"),
-    "w1024": (932_439_040, 309_584_896, "932.4", "309.6", "2.009"),
+    "w128": (26_115_200, 11_959_424, 2, 512, None),
+    "w256": (72_677_632, 30_210_304, 4, 768, "0.219"),
+    "w512": (264_892_928, 95_023_616, 8, 1536, "0.646"),
+    "w768": (520_022_784, 180_284_160, 12, 2048, "1.195"),
+    "w1024": (932_439_040, 309_584_896, 16, 2816, "2.009"),
 }
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_counts_are_the_papers(name):
-    total, active, printed_total, printed_active, gflop = PAPER[name]
-    counts = count(PRESETS[name])
-    assert (counts.total, counts.active) == (total, active)
-    assert (f"{total / 1e6:.1f}", f"{active / 1e6:.1f}") == (printed_total, printed_active)
+def test_sizes_and_counts_are_the_papers(name):
+    *expected, gflop = PAPER[name]
+    config, counts = PRESETS[name], count(PRESETS[name])
+    assert [counts.total, counts.active, config.heads, config.ff_width] == expected
+    assert (config.layers, config.head_dim, config.experts, config.top_k) == (12, 64, 8, 2)
+    assert (config.vocab, config.sequence) == (50304, 2048)
     if gflop is not None:
         assert f"{counts.flops_per_token / 1e9:.3f}" == gflop
 

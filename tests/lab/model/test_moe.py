@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from muonsw.lab.model import Decoder
+from muonsw.lab.model.config import initialize
 from muonsw.lab.model.grouped import grouped_gemm, grouped_linear
-from muonsw.lab.model.init import initialize
 from muonsw.lab.model.moe import DenseFeedForward, MoE, balance_loss, plan_routes, z_loss
 from tests.lab.model.small_models import reference_moe, small
 

@@ -75,8 +75,8 @@ def test_the_way_to_the_experts_and_back():
     assert is_sound(moe.add_choices_on_gpu, torch.randn(40, 6), places, None)
 
     def there_and_back(x, weights):
-        rows = moe._dispatch(x, routes, 2)
-        return moe._combine(rows * rows.arctan(), routes, weights)
+        rows = moe._CopyToExperts.apply(x, routes.order, places)
+        return moe._Combine.apply(rows * rows.arctan(), weights, routes.order, places)
 
     def twin(x, weights):
         return x * x.arctan() * weights.sum(dim=1, keepdim=True)

@@ -94,7 +94,7 @@ def test_the_grids_are_those_of_the_evidence():
     assert {arm.optimizer.weight_decay for arm in longest.arms} == {0.003, 0.0065, 0.02, 0.05, 0.1}
     (repeated,) = repeated_text(MINI)
     assert repeated.run.data.train_windows * 16 == repeated.run.steps * repeated.run.batch
-    assert list(repeated.arms["rising"]) == [0.4, 0.8, 1.6, 3.2, 6.4]
+    assert list(repeated.arms["scaled"]) == [0.4, 0.8, 1.6, 3.2, 6.4]
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=list(SCALES))

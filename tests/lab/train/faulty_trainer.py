@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from muonsw.lab.base.launcher import end
+from muonsw.lab.errors import end
 from muonsw.lab.run import main
 from muonsw.lab.train.state import Training
 

@@ -42,7 +42,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_keeps_its_reco
     damage(tmp_path / "checkpoints" / "step-00000004")
     notes = []
     train(small_run(), tmp_path, Watch(note=notes.append))
-    assert f"was moved to {tmp_path / 'metrics.jsonl.1'}: there is no checkpoint to go on from" in notes[1]
+    assert f"was moved to {tmp_path / 'metrics.jsonl.1'}: there is no checkpoint to resume from" in notes[1]
     assert losses(tmp_path, "metrics.jsonl.1") == before
     assert_same_run(uninterrupted, tmp_path, 12)
 

@@ -17,12 +17,13 @@ def test_every_preset_survives_json(name):
     assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config
 
 
-def test_records_of_a_decay_that_is_gone_can_be_read():
-    optimizer = {"decay": "piecewise", "decay_points": [[0, 1], [1, 2]]}
-    config = small_run(optimizer=optimizer)
-    assert config.optimizer.decay_points == ((0.0, 1.0), (1.0, 2.0))
-    assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config
-    assert "decay_points" not in small_run().as_data()["optimizer"]
+def test_a_key_that_older_runs_wrote_empty_is_ignored_and_a_value_refused():
+    data = small_run().as_data()
+    data["optimizer"]["decay_points"] = None
+    assert RunConfig.from_data(data) == small_run()
+    data["optimizer"]["decay_points"] = [[0, 1], [1, 2]]
+    with pytest.raises(ValueError, match=r"unknown setting optimizer\.decay_points"):
+        RunConfig.from_data(data)
 
 
 def test_a_preset_survives_json_and_changes_no_run_without_one():

@@ -8,9 +8,8 @@ import time
 import pytest
 
 from muonsw import machine
-from muonsw.lab.train.graph import WARM_CALLS
 from muonsw.lab.train.loop import Watch, train
-from muonsw.lab.train.state import Training, with_fingerprint
+from muonsw.lab.train.state import WARM_CALLS, Training, with_fingerprint
 from muonsw.presets import PRESETS
 from tests.lab.test_end_to_end import finished, torchrun
 from tests.lab.train.ranks import on_ranks, write_config
@@ -107,10 +106,10 @@ def test_one_rank_with_nccl_is_the_plain_run_and_goes_on(strategy, compiling, tm
         time.sleep(0.1)
     launcher.send_signal(signal.SIGTERM)
     _, said = finished(launcher)
-    assert "updates, saved; run the same command again" in said
+    assert "steps, saved; rerun the same command" in said
     code, said = finished(torchrun("muonsw.lab.run", chosen, ranks, ranks=1))
     assert code == 0, said
-    assert "going on after update" in said
+    assert "resuming after step" in said
     ours, theirs = ({(one["kind"], one["step"]): one for one in losses(folder)} for folder in (ranks, plain))
     assert ours.keys() == theirs.keys()
     for key, record in theirs.items():

@@ -10,8 +10,7 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
 
-from muonsw.lab.base.progress import showing
-from muonsw.lab.console import say
+from muonsw.lab.console import say, showing
 from muonsw.lab.data.documents import Corpus
 from muonsw.lab.data.prepare import prepare_corpus
 from muonsw.lab.data.shards import SPLITS, DataRecord, Group, read_record, verify_folder

@@ -21,9 +21,9 @@ from muonsw.lab.run import run
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import read_config_file
 from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
+from muonsw.lab.train.ranks import speaker
 from muonsw.lab.train.records import require_sinks
 from muonsw.lab.train.state import resolve_device
-from muonsw.lab.train.world import speaker
 
 WITH_CONFIG = ("--config", "--out", "--strategy")
 

@@ -12,19 +12,24 @@ import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from itertools import chain, islice
+from functools import cached_property
+from itertools import chain, count, islice
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, Literal, TypeAlias
 
-from muonsw.lab.data.synthetic import MarkovSource
+import numpy as np
+
 from muonsw.lab.data.tokenizer import BYTES
 from muonsw.lab.errors import UsageError, needed
 
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
+ALPHABET = ascii_lowercase[:16]  # of the synthetic source
 # Settings that only one source or tokenizer reads.
 _ONLY_FOR = {
     "packages": ("source", "python"),
@@ -35,11 +40,16 @@ _ONLY_FOR = {
     "vocab": ("tokenizer", "bpe"),
     "gpt2_files": ("tokenizer", "gpt2"),
 }
+_LEAST = {"limit_documents": 1, "limit_characters": 1, "group_characters": 1, "seed": 0}
 # A BPE is trained on this much text: more hardly changes its merges, and this takes a second.
 TRAINING_CHARACTERS = 1 << 22
 # A long text is cut into about this many documents, within these sizes, so that some of it can be held out.
 _PIECES = 64
 _PIECE_CHARACTERS = (1 << 11, 1 << 16)
+_READ_HERE = (".txt", ".md", ".jsonl")
+# What `datasets` reads, by the name of its reader.
+_BUILDERS = {".parquet": "parquet", ".jsonl.gz": "json", ".jsonl.xz": "json"}
+KINDS = f"{', '.join((*_READ_HERE, *_BUILDERS))} files"
 # Folders of the standard library that hold tests, installed packages or caches.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -49,12 +59,8 @@ class Corpus:
     """The options of `muonsw data prepare`: which documents to read, which to hold out, and how to tokenize them.
 
     Examples:
-        >>> corpus = Corpus("synthetic", seed=1, limit_documents=3)
-        >>> len(list(corpus.documents())), list(corpus.documents()) == list(corpus.documents())
-        (3, True)
-        >>> Corpus("synthetic")
-        Traceback (most recent call last):
-        muonsw.lab.errors.UsageError: the synthetic source has no end: give --limit-documents or --limit-characters
+        >>> len(list(Corpus("synthetic", seed=1, limit_documents=3).documents()))
+        3
     """
 
     source: Source = "python"
@@ -99,12 +105,12 @@ class Corpus:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            option, (kind, reader) = _option(setting.name), _ONLY_FOR.get(setting.name, ("source", self.source))
-            if getattr(self, kind) != reader and getattr(self, setting.name) != setting.default:
+            option, value = f"--{setting.name.replace('_', '-')}", getattr(self, setting.name)
+            kind, reader = _ONLY_FOR.get(setting.name, ("source", self.source))
+            if getattr(self, kind) != reader and value != setting.default:
                 raise UsageError(f"{option} is for --{kind} {reader}: leave it out, or change --{kind}")
-        for name, least in {"limit_documents": 1, "limit_characters": 1, "group_characters": 1, "seed": 0}.items():
-            if (number := getattr(self, name)) is not None and number < least:
-                raise UsageError(f"{_option(name)} must be at least {least}, got {number}")
+            if (least := _LEAST.get(setting.name)) is not None and value is not None and value < least:
+                raise UsageError(f"{option} must be at least {least}, got {value}")
         if self.source == "text" and not self.files:
             raise UsageError("--source text needs --files: files, folders or quoted globs")
         if self.source == "synthetic" and self.limit_documents is None and self.limit_characters is None:
@@ -147,10 +153,6 @@ class Corpus:
             "corpus": {"source": self.source, **chosen[self.source], **limits},
             "made_with": {"kind": self.tokenizer, **trained},
         }
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
@@ -209,25 +211,38 @@ def matching_files(patterns: Iterable[str]) -> list[Path]:
 
 
 def _kind(path: Path) -> str:
-    return next((kind for kind in (*_READERS, *_BUILDERS) if path.name.endswith(kind)), "")
+    return next((kind for kind in (*_READ_HERE, *_BUILDERS) if path.name.endswith(kind)), "")
 
 
 def _file_texts(path: Path) -> Iterator[str]:
-    if builder := _BUILDERS.get(_kind(path)):
-        yield from _dataset_texts(str(path), builder, data_files=glob.escape(str(path)))
+    kind = _kind(path)
+    if kind in _BUILDERS:
+        yield from _dataset_texts(str(path), _BUILDERS[kind], data_files=glob.escape(str(path)))
         return
     try:
-        yield from _READERS[_kind(path)](path)
+        if kind == ".jsonl":
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield _text_field(line, f"{path}, line {number}")
+            return
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            # The first block decides the size of the pieces, however many blocks follow.
+            blocks = iter(lambda: stream.read(_PIECES * max(_PIECE_CHARACTERS)), "")
+            yield from pieces(next(blocks, ""), blocks)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path} cannot be read: {reason}; repair it or leave it out") from error
 
 
-def _plain_texts(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        # The first block decides the size of the pieces, however many blocks follow.
-        blocks = iter(lambda: stream.read(_PIECES * max(_PIECE_CHARACTERS)), "")
-        yield from pieces(next(blocks, ""), blocks)
+def _text_field(line: bytes, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise UsageError(f"{where}: not a JSON object with a string in the field `text`")
+    return text
 
 
 def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
@@ -256,20 +271,6 @@ def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
     yield text
 
 
-def _json_texts(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                raise UsageError(f"{path}, line {number}: not a JSON object with a string in the field `text`")
-            yield text
-
-
 def _dataset_texts(label: str, name: str, part: str | None = None, **options: Any) -> Iterator[str]:
     """Stream the field `text` of a dataset with the `datasets` library, without storing it."""
     library = needed("datasets", f"{label} needs", "data")
@@ -285,11 +286,39 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
         raise UsageError(f"{label} cannot be read: {reason}; {fix}") from error
 
 
-_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
-    ".txt": _plain_texts,
-    ".md": _plain_texts,
-    ".jsonl": _json_texts,
-}
-# What `datasets` reads, by the name of its reader.
-_BUILDERS = {".parquet": "parquet", ".jsonl.gz": "json", ".jsonl.xz": "json"}
-KINDS = f"{', '.join((*_READERS, *_BUILDERS))} files"
+@dataclass(frozen=True)
+class MarkovSource:
+    """Documents of a Markov chain over characters; ending a document is one more state of the chain."""
+
+    seed: int  # decides the chain and the documents
+    mean_length: float = 512.0  # characters in a document, on average; lengths are geometric
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.document, count())
+
+    def document(self, index: int) -> str:
+        """The document with this index, from 0: a pure function of the seed and the index."""
+        uniform = np.random.default_rng([self.seed, 1, index])
+        end = state = len(ALPHABET)
+        characters = []
+        while (state := bisect_right(self._thresholds[state], uniform.random())) != end:
+            characters.append(ALPHABET[state])
+        return "".join(characters)
+
+    @cached_property
+    def _thresholds(self) -> list[list[float]]:
+        """Cumulative transition probabilities, a row for each state; the last state is the end of a document."""
+        size = len(ALPHABET)
+        # Squared exponential variables from plain uniforms: numpy promises to keep those, not its other distributions.
+        weights = -np.log1p(-np.random.default_rng([self.seed, 0]).random((size, size)))
+        between = weights**2.0
+        between /= between.sum(axis=1, keepdims=True)
+        # A document starts from the stationary distribution of its characters: p T = p with sum 1.
+        equations = np.vstack([between.T - np.eye(size), np.ones((1, size))])
+        start = np.linalg.lstsq(equations, np.eye(size + 1)[size], rcond=None)[0]
+        chain = np.zeros((size + 1, size + 1))
+        chain[:size, :size] = between * (1.0 - 1.0 / self.mean_length)
+        chain[:size, size] = 1.0 / self.mean_length
+        chain[size, :size] = start
+        rows: list[list[float]] = np.cumsum(chain, axis=1)[:, :-1].tolist()
+        return rows

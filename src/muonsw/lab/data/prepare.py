@@ -131,7 +131,7 @@ def prepare(
 
 
 def _earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
-    """The groups that a folder holds; other settings are refused, as far as both sides have them."""
+    """The groups that a folder holds; settings that both sides have must be equal."""
     if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()
     shared = [name for name in settings if name in record.settings]

@@ -90,7 +90,6 @@ class DataRecord:
         return [(path, group) for path, group in named if split in group.tokens]
 
     def paths(self, folder: Path, split: Split) -> list[Path]:
-        """The files of a split, in order."""
         return [path for path, _ in self.shards(folder, split)]
 
 
@@ -108,7 +107,6 @@ def shard_path(folder: Path, split: Split, number: int, group: Group) -> Path:
 
 
 def read_record(folder: Path) -> DataRecord:
-    """What is on record about a folder."""
     path, fix = folder / RECORD, "delete the folder and prepare the data again"
     if not path.exists():
         name = shlex.quote(str(folder))
@@ -126,7 +124,6 @@ def read_record(folder: Path) -> DataRecord:
 
 
 def save_record(folder: Path, record: DataRecord) -> None:
-    """Replace the record of a folder."""
     write_json(folder / RECORD, {"format": FORMAT, **asdict(record)}, remedy=RERUN)
 
 

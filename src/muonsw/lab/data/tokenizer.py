@@ -92,7 +92,6 @@ class ByteTokenizer(Tokenizer):
         super().__init__(BYTES + 1, "bytes")
 
     def encode(self, text: str) -> TokenIds:
-        """The bytes of the text."""
         return np.frombuffer(_without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint32)
 
     def _decode_text(self, ids: list[int]) -> str:
@@ -128,7 +127,6 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def load(cls, path: Path) -> BPETokenizer:
-        """Read the library's JSON."""
         try:
             return cls(path.read_text(encoding="utf-8"))
         except UsageError:
@@ -139,16 +137,13 @@ class BPETokenizer(Tokenizer):
             raise UsageError(f"{path} cannot be read: {reason}; {fix}") from error
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the library's JSON."""
         write_atomically(folder / BPE_FILE, self._definition)
         return {"kind": self.kind, "files": [BPE_FILE]}
 
     def encode(self, text: str) -> TokenIds:
-        """The ids of the text."""
         return np.array(self._bpe.encode(_without_surrogates(text), add_special_tokens=False).ids, dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """`encode` of every text, on the library's threads."""
         clean = [_without_surrogates(text) for text in texts]
         encodings = self._bpe.encode_batch_fast(clean, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
@@ -190,8 +185,7 @@ class GPT2Tokenizer(Tokenizer):
         super().__init__(size, "tiktoken", self._bpe._pat_str, *merges)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Copy the two files, unless tiktoken downloaded them."""
-        if self.files is None:
+        if self.files is None:  # tiktoken downloaded them
             return super().save(folder)
         if self.files.resolve() != folder.resolve():
             for name in GPT2_FILES:
@@ -199,13 +193,11 @@ class GPT2Tokenizer(Tokenizer):
         return {"kind": self.kind, "files": list(GPT2_FILES)}
 
     def encode(self, text: str) -> TokenIds:
-        """The ids of the text."""
         ids: TokenIds = self._bpe.encode_to_numpy(_without_surrogates(text), disallowed_special=())
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """`encode` of every text; the library releases Python's lock, so threads run in parallel."""
-        with ThreadPoolExecutor(machine.cores()) as pool:
+        with ThreadPoolExecutor(machine.cores()) as pool:  # the library releases Python's lock
             return list(pool.map(self.encode, texts))
 
     def _decode_text(self, ids: list[int]) -> str:

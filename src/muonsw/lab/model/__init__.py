@@ -4,9 +4,19 @@ It never imports the optimizer. Names of tensors carry their axes: B sequences, 
 H heads, C head dimension, E experts, K experts a token, R = N*K rows sorted by expert, F expert width, V vocabulary.
 """
 
-from muonsw.lab.model.config import PRESETS, ModelConfig, MuP, preset
+from muonsw.lab.model.config import (
+    MUON_LR_POWERS,
+    PRESETS,
+    ModelConfig,
+    MuP,
+    enters_norm,
+    initialize,
+    muon_lr_multiplier,
+    preset,
+    role_of,
+    scalings,
+)
 from muonsw.lab.model.decoder import Decoder, Losses, count, unallocated
-from muonsw.lab.model.init import MUON_LR_POWERS, enters_norm, initialize, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.model.loss import cross_entropy
 
 __all__ = ["MUON_LR_POWERS", "PRESETS", "Decoder", "Losses", "ModelConfig", "MuP", "count", "cross_entropy"]

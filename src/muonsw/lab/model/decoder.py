@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from muonsw import kernels
-from muonsw.lab.model.config import ModelConfig
-from muonsw.lab.model.init import initialize, scalings
+from muonsw.lab.model.config import ModelConfig, initialize, scalings
 from muonsw.lab.model.layers import Linear, RMSNorm, at_least_float32
 from muonsw.lab.model.loss import cross_entropy
 from muonsw.lab.model.moe import DenseFeedForward, FeedForwardOutput, MoE
@@ -43,7 +42,6 @@ class Attention(nn.Module):
         self.out = Linear(config.width, config.width)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
-        """Mix each position with those before it."""
         q_BHTC, k_BHTC, v_BHTC = rotated_heads(self.qkv(x_BTD), rotary)
         mixed_BHTC = functional.scaled_dot_product_attention(
             q_BHTC, k_BHTC, v_BHTC, is_causal=True, scale=1 / self.head_dim
@@ -64,7 +62,6 @@ class Block(nn.Module):
         self.multiplier = scalings(config)["residual"].multiplier
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> FeedForwardOutput:
-        """The stream after this layer, with the losses of its router."""
         x_BTD = x_BTD + self.multiplier * self.attention(self.attention_norm(x_BTD), rotary)
         branch: FeedForwardOutput = self.moe(self.moe_norm(x_BTD))
         # Not `_replace`: torch 2.11 cannot compile it where a layer is a graph of its own, as under FSDP.
@@ -104,7 +101,6 @@ class Decoder(nn.Module):
             initialize(self, config, seed)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Losses:
-        """Losses of predicting the targets."""
         x_BTD, balance, z, load = self.hidden(tokens_BT)
         ce = cross_entropy(x_BTD.flatten(0, 1), self.embedding.weight, targets_BT.flatten(), scale=self.head_multiplier)
         return Losses(ce + self.config.balance_coef * balance + self.config.z_coef * z, ce, balance, z, load)
@@ -148,12 +144,7 @@ class ModelSize:
 
 
 def count(config: ModelConfig) -> ModelSize:
-    """Count on the meta device, from the modules that would be trained.
-
-    Examples:
-        >>> count(ModelConfig(width=256)).total
-        72677632
-    """
+    """Count on the meta device, from the modules that would be trained."""
     model = unallocated(config)
     total = sum(param.numel() for param in model.parameters())
     stacks = [stack for one in model.modules() if isinstance(one, MoE) for stack in (one.gate_up, one.down)]

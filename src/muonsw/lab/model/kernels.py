@@ -65,20 +65,9 @@ def softmax_losses_(
     """
     rows, columns = logits_NV.shape
     block = min(SOFTMAX_BLOCK, triton.next_power_of_2(columns))
-    launch_on(
-        logits_NV.device,
-        _softmax,
-        (rows,),
-        logits_NV,
-        targets_N,
-        losses_N,
-        scale,
-        0.0 if grad_scale is None else grad_scale,
-        columns,
-        GRADIENT=grad_scale is not None,
-        BLOCK=block,
-        num_warps=SOFTMAX_WARPS,
-    )
+    sizes = {"GRADIENT": grad_scale is not None, "BLOCK": block, "num_warps": SOFTMAX_WARPS}
+    given = (logits_NV, targets_N, losses_N, scale, grad_scale or 0.0, columns)
+    launch_on(logits_NV.device, _softmax, (rows,), *given, **sizes)
 
 
 @triton.jit
@@ -298,24 +287,10 @@ def _move_heads(qkv_BTD: Tensor, parts: list[Tensor], cos_TC: Tensor, sin_TC: Te
     batch, length, fused = qkv_BTD.shape
     rows, width = batch * length, fused // 3
     grid = (triton.cdiv(rows, HEAD_ROWS), triton.cdiv(width // 2, HEAD_PAIRS))
-    launch_on(
-        qkv_BTD.device,
-        _heads,
-        grid,
-        qkv_BTD,
-        *parts,
-        cos_TC,
-        sin_TC,
-        rows,
-        length,
-        width,
-        *(stride for part in parts for stride in part.stride()[:3]),
-        HALF=cos_TC.shape[1],
-        JOIN=join,
-        ROWS=HEAD_ROWS,
-        PAIRS=HEAD_PAIRS,
-        num_warps=HEAD_WARPS,
-    )
+    strides = (stride for part in parts for stride in part.stride()[:3])
+    given = (qkv_BTD, *parts, cos_TC, sin_TC, rows, length, width, *strides)
+    sizes = {"HALF": cos_TC.shape[1], "JOIN": join, "ROWS": HEAD_ROWS, "PAIRS": HEAD_PAIRS, "num_warps": HEAD_WARPS}
+    launch_on(qkv_BTD.device, _heads, grid, *given, **sizes)
 
 
 def rotate_heads(qkv_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,6 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply the last axis."""
         return functional.linear(x, self.weight)
 
 
@@ -34,7 +33,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale the last axis to unit mean square."""
         wide = at_least_float32(x)
         return functional.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 

@@ -46,12 +46,7 @@ def cross_entropy(
 
 
 def chunk_tokens(vocab: int, size: int) -> int:
-    """How many tokens' logits of `size` bytes each a GPU holds at once: a power of two, as batches mostly are.
-
-    Examples:
-        >>> chunk_tokens(50304, size=2)
-        8192
-    """
+    """How many tokens' logits of `size` bytes each a GPU holds at once: a power of two, as batches mostly are."""
     return 1 << (CHUNK_BYTES // (vocab * size)).bit_length() - 1
 
 

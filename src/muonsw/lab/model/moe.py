@@ -11,9 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from muonsw import kernels
-from muonsw.lab.model.config import ModelConfig
+from muonsw.lab.model.config import ModelConfig, scalings
 from muonsw.lab.model.grouped import expert_by_expert, gated, grouped_experts, grouped_linear, takes_grouped_gemm
-from muonsw.lab.model.init import scalings
 from muonsw.lab.model.layers import Linear, at_least_float32, product_dtype, without_autocast
 
 
@@ -52,13 +51,13 @@ class MoE(nn.Module):
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
-        """Route the tokens, run their experts, and add up what comes back."""
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = self.router_logits(x_ND)
         kept_NK, chosen_NK, routes = choose(logits_NE, self.config.top_k)
-        rows_RD = _dispatch(x_ND.to(product_dtype(x_ND)), routes, self.config.top_k)
+        places_NK = routes.inverse.view_as(chosen_NK)
+        rows_RD = cast("Any", _CopyToExperts).apply(x_ND.to(product_dtype(x_ND)), routes.order, places_NK)
         rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
-        out_ND = _combine(rows_RD, routes, kept_NK.softmax(dim=-1))
+        out_ND = cast("Any", _Combine).apply(rows_RD, kept_NK.softmax(dim=-1), routes.order, places_NK)
         groups = x_BTD.shape[0] if self.config.balance_over == "sequence" else 1
         over_ranks = self.over_ranks if torch.is_grad_enabled() else None
         balance = balance_loss(logits_NE, chosen_NK, groups=groups, over_ranks=over_ranks)
@@ -81,7 +80,6 @@ class DenseFeedForward(nn.Module):
         self.down = nn.Parameter(torch.empty(config.width, config.ff_width))
 
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
-        """Down projection of the gated up projection."""
         zero = torch.zeros((), device=x_BTD.device, dtype=torch.promote_types(x_BTD.dtype, torch.float32))
         out_BTD = functional.linear(gated(functional.linear(x_BTD, self.gate_up)), self.down)
         return FeedForwardOutput(out_BTD, zero, zero, torch.ones_like(zero)[None])
@@ -167,15 +165,6 @@ def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
 def _one_hot(index: Tensor, size: int) -> Tensor:
     # Counted by comparing: torch.bincount would make the host wait for the device.
     return index.unsqueeze(-1) == torch.arange(size, device=index.device)
-
-
-def _dispatch(x_ND: Tensor, routes: Routes, top_k: int) -> Tensor:
-    return cast("Tensor", cast("Any", _CopyToExperts).apply(x_ND, routes.order, routes.inverse.view(-1, top_k)))
-
-
-def _combine(rows_RD: Tensor, routes: Routes, weights_NK: Tensor) -> Tensor:
-    places_NK = routes.inverse.view_as(weights_NK)
-    return cast("Tensor", cast("Any", _Combine).apply(rows_RD, weights_NK, routes.order, places_NK))
 
 
 class _CopyToExperts(torch.autograd.Function):

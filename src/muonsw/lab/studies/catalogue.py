@@ -40,8 +40,6 @@ TARGET = 0.2
 BOTH: dict[str, dict[str, Any]] = {rule: {"decay": rule} for rule in RULES}
 ADAMC: dict[str, Any] = {"decay": "scaled", "unnormalized": "constant"}
 HYPERBALL: dict[str, Any] = {"norm": "hyperball", "target_norm": TARGET}
-# Reported to win over many epochs: decay that falls in the first half and then rises above where it began.
-RISING: dict[str, Any] = {"decay": "piecewise", "decay_points": ((0.0, 0.8), (0.5, 0.1), (1.0, 1.25))}
 EPOCHS = 16
 ADAMW_RATE = 1e-2
 # By member of the family, its best learning rate over that of the run, from a search in 200 steps on another seed.
@@ -172,10 +170,9 @@ def little_text(run: RunConfig) -> RunConfig:
 
 
 def repeated_text(scale: Scale) -> list[Cell]:
-    """Constant, scaled and rising decay at lambdas above the best one of fresh text."""
+    """Both rules at lambdas above the best one of fresh text."""
     run = little_text(middle_run(scale))
-    rules = {**BOTH, "rising": RISING}
-    return [over_lambda(Key("repeated text"), run, multiples(run.optimizer.weight_decay, (4, 8, 16, 32, 64)), rules)]
+    return [over_lambda(Key("repeated text"), run, multiples(run.optimizer.weight_decay, (4, 8, 16, 32, 64)))]
 
 
 def hard_cases(scale: Scale) -> list[Cell]:
@@ -257,7 +254,7 @@ GRIDS = (
     grid("lambda-scaling", "how the best lambda follows width, batch and size", lambda_scaling, SHORT),
     grid("rate-drift", "how far Muon's best learning rate moves with the width", rate_drift, SHORT),
     grid("family", "each member of the family at its best rate, under both rules", family, SHORT),
-    grid("repeated-text", "constant, scaled and rising decay on text that is seen 16 times", repeated_text),
+    grid("repeated-text", "constant and scaled decay on text that is seen 16 times", repeated_text),
     grid("hard-cases", "little text, a flat learning rate, bfloat16 weights", hard_cases),
     grid("schedules", "cosine, linear and WSD, to zero and to a tenth", schedules, SHORT),
     grid("best-rules", "every decay and norm rule at its best of three strengths", best_rules),

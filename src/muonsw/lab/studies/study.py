@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from muonsw.lab.arms import Comparison, Results
-from muonsw.lab.base.processes import environment
 from muonsw.lab.compare import write_numbers
 from muonsw.lab.console import Table, say
 from muonsw.lab.files import plain, refuse_folder, write_atomically
@@ -25,6 +24,7 @@ from muonsw.lab.studies.scales import CPU, Scale
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.folder import environment
 from muonsw.registry import Registry
 
 NUMBERS = "claims.json"

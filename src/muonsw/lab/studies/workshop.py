@@ -12,8 +12,7 @@ from rich.console import Console
 
 from muonsw.lab import launch
 from muonsw.lab.arms import Arm, Comparison, Results
-from muonsw.lab.base.processes import torch_threads
-from muonsw.lab.base.progress import showing
+from muonsw.lab.console import showing
 from muonsw.lab.data.shards import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.launch import Cluster, Job
@@ -22,6 +21,7 @@ from muonsw.lab.stats import Evidence
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import identity
+from muonsw.lab.train.loop import torch_threads
 from muonsw.lab.train.state import with_fingerprint
 
 

@@ -28,8 +28,8 @@ from muonsw.lab.files import numbered, plain, read_object, reported, sync
 from muonsw.lab.train.folder import refuse_changes
 
 if TYPE_CHECKING:
+    from muonsw.lab.train.ranks import World
     from muonsw.lab.train.state import Training
-    from muonsw.lab.train.world import World
 
 STATE, PREFIX = "state.json", "step-"
 PARTS = ("model", "optimizer", "random")
@@ -42,9 +42,9 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on as if it had never stopped."""
+    """Everything a run needs to resume as if it had never stopped."""
 
-    step: int  # completed updates
+    step: int  # completed
     tensors: Mapping[str, Tensors]  # by file: `model`, `optimizer`, `random`
     state: Mapping[str, Any]  # plain data: learning-rate groups, schedule, evaluation so far
 
@@ -135,12 +135,6 @@ def newest_first(folder: Path) -> Iterator[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name.
-
-    Examples:
-        >>> step_of(Path("checkpoints/step-00000500"))
-        500
-    """
     return int(path.name.removeprefix(PREFIX))
 
 
@@ -170,21 +164,22 @@ class Shelf:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Add a checkpoint, then delete older ones."""
-        self.world.leading(lambda: self._save(checkpoint))
 
-    def _save(self, checkpoint: Checkpoint) -> None:
-        save(self.folder, checkpoint)
-        paths = list(newest_first(self.folder))
-        best = best_saved(paths)
-        for path in paths[self.keep :]:
-            if step_of(path) != best:
-                # Renamed first, so that a process killed half-way leaves no half checkpoint.
-                doomed = path.with_name(f".{path.name}.deleted")
-                try:
-                    path.rename(doomed)
-                    shutil.rmtree(doomed)
-                except OSError as error:
-                    self.note(f"{path} cannot be deleted: {error.strerror or error}")
+        def write() -> None:
+            save(self.folder, checkpoint)
+            paths = list(newest_first(self.folder))
+            best = best_saved(paths)
+            for path in paths[self.keep :]:
+                if step_of(path) != best:
+                    # Renamed first, so that a process killed half-way leaves no half checkpoint.
+                    doomed = path.with_name(f".{path.name}.deleted")
+                    try:
+                        path.rename(doomed)
+                        shutil.rmtree(doomed)
+                    except OSError as error:
+                        self.note(f"{path} cannot be deleted: {error.strerror or error}")
+
+        self.world.leading(write)
 
     def newest(self) -> Path | None:
         """The newest checkpoint, damaged or not."""
@@ -192,41 +187,40 @@ class Shelf:
 
     def resume(self, training: Training) -> None:
         """Load the newest checkpoint that is good; put damaged ones aside, and refuse one of another run."""
-        self.world.leading(self._sweep)
+
+        def sweep() -> None:  # what killed processes left half written or half deleted
+            for path in self.folder.glob(f".{PREFIX}*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+        def load(path: Path) -> None:
+            saved = read(path)
+            refuse_changes(path, saved.state.get("config"), training.config)
+            training.load(saved)
+
+        def put_aside(path: Path, damage: CheckpointError) -> None:
+            aside = numbered(path.with_name(f"damaged-{path.name}"))
+            with reported(path):
+                path.rename(aside)
+            self.note(f"damaged checkpoint left out: {damage}; it is now {aside}")
+
+        self.world.leading(sweep)
         while (path := self.newest()) is not None:
             try:
-                self.world.leading(lambda: check(path))
-                self.world.together(partial(self._load, path, training))
+                self.world.leading(partial(check, path))
+                self.world.together(partial(load, path))
             except CheckpointError as error:
-                self.world.leading(partial(self._put_aside, path, error))
+                self.world.leading(partial(put_aside, path, error))
             else:
-                self.note(f"going on after update {training.step}, from {path}")
+                self.note(f"resuming after step {training.step}, from {path}")
                 return
-
-    def _load(self, path: Path, training: Training) -> None:
-        saved = read(path)
-        refuse_changes(path, saved.state.get("config"), training.config)
-        training.load(saved)
-
-    def _sweep(self) -> None:
-        """Delete what killed processes left behind: checkpoints half written or half deleted."""
-        for path in self.folder.glob(f".{PREFIX}*"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _put_aside(self, path: Path, damage: CheckpointError) -> None:
-        aside = numbered(path.with_name(f"damaged-{path.name}"))
-        with reported(path):
-            path.rename(aside)
-        self.note(f"damaged checkpoint left out: {damage}; it is now {aside}")
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a file of tensors; raise an `OSError` for whatever safetensors says when the disk is full."""
     path.touch()
     mode, saved, places = path.stat().st_mode, {}, set()
@@ -236,7 +230,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         saved[key] = dense.clone() if place in places else dense  # safetensors refuses tensors that overlap
         places.add(place)
     try:
-        save_file(saved, path, metadata)
+        save_file(saved, path)
         path.chmod(mode)  # safetensors lets only the owner read its files
     except SafetensorError as error:
         raise OSError(str(error)) from error

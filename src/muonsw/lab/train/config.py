@@ -36,8 +36,6 @@ class OptimizerConfig:
     lr: float = 0.02  # peak learning rate before muP multiplies it
     weight_decay: float = 0.1  # lambda of hidden and expert matrices; embedding and norms have none
     decay: str = "scaled"  # decay rule
-    # Of records under "piecewise" decay, a rule that is gone: they can be read, not trained again.
-    decay_points: tuple[tuple[float, float], ...] | None = None
     # Decay rule of the matrices whose output enters no normalization (queries, keys, values, gates and up
     # projections); empty is the same as `decay`. With "constant" here, "scaled" is AdamC's own form.
     unnormalized: str = ""
@@ -61,7 +59,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         choices: dict[str, Sequence[str]] = {
             "algorithm": ("muon", "adamw"),
-            "decay": (*DECAY_RULES, *(["piecewise"] if self.decay_points else [])),
+            "decay": tuple(DECAY_RULES),
             "unnormalized": ("", *DECAY_RULES),
             "norm": tuple(NORM_RULES),
             "orthogonalizer": tuple(ORTHOGONALIZERS),
@@ -72,8 +70,6 @@ class OptimizerConfig:
             "ns_dtype": (AUTO, *DTYPES),
         }
         _require_choices(self, choices, "optimizer.")
-        if self.decay_points is not None:  # JSON has lists
-            object.__setattr__(self, "decay_points", tuple((x, y) for x, y in self.decay_points))
         for name in ("lr", "weight_decay", "clip", "adam_lr", "target_norm"):
             value = 0.0 if getattr(self, name) is None else getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
@@ -117,11 +113,11 @@ class ScheduleConfig:
         _require_choices(self, {"shape": SHAPES, "warmup_shape": ("linear", "cosine")}, "schedule.")
 
     def warmup(self, steps: int) -> int:
-        """Warmup steps of a run of `steps` updates."""
+        """Warmup steps of a run of this length."""
         return warmup_steps_for_horizon(steps) if self.warmup_steps is None else self.warmup_steps
 
     def multiple(self, steps: int) -> Callable[[int], float]:
-        """The multiple of the peak learning rate at each step of a run of `steps` updates."""
+        """The multiple of the peak learning rate at each step of a run of this length."""
         settings = {one.name: getattr(self, one.name) for one in fields(self)}
         return schedule_of(settings.pop("shape"), steps, **settings)
 
@@ -130,7 +126,7 @@ class ScheduleConfig:
 class ParallelConfig:
     """How the ranks that torchrun starts share the work; one process alone does not look at it.
 
-    A run may go on with other settings, and on another number of ranks: sums change in their last digits, nothing else.
+    A run may resume with other settings, and on another number of ranks: sums change in their last digits only.
     """
 
     # "ddp" keeps the model on every rank and divides Muon's matrices among them; "fsdp" divides weights, gradients
@@ -159,27 +155,27 @@ class RunConfig:
     data: DataConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # how weights move
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # learning rate over the run
-    steps: int = 1000  # updates
-    batch: int = 8  # sequences in an update; of a task the rows of its batches
-    accumulation: int = 1  # micro-batches an update is cut into
+    steps: int = 1000
+    batch: int = 8  # sequences in a step; of a task the rows of its batches
+    accumulation: int = 1  # micro-batches that a step is cut into
     seed: int = 0  # of the initial weights and of the data order
     arm: str = ""  # what a comparison calls this run; runs that differ in the seed alone share it
-    eval_every: int = 100  # updates between evaluations; the end is always evaluated
-    checkpoint_every: int = 500  # updates between checkpoints; the end is always saved
-    # Also save when the last checkpoint is this old; 0 saves by updates only.
+    eval_every: int = 100  # steps between evaluations; the end is always evaluated
+    checkpoint_every: int = 500  # steps between checkpoints; the end is always saved
+    # Also save when the last checkpoint is this old; 0 saves by steps only.
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     keep: int = 2  # checkpoints to keep besides the best
-    log_every: int = 1  # updates between training records
-    telemetry_every: int = 10  # updates between telemetry samples; the first and the last are always sampled; 0: none
+    log_every: int = 1  # steps between training records
+    telemetry_every: int = 10  # steps between telemetry samples; the first and the last are always sampled; 0: none
     device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU where there is one
     precision: str = "auto"  # "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU
     # Dtype of the parameters: "float32", or "bfloat16" with stochastic rounding and no float32 copy.
     weights: str = "float32"
     compile: str = "auto"  # "on", "off", or "auto" for compiling the decoder on a GPU
-    graphs: str = "auto"  # "on", "off", or "auto" for replaying small updates of the decoder on a GPU as CUDA graphs
+    graphs: str = "auto"  # "on", "off", or "auto" for replaying small steps of the decoder on a GPU as CUDA graphs
     threads: int = 0  # CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed
     diverged: float = 5.0  # stop when the training loss exceeds its best by this many nats
-    skipped: int = 20  # stop after this many updates in a row with gradients that are not finite
+    skipped: int = 20  # stop after this many steps in a row with gradients that are not finite
     tensorboard: bool = False  # also write TensorBoard events into the run folder
     wandb: str = ""  # also log to this Weights & Biases project
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how several ranks share the work
@@ -219,7 +215,7 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in an update of a decoder."""
+        """Tokens in a step of a decoder."""
         return self.batch * self.decoder.sequence
 
     def as_data(self) -> dict[str, Any]:
@@ -229,8 +225,6 @@ class RunConfig:
             del data["parallel"]
         if self.checkpoint_seconds == CHECKPOINT_SECONDS:
             del data["checkpoint_seconds"]
-        if self.optimizer.decay_points is None:
-            del data["optimizer"]["decay_points"]
         if not self.optimizer.preset:
             del data["optimizer"]["preset"]
         for name in ("task",) if self.task is None else ("model", "data"):
@@ -246,7 +240,10 @@ class RunConfig:
         """
         if data.get("version") != VERSION:
             raise ValueError(f"this file has settings of version {data.get('version')!r}, not {VERSION}")
-        return from_data(cls, {key: value for key, value in data.items() if key != "version"})
+        settings = {key: value for key, value in data.items() if key != "version"}
+        if (optimizer := settings.get("optimizer") or {}).get("decay_points", 0) is None:  # older runs wrote it
+            settings["optimizer"] = {key: value for key, value in optimizer.items() if key != "decay_points"}
+        return from_data(cls, settings)
 
 
 def _require(holds: bool, name: str, value: Any, what: str) -> None:

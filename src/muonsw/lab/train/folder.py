@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from muonsw import machine
-from muonsw.lab.base.processes import environment
+from muonsw import __version__, machine
 from muonsw.lab.config import differences, flatten
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import read_object, write_json
@@ -23,6 +25,7 @@ from muonsw.lab.train.config import ParallelConfig, RunConfig
 
 CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
 CHECKPOINTS = "checkpoints"
+PACKAGES = ("torch", "numpy", "matplotlib", "plotly", "transformers", "timm")
 REMEDY = "put the run's own back, or delete it: checkpoints know their settings"
 
 # Settings that change what is saved or shown, never a result. Data may move: their hash is compared. How ranks share
@@ -40,7 +43,7 @@ def identity(config: RunConfig) -> str:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether the config in a folder belongs to a run that took an update."""
+    """Whether the config in a folder belongs to a run that took a step."""
     return os.path.lexists(folder / CONFIG) and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, RESULT))
 
 
@@ -53,7 +56,6 @@ def recorded_code(folder: Path, task: TaskConfig) -> str | None:
 
 
 def refuse_other_settings(folder: Path, config: RunConfig) -> None:
-    """Raise a `UsageError` if a folder holds a run with other settings."""
     if _has_begun(folder):
         refuse_changes(folder, read_object(folder / CONFIG, remedy=REMEDY), config)
 
@@ -66,7 +68,7 @@ def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
     unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
     if unwelcome:
         lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
-        fix = "go on with the settings it has, choose another folder with --out, or delete it"
+        fix = "resume with its own settings, choose another folder with --out, or delete it"
         raise UsageError(f"{where} holds a run with other settings; {fix}:\n{lines}")
 
 
@@ -78,9 +80,24 @@ def read_config_file(path: Path) -> RunConfig:
         raise UsageError(f"{path}: {error}") from error
 
 
+def environment() -> dict[str, Any]:
+    """Describe versions and the class of machine; nothing identifies it or its user."""
+    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return {
+        "muonsw": __version__,
+        "python": platform.python_version(),
+        **installed,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpu_cores": machine.cores(),
+    }
+
+
 def write_environment(folder: Path, **more: Any) -> None:
     """Record the machine, once the run has set its threads."""
     device = torch.cuda.get_device_name() if machine.gpus() else "cpu"
-    threads = torch.get_num_threads()
-    content = {**environment(), "device": device, "threads": threads, "command": sys.argv, **more}
-    write_json(folder / ENVIRONMENT, content)
+    now = {"device": device, "threads": torch.get_num_threads(), "command": sys.argv}
+    write_json(folder / ENVIRONMENT, {**environment(), **now, **more})

@@ -32,12 +32,9 @@ def build_optimizer(
 ) -> MuonSW | AdamWSW:
     """One optimizer for a whole model, routed by role; a decoder's learning rates are multiplied as muP says.
 
-    Args:
-        model: Already sharded over ranks, if it is to be.
-        config: How its weights move and decay.
-        steps: The length of the run, for decay rules that end with it.
-        process_group: Ranks that hold the same whole model, among which Muon's matrices are divided.
-        patterns: The routing of a task; a decoder's is known here.
+    The model is already sharded, if it is to be; `process_group` are ranks that hold the same whole model, among which
+    Muon's matrices are divided. `steps` is the length of the run, for decay rules that end with it, and `patterns` the
+    routing of a task.
 
     Examples:
         >>> from muonsw.lab.model import ModelConfig
@@ -46,8 +43,7 @@ def build_optimizer(
         >>> sorted({(g["role"], g["algorithm"], g["lr"]) for g in optimizer.param_groups})[:2]
         [('embedding', 'adamw', 0.01), ('experts', 'muon', 0.02)]
     """
-    shared: Options = {"decay": config.decay, "peak": config.peak}
-    shared |= {"norm": config.norm, "target_norm": config.target_norm}
+    shared: Options = {name: getattr(config, name) for name in ("decay", "peak", "norm", "target_norm")}
     shared |= {"total_steps": steps}
     own = model if isinstance(model, Decoder) else None
     chosen = {name: _options(own, name, config) for name, _ in own.named_parameters()} if own else {}
@@ -59,11 +55,17 @@ def build_optimizer(
     # Only what AdamW does not get anyway: a model of matrices alone would refuse it.
     adamw: Options = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
     adamw |= {} if config.adam_lr is None else {"lr": config.adam_lr}
+    directions: Options = {"ns_dtype": config.ns_dtype}  # of products where the algorithm has products to choose
+    if config.preset:
+        algorithm = ALGORITHMS[PRESETS[config.preset]["algorithm"]]
+        directions = {"preset": config.preset, **(directions if "ns_dtype" in algorithm.defaults else {})}
+    else:
+        directions |= {name: getattr(config, name) for name in MUON_SETTINGS}
     return MuonSW.for_model(
         model,
         lr=config.lr,
         weight_decay=config.weight_decay,
-        **_directions(config),
+        **directions,
         adamw=adamw,
         patterns=chosen,
         process_group=process_group,
@@ -71,20 +73,8 @@ def build_optimizer(
     )
 
 
-def _directions(config: OptimizerConfig) -> Options:
-    """The preset or Muon's own settings, and the precision of products where the algorithm has products to choose."""
-    products = {"ns_dtype": config.ns_dtype}
-    if not config.preset:
-        return {**products, **{name: getattr(config, name) for name in MUON_SETTINGS}}
-    algorithm = ALGORITHMS[PRESETS[config.preset]["algorithm"]]
-    return {"preset": config.preset, **(products if "ns_dtype" in algorithm.defaults else {})}
-
-
 def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable[[int], float], steps: int) -> None:
-    """Raise a `ValueError` for settings under which one update would decay more than the whole weight.
-
-    The optimizer has a scheduler, so that its groups know their peak; `multiple` is the schedule.
-    """
+    """Raise a `ValueError` if one step of this schedule would decay more than the whole weight."""
     for group in optimizer.param_groups:
         rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
         if DECAY_RULES[rule].uses_gradient or not decays(group):
@@ -96,7 +86,7 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
         if phi > 1:
             size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
             fix = "lower optimizer.lr or optimizer.weight_decay"
-            raise ValueError(f"{size} would take {phi:g} times the weight in one update: {fix}")
+            raise ValueError(f"{size} would take {phi:g} times the weight in one step: {fix}")
 
 
 def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:

@@ -6,22 +6,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from muonsw import Telemetry
-from muonsw.lab.base.processes import StopRequest, stop_requests, torch_threads
-from muonsw.lab.errors import Diverged, Interrupted, UsageError
+from muonsw.lab.errors import Diverged, Interrupted, StopRequest, UsageError, stop_requests
 from muonsw.lab.files import LOCK, locked, write_json
 from muonsw.lab.train.checkpoint import Shelf
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, RESULT, refuse_other_settings, write_environment
-from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks, tensorboard_sink, wandb_sink
+from muonsw.lab.train.ranks import World, agreed
+from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks
 from muonsw.lab.train.state import Training, with_fingerprint
-from muonsw.lab.train.world import World, agreed
 from muonsw.state import state_bytes
+from muonsw.telemetry import TensorBoardSink, WandbSink
 
 # The clock leaves at least 50 times the last save between checkpoints: 2% of the time.
 SAVING_INTERVALS = 50
@@ -51,8 +52,7 @@ class SaveClock:
 class Watch:
     """Callbacks for what happens during a run."""
 
-    # The run, before its first update; `step` says where it resumes.
-    started: Callable[[Training], None] = lambda _training: None
+    started: Callable[[Training], None] = lambda _training: None  # the run before its first step
     record: Sink = lambda _record: None  # every record that is logged
     note: Callable[[str], None] = lambda _text: None  # a sentence about something unusual
 
@@ -60,14 +60,7 @@ class Watch:
 def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: World | None = None) -> dict[str, Any]:
     """Run to the end, from the newest good checkpoint in the folder if there is one.
 
-    Args:
-        config: The run.
-        folder: Its folder, the same for all ranks.
-        watch: Callbacks for what happens; on rank 0.
-        world: The ranks, each of which calls this with the same config.
-
-    Returns:
-        The content of `result.json`.
+    Every rank of the world calls it with the same config and folder. Returns the content of `result.json`.
 
     Raises:
         UsageError: If the run cannot start, or something cannot be written.
@@ -93,12 +86,10 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
         if threads != (now := torch.get_num_threads()):
             watch.note(f"torch uses {now} CPU threads, as before, and not the {threads} it would choose here")
         journal = Journal(training)
-        metrics = world.leading(lambda: _open_files(training, journal, folder, watch))
-        if metrics is not None:
-            stack.callback(metrics.close)
+        world.leading(lambda: _open_files(journal, folder, watch, stack))
         watch.started(training)
         try:
-            _updates(training, journal, metrics, shelf, request)
+            _take_steps(training, journal, shelf, request)
         except Diverged as error:
             saved = shelf.newest()
             left = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
@@ -106,7 +97,20 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
             outcome = {"diverged": error.step, "steps": error.step, "reason": reason}
             world.leading(lambda: write_json(folder / RESULT, outcome))
             raise Diverged(reason, error.step) from error
-        result = _result(training)
+        assert training.best
+        assert training.latest
+        epochs = training.task.epochs(training.step)
+        result = {
+            "steps": training.step,
+            "final_loss": training.latest.loss,
+            "best_loss": training.best.loss,
+            "best_step": training.best.step,
+            training.task.unit: training.step * training.task.per_step,
+            **({} if epochs is None else {"epochs": epochs}),
+            "seconds": training.seconds,
+            "state_bytes": sum(state_bytes(training.optimizer.param_groups).values()),
+            "skipped": training.guard.skipped,
+        }
         world.leading(lambda: write_json(folder / RESULT, result))
         return result
 
@@ -116,24 +120,27 @@ def _require_shared(folder: Path, world: World) -> None:
         raise UsageError(f"{folder} is not the same on rank {world.rank} as on rank 0: choose one that all ranks share")
 
 
-def _open_files(training: Training, journal: Journal, folder: Path, watch: Watch) -> MetricsFile:
+def _open_files(journal: Journal, folder: Path, watch: Watch, stack: ExitStack) -> None:
     """Write down settings and machine, and open every place where records go."""
+    training = journal.training
     config, world = training.config, training.world
     write_json(folder / CONFIG, config.as_data())
     write_environment(folder, trained=training.describe(), **({} if world.alone else {"ranks": world.size}))
-    metrics = MetricsFile(folder, after=training.step, note=watch.note)
-    journal.sinks = [metrics, watch.record]
+    journal.file = MetricsFile(folder, after=training.step, note=watch.note)
+    stack.callback(journal.file.close)
+    journal.sinks = [journal.file, watch.record]
     if config.tensorboard:
-        journal.sinks.append(tensorboard_sink(folder))
+        from torch.utils.tensorboard import SummaryWriter
+
+        journal.sinks.append(TensorBoardSink(SummaryWriter(str(folder / "tensorboard"))))
     if config.wandb:
-        journal.sinks.append(wandb_sink(config.wandb, folder, config.as_data()))
-    return metrics
+        named = {"name": folder.name, "id": folder.name, "resume": "allow"}  # a resumed run goes on under its name
+        run = import_module("wandb").init(project=config.wandb, config=config.as_data(), **named)
+        journal.sinks.append(WandbSink(run))
 
 
-def _updates(
-    training: Training, journal: Journal, metrics: MetricsFile | None, shelf: Shelf, request: StopRequest
-) -> None:
-    """Take every update that is left."""
+def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: StopRequest) -> None:
+    """Take every step that is left."""
     config, world, clock = training.config, training.world, SaveClock(training.config.checkpoint_seconds)
     training.settle()
     if training.step == 0:
@@ -148,7 +155,7 @@ def _updates(
             if telemetry is not None and training.step == config.steps - 1:
                 telemetry.every = 1
             losses, norm, _ = training.update(batches)
-            journal.note_update(lr, losses, norm)
+            journal.note_step(lr, losses, norm)
 
             last = training.step == config.steps
             if last or training.step % config.eval_every == 0:
@@ -156,11 +163,14 @@ def _updates(
             stop, due = divmod(world.largest(2 * (request.signal or 0) + clock.due()), 2)  # in one message
             if last or stop or due or training.step % config.checkpoint_every == 0:
                 with clock.saving():
-                    _save(training, journal, metrics, shelf)
+                    journal.catch_up()  # a loss that has diverged must not be saved
+                    training.seconds += journal.sync()
+                    shelf.save(training.checkpoint())
+                    journal.restart_clock()
                 stop = world.largest(request.signal or 0)  # a signal may have come meanwhile
             if stop and not last:
-                message = f"stopped after {training.step} of {config.steps} updates, saved; "
-                raise Interrupted(f"{message}run the same command again to go on in {shelf.folder.parent}", stop)
+                message = f"stopped after {training.step} of {config.steps} steps, saved; "
+                raise Interrupted(f"{message}rerun the same command to resume in {shelf.folder.parent}", stop)
 
 
 def _evaluate(training: Training, journal: Journal) -> None:
@@ -170,27 +180,12 @@ def _evaluate(training: Training, journal: Journal) -> None:
     journal.restart_clock()
 
 
-def _save(training: Training, journal: Journal, metrics: MetricsFile | None, shelf: Shelf) -> None:
-    journal.catch_up()  # a loss that has diverged must not be saved
-    if metrics is not None:
-        metrics.sync()  # a checkpoint must not know more than the records
-    training.seconds += journal.elapsed()
-    shelf.save(training.checkpoint())
-    journal.restart_clock()
-
-
-def _result(training: Training) -> dict[str, Any]:
-    assert training.best
-    assert training.latest
-    epochs = training.task.epochs(training.step)
-    return {
-        "steps": training.step,
-        "final_loss": training.latest.loss,
-        "best_loss": training.best.loss,
-        "best_step": training.best.step,
-        training.task.unit: training.step * training.task.per_step,
-        **({} if epochs is None else {"epochs": epochs}),
-        "seconds": training.seconds,
-        "state_bytes": sum(state_bytes(training.optimizer.param_groups).values()),
-        "skipped": training.guard.skipped,
-    }
+@contextmanager
+def torch_threads(number: int | None) -> Iterator[None]:
+    """Set the number of torch's threads inside the block; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -92,8 +92,18 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
     """
     if data is not None and text:
         raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
-    vocab = run.decoder.vocab
-    folder = data or (text_data(text, vocab) if text else default_data(vocab))
+    vocab, folder = run.decoder.vocab, data
+    if text:
+        # One folder for each content of the files.
+        paths, digest = matching_files(text), hashlib.blake2b(digest_size=4)
+        for path in paths:
+            digest.update(f"{path.resolve()} {path.stat().st_size} ".encode("utf-8", "surrogateescape"))
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+        letters = "".join(letter if letter.isalnum() else "-" for letter in paths[0].name.partition(".")[0])
+        folder = DEFAULT_DATA / f"{letters}-bpe{vocab}-{digest.hexdigest()}"
+        prepare_default(folder, vocab=vocab, source="text", files=tuple(map(str, paths)))
+    folder = folder or default_data(vocab)
     fitting = replace(run.decoder, vocab=padded_vocab(read_record(folder).vocab_size))
     return replace(run, model=fitting, data=with_tokens(replace(run.tokens, path=str(folder)), fitting))
 
@@ -114,30 +124,14 @@ def require_enough_text(run: RunConfig) -> None:
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
     """A run of another length, its peak learning rate by the horizon rule.
 
-    The rule counts updates of 524,288 tokens, whatever the run's own are, and gives 0.02 below 5,000 of them.
+    The rule counts steps of 524,288 tokens, whatever the run's own are, and gives 0.02 below 5,000 of them.
 
     Examples:
-        >>> with_steps(preset_run("w256", "tokens"), 5_000).optimizer.lr
-        0.02
         >>> round(with_steps(preset_run("w256", "tokens"), 40_000).optimizer.lr, 6)
         0.01
     """
     horizon = max(1, round(steps * run.tokens_per_step / PAPER_BATCH_TOKENS))
     return replace(run, steps=steps, optimizer=replace(run.optimizer, lr=peak_lr_for_horizon(horizon)))
-
-
-def text_data(files: Sequence[str], vocab: int) -> Path:
-    """Text files as tokens of a BPE of this size, prepared once: a folder for each content."""
-    paths = matching_files(files)
-    digest = hashlib.blake2b(digest_size=4)
-    for path in paths:
-        digest.update(f"{path.resolve()} {path.stat().st_size} ".encode("utf-8", "surrogateescape"))
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "blake2b").digest())
-    letters = "".join(letter if letter.isalnum() else "-" for letter in paths[0].name.partition(".")[0])
-    folder = DEFAULT_DATA / f"{letters}-bpe{vocab}-{digest.hexdigest()}"
-    prepare_default(folder, vocab=vocab, source="text", files=tuple(map(str, paths)))
-    return folder
 
 
 def default_data(vocab: int) -> Path:
@@ -165,16 +159,8 @@ def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **given: Any)
     try:
         steps = chosen["steps"] if isinstance(chosen["steps"], int) else 0  # from_data refuses anything else
         often = {"eval_every": steps // 20, "checkpoint_every": steps // 10, "telemetry_every": steps // 100}
-        run = from_data(
-            RunConfig,
-            {
-                **{name: max(1, every) for name, every in often.items()},
-                **parts[RunConfig],
-                "batch": checked.rows,
-                "seed": seed,
-                "task": as_data(task),
-            },
-        )
+        settings = {name: max(1, every) for name, every in often.items()} | parts[RunConfig]
+        run = from_data(RunConfig, {**settings, "batch": checked.rows, "seed": seed, "task": as_data(task)})
         optimizer = from_data(OptimizerConfig, parts[OptimizerConfig])
         return replace(run, optimizer=optimizer, schedule=from_data(ScheduleConfig, parts[ScheduleConfig]))
     except (ValueError, TypeError) as error:

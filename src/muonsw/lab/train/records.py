@@ -6,10 +6,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from muonsw.lab.tasks import LossParts
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Training
-from muonsw.telemetry import TensorBoardSink, WandbSink
 
 Record = dict[str, Any]
 Sink = Callable[[Record], None]
@@ -32,10 +30,12 @@ READ_EVERY = 16
 
 @dataclass
 class Journal:
-    """Turn the losses that updates leave on the device into records."""
+    """Turn the losses that steps leave on the device into records."""
 
     training: Training  # the run
-    sinks: list[Sink] = field(default_factory=list)  # where the records go; empty on ranks that do not lead
+    # Where the records go: empty on ranks that do not lead.
+    sinks: list[Sink] = field(default_factory=list)
+    file: MetricsFile | None = None
     _waiting: list[tuple[int, float, Tensor]] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
     _since: float = field(default_factory=time.perf_counter)
@@ -46,12 +46,11 @@ class Journal:
         self._written = self.training.step
 
     def write(self, record: Record) -> None:
-        """Hand a record to every sink."""
         for sink in self.sinks:
             sink(record)
 
-    def note_update(self, lr: float, losses: LossParts, norm: Tensor) -> None:
-        """Remember an update; losses are read back in groups."""
+    def note_step(self, lr: float, losses: LossParts, norm: Tensor) -> None:
+        """Remember a step; losses are read back in groups."""
         self._names = [name for name, part in losses._asdict().items() if not part.dim()]
         single, others = losses[: len(self._names)], losses[len(self._names) :]
         numbers = torch.cat([torch.stack([*single, norm]).double(), *(part.double().flatten() for part in others)])
@@ -60,7 +59,7 @@ class Journal:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Write the training records of all updates so far, which waits for the device; a loss may have `Diverged`."""
+        """Write the training records of all steps so far, which waits for the device; a loss may have `Diverged`."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -91,8 +90,10 @@ class Journal:
         """Leave time that was not training out of the speed."""
         self._since = time.perf_counter()
 
-    def elapsed(self) -> float:
-        """Seconds since the last call."""
+    def sync(self) -> float:
+        """Wait until all records are on disk, and return the seconds since the last call."""
+        if self.file is not None:
+            self.file.sync()  # a checkpoint must not know more than the records
         before, self._started = self._started, time.perf_counter()
         return self._started - before
 
@@ -100,28 +101,36 @@ class Journal:
 class MetricsFile:
     """Appends records to `metrics.jsonl`, each flushed, so that a killed run has all but perhaps half a line.
 
-    Records of updates after `after` are cut off: the run resumes there and will write them again. At 0 the run begins,
-    and what an earlier beginning wrote is kept under another name. `note` is called with what was put aside.
+    Records of steps after `after` are cut off: the run resumes there and will write them again. At 0 the run begins,
+    and what an earlier start wrote is kept under another name. `note` is called with what was put aside.
     """
 
     def __init__(self, folder: Path, *, after: int, note: Callable[[str], None] = lambda _text: None) -> None:
         self.path = folder / METRICS
         with reported(self.path):
             if after > 0 and self.path.exists():
-                self._mend(after, note)
+                damaged = 0
+                with self.path.open("rb") as before, replacing(self.path) as file:
+                    for line in before:
+                        step = _step_in(line)
+                        if step is None and line.endswith(b"\n"):  # half a line at the end is no damage
+                            damaged += 1
+                        elif step is not None and step <= after:
+                            file.write(line.removesuffix(b"\n") + b"\n")
+                    if damaged:
+                        shutil.copyfile(self.path, aside := numbered(self.path))
+                        note(f"{damaged} damaged lines of {self.path} were left out; the file as it was is {aside}")
             elif self.path.exists() and self.path.stat().st_size:
                 self.path.rename(aside := numbered(self.path))
-                note(f"{self.path} was moved to {aside}: there is no checkpoint to go on from, so the run begins again")
+                note(f"{self.path} was moved to {aside}: there is no checkpoint to resume from; the run starts again")
             self._file = self.path.open("a", encoding="utf-8")
 
     def __call__(self, record: Record) -> None:
-        """Append one record."""
         with reported(self.path):
             self._file.write(json.dumps(plain(record), separators=(",", ":")) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
-        """Wait until all records are on disk."""
         with reported(self.path):
             os.fsync(self._file.fileno())
 
@@ -130,28 +139,30 @@ class MetricsFile:
         with suppress(OSError):
             self._file.close()
 
-    def _mend(self, after: int, note: Callable[[str], None]) -> None:
-        """Keep the whole records up to an update; a file with damaged lines is copied first."""
-        damaged = 0
-        with self.path.open("rb") as before, replacing(self.path) as file:
-            for line in before:
-                record = _record_in(line)
-                if record is None and line.endswith(b"\n"):  # half a line at the end is no damage
-                    damaged += 1
-                elif record is not None and record["step"] <= after:
-                    file.write(line.removesuffix(b"\n") + b"\n")
-            if damaged:
-                shutil.copyfile(self.path, aside := numbered(self.path))
-                note(f"{damaged} damaged lines of {self.path} were left out; the file as it was is {aside}")
 
-
-def _record_in(line: bytes) -> Record | None:
-    """The record in a line; None if it holds something else."""
+def _step_in(line: bytes) -> int | None:
     try:
-        record = parse_json(line)
-    except ValueError:
+        step = parse_json(line)["step"]
+    except (ValueError, LookupError, TypeError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    return step if isinstance(step, int) else None
+
+
+def numbers_of(record: Record, steps: int) -> dict[str, str]:
+    """What a view shows of a record, as texts by heading; `steps` is the length of the whole run.
+
+    Examples:
+        >>> numbers_of({"kind": "train", "step": 1200, "loss": 3.25}, 5000)
+        {'step': '1,200/5,000', 'loss': '3.2500'}
+    """
+    match record["kind"]:
+        case "train":
+            return {"step": f"{record['step']:,}/{steps:,}", "loss": f"{record['loss']:.4f}"}
+        case "eval":
+            return {"validation": f"{record['loss']:.4f}"}
+        case "telemetry" if (norm := (record.get("decayed") or {}).get("weight_rms")) is not None:
+            return {"weight RMS": f"{norm:.4f}"}
+    return {}
 
 
 def require_sinks(config: RunConfig) -> None:
@@ -160,16 +171,3 @@ def require_sinks(config: RunConfig) -> None:
         needed("tensorboard", "TensorBoard events need", "tensorboard")
     if config.wandb:
         needed("wandb", "logging to Weights & Biases needs", "wandb")
-
-
-def tensorboard_sink(folder: Path) -> Sink:
-    """A sink that writes TensorBoard events into the run's folder."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return TensorBoardSink(SummaryWriter(str(folder / "tensorboard")))
-
-
-def wandb_sink(project: str, folder: Path, config: Mapping[str, Any]) -> Sink:
-    """A sink that logs to a Weights & Biases project; a resumed run goes on under its folder's name."""
-    wandb = import_module("wandb")
-    return WandbSink(wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", config=dict(config)))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from muonsw import machine
+from muonsw.kernels.graphs import recorded
 from muonsw.lab.data.loader import prefetch
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import ModelConfig
@@ -23,6 +25,8 @@ from muonsw.lab.tasks import (
     Task,
     TaskConfig,
     UserTask,
+    map_tensors,
+    tensors_of,
     to_device,
     with_file,
     with_tokens,
@@ -38,19 +42,24 @@ from muonsw.lab.train.checkpoint import (
     whole,
 )
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.graph import MOST_TOKENS, GraphedFunction
 from muonsw.lab.train.groups import build_optimizer, require_decay_below_one
-from muonsw.lab.train.parallel import PlacedModel, require_division
-from muonsw.lab.train.world import World
+from muonsw.lab.train.ranks import PlacedModel, World, require_division
 
 # Losses in a row that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
 # What a checkpoint holds of a `LossGuard`; JSON writes an infinite `lowest` as None.
 GUARD_STATE = ("lowest", "strikes", "skipped", "skipped_in_a_row")
 
+# Eager calls before one is captured: kernels are compiled, and states made, on the way.
+WARM_CALLS = 3
+# A graph holds the activations of a call; beyond this many tokens the launches no longer matter.
+MOST_TOKENS = 65_536
+
+Result = TypeVar("Result")
+
 
 class Evaluation(NamedTuple):
-    """A validation loss, and the updates after which it was measured."""
+    """A validation loss, and the steps after which it was measured."""
 
     step: int
     loss: float
@@ -65,16 +74,11 @@ class Gradients(NamedTuple):
 
 
 class Training:
-    """A run in memory, ready to take its next update.
-
-    Args:
-        config: A config with its fingerprint filled in, as `with_fingerprint` does.
-        world: The ranks that train it together.
-    """
+    """A run in memory, ready to take its next step; its config has the fingerprint that `with_fingerprint` fills in."""
 
     def __init__(self, config: RunConfig, world: World | None = None) -> None:
         self.config, self.world = config, world or World()
-        self.step = 0  # completed updates
+        self.step = 0  # completed
         self.seconds = 0.0  # how long earlier processes have trained this run
         self.best: Evaluation | None = None
         self.latest: Evaluation | None = None
@@ -83,7 +87,7 @@ class Training:
         self.guard = LossGuard(config.diverged, config.skipped)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.device = self.world.together(lambda: own_device(config, self.world))
+        self.device = self.world.together(lambda: device_of_rank(config, self.world))
         self.world.together(lambda: require_division(config, self.world.size))
         self.task = self.world.together(lambda: open_task(config, self.world.size))
         self.model = self.task.model(config.seed).to(self.device)
@@ -94,11 +98,22 @@ class Training:
             self.task.join_ranks(self.model, self.world.size)
         self.module = self.task.computing_loss(self.model)
         self.placed = PlacedModel(self.module, config, self.world, self.device)
-        self.forward = _compiled(self.placed.forward, config) if compiles(config) else self.placed.forward
+        self.forward = self.placed.forward
+        if compiles(config):
+            # Code of the same shape, from an earlier run in this process, is used again. Code of other shapes is
+            # dropped: the compiler keeps few variants of a function, and silently runs without any once there are more.
+            global _compiled_shape  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
+            if (shape := compiled_shape(config)) != _compiled_shape:
+                torch.compiler.reset()
+                _compiled_shape = shape
+            self.forward = torch.compile(self.forward)
         patterns = self.task.patterns(self.model, config.optimizer.weight_decay)
         group = self.placed.process_group
         self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, group, patterns)
-        graphs = self.world.alone and uses_graphs(config)
+        # Small steps are replayed as CUDA graphs: launching takes longer than computing. A user's task may do on the
+        # host what a graph would not repeat.
+        graphs = self.world.alone and self.device.type == "cuda" and config.task is None and config.graphs != "off"
+        graphs &= config.graphs == "on" or (config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS)
         self.replayed_gradients = GraphedFunction(self.gradients, self.device) if graphs else None
         self.replayed_score = GraphedFunction(self.score, self.device) if graphs else None
         multiple = config.schedule.multiple(config.steps)
@@ -116,10 +131,8 @@ class Training:
         return {"model": kind, "parameters": dict(roles), "data": self.task.data(self.config.steps)}
 
     def settle(self) -> None:
-        """Take a backward pass and discard it under DDP, which puts gradients together in the order of the first pass.
-
-        Otherwise the first update of a resumed run would differ in its last bits.
-        """
+        """Take a backward pass under DDP and discard it."""
+        # DDP adds gradients in the order of its first pass, so a resumed run's first step would differ in last bits.
         if self.placed.strategy != "ddp":
             return
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -130,7 +143,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each update that is left, on the device, read in the background if the task allows."""
+        """The micro-batches of each step that is left, on the device, read in the background if the task allows."""
         if self.task.prefetches:
             return prefetch(self._micro_batches, self.step, self.config.steps)
         return map(self._micro_batches, range(self.step, self.config.steps))
@@ -141,7 +154,7 @@ class Training:
         return [to_device(batch, self.device) for batch in parts]
 
     def forward_backward(self, batches: list[Batch]) -> LossParts:
-        """Add up the gradients of an update; its losses, means over the micro-batches, stay on the device."""
+        """Add up the gradients of a step; its losses, means over the micro-batches, stay on the device."""
         parts = []
         for number, batch in enumerate(batches, start=1):
             with self.placed.backward_pass(last=number == len(batches)):
@@ -153,7 +166,7 @@ class Training:
         return type(parts[0])(*means)
 
     def update(self, batches: list[Batch]) -> Gradients:
-        """Take an update: forward, backward, clip, step; a `UsageError` if the optimizer refuses its rate or decay."""
+        """Take a step: forward, backward, clip, update; a `UsageError` if the optimizer refuses its rate or decay."""
         with self._blamed():
             found = (self.replayed_gradients or self.gradients)(batches)
         for parameter, grad in zip(self.model.parameters(), found.grads, strict=True):
@@ -161,13 +174,13 @@ class Training:
         try:
             self.optimizer.step()
         except ValueError as error:
-            raise UsageError(f"update {self.step + 1} cannot be taken: {error}") from error
+            raise UsageError(f"step {self.step + 1} cannot be taken: {error}") from error
         self.scheduler.step()
         self.step += 1
         return found
 
     def gradients(self, batches: list[Batch]) -> Gradients:
-        """The forward and backward pass of an update, which a graph may capture."""
+        """The forward and backward pass of a step, which a graph may capture."""
         self.optimizer.zero_grad(set_to_none=True)
         losses, limit = self.forward_backward(batches), self.config.optimizer.clip or math.inf
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
@@ -208,7 +221,7 @@ class Training:
         return torch.stack([torch.as_tensor(found[name], device=self.device).double() for name in self._measured])
 
     def lr_multiple(self) -> float:
-        """The learning rate of the next update, as a multiple of the peak."""
+        """The learning rate of the next step, as a multiple of the peak."""
         return float(self.scheduler.lr_lambdas[0](self.step))
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -218,7 +231,7 @@ class Training:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted else nullcontext()
 
     def checkpoint(self) -> Checkpoint:
-        """Everything needed to go on from here; tensors on rank 0 only, which writes them."""
+        """Everything needed to resume from here; tensors on rank 0 only, which writes them."""
         self.placed.share_buffers()
         optimizer, groups = optimizer_tensors(self.optimizer)
         random = {"cpu": torch.get_rng_state()}
@@ -266,7 +279,7 @@ class Training:
                 torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], self.device)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise CheckpointError(f"the one after update {saved.step} does not fit this run ({reason})") from error
+            raise CheckpointError(f"the one after step {saved.step} does not fit this run ({reason})") from error
 
 
 def open_task(config: RunConfig, ranks: int = 1) -> Task:
@@ -284,59 +297,32 @@ def first_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def compiles(config: RunConfig) -> bool:
-    """Whether a run compiles its model; that of a user's task only if it is told to."""
+    """Whether a run compiles its model; that of a user's task only on request."""
     wanted = config.compile == "auto" and config.task is None
     return config.compile == "on" or (wanted and resolve_device(config.device).type == "cuda")
 
 
-# What decides the code that the compiler makes: the model and the rows of a batch.
 _compiled_shape: tuple[ModelConfig | TaskConfig, int] | None = None
 
 
-def has_compiled(config: RunConfig) -> bool:
-    """Whether this process has compiled code for the model and the batches of a run."""
-    return _shape(config) == _compiled_shape
-
-
-def _shape(config: RunConfig) -> tuple[ModelConfig | TaskConfig, int]:
+def compiled_shape(config: RunConfig) -> tuple[ModelConfig | TaskConfig, int]:
+    """What decides the code that the compiler makes: the model and the rows of a batch."""
     return config.task or config.decoder, config.batch // config.accumulation
 
 
-def _compiled(forward: Callable[..., LossParts], config: RunConfig) -> Callable[..., LossParts]:
-    """Compile a forward pass; code of the same shape, from an earlier run in this process, is used again.
-
-    Code of other shapes is dropped: the compiler keeps few variants of a function, and runs without any, silently,
-    once there are more.
-    """
-    global _compiled_shape  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
-    if not has_compiled(config):
-        torch.compiler.reset()
-        _compiled_shape = _shape(config)
-    compiled: Callable[..., LossParts] = torch.compile(forward)
-    return compiled
-
-
 class LossGuard:
-    """Watch the training loss, and count skipped updates.
+    """Watch the training loss, and count skipped steps.
 
-    A loss diverges `excess` nats above the lowest so far; `most_skipped` updates in a row may not be finite.
-
-    Examples:
-        >>> guard = LossGuard(excess=5.0)
-        >>> guard.watch(1, 2.0)
-        >>> guard.watch(2, math.nan)
-        Traceback (most recent call last):
-        ...
-        muonsw.lab.errors.Diverged: the loss of update 2 is nan; ...
+    A loss diverges `excess` nats above the lowest so far; `most_skipped` steps in a row may not be finite.
     """
 
-    def __init__(self, excess: float, most_skipped: int = 1) -> None:
+    def __init__(self, excess: float, most_skipped: int) -> None:
         self.excess, self.most_skipped = excess, most_skipped
         self.lowest, self.strikes = math.inf, 0
         self.skipped, self.skipped_in_a_row = 0, 0
 
-    def watch(self, step: int, loss: float, norm: float = 0.0) -> None:
-        """Raise `Diverged` if a loss is not finite or stays too high, or too many updates in a row were skipped."""
+    def watch(self, step: int, loss: float, norm: float) -> None:
+        """Raise `Diverged` if a loss is not finite or stays too high, or too many steps in a row were skipped."""
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
             raise Diverged(f"the loss of update {step} is {loss}; {advice}", step)
@@ -350,17 +336,9 @@ class LossGuard:
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.most_skipped:
-            many = f"the gradients of {self.skipped_in_a_row} updates in a row, up to update {step}, are not finite"
+            many = f"the gradients of {self.skipped_in_a_row} steps in a row, up to step {step}, are not finite"
             fix = "check model and precision, lower the learning rate, or allow more with the setting `skipped`"
             raise Diverged(f"{many}, so that nothing was learned from them; {fix}", step)
-
-
-def uses_graphs(config: RunConfig) -> bool:
-    """Whether updates are captured as CUDA graphs: small ones on a GPU, where launching takes longer than computing."""
-    # A user's task may do on the host what a graph would not repeat.
-    if config.task is not None or resolve_device(config.device).type != "cuda" or config.graphs == "off":
-        return False
-    return config.graphs == "on" or (config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -376,8 +354,8 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def own_device(config: RunConfig, world: World) -> torch.device:
-    """The device of this process: the one that the config names; of several GPUs the one of this rank."""
+def device_of_rank(config: RunConfig, world: World) -> torch.device:
+    """The device that the config names; of several GPUs the one of this rank."""
     device = resolve_device(config.device)
     if world.alone or device.type != "cuda":
         return device
@@ -394,3 +372,57 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
     if config.task is not None:
         return replace(config, task=with_file(config.task))
     return replace(config, data=with_tokens(config.tokens, config.decoder))
+
+
+class GraphedFunction(Generic[Result]):
+    """A function that is captured once and then replayed on new batches of the same shape.
+
+    It never waits for the device. The next call overwrites what it returned. Where it cannot be captured it stays
+    eager, with a warning.
+    """
+
+    def __init__(self, function: Callable[[list[Batch]], Result], device: torch.device) -> None:
+        self.function = function
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batches: list[Batch] = []
+        self._result: Result | None = None
+
+    def __call__(self, batches: list[Batch]) -> Result:
+        """The function of these batches; the first calls are eager."""
+        self._calls += 1
+        if self._calls == WARM_CALLS + 1:
+            self._capture(batches)
+        if self._graph is None or [t.shape for t in _tensors(batches)] != [t.shape for t in _tensors(self._batches)]:
+            return self.eager(batches)
+        assert self._result is not None
+        for held, given in zip(_tensors(self._batches), _tensors(batches), strict=True):
+            held.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._result
+
+    def eager(self, batches: list[Batch]) -> Result:
+        """An eager call, on the stream of the capture: autograd remembers on which stream it met the weights."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = self.function(batches)
+        current.wait_stream(self._stream)
+        return result
+
+    def _capture(self, batches: list[Batch]) -> None:
+        """Record a call without making it; the thread that reads batches ahead goes on meanwhile."""
+        self._batches = [map_tensors(Tensor.clone, batch) for batch in batches]
+
+        def program() -> None:
+            self._result = self.function(self._batches)
+
+        try:
+            self._graph = recorded(program, self._stream.device, stream=self._stream)
+        except RuntimeError as error:
+            warnings.warn(f"steps are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _tensors(batches: list[Batch]) -> list[Tensor]:
+    return [tensor for batch in batches for tensor in tensors_of(batch)]

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from muonsw.lab.base.launcher import ERROR_FILE, VARIABLES, is_rank, report_error
+from muonsw.lab.errors import ERROR_FILE, VARIABLES, is_rank, report_error
 
 # Rank 0 ends while a thread of gloo waits for Python's lock, to let go of a tensor of a collective that is over.
 ENDING = """
 import atexit, os, sys, time
 import torch, torch.distributed as dist
-from muonsw.lab.base.launcher import end
+from muonsw.lab.errors import end
 
 def keep_the_lock():
     end = time.monotonic() + 3
@@ -58,7 +58,7 @@ def test_a_rank_ends_with_its_code_whatever_threads_of_gloo_still_do():
 
 
 def test_a_process_on_its_own_ends_as_every_program_does(monkeypatch):
-    from muonsw.lab.base.launcher import end
+    from muonsw.lab.errors import end
 
     monkeypatch.delenv(VARIABLES[0], raising=False)
     assert not is_rank()

@@ -126,17 +126,17 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_strategy(tmp_path):
     folder = tmp_path / "run"
     ended = run(4, on_ranks(config(), strategy="fsdp"), folder, stop_after(3))
     assert [one.code for one in ended] == [128 + signal.SIGTERM] * 4, ended
-    assert "stopped after 3 of 6 updates, saved" in ended[0].text
+    assert "stopped after 3 of 6 steps, saved" in ended[0].text
     ended = run(2, on_ranks(config(), strategy="ddp"), folder, stop_after(5))
-    assert "going on after update 3" in ended[0].text
-    assert "stopped after 5 of 6 updates, saved" in ended[0].text
+    assert "resuming after step 3" in ended[0].text
+    assert "stopped after 5 of 6 steps, saved" in ended[0].text
     notes = []
     in_float64()
     try:
         train(config(), folder, Watch(note=notes.append))
     finally:
         torch.set_default_dtype(torch.float32)
-    assert "going on after update 5" in notes[0]
+    assert "resuming after step 5" in notes[0]
     assert_same_numbers(folder, one_process())
 
 
@@ -188,8 +188,12 @@ def test_the_model_of_several_ranks_is_exported_like_any_other(tmp_path):
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
-def test_settings_of_the_ranks_leave_the_files_of_other_runs_as_they_were(tmp_path):
-    train(small_run(steps=2), tmp_path)
+def test_ranks_and_a_single_process_share_a_folder_one_after_the_other(tmp_path):
+    ended = []
+    watch = Watch(started=lambda _training: ended.extend(run(2, on_ranks(small_run(steps=2)), tmp_path)))
+    train(small_run(steps=2), tmp_path, watch)
+    assert [one.code for one in ended] == [2, 2], "the folder is in use"
+    assert "another process is training in" in ended[0].text
     assert "parallel" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert "ranks" not in json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     train(on_ranks(small_run(steps=2), strategy="fsdp"), tmp_path)  # not refused as another run
@@ -210,17 +214,6 @@ def test_what_ranks_cannot_do_is_said_once_before_anything_is_trained(settings, 
     assert said in ended[0].text
     assert ended[0].text.count("muonsw:") == 1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_folder_in_use_is_refused_on_all_ranks(tmp_path):
-    ended = []
-    train(
-        small_run(steps=2),
-        tmp_path,
-        Watch(started=lambda _training: ended.extend(run(2, on_ranks(small_run(steps=2)), tmp_path))),
-    )
-    assert [one.code for one in ended] == [2, 2]
-    assert "another process is training in" in ended[0].text
 
 
 def test_ranks_save_together_when_the_clock_of_one_of_them_asks(tmp_path):
