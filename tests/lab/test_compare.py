@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from muonsw.lab.advise import IDLE
 from muonsw.lab.arms import CONTROL, Arm, Key, decay_factors, parse_arm
 from muonsw.lab.compare import FACTORS, Question, advise_arm, answer, effects, sweep_table, tune, verdict
 from muonsw.lab.data.documents import MarkovSource
@@ -17,7 +18,6 @@ from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.outcome import Outcome, PairOutcome
-from muonsw.lab.recipes import IDLE
 from muonsw.lab.stats import Interval
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.presets import with_data
@@ -117,7 +117,7 @@ def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path)
     data = numbers(tmp_path)
     steps = data["arms"][2]["diverged"]
     assert set(steps) == {"0", "1"}
-    where = f"'wild' diverged at update {steps['0']} (seed 0) and {steps['1']} (seed 1)"
+    where = f"'wild' diverged at step {steps['0']} (seed 0) and {steps['1']} (seed 1)"
     assert found.sentence.startswith(where)
     assert "'wild' and 'constant' cannot be compared" in found.sentence
     assert "'scaled' and 'constant'" in found.sentence
@@ -256,7 +256,7 @@ def test_the_verdict_names_skipped_steps_and_lost_seeds_first():
     assert skipped.startswith("'scaled' skipped 7 steps (seed 0), 1 step (seed 2), whose gradients were not finite")
     lost = replace(BOTH[1], seeds=(0, 2), final=(3.0, 3.1), diverged={1: 40})
     text = verdict(Outcome((BOTH[0], lost), (pair(GAINS),)))
-    assert text.startswith("'scaled' diverged at update 40 (seed 1): it is compared on its other seeds")
+    assert text.startswith("'scaled' diverged at step 40 (seed 1): it is compared on its other seeds")
 
 
 # Claims.

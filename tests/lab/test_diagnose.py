@@ -12,11 +12,11 @@ from rich.console import Console
 from torch import nn
 
 from muonsw import AdamWSW, JsonlSink, MuonSW, Telemetry
-from muonsw.lab.commands.diagnose import Diagnose
 from muonsw.lab.diagnose import (
     AGAIN,
     MOST_SAMPLES,
     RULES,
+    Diagnose,
     Findings,
     History,
     Severity,

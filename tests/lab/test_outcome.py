@@ -30,7 +30,7 @@ def written(folder, rule, seed, *, loss=3.0, norms=(), evals=(), result=None, **
     path.mkdir()
     config = tiny_run(seed=seed, arm=rule, optimizer={"decay": rule, "weight_decay": 1.0, **optimizer})
     (path / "config.json").write_text(json.dumps(config.as_data()), encoding="utf-8")
-    records = [{"kind": "eval", "step": step, "loss": value} for step, value in evals]
+    records = [{"kind": "eval", "step": step, "loss": value, **dict(metrics)} for step, value, *metrics in evals]
     for step, norm in enumerate(norms):
         scope = {"weight_rms": norm}
         records.append({"kind": "telemetry", "step": step, "decayed": scope, "all": scope})
@@ -56,6 +56,24 @@ def test_a_comparison_is_paired_by_seed_and_leaves_out_what_diverged(tmp_path):
     assert outcome.arms[0].skipped == {0: 9}
 
 
+def test_a_metric_that_ends_without_a_number_is_not_replaced_by_an_earlier_one(tmp_path):
+    def run(rule, seed, end):
+        return written(tmp_path, rule, seed, evals=[(1, 4.0, ("accuracy", 10.0)), (2, 3.0, ("accuracy", end))])
+
+    runs = {
+        "constant": [run("constant", seed, 30.0 + seed) for seed in range(3)],
+        "scaled": [run("scaled", seed, None if seed == 1 else 33.0 + seed) for seed in range(3)],
+    }
+    outcome = compare(runs)
+    assert outcome.arms[0].metrics == {"accuracy": (30.0, 31.0, 32.0)}
+    (metric,) = outcome.pairs[0].metrics.values()
+    assert metric.differences == pytest.approx((3.0, math.nan, 3.0), nan_ok=True)
+    assert math.isnan(metric.mean)
+    table = pairs_table(outcome.pairs)
+    assert table.columns[-1].title == "difference of accuracy"
+    assert table.rows[0][-1] is None
+
+
 def test_steps_to_match_interpolates_between_evaluations(tmp_path):
     def run(name, *evals):
         return written(tmp_path, name, 0, evals=evals)
@@ -71,7 +89,7 @@ def test_tables_show_no_more_than_is_known():
     lost = arm("scaled", "scaled", seeds=(0, 2), final=(3.0, 3.1), diverged={1: 40})
     (row,) = arms_table(Outcome((lost,), ())).rows
     assert row[4].text.endswith(", 1 diverged")
-    assert row[4].note == "at update 40 (seed 1)"
+    assert row[4].note == "at step 40 (seed 1)"
     nothing = PairOutcome("constant", "scaled", (), (), math.nan, None, (), None)
     assert pairs_table([nothing]).rows[0][2:] == (None, None, None, None)
     unknown = pairs_table([pair((math.nan,) * 3, match=(None,) * 3)])

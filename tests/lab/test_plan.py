@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from muonsw.distributed.exchange import share_by_cost
-from muonsw.lab.commands.plan import Plan
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig, count, moe, preset
 from muonsw.lab.paper import RECIPES
@@ -20,6 +19,7 @@ from muonsw.lab.plan import (
     ADAMW_PASSES,
     H200,
     ON_PAPER,
+    Plan,
     Setup,
     activation_bytes,
     heaviest,

@@ -19,7 +19,6 @@ from muonsw import (
     scale_weight_decay,
 )
 from muonsw.addons.scale_weight_decay import ScaledWeightDecay
-from muonsw.lab.recipes import Recipe, recipe
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.summary import Summary
 
@@ -72,11 +71,7 @@ def closure_and_groups() -> None:
 
 
 def around_it() -> None:
-    """Recipes, conversions, the decay of other optimizers, records."""
-    found = recipe(lr=3e-3, weight_decay=0.1, steps=1_000)
-    assert_type(found, Recipe)
-    assert_type(found.options, dict[str, Any])
-    MuonSW.for_model(small_model(), **found.options)
+    """Conversions, the decay of other optimizers, records."""
     assert_type(convert_weight_decay(0.1, "independent", "scaled", 0.02), float)
     assert_type(peak_lr_for_horizon(20_000, base_lr=0.02), float)
     other = torch.optim.AdamW(small_model().parameters(), lr=0.1)

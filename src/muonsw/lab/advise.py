@@ -15,12 +15,13 @@ from rich.console import Console
 from muonsw.decay import decay_factors
 from muonsw.lab.console import paragraph
 from muonsw.lab.errors import UsageError
-from muonsw.lab.recipes import IDLE
 from muonsw.lab.theory.schedule import sampled, schedule_of
 
 RULES = ("scaled", "constant")
 # The best total of our runs; under a rate that stays flat for most of the run, as in WSD, it was lower.
 WANTED, WANTED_FLAT = 1.0, 0.35
+# Total decay below this removes less than a quarter of a weight: exp(-0.3) = 0.74.
+IDLE = 0.3
 # Text seen 16 times wanted this much more; up to 4 times it wanted no more than fresh text.
 REPEATED = {"constant": 20.0, "scaled": 40.0}
 HARMLESS_EPOCHS, REPEATED_EPOCHS = 4.0, 16.0

@@ -69,7 +69,7 @@ class Comparison:
         return replace(self.base, optimizer=arm.optimizer, seed=seed)
 
     def members(self) -> list[tuple[Arm, int]]:
-        """Every arm with every seed; seed by seed, so that a pair is complete as early as possible."""
+        """Every arm with every seed, seed by seed: pairs are complete as early as possible."""
         return [(arm, seed) for seed in self.seeds for arm in self.arms]
 
     def configs(self) -> list[RunConfig]:
@@ -139,10 +139,6 @@ def multiples(value: float, factors: Sequence[float], digits: int = 3) -> list[f
     return [float(f"{value * factor:.{digits}g}") for factor in factors]
 
 
-def lambda_arm(base: OptimizerConfig, rule: str, lam: float) -> Arm:
-    return Arm(f"{rule}, lambda {lam:g}", replace(base, decay=rule, weight_decay=lam))
-
-
 def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
     """The decay factor phi of every step of a run, for hidden and expert matrices as muP divides their rate.
 
@@ -162,7 +158,7 @@ def refuse_too_much_decay(config: RunConfig, optimizer: OptimizerConfig) -> None
     """Refuse a lambda with which a step would remove more than the whole weight."""
     if (share := max(decay_factors(config, optimizer))) > 1.0:
         settings = f"{optimizer.decay} decay with weight_decay={optimizer.weight_decay:g} at lr={optimizer.lr:g}"
-        raise UsageError(f"{settings} would take {share:.3g} times the weight in one update: lower one of them")
+        raise UsageError(f"{settings} would take {share:.3g} times the weight in one step: lower one of them")
 
 
 @lru_cache(maxsize=2)  # every arm of a long run asks for it
@@ -218,12 +214,10 @@ def control_arm(run: RunConfig, scaled: Arm) -> Arm:
     return replace(control, optimizer=replace(control.optimizer, peak="group"))
 
 
-def own_peak(run: RunConfig) -> OptimizerConfig:
-    """The optimizer with every group's own peak, so that all rules decay alike where the learning rate is highest."""
-    return replace(run.optimizer, peak="group") if run.decoder.relative_width != 1.0 else run.optimizer
-
-
 def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
-    """A rule at one lambda, with every group's own peak."""
-    base = own_peak(run)
-    return lambda_arm(replace(base, peak="group" if rule == CONSTANT else base.peak), rule, weight_decay)
+    """A rule at one lambda, with every group's own peak: all rules decay alike where the learning rate is highest."""
+    own = rule == CONSTANT or run.decoder.relative_width != 1.0
+    peak = "group" if own else run.optimizer.peak
+    return Arm(
+        f"{rule}, lambda {weight_decay:g}", replace(run.optimizer, decay=rule, weight_decay=weight_decay, peak=peak)
+    )

@@ -21,13 +21,13 @@ from muonsw.registry import unknown
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "compare": ("commands.compare", "Compare", "train a model under several decay rules and compare the results"),
     "reproduce": ("commands.reproduce", "Reproduce", "run a study of the paper and check its claims"),
-    "plan": ("commands.plan", "Plan", "compute size, FLOPs, memory, hours and traffic of a run"),
+    "plan": ("plan", "Plan", "compute size, FLOPs, memory, hours and traffic of a run"),
     "advise": ("advise", "Advise", "say whether decay matters in a run, and which lambda to try"),
     "data": ("commands.data", "Data", "prepare training data, verify it, or describe it"),
     "train": ("commands.train", "Train", "train a model, or continue a run that was stopped"),
     "task": ("commands.task", "TaskCommand", "check a task of your own, or write a file to begin with"),
-    "report": ("commands.report", "Report", "write one page about one or several runs"),
-    "diagnose": ("commands.diagnose", "Diagnose", "show what decay does to the weights of runs, and what is wrong"),
+    "report": ("report.page", "Report", "write one page about one or several runs"),
+    "diagnose": ("diagnose", "Diagnose", "show what decay does to the weights of runs, and what is wrong"),
     "export": ("commands.export", "Export", "write the model of a run as safetensors"),
     "sample": ("commands.export", "Sample", "let a trained model continue a text"),
 }

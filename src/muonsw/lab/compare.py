@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.lab import paper
-from muonsw.lab.advise import RULES, Advice, Advise
+from muonsw.lab.advise import IDLE, RULES, Advice, Advise
 from muonsw.lab.arms import (
     CONTROL,
     Arm,
@@ -45,7 +45,6 @@ from muonsw.lab.outcome import (
     swept_loss,
 )
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.recipes import IDLE
 from muonsw.lab.report.page import PAGE, write_report
 from muonsw.lab.runs import Run
 from muonsw.lab.stats import Claim, Source, above, below, over_seeds
@@ -116,9 +115,13 @@ def answer(
 
     # The paper's claims are about one lambda for both rules, and about no task of the user's.
     judged = effects(runs, outcome) if asked.claims and not tuned and asked.base.task is None else []
-    measured = [arm for arm in asked.arms if _like_our_runs(arm) and not (tuned or asked.base.task)]
-    advised = max(measured, key=lambda arm: arm.optimizer.decay, default=None)  # the scaled arm, where there is one
-    said = verdict(outcome, tuned, advise_arm(asked.base, advised, asked.epochs) if advised else None)
+    advice = None  # about the scaled arm, where there is one, if it is like the runs behind the formula
+    for arm in sorted(asked.arms, key=lambda arm: arm.optimizer.decay):
+        optimizer = arm.optimizer
+        plain_muon = optimizer.algorithm == "muon" and optimizer.norm == "free" and not optimizer.preset
+        if plain_muon and optimizer.decay in RULES and not (tuned or asked.base.task):
+            advice = advise_arm(asked.base, arm, asked.epochs)
+    said = verdict(outcome, tuned, advice)
     tables = [arms_table(outcome), pairs_table(outcome.pairs), *([sweep_table(tuned)] if tuned else [])]
     numbers = {
         "verdict": said,
@@ -178,12 +181,6 @@ def advise_arm(base: RunConfig, arm: Arm, epochs: float) -> Advice:
         algorithm=algorithm,
         epochs=epochs,
     ).advice()
-
-
-def _like_our_runs(arm: Arm) -> bool:
-    optimizer = arm.optimizer
-    plain_muon = optimizer.algorithm == "muon" and optimizer.norm == "free" and not optimizer.preset
-    return plain_muon and optimizer.decay in RULES
 
 
 # The search for lambda.
@@ -334,7 +331,7 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
             seeds = ", ".join(f"{counted(number, 'step')} (seed {seed})" for seed, number in arm.skipped.items())
             lines.append(f"{arm.name!r} skipped {seeds}, whose gradients were not finite: lower its learning rate.")
 
-    known = [arm for arm in outcome.arms if not math.isnan(arm.total_decay)]  # not those of the user's own loop
+    known = [arm for arm in outcome.arms if not math.isnan(arm.total_decay)]  # not rules that follow the gradients
     totals = ", ".join(f"{arm.total_decay:.2g} ({arm.name!r})" for arm in known)
     if known and all(arm.total_decay < IDLE for arm in outcome.arms):
         idle = f"Too short for decay to matter: total decay is below {IDLE:g}, {totals}."
@@ -353,7 +350,13 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
                     chance = "not significant" if low <= 0.0 <= high else "significant"
                     text += f", {chance} (95% t interval {signed(low)} to {signed(high)})"
                 lines.append(f"{text}.")
-    lines += [_less_decay(outcome.pairs), edge_note(tuned)]
+    # How much of a gain constant decay of the same total has too.
+    control = next((pair for pair in outcome.pairs if pair.baseline == CONTROL and pair.seeds), None)
+    gains = [pair for pair in outcome.pairs if control and pair.arm == control.arm and pair is not control]
+    if control and gains and gains[0].interval is not None and gains[0].interval.high < 0:
+        share = min(1.0, max(0.0, 1.0 - control.mean / gains[0].mean))
+        lines.append(f"So {share:.0%} of the gain is explained by less total decay.")
+    lines.append(edge_note(tuned))
     rules = {arm.rule for arm in outcome.arms if arm.total_decay >= IDLE}
     if not tuned and len(rules) > 1 and not (advice and advice.verdict == "fine"):
         lines.append("At another lambda the answer may differ: --tune-lambda compares each rule at its best.")
@@ -383,29 +386,18 @@ def _difference(pair: PairOutcome, arms: Mapping[str, ArmOutcome], unit: str) ->
         return f"{pair.arm!r} against {pair.baseline!r}: a run has no final loss."
     if pair.interval is None:
         size = f"{signed(abs(pair.mean))[1:]}{unit} {'below' if pair.mean < 0 else 'above'}"
-        return (
-            f"{pair.arm!r} ended {size if pair.mean else 'level with'} {pair.baseline!r}; one seed gives no error bar."
-        )
+        where = size if pair.mean else "level with"
+        return f"{pair.arm!r} ended {where} {pair.baseline!r}; one seed gives no error bar."
     spread = f"{signed(pair.mean)}{unit}, 95% t interval {signed(pair.interval.low)} to {signed(pair.interval.high)}"
     if pair.interval.low <= 0.0 <= pair.interval.high:
         return f"No significant difference between {pair.arm!r} and {pair.baseline!r} over {seeds} ({spread})."
-    if pair.baseline != CONTROL and not math.isnan(arms[pair.arm].weight_decay):
+    if pair.baseline != CONTROL:
         spread += "; same lambda" if _same_lambda(arms[pair.arm], arms[pair.baseline]) else "; different lambda"
     word = "lower" if pair.mean < 0 else "higher"
     text = f"{pair.arm!r} ended {word} than {pair.baseline!r} over {seeds} ({spread})."
     if word == "lower" and pair.mean_match is not None:
         text += f" It matched the best loss of {pair.baseline!r} in {100 * pair.mean_match:.0f}% of the steps."
     return text
-
-
-def _less_decay(pairs: Sequence[PairOutcome]) -> str:
-    """How much of a gain constant decay of the same total has too; empty without a control or a gain."""
-    control = next((pair for pair in pairs if pair.baseline == CONTROL), None)
-    gain = next((pair for pair in pairs if control and pair.arm == control.arm and pair.baseline != CONTROL), None)
-    if control is None or gain is None or gain.interval is None or not gain.interval.high < 0 or not control.seeds:
-        return ""
-    share = min(1.0, max(0.0, 1.0 - control.mean / gain.mean))
-    return f"So {share:.0%} of the gain is explained by less total decay."
 
 
 def _same_lambda(one: ArmOutcome, other: ArmOutcome) -> bool:

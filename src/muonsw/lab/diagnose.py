@@ -5,27 +5,30 @@ Both put the same `RULES` to a `History`: `diagnose` to all records of a run, `F
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
+from tyro.conf import Positional, arg
 
-from muonsw.lab.console import Column, Table, harmless, norm_text, print_table
+from muonsw.lab.advise import IDLE
+from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, say
 from muonsw.lab.errors import UsageError
-from muonsw.lab.files import plain
-from muonsw.lab.recipes import IDLE
+from muonsw.lab.files import plain, prepare_folder, write_atomically
 from muonsw.lab.report.charts import Axis, Chart, Curve, LegendEntry, Sheet
-from muonsw.lab.runs import Columns, Run, norm_history, unique_names
+from muonsw.lab.runs import Columns, Run, load_runs, norm_history, unique_names
 from muonsw.lab.theory.hypotheses import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
 from muonsw.telemetry.record import Record
@@ -649,6 +652,54 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
     ]
     arms = [LegendEntry(name, history.run.rule) for name, history in zip(names, histories, strict=True)]
     return write_sheet(Sheet(stem.name, "", charts, columns=3), arms, stem.parent) if charts else []
+
+
+# The command.
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """Show what decay does to the weights of runs, and what is wrong.
+
+    Prints findings in plain words and a table of norms beside theory. Writes
+    every number to diagnose.json, and one figure.
+    """
+
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()
+    """Run folders, or JSON lines that `muonsw.Telemetry` wrote in your own loop; several are drawn together."""
+
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Folder to write to. Default: RUN/diagnose for a run, FILE-diagnose for a file, out/diagnose for several."""
+
+    scope: str = ""
+    """Which weights: decayed (the default), all, role:NAME, layer:NUMBER or parameter:NAME."""
+
+    def run(self) -> int:
+        if not self.runs:
+            raise UsageError("missing run: muonsw diagnose RUN...")
+        diagnoses = [diagnose(_with_recorded_settings(run), scope=self.scope) for run in load_runs(self.runs)]
+        folder, first = self.out, self.runs[0]
+        if folder is None:
+            folder = first.with_name(f"{first.stem}-diagnose") if first.is_file() else first / "diagnose"
+            folder = folder if len(diagnoses) == 1 else Path("out/diagnose")
+        prepare_folder(folder)
+        data = {"version": 1, "scope": self.scope, "runs": [as_data(diagnosis) for diagnosis in diagnoses]}
+        write_atomically(folder / "diagnose.json", json.dumps(data, allow_nan=False) + "\n")
+        draw(diagnoses, folder / "diagnose")
+        console = Console()
+        print_diagnosis(console, diagnoses)
+        say(console, f"\nwrote diagnose.json, diagnose.png and diagnose.svg to {folder}")
+        return 0
+
+
+def _with_recorded_settings(run: Run) -> Run:
+    """Give a file of JSON lines, which has no configuration, the settings in its first telemetry record."""
+    if run.settings or not run.path.is_file():
+        return run
+    with run.path.open("rb") as lines, suppress(ValueError):  # a line that is being written
+        first = next((line for line in lines if b'"groups"' in line), b"{}")
+        return replace(run, settings=recorded_settings(json.loads(first)))
+    return run
 
 
 # Hints while training.

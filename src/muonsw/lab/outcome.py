@@ -13,11 +13,10 @@ from muonsw.lab.files import plain
 from muonsw.lab.runs import Run
 from muonsw.lab.stats import Estimate, Interval, interval_of, over_seeds
 
-Measure = Callable[[Run], float]
+Measure = Callable[[Run], float]  # NaN where a run diverged, or did not record it
 
 
 def diverged_at(run: Run) -> int | None:
-    """The step at which a run diverged; None if it did not."""
     step = (run.result or {}).get("diverged")
     return step if isinstance(step, int) else None
 
@@ -27,12 +26,10 @@ def completed(runs: Sequence[Run]) -> list[Run]:
 
 
 def last_loss(run: Run) -> float:
-    """The last validation loss; NaN where there is none or the run diverged."""
     return run.final_loss if diverged_at(run) is None else math.nan
 
 
 def lowest_loss(run: Run) -> float:
-    """The best validation loss; NaN where there is none or the run diverged."""
     return run.best_loss if diverged_at(run) is None else math.nan
 
 
@@ -48,7 +45,6 @@ def log_end_norm(run: Run) -> float:
 
 
 def over_runs(runs: Sequence[Run], measure: Measure) -> Estimate:
-    """The mean of a measure over the seeds of an arm, with its interval."""
     return over_seeds([measure(run) for run in runs])
 
 
@@ -59,7 +55,6 @@ def both_completed(one: Sequence[Run], other: Sequence[Run]) -> dict[int, tuple[
 
 
 def paired(one: Sequence[Run], other: Sequence[Run], measure: Measure) -> list[float]:
-    """A measure of one arm minus that of the other, for the seeds that both completed."""
     return [measure(ours) - measure(theirs) for ours, theirs in both_completed(one, other).values()]
 
 
@@ -75,7 +70,7 @@ class ArmOutcome:
     best: tuple[float, ...]  # lowest validation loss of each run
     norm: tuple[float, ...]  # weight RMS of the decayed matrices at the end of each run
     norm_change: tuple[float, ...]  # the same relative to its largest value, minus one
-    total_decay: float  # sum of phi; NaN where only the user's own loop knew it
+    total_decay: float  # sum of phi; NaN under a rule that follows the gradients
     diverged: Mapping[int, int]  # by seed, the step at which a run diverged
     skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, steps whose gradients were not finite
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, at the last evaluation
@@ -132,37 +127,28 @@ class Outcome:
 
 def compare(runs: Runs) -> Outcome:
     """What the runs of several arms say; the first arm is the baseline."""
-    first, *others = runs.values()
-    arms = tuple(arm_outcome(those) for those in runs.values())
-    return Outcome(arms, tuple(pair_outcome(first, those) for those in others), first[0].unit)
-
-
-def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
-    """What the runs of one arm say; they differ in the seed alone."""
-    first, ended = runs[0], completed(runs)
-    weight_decay = total_decay = math.nan
-    if "optimizer" in first.settings:  # otherwise only the user's own loop knew
+    arms, (baseline, *others) = [], runs.values()
+    for those in runs.values():
+        first, ended = those[0], completed(those)
         optimizer = first.config.optimizer
-        weight_decay, total_decay = optimizer.weight_decay, math.fsum(decay_factors(first.config, optimizer))
-
-    def end_norm(run: Run) -> float:
-        decays = run.telemetry.scope("decayed").records or "end_norm" in (run.result or {})
-        return run.final_norm if decays else math.nan
-
-    return ArmOutcome(
-        name=first.arm,
-        rule=first.rule,
-        weight_decay=weight_decay,
-        seeds=tuple(run.seed for run in ended),
-        final=tuple(map(last_loss, ended)),
-        best=tuple(map(lowest_loss, ended)),
-        norm=tuple(map(end_norm, ended)),
-        norm_change=tuple(run.norm_change for run in ended),
-        total_decay=total_decay,
-        diverged=divergence_steps(runs),
-        skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
-        metrics={name: tuple(run.final_metric(name) for run in ended) for name in metric_names(runs)},
-    )
+        # Without weights that decay, a run's norm is that of all weights, which is something else.
+        decaying = [run.telemetry.scope("decayed").records or "end_norm" in (run.result or {}) for run in ended]
+        arm = ArmOutcome(
+            name=first.arm,
+            rule=first.rule,
+            weight_decay=optimizer.weight_decay,
+            seeds=tuple(run.seed for run in ended),
+            final=tuple(map(last_loss, ended)),
+            best=tuple(map(lowest_loss, ended)),
+            norm=tuple(run.final_norm if decays else math.nan for run, decays in zip(ended, decaying, strict=True)),
+            norm_change=tuple(run.norm_change for run in ended),
+            total_decay=math.fsum(decay_factors(first.config, optimizer)),
+            diverged=divergence_steps(those),
+            skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
+            metrics={name: tuple(run.final_metric(name) for run in ended) for name in metric_names(those)},
+        )
+        arms.append(arm)
+    return Outcome(tuple(arms), tuple(pair_outcome(baseline, those) for those in others), baseline[0].unit)
 
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
@@ -193,7 +179,6 @@ def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN of nothing."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
@@ -231,13 +216,13 @@ def divergences(results: Results) -> list[str]:
 
 
 def describe_divergence(where: Mapping[int, int]) -> str:
-    """At which step runs diverged, by seed.
+    """Say at which step runs diverged, by seed.
 
     Examples:
         >>> describe_divergence({0: 57, 2: 60})
-        'at update 57 (seed 0) and 60 (seed 2)'
+        'at step 57 (seed 0) and 60 (seed 2)'
     """
-    return "at update " + " and ".join(f"{step:,} (seed {seed})" for seed, step in where.items())
+    return "at step " + " and ".join(f"{step:,} (seed {seed})" for seed, step in where.items())
 
 
 def arms_table(outcome: Outcome) -> Table:

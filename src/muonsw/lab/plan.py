@@ -1,4 +1,4 @@
-"""What a run costs before it is started, on one GPU or thousands.
+"""`muonsw plan`: what a run costs before it is started, on one GPU or thousands.
 
 Bytes are counted, and tests compare them with what tensors take and ranks send. Times are sums over measured rates of
 one GPU and assumed rates of links (docs/scaling.md). Products overlap with the optimizer's exchange, and the passes of
@@ -8,21 +8,29 @@ the model with its own traffic: perfectly, which is optimistic.
 from __future__ import annotations
 
 import heapq
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from rich.console import Console
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.exchange import ROUNDS, SMALLEST_ROUND
-from muonsw.lab.model import ModelConfig, count, role_of, unallocated
+from muonsw.lab.console import Table, print_table, say
+from muonsw.lab.errors import UsageError
+from muonsw.lab.files import plain
+from muonsw.lab.model import ModelConfig, count, preset, role_of, unallocated
 from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.paper import PAPER_BATCH_TOKENS
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.presets import preset_run
 from muonsw.orthogonalize.iterations import gram_saves
 from muonsw.step import ACCELERATOR_CHUNK_BYTES
 
@@ -39,7 +47,6 @@ KEPT = 0.59  # share of autograd's tensors that a compiled model keeps; fitted t
 JOURNEYS = 4  # a token travels to its experts and back, in the forward and in the backward pass
 NODE = 8  # GPUs of one machine
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-GIB = 2**30
 
 # A model that exists only on paper: about the size and shape of the largest open mixtures.
 ON_PAPER: Mapping[str, ModelConfig] = {
@@ -172,10 +179,6 @@ def cost(configs: Iterable[RunConfig]) -> Cost:
     return Cost(len(distinct), sum(config.steps * config.tokens_per_step for config in distinct), math.fsum(flops))
 
 
-Strategy = Literal["ddp", "fsdp", "ep"]
-Experts = Literal["stack", "rows"]
-
-
 class Sharding(NamedTuple):
     """How a part lies on the ranks: `stack * cut * copies` of them."""
 
@@ -199,10 +202,10 @@ class Setup:
     gpus: int = 1
     """How many."""
 
-    strategy: Strategy = "ddp"
+    strategy: Literal["ddp", "fsdp", "ep"] = "ddp"
     """ddp: a copy on each; fsdp: everything divided; ep: experts stay on their GPUs and tokens travel."""
 
-    experts: Experts = "stack"
+    experts: Literal["stack", "rows"] = "stack"
     """Under fsdp: experts divided along their stack, or each by its rows."""
 
     replicas: int = 1
@@ -281,7 +284,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """What one update takes."""
+    """What one step takes."""
 
     setup: Setup
     memory: Memory
@@ -307,7 +310,7 @@ class UpdateCost:
 
 
 def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_TOKENS) -> UpdateCost:
-    """Predict an update of this many tokens, on all GPUs together.
+    """Predict a step of this many tokens, on all GPUs together.
 
     Examples:
         >>> update = plan_update(ModelConfig(width=1024), Setup())
@@ -451,7 +454,6 @@ def plan(
     """Compute a run of this many steps, on one GPU unless `setup` has more.
 
     Examples:
-        >>> from muonsw.lab.model import preset
         >>> result = plan(preset("w256"), 35_000)
         >>> result.parameters, f"{result.flops:.2g}"
         (72677632, '4e+18')
@@ -459,39 +461,22 @@ def plan(
     require_positive(steps=steps, batch_tokens=batch_tokens)
     sizes, tokens = count(model), steps * batch_tokens
     flops, update = float(sizes.flops_per_token) * tokens, plan_update(model, setup or Setup(), batch_tokens)
-    share, hours = orthogonalizer_flops(model) * steps / flops, steps * update.seconds / 3600.0
     return RunPlan(
-        *(sizes.total, sizes.active, steps, batch_tokens, tokens, sizes.flops_per_token, flops, share), update, hours
+        parameters=sizes.total,
+        active=sizes.active,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        tokens=tokens,
+        flops_per_token=sizes.flops_per_token,
+        flops=flops,
+        orthogonalizer_share=orthogonalizer_flops(model) * steps / flops,
+        update=update,
+        hours=steps * update.seconds / 3600.0,
     )
 
 
-def rows_of(result: RunPlan) -> list[tuple[str, str, str]]:
-    """What is printed: a name, a value, and where the value comes from."""
-    update, memory, setup = result.update, result.update.memory, result.update.setup
-
-    def gib(size: float) -> str:
-        return f"{size / GIB:.2f} GiB"
-
-    def ms(seconds: float) -> str:
-        return f"{1e3 * seconds:,.1f} ms"
-
-    rows = [
-        ("parameters", f"{result.parameters:,}", f"{result.active:,} of them active for a token"),
-        ("steps", f"{result.steps:,}", f"of {result.batch_tokens:,} tokens"),
-        ("tokens", amount(result.tokens, 4), f"{result.tokens / result.active:.0f} for each active parameter"),
-        ("FLOP a token", amount(result.flops_per_token, 4), "forward and backward, causal attention at full length"),
-        ("FLOP", f"{result.flops:.3g}", f"Newton-Schulz adds {100 * result.orthogonalizer_share:.1f}%"),
-        ("weights", gib(memory.weights), "float32, and as many gradients"),
-        ("optimizer state", gib(memory.muon_state + memory.adamw_state), f"AdamW alone: {gib(2 * memory.weights)}"),
-        ("activations", gib(memory.activations), f"estimate: {setup.micro_batch} sequences at once, compiled"),
-        ("copies of weights", gib(memory.gathered), "bfloat16, or gathered"),
-        ("optimizer's buffers", gib(memory.buffers), "at most"),
-        ("forward and backward", ms(update.model_seconds), f"at {setup.tflops:g} TFLOP/s sustained by each GPU"),
-        ("optimizer", ms(update.optimizer_seconds), f"{100 * update.optimizer_share:.1f}% of an update"),
-    ]
-    if setup.gpus > 1:
-        rows += link_rows(update)
-    return rows
+def gib(size: float, digits: int = 2) -> str:
+    return f"{size / 2**30:.{digits}f} GiB"
 
 
 def link_rows(update: UpdateCost) -> list[tuple[str, str, str]]:
@@ -504,3 +489,79 @@ def link_rows(update: UpdateCost) -> list[tuple[str, str, str]]:
         overlap = "hidden behind computing" if seconds <= computing else "not hidden behind computing"
         rows.append((name, f"{size / 1e6:,.1f} MB", f"in {1e3 * seconds:,.1f} ms, {overlap}; links are assumed"))
     return rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Say what a run will cost: parameters, FLOPs, memory, hours and traffic.
+
+    Nothing is trained. `muonsw advise` says what weight decay will do.
+    """
+
+    preset: str = ""
+    """The model: w128, w256, w512, w768, w1024, mini, demo, each also with -dense; or moe-1t, on paper only."""
+
+    tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
+    """Tokens to train on, such as 197B, 300M or 1.5e9."""
+
+    steps: Annotated[int | None, arg(metavar="N")] = None
+    """Steps, instead of tokens."""
+
+    batch_tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
+    """Tokens in a step. Default: the preset's."""
+
+    json: FlagCreatePairsOff[bool] = False
+    """Print JSON instead of a table."""
+
+    setup: OmitArgPrefixes[FlagCreatePairsOff[Setup]] = field(default_factory=Setup)
+
+    def run(self) -> int:
+        result = self.planned()
+        if self.json:
+            print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
+            return 0
+        console, update = Console(), result.update
+        memory, setup = update.memory, update.setup
+        time = f"{result.hours:,.1f} hours" if result.hours >= 0.1 else f"{3600 * result.hours:.3g} seconds"
+        gpus = "1 GPU" if setup.gpus == 1 else f"{setup.gpus:,} GPUs ({setup.strategy})"
+        room = "of" if memory.total <= H200.capacity else "which is more than"
+        fullest = f"the fullest holds {gib(memory.total, 1)}, {room} the {gib(H200.capacity, 0)} of an H200"
+        say(console, f"{time} on {gpus}; {fullest}.")
+        state, seconds = memory.muon_state + memory.adamw_state, (update.model_seconds, update.optimizer_seconds)
+        model, optimizer = (f"{1e3 * one:,.1f} ms" for one in seconds)
+        rows = [
+            ("parameters", f"{result.parameters:,}", f"{result.active:,} of them active for a token"),
+            ("steps", f"{result.steps:,}", f"of {result.batch_tokens:,} tokens"),
+            ("tokens", amount(result.tokens, 4), f"{result.tokens / result.active:.0f} for each active parameter"),
+            (
+                "FLOP a token",
+                amount(result.flops_per_token, 4),
+                "forward and backward, causal attention at full length",
+            ),
+            ("FLOP", f"{result.flops:.3g}", f"Newton-Schulz adds {100 * result.orthogonalizer_share:.1f}%"),
+            ("weights", gib(memory.weights), "float32, and as many gradients"),
+            ("optimizer state", gib(state), f"AdamW alone: {gib(2 * memory.weights)}"),
+            ("activations", gib(memory.activations), f"estimate: {setup.micro_batch} sequences at once, compiled"),
+            ("copies of weights", gib(memory.gathered), "bfloat16, or gathered"),
+            ("optimizer's buffers", gib(memory.buffers), "at most"),
+            ("forward and backward", model, f"at {setup.tflops:g} TFLOP/s sustained by each GPU"),
+            ("optimizer", optimizer, f"{100 * update.optimizer_share:.1f}% of a step"),
+            *(link_rows(update) if setup.gpus > 1 else ()),
+        ]
+        print_table(console, Table("plan", "", ("", "", ""), rows))
+        return 0
+
+    def planned(self) -> RunPlan:
+        if not self.preset or bool(self.tokens) == (self.steps is not None):
+            raise UsageError("give --preset with either --tokens or --steps, such as --preset w1024 --tokens 197B")
+        try:
+            on_paper = ON_PAPER.get(self.preset)
+            batch = PAPER_BATCH_TOKENS if on_paper else preset_run(self.preset, "").tokens_per_step
+            batch = parse_amount(self.batch_tokens) if self.batch_tokens else batch
+            steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
+            model = on_paper or preset(self.preset)
+            return plan(model, steps, batch_tokens=batch, setup=self.setup)
+        except OverflowError as error:
+            raise UsageError("a number is too large to compute with: give a smaller one") from error
+        except ValueError as error:
+            raise UsageError(str(error)) from error

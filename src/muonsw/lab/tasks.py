@@ -101,7 +101,7 @@ class TaskConfig:
 class Task(ABC):
     """A model, batches as a function of seed and step, a loss, an evaluation: all that the training loop knows."""
 
-    unit: ClassVar[str] = "samples"  # what an update consists of, in the plural
+    unit: ClassVar[str] = "samples"  # what a step consists of, in the plural
     per_step: int  # how many of those it has
     flops: float = 0.0  # of training on one of them; 0 if unknown
     prefetches: bool = False  # whether another thread may draw batches
@@ -132,7 +132,7 @@ class Task(ABC):
 
     @abstractmethod
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
-        """What one rank trains on in an update, counted from 0; the data do not depend on how they are divided."""
+        """What one rank trains on in a step, counted from 0; the data do not depend on how they are divided."""
 
     @abstractmethod
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
@@ -151,7 +151,7 @@ class Task(ABC):
 
     @abstractmethod
     def data(self, steps: int) -> str:
-        """A description of the data of this number of updates."""
+        """A description of the data of this number of steps."""
 
 
 class DecoderTask(Task):
@@ -586,7 +586,7 @@ class Checked:
 
     rows: int  # of a batch
     batch: str  # shapes and dtypes of a batch
-    loss: float  # of the first batch, before any update
+    loss: float  # of the first batch, before any step
     metrics: Mapping[str, float]  # of the first validation batch
     settings: Mapping[str, Any]  # the file's own steps, rates and so on
     notes: tuple[str, ...]  # warnings: randomness that no seed decides, parameters without gradients

@@ -31,13 +31,13 @@ def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
     assert "note:" not in printed
     assert re.search(r"hidden +muon +scaled 2 +0\.005 +4 +1,792", printed)  # 64 x 16 and three of 16 x 16
     assert re.search(r"Total decay is [\d.]+ \(scaled\) and [\d.]+ \(constant\)", printed)
-    assert re.search(r"20 updates, 2 arms, 3 seeds: about \d+ (seconds?|minutes?) here", printed)
+    assert re.search(r"20 steps, 2 arms, 3 seeds: about \d+ (seconds?|minutes?) here", printed)
     assert not (tmp_path / "out").exists()
     assert main(["task", "check", "mine/a.py", "--steps", "1", "--seeds", "1"]) == 0
-    (update,) = re.findall(
-        r"^1 update, 2 arms, 1 seed: about \d+ seconds? here \(([\d.]+) ms an", capsys.readouterr().out, re.M
+    (step,) = re.findall(
+        r"^1 step, 2 arms, 1 seed: about \d+ seconds? here \(([\d.]+) ms a step", capsys.readouterr().out, re.M
     )
-    assert float(update) > 0
+    assert float(step) > 0
     assert main(["task", "check", "mine/a.py", "--seeds", "0"]) == 2
     assert "--seeds must be at least 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):  # the file is named once
@@ -86,7 +86,7 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     words = ["--seeds", "2", "--weight-decay", "0.5", "--record", "records/tasks.jsonl"]
     assert main(["compare", "--task", str(path), *words, *SHORT]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "constant and scaled, 2 seeds each: 6 updates of 12 samples" in printed
+    assert "constant and scaled, 2 seeds each: 6 steps of 12 samples" in printed
     assert re.search(r"Difference of accuracy: [+-][\d.]+, (not )?significant", printed)
     assert "nats," not in printed.split("hardly matters")[-1]
     found = json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import re
 import shutil
 
@@ -9,12 +10,10 @@ import numpy as np
 import plotly.graph_objects
 import pytest
 
-from muonsw.lab.commands.report import Report, find_runs
 from muonsw.lab.console import Table
 from muonsw.lab.errors import UsageError
-from muonsw.lab.own_loop import own_run
 from muonsw.lab.report.charts import HUES, Axis, Chart, Charts, Curve, Document, LegendEntry, Level
-from muonsw.lab.report.page import build_report, page, summary, write_report
+from muonsw.lab.report.page import Report, build_report, page, summary, write_report
 from muonsw.lab.runs import load_runs
 from muonsw.lab.stats import Claim, Criterion
 from tests.lab.report.made_runs import Recipe, write_run
@@ -87,11 +86,11 @@ def test_a_report_without_runs_shows_what_it_is_given(tmp_path):
 
 def test_the_command_writes_and_refuses(runs, tmp_path, capsys):
     root = runs[0].path.parent
-    assert find_runs((root, runs[0].path)) == sorted(run.path for run in runs)
-    comparison = tmp_path / "comparison"
+    comparison, out = tmp_path / "comparison", tmp_path / "deep" / "page.html"
     shutil.copytree(root, comparison / "runs")
-    assert find_runs((comparison,)) == sorted(comparison / "runs" / run.path.name for run in runs)
-    out = tmp_path / "deep" / "page.html"
+    for paths in ((root, runs[0].path), (comparison,)):  # a folder of runs, one of them twice; one with `runs`
+        assert Report(paths, out=out, no_images=True).run() == 0
+        assert f"<title>{len(runs)} runs</title>" in out.read_text(encoding="utf-8")
     assert Report((runs[0].path,), out=out, no_images=True).run() == 0
     assert f"wrote {out}" in capsys.readouterr().out.replace("\n", "")
     assert "Run constant-0" in out.read_text(encoding="utf-8")
@@ -128,8 +127,9 @@ def test_the_lines_of_a_users_own_loop_make_a_report(runs, tmp_path):
 
 def test_a_metric_of_any_name_has_a_picture_of_its_own(tmp_path):
     metrics = ("val/acc", "val-acc", "../up", "a" * 300, "")
-    run = own_run({step: dict.fromkeys(("loss", *metrics), 1.0 / step) for step in (1, 2, 3)}, "a", 0)
-    written = write_report(tmp_path / "report.html", "A report", [run])
+    lines = [{"kind": "eval", "step": step, **dict.fromkeys(("loss", *metrics), 1.0 / step)} for step in (1, 2, 3)]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    written = write_report(tmp_path / "report.html", "A report", load_runs([tmp_path / "run.jsonl"]))
     pictures = {path for path in written if path.name.startswith("metric-") and path.suffix == ".png"}
     assert len(pictures) == len(metrics)
     assert pictures == set((tmp_path / "report").glob("metric-*.png"))

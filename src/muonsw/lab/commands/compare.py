@@ -63,11 +63,11 @@ class Compare:
     weight_decay: float | None = None
     """Lambda of every arm that has none of its own; unless given, the one of `muonsw advise`, or that of the task."""
     steps: int | None = None
-    """Updates, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
+    """Steps, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
     checkpoint_every: Annotated[int | None, arg(metavar="N")] = None
-    """Updates between checkpoints, instead of the preset's; a run is also saved every three minutes."""
+    """Steps between checkpoints, instead of the preset's; a run is also saved every three minutes."""
     telemetry_every: Annotated[int | None, arg(metavar="N")] = None
-    """Updates between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
+    """Steps between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
     control: FlagCreatePairsOff[bool] = False
     """Add an arm: constant decay of the same total as scaled decay, which tells less decay from later decay."""
     tune_lambda: FlagCreatePairsOff[bool] = False
@@ -83,7 +83,7 @@ class Compare:
     precision: str | None = None
     """float32, bfloat16 (autocast), or auto for bfloat16 on a GPU."""
     accumulation: int | None = None
-    """Micro-batches an update is cut into, for less memory."""
+    """Micro-batches a step is cut into, for less memory."""
     record: Annotated[Path | None, arg(metavar="FILE")] = None
     """Append the runs to this JSONL table; run folders can then be deleted."""
     verbose: FlagCreatePairsOff[bool] = False
@@ -97,23 +97,29 @@ class Compare:
         require_at_least_one(self, "seeds", "workers")
         self.cluster.check(self.device)
         check_target(self.out / PAGE, images=True)
-        console = Console()
-        epochs = 1.0
+        console, epochs = Console(), 1.0
         if self.task is not None:
-            base = self._task_base(console)
+            refuse_with_task(self, "--preset", "--data", "--text")
+            begun, chosen = sorted((self.out / "runs").glob("*")), given(self, "lr", "weight_decay", "steps")
+            base, checked = self.own.run_config(self.task, begun, **chosen, **self._changes())
+            introduce(console, base, checked)
+            subject, seen = Path(self.task).name, counted(base.batch, "sample")
         else:
-            base = self._decoder_base(console)
+            base, subject = self._decoder_base(console)
             epochs = base.steps * base.tokens_per_step / read_record(Path(base.tokens.path)).tokens("train")
             base = self._with_lambda(console, base, epochs)
+            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.tokens.path})"
         arms = self._arms(base)
         compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
-        title = f"{compared} on {self._subject(base)}"
+        title = f"{compared} on {subject}"
         asked = Question(base, arms, self.seeds, title, self.control, self.tune_lambda, epochs, self.claims)
         places, runs = ByArm(self.out / "runs"), self.seeds * (len(self.arms) + self.control)
         workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
         workshop = Workshop(console, workers, places, self.retry_diverged, self.cluster)
         prepare_folder(self.out)
-        paragraph(console, self._plan(asked, workshop.workers))
+        names = " and ".join([*(arm.name for arm in arms), *["constant decay of the same total"] * self.control])
+        length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'step')} of {seen}"
+        paragraph(console, f"{names}, {length}, {workshop.workers} at a time, in {self.out}")
 
         found = answer(asked, workshop.train, self.out, note=partial(say, console))
         tables = list(found.tables if self.verbose else found.tables[:1])
@@ -128,37 +134,20 @@ class Compare:
             say(console, f"added {counted(count, 'run')} to {self.record}")
         return int(any(claim.verdict is Verdict.FAILS for claim in found.claims))
 
-    def _plan(self, asked: Question, workers: int) -> str:
-        base, names = asked.base, " and ".join(arm.name for arm in asked.arms)
-        names += " and constant decay of the same total" if self.control else ""
-        if base.task is not None:
-            seen = counted(base.batch, "sample")
-        else:
-            seen = f"{counted(base.tokens_per_step, 'token')} ({asked.epochs:.2f} epochs of {base.tokens.path})"
-        length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'update')} of {seen}"
-        return f"{names}, {length}, {workers} at a time, in {self.out}"
-
-    def _task_base(self, console: Console) -> RunConfig:
-        """The run of a user's task, after checking it and saying how it is routed."""
-        assert self.task is not None
-        refuse_with_task(self, "--preset", "--data", "--text")
-        chosen = given(self, "lr", "weight_decay", "steps")
-        runs = sorted((self.out / "runs").glob("*"))
-        base, checked = self.own.run_config(self.task, runs, **chosen, **self._changes())
-        introduce(console, base, checked)
-        return base
-
-    def _decoder_base(self, console: Console) -> RunConfig:
+    def _decoder_base(self, console: Console) -> tuple[RunConfig, str]:
+        """The run of a preset, and what it trains on as the title of the page names it."""
         self.own.refuse_without_task()
         base = changed_run(self.preset, self.steps, given(self, "lr", "weight_decay"), **self._changes())
-        self._arms(base)  # what is wrong with them is said before tokens are prepared, which may take long
+        self._arms(base)  # checked before tokens are prepared, which may take long
         if self.data is None and not self.text:
             say(console, "tokens: the Python standard library, prepared once in out/data")
         base = with_data(base, self.data, self.text)
-        if self.text:
-            say(console, describe(Path(base.tokens.path)))
-            require_enough_text(base)
-        return base
+        if not self.text:
+            return base, "Python's standard library" if self.data is None else str(self.data)
+        say(console, describe(Path(base.tokens.path)))
+        require_enough_text(base)
+        names = [Path(path).name or path for path in self.text]
+        return base, names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
     def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
         """The run at the formula's lambda, unless one was given; says whether a given one suits the run."""
@@ -168,24 +157,13 @@ class Compare:
             say(console, f"lambda {given_lambda:g}: {advice.answer}")
         elif self.weight_decay is None:
             # Two digits are as many as the formula knows; of a range, its middle.
-            base = replace(
-                base,
-                optimizer=replace(base.optimizer, weight_decay=float(f"{math.sqrt(advice.low * advice.high):.2g}")),
-            )
-            say(console, f"lambda {base.optimizer.weight_decay:g}, by the formula of muonsw advise")
+            lam = float(f"{math.sqrt(advice.low * advice.high):.2g}")
+            base = replace(base, optimizer=replace(base.optimizer, weight_decay=lam))
+            say(console, f"lambda {lam:g}, by the formula of muonsw advise")
         elif advice.verdict != "fine":
             size = "large" if advice.verdict == "large" else "small"
             say(console, f"lambda {given_lambda:g}, as given, is {size} for this run. {advice.answer}")
         return base
-
-    def _subject(self, base: RunConfig) -> str:
-        """What is trained on, as the title of the page names it."""
-        if base.task is not None:
-            return base.task.name
-        if self.text:
-            names = [Path(path).name or path for path in self.text]
-            return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        return "Python's standard library" if self.data is None else str(self.data)
 
     def _changes(self) -> dict[str, Any]:
         # One thread for each run: the number of workers then changes nothing but the time.

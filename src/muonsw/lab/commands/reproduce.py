@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,8 +34,8 @@ DEFAULT_SCALE = "cpu"
 class Reproduce:
     """Run a study of the paper and print claim, prediction, measurement and verdict.
 
-    Exits with 1 when a claim fails, else with 0; a claim that is undecided does not fail. Training studies are
-    resumable: the same command again continues where it stopped, and studies of one scale share their runs.
+    Exits with 1 when a claim fails, else with 0; an undecided claim does not fail. Rerun the same command to resume
+    a training study. Studies of one scale share their runs.
     """
 
     name: Annotated[str, Positional, arg(metavar="NAME")] = ""
@@ -91,10 +91,16 @@ class Reproduce:
     """Training as jobs of a cluster."""
 
     def run(self) -> int:
-        """Run, write, print; the exit code says whether a claim fails."""
         console = Console()
         if self.list:
-            print_studies(console, STUDIES.values())
+            for study in STUDIES.values():
+                scales = f" (--scale {', '.join(SCALES)})" if isinstance(study, TrainingStudy) else ""
+                say(console, f"{study.name}: {study.title}{scales}")
+                for experiment in () if isinstance(study, TrainingStudy) else study.experiments:
+                    say(console, f"  {f'{study.name}/{experiment.name}':<28} {experiment.title}")
+            for scale in SCALES.values():
+                say(console, f"scale {scale.name}: {scale.title}")
+            say(console, "what a study takes at a scale: muonsw reproduce NAME --scale SCALE --dry-run")
             return 0
         require_at_least_one(self, "workers", "seeds", "processes")
         self.cluster.check(self.device)
@@ -107,7 +113,7 @@ class Reproduce:
         return self._train(console, study) if isinstance(study, TrainingStudy) else self._run(console, study)
 
     def _run(self, console: Console, study: ExperimentStudy) -> int:
-        """A study that trains no run, and is run anew each time."""
+        """A study that trains nothing; it runs from the start each time."""
         if self.cluster.cluster is not None:
             raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
         if self.scale is not None:
@@ -124,7 +130,6 @@ class Reproduce:
         return int(conclusion.failed)
 
     def _train(self, console: Console, study: TrainingStudy) -> int:
-        """A study that trains."""
         scale = SCALES[self.scale or DEFAULT_SCALE].with_seeds(self.seeds)
         study = study.at(scale)
         runs, whole = study.runs(), STUDIES[study.name]
@@ -136,7 +141,10 @@ class Reproduce:
             if self.tflops is not None and not self.tflops > 0:
                 raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
             usual = scale.workers if self.cluster.cluster is None else len(runs)
-            print_cost(console, study, self.tflops or scale.tflops, self.workers or usual)
+            paragraph(console, f"{study.name}, scale {scale.name} ({scale.title}); {study.reference}")
+            paragraph(console, study.how_scaled)
+            table = cost_table(study, self.tflops or scale.tflops, self.workers or usual)
+            print_table(console, table, hint="a pipe shows them, as in | cat")
             return 0
         folder = self.out or Path("out") / f"{study.name}-{scale.name}"
         check_target(folder / PAGE, images=True)
@@ -155,57 +163,24 @@ class Reproduce:
         return int(conclusion.failed)
 
 
-def print_studies(console: Console, studies: Iterable[ExperimentStudy | TrainingStudy]) -> None:
-    """What can be reproduced: the experiments of each study, or the scales of one that trains."""
-    for study in studies:
-        if isinstance(study, TrainingStudy):
-            say(console, f"{study.name}: {study.title} (--scale {', '.join(SCALES)})")
-            continue
-        say(console, f"{study.name}: {study.title}")
-        for experiment in study.experiments:
-            name = f"{study.name}/{experiment.name}"
-            say(console, f"  {name:<28} {experiment.title}")
-    for scale in SCALES.values():
-        say(console, f"scale {scale.name}: {scale.title}")
-    say(console, "what a study takes at a scale: muonsw reproduce NAME --scale SCALE --dry-run")
-
-
-def print_cost(console: Console, study: TrainingStudy, tflops: float, workers: int) -> None:
-    """What a study would take, and how it was scaled."""
-    paragraph(console, f"{study.name}, scale {study.scale.name} ({study.scale.title}); {study.reference}")
-    paragraph(console, study.how_scaled)
-    print_table(console, cost_table(study, tflops, workers), hint="a pipe shows them, as in | cat")
-
-
 def cost_table(study: TrainingStudy, tflops: float, workers: int) -> Table:
     """One row for each comparison, and the whole."""
 
     def numbers(total: Cost) -> tuple[Value, ...]:
-        hours = hours_text(total.hours(tflops, workers))
-        return total.runs, amount(total.tokens), f"{total.flops:.3g}", hours
+        hours = total.hours(tflops, workers)
+        text = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 1 else f"{hours:.2g}"
+        return total.runs, amount(total.tokens), f"{total.flops:.3g}", text
 
-    names = ("seeds", "steps", "runs", "tokens", "FLOPs", "hours")
-    ranks = {"runs": 0, "hours": 0}
     columns = [Column("comparison"), Column("arms", rank=2)]
-    columns += [Column(name, number=True, rank=ranks.get(name, 1)) for name in names]
+    for name in ("seeds", "steps", "runs", "tokens", "FLOPs", "hours"):
+        columns.append(Column(name, number=True, rank=0 if name in ("runs", "hours") else 1))
     rows: list[Sequence[Value]] = []
     for one in study.planned():
         arms = "; ".join(arm.name for arm in one.arms)
         rows.append((str(one.key), arms, len(one.seeds), one.base.steps, *numbers(cost(one.configs()))))
     rows.append(("all, shared runs once", "", None, None, *numbers(cost(study.runs()))))
-    at_once = "one run at a time" if workers == 1 else f"{workers} runs at a time"
     note = (
-        f"Hours at {tflops:g} TFLOP/s sustained by each run, {at_once}. Runs are kept and shared between studies of "
-        "a scale: what is complete is not trained again."
+        f"Hours at {tflops:g} TFLOP/s sustained by each run, {counted(workers, 'run')} at a time. Studies of one scale "
+        "share their runs: a completed run is not trained again."
     )
     return Table("cost", "What it takes", columns, rows, note)
-
-
-def hours_text(hours: float) -> str:
-    """Hours in two or three digits, never as a power of ten.
-
-    Examples:
-        >>> hours_text(1630.4), hours_text(12.34), hours_text(0.0512)
-        ('1,630', '12.3', '0.051')
-    """
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 1 else f"{hours:.2g}"

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from muonsw.lab.console import Table, paragraph, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.text import counted
+
+if TYPE_CHECKING:
+    from muonsw.lab.compare import Answer
+    from muonsw.lab.studies.study import Conclusion
 
 
 def changed(command: Any) -> list[str]:
@@ -33,36 +37,24 @@ def changed(command: Any) -> list[str]:
 
 
 def given(command: Any, *names: str) -> dict[str, Any]:
-    """Options of a command by their names, without those that were left out.
-
-    Examples:
-        >>> from muonsw.lab.commands.train import Train
-        >>> given(Train(steps=5), "steps", "batch")
-        {'steps': 5}
-    """
+    """Options of a command by their names, without those that were left out."""
     return {name: value for name in names if (value := getattr(command, name)) is not None}
 
 
 def require_at_least_one(command: Any, *names: str) -> None:
-    """Refuse options that count something and are below 1."""
     for name, value in given(command, *names).items():
         if value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
-class Conclusion(Protocol):
-    """What came out of a comparison or a study."""
-
-    @property
-    def sentence(self) -> str: ...
-    @property
-    def paths(self) -> Sequence[Path]: ...
-    @property
-    def seconds(self) -> float: ...
-
-
 def print_conclusion(
-    console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], *, verbose: bool, more: str = ""
+    console: Console,
+    conclusion: Answer | Conclusion,
+    folder: Path,
+    tables: Sequence[Table],
+    *,
+    verbose: bool,
+    more: str = "",
 ) -> None:
     """Print a result: its sentence, these tables, and where its files are, with `more` about files."""
     say(console, "")

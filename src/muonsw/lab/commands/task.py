@@ -41,7 +41,7 @@ TASK_HELP = (
     "writes one."
 )
 ARMS = 2
-FEWEST_UPDATES, TIMED_SECONDS = 3, 5.0
+FEWEST_STEPS, TIMED_SECONDS = 3, 5.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TaskOptions:
     eval_batches: Annotated[int | None, arg(metavar="N")] = None
     """Validation batches of a task; all of a list, and 16 of what has no length, unless given."""
     eval_every: Annotated[int | None, arg(metavar="N")] = None
-    """Updates between evaluations of a task; a twentieth of the run unless given."""
+    """Steps between evaluations of a task; a twentieth of the run unless given."""
 
     def refuse_without_task(self) -> None:
         for option in changed(self):
@@ -116,6 +116,10 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
         paragraph(console, f"Total decay is {totals}. For a language model trained from scratch: {answer}")
 
 
+class EnoughError(Exception):
+    """Ends a run that is only timed."""
+
+
 @dataclass(frozen=True)
 class Check:
     """Call every function of a task and look at what it returns; say how long a comparison will take here."""
@@ -125,7 +129,7 @@ class Check:
     own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
     """Options of the task."""
     steps: int | None = None
-    """Updates, instead of the task's own."""
+    """Steps, instead of the task's own."""
     seeds: int = 3
     """Seeds of the comparison."""
     device: str = "auto"
@@ -137,52 +141,40 @@ class Check:
         config, checked = self.own.run_config(self.file, **given(self, "device", "steps"))
         config = replace(config, threads=1 if resolve_device(self.device).type == "cpu" else 0)
         introduce(console, config, checked)
+        # Time the first seconds of a real run, which is then deleted.
+        times: list[float] = []
+        evaluations: list[float] = []
+
+        def started(_training: Training) -> None:
+            evaluations.append(time.perf_counter())
+
+        def record(record: Record) -> None:
+            kept = {"eval": evaluations, "train": times}.get(record["kind"], [])
+            kept.append(time.perf_counter())
+            if len(times) > FEWEST_STEPS and times[-1] - times[0] > TIMED_SECONDS:
+                raise EnoughError
+
+        steps = max(config.steps, FEWEST_STEPS)
+        timed = replace(config, steps=steps, eval_every=steps)  # no evaluation between the steps that are timed
         try:
-            update, evaluation = seconds_of(config)
+            with TemporaryDirectory() as folder, suppress(EnoughError):
+                train(timed, Path(folder) / "run", Watch(started, record))
         except Diverged as error:
             print(f"muonsw: {harmless(error.__cause__)}", file=sys.stderr)  # without the checkpoint that was deleted
             return FAILED
         except Interrupted as error:
             raise Interrupted("stopped; a check keeps nothing", error.signal) from error
-        run = config.steps * update + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
+        step, evaluation = (times[-1] - times[0]) / max(1, len(times) - 1), evaluations[1] - evaluations[0]
+        run = config.steps * step + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
         workers = runs_at_once(self.device)
         compared, searched = (math.ceil(runs / workers) * run for runs in (ARMS * self.seeds, ARMS * len(FACTORS)))
-        runs = f"{counted(config.steps, 'update')}, {ARMS} arms, {counted(self.seeds, 'seed')}"
-        parts = f"{1e3 * update:,.1f} ms an update, {1e3 * evaluation:,.0f} ms an evaluation, {workers} runs at a time"
+        runs = f"{counted(config.steps, 'step')}, {ARMS} arms, {counted(self.seeds, 'seed')}"
+        parts = f"{1e3 * step:,.1f} ms a step, {1e3 * evaluation:,.0f} ms an evaluation, {workers} runs at a time"
         paragraph(
             console,
             f"{runs}: about {in_words(compared)} here ({parts}); --tune-lambda adds {in_words(searched)} or more",
         )
         return 0
-
-
-class _EnoughError(Exception):
-    """Ends a run that is only timed."""
-
-
-def seconds_of(config: RunConfig) -> tuple[float, float]:
-    """Seconds of an update and of an evaluation, from the first seconds of a real run that is then deleted."""
-    times: list[float] = []
-    evaluations: list[float] = []
-    steps = max(config.steps, FEWEST_UPDATES)
-    config = replace(config, steps=steps, eval_every=steps)  # none between the updates that are timed
-
-    def record(record: Record) -> None:
-        now = time.perf_counter()
-        if record["kind"] == "eval":
-            evaluations.append(now)
-        elif record["kind"] == "train":
-            times.append(now)
-            if len(times) > FEWEST_UPDATES and now - times[0] > TIMED_SECONDS:
-                raise _EnoughError
-
-    def started(_training: Training) -> None:
-        evaluations.append(time.perf_counter())
-
-    with TemporaryDirectory() as folder, suppress(_EnoughError):
-        train(config, Path(folder) / "run", Watch(started, record))
-    evaluation = evaluations[1] - evaluations[0]
-    return (times[-1] - times[0]) / max(1, len(times) - 1), evaluation
 
 
 def in_words(seconds: float) -> str:

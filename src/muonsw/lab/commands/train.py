@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
@@ -47,7 +47,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Train:
-    """Train a model; the same command again continues where it stopped.
+    """Train a model; rerun the same command to resume.
 
     Exits with 0 when the run is complete, 1 when it diverged, 130 or 143 when it was stopped and saved.
     """
@@ -65,15 +65,15 @@ class Train:
     """A complete config file, such as a run's config.json, instead of all other settings but --out and --strategy; a
     task that it names is executed as you."""
     steps: int | None = None
-    """Updates, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
+    """Steps, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
     batch: int | None = None
-    """Sequences in an update, instead of the preset's; a task says itself how large its batches are."""
+    """Sequences in a step, instead of the preset's; a task says itself how large its batches are."""
     accumulation: int | None = None
-    """Micro-batches an update is cut into, for less memory."""
+    """Micro-batches a step is cut into, for less memory."""
     checkpoint_every: Annotated[int | None, arg(metavar="N")] = None
-    """Updates between checkpoints, instead of the preset's; a run is also saved every three minutes."""
+    """Steps between checkpoints, instead of the preset's; a run is also saved every three minutes."""
     telemetry_every: Annotated[int | None, arg(metavar="N")] = None
-    """Updates between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
+    """Steps between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
     seed: int = 0
     """Seed of the initial weights and the order of the data."""
     device: str = "auto"
@@ -91,50 +91,37 @@ class Train:
     optimizer: OmitArgPrefixes[Changes] = field(default_factory=Changes)
 
     def run(self) -> int:
+        names = ("batch", "accumulation", "checkpoint_every", "telemetry_every", "precision")
+        changes = given(self, *names, "seed", "device", "tensorboard", "wandb")
+        optimizer = given(self.optimizer, *vars(self.optimizer))
         if self.task is not None:
-            return self._run_task(self.task)
+            refuse_with_task(self, "--preset", "--data", "--text", "--config", "--batch")
+            folder = self.out or Path("out/train") / Path(self.task).stem
+            config, checked = self.own.run_config(self.task, [folder], **changes, **optimizer, **given(self, "steps"))
+            if speaker() is None:
+                introduce(Console(), config, checked)
+            return run(self._divided(config), folder)
         self.own.refuse_without_task()
-        if self.config is not None:
-            self._refuse_with_config()
+        for option in changed(self) if self.config else ():
+            if option not in WITH_CONFIG:
+                raise UsageError(f"{option} does not go with --config, whose file has all settings: change it there")
         folder = self.out or Path("out/train") / (self.config.stem if self.config else self.preset)
         require_writable(folder)
-        config = read_config_file(self.config) if self.config else self._config()
+        if self.config:
+            return run(self._divided(read_config_file(self.config)), folder)
+        config = changed_run(self.preset, self.steps, optimizer, **changes)
+        # Everything is checked before tokens are prepared, which may take long.
+        refuse_too_much_decay(config, config.optimizer)
+        resolve_device(config.device)
+        require_sinks(config)
+        config = with_data(config, self.data, self.text)
         if self.text:
             if speaker() is None:
                 say(Console(), describe(Path(config.tokens.path)))
             require_enough_text(config)
         return run(self._divided(config), folder)
 
-    def _refuse_with_config(self) -> None:
-        for option in changed(self):
-            if option not in WITH_CONFIG:
-                raise UsageError(f"{option} does not go with --config, whose file has all settings: change it there")
-
     def _divided(self, config: RunConfig) -> RunConfig:
         if self.strategy is None:
             return config
         return replace(config, parallel=replace(config.parallel, strategy=self.strategy))
-
-    def _run_task(self, task: str) -> int:
-        refuse_with_task(self, "--preset", "--data", "--text", "--config", "--batch")
-        settings = {**self._changes(), **self._optimizer(), **given(self, "steps")}
-        folder = self.out or Path("out/train") / Path(task).stem
-        config, checked = self.own.run_config(task, [folder], **settings)
-        if speaker() is None:
-            introduce(Console(), config, checked)
-        return run(self._divided(config), folder)
-
-    def _changes(self) -> dict[str, Any]:
-        names = ("batch", "accumulation", "checkpoint_every", "telemetry_every", "precision")
-        return given(self, *names, "seed", "device", "tensorboard", "wandb")
-
-    def _optimizer(self) -> dict[str, Any]:
-        return given(self.optimizer, *vars(self.optimizer))
-
-    def _config(self) -> RunConfig:
-        """The run of a preset; its settings are checked before tokens are prepared, which may take long."""
-        config = changed_run(self.preset, self.steps, self._optimizer(), **self._changes())
-        refuse_too_much_decay(config, config.optimizer)
-        resolve_device(config.device)
-        require_sinks(config)
-        return with_data(config, self.data, self.text)

@@ -172,18 +172,13 @@ class Panel(NamedTuple):
     note: str
 
 
-def _learning_rates(run: Run) -> Points:
-    logged = run.train.known("lr")
-    return logged if len(logged[0]) else run.recorded("lr")
-
-
 LOSS = Axis("loss")
 PREDICTED, TRAINED = "predicted-norm", "training-loss"
 EVALUATED = "On what is held out. Thick: the median over the runs of an arm, where it has several."
 PANELS = (
     Panel("validation-loss", "Validation loss", lambda run: run.losses, LOSS, EVALUATED),
     Panel(TRAINED, "Training loss", lambda run: run.training_losses, LOSS,
-          "Thin: loss of each batch before its update, thinned to the ends and the extremes of each bin. Thick: the "
+          "Thin: loss of each batch before its step, thinned to the ends and the extremes of each bin. Thick: the "
           f"median over the runs of an arm, averaged over {100 * SMOOTHED:g}% of the records at a time."),
     Panel("weight-norm", "Weight norm", lambda run: run.norms, Axis("weight RMS"),
           "Root mean square over all elements of the weights that decay, before each recorded step."),
@@ -195,7 +190,9 @@ PANELS = (
     Panel("relative-update", "Relative update", lambda run: run.recorded("relative_update"),
           Axis("update RMS / weight RMS", log=10),
           "Root mean square of the update over that of the weights that decay."),
-    Panel("learning-rate", "Learning rate", _learning_rates, Axis("η"), "Base learning rate of each step."),
+    Panel("learning-rate", "Learning rate",
+          lambda run: logged if len((logged := run.train.known("lr"))[0]) else run.recorded("lr"),
+          Axis("η"), "Base learning rate of each step."),
     Panel("decay", "Decay", lambda run: run.recorded("decay"), Axis("φ", "share per step"),
           "Share φ by which a step shrinks the weights that decay: W ← (1 \N{MINUS SIGN} φ) W \N{MINUS SIGN} u."),
 )  # fmt: skip

@@ -36,7 +36,7 @@ from muonsw.lab.report.charts import (
 
 DPI = 160
 # Without a date two equal runs give equal files.
-METADATA: dict[str, dict[str, str | None]] = {".png": {}, ".svg": {"Date": None}}
+METADATA: dict[str, dict[str, str | None]] = {"png": {}, "svg": {"Date": None}}
 # Inches of a panel: one alone, one of two, and one of many.
 PANELS = {1: (8.0, 4.9), 2: (5.75, 4.6)}
 SMALL = (3.5, 3.2)
@@ -85,18 +85,12 @@ def write_sheet(sheet: Sheet, arms: Sequence[LegendEntry], folder: Path) -> list
             longest = max(len(str(entry.get_label())) for entry in entries)
             across = max(1, min(len(entries), int((columns * width - 0.4) / (HANDLE + LETTER * longest))))
             figure.legend(handles=entries, loc="outside lower left", ncols=across, fontsize=10.5)
-        return save_figure(figure, folder / sheet.name, DPI)
-
-
-def save_figure(figure: Figure, stem: Path, dpi: int) -> list[Path]:
-    """Write a figure as PNG and SVG; two equal figures give equal files."""
-    written = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # letters that the font lacks show as boxes
-        for suffix, metadata in METADATA.items():
-            figure.savefig(buffer := io.BytesIO(), format=suffix[1:], dpi=dpi, metadata=metadata)
-            path = stem.with_name(f"{stem.name}{suffix}")
-            written.append(write_atomically(path, buffer.getvalue()))
+        written = []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # letters that the font lacks show as boxes
+            for suffix, metadata in METADATA.items():
+                figure.savefig(buffer := io.BytesIO(), format=suffix, dpi=DPI, metadata=metadata)
+                written.append(write_atomically(folder / f"{sheet.name}.{suffix}", buffer.getvalue()))
     return written
 
 

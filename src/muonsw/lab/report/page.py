@@ -1,4 +1,4 @@
-"""A report of runs: verdict, tables and curves on one interactive page that loads nothing, and the curves as pictures.
+"""`muonsw report`: verdict, tables and curves on one interactive page that loads nothing, and the curves as pictures.
 
 `page.html` is the template; it escapes whatever is not ours. Charts become plotly figures here, and `page.js` draws
 them.
@@ -13,16 +13,19 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any, TypedDict, Unpack
+from typing import Annotated, Any, TypedDict, Unpack
 
 from jinja2 import Environment, StrictUndefined
+from rich.console import Console
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from muonsw.lab.config import flatten
-from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, loss_text, norm_text
+from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, loss_text, norm_text, say
 from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.report.charts import (
@@ -43,7 +46,7 @@ from muonsw.lab.report.charts import (
     anchor,
     arm_styles,
 )
-from muonsw.lab.runs import Run, differences
+from muonsw.lab.runs import Run, differences, load_runs, runs_below
 from muonsw.lab.stats import Claims, any_failed, claims_table
 from muonsw.lab.train.folder import CONFIG
 from muonsw.text import counted
@@ -54,6 +57,43 @@ HEAD_BYTES = 4096
 DIGITS = 6  # significant digits of a value on the page
 SHORT = 28  # characters up to which the text of a cell is not broken
 MOST_COLUMNS = 4  # of the table about models and machines
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one self-contained interactive page about runs, and its figures as PNG and SVG beside it.
+
+    A run that is still in progress is shown as far as it has got.
+    """
+
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()
+    """Run folders, folders that hold run folders, such as those of `muonsw compare`, or files of JSON lines that
+    `muonsw.Telemetry` wrote."""
+
+    out: Annotated[Path, arg(aliases=("-o",), metavar="FILE")] = Path("report.html")
+    """The page; its figures go into a folder of the same name beside it."""
+
+    title: str = ""
+    """Heading of the page; made from the runs' names unless given."""
+
+    no_images: FlagCreatePairsOff[bool] = False
+    """Write the page alone, without PNG and SVG."""
+
+    def run(self) -> int:
+        if not self.runs:
+            raise UsageError("missing run: muonsw report RUN [RUN ...] -o report.html")
+        check_target(self.out, images=not self.no_images)
+        found: list[Path] = []
+        for path in self.runs:  # a folder that is not a run stands for the runs inside it or its `runs`
+            single = path.is_file() or (path / CONFIG).is_file()
+            found += [path] if single else runs_below(path) or [path]
+        loaded = load_runs(dict.fromkeys(found))
+        title = self.title or (f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs")
+        written = write_report(self.out, title, loaded, images=not self.no_images)
+        charts = counted((len(written) - 1) // 2, "chart")
+        images = f", and {charts} as PNG and SVG in {written[1].parent}" if written[1:] else ""
+        say(Console(), f"wrote {written[0]}{images}")
+        return 0
 
 
 class Content(TypedDict, total=False):

@@ -25,7 +25,7 @@ QUADRATICS = {
 }
 COORDINATES_TITLE = "muP keeps sizes nearly equal at all widths; for that Muon needs its learning rate over √width"
 # The arms of the coordinate check, and the sizes that it shows: how far an output moves over the whole run, and how
-# far the first update moves the output of a matrix.
+# far the first step moves the output of a matrix.
 WIDTH_ARMS: Mapping[str, str] = {
     "adamw": "AdamW, muP",
     "muon-sqrt": "Muon, muP, lr / √width",
@@ -43,7 +43,7 @@ SIZES: Mapping[str, str] = {
     "update gate_up": "experts, gate and up",
     "update down": "experts, down",
 }
-LABELS = {"change": "whole run, over narrowest", "update": "first update, over narrowest"}
+LABELS = {"change": "whole run, over narrowest", "update": "first step, over narrowest"}
 
 
 def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
