@@ -150,7 +150,7 @@ def run_nonconvex(s: NonconvexSettings, generator: torch.Generator) -> Evidence:
     require("more than one decade", s.steps > 100, steps=s.steps)
     starts = s.c + gaussian((s.chains,), generator, std=s.start_std)
     measured = wander(s, starts, generator)
-    assumed = "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < math.infinity"
+    assumed = "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
     theorem = Source("Theorem 3.1", assumed)
 
     negative = Tolerance(0.0, "the upper end of the interval of the paired difference must be negative")
