@@ -5,24 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import tables
 from matplotlib.figure import Figure
-from tables import (
-    GOOD,
-    RULES,
-    at_best,
-    by,
-    describe,
-    gap,
-    gradient_runs,
-    half,
-    means,
-    members,
-    of,
-    rates,
-    recursion,
-    settings,
-    tuned,
-)
+
+from muonsw.lab.studies.grid import means
 
 COLOURS = {"constant": "#0072B2", "scaled": "#D55E00", "piecewise": "#009E73", "hyperball": "#009E73"}
 
@@ -50,53 +36,57 @@ def forest(name, lines, label):
     """Gaps with their intervals, one line each."""
     figure, (ax,) = panels(1, 1, (7.2, 0.6 + 0.27 * len(lines)))
     for place, (_, values) in enumerate(reversed(lines)):
-        ax.errorbar(np.mean(values), place, xerr=half(values), fmt="o", ms=4, color=COLOURS["scaled"], capsize=2)
+        ax.errorbar(np.mean(values), place, xerr=tables.half(values), fmt="o", ms=4, color=COLOURS["scaled"], capsize=2)
     ax.set_yticks(range(len(lines)), [words for words, _ in reversed(lines)], fontsize=8)
     ax.axvline(0, color="black", lw=0.8), ax.set_xlabel(label)
     return {name: figure}
 
 
 def tuned_figure():
-    cells = [rows for own in tuned().values() for rows in own] + list(settings("adamw-lambda", steps=6400).values())
-    lines = [(describe(rows[0]), gap(rows)) for rows in cells]
+    cells = [rows for own in tables.tuned().values() for rows in own]
+    cells += tables.settings("adamw-lambda", steps=6400).values()
+    lines = [(tables.describe(rows[0]), tables.gap(rows)) for rows in cells]
     return forest("tuned", lines, "scaled minus constant decay, each at its best lambda (nats)")
 
 
 def family_figure():
-    lines = [(name, at_best(own["scaled"]) - at_best(own["constant"]))
-             for name, own in members().items()]  # fmt: skip
+    lines = [(name, tables.at_best(own["scaled"]) - tables.at_best(own["constant"]))
+             for name, own in tables.members().items()]  # fmt: skip
     return forest("family", lines, "scaled minus constant decay, each at its best rate and lambda (nats)")
 
 
 def lambda_figures():
-    cells = [*tuned()["lengths, 23M tokens"], *tuned()["lengths, 123M tokens"]]
+    cells = [*tables.tuned()["lengths, 23M tokens"], *tables.tuned()["lengths, 123M tokens"]]
     figure, axes = panels(len(cells), 3)
     for ax, rows in zip(axes, cells, strict=True):
         row = rows[0]
-        for rule in RULES:
-            basin(ax, by(rows, rule=rule), rule)
+        for rule in tables.RULES:
+            basin(ax, tables.by(rows, rule=rule), rule)
         ax.set_title(f"{row['steps']:,} steps, width {row['width']}, {row['epochs']:.1f} epochs", fontsize=9)
-        ax.set_xlabel("lambda"), ax.set_ylabel("above its best (nats)"), ax.axhline(GOOD, color="grey", lw=0.8, ls="--")
+        ax.set_xlabel("lambda"), ax.set_ylabel("above its best (nats)")
+        ax.axhline(tables.GOOD, color="grey", lw=0.8, ls="--")
     axes[0].legend()
     repeated, (ax,) = panels(1, 1, (5, 3.2))
-    lowest = min(min(means(by(of("repeated-text"), rule=rule)).values()) for rule in (*RULES, "piecewise"))
-    for rule in (*RULES, "piecewise"):
-        basin(ax, by(of("repeated-text"), rule=rule), rule, lowest)
+    lowest = min(
+        min(means(tables.by(tables.of("repeated-text"), rule=rule)).values()) for rule in (*tables.RULES, "piecewise")
+    )
+    for rule in (*tables.RULES, "piecewise"):
+        basin(ax, tables.by(tables.of("repeated-text"), rule=rule), rule, lowest)
     ax.set_xlabel("lambda"), ax.set_ylabel("above the lowest (nats)"), ax.legend()
     return {"regret-map": figure, "repeated-text": repeated}
 
 
 def dynamics_figures():
     figure, (left, right) = panels(2, 2, (4.2, 3.2))
-    for rule in RULES:
-        row = of("steady-state", decay=rule)[0]
-        step, seen, predicted = recursion(row)
+    for rule in tables.RULES:
+        row = tables.of("steady-state", decay=rule)[0]
+        step, seen, predicted = tables.recursion(row)
         left.plot(step, seen, color=COLOURS[rule], label=rule), left.plot(step, predicted, "k--", lw=0.8)
         right.plot(row["decayed.step"], row["decayed.alignment_update"], color=COLOURS[rule])
     left.set_title("weight RMS; dashed: by the recursion", fontsize=9), left.legend()
     right.set_title("cos(weights, update)", fontsize=9), left.set_xlabel("step"), right.set_xlabel("step")
-    grown, axes = panels(len(gradient_runs()), 3)
-    for ax, (name, arms) in zip(axes, gradient_runs().items(), strict=True):
+    grown, axes = panels(len(tables.gradient_runs()), 3)
+    for ax, (name, arms) in zip(axes, tables.gradient_runs().items(), strict=True):
         for rule, rows in arms.items():
             ax.plot(rows[0]["normalized.step"], rows[0]["normalized.gradient_rms"], color=COLOURS[rule], label=rule)
         ax.set_title(name, fontsize=9), ax.set_yscale("log"), ax.set_xlabel("step"), ax.set_ylabel("gradient RMS")
@@ -107,13 +97,10 @@ def dynamics_figures():
 def rate_figure():
     figure, axes = panels(4, 4)
     for ax, width in zip(axes, (64, 128, 256, 512), strict=True):
-        for name, own in rates().items():
+        for name, own in tables.rates().items():
             basin(ax, own[width], name)
-        (
-            ax.set_title(f"width {width}", fontsize=9),
-            ax.set_xlabel("learning rate"),
-            ax.set_ylabel("above its best (nats)"),
-        )
+        ax.set_title(f"width {width}", fontsize=9)
+        ax.set_xlabel("learning rate"), ax.set_ylabel("above its best (nats)")
     axes[0].legend()
     return {"rate-drift": figure}
 

@@ -18,6 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from muonsw.lab.stats import student_t_quantile
+from muonsw.lab.studies.grid import at_edge, vertex
+from muonsw.lab.studies.grid import best_of_means as best
+from muonsw.lab.theory.norm import NormHistory, predict_norms
+
 HERE = Path(__file__).parent
 PAGE, MEANS, ASSETS = HERE.parent / "docs/evidence.md", HERE / "means.csv", HERE.parent / "docs/assets"
 ROWS = [json.loads(line) for line in (HERE / "runs.jsonl").read_text("utf-8").splitlines()]
@@ -26,12 +31,6 @@ RULES = ("constant", "scaled")
 SETTING = (
     *("text", "algorithm", "preset", "norm", "width", "batch", "steps", "lr", "schedule", "final_fraction"),
     *("decay_fraction", "data.train_windows", "weights", "muon_lr"),
-)
-# The 97.5% points of Student's t with 1 to 30 degrees of freedom.
-T = (
-    *(12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.306, 2.26216, 2.22814),
-    *(2.20099, 2.17881, 2.16037, 2.14479, 2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596),
-    *(2.07961, 2.07387, 2.06866, 2.0639, 2.05954, 2.05553, 2.05183, 2.04841, 2.04523, 2.04227),
 )
 ACTIVE = {64: 954_176, 128: 3_284_608}  # active parameters by width: a token visits two of eight experts
 GOOD = 0.01  # nats that count as no loss
@@ -76,7 +75,8 @@ def per_lambda(rows, rule):
 
 def half(values):
     """Half of the 95% t interval of a mean."""
-    return T[len(values) - 2] * np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    n = len(values)
+    return student_t_quantile(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else math.nan
 
 
 def shown(values, digits=3, sign=""):
@@ -85,38 +85,13 @@ def shown(values, digits=3, sign=""):
     return f"{np.mean(values):{sign}.{digits}f}" + ("" if math.isnan(width) else f" ± {width:.{digits}f}")
 
 
-def means(losses):
-    return {value: float(np.mean(own)) for value, own in losses.items()}
-
-
-def best(losses):
-    """The value with the lowest mean over seeds (best of means)."""
-    return min(losses, key=lambda value: np.mean(losses[value]))
-
-
 def at_best(losses):
     """The losses of the best value, by seed."""
     return losses[best(losses)]
 
 
-def at_end(losses):
-    """Whether the best is the smallest or largest that was tried, so that a better one may lie beyond."""
-    return best(losses) in (min(losses), max(losses))
-
-
-def vertex(losses):
-    """The best value: the vertex of a parabola over its logarithm, through the lowest mean and its neighbours."""
-    values, y = list(losses), [np.mean(own) for own in losses.values()]
-    place = int(np.argmin(y))
-    if place in (0, len(y) - 1):
-        return values[place]
-    x = np.log(values[place - 1 : place + 2])
-    left, right = np.diff(y[place - 1 : place + 2]) / np.diff(x)
-    return float(np.exp((x[0] + x[1]) / 2 - left * (x[2] - x[0]) / 2 / (right - left)))
-
-
 def vertices(losses):
-    """The same for each seed."""
+    """The vertex of each seed."""
     seeds = len(next(iter(losses.values())))
     return [vertex({value: [own[seed]] for value, own in losses.items()}) for seed in range(seeds)]
 
@@ -162,6 +137,10 @@ def geometric(values, digits=1):
 def slopes(grown, values):
     """By seed, the power of what grew that the values follow."""
     return [np.polyfit(np.log(grown), np.log(own), 1)[0] for own in zip(*values, strict=True)]
+
+
+def percent(values):
+    return f"{np.mean(values):.0f}% ± {half(values):.0f}" if len(values) else None
 
 
 # Words
@@ -226,10 +205,6 @@ def one_lambda_table():
     return table(heads, lines)
 
 
-def percent(values):
-    return f"{np.mean(values):.0f}% ± {half(values):.0f}" if len(values) else None
-
-
 TUNED = {
     "lengths, 23M tokens": "regret",
     "lengths, 123M tokens": "long tokens-per-parameter",
@@ -266,7 +241,7 @@ def adamw_table():
     for rows in settings("adamw-lambda", steps=6400).values():
         for rule in RULES:
             own = by(rows, rule=rule)
-            mark = "*" * at_end(own)
+            mark = "*" * at_edge(own)
             total = vertex(own) * per_lambda(rows, rule)
             costs = own[max(own)] - at_best(own)
             first = f"{rule}, best lambda"
@@ -335,7 +310,7 @@ AXES = {
 def grown(column, where, rule):
     """By what grows, the losses of settings whose best lambda has others on both sides."""
     own = {rows[0][column]: by(rows, rule=rule) for rows in settings("lambda-scaling", **where).values()}
-    return {value: losses for value, losses in sorted(own.items()) if not at_end(losses)}
+    return {value: losses for value, losses in sorted(own.items()) if not at_edge(losses)}
 
 
 def totals_by_tokens(rule):
@@ -374,7 +349,7 @@ def rules_table():
     constant = at_best(found["constant"])
     for name, own in found.items():
         word = "rate" if name.startswith("hyperball") else "lambda"
-        strength = None if name == "none" else f"{word} {best(own):g}{'*' * at_end(own)}"
+        strength = None if name == "none" else f"{word} {best(own):g}{'*' * at_edge(own)}"
         difference = None if name == "constant" else shown(at_best(own) - constant, 3, "+")
         lines.append([f"`{name}`", strength, f"{np.mean(at_best(own)):.3f}", difference])
     return table(["rule", "best strength", "loss, two seeds", "minus constant decay"], lines)
@@ -399,7 +374,7 @@ def family_table():
     for name, own in found.items():
         ends = {rule: at_best(own[rule]) for rule in RULES}
         others = [None if name == "muon" else shown(ends[rule] - muon[rule], 3, "+") for rule in RULES]
-        mark = "*" * any(at_end(own[rule]) for rule in RULES)
+        mark = "*" * any(at_edge(own[rule]) for rule in RULES)
         state = f"{own['state'] / 2**20:.0f}"
         lines.append([name + mark, shown(ends["scaled"] - ends["constant"], 3, "+"), *others, state])
     heads = ["member", "scaled minus constant", "minus Muon, constant", "minus Muon, scaled", "state, MiB"]
@@ -411,7 +386,7 @@ def repeated_table():
     for rule, words in (("constant", "constant"), ("scaled", "scaled"), ("piecewise", "falling, then rising")):
         own = by(rows, rule=rule)
         difference = None if rule == "constant" else shown(gap(rows, rule), 3, "+")
-        lines.append([words, f"{best(own):g}{'*' * at_end(own)}", shown(at_best(own)), difference])
+        lines.append([words, f"{best(own):g}{'*' * at_edge(own)}", shown(at_best(own)), difference])
     return table(["16 epochs of 1.6M tokens", "best lambda", "loss", "minus constant decay"], lines)
 
 
@@ -421,7 +396,7 @@ def schedule_table():
         totals = []
         for rule in RULES:
             own = by(rows, rule=rule)
-            totals.append(f"{vertex(own) * per_lambda(rows, rule):.2f}{'*' * at_end(own)}")
+            totals.append(f"{vertex(own) * per_lambda(rows, rule):.2f}{'*' * at_edge(own)}")
         lines.append([schedule(rows[0]), *totals, shown(gap(rows), 4, "+")])
     return table(["schedule", "best total, constant", "best total, scaled", "scaled minus constant"], lines)
 
@@ -434,17 +409,9 @@ def median(row, scope, column, where):
 
 def recursion(row):
     """Steps, and the norms that the recursion gives from the first one and the measured updates."""
-    step, *sampled = (
-        np.array(row[f"decayed.{name}"], dtype=float)
-        for name in ("step", "weight_rms", "update_rms", "decay", "alignment_update")
-    )
-    every = np.arange(step[0], step[-1])
-    s, phi, a = (np.interp(every, step, column) for column in sampled[1:])
-    norm, norms = sampled[0][0], {step[0]: sampled[0][0]}
-    for place, now in enumerate(every):
-        norm = math.sqrt(((1 - phi[place]) * norm - s[place] * a[place]) ** 2 + s[place] ** 2 * (1 - a[place] ** 2))
-        norms[now + 1] = norm
-    return step, sampled[0], np.array([norms[now] for now in step])
+    names = ("step", "weight_rms", "update_rms", "decay", "alignment_update")
+    step, r, s, phi, a = (np.array(row[f"decayed.{name}"], dtype=float) for name in names)
+    return step, r, predict_norms(NormHistory.of(step, r=r, s=s, phi=phi, a=a)).numpy()
 
 
 def dynamics_table():
@@ -623,7 +590,7 @@ def facts():
             costs = [np.mean(own[lam] - at_best(own)) for own in (scaled, constant)]
             shares += [costs[0] / costs[1]] if costs[1] > 0.02 else []
         for rule, own in (("scaled", scaled), ("constant", constant)):
-            totals[rule] += [] if at_end(own) else [vertex(own) * per_lambda(rows, rule)]
+            totals[rule] += [] if at_edge(own) else [vertex(own) * per_lambda(rows, rule)]
     arms = {words: own for words, *own in one_lambda()}
     less = [1 - np.mean(paired(scaled, control)) / np.mean(paired(scaled, constant))
             for constant, scaled, control in (arms[words] for words in ("width 128", BASE_256, BASE_512))]  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from muonsw.decay import decay_factor
 from muonsw.lab.diagnose import History
 from muonsw.lab.runs import load_run
-from muonsw.lab.theory import next_norm
+from muonsw.lab.theory.norm import next_norm
 
 MEMORY = 39.0
 

@@ -3,9 +3,7 @@
 from dataclasses import replace
 
 from muonsw.lab.theory import EXPERIMENTS
-from muonsw.lab.theory.chains import CONSTANT, SCALED, Rules
 
-SWAPPED = Rules(constant=SCALED, scaled=CONSTANT)
 SIZES = {
     "scalar": {"steps": 2000, "chains": 5, "freeze_steps": 500},
     "scalar-figure": {"steps": 2000, "chains": 5, "points": 40},

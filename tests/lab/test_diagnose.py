@@ -28,7 +28,7 @@ from muonsw.lab.diagnose import (
 )
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
-from muonsw.lab.theory import steady_state_norm_with_memory
+from muonsw.lab.theory.norm import steady_state_norm_with_memory
 from tests.lab.norm_runs import MEMORY, make_history, make_run, simulate
 
 # Relaxation-matched to the paper: lambda * peak * steps = 40.

@@ -152,9 +152,7 @@ def test_each_experiment_has_random_numbers_of_its_own():
 def test_what_is_undecided_is_no_failure(tmp_path, capsys, monkeypatch):
     wide = Interval(-1.0, 1.0, "95% t, n=2")
     unsure = at_most("x", "an unsure statement", Source("", "nothing"), Estimate(0.0, wide), 0.5, Tolerance(0.0, ""))
-    study = replace(
-        STUDIES["theory"], experiments=(Experiment("one", "", (), Settings(), lambda *_: Evidence([unsure])),)
-    )
+    study = replace(STUDIES["theory"], experiments=(Experiment("one", "", Settings(), lambda *_: Evidence([unsure])),))
     monkeypatch.setattr("muonsw.lab.commands.reproduce.find_study", lambda _name: study)
     assert main(["reproduce", "theory", "--out", str(tmp_path), "--processes", "1"]) == 0
     printed = capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from muonsw.lab.theory import next_norm
+from muonsw.lab.theory.norm import next_norm
 
 PEAK, WIDTH = 0.01, 256
 

@@ -56,7 +56,7 @@ def test_the_same_runs_serve_both_studies_and_their_figures(tmp_path):
     for name in ("steady-state", "diagnostics"):
         (tmp_path / name).mkdir()
         report = STUDIES[name].at(scale).conduct(shop, tmp_path / name, images=False)
-        claims = report.all_claims
+        (claims,) = report.claims.values()
         assert len({claim.id for claim in claims}) == len(claims)
         assert any(path.suffix == ".svg" and "figures" in path.parts for path in report.paths)
         assert all("one seed" in claim.limits for claim in claims)

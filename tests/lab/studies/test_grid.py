@@ -91,7 +91,7 @@ def test_a_grid_from_training_to_page(tmp_path):
     runs = sorted((tmp_path / "runs").iterdir())
     assert len(runs) == 2 * 2 * 2
     data = json.loads((tmp_path / "out" / "claims.json").read_text(encoding="utf-8"))
-    assert data["claims_total"] == len(report.all_claims) == 2 * 2
+    assert data["claims_total"] == len(report.claims["regret"]) == 2 * 2
     first = data["comparisons"][0]
     losses = {arm["name"]: arm["final"][0] for arm in first["arms"]}
     lowest = [min(loss for name, loss in losses.items() if name.startswith(rule)) for rule in ("scaled", "constant")]

@@ -22,7 +22,6 @@ from muonsw.lab.studies.mup import (
     measure,
     measure_widths,
 )
-from muonsw.lab.theory.experiment import Context
 from muonsw.lab.train.groups import build_optimizer
 from muonsw.matrices import SHAPE_SCALES
 
@@ -60,7 +59,7 @@ def test_what_drifts_does_not_pass_for_flat(name):
 
 def test_the_seed_fixes_every_bit():
     setting = replace(ARMS["adamw"].settings, widths=(32, 64), seeds=2, steps=1)
-    first, again, other = (measure_widths(setting, Context(torch.Generator().manual_seed(seed))) for seed in (0, 0, 1))
+    first, again, other = (measure_widths(setting, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
@@ -68,7 +67,7 @@ def test_the_seed_fixes_every_bit():
 def test_rules_for_muon_agree_at_the_base_width():
     setting = CoordinateSettings(algorithm="muon", widths=(256,), seeds=1, steps=1, batch=2, experts=2, layers=1)
     sizes = [
-        measure_widths(replace(setting, muon_lr=rule), Context(torch.Generator().manual_seed(0)))
+        measure_widths(replace(setting, muon_lr=rule), torch.Generator().manual_seed(0))
         for rule in ("sqrt", "adam", "none")
     ]
     assert all(torch.equal(sizes[0][name], other[name]) for other in sizes[1:] for name in other)

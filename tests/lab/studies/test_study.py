@@ -31,7 +31,7 @@ def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_
     scale = tiny_scale(seeds=1)
     scale = replace(scale, rows={width: replace(run, diverged=1.0) for width, run in scale.rows.items()})
     report = wild.at(scale).conduct(by_settings(tmp_path / "runs"), tmp_path, images=False)
-    assert report.all_claims == []
+    assert report.claims == {"main-table": []}
     assert report.sentence.startswith("No claim is made. 'scaled' diverged at update")
 
 

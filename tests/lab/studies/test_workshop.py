@@ -49,17 +49,17 @@ def test_experiments_do_not_depend_on_the_number_of_processes():
     ]
     together, alone = (Workshop(QUIET, workers).experiment(experiments, seed=3) for workers in (2, 1))
     assert list(together) == list(alone) == [experiment.name for experiment in experiments]
-    assert {name: one.evidence for name, one in together.items()} == {name: one.evidence for name, one in alone.items()}
+    assert {name: own for name, (own, _) in together.items()} == {name: own for name, (own, _) in alone.items()}
 
 
 def test_the_longest_experiment_starts_first():
     order: list[str] = []
 
-    def note(setting, _context):
+    def note(setting, _generator):
         order.append(setting)
         return Evidence([])
 
-    experiments = [Experiment(name, "", (), name, note, cost) for name, cost in (("a", 1.0), ("b", 3.0), ("c", 2.0))]
+    experiments = [Experiment(name, "", name, note, cost) for name, cost in (("a", 1.0), ("b", 3.0), ("c", 2.0))]
     assert list(Workshop(QUIET, 1).experiment(experiments, seed=0)) == ["a", "b", "c"]
     assert order == ["b", "c", "a"]
 

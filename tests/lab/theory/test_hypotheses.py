@@ -7,14 +7,18 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from muonsw.lab import theory
-from muonsw.lab.theory import HypothesisError
-from muonsw.lab.theory.hypotheses import check_rates, robbins_monro
-from muonsw.lab.theory.matrix import clip_projection, muon_norm_bounds
+from muonsw.lab.theory.hypotheses import HypothesisError, check_rates, robbins_monro
+from muonsw.lab.theory.matrix import clip_projection, muon_loss_floor, muon_norm_bounds
+from muonsw.lab.theory.muon import noise_floor
 from muonsw.lab.theory.noise_equilibrium import noise_equilibrium
-from muonsw.lab.theory.nonconvex import stationarity_bound
-from muonsw.lab.theory.scalar import frozen_point
-from muonsw.lab.theory.strongly_convex import sa_constant, strongly_convex_kappa
+from muonsw.lab.theory.norm import constant_decay_norm_limit, next_norm, scaled_decay_norm_limit, steady_state_norm
+from muonsw.lab.theory.scalar import (
+    constant_decay_fixed_point,
+    constant_decay_loss_gap,
+    frozen_point,
+    scaled_decay_error,
+)
+from muonsw.lab.theory.sgd import sa_constant, stationarity_bound, strongly_convex_kappa
 
 SCALAR = {"a": 1.0, "c": 1.0, "lam": 0.1}
 HARMONIC = SCALAR | {"gamma": 2.0, "t0": 4.0}
@@ -28,15 +32,15 @@ SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
 @pytest.mark.parametrize(
     ("function", "arguments", "settings", "change", "hypothesis"),
     [
-        (theory.constant_decay_fixed_point, (), SCALAR, {"lam": 0.0}, "lambda > 0"),
-        (theory.constant_decay_fixed_point, (), SCALAR, {"lam": math.nan}, "lambda > 0"),
-        (theory.constant_decay_loss_gap, (), SCALAR, {"a": -1.0}, "a > 0"),
+        (constant_decay_fixed_point, (), SCALAR, {"lam": 0.0}, "lambda > 0"),
+        (constant_decay_fixed_point, (), SCALAR, {"lam": math.nan}, "lambda > 0"),
+        (constant_decay_loss_gap, (), SCALAR, {"a": -1.0}, "a > 0"),
         (frozen_point, (0.0, [0.5, 0.95]), SCALAR, {}, "eta <= 1/(a + lambda)"),
         (frozen_point, (0.0, [-0.5]), SCALAR, {}, "eta >= 0"),
-        (theory.scaled_decay_error, (10,), HARMONIC, {"gamma": 1.0}, "a*gamma > 1"),
-        (theory.scaled_decay_error, (10,), HARMONIC, {"t0": 0.0}, "t0 > 0"),
+        (scaled_decay_error, (10,), HARMONIC, {"gamma": 1.0}, "a*gamma > 1"),
+        (scaled_decay_error, (10,), HARMONIC, {"t0": 0.0}, "t0 > 0"),
         (muon_norm_bounds, (1.0, [0.5, 11.0]), {"lam": 0.1}, {}, "eta*lambda <= 1"),
-        (theory.muon_loss_floor, ([1.0],), {"lam": 0.1}, {"lam": -0.1}, "lambda > 0"),
+        (muon_loss_floor, ([1.0],), {"lam": 0.1}, {"lam": -0.1}, "lambda > 0"),
         (clip_projection, (torch.eye(2), -1.0), {}, {}, "radius >= 0"),
         (stationarity_bound, ([0.3],), SMOOTH, {}, "eta <= 1/(4*L*rho)"),
         (sa_constant, (), RECURSION, {"gamma": 1.0}, "alpha*gamma > 1"),
@@ -47,16 +51,16 @@ SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
         (strongly_convex_kappa, (0.1,), CONVEX, {"rho": 0.5}, "rho >= 1"),
         (strongly_convex_kappa, (1.5,), CONVEX, {}, "mu*eta <= 1"),
         (strongly_convex_kappa, (0.5,), CONVEX, {}, "K1*eta + K2*eta^3 <= mu"),
-        (theory.noise_floor, (), FLOOR, {"sigma": -1.0}, "sigma >= 0"),
-        (theory.noise_floor, (), FLOOR, {"beta": 1.0}, "0 <= beta < 1"),
-        (theory.noise_floor, (), FLOOR, {"B": 0}, "B > 0"),
-        (theory.noise_floor, (), FLOOR, {"r": 0}, "r >= 1"),
+        (noise_floor, (), FLOOR, {"sigma": -1.0}, "sigma >= 0"),
+        (noise_floor, (), FLOOR, {"beta": 1.0}, "0 <= beta < 1"),
+        (noise_floor, (), FLOOR, {"B": 0}, "B > 0"),
+        (noise_floor, (), FLOOR, {"r": 0}, "r >= 1"),
         (noise_equilibrium, (), {"phi": 0.1, "beta": 0.9}, {"phi": 0.0}, "0 < phi <= 1"),
-        (theory.next_norm, (1.0,), STEP, {"phi": 1.5}, "0 <= phi <= 1"),
-        (theory.next_norm, (1.0,), STEP, {"a": 1.5}, "-1 <= a <= 1"),
-        (theory.steady_state_norm, (), STEP, {"phi": 0.0}, "phi > 0"),
-        (theory.scaled_decay_norm_limit, (), {"lam": 0.1, "eta_max": 0.01, "k": 1.0}, {"lam": 0.0}, "lambda > 0"),
-        (theory.constant_decay_norm_limit, (), {"lam": 0.1, "a0": 0.0}, {"a0": -1.0}, "a0 >= 0"),
+        (next_norm, (1.0,), STEP, {"phi": 1.5}, "0 <= phi <= 1"),
+        (next_norm, (1.0,), STEP, {"a": 1.5}, "-1 <= a <= 1"),
+        (steady_state_norm, (), STEP, {"phi": 0.0}, "phi > 0"),
+        (scaled_decay_norm_limit, (), {"lam": 0.1, "eta_max": 0.01, "k": 1.0}, {"lam": 0.0}, "lambda > 0"),
+        (constant_decay_norm_limit, (), {"lam": 0.1, "a0": 0.0}, {"a0": -1.0}, "a0 >= 0"),
     ],
 )
 def test_a_violated_hypothesis_is_named(function, arguments, settings, change, hypothesis):

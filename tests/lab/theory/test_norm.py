@@ -8,8 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonsw.lab import theory
-from muonsw.lab.theory import HypothesisError, NormHistory, norm
+from muonsw.lab.theory import norm
+from muonsw.lab.theory.hypotheses import HypothesisError
+from muonsw.lab.theory.norm import (
+    NormHistory,
+    constant_decay_norm_limit,
+    next_norm,
+    predict_norms,
+    relaxation_times,
+    scaled_decay_norm_limit,
+    steady_state_norm,
+    steady_state_norm_with_memory,
+    target_norms,
+    track,
+)
 from tests.lab.theory.brute_force import EPS, matrix, polar
 
 BETA = 0.9
@@ -26,28 +38,28 @@ def test_the_recursion_follows_real_matrices():
     s = eta * 0.2  # 0.2 sqrt(max(m, n)) makes the RMS of an orthogonal update 0.2
     a = ((W * direction).sum() / W.norm() / direction.norm()).item()
     after = (1 - phi) * W - 0.2 * math.sqrt(6) * eta * direction
-    predicted = theory.next_norm(W.norm().item() / math.sqrt(24), s=s, phi=phi, a=a)
+    predicted = next_norm(W.norm().item() / math.sqrt(24), s=s, phi=phi, a=a)
     assert predicted == pytest.approx(after.norm().item() / math.sqrt(24), rel=1e-13)
 
 
 @given(s=st.floats(1e-5, 1e-2), phi=st.floats(1e-8, 1e-2), a=st.floats(-0.7, 0.7))
 def test_the_steady_state_is_the_fixed_point_for_either_sign(s, phi, a):
-    r_star = theory.steady_state_norm(s=s, phi=phi, a=a)
+    r_star = steady_state_norm(s=s, phi=phi, a=a)
     assert leading_order(r_star, s, phi, a) == pytest.approx(r_star, rel=1e-12)
     tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in (("s", s), ("phi", phi), ("a", a))}
-    assert theory.steady_state_norm(**tensors).item() == pytest.approx(r_star, rel=4 * EPS)
+    assert steady_state_norm(**tensors).item() == pytest.approx(r_star, rel=4 * EPS)
 
 
 def test_a_strong_inward_push_does_not_cancel():
     s, phi, a = 1e-3, 1e-20, 0.5
-    assert theory.steady_state_norm(s=s, phi=phi, a=a) == pytest.approx(s / (2 * a), rel=4 * EPS)
+    assert steady_state_norm(s=s, phi=phi, a=a) == pytest.approx(s / (2 * a), rel=4 * EPS)
     assert s / (2 * phi) * (-a + math.sqrt(a * a + 2 * phi)) == 0.0  # the textbook root
 
 
 @pytest.mark.parametrize("a", [-0.02, 0.0, 0.02])
 def test_both_relaxation_times_are_those_of_the_recursion(a):
     s, phi = 1e-3, 5e-4
-    r_star = theory.steady_state_norm(s=s, phi=phi, a=a)
+    r_star = steady_state_norm(s=s, phi=phi, a=a)
 
     def measured(alignment):
         """Steps per e-fold of a small displacement."""
@@ -57,7 +69,7 @@ def test_both_relaxation_times_are_those_of_the_recursion(a):
         return 100 / math.log((first - r_star) / (r - r_star))
 
     following, fixed = measured(lambda r: a * r_star / r), measured(lambda _: a)
-    tau, tau_fixed = theory.relaxation_times(s=s, phi=phi, r_star=r_star)
+    tau, tau_fixed = relaxation_times(s=s, phi=phi, r_star=r_star)
     # A step of a recursion with multiplier 1 - x decays by -log(1 - x) = x + x^2/2.
     assert following == pytest.approx(tau, rel=phi + 1e-4)
     assert fixed == pytest.approx(tau_fixed, rel=1 / tau_fixed + 1e-4)
@@ -67,10 +79,10 @@ def test_both_relaxation_times_are_those_of_the_recursion(a):
 @pytest.mark.parametrize("eta", [4.8e-3, 4.8e-8])
 def test_scaled_limit_holds_at_every_rate_and_constant_one_only_at_zero(eta):
     lam, eta_max, k, a0 = 0.1, 4.8e-3, 20.8, 7.4e-3
-    scaled = theory.steady_state_norm(s=0.2 * eta, phi=lam * eta**2 / eta_max, a=-k * eta)
-    assert scaled == pytest.approx(theory.scaled_decay_norm_limit(lam=lam, eta_max=eta_max, k=k), rel=1e-12)
-    constant = theory.steady_state_norm(s=0.2 * eta, phi=lam * eta, a=-a0 - 40.5 * eta)
-    limit = theory.constant_decay_norm_limit(lam=lam, a0=a0)
+    scaled = steady_state_norm(s=0.2 * eta, phi=lam * eta**2 / eta_max, a=-k * eta)
+    assert scaled == pytest.approx(scaled_decay_norm_limit(lam=lam, eta_max=eta_max, k=k), rel=1e-12)
+    constant = steady_state_norm(s=0.2 * eta, phi=lam * eta, a=-a0 - 40.5 * eta)
+    limit = constant_decay_norm_limit(lam=lam, a0=a0)
     assert constant > limit
     # To first order sqrt(a^2 + 2 lambda eta) adds lambda eta / a, and the slope of the fit 40.5 eta.
     excess = (40.5 * eta + lam * eta / (2 * a0)) / a0
@@ -79,9 +91,9 @@ def test_scaled_limit_holds_at_every_rate_and_constant_one_only_at_zero(eta):
 
 def test_memory_and_alignment_are_two_ways_to_say_the_same():
     s, phi, memory = 0.01, 0.002, 39.0
-    r = theory.steady_state_norm_with_memory(s=s, phi=phi, memory=memory)
+    r = steady_state_norm_with_memory(s=s, phi=phi, memory=memory)
     a = -(memory - 1.0) * s / (2.0 * r)
-    assert theory.steady_state_norm(s=s, phi=phi, a=a) == pytest.approx(r, rel=1e-12)
+    assert steady_state_norm(s=s, phi=phi, a=a) == pytest.approx(r, rel=1e-12)
 
 
 # Histories.
@@ -131,7 +143,7 @@ def test_vectors_with_a_prescribed_alignment_obey_the_recursion(sign):
         (0.01 * cosine(t, steps), 0.02 * cosine(t, steps) ** 2, sign * 0.2 * math.cos(t / 50)) for t in range(steps)
     ]
     history = history_of(walk(coefficients))
-    predicted = theory.predict_norms(history)
+    predicted = predict_norms(history)
     # Rounding alone: each step adds a few units in the last place.
     assert predicted.tolist() == pytest.approx(history.r.tolist(), rel=steps * 1e-14)
 
@@ -140,11 +152,11 @@ def test_vectors_with_a_prescribed_alignment_obey_the_recursion(sign):
 def test_a_walk_with_fixed_coefficients_settles_at_the_target(a):
     phi = 0.01
     history = history_of(walk([(0.02, phi, a)] * 1500))
-    target = float(theory.target_norms(history)[-1])
+    target = float(target_norms(history)[-1])
     # Dropping phi against 1 changes phi by phi^2/2 and a by a phi in the fixed point; r* is at most linear in 1/phi
     # and in a, so r* is off by at most 1.5 phi.
     assert float(history.r[-1]) == pytest.approx(target, rel=1.5 * phi)
-    tracking = theory.track(history)
+    tracking = track(history)
     assert tracking.broke_at is None
     assert (tracking.ratio[tracking.ratio.isfinite()] < 1e-6).all()
 
@@ -160,12 +172,12 @@ def test_a_walk_with_momentum_has_the_memory_of_its_average():
         rows.append({"step": step, "r": rms(weight), "s": rms(update), "phi": phi, "a": a})
         weight = (1.0 - phi) * weight - update
     history = history_of(rows)
-    assert theory.predict_norms(history).tolist() == pytest.approx(history.r.tolist(), rel=1e-4)
+    assert predict_norms(history).tolist() == pytest.approx(history.r.tolist(), rel=1e-4)
     memory = 1.0 - 2.0 * history.a[500:] * history.r[500:] / history.s[500:]
     # Decay of phi per step shortens a memory of (1 + beta)/(1 - beta) by phi/(1 - beta) of it, here 5%.
     expected = (1.0 + BETA) / (1.0 - BETA)
     assert float(memory.mean()) == pytest.approx(expected, rel=0.1)
-    settled = theory.steady_state_norm_with_memory(s=eta, phi=phi, memory=expected)
+    settled = steady_state_norm_with_memory(s=eta, phi=phi, memory=expected)
     assert float(history.r[500:].mean()) == pytest.approx(settled, rel=0.06)
 
 
@@ -174,7 +186,7 @@ def test_prediction_from_sparse_samples_follows_a_smooth_run(every):
     steps = 4001
     coefficients = [(2e-3 * cosine(t, steps), 5e-3 * cosine(t, steps), -0.1 * cosine(t, steps)) for t in range(steps)]
     history = history_of(recursion(coefficients, start=0.05), every)
-    predicted = theory.predict_norms(history)
+    predicted = predict_norms(history)
     # A line between samples misses a curve by k^2 f''/8; relative to the curve at its lowest, 0.1 of the peak, that
     # is (pi k/T)^2 * 0.45/(8 * 0.1), and the norm is at most linear in each of three coefficients.
     bound = 3 * (math.pi * every / steps) ** 2 * 0.45 / 0.8 + 1e-12
@@ -185,9 +197,9 @@ def test_the_recursion_is_replayed_in_blocks_that_change_nothing(monkeypatch):
     """Samples inside blocks, at their borders, and a gap of several."""
     samples = {"r": [1.0, 0.9, 0.9, 0.8, 0.7], "s": [0.1, 0.2, 0.1, 0.3, 0.1], "phi": [0.1] * 5, "a": [-0.1] * 5}
     history = NormHistory.of([1, 2, 4, 5, 21], **samples)
-    whole = theory.predict_norms(history)
+    whole = predict_norms(history)
     monkeypatch.setattr(norm, "BLOCK", 3)
-    assert theory.predict_norms(history).equal(whole)
+    assert predict_norms(history).equal(whole)
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.2])
@@ -195,7 +207,7 @@ def test_ratio_and_lag_of_an_exponential_target_are_exact(ratio):
     phi = 0.01
     rate = 2.0 * phi * ratio  # of ln r*, so that tau * rate = ratio
     history = history_of(recursion([(0.01 * math.exp(-rate * t), phi, 0.0) for t in range(2000)], start=0.07), 5)
-    tracking = theory.track(history)
+    tracking = track(history)
     assert tracking.ratio.tolist() == pytest.approx([ratio] * len(history), rel=1e-9)
     # x = r^2/r*^2 obeys x exp(-2 rate) = (1 - phi)^2 x + 2 phi, whose fixed point is the lag.
     lag = 0.5 * math.log(2.0 * phi / (math.exp(-2.0 * rate) - (1.0 - phi) ** 2))
@@ -206,7 +218,7 @@ def test_ratio_and_lag_of_an_exponential_target_are_exact(ratio):
 def test_tracking_breaks_where_the_target_begins_to_run_away():
     phi, turn = 0.01, 1000
     sizes = [0.01 * math.exp(-0.03 * max(t - turn, 0)) for t in range(1400)]
-    tracking = theory.track(history_of(recursion([(s, phi, 0.0) for s in sizes], start=0.07), 5))
+    tracking = track(history_of(recursion([(s, phi, 0.0) for s in sizes], start=0.07), 5))
     # The ratio is 1.5 from the turn on; its window of 140 steps sees that up to half its length too early.
     steps = torch.arange(1, 1401, 5)
     assert tracking.ratio[steps < turn - 70].max() < 1e-6
@@ -221,7 +233,7 @@ def test_a_target_that_stops_ends_the_ratio_but_not_the_lag():
     sizes = [0.01 * math.exp(-0.002 * min(max(t - 500, 0), 300)) for t in range(1300)]
     decays = [1e-2 if t < 500 else 5e-5 for t in range(1300)]
     coefficients = [(s * (phi / 1e-2) ** 0.5, phi, 0.0) for s, phi in zip(sizes, decays, strict=True)]
-    tracking = theory.track(history_of(recursion(coefficients, 0.0707), 2))
+    tracking = track(history_of(recursion(coefficients, 0.0707), 2))
     assert float(tracking.ratio[-1]) < 1e-6
     assert tracking.broke_at is not None
     assert 500 <= tracking.broke_at <= 800
@@ -229,9 +241,9 @@ def test_a_target_that_stops_ends_the_ratio_but_not_the_lag():
 
 def test_steps_without_decay_or_update_have_no_target_and_one_sample_is_a_history():
     history = NormHistory.of([1, 2, 3], r=[0.1] * 3, s=[0.0, 0.01, 0.01], phi=[0.01, 0.0, 0.01], a=[0.0] * 3)
-    assert torch.isnan(theory.target_norms(history)).tolist() == [True, True, False]
-    assert len(theory.track(history).predicted) == 3
-    tracking = theory.track(NormHistory.of([7], r=[0.1], s=[0.01], phi=[0.01], a=[0.0]))
+    assert torch.isnan(target_norms(history)).tolist() == [True, True, False]
+    assert len(track(history).predicted) == 3
+    tracking = track(NormHistory.of([7], r=[0.1], s=[0.01], phi=[0.01], a=[0.0]))
     assert tracking.predicted.tolist() == [0.1]
     assert tracking.broke_at is None
     assert math.isnan(float(tracking.ratio[0]))

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from muonsw.lab.theory import HypothesisError
-from tests.lab.small_experiments import SMALL, SWAPPED, smaller
+from muonsw.lab.theory.hypotheses import HypothesisError
+from tests.lab.small_experiments import SMALL, smaller
 
 # What does not depend on which rule is which: facts about matrices and recursions, inequalities that hold for any
 # bounded path, targets that both rules reach, and transients that both go through.
@@ -38,7 +38,7 @@ def test_claims_hold(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_claims_fail_when_the_rules_are_swapped(name):
-    swapped = smaller(SMALL[name], rules=SWAPPED).run(0)
+    swapped = smaller(SMALL[name], swapped=True).run(0)
     assert {claim.id for claim in swapped.claims if claim.holds} <= INDIFFERENT[name]
     assert any(claim.fails for claim in swapped.claims)
 

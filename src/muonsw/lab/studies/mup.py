@@ -23,7 +23,7 @@ from muonsw.lab.model.grouped import grouped_linear
 from muonsw.lab.model.moe import MoE, plan_routes
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, log_log_slope, mean_of, within
-from muonsw.lab.theory.experiment import Context, Experiment
+from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.groups import build_optimizer
 
@@ -97,17 +97,16 @@ def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generat
     return torch.stack(tokens, dim=1)
 
 
-def measure_widths(setting: CoordinateSettings, context: Context) -> dict[str, Tensor]:
+def measure_widths(setting: CoordinateSettings, generator: torch.Generator) -> dict[str, Tensor]:
     """Sizes by name, each (seeds, widths)."""
     rows: list[dict[str, float]] = []
     shape = (setting.seeds, len(setting.widths))
     for _ in range(setting.seeds):
-        tokens = chain_tokens(setting.batch, setting.sequence, setting.vocab, context.generator)
-        seed = int(torch.randint(2**31, (), generator=context.generator))
+        tokens = chain_tokens(setting.batch, setting.sequence, setting.vocab, generator)
+        seed = int(torch.randint(2**31, (), generator=generator))
         for width in setting.widths:
             model = Decoder(setting.model(width), seed)
             rows.append(measure(model, build_optimizer(model, setting.optimizer()), tokens, setting.steps))
-            context.progress(len(rows) / (shape[0] * shape[1]))
     return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64).view(shape) for name in rows[0]}
 
 
@@ -213,9 +212,9 @@ Sizes = Mapping[str, Tensor]
 Judge = Callable[[CoordinateSettings, Sizes], list[Claim]]
 
 
-def run(judge: Judge, setting: CoordinateSettings, context: Context) -> Evidence:
+def run(judge: Judge, setting: CoordinateSettings, generator: torch.Generator) -> Evidence:
     """Measure all widths, and judge; the series are every size over the widths, one curve for each seed."""
-    sizes = measure_widths(setting, context)
+    sizes = measure_widths(setting, generator)
     curves = [Series(name, setting.name, list(setting.widths), values.tolist()) for name, values in sizes.items()]
     return Evidence(judge(setting, sizes), curves)
 
@@ -302,10 +301,7 @@ def source(setting: CoordinateSettings) -> Source:
 
 
 def experiment(settings: CoordinateSettings, title: str, judge: Judge, cost: float) -> Experiment:
-    """An experiment that is named after its settings."""
-    parametrization = "muP" if settings.mup else "standard parametrization"
-    fixed = ("depth, heads' size, experts and tokens stay as the width grows", "float32, no decay")
-    return Experiment(settings.name, title, (*fixed, parametrization), settings, partial(run, judge), cost)
+    return Experiment(settings.name, title, settings, partial(run, judge), cost)
 
 
 def muon(rule: str, seeds: int) -> CoordinateSettings:

@@ -1,4 +1,8 @@
-"""Studies: a question with the work that answers it. All have a name, a title, parts, and `conduct`."""
+"""Studies: a question with the work that answers it.
+
+All have `select`, which returns the study with one of its parts, and `conduct`, which runs it to the end, judges the
+claims, and writes numbers, figures and a page into a folder that exists.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from muonsw.lab.arms import Comparison, Results
 from muonsw.lab.compare import write_numbers
@@ -41,29 +45,9 @@ class Conclusion:
     seconds: float
 
     @property
-    def all_claims(self) -> list[Claim]:
-        """The claims, those that failed first."""
-        return failed_first(chain.from_iterable(self.claims.values()))
-
-    @property
     def failed(self) -> bool:
         """Whether a claim fails; one that is undecided does not."""
         return any_failed(self.claims)
-
-
-class Study(Protocol):
-    """What `muonsw reproduce` runs."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-
-    def select(self, part: str) -> Study:
-        """The study with one of its parts only."""
-
-    def conduct(self, workshop: Workshop, folder: Path, *, images: bool = True) -> Conclusion:
-        """Run to the end, judge the claims, and write numbers, figures and a page into a folder that exists."""
 
 
 def counts(claims: Iterable[Claim]) -> dict[str, int]:
@@ -85,43 +69,40 @@ class ExperimentStudy:
     seed: int = 0  # of every random number
 
     def select(self, part: str) -> ExperimentStudy:
-        """The study with one of its experiments only."""
         known: Registry[Experiment] = Registry(f"experiment of {self.name}")
         for experiment in self.experiments:
             known.register(experiment.name, experiment)
         return replace(self, experiments=(known[part],))
 
-    def conduct(self, workshop: Workshop, folder: Path, *, images: bool = True) -> Conclusion:  # noqa: ARG002
-        """Run all experiments, which judge themselves, and write claims, curves and the picture."""
+    def conduct(self, workshop: Workshop, folder: Path) -> Conclusion:
         refuse_folder(folder / NUMBERS)
         start = time.perf_counter()
         found = workshop.experiment(self.experiments, seed=self.seed)
         seconds = time.perf_counter() - start
-        claims = {name: failed_first(result.evidence.claims) for name, result in found.items()}
-        sentence = count_verdicts(list(chain.from_iterable(claims.values())))
+        evidence = {name: own for name, (own, _) in found.items()}
+        claims = {name: failed_first(own.claims) for name, own in evidence.items()}
+        every = list(chain.from_iterable(claims.values()))
+        sentence = count_verdicts(every)
         if not any_failed(claims):
             sentence += " Finite runs on these objectives agree with the theory, and cannot prove its limits."
         numbers = {
             "study": self.name,
             "title": self.title,
             "seed": self.seed,
-            **counts(chain.from_iterable(claims.values())),
+            **counts(every),
             "experiments": [
                 {
                     "name": experiment.name,
                     "title": experiment.title,
-                    "hypotheses": experiment.hypotheses,
                     "settings": asdict(experiment.settings),
                     "claims": [claim.as_data() for claim in claims[experiment.name]],
                 }
                 for experiment in self.experiments
             ],
-            "seconds": {name: round(result.seconds, 2) for name, result in found.items()}
-            | {"total": round(seconds, 2)},
+            "seconds": {name: round(own, 2) for name, (_, own) in found.items()} | {"total": round(seconds, 2)},
             "environment": environment(),
         }
         paths = [write_numbers(folder / NUMBERS, numbers, partial(say, workshop.console))]
-        evidence = {name: result.evidence for name, result in found.items()}
         if curves := [asdict(series) for one in evidence.values() for series in one.series]:
             text = json.dumps(seven_digits(plain(curves)), separators=(",", ":"), allow_nan=False)
             paths.append(write_atomically(folder / "series.json", text + "\n"))
@@ -158,7 +139,6 @@ class TrainingStudy:
     scale: Scale = CPU  # at which size it is run
 
     def at(self, scale: Scale) -> TrainingStudy:
-        """The study at another scale."""
         return replace(self, scale=scale)
 
     def select(self, part: str) -> TrainingStudy:

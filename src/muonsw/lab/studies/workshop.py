@@ -32,7 +32,6 @@ class ByArm:
     folder: Path
 
     def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
-        """The run of one arm with one seed."""
         config = replace(comparison.config(arm, seed), arm=arm.name)
         letters = (letter if letter.isalnum() or letter in "._=" else "-" for letter in arm.name)
         return Job(
@@ -49,7 +48,6 @@ class BySettings:
     device: str  # "cpu" or "cuda"
 
     def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
-        """The run of one arm with one seed."""
         config = self.ready(comparison.config(arm, seed))
         folder = self.folder / f"{config.arm}-seed{config.seed}-{identity(config)}"
         return Job(f"{comparison.key}: {arm.name}, seed {seed}", config, folder)
@@ -79,14 +77,6 @@ def describe(config: RunConfig) -> str:
     chosen, dense = config.optimizer, "-dense" if config.decoder.experts == 1 else ""
     rule = f"{chosen.algorithm}-{chosen.decay}-lr{chosen.lr:.4g}-wd{chosen.weight_decay:.4g}"
     return f"w{config.decoder.width}{dense}-{rule}-T{config.steps}"
-
-
-@dataclass(frozen=True)
-class ExperimentResult:
-    """An experiment's evidence and how long it took."""
-
-    evidence: Evidence
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -125,34 +115,34 @@ class Workshop:
 
     def jobs(self, comparisons: Sequence[Comparison]) -> dict[Path, Job]:
         """Plan the runs of comparisons by folder, equal ones once, seed by seed."""
-        found: dict[Path, Job] = {}
         members = ((one, arm, seed) for one in comparisons for arm, seed in one.members())
+        found: dict[Path, Job] = {}
         for member in sorted(members, key=lambda member: member[-1]):
             job = self.places.job(*member)
             found.setdefault(job.folder, job)
         return found
 
-    def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, ExperimentResult]:
-        """Run experiments, the longest first, and return what they found in the order given.
+    def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, tuple[Evidence, float]]:
+        """Run experiments, the longest first; return what each found and its seconds in the order given.
 
         Every experiment runs on one thread and draws from a generator of its own, so that neither the number of
         processes nor their order changes a bit of the result.
         """
-        found: dict[str, ExperimentResult] = {}
+        found: dict[str, tuple[Evidence, float]] = {}
         by_cost = {one.name: one for one in sorted(experiments, key=lambda one: -one.cost)}
         with showing(self.console, {name: one.cost for name, one in by_cost.items()}, what="experiments") as view:
 
-            def done(name: str, result: ExperimentResult) -> None:
-                found[name] = result
-                held = sum(claim.holds for claim in result.evidence.claims)
-                view.finish(name, f"{held} of {len(result.evidence.claims)} claims hold ({result.seconds:.1f} s)")
+            def done(name: str, result: tuple[Evidence, float]) -> None:
+                found[name], claims = result, result[0].claims
+                held = sum(claim.holds for claim in claims)
+                view.finish(name, f"{held} of {len(claims)} claims hold ({result[1]:.1f} s)")
 
             launch.each(partial(_run_experiment, seed=seed), by_cost, done, workers=self.workers, saves=False)
         return {experiment.name: found[experiment.name] for experiment in experiments}
 
 
-def _run_experiment(experiment: Experiment, *, seed: int) -> ExperimentResult:
+def _run_experiment(experiment: Experiment, *, seed: int) -> tuple[Evidence, float]:
     start = time.perf_counter()
     with torch_threads(1):
         evidence = experiment.run(seed)
-    return ExperimentResult(evidence, time.perf_counter() - start)
+    return evidence, time.perf_counter() - start

@@ -1,11 +1,13 @@
 """Proposition 3.2 and Corollary 3.2: Muon on the quadratic `1/2 |W - A|_F^2`, and the right panel of Figure 2.
 
-Constant decay traps the weights in a ball of spectral radius `1/lambda`; scaled decay reaches targets outside it.
+Constant decay traps the weights in a ball of spectral radius `1/lambda`; scaled decay reaches targets outside it. Then
+a fixed learning rate, at which both rules are the same, and a counterexample to a claim about constant decay (Sato et
+al., as the paper reports it) that rests on the norm bound 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -14,10 +16,21 @@ import torch
 from torch import Tensor
 
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, within_share
-from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, gaussian, log_spaced
-from muonsw.lab.theory.experiment import Context, Experiment
-from muonsw.lab.theory.hypotheses import Steps, check_rates, require_at_least, require_positive
+from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, within, within_share
+from muonsw.lab.theory.experiment import (
+    BOTH,
+    CONSTANT,
+    SCALED,
+    Experiment,
+    chain,
+    gaussian,
+    gradient,
+    log_spaced,
+    march,
+    muon,
+    sgd,
+)
+from muonsw.lab.theory.hypotheses import Steps, check_rates, require, require_at_least, require_positive
 from muonsw.lab.theory.muon_chains import (
     HOVERING,
     POLAR,
@@ -25,10 +38,13 @@ from muonsw.lab.theory.muon_chains import (
     MuonRun,
     Stack,
     descend,
+    hover_gradient,
     hover_loss,
     nuclear_norm,
     spectral_norm,
+    weighted_mean,
 )
+from muonsw.optimizer import ScaledDecayOptimizer
 
 
 def muon_norm_bounds(z0: float, etas: Steps, *, lam: float) -> list[float]:
@@ -100,19 +116,18 @@ class Observations:
     separation: float = torch.inf  # the smallest `|W_t - A|_op` over about 50 log-spaced steps
 
 
-HYPOTHESES = ("lambda > 0", "eta lambda <= 1", "sum eta = infinity", "sum eta^2 < infinity")
 TRAPPED = "0 < eta lambda <= 1, sum eta = infinity"
 ROBBINS_MONRO = "sum eta = infinity, sum eta^2 < infinity, iterates bounded"
 
 
-def observe(stacks: Mapping[Key, Stack], s: MuonRun, context: Context) -> dict[Key, Observations]:
+def observe(stacks: Mapping[Key, Stack], s: MuonRun, generator: torch.Generator) -> dict[Key, Observations]:
     """Run the stacks together; follow their losses, the edge of their ball, and how near they come to the target."""
     observed, bounds, looks = dict[Key, Observations](), dict[Key, list[float]](), set(log_spaced(s.steps, 50))
     for key, stack in stacks.items():
         observed[key] = Observations(stack.starts.new_empty(s.steps + 1, len(stack.starts)))
         observed[key].losses[0] = stack.loss(stack.starts)
         bounds[key] = muon_norm_bounds(float(spectral_norm(stack.starts).max()), s.etas, lam=s.lam)
-    for moves in descend(stacks, s, context):
+    for moves in descend(stacks, s, generator):
         for key, move in moves.items():
             stack, result, step = stacks[key], observed[key], move.t + 1
             result.losses[step] = stack.loss(move.after)
@@ -124,16 +139,16 @@ def observe(stacks: Mapping[Key, Stack], s: MuonRun, context: Context) -> dict[K
     return observed
 
 
-def run_matrix(s: MatrixSettings, context: Context) -> Evidence:
+def run_matrix(s: MatrixSettings, generator: torch.Generator) -> Evidence:
     """Several momenta, a target inside the radius, and a start outside it, all in one run."""
-    A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
+    A, starts = s.draw(s.chains, s.rows, s.columns, generator)
     inside = A * (s.inside_sigma_max / s.sigma_max)
-    far = gaussian(starts.shape, context.generator)
+    far = gaussian(starts.shape, generator)
     far = far * (s.outside_start * s.radius / spectral_norm(far)[:, None, None])
     stacks = {("outside", CONSTANT): Stack(CONSTANT, s.betas[-1], A, far)}
     stacks |= {("inside", rule): Stack(rule, s.betas[0], inside, starts) for rule in BOTH}
     stacks |= {(f"{beta:g}", rule): Stack(rule, beta, A, starts) for beta in s.betas for rule in BOTH}
-    observed = observe(stacks, s, context)
+    observed = observe(stacks, s, generator)
     claims = [radius_claim(observed.values(), "from every start and for every momentum")]
     for beta in s.betas:
         claims += limit_claims(f"-beta{beta:g}", {rule: observed[f"{beta:g}", rule] for rule in BOTH}, A, beta, s)
@@ -144,13 +159,13 @@ def run_matrix(s: MatrixSettings, context: Context) -> Evidence:
         case = Source("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
         bound = hover_loss(min(A.shape), s.etas[-1], s.betas[0]) / float(initial)
         claims.append(at_most(f"inside-{rule}", reached, case, float(losses[-1].max() / initial), bound, HOVERING))
-    return Evidence(claims + projection_claims(A, s.radius, context.generator))
+    return Evidence(claims + projection_claims(A, s.radius, generator))
 
 
-def run_matrix_figure(s: MatrixFigureSettings, context: Context) -> Evidence:
+def run_matrix_figure(s: MatrixFigureSettings, generator: torch.Generator) -> Evidence:
     """Many starts at one momentum; losses are kept for the right panel, thinned to the extremes of bins of steps."""
-    A, starts = s.draw(s.chains, s.rows, s.columns, context.generator)
-    observed = observe({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, context)
+    A, starts = s.draw(s.chains, s.rows, s.columns, generator)
+    observed = observe({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator)
     constant, sigmas = observed[CONSTANT], torch.linalg.svdvals(A)
     floor, initial = muon_loss_floor(sigmas, lam=s.lam), float(constant.losses[0].mean())
 
@@ -250,7 +265,6 @@ def log_extremes(values: Tensor, bins: int) -> tuple[list[int], list[list[float]
 MATRIX = Experiment(
     name="matrix",
     title="matrix quadratic: radius, floor and limit for several momenta, targets inside and outside the ball",
-    hypotheses=HYPOTHESES,
     settings=MatrixSettings(),
     function=run_matrix,
     cost=11.0,
@@ -258,8 +272,105 @@ MATRIX = Experiment(
 MATRIX_FIGURE = Experiment(
     name="matrix-figure",
     title="matrix quadratic, many starts: the right panel of the figure",
-    hypotheses=HYPOTHESES,
     settings=MatrixFigureSettings(),
     function=run_matrix_figure,
     cost=45.0,
+)
+
+
+@dataclass(frozen=True)
+class FixedRateSettings(MuonRun):
+    """A fixed learning rate for both optimizers, and a target of twice the radius for the counterexample."""
+
+    rows: int = 8
+    columns: int = 16
+    eta: float = 0.02
+    beta: float = 0.9
+    fixed_steps: int = 500
+
+
+def run_fixed_rate(s: FixedRateSettings, generator: torch.Generator) -> Evidence:
+    """The same chains under both rules at one learning rate, then the counterexample under a decaying one."""
+    require("lambda < 1", s.lam < 1.0, lam=s.lam)
+    check_rates([s.eta], {"eta <= 1/(a + lambda)": 1.0 / (1.0 + s.lam)})  # the quadratic has curvature a = 1
+    A, starts = s.draw(s.chains, s.rows, s.columns, generator)
+    full, half = (Source("end of section 3.3", f"eta = {peak} at every step") for peak in ("eta_max", "eta_max/2"))
+    same = "at a fixed learning rate both rules give the same bits ({}, largest difference)"
+    rescaled = "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)"
+    exact, rounding = Tolerance(0.0, "eta/eta_max is exactly 1"), Tolerance(1e-12, "rounding")
+    sgd_gap, muon_gap = (rule_gap(s, build, A, starts) for build in (sgd, muon))
+    rescaled_gap = rule_gap(s, muon, A, starts, peak_factor=2.0)
+    claims = [
+        within("fixed-rate-sgd", same.format("sgd"), full, sgd_gap, 0.0, exact),
+        within("fixed-rate-muon", same.format("muon"), full, muon_gap, 0.0, exact),
+        within("fixed-rate-rescaled", rescaled, half, rescaled_gap, 0.0, rounding),
+    ]
+    return Evidence([*claims, *counterexample(s, A, starts, generator)])
+
+
+def rule_gap(
+    s: FixedRateSettings,
+    build: Callable[..., ScaledDecayOptimizer],
+    A: Tensor,
+    starts: Tensor,
+    *,
+    peak_factor: float = 1.0,
+) -> float:
+    """How far the rules are apart after a run at a fixed rate.
+
+    The peak is a multiple of that rate, and scaled decay gets as much more lambda.
+    """
+    weights, lams = {rule: chain(starts) for rule in BOTH}, {CONSTANT: s.lam, SCALED: peak_factor * s.lam}
+    groups = [
+        {"params": [w], "decay": s.rule(rule), "weight_decay": lams[rule], "momentum": s.beta}
+        for rule, w in weights.items()
+    ]
+    optimizer = build(groups, peak=peak_factor * s.eta, lam=s.lam)
+    for _ in march(optimizer, [s.eta] * s.fixed_steps):
+        for w in weights.values():
+            torch.sub(w, A, out=gradient(w))
+        optimizer.step()
+    return float((weights[CONSTANT].detach() - weights[SCALED].detach()).abs().max())
+
+
+def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, generator: torch.Generator) -> list[Claim]:
+    """Constant decay fills the ball of radius 1/lambda, and its gradient stays: what the refuted claim needs, fails."""
+    half, largest = s.steps // 2, 0.0
+    nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
+    for moves in descend({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator):
+        for rule, move in moves.items():
+            nuclear[rule].append(nuclear_norm(move.slope))
+        largest = max(largest, float(spectral_norm(moves[CONSTANT].after).max()))
+    means = {rule: weighted_mean(torch.stack(norms), s.etas, start=half) for rule, norms in nuclear.items()}
+    missing = 2.0 * prod(1.0 - eta * s.lam for eta in s.etas) + POLAR.size
+    hover = hover_gradient(s.rows, s.etas[half:], s.beta)
+    trapped = float((torch.linalg.svdvals(A) - s.radius).clamp(min=0.0).sum())
+
+    remark = Source(
+        "remark after Proposition 3.2 (Sato et al., Lemma C.1 and Theorem C.1, as the paper reports them)",
+        "lambda < 1, sigma_max(A) > 1/lambda, eta lambda <= 1, sum eta = infinity",
+    )
+    theorem = Source("Theorem 3.3 with sigma = 0", "sum eta = infinity, sum eta^2 < infinity")
+    grows = "|W_t|_op under constant decay grows to 1/lambda; it is not bounded by 1"
+    falls = "so the coefficient 1 - lambda |W_t|_op, which a descent argument needs positive, falls to zero"
+    stays = "the eta-weighted nuclear norm of the gradient stays at sum (sigma_i(A) - 1/lambda)_+ or more"
+    vanishes = "on the same problem scaled decay brings it down to the size of a step"
+    radius_left = Tolerance(missing, "prod(1 - eta lambda) of the radius is still missing, up to the start")
+    left = Tolerance(missing, "prod(1 - eta lambda) is still missing, up to the start")
+    inside = Tolerance(POLAR.size, "inside the ball |A - W|_* cannot be less")
+    estimate = Tolerance(0.0, "each of r directions hovers by up to 2 eta/(1 - beta): an estimate")
+    return [
+        within_share("refuted-norm-bound", grows, remark, largest, s.radius, radius_left),
+        within("refuted-descent", falls, remark, 1.0 - s.lam * largest, 0.0, left),
+        at_least("refuted-stationarity", stays, remark, float(means[CONSTANT].min()), trapped, inside),
+        at_most("scaled-stationarity", vanishes, theorem, float(means[SCALED].max()), hover, estimate),
+    ]
+
+
+FIXED_RATE = Experiment(
+    name="fixed-rate",
+    title="a fixed learning rate, where the rules coincide; and the counterexample to Sato et al.",
+    settings=FixedRateSettings(),
+    function=run_fixed_rate,
+    cost=6.0,
 )

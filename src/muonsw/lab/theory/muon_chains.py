@@ -13,8 +13,7 @@ from torch import Tensor
 
 from muonsw import decay_factor
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.theory.chains import TRUE_RULES, Rules, chain, gaussian, gradient, march, muon
-from muonsw.lab.theory.experiment import Context
+from muonsw.lab.theory.experiment import Settings, chain, gaussian, gradient, march, muon
 from muonsw.lab.theory.hypotheses import check_rates, require_positive, robbins_monro
 
 # The orthogonalizer `exact` agrees with the SVD to 2e-10, so a polar factor may be that much longer than 1.
@@ -24,7 +23,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class MuonRun:
+class MuonRun(Settings):
     """Muon under `eta0/(1 + t)` towards a target whose largest singular value is `sigma_max` radii `1/lambda`."""
 
     lam: float = 0.5
@@ -33,7 +32,6 @@ class MuonRun:
     steps: int = 2000
     chains: int = 4
     start_std: float = 0.02
-    rules: Rules = TRUE_RULES
 
     @property
     def radius(self) -> float:
@@ -89,26 +87,25 @@ class Move(NamedTuple):
     momentum: Tensor  # the momentum after it
 
 
-def descend(stacks: Mapping[Key, Stack], s: MuonRun, context: Context) -> Iterator[dict[Key, Move]]:
+def descend(stacks: Mapping[Key, Stack], s: MuonRun, generator: torch.Generator) -> Iterator[dict[Key, Move]]:
     """Run Muon on all stacks together, and yield every step of each."""
     etas, peak = s.etas, max(s.etas)
     weights = {key: chain(stack.starts) for key, stack in stacks.items()}
     groups = [
-        {"params": [weights[key]], "decay": s.rules[stack.rule], "momentum": stack.beta}
-        for key, stack in stacks.items()
+        {"params": [weights[key]], "decay": s.rule(stack.rule), "momentum": stack.beta} for key, stack in stacks.items()
     ]
     optimizer = muon(groups, peak=peak, lam=s.lam)
-    for t in march(optimizer, etas, context.progress):
+    for t in march(optimizer, etas):
         before = {key: weight.detach().clone() for key, weight in weights.items()}
         slopes = {key: stack.slope(before[key]) for key, stack in stacks.items()}
         for key, stack in stacks.items():
             written = gradient(weights[key]).copy_(slopes[key])
             if stack.noise is not None:
-                written.add_(gaussian(written.shape, context.generator) * stack.noise[:, None, None])
+                written.add_(gaussian(written.shape, generator) * stack.noise[:, None, None])
         optimizer.step()
         moves = {}
         for key, stack in stacks.items():
-            phi = float(decay_factor(s.rules[stack.rule], s.lam, etas[t], peak))
+            phi = float(decay_factor(s.rule(stack.rule), s.lam, etas[t], peak))
             after, momentum = weights[key].detach(), optimizer.state[weights[key]]["momentum_buffer"]
             moves[key] = Move(t, etas[t], phi, before[key], slopes[key], after, momentum)
         yield moves
@@ -126,14 +123,14 @@ class Trajectory:
     margins: Tensor  # `<grad f(W_t), O_t>` minus its lower bound in the alignment lemma
 
 
-def follow(stacks: Mapping[Key, Stack], s: MuonRun, context: Context) -> dict[Key, Trajectory]:
+def follow(stacks: Mapping[Key, Stack], s: MuonRun, generator: torch.Generator) -> dict[Key, Trajectory]:
     """Run all stacks together and measure what the lemmas of Theorem 3.3 speak of at every step.
 
     The direction O of a step is computed from the weights, so that it is what the optimizer did.
     """
     measured: dict[Key, list[tuple[Tensor, ...]]] = {key: [] for key in stacks}
     ends: dict[Key, Tensor] = {}
-    for moves in descend(stacks, s, context):
+    for moves in descend(stacks, s, generator):
         for key, move in moves.items():
             stack, nuclear = stacks[key], nuclear_norm(move.slope)
             O = ((1.0 - move.phi) * move.before - move.after) / move.eta  # noqa: E741 (the paper's name)

@@ -17,8 +17,17 @@ from torch import Tensor
 from muonsw import decay_factor
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Source, at_most, mean_of, within_share
-from muonsw.lab.theory.chains import BOTH, TRUE_RULES, Rules, chain, gaussian, gradient, march, muon, sgd
-from muonsw.lab.theory.experiment import Context, Experiment, Progress, silent
+from muonsw.lab.theory.experiment import (
+    BOTH,
+    Experiment,
+    Settings,
+    chain,
+    gaussian,
+    gradient,
+    march,
+    muon,
+    sgd,
+)
 from muonsw.lab.theory.hypotheses import require, require_positive
 from muonsw.optimizer import ScaledDecayOptimizer
 
@@ -41,7 +50,7 @@ def noise_equilibrium(*, phi: float, beta: float) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True)
-class NoiseSettings:
+class NoiseSettings(Settings):
     """Chains of matrices at a fixed learning rate, half of the peak, under both rules."""
 
     rows: int = 32
@@ -53,7 +62,6 @@ class NoiseSettings:
     steps: int = 2500
     burn: int = 500
     lags: int = 200
-    rules: Rules = TRUE_RULES
 
     @property
     def peak(self) -> float:
@@ -84,15 +92,15 @@ class Equilibrium:
     correlation: Tensor  # the cosine of updates k steps apart, k from 0
 
 
-def run_noise(s: NoiseSettings, context: Context) -> Evidence:
+def run_noise(s: NoiseSettings, generator: torch.Generator) -> Evidence:
     """Both algorithms under both rules, on noise."""
     require_positive("lambda", s.lam)
     for rule in BOTH:  # closed forms check their hypotheses, before anything is run
         noise_equilibrium(phi=s.phi(rule), beta=s.beta)
     claims: list[Claim] = []
-    for rule, settled in settle(sgd, s, context.generator).items():
+    for rule, settled in settle(sgd, s, generator).items():
         claims += closed_form_claims(f"sgd-{rule}", f"sgd, {rule} decay", settled, s.beta)
-    muons = settle(muon, s, context.generator, context.progress)
+    muons = settle(muon, s, generator)
     for rule, settled in muons.items():
         claims += closed_form_claims(f"muon-{rule}", f"muon, {rule} decay", settled, s.beta, BELOW, FORGETS)
 
@@ -116,15 +124,14 @@ def settle(
     build: Callable[..., ScaledDecayOptimizer],
     s: NoiseSettings,
     generator: torch.Generator,
-    progress: Progress = silent,
 ) -> dict[str, Equilibrium]:
     """Run both rules, each on its own noise, and measure after the burn-in."""
     shape = (s.chains, s.rows, s.columns)
     weights = {rule: chain(gaussian(shape, generator, std=s.eta)) for rule in BOTH}
-    groups = [{"params": [weights[rule]], "decay": s.rules[rule], "momentum": s.beta} for rule in BOTH]
+    groups = [{"params": [weights[rule]], "decay": s.rule(rule), "momentum": s.beta} for rule in BOTH]
     optimizer = build(groups, peak=s.peak, lam=s.lam)
     products, updates = {rule: list[Tensor]() for rule in BOTH}, {rule: list[Tensor]() for rule in BOTH}
-    for t in march(optimizer, [s.eta] * s.steps, progress):
+    for t in march(optimizer, [s.eta] * s.steps):
         before = {rule: weight.detach().clone() for rule, weight in weights.items()}
         for weight in weights.values():
             gradient(weight).copy_(gaussian(shape, generator))
@@ -132,7 +139,7 @@ def settle(
         if t < s.burn:
             continue
         for rule, weight in weights.items():
-            W, U = before[rule], (1.0 - s.phi(s.rules[rule])) * before[rule] - weight.detach()
+            W, U = before[rule], (1.0 - s.phi(s.rule(rule))) * before[rule] - weight.detach()
             products[rule].append(torch.stack([(W * W).sum((-2, -1)), (U * U).sum((-2, -1)), (W * U).sum((-2, -1))]))
             updates[rule].append(U.flatten().float())
     settled = {}
@@ -166,7 +173,6 @@ def closed_form_claims(
 EQUILIBRIUM = Experiment(
     name="noise-equilibrium",
     title="the equilibrium on pure noise: norm, alignment and rotation against closed forms; Muon lies 5% below",
-    hypotheses=("lambda > 0", "0 <= beta < 1", "gradients independent of the weights"),
     settings=NoiseSettings(),
     function=run_noise,
     cost=12.0,

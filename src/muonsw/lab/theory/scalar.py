@@ -15,12 +15,12 @@ from torch import Tensor
 
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_most, within_share
-from muonsw.lab.theory.chains import (
+from muonsw.lab.theory.experiment import (
     BOTH,
     CONSTANT,
     SCALED,
-    TRUE_RULES,
-    Rules,
+    Experiment,
+    Settings,
     chain,
     farthest,
     gaussian,
@@ -29,7 +29,6 @@ from muonsw.lab.theory.chains import (
     march,
     sgd,
 )
-from muonsw.lab.theory.experiment import Context, Experiment, Progress, silent
 from muonsw.lab.theory.hypotheses import (
     Number,
     Steps,
@@ -93,13 +92,12 @@ def scaled_decay_error(t: float, *, a: float, c: float, lam: float, gamma: float
 
 
 @dataclass(frozen=True)
-class Quadratic:
+class Quadratic(Settings):
     """The objective, the decay, and chains that start near zero."""
 
     a: float = 1.0
     c: float = 1.0
     lam: float = 0.1
-    rules: Rules = TRUE_RULES
     chains: int = 100
     start_std: float = 0.02
 
@@ -132,7 +130,6 @@ class ScalarFigureSettings(Quadratic):
     points: int = 150
 
 
-HYPOTHESES = ("a > 0", "lambda > 0", "0 < eta <= 1/(a + lambda)")
 STOPS = "0 < eta <= 1/(a + lambda), sum eta = infinity"
 REMARK = "remark after Proposition 3.1"
 ROUNDING = Tolerance(1e-11, "rounding: each step adds an ulp of w, and the contraction forgets old ones")
@@ -142,7 +139,6 @@ def descend(
     starts: Mapping[str, Tensor],
     etas: Sequence[float],
     s: Quadratic,
-    progress: Progress = silent,
     *,
     keep: Collection[int] = (),
 ) -> dict[str, Tensor]:
@@ -151,11 +147,11 @@ def descend(
     The shape is (chains, kept steps).
     """
     weights = {rule: chain(start) for rule, start in starts.items()}
-    groups = [{"params": [w], "decay": s.rules[rule]} for rule, w in weights.items()]
+    groups = [{"params": [w], "decay": s.rule(rule)} for rule, w in weights.items()]
     optimizer = sgd(groups, peak=max(etas), lam=s.lam)
     wanted = {*keep, len(etas)}
     points = {rule: [start] if 0 in wanted else [] for rule, start in starts.items()}
-    for t in march(optimizer, etas, progress):
+    for t in march(optimizer, etas):
         for w in weights.values():
             torch.sub(w, s.c, out=gradient(w)).mul_(s.a)
         optimizer.step()
@@ -165,14 +161,14 @@ def descend(
     return {rule: torch.stack(path, 1) for rule, path in points.items()}
 
 
-def run_scalar(s: ScalarSettings, context: Context) -> Evidence:
+def run_scalar(s: ScalarSettings, generator: torch.Generator) -> Evidence:
     """Both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
     wbar, gap = constant_decay_fixed_point(**s.constants), constant_decay_loss_gap(**s.constants)
     etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
     check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})
     error = scaled_decay_error(s.steps, gamma=s.gamma, t0=s.t0, **s.constants)
-    starts = gaussian((s.chains,), context.generator, std=s.start_std)
-    ends = {rule: w[:, -1] for rule, w in descend(dict.fromkeys(BOTH, starts), etas, s, context.progress).items()}
+    starts = gaussian((s.chains,), generator, std=s.start_std)
+    ends = {rule: w[:, -1] for rule, w in descend(dict.fromkeys(BOTH, starts), etas, s).items()}
     settled, cost = farthest(ends[CONSTANT], wbar), farthest(s.loss(ends[CONSTANT]), gap)
     left = farthest(s.c - ends[SCALED], error)
 
@@ -217,14 +213,14 @@ def freeze_claims(s: ScalarSettings, p: float, starts: Tensor) -> list[Claim]:
     ]
 
 
-def run_scalar_figure(s: ScalarFigureSettings, context: Context) -> Evidence:
+def run_scalar_figure(s: ScalarFigureSettings, generator: torch.Generator) -> Evidence:
     """The schedule of the figure, whose constant-decay chains flatten at the gap while the others fall on."""
     wbar = constant_decay_fixed_point(**s.constants)
     etas = robbins_monro(s.steps, s.eta0)
     check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})
-    starts = gaussian((s.chains,), context.generator, std=s.start_std)
+    starts = gaussian((s.chains,), generator, std=s.start_std)
     steps = [0, *log_spaced(s.steps, s.points)]
-    paths = descend(dict.fromkeys(BOTH, starts), etas, s, context.progress, keep=steps)
+    paths = descend(dict.fromkeys(BOTH, starts), etas, s, keep=steps)
     initial = float(s.loss(starts).mean())
     losses = {rule: s.loss(w) / initial for rule, w in paths.items()}
     gap = constant_decay_loss_gap(**s.constants) / initial
@@ -255,7 +251,6 @@ def run_scalar_figure(s: ScalarFigureSettings, context: Context) -> Evidence:
 SCALAR = Experiment(
     name="scalar",
     title="scalar quadratic: constant decay stops short, scaled decay arrives, short schedules freeze",
-    hypotheses=(*HYPOTHESES, "a gamma > 1"),
     settings=ScalarSettings(),
     function=run_scalar,
     cost=7.0,
@@ -263,7 +258,6 @@ SCALAR = Experiment(
 SCALAR_FIGURE = Experiment(
     name="scalar-figure",
     title="scalar quadratic under eta0/(1 + t), many starts: the left panel of the figure",
-    hypotheses=(*HYPOTHESES, "sum eta = infinity", "sum eta^2 < infinity"),
     settings=ScalarFigureSettings(),
     function=run_scalar_figure,
     cost=24.0,

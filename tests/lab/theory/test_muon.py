@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from muonsw.lab.theory.muon_noise import descent_bound, noise_floor, tracking_error_bounds, tracking_error_limit
+from muonsw.lab.theory.muon import descent_bound, noise_floor, tracking_error_bounds, tracking_error_limit
 
 
 @pytest.mark.parametrize(
