@@ -12,7 +12,6 @@ LADDER = (
     "config",
     "console",
     "files",
-    "base",
     "paper",
     "stats",
     "theory",

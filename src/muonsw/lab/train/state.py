@@ -113,7 +113,8 @@ class Training:
         # Small steps are replayed as CUDA graphs: launching takes longer than computing. A user's task may do on the
         # host what a graph would not repeat.
         graphs = self.world.alone and self.device.type == "cuda" and config.task is None and config.graphs != "off"
-        graphs &= config.graphs == "on" or (config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS)
+        if graphs and config.graphs == "auto":
+            graphs = config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS
         self.replayed_gradients = GraphedFunction(self.gradients, self.device) if graphs else None
         self.replayed_score = GraphedFunction(self.score, self.device) if graphs else None
         multiple = config.schedule.multiple(config.steps)
