@@ -18,7 +18,7 @@ from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.study import ExperimentStudy
 from muonsw.lab.theory.experiment import Experiment, seed_for
 from muonsw.registry import Registry
-from tests.lab.small_experiments import SMALL, SWAPPED, smaller
+from tests.lab.small_experiments import SMALL, smaller
 from tests.lab.studies.small_comparisons import tiny_scale
 from tests.lab.train.small_runs import tokens
 
@@ -33,7 +33,7 @@ def studies(monkeypatch):
     """A small study under the name of the real one, and one whose claims fail."""
     chosen: Registry[ExperimentStudy] = Registry("study")
     small = tuple(SMALL[name] for name in ("scalar", "scalar-figure", "matrix-figure", "fixed-rate"))
-    broken = smaller(SMALL["scalar"], rules=SWAPPED)
+    broken = smaller(SMALL["scalar"], swapped=True)
     chosen.register("theory", ExperimentStudy("theory", "small", small, draw_convergence))
     chosen.register("broken", ExperimentStudy("broken", "swapped", (broken, SMALL["fixed-rate"]), draw_convergence))
     for module in ("muonsw.lab.studies.catalogue", "muonsw.lab.commands.reproduce"):
