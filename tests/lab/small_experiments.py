@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from muonsw.lab.theory import EXPERIMENTS
+from muonsw.lab.studies.catalogue import THEORY
 
 SIZES = {
     "scalar": {"steps": 2000, "chains": 5, "freeze_steps": 500},
@@ -22,4 +22,4 @@ def smaller(experiment, **settings):
     return replace(experiment, settings=replace(experiment.settings, **settings))
 
 
-SMALL = {experiment.name: smaller(experiment, **SIZES[experiment.name]) for experiment in EXPERIMENTS}
+SMALL = {experiment.name: smaller(experiment, **SIZES[experiment.name]) for experiment in THEORY.experiments}

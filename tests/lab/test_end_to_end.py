@@ -311,7 +311,7 @@ def test_tokens_may_move_but_not_change():
     [
         (("--data", "DATA", "--device", "meta"), "device 'meta' cannot be used here"),
         (("--data", "DATA", "--seed", "9" * 25), "seed=9999999999999999999999999 must be"),
-        (("--data", "DATA", "--weight-decay", "60"), "1.2 times the weight in one update"),
+        (("--data", "DATA", "--weight-decay", "60"), "1.2 times the weight in one step"),
         (("--data", "nowhere"), "nowhere holds no prepared data"),
         (("--config", "DATA/data.json"), "version None"),
     ],

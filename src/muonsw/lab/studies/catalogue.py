@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from muonsw.decay import convert_weight_decay
-from muonsw.lab import theory
 from muonsw.lab.arms import RULES, Key, decay_factors, lr_multiples, multiples
 from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup
@@ -18,13 +17,29 @@ from muonsw.lab.studies.main_table import MAIN_TABLE
 from muonsw.lab.studies.scales import NEVER, Scale, at_horizon, at_width, lean, of_same_total
 from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
 from muonsw.lab.studies.transfer import HORIZON_TRANSFER, WIDTH_TRANSFER
+from muonsw.lab.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE
+from muonsw.lab.theory.muon import DETERMINISTIC, MUON
+from muonsw.lab.theory.noise_equilibrium import EQUILIBRIUM
+from muonsw.lab.theory.scalar import SCALAR, SCALAR_FIGURE
+from muonsw.lab.theory.sgd import NONCONVEX, STRONGLY_CONVEX
 from muonsw.lab.train.config import RunConfig, ScheduleConfig
 from muonsw.registry import Registry
 
 THEORY = ExperimentStudy(
     name="theory",
     title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
-    experiments=theory.EXPERIMENTS,
+    experiments=(
+        SCALAR,
+        SCALAR_FIGURE,
+        MATRIX,
+        MATRIX_FIGURE,
+        NONCONVEX,
+        STRONGLY_CONVEX,
+        MUON,
+        DETERMINISTIC,
+        FIXED_RATE,
+        EQUILIBRIUM,
+    ),
     picture=draw_convergence,
 )
 COORDINATES = ExperimentStudy(
