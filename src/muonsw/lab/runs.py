@@ -59,7 +59,7 @@ MOST_STEPS = 10_000_000  # the norm is predicted step by step; a damaged record 
 SAME_RATIO, VARIES = 0.01, 1.1
 REMEDIES = {
     CONFIG: "put the run's own config.json back",
-    ENVIRONMENT: "delete it: it is only shown, and a run that goes on writes it anew",
+    ENVIRONMENT: "delete it: it is only displayed, and a resumed run writes it again",
     RESULT: "delete it, and the command that made the run writes it again",
 }
 # Settings that are used and not only shown, and their types.
