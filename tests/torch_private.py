@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from torch.distributed.tensor import DTensor
 
 _FUSED = "torch's own fused step, with the decay of one step as a number; the public forms keep state of their own"
 _FOREACH = "one kernel for a list of tensors; torch's own optimizers use it, and it has no public name"
@@ -50,6 +51,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 # Attributes of objects, by the object that has them.
 ATTRIBUTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "dtensor": {"_local_tensor": "as to_local, without the view that torch 2.13 makes of each parameter"},
         "optimizer": {"_optimizer_step_pre_hooks": "whether another hook runs before a step"},
         "module": {
             "_modules": "the children of a module under all their names, also where two names share one",
@@ -90,7 +92,7 @@ def missing() -> list[str]:
     """
     optimizer = torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    objects = {"module": torch.nn.Module(), "optimizer": optimizer, "scheduler": scheduler}
+    objects = {"module": torch.nn.Module(), "optimizer": optimizer, "scheduler": scheduler, "dtensor": DTensor}
     gone = [name for name in NAMES if not _exists(name)]
     gone += [
         f"{kind}.{name}" for kind, names in ATTRIBUTES.items() for name in names if not hasattr(objects[kind], name)

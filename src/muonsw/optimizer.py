@@ -67,7 +67,7 @@ class ScaledDecayOptimizer(Optimizer):
             )
         process_group = given.pop("process_group", None)
         settings = {key: given.pop(key) for key in SETTINGS}
-        validate_settings(process_group, **settings)
+        validate_settings(**settings)
         vars(self).update(settings)
         self._reset()
         self._ranks = Ranks(process_group)

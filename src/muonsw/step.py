@@ -22,7 +22,6 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from muonsw import codecs, peak, rates
-from muonsw.addons.replay import not_replayed
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Chunk, Update, elementwise_chunks, whole_parts
 from muonsw.apply import apply_update
@@ -54,22 +53,21 @@ class Plan(NamedTuple):
 @_disable_dynamo  # kernels and graphs are faster than what the compiler would make of a step
 def take_step(optimizer: ScaledDecayOptimizer) -> None:
     """Take one step; nothing has changed when it raises, unless the machine failed."""
-    finite: Flag | bool
+    ranks, groups = optimizer._ranks, optimizer.param_groups
     # other ranks hold parts or copies of a parameter; DTensors may be swapped in at any time
-    groups = optimizer.param_groups
-    if optimizer._ranks.process_group is not None or True in [any_dtensor(group["params"]) for group in groups]:
+    ranks.is_shared = ranks.process_group is not None or True in [any_dtensor(group["params"]) for group in groups]
+    if ranks.is_shared:
+        ranks.prepare(groups, {"nonfinite": optimizer.nonfinite, "chunk_bytes": optimizer.chunk_bytes})
+    if ranks.is_shared and not ranks.is_settled:
         plan, finite = agreed_plan(optimizer)
         commit(optimizer, plan)
-        if finite:
-            update_sharded(optimizer, plan)
+        if finite is not False:
+            finite = update_and_apply(optimizer, plan.batches, plan.contexts, finite=finite)
     else:
-        plan = make_plan(optimizer, optimizer._replay.ready(optimizer))
-        if optimizer.nonfinite == "raise" and plan.batches:
-            finite = finite_flag(plan.batches, None, False)
-            if not (bool(finite.ok) if isinstance(finite, Flag) else finite):  # waits for the device
-                raise NonFiniteGradientError(f"{describe_non_finite(items_of(plan.batches))}; nothing was changed")
-        commit(optimizer, plan)
+        plan = settled_plan(optimizer)
         finite = optimizer._replay.run(optimizer, plan.batches, plan.contexts, update_and_apply)
+        if ranks.is_shared:
+            ranks.remember_result()
     optimizer._last_skipped = finite if isinstance(finite, Flag) else not finite
     if finite is False:
         optimizer._counters.skip_on_host(items_of(plan.batches))
@@ -174,12 +172,24 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
     return batches
 
 
-def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, bool]:
-    """The plan that all ranks that share parameters agree on, and whether all have finite gradients."""
-    if optimizer.replay:
-        not_replayed(optimizer, "parameters are sharded, or shared by a process_group")
-    settings = {"nonfinite": optimizer.nonfinite, "chunk_bytes": optimizer.chunk_bytes}
-    agree = partial(optimizer._ranks.agree, optimizer.param_groups, settings)
+def settled_plan(optimizer: ScaledDecayOptimizer) -> Plan:
+    """Plan and commit a step that needs no agreement: on this rank alone, or like the last one that ranks agreed on."""
+    try:
+        plan = make_plan(optimizer, optimizer._replay.ready(optimizer))
+        if optimizer.nonfinite == "raise" and plan.batches:
+            finite = finite_flag(plan.batches, None, False)
+            if not (bool(finite.ok) if isinstance(finite, Flag) else finite):  # waits for the device
+                raise NonFiniteGradientError(f"{describe_non_finite(items_of(plan.batches))}; nothing was changed")
+        commit(optimizer, plan)
+    except Exception:
+        if optimizer._ranks.is_shared:
+            optimizer._ranks.fail()
+        raise
+    return plan
+
+
+def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, Flag | bool]:
+    """The plan that all ranks that share parameters agree on, and whether all have finite gradients; waits for them."""
     try:
         plan = make_plan(optimizer)
         for batch in [batch for batch in plan.batches if ALGORITHMS[batch.group["algorithm"]].matrices is not None]:
@@ -188,14 +198,14 @@ def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, bool]:
         finite: Flag | bool = optimizer.nonfinite == "propagate" or finite_flag(plan.batches, None, False)
         allocate(optimizer)  # a rank without memory for it must not leave the others waiting
     except Exception:
-        agree(ok=False)  # the other ranks skip this step instead of waiting for this one
+        optimizer._ranks.fail()
         raise
-    all_ok, absent = agree(ok=finite.ok if isinstance(finite, Flag) else finite)
+    finite, absent = optimizer._ranks.agree(finite)
     if absent:
         plan = make_plan(optimizer, absent=absent)
-    if not all_ok and optimizer.nonfinite == "raise":
+    if finite is False and optimizer.nonfinite == "raise":
         raise NonFiniteGradientError(f"{describe_non_finite(items_of(plan.batches))}; nothing was changed")
-    return plan, all_ok
+    return plan, finite
 
 
 def chunk_bytes(optimizer: ScaledDecayOptimizer, device: torch.device) -> int:
@@ -233,20 +243,42 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
 
 
 def update_and_apply(
-    optimizer: ScaledDecayOptimizer, batches: list[Batch], contexts: list[StepContext], *, captured: bool = False
+    optimizer: ScaledDecayOptimizer,
+    batches: list[Batch],
+    contexts: list[StepContext],
+    *,
+    finite: Flag | bool | None = None,
+    captured: bool = False,
 ) -> Flag | bool:
-    """Update parameters that are whole here; return whether gradients were finite, as far as the host knows."""
-    finite: Flag | bool = True
-    if batches and optimizer.nonfinite == "skip":
-        on_gpu = batches[0].device.type == "cuda"
-        finite = finite_flag(batches, optimizer._counters.flags(batches[0].device) if on_gpu else None, captured)
+    """Update all parameters, sharded matrices by an exchange; return whether gradients were finite, as far as known."""
+    ranks = optimizer._ranks
+    if finite is None:
+        finite = True
+        if batches and optimizer.nonfinite == "skip":
+            is_counted = batches[0].device.type == "cuda" and not ranks.is_shared
+            flags = optimizer._counters.flags(batches[0].device) if is_counted else None
+            finite = finite_flag(batches, flags, captured)
+        if ranks.is_shared:
+            finite = ranks.reduced(finite)
     if finite is False:
         return False
     flag = finite if isinstance(finite, Flag) else None
     if flag is not None:
         optimizer._counters.skip_on_device(flag)
+        contexts = [ctx._replace(flag=flag.to(batch.device)) for batch, ctx in zip(batches, contexts, strict=True)]
+    if not ranks.is_shared:
+        for batch, ctx in zip(batches, contexts, strict=True):
+            update_batch(batch, batch.items, ctx)
+        return finite
+    exchanged: list[tuple[Batch, StepContext, list[Layout]]] = []
     for batch, ctx in zip(batches, contexts, strict=True):
-        update_batch(batch, batch.items, ctx if flag is None else ctx._replace(flag=flag.to(batch.device)))
+        here, sent, layouts = ranks.sort(batch)
+        if here:
+            update_batch(batch, here, ctx)
+        if sent:
+            exchanged.append((batch._replace(items=sent), ctx, layouts))
+    if exchanged:
+        exchange(optimizer, *map(list, zip(*exchanged, strict=True)))
     return finite
 
 
@@ -286,30 +318,24 @@ def count_step(items: list[Item], flag: Flag | None) -> None:
         torch._foreach_add_(counters, counters[0].new_ones(()), alpha=1)
 
 
-def update_sharded(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
-    """Update parameters that ranks share: matrices that are whole here, then those that are exchanged."""
-    batches: list[Batch] = []
-    contexts: list[StepContext] = []
-    layouts: list[list[Layout]] = []
-    encoded: list[tuple[Group, list[Item], list[Item]]] = []
-    for batch, ctx in zip(plan.batches, plan.contexts, strict=True):
-        here, sent, places = optimizer._ranks.sort(batch)
-        if here:
-            update_batch(batch, here, ctx)
-        if sent:
-            count_step(sent, None)
-            if codecs.is_encoded(batch.group):
-                encoded.append((batch.group, sent, codecs.decode_items(batch.group, sent)))
-                sent = encoded[-1][2]
-            batches.append(batch._replace(items=sent))
-            contexts.append(ctx)
-            layouts.append(places)
-    if batches:
-        rounds = optimizer._ranks.rounds(batches, layouts, contexts[0].chunk_bytes)
+def exchange(
+    optimizer: ScaledDecayOptimizer,
+    batches: list[Batch],
+    contexts: list[StepContext],
+    layouts: list[list[Layout]],
+) -> None:
+    """Update matrices of which other ranks hold parts or copies."""
+    encoded: list[tuple[Batch, StepContext, list[Item]]] = []
+    for number, (batch, ctx) in enumerate(zip(batches, contexts, strict=True)):
+        count_step(batch.items, ctx.flag)
+        if codecs.is_encoded(batch.group):
+            batches[number] = batch._replace(items=codecs.decode_items(batch.group, batch.items))
+            encoded.append((batch, ctx, batches[number].items))
+    rounds = optimizer._ranks.rounds(batches, layouts, contexts[0].chunk_bytes)
 
-        def apply(number: int, update: Update) -> None:
-            apply_update(batches[number].group, update, contexts[number])
+    def apply(number: int, update: Update) -> None:
+        apply_update(batches[number].group, update, contexts[number])
 
-        exchange_updates(batches, rounds, apply)
-    for group, items, decoded in encoded:
-        codecs.encode_items(group, items, decoded, None)
+    exchange_updates(batches, contexts, rounds, apply)
+    for batch, ctx, decoded in encoded:
+        codecs.encode_items(batch.group, batch.items, decoded, ctx.ok)

@@ -120,7 +120,7 @@ def agreement_bytes(rates):
 
 @pytest.mark.parametrize("rates", ["numbers", "tensors"])
 def test_settings_and_rates_travel_in_the_one_reduction_of_a_step(pool, rates):
-    assert pool.run(agreement_bytes, rates) == [[8 * 1024]] * 4
+    assert pool.run(agreement_bytes, rates) == [[8 * 10]] * 4
 
 
 def calls_and_bytes(shape, options):

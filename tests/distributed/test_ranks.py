@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from muonsw import MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
 from muonsw.distributed.shards import local
+from muonsw.kernels.graphs import GradientReads
 from tests.distributed.problems import (
     PEAK,
     give_plain,
@@ -29,6 +30,22 @@ from tests.distributed.problems import (
 )
 
 CHOSEN = ("matrices", "vectors")
+
+
+class Repeated:
+    """Stands for a graph: the program again, on the same tensors."""
+
+    def __init__(self, program, device, pool):
+        del device, pool
+        self.replay, self.pool = program, self
+
+
+class SeesReads(GradientReads):
+    """On CPUs operations of torch read the gradients."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.seen = True
 
 
 def built(kind, **options):
@@ -239,9 +256,111 @@ def a_step_that_rank_1_cannot_take(what, kind="shards", nonfinite="skip"):
 @pytest.mark.parametrize(("what", "options"), [
     ("gradient", {}), ("gradient", {"nonfinite": "propagate"}), ("memory", {}), ("memory", {"kind": "copies"}),
 ], ids=str)  # fmt: skip
-def test_others_skip_a_step_that_one_rank_cannot_take(pool, what, options):
+def test_a_step_that_one_rank_cannot_take_is_an_error_on_all(pool, what, options):
     answers = pool.run(a_step_that_rank_1_cannot_take, what, **options, timeout=20)
     for rank, (message, skipped, unchanged) in enumerate(answers):
         assert unchanged
-        assert skipped == (rank != 1)
-        assert bool(message) == (rank == 1)
+        assert not skipped
+        assert ("rank 1 could not take a step" in message) == (rank != 1)
+        assert message
+
+
+# Settled steps, for whose agreement no rank waits. On CPUs ranks do wait, unless they are told not to.
+
+
+@contextlib.contextmanager
+def settled(replay=False):
+    """Ranks as on GPUs; with graphs, which are the program once more, on the same tensors."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch("muonsw.distributed.ranks.Ranks.waits_on", ()))
+        if replay:
+            stack.enter_context(patch("muonsw.addons.replay.recorded", Repeated))
+            stack.enter_context(patch("muonsw.addons.replay.GradientReads", SeesReads))
+            stack.enter_context(patch("muonsw.addons.replay.supports", lambda *_: ""))
+        yield
+
+
+def a_run_with_troubles(kind, chosen, replaying, **options):
+    """A NaN on one rank, gradients that only one rank lacks, and that no rank has: like a run whose ranks wait."""
+    mesh, waited = mesh_of(4), 0
+    replay = dist.get_rank() in replaying
+
+    def made(**more):
+        if kind == "copies":
+            return MuonSW(groups_of(chosen, plain), lr=PEAK, process_group=dist.group.WORLD, **options, **more)
+        return MuonSW(groups_of(chosen, sharded_over(mesh, shard0)), lr=PEAK, **options, **more)
+
+    def run(optimizer):
+        nonlocal waited
+        give = give_plain if kind == "copies" else give_sharded
+        buffers = [torch.zeros_like(param) for param in parameters(optimizer)]
+        for step in range(12):
+            absent = (0,) if step == 9 or (step == 7 and dist.get_rank() == 3 and kind == "shards") else ()
+            put = poisoned(give, 2) if step == 3 else give
+            for group in optimizer.param_groups:
+                group["lr"] = PEAK / (1 + step)
+            for number, param in enumerate(parameters(optimizer)):
+                buffers[number].copy_(put(param, gradient(param.shape, step, number)))
+                param.grad = None if number in absent else buffers[number]
+            optimizer.step()
+            waited += not optimizer._ranks.is_settled
+        return [local(param.detach()) for param in parameters(optimizer)], optimizer.skipped_steps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NonFiniteGradientWarning)
+        expected, skipped = run(made())
+        assert waited == 12
+        waited = 0
+        with settled(replay):
+            optimizer = made(replay=True) if replay else made()
+            found, found_skipped = run(optimizer)
+    furthest = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel())
+    return furthest, skipped, found_skipped, waited, optimizer._replay._replays
+
+
+@pytest.mark.parametrize("replaying", [(), (0, 3)], ids=["eager", "two ranks replay"])
+@pytest.mark.parametrize(("kind", "options"), [
+    ("shards", {}), ("copies", {}), ("shards", {"normalize": "normuon", "precondition": "muon2"}),
+], ids=str)  # fmt: skip
+def test_settled_steps_are_those_of_ranks_that_wait(pool, kind, options, replaying):
+    for rank, answer in enumerate(pool.run(a_run_with_troubles, kind, CHOSEN, replaying, **options, timeout=60)):
+        furthest, skipped, found_skipped, waited, replays = answer
+        assert furthest < 1e-14  # of weights of size 0.1 in float64
+        assert skipped == found_skipped == 1
+        # the first step, a gradient that comes and goes; and where one rank alone lacks it, until all have noticed
+        assert waited <= 6
+        assert bool(replays) == (rank in replaying)
+
+
+@pytest.mark.parametrize("kind", ["shards", "copies"])
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_difference_in_a_settled_step_is_an_error_on_all_soon(pool, kind, what):
+    for rank, (message, unchanged) in enumerate(pool.run(different_when_settled, kind, what, timeout=20)):
+        refused = "unknown" in what  # rank 2 finds the mistake itself, and the others hear of it
+        assert ("rank 2 could not take a step" in message) == (refused and rank != 2)
+        assert refused or DIFFERENCES[what][1] in message
+        assert message
+        assert unchanged
+
+
+def different_when_settled(kind, what):
+    """Rank 2 differs from the fourth step on. The error of this rank, and whether weights stayed since the third."""
+    with settled():
+        optimizer, give = built(kind)
+        if "tensor" in what:
+            optimizer.param_groups[1]["lr"] = torch.tensor(PEAK, dtype=torch.float64)
+        every = parameters(optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in range(6):
+                if step == 3:
+                    before = [local(param.detach()).clone() for param in every]
+                    if dist.get_rank() == 2:
+                        DIFFERENCES[what][0](optimizer)
+                for number, param in enumerate(every):
+                    param.grad = give(param, gradient(param.shape, step, number))
+                try:
+                    optimizer.step()
+                except (RuntimeError, ValueError, KeyError) as error:
+                    return str(error), all(map(torch.equal, before, [local(param.detach()) for param in every]))
+    return "", False

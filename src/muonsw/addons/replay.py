@@ -3,7 +3,8 @@
 The device finishes a small step before the host has launched its kernels. In a replayed step the host still decides
 every learning rate and decay, with all checks, and passes them as scalars on the device. Everything after that (the
 finite check, state, directions, weights) is captured. Eager steps take the same scalars from the same place, so both
-give the same weights.
+give the same weights. On many ranks settled steps are replayed (`muonsw.distributed.ranks`), and collectives run
+eagerly between graphs, so each rank decides for itself whether it replays.
 
 A graph reads and writes fixed addresses. Before each replay everything it is bound to is compared with the current
 tensors. Gradients and state are known by address and layout alone: holding on to them would keep their memory from the
@@ -17,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,13 +28,14 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.muon import MUON, in_kernels, polar_name
 from muonsw.decay import decays
-from muonsw.kernels.graphs import GradientReads, recorded
+from muonsw.distributed.shards import local, placed_alike
+from muonsw.kernels.graphs import GradientReads, Recording, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph, lengths
 from muonsw.nonfinite import Flag
 from muonsw.options import algorithm_defaults
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration
 from muonsw.slots import NORMALIZE, PRECONDITION, wide_dtype
-from muonsw.work import Batch, Group, StepContext, all_contiguous, elements, items_of
+from muonsw.work import Batch, Group, StepContext, all_contiguous, any_dtensor, elements, items_of
 
 if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
@@ -89,22 +90,29 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
     # runs before every step, so it avoids a Python call per tensor
     params = list(chain.from_iterable([group["params"] for group in groups]))
     grads = [param.grad for param in params]
-    there = [grad for grad in grads if grad is not None]
-    missing = [place for place, grad in enumerate(grads) if grad is None] if len(there) < len(grads) else []
-    kept = list(chain.from_iterable([one.values() for one in state.values()]))
-    if set(map(type, kept)) != {Tensor}:
-        kept = [value for value in kept if isinstance(value, Tensor)]
+    present = [grad for grad in grads if grad is not None]
+    missing = [place for place, grad in enumerate(grads) if grad is None] if len(present) < len(grads) else []
+    tensors = list(chain.from_iterable([entries.values() for entries in state.values()]))
+    if set(map(type, tensors)) != {Tensor}:
+        tensors = [value for value in tensors if isinstance(value, Tensor)]
+    shards = params
+    if any_dtensor(params):
+        pairs = [(grad, param) for grad, param in zip(grads, params, strict=True) if grad is not None]
+        if not all(placed_alike(grad, param) for grad, param in pairs):
+            return None  # the step redistributes such gradients
+        shards, present, tensors = (list(map(local, of)) for of in (params, present, tensors))
     try:
-        places, own, kept_at = (tuple(map(Tensor.data_ptr, tensors)) for tensors in (there, params, kept))
-        forms, own_forms, kept_forms = map(_forms, (there, params, kept))
+        places, own, kept_at = (tuple(map(Tensor.data_ptr, of)) for of in (present, shards, tensors))
+        forms, own_forms, kept_forms = map(_forms, (present, shards, tensors))
     except RuntimeError:
         return None
-    if 0 in places or 0 in own:  # the shell of a tensor that keeps its numbers elsewhere
+    empty = 0 in places or 0 in own  # an empty shard, or the shell of a tensor that keeps its numbers elsewhere
+    if empty and any(not at and t.numel() for at, t in zip((*places, *own), (*present, *shards), strict=True)):
         return None
     return Binding(
         places,
         (forms, tuple(missing), aligned(places) or [place % 16 for place in places]),  # kernels are compiled for it
-        (own, own_forms, lengths(params), *map(id, params)),
+        (own, own_forms, lengths(shards), *map(id, params)),
         (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
         (settings, *machine.product_settings(), *(_options(group) for group in groups)),
     )
@@ -132,7 +140,7 @@ def _frozen_options(algorithm: str) -> tuple[str, ...]:
 class _Captured(NamedTuple):
     """A graph, what it is bound to, its batches without their items, its address tables, and the flag that it sets."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Recording
     bound_to: Binding
     batches: list[Batch]
     tables: GraphTables
@@ -239,7 +247,10 @@ class Replay:
             self.flag = finite if isinstance(finite, Flag) else None
             torch._foreach_zero_(self._scalars)
 
-        captured = self._capture(program, batches, asked=bool(optimizer.replay)) if self._settled() else None
+        captured = None
+        if self._settled():
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            captured = self._capture(program, params, batches, asked=bool(optimizer.replay))
         if captured is None:
             program()
         else:
@@ -254,7 +265,7 @@ class Replay:
         counts = tuple([len(group["params"]) for group in groups])
         if counts != self._counted:
             self._counted = counts
-            self._is_small = elements([param for group in groups for param in group["params"]]) < AUTOMATIC_BELOW
+            self._is_small = elements([local(p) for group in groups for p in group["params"]]) < AUTOMATIC_BELOW
         return self._is_small and kernels.available(groups[0]["params"][0].device)
 
     @property
@@ -280,13 +291,16 @@ class Replay:
         self._seen = [(now, times + 1), *others][:_REMEMBERED]
         return times >= SETTLED and self._captures < _FIRST_CAPTURES + self._steps_taken // _STEPS_FOR_A_CAPTURE
 
-    def _capture(self, program: Callable[[], None], work: list[Batch], *, asked: bool) -> _Captured | None:
+    def _capture(
+        self, program: Callable[[], None], params: Sequence[Tensor], work: list[Batch], *, asked: bool
+    ) -> _Captured | None:
         """A graph of the program; None, and the reason kept, if there can be none."""
         # Nothing in a graph's memory outlives its replay, so all graphs share it; its flag is held until the next one.
         assert self._now is not None
         self._captures += 1
-        grads = [item.grad for item in sorted(items_of(work), key=itemgetter(0))]  # in the order of the parameters
-        device, pool = work[0].device, self._graphs[0].graph.pool() if self._graphs else None
+        order = {id(param): place for place, param in enumerate(params)}
+        grads = [item.grad for item in sorted(items_of(work), key=lambda item: order[id(item.parameter)])]
+        device, pool = work[0].device, self._graphs[0].graph.pool if self._graphs else None
         watch, graph = GradientReads(grads), None
         for room in _ROOMS:  # for the entries of all tables
             tables = GraphTables(grads, device, room)

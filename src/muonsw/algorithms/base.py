@@ -21,6 +21,7 @@ from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_
 
 if TYPE_CHECKING:
     from muonsw.kernels.move import Weights
+    from muonsw.nonfinite import Flag
 
 
 class Chunk(NamedTuple):
@@ -42,12 +43,11 @@ class Update(NamedTuple):
 class MatrixRule(NamedTuple):
     """A rule of whole matrices in two halves, between which the matrices of sharded parameters are exchanged.
 
-    Ranks have agreed that the step is taken before either begins, so neither has a flag.
-
     Attributes:
         sent_dtype: the dtype of what is to be orthogonalized.
         result_dtype: the dtype of directions.
-        advance: moves the state of parts one step on, and writes what is to be orthogonalized to targets, if any.
+        advance: moves the state of parts one step on unless the flag forbids it, and writes what is to be
+            orthogonalized to targets, if any.
         directions: the directions for matrices (count, rows, columns) and their state, in a dtype; and the new state.
         scale: how far matrices of a shape (out, in) move.
         state: what `directions` keeps of each matrix, by key; it travels with the matrix.
@@ -56,7 +56,7 @@ class MatrixRule(NamedTuple):
 
     sent_dtype: Callable[[Group, torch.dtype], torch.dtype]
     result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype]
-    advance: Callable[[Group, list[Part], list[Tensor] | None], None]
+    advance: Callable[[Group, list[Part], list[Tensor] | None, Flag | None], None]
     directions: Callable[[Group, Tensor, State, torch.dtype], tuple[Tensor, State]]
     scale: Callable[[Group, int, int], float]
     state: Callable[[Group], Specs] = no_state
@@ -353,10 +353,10 @@ def matrix_algorithm(
         like = views(chunk.parts, [part.item.param for part in chunk.parts])
         return Update(chunk.parts, scatter(X, like), scale(group, *chunk.view.out_in(*chunk.bucket[:2])))
 
-    def advance(group: Group, parts: list[Part], targets: list[Tensor] | None) -> None:
+    def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
         if targets is not None:
-            grads = views(parts, [part.item.grad for part in parts])
-            torch._foreach_copy_(targets, clean(grads, targets, group["maximize"], None))
+            grads, ok = views(parts, [part.item.grad for part in parts]), None if flag is None else flag.ok
+            torch._foreach_copy_(targets, clean(grads, targets, group["maximize"], ok))
 
     return Algorithm(
         defaults={"matrix": None, **defaults},

@@ -112,21 +112,21 @@ def _aurora_option(group: Group, key: str) -> Any:
 # The same rule in two halves, for sharded matrices.
 
 
-def _advance_shards(group: Group, parts: list[Part], targets: list[Tensor] | None) -> None:
+def _advance_shards(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
     """Advance momenta where the shards are, and an elementwise preconditioner with them."""
     momenta, grads = [part.state("momentum_buffer") for part in parts], [part.grad for part in parts]
-    preconditions = PRECONDITION.member(group).elementwise
-    if _advance(group, parts, grads, momenta, targets, None, precondition=preconditions) or not preconditions:
+    preconditions, ok = PRECONDITION.member(group).elementwise, None if flag is None else flag.ok
+    if _advance(group, parts, grads, momenta, targets, flag, precondition=preconditions) or not preconditions:
         return
     for number, part in enumerate(parts):  # its state advances on every rank that holds some of it
         tensors = {key: part.state(key) for key in PRECONDITION.specs(group)}
         X = part.state("momentum_buffer") if targets is None else targets[number]
         before = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in tensors.items()}
         ahead = X.to(wide_dtype(X.dtype))
-        before["grad"] = clean([part.grad], [ahead], group["maximize"], None)[0]
-        result, after = PRECONDITION.apply({**group, "transposed": False}, ahead, before)
+        grad = clean([part.grad], [ahead], group["maximize"], ok)[0]
+        result, after = PRECONDITION.apply({**group, "transposed": False}, ahead, {**before, "grad": grad})
         for key, tensor in tensors.items():
-            tensor.copy_(after[key])
+            tensor.copy_(after[key] if ok is None else torch.where(ok, after[key], before[key]))
         if targets is not None:
             X.copy_(result)
 

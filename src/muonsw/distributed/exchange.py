@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.algorithms.base import MatrixRule, Update
+from muonsw.algorithms.base import MatrixRule, Update, clean
 from muonsw.distributed.layout import Grid, Hop, Layout, Layouts, route
+from muonsw.kernels.graphs import eagerly
 from muonsw.matrices import MatrixView, Part, Region, runs
 from muonsw.slots import wide_dtype
-from muonsw.work import Batch, State
+from muonsw.work import Batch, State, StepContext
 
 # Matrices between the same ranks travel in at least this many rounds if they are large enough, so that one round is
 # multiplied while the next is on its way.
@@ -270,27 +272,53 @@ def _trip(wire: Wire, owned: list[list[Unit]], dtype: torch.dtype, keys: set[str
     return trip._replace(hops=route(wire.grid, (lambda owner, holder: size(holder, owner)) if back else size))
 
 
-def exchange_updates(batches: Sequence[Batch], rounds: Sequence[Round], apply: Apply) -> None:
+def exchange_updates(
+    batches: Sequence[Batch], contexts: Sequence[StepContext], rounds: Sequence[Round], apply: Apply
+) -> None:
     """Update all parameters that need an exchange; `apply` takes each update with the number of its batch.
 
     While a round is multiplied, the next one travels to its owners and the one before travels back.
     """
-    tasks = [_exchange(batches, round_, apply) for round_ in rounds]
+    _interleave([_exchange(batches, contexts, round_, apply) for round_ in rounds])
+
+
+def exchange_nothing(rounds: Sequence[Round]) -> None:
+    """Send zeros in a step that this rank cannot take, so that ranks which have begun it do not wait."""
+
+    def exchange(round_: Round) -> Iterator[None]:
+        ranks = _holders(round_)
+        for trips in (round_.there, round_.back):
+            arriving = []
+            for trip in trips:
+                length = sum(trip.lengths)
+                if trips is round_.back:
+                    pieces = [(shape.tensors[number].pieces, count) for shape, number, count in trip.owned]
+                    length = sum(count * math.prod(of[rank].lengths) for of, count in pieces for rank in ranks)
+                arriving.append(_send(round_, trip, torch.zeros(length, dtype=trip.dtype, device=round_.wire.device)))
+            yield
+            for arrival in arriving:
+                arrival()
+
+    _interleave([exchange(round_) for round_ in rounds])
+
+
+def _interleave(tasks: Sequence[Iterator[None]]) -> None:
     for tick in range(len(tasks) + 2):
         for task in tasks[max(tick - 2, 0) : tick + 1][::-1]:
             next(task, None)
 
 
-def _exchange(batches: Sequence[Batch], round_: Round, apply: Apply) -> Iterator[None]:
+def _exchange(batches: Sequence[Batch], contexts: Sequence[StepContext], round_: Round, apply: Apply) -> Iterator[None]:
     """One round; it pauses while its collectives are under way."""
-    arriving = [_send(round_, trip, _load(batches, round_, trip)) for trip in round_.there]
+    arriving = [_send(round_, trip, _load(batches, contexts, round_, trip)) for trip in round_.there]
     yield
     arriving = _answer(batches, round_, arriving)
     yield
     for trip, arrival in zip(round_.back[1:], arriving[1:], strict=True):
         for (unit, number), piece in zip(trip.held, arrival().split_with_sizes(trip.lengths), strict=True):
-            state = _held(batches, unit, number)
-            state.copy_(piece.view(state.shape))
+            state, ok = _held(batches, contexts, unit, number), contexts[unit.shape.batch].ok
+            after = piece.view(state.shape)
+            state.copy_(after if ok is None else torch.where(ok, after, state))
     # one update for each shape
     by_shape: dict[Shape, tuple[list[Part], list[Tensor]]] = {}
     pieces = arriving[0]().split_with_sizes(round_.back[0].lengths)
@@ -322,8 +350,8 @@ def _answer(batches: Sequence[Batch], round_: Round, arriving: list[Arrival]) ->
         }
         X = flat.pop(MATRIX)
         directions, state = rule_of(batch)[0].directions(batch.group, X, flat, round_.wire.back)
-        found = {**state, MATRIX: directions}
-        results[shape] = {t.key: found[t.key].reshape(-1, *t.shape) for t in shape.tensors if t.key != GRADIENT}
+        computed = {**state, MATRIX: directions}
+        results[shape] = {t.key: computed[t.key].reshape(-1, *t.shape) for t in shape.tensors if t.key != GRADIENT}
     returning = []
     for trip in round_.back:
         owned = [results[shape][shape.tensors[number].key] for shape, number, _ in trip.owned]
@@ -339,43 +367,51 @@ def _send(round_: Round, trip: Trip, send: Tensor) -> Arrival:
     for copies to all: one all-gather where shares are equal, else one broadcast per owner.
     """
     if not trip.shares:
-        arrival = _arrival(send)
+        arrival: Arrival = lambda: send  # noqa: E731
         for hop in trip.hops[:-1]:
             sent = hop.arrange(arrival())
             receive = sent.new_empty(sum(hop.received))
-            handle = dist.all_to_all_single(receive, sent, hop.received, hop.sent, group=hop.group, async_op=True)
-            arrival = _arrival(receive, handle, sent=sent)
+            sizes = hop.received, hop.sent
+            arrival = _arrival(receive, partial(dist.all_to_all_single, receive, sent, *sizes, group=hop.group))
         return (lambda: trip.hops[-1].arrange(arrival())) if trip.hops else arrival
     (group,) = round_.wire.grid.groups
     receive = send.new_empty(sum(trip.shares))
     if len(set(trip.shares)) == 1:
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
-        return _arrival(receive, all_gather(receive, send, group=group, async_op=True), sent=send)
+        return _arrival(receive, partial(all_gather, receive, send, group=group))
     shares = receive.split_with_sizes(list(trip.shares))
     shares[round_.wire.grid.me].copy_(send)
-    handles = [
-        dist.broadcast(share, group=group, group_src=rank, async_op=True)
+    broadcasts = [
+        partial(dist.broadcast, share, group=group, group_src=rank)
         for rank, share in enumerate(shares)
         if share.numel()
     ]
-    return _arrival(receive, *handles)
+    return _arrival(receive, *broadcasts)
 
 
-def _arrival(buffer: Tensor, *handles: Any, sent: Tensor | None = None) -> Arrival:
-    """Wait for collectives that fill a buffer; `sent` is what they read, which must stay until then."""
+def _arrival(buffer: Tensor, *collectives: Callable[..., Any]) -> Arrival:
+    """Start collectives that fill a buffer; the returned function waits for them."""
+    handles: list[Any] = []
 
-    def wait(_: Tensor | None = sent) -> Tensor:
-        for handle in handles:
-            handle.wait()
+    def start() -> None:
+        handles.extend([collective(async_op=True) for collective in collectives])
+
+    def wait() -> None:
+        while handles:
+            handles.pop(0).wait()
+
+    def arrive(_: Any = collectives) -> Tensor:  # which hold what is sent until it has arrived
+        eagerly(wait)
         return buffer
 
-    return wait
+    eagerly(start)
+    return arrive
 
 
-def _load(batches: Sequence[Batch], round_: Round, trip: Trip) -> Tensor:
+def _load(batches: Sequence[Batch], contexts: Sequence[StepContext], round_: Round, trip: Trip) -> Tensor:
     """The buffer that is sent to the owners: what the momenta look ahead to, or what travels with the matrices."""
     if trip is not round_.there[0]:
-        return _packed([_held(batches, *place) for place in trip.held], trip.dtype, round_.wire.device)
+        return _packed([_held(batches, contexts, *place) for place in trip.held], trip.dtype, round_.wire.device)
     buffer = torch.empty(sum(trip.lengths), dtype=trip.dtype, device=round_.wire.device)
     places = [(unit, piece) for (unit, _), piece in zip(trip.held, buffer.split_with_sizes(trip.lengths), strict=True)]
     advanced: dict[tuple[int, bool], tuple[list[Part], list[Tensor]]] = {}
@@ -387,7 +423,7 @@ def _load(batches: Sequence[Batch], round_: Round, trip: Trip) -> Tensor:
             targets += [] if piece is None else [piece.view(part.grad.shape)]
     for (number, is_sent), (parts, targets) in advanced.items():
         rule, _ = rule_of(batches[number])
-        rule.advance(batches[number].group, parts, targets if is_sent else None)
+        rule.advance(batches[number].group, parts, targets if is_sent else None, contexts[number].flag)
     return buffer
 
 
@@ -395,15 +431,15 @@ def _part(batches: Sequence[Batch], unit: Unit) -> Part:
     return Part(batches[unit.shape.batch].items[unit.place], unit.regions[0][1])
 
 
-def _held(batches: Sequence[Batch], unit: Unit, number: int) -> Tensor:
+def _held(batches: Sequence[Batch], contexts: Sequence[StepContext], unit: Unit, number: int) -> Tensor:
     """What this rank holds of a tensor that travels with a unit."""
     key, region = unit.regions[number]
     batch = batches[unit.shape.batch]
     item = batch.items[unit.place]
     if key != GRADIENT:
         return region.of(item.state[key])
-    grad = region.of(item.grad)
-    return -grad if batch.group["maximize"] else grad
+    grad, ok = region.of(item.grad), contexts[unit.shape.batch].ok
+    return clean([grad], [grad], batch.group["maximize"], ok)[0]
 
 
 def _assemble(round_: Round, trip: Trip, arrived: Tensor) -> list[Tensor]:
@@ -421,9 +457,14 @@ def _assemble(round_: Round, trip: Trip, arrived: Tensor) -> list[Tensor]:
 
 def _pieces(round_: Round, trip: Trip, owned: Sequence[Tensor]) -> list[Tensor]:
     """What this rank owns in the pieces of all ranks; in one piece where ranks hold copies."""
-    ranks = [round_.wire.grid.me] if round_.wire.copies else range(len(round_.wire.grid.ranks))
     tensors = [shape.tensors[number] for shape, number, _ in trip.owned]
-    return [tensor.pieces[rank].of(block) for rank in ranks for tensor, block in zip(tensors, owned, strict=True)]
+    blocks = list(zip(tensors, owned, strict=True))
+    return [tensor.pieces[rank].of(block) for rank in _holders(round_) for tensor, block in blocks]
+
+
+def _holders(round_: Round) -> Sequence[int]:
+    """The ranks that results are sent to in pieces of their own."""
+    return [round_.wire.grid.me] if round_.wire.copies else range(len(round_.wire.grid.ranks))
 
 
 def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,15 +1,22 @@
 """One rank's view of the others: what they must agree on before a step, and what they exchange.
 
-Each step begins with one small reduction over all ranks that hold a model together. It carries the finite flag, a
-digest of parameters and settings, and which parameters lack a gradient. Its length hardly depends on the plan, so ranks
-with different plans find out instead of hanging. Every rank reads the result before it sends anything else; that one
-read is all that a step waits for on a GPU.
+Each step begins with one small reduction over all ranks that hold a model together. Its message has a fixed length, so
+ranks with different plans find out instead of hanging. It carries whether gradients are finite and a digest of
+parameters, options and missing gradients.
+
+On a GPU nobody waits for the result of a settled step, one that is planned like the step before it. The device turns
+the result into the flag that multiplies learning rate and decay, so ranks that disagree change nothing, and the host
+looks at it one step later. Whatever could change shapes or the number of collectives (the first step, a changed option,
+another set of gradients, a load) makes a rank wait for the result before it exchanges anything. Where others were
+settled and have gone on, it takes part in the step they had agreed on: with zeros for gradients that only it lacks, or
+by sending nothing but zeros in a step that the flag forbids everywhere.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
+import warnings
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -21,14 +28,15 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
-from muonsw.distributed.exchange import Round, make_rounds
+from muonsw.distributed.exchange import Round, exchange_nothing, make_rounds
 from muonsw.distributed.layout import Layout, Layouts, mesh_ranks
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local, shard_misfit
+from muonsw.kernels.graphs import eagerly
+from muonsw.kernels.tables import on_host
 from muonsw.matrices import MatrixView
-from muonsw.work import Batch, Group, Item, copied_to, label_of, names_of
-
-# Lengths of the reduction are multiples of this, so that plans which differ by a few parameters still meet in it.
-_BLOCK = 1024
+from muonsw.nonfinite import Flag
+from muonsw.text import users_line
+from muonsw.work import Batch, Group, Item, label_of, names_of
 
 # Plans that are remembered: parameters that have gradients now and then make several.
 _REMEMBERED = 8
@@ -46,12 +54,46 @@ class _Known(NamedTuple):
     groups: Sequence[dist.ProcessGroup] = ()
 
 
+class _Terms(NamedTuple):
+    """What this rank is about to do: the part that must not change while it is settled, and everything."""
+
+    plan: str
+    lacks: tuple[bool, ...]  # which shared parameters have no gradient
+    watched: list[tuple[str, Tensor]]  # parameters that other ranks hold parts or copies of
+    options: list[Group]
+    is_new: bool
+
+
+class Message(NamedTuple):
+    """What ranks reduce, each to the smallest; what must be equal travels negated as well.
+
+    Whole numbers in float64, exact below 2^53. The first five add up to 1 if the step may be taken.
+    """
+
+    ok: int  # 1 if the gradients here are finite
+    plan: int
+    minus_plan: int
+    lacks: int  # gradients that are missing in the step that this rank can take part in
+    minus_lacks: int
+    minus_settled: int  # -1 if this rank goes on without waiting for the result
+    minus_new: int  # -1 if its parameters have changed
+    own_lacks: int
+    minus_own_lacks: int
+    failed: int  # the number of a rank that cannot take the step, or the number of ranks
+
+
 class Ranks:
     """What an optimizer knows of the other ranks.
 
     Args:
         process_group: ranks that hold plain parameters alike; None where every rank is on its own.
+
+    Attributes:
+        is_shared: whether other ranks hold parts or copies of the parameters of this step.
+        is_settled: whether this rank goes on with it without waiting for the others.
     """
+
+    waits_on: Sequence[str] = ("cpu",)  # devices on which reading a result costs nothing
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if process_group is not None and dist.get_rank(process_group) < 0:
@@ -62,68 +104,211 @@ class Ranks:
         self.process_group = process_group
         self.announced: list[str] = []  # what a hook will do around this step together with all other ranks
         self.layouts = Layouts(process_group)
+        self.is_shared = self.is_settled = False
         self._known = _Known()
         self._rounds: dict[Any, list[Round]] = {}
+        self._last_rounds: list[Round] = []
+        self._terms: _Terms
+        self._agreed: tuple[str, tuple[bool, ...]] | None = None  # plan and lacks of the last step that all took
+        self._in_doubt = False  # ranks have taken a step that the flag forbade: agree again
+        self._sent: Message
+        self._message: Tensor | None = None
+        self._bad: Tensor
+        self._results: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()  # of settled steps
 
-    def agree(self, groups: Sequence[Group], settings: Group, *, ok: Tensor | bool) -> tuple[bool, list[Tensor]]:
-        """Whether every rank may take the step, and the parameters that lack a gradient on this rank alone.
+    def prepare(self, groups: Sequence[Group], settings: Group) -> None:
+        """Work out what this rank is about to do, and whether it is settled.
 
         Args:
             groups: the param groups.
             settings: options of the optimizer, which must be the same on all ranks, as those of its groups.
-            ok: whether the gradients on this rank are finite, and it can take the step.
-
-        Raises:
-            RuntimeError: if the ranks have different parameters, shapes or settings, or have announced something else.
-            ValueError: if copies of a parameter differ, or have gradients on some ranks only.
         """
         members = [
             (group, name, param)
             for number, group in enumerate(groups)
             for name, param in zip(names_of(group, number), group["params"], strict=True)
         ]
-        # Other ranks hold parts of these, or copies that must stay the same.
         has_copies = self.process_group is not None
         watched = [(name, param) for _, name, param in members if has_copies or is_dtensor(param)]
         key = [(id(param), param.requires_grad, group["algorithm"]) for group, _, param in members]
         is_new = key != self._known.key
         if is_new:
             lines = [_describe(*member) for member in members]
-            digest_of_lines = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-            circles = _circles(self.process_group, [param for _, param in watched])
-            self._known = _Known(key, lines, digest_of_lines, circles)
-        known, options = self._known, [settings, *map(_plain_options, groups)]
-        # a digest that fits into a signed number of eight bytes, as does its negative
-        digest = int.from_bytes(hashlib.sha256(repr([known.digest, options, self.announced]).encode()).digest()[:7])
-        lacks = [int(param.grad is None) for _, param in watched]
-        values = [digest, -digest, int(is_new), *lacks, *(-lack for lack in lacks)]
-        can_step, low, high, news, *both = _reduced(known.groups, ok, values, local(watched[0][1]).device)
-        # where the smallest value and the smallest negative value are not opposite, ranks differ
-        if low != -high:
-            labels = ["the optimizer", *(label_of(group, number) for number, group in enumerate(groups))]
-            settings_of = zip(labels, options, strict=True)
-            lines = [f"{label}: {key}={value!r}" for label, chosen in settings_of for key, value in chosen.items()]
-            _refuse(known.groups[0], [*lines, *known.lines, *self.announced])
-        if news and self.process_group is not None:
-            _compare_copies([(name, param) for name, param in watched if not is_dtensor(param)], self.process_group)
+            digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+            self._known = _Known(key, lines, digest, _circles(self.process_group, [param for _, param in watched]))
+        options = [settings, *map(_plain_options, groups)]
+        # rates and decay may change on the way, and with them nothing that is exchanged
+        frozen = [[value for value in chosen.values() if not isinstance(value, float)] for chosen in options]
+        lacks = tuple([param.grad is None for _, param in watched])
+        self._terms = _Terms(repr([self._known.digest, frozen, self.announced]), lacks, watched, options, is_new)
+        self._look_back()
+        self.is_settled = (
+            not self._in_doubt
+            and self._agreed == self._terms[:2]
+            and settings["nonfinite"] != "raise"
+            and local(watched[0][1]).device.type not in self.waits_on
+        )
+        joined = self._agreed[1] if self._can_join() and self._agreed is not None else lacks
+        plan, common, own = _digest([self._known.digest, options, self.announced]), _digest(joined), _digest(lacks)
+        world = dist.get_world_size()
+        self._sent = Message(1, plan, -plan, common, -common, -self.is_settled, -is_new, own, -own, world)
+        self._write(self._sent)
+
+    def _can_join(self) -> bool:
+        """Whether this rank can take part in the step that ranks agreed on before; missing gradients count as zero."""
+        if self._agreed is None or self._agreed[0] != self._terms.plan:
+            return False
+        columns = zip(self._terms.watched, self._agreed[1], self._terms.lacks, strict=True)
+        return all(before == now or (now and is_dtensor(param)) for (_, param), before, now in columns)
+
+    def _write(self, message: Message) -> None:
+        device = local(self._terms.watched[0][1]).device
+        if self._message is None or self._message.device != device:
+            self._message = torch.zeros(len(message), dtype=torch.float64, device=device)
+            self._bad = torch.zeros((), dtype=torch.float32, device=device)
+        self._message.copy_(on_host(message, device, torch.float64), non_blocking=True)
+
+    def reduced(self, finite: Flag | bool) -> Flag:
+        """Whether all ranks take this step, as a flag on the device; the reduction is not waited for."""
+        message = self._message
+        assert message is not None
+        if isinstance(finite, Flag):
+            message[0].sub_(finite.bad.to(message.device))
+        elif not finite:
+            message[0].zero_()
+
+        def reduce() -> None:
+            for group in self._known.groups:
+                dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
+
+        eagerly(reduce)
+        self._bad.copy_(message[:5].sum() < 1)
+        return Flag(self._bad)
+
+    def remember_result(self) -> None:
+        """Send the result of a settled step to the host, which looks at it in a later one."""
+        assert self._message is not None
+        on_device = self._message.device.type == "cuda"
+        result = torch.empty_like(self._message, device="cpu", pin_memory=on_device)
+        result.copy_(self._message, non_blocking=True)
+        event = None
+        if on_device:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._results.append((event, result))
+
+    def _look_back(self) -> None:
+        """Look at results that have arrived, without waiting for the others."""
+        while self._results:
+            event, numbers = self._results[0]
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+                return
+            self._results.popleft()
+            result = Message._make(map(int, numbers.tolist()))
+            _refuse_failed(result)
+            agreed = result.plan == -result.minus_plan and result.lacks == -result.minus_lacks
+            self._in_doubt |= not agreed
+
+    def agree(self, finite: Flag | bool) -> tuple[Flag | bool, list[Tensor]]:
+        """Whether all ranks take this step, and parameters that lack a gradient on this rank alone.
+
+        Raises:
+            RuntimeError: if ranks have different parameters, shapes or settings, have announced something else, or
+                cannot take the step.
+            ValueError: if copies of a parameter differ, or have gradients on some ranks only.
+        """
+        terms, flag = self._terms, self.reduced(finite)
+        result = self._read()
+        if result.minus_settled:  # some ranks have gone on, with the step that was agreed on before
+            if self._agreed is None or not self._can_join() or _has_failed(result):
+                self._in_doubt = True
+                exchange_nothing(self._last_rounds)
+                _refuse_failed(result)
+                return False, []
+            late = zip(terms.watched, self._agreed[1], terms.lacks, strict=True)
+            return flag, [param for (_, param), before, now in late if before != now]
+        self._agreed = None
+        if result.plan != -result.minus_plan:
+            self._refuse()
+        _refuse_failed(result)
+        if result.minus_new and self.process_group is not None:
+            _compare_copies([(n, p) for n, p in terms.watched if not is_dtensor(p)], self.process_group)
+        absent: list[Tensor] = []
+        lacks = terms.lacks
+        if result.own_lacks != -result.minus_own_lacks:
+            lacks, absent = self._missing()
+        if self._in_doubt:
+            warnings.warn(
+                "ranks planned different steps before this one, and took none of them; they plan the same step again",
+                stacklevel=users_line(),
+            )
+            self._in_doubt = False
+        if result.ok:
+            self._agreed = terms.plan, lacks
+        return bool(result.ok), absent
+
+    def fail(self) -> None:
+        """Tell the other ranks that this one cannot take the step, so that they do not wait for it."""
+        self._write(self._sent._replace(minus_settled=0, failed=dist.get_rank()))
+        self.reduced(finite=False)
+        self._agreed, result = None, self._read()
+        if result.minus_settled:
+            exchange_nothing(self._last_rounds)
+        elif result.plan != -result.minus_plan:
+            self._refuse()
+
+    def _read(self) -> Message:
+        assert self._message is not None
+        return Message._make(map(int, self._message.tolist()))
+
+    def _missing(self) -> tuple[tuple[bool, ...], list[Tensor]]:
+        """Which parameters have no gradient on any rank, and which lack theirs on this rank alone."""
+        terms, device = self._terms, local(self._terms.watched[0][1]).device
+        both = torch.tensor([terms.lacks, [-lack for lack in terms.lacks]], dtype=torch.int64, device=device)
+        for group in self._known.groups:
+            dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
         absent = []
-        columns = zip(watched, lacks, both[: len(lacks)], both[len(lacks) :], strict=True)
-        for (name, param), lack, everywhere, somewhere in columns:
+        everywhere, somewhere = both.tolist()
+        for (name, param), lack, all_lack, any_lacks in zip(
+            terms.watched, terms.lacks, everywhere, somewhere, strict=True
+        ):
             # On a mesh of some of the ranks, others may lack its gradient.
-            if everywhere != -somewhere and (
+            if all_lack != -any_lacks and (
                 not is_dtensor(param)
                 or (
                     all(placement.is_replicate() for placement in as_dtensor(param).placements)
-                    and mesh_ranks([param]) == mesh_ranks(other for _, other in watched)
+                    and mesh_ranks([param]) == mesh_ranks(other for _, other in terms.watched)
                 )
             ):
                 raise ValueError(
                     f"{name} has a gradient on some ranks only, and all hold copies of it; average gradients over all "
                     f"ranks before the step, as DistributedDataParallel does (find_unused_parameters=True)"
                 )
-            if lack and not everywhere:
+            if lack and not all_lack:
                 absent.append(param)
-        return bool(can_step), absent
+        return tuple(map(bool, everywhere)), absent
+
+    def _refuse(self) -> NoReturn:
+        """Say in which line this rank differs from another."""
+        options, group = self._terms.options, self._known.groups[0]
+        labels = ["the optimizer", *(label_of(chosen, number) for number, chosen in enumerate(options[1:]))]
+        pairs = zip(labels, options, strict=True)
+        lines = [f"{label}: {key}={value!r}" for label, chosen in pairs for key, value in chosen.items()]
+        lines += [*self._known.lines, *self.announced]
+        theirs: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(theirs, lines, group=group)
+        for rank, others in zip(dist.get_process_group_ranks(group), theirs, strict=True):
+            for here, there in zip_longest(lines, others, fillvalue="nothing"):
+                if here != there:
+                    raise RuntimeError(
+                        f"the ranks would take different steps, so none is taken: rank {dist.get_rank()} has\n  {here}"
+                        f"\nwhere rank {rank} has\n  {there}\nbuild model and optimizer alike on every rank, and "
+                        f"change options on all of them"
+                    )
+        raise RuntimeError(
+            "the ranks would take different steps, so none is taken; compare optimizer.routing() and the options of "
+            "every rank, and build model and optimizer alike on each"
+        )
 
     def sort(self, batch: Batch) -> tuple[list[Item], list[Item], list[Layout]]:
         """The items whose matrices are whole on this rank, and those that are exchanged, with their layouts."""
@@ -151,7 +336,8 @@ class Ranks:
             if len(self._rounds) == _REMEMBERED:
                 self._rounds.clear()
             self._rounds[tuple(key)] = make_rounds(batches, layouts, chunk_bytes, self.layouts)
-        return self._rounds[tuple(key)]
+        self._last_rounds = self._rounds[tuple(key)]
+        return self._last_rounds
 
 
 def _circles(process_group: dist.ProcessGroup | None, params: Sequence[Tensor]) -> list[dist.ProcessGroup]:
@@ -167,35 +353,18 @@ def _circles(process_group: dist.ProcessGroup | None, params: Sequence[Tensor]) 
     return groups if len(meshes) == 1 and process_group is None else groups * 2
 
 
-def _reduced(
-    groups: Sequence[dist.ProcessGroup], ok: Tensor | bool, values: list[int], device: torch.device
-) -> list[int]:
-    """The smallest of all ranks for each value; before them, whether all are ok."""
-    values = [1 if isinstance(ok, Tensor) else int(ok), *values]
-    message = torch.zeros(math.ceil(len(values) / _BLOCK) * _BLOCK, dtype=torch.int64, device=device)
-    message[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
-    if isinstance(ok, Tensor):
-        message[0] = copied_to(ok, device)
-    for group in groups:
-        dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
-    return message[: len(values)].tolist()
+def _digest(value: Any) -> int:
+    """A digest below 2^50: a sum of several is exact in float64."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7]) >> 6
 
 
-def _refuse(group: dist.ProcessGroup, lines: list[str]) -> NoReturn:
-    theirs: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(theirs, lines, group=group)
-    for rank, others in zip(dist.get_process_group_ranks(group), theirs, strict=True):
-        for here, there in zip_longest(lines, others, fillvalue="nothing"):
-            if here != there:
-                raise RuntimeError(
-                    f"the ranks would take different steps, so none is taken: rank {dist.get_rank()} has\n  {here}"
-                    f"\nwhere rank {rank} has\n  {there}\nbuild model and optimizer alike on every rank, and "
-                    f"change options on all of them"
-                )
-    raise RuntimeError(
-        "the ranks would take different steps, so none is taken; compare optimizer.routing() and the options of "
-        "every rank, and build model and optimizer alike on each"
-    )
+def _has_failed(result: Message) -> bool:
+    return result.failed < dist.get_world_size()
+
+
+def _refuse_failed(result: Message) -> None:
+    if _has_failed(result):
+        raise RuntimeError(f"rank {result.failed} could not take a step, so no rank took it; its own error says why")
 
 
 def _compare_copies(copies: Sequence[tuple[str, Tensor]], process_group: dist.ProcessGroup) -> None:

@@ -29,12 +29,20 @@ def as_dtensor(tensor: Tensor) -> DTensor:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; all of it where it is no DTensor."""
-    return as_dtensor(tensor).to_local() if is_dtensor(tensor) else tensor
+    return as_dtensor(tensor)._local_tensor if is_dtensor(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor brought together from all ranks; a collective where it is a DTensor."""
     return as_dtensor(tensor.detach()).full_tensor() if is_dtensor(tensor) else tensor
+
+
+def placed_alike(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are plain, or DTensors of equal placements."""
+    if not is_dtensor(tensor) or not is_dtensor(other):
+        return is_dtensor(tensor) == is_dtensor(other)
+    mine, theirs = as_dtensor(tensor).placements, as_dtensor(other).placements
+    return mine is theirs or mine == theirs
 
 
 def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:

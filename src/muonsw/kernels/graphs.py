@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any, Self
 
@@ -16,32 +17,106 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from muonsw.kernels import watches
 
 
+class Recording:
+    """A program as CUDA graphs, cut where something must run eagerly in between."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self.pool = pool or torch.cuda.graph_pool_handle()
+        self._device = device
+        self._runs: list[Callable[[], Any]] = []
+        self._graph = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        for run in self._runs:
+            run()
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self._graph.capture_end()
+        if not caught:  # torch warns of an empty graph
+            self._runs.append(self._graph.replay)
+
+    def cut(self, action: Callable[[], Any]) -> None:
+        self.end()
+        self._runs.append(action)
+        self.begin()
+
+    def abandon(self) -> None:
+        """End a capture that has failed, in the stream of the capture.
+
+        Where the failure has invalidated it (something waited for the device), torch's own `capture_end` raises before
+        it ends the capture in allocator and generator. The allocator would then refuse to empty its cache, and in torch
+        2.11 the generator would draw no number any more: only the end of a capture that succeeds resets it.
+        """
+        from torch._C import _cuda_endAllocateToPool, _cuda_releasePool
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the graph is empty
+            with suppress(RuntimeError):
+                self._graph.capture_end()
+                return
+            _invalid.append(self._graph)
+            with suppress(RuntimeError):  # where `capture_end` came so far
+                _cuda_endAllocateToPool(self._device.index, self.pool)
+                _cuda_releasePool(self._device.index, self.pool)
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(capture_error_mode="thread_local")
+            empty.capture_end()
+
+
+# Graphs whose capture was invalidated: torch's allocators go on asking them which streams they capture.
+_invalid: list[torch.cuda.CUDAGraph] = []
+
+# What is being recorded.
+_current: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+def eagerly(action: Callable[[], Any]) -> None:
+    """Run what a graph cannot hold: now, or at each replay between the graphs that are being recorded.
+
+    Collectives are never captured. A captured one must be captured and replayed by all ranks alike, and would keep
+    `destroy_process_group` waiting for as long as its graph lives.
+    """
+    recording = _current.get()
+    if recording is None:
+        action()
+    else:
+        recording.cut(action)
+
+
 def recorded(
     program: Callable[[], None], device: torch.device, pool: Any = None, stream: torch.cuda.Stream | None = None
-) -> torch.cuda.CUDAGraph:
-    """A program as a graph, without running it; it works on tensors that stay, and never waits for the device.
+) -> Recording:
+    """Record a program without running it; it works on tensors that stay, and never waits for the device.
 
     `torch.cuda.graph` would also empty the allocator's cache, and the gradients of the next steps would lie elsewhere.
-    Other threads, which read data ahead, may go on. The memory `pool` may be shared with other graphs, none of whose
-    tensors outlive a replay.
+    Other threads, which read data ahead, may go on. The memory `pool` may be shared with other recordings, none of
+    whose tensors outlive a replay.
     """
-    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
+    recording = Recording(device, pool)
     torch.cuda.synchronize(device)
     collects = gc.isenabled()
     gc.disable()  # a graph that is destroyed while another is captured would spoil it
+    token = _current.set(recording)
     try:
         with torch.cuda.stream(stream or torch.cuda.Stream(device)):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            recording.begin()
             try:
                 program()
-                graph.capture_end()
+                recording.end()
             except BaseException:
-                _abandon(graph, device, pool)
+                recording.abandon()
                 raise
     finally:
+        _current.reset(token)
         if collects:
             gc.enable()
-    return graph
+    return recording
 
 
 class GradientReads(TorchDispatchMode):
@@ -80,30 +155,3 @@ class GradientReads(TorchDispatchMode):
         flat = chain.from_iterable(value if isinstance(value, list | tuple) else [value] for value in given)
         values = [getattr(value, "base", value) for value in flat]  # Triton's descriptors have a tensor of that name
         return any(value.untyped_storage().data_ptr() in self._memory for value in values if isinstance(value, Tensor))
-
-
-# Graphs whose capture was invalidated: torch's allocators go on asking them which streams they capture.
-_invalid: list[torch.cuda.CUDAGraph] = []
-
-
-def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    """End a capture that has failed, in the stream of the capture.
-
-    Where the failure has invalidated it (something waited for the device), torch's own `capture_end` raises before it
-    ends the capture in allocator and generator. The allocator would then refuse to empty its cache, and in torch 2.11
-    the generator would draw no number any more: only the end of a capture that succeeds resets it.
-    """
-    from torch._C import _cuda_endAllocateToPool, _cuda_releasePool
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the graph is empty
-        with suppress(RuntimeError):
-            graph.capture_end()
-            return
-        _invalid.append(graph)
-        with suppress(RuntimeError):  # where `capture_end` came so far
-            _cuda_endAllocateToPool(device.index, pool)
-            _cuda_releasePool(device.index, pool)
-        empty = torch.cuda.CUDAGraph()
-        empty.capture_begin(capture_error_mode="thread_local")
-        empty.capture_end()

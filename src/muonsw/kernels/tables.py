@@ -78,12 +78,12 @@ class GraphTables:
             inside = span >= 0 and number < starts[span] + self._spans[span][1]
             pairs.append((self._spans[span][2], number - starts[span]) if inside else (len(starts), number))
         for target, values in zip((self._owners, self._offsets), zip(*pairs, strict=True), strict=False):
-            target[: len(values)].copy_(_on_host(values, target.device), non_blocking=True)
+            target[: len(values)].copy_(on_host(values, target.device), non_blocking=True)
 
     def move(self, places: tuple[int, ...]) -> None:
         """Let the next replay find the gradients at these addresses."""
         if places != self._placed:
-            self._places.copy_(_on_host((*places, 0), self._places.device), non_blocking=True)
+            self._places.copy_(on_host((*places, 0), self._places.device), non_blocking=True)
             self._placed = places  # not before: pinned memory may be refused
 
 
@@ -126,7 +126,7 @@ class TensorCache(Generic[T]):
         if cached is None or cached[0] != stream:
             cached = self._made[key] = (
                 stream,
-                make(lambda numbers, to: _on_host(numbers, to).to(to, non_blocking=True)),
+                make(lambda numbers, to: on_host(numbers, to).to(to, non_blocking=True)),
             )
         self._made.move_to_end(key)
         if len(self._made) > _KEPT:
@@ -162,9 +162,9 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = ra
     return _tables.get((device, len(rows), loose, numbers), device, make)
 
 
-def _on_host(numbers: Sequence[int], device: torch.device) -> Tensor:
+def on_host(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers from where a device copies them without waiting."""
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
 
 
 def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:

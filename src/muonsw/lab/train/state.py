@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muonsw import machine
-from muonsw.kernels.graphs import recorded
+from muonsw.kernels.graphs import Recording, recorded
 from muonsw.lab.data.loader import prefetch
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import ModelConfig
@@ -386,7 +386,7 @@ class GraphedFunction(Generic[Result]):
         self.function = function
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Recording | None = None
         self._batches: list[Batch] = []
         self._result: Result | None = None
 
