@@ -1,13 +1,15 @@
-"""Time the optimizer's step on many ranks: scaling from one to all GPUs, against every rank doing everything, and dion.
+"""Time the optimizer's step on many ranks, beside whole tensors, every rank doing everything, dion and torch's AdamW.
 
     python bench/distributed_step.py                                   # 1, 2, 4, 8, ... GPUs of this machine
+    python bench/distributed_step.py --ranks 1 --set gpt2              # what sharding costs one GPU
     python bench/distributed_step.py --ranks 1 2 --set tiny            # processes on CPUs (gloo)
     torchrun --nnodes 2 --nproc-per-node 8 ... bench/distributed_step.py --worker   # several machines, one size
 
-Each number of ranks is one `torchrun` of this file. The matrices are those of a decoder, sharded over ranks as FSDP2
-shards them (`fsdp`) or held by every rank as under DDP (`ddp`). Contenders take steps in turn on the same gradients;
-printed are medians of the slowest rank. Before anything is timed, one step is checked against the same step on one
-rank alone.
+Each number of ranks is one `torchrun` of this file. The matrices are those of a decoder: plain tensors that every rank
+moves by itself (`whole`), sharded over ranks as FSDP2 shards them (`fsdp`), or held by every rank as under DDP, whose
+ranks share the work (`ddp`). Contenders take steps in turn on the same gradients. Printed are medians of the slowest
+rank: a step, and the part of it that the host takes. Before anything is timed, one step is checked against the same
+step on one rank alone.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,51 +33,70 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonsw import MuonSW, machine
+from muonsw import AdamWSW, MuonSW, machine
+from muonsw.addons.replay import SETTLED
 from timing import in_turn, save, synchronize
 
 
-def decoder(width: int, layers: int) -> list[tuple[int, int]]:
+def decoder(width: int, layers: int) -> list[tuple[int, ...]]:
     """Attention and a gated feed-forward network of 8/3 the width."""
     inner = -(-8 * width // 3 // 64) * 64
     return ([(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner)]) * layers
 
 
-SETS = {"tiny": decoder(64, 4), "small": decoder(512, 8), "1b": decoder(2048, 24), "7b": decoder(4096, 32)}
+GPT2 = [(768, 768)] * 48 + [(768, 3072)] * 24
+W1024 = [(1024, 1024)] * 48 + [(8, 2816, 1024), (8, 2816, 1024), (8, 1024, 2816)] * 12
+SETS: dict[str, list[tuple[int, ...]]] = {
+    "tiny": decoder(64, 4), "small": decoder(512, 8), "gpt2": GPT2, "w1024": W1024,
+    "1b": decoder(2048, 24), "7b": decoder(4096, 32),
+}  # fmt: skip
+STRATEGIES = ["whole", "fsdp", "ddp"]
 LR = 1e-3
 
 Build = Callable[[list[Tensor], DeviceMesh], torch.optim.Optimizer]
 
 
-def ours(**options: object) -> Build:
-    return lambda params, mesh: MuonSW(params, lr=LR, **options)  # type: ignore[arg-type]  # noqa: ARG005
+def ours(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
+    del mesh
+    return MuonSW(params, lr=LR, matrix="stack")
 
 
 def ours_divided(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
-    return MuonSW(params, lr=LR, process_group=mesh.get_group())
+    return MuonSW(params, lr=LR, matrix="stack", process_group=mesh.get_group())
 
 
 def dion(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
     from dion import Muon
 
     sharded = hasattr(params[0], "device_mesh")
-    return Muon(params, distributed_mesh=mesh if sharded else mesh.get_group(), lr=LR, nesterov=True)
+    return Muon(
+        params, mesh if sharded else mesh.get_group(), lr=LR, nesterov=True, use_triton=mesh.device_type == "cuda"
+    )
 
 
-def contenders(strategy: str) -> dict[str, Build]:
-    found: dict[str, Build] = {"muonsw": ours()} if strategy == "fsdp" else {
-        "muonsw, divided": ours_divided,
-        "muonsw, every rank does everything": ours(),
-    }  # fmt: skip
-    try:
+def dion_in_graph(params: list[Tensor], mesh: DeviceMesh) -> torch.optim.Optimizer:
+    from dion.cuda_graph import CudaGraphOptimizer
+
+    return CudaGraphOptimizer(dion(params, mesh), warmup_steps=3)
+
+
+def contenders(strategy: str, device: str) -> dict[str, Build]:
+    adamw: dict[str, Build] = {
+        "AdamWSW": lambda params, _: AdamWSW(params, lr=LR),
+        "torch.optim.AdamW(fused=True)": lambda params, _: torch.optim.AdamW(params, lr=LR, fused=True),
+    }
+    if strategy == "whole":
+        return {"muonsw": ours, **adamw}
+    chosen: dict[str, Build] = {"muonsw": ours if strategy == "fsdp" else ours_divided}
+    with suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("dion")
-        found["dion Muon"] = dion
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    return found
+        chosen["dion Muon"] = dion
+        if device == "cuda":
+            chosen["dion Muon in its CUDA graph"] = dion_in_graph
+    return {**chosen, **(adamw if strategy == "fsdp" else {})}
 
 
-def parameters(shapes: list[tuple[int, int]], mesh: DeviceMesh, strategy: str) -> list[Tensor]:
+def parameters(shapes: list[tuple[int, ...]], mesh: DeviceMesh, strategy: str) -> list[Tensor]:
     """The same weights and gradients on every rank, or their shards."""
     params: list[Tensor] = []
     generator = torch.Generator().manual_seed(0)
@@ -88,27 +110,31 @@ def parameters(shapes: list[tuple[int, int]], mesh: DeviceMesh, strategy: str) -
     return params
 
 
-def check(build: Build, shapes: list[tuple[int, int]], mesh: DeviceMesh, strategy: str) -> None:
+def check(build: Build, shapes: list[tuple[int, ...]], mesh: DeviceMesh, strategy: str) -> None:
     """One step on all ranks must be one step on each alone."""
     few = list(dict.fromkeys(shapes))
-    spread, alone = parameters(few, mesh, strategy), parameters(few, mesh, "ddp")
-    build(spread, mesh).step()
-    MuonSW(alone, lr=LR).step()
+    spread, alone = parameters(few, mesh, strategy), parameters(few, mesh, "whole")
+    pairs = build(spread, mesh), ours(alone, mesh)
+    for _ in range(SETTLED + 3):  # the last steps are replayed where they can be
+        for optimizer in pairs:
+            optimizer.step()
     for a, b in zip(spread, alone, strict=True):
         whole = a.detach().full_tensor() if hasattr(a, "full_tensor") else a.detach()
-        assert (whole - b).abs().max() < 1e-2 * LR * max(b.shape), "a step on many ranks is not the step on one"
+        assert (whole - b).abs().max() < 1e-2 * LR * max(b.shape), "steps on many ranks are not those on one"
 
 
-def timed(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> float:
-    """Seconds until the slowest rank has finished a step."""
+def timed(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> tuple[float, float]:
+    """Seconds until the slowest rank has finished a step, and until its host has."""
     dist.barrier()
     synchronize(torch.device(mesh.device_type))
     begun = time.perf_counter()
     optimizer.step()
+    host = time.perf_counter() - begun
     synchronize(torch.device(mesh.device_type))
-    taken = torch.tensor(time.perf_counter() - begun, device=mesh.device_type)
+    taken = torch.tensor([time.perf_counter() - begun, host], device=mesh.device_type)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    seconds, host = taken.tolist()
+    return seconds, host
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -126,16 +152,25 @@ def worker(options: argparse.Namespace) -> None:
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     shapes = SETS[options.set]
     for strategy in options.strategies:
-        builds = contenders(strategy)
-        check(builds["muonsw" if strategy == "fsdp" else "muonsw, divided"], shapes, mesh, strategy)
+        builds = contenders(strategy, device)
+        check(builds["muonsw"], shapes, mesh, strategy)
         running = {name: build(parameters(shapes, mesh, strategy), mesh) for name, build in builds.items()}
         ways = {name: partial(timed, optimizer, mesh) for name, optimizer in running.items()}
         times = in_turn(ways, options.rounds, options.warmup)
         for name, optimizer in running.items():
-            row = {"strategy": strategy, "ranks": mesh.size(), "contender": name, "device": device}
-            row |= {"ms": 1000 * statistics.median(times[name]), "state_mib": state_bytes(optimizer) / 2**20}
+            seconds, host = map(statistics.median, zip(*times[name], strict=True))
+            row = {
+                "strategy": strategy,
+                "ranks": mesh.size(),
+                "contender": name,
+                "device": device,
+                "ms": 1000 * seconds,
+            }
+            row |= {"host_ms": 1000 * host, "state_mib": state_bytes(optimizer) / 2**20}
             if dist.get_rank() == 0:
                 print("RESULT " + json.dumps(row), flush=True)
+            if hasattr(optimizer, "release"):  # dion's graph would keep the process group from its end
+                optimizer.release()
     dist.destroy_process_group()
 
 
@@ -154,9 +189,9 @@ def main() -> None:
         "--ranks", type=int, nargs="+", help="numbers of ranks; 1, 2, 4, ... up to all GPUs if left out"
     )
     parser.add_argument("--set", choices=SETS, help="the matrices; 1b on GPUs and tiny on CPUs if left out")
-    parser.add_argument("--strategies", nargs="+", choices=["fsdp", "ddp"], default=["fsdp", "ddp"])
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--cpu", action="store_true", help="use CPUs although there are GPUs")
     parser.add_argument("--worker", action="store_true", help="be one rank of a torchrun")
     parser.add_argument("--out", type=Path, help="write the table as JSON, too")
@@ -170,9 +205,10 @@ def main() -> None:
     rows = [row for ranks in numbers for row in launch(options, ranks)]
     total = sum(rows * columns for rows, columns in SETS[options.set])
     print(f"{options.set}: {total / 1e6:.1f}M parameters, torch {torch.__version__}, {rows[0]['device']}")
-    print(f"{'strategy':9} {'ranks':>5}  {'contender':36} {'ms a step':>10} {'state, MiB a rank':>18}")
+    print(f"{'strategy':9} {'ranks':>5}  {'contender':30} {'step, ms':>9} {'host, ms':>9} {'state, MiB a rank':>18}")
     for row in sorted(rows, key=lambda r: (r["strategy"], r["contender"], r["ranks"])):
-        print(f"{row['strategy']:9} {row['ranks']:5}  {row['contender']:36} {row['ms']:10.2f} {row['state_mib']:18.1f}")
+        times = f"{row['ms']:9.2f} {row['host_ms']:9.2f}"
+        print(f"{row['strategy']:9} {row['ranks']:5}  {row['contender']:30} {times} {row['state_mib']:18.1f}")
     save(rows, options.out)
 
 
