@@ -99,9 +99,9 @@ def contenders(strategy: str, device: str) -> dict[str, Build]:
 def parameters(shapes: list[tuple[int, ...]], mesh: DeviceMesh, strategy: str) -> list[Tensor]:
     """The same weights and gradients on every rank, or their shards."""
     params: list[Tensor] = []
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(mesh.device_type).manual_seed(0)
     for shape in shapes:
-        weight, grad = (torch.randn(shape, generator=generator).to(mesh.device_type) for _ in range(2))
+        weight, grad = (torch.randn(shape, generator=generator, device=mesh.device_type) for _ in range(2))
         if strategy == "fsdp":
             weight, grad = (distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in (weight, grad))
         param = nn.Parameter(0.02 * weight)

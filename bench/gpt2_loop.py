@@ -1,6 +1,7 @@
 """The loop that most people run, with each optimizer in turn: Hugging Face's GPT-2 124M, compiled, bfloat16 autocast.
 
     PYTHONPATH=src python bench/gpt2_loop.py                # ms an update of the whole loop
+    PYTHONPATH=src python bench/gpt2_loop.py --fsdp         # the same under FSDP2, over a mesh of one rank
     PYTHONPATH=src python bench/gpt2_loop.py --host         # what one step takes on the host, and where
 
 Gradients are clipped, and freed after every step. Peers take part where they are installed (dion, pytorch-optimizer).
@@ -23,7 +24,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -54,11 +58,27 @@ def main() -> None:
     record = {"environment": environment(device), "results": {}}
     for rows in args.batches:
         torch.manual_seed(0)
-        loop = Loop(GPT2LMHeadModel(config(args)).to(device), rows, device)
+        model = GPT2LMHeadModel(config(args)).to(device)
+        loop = Loop(sharded(model, device) if args.fsdp else model, rows, device)
         record["results"][rows] = loop.measure(chosen)
         for name, result in record["results"][rows].items():
             print(f"{rows:3} x {loop.length}  {name:22} {json.dumps(result)}", flush=True)
         save(record, args.json)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sharded(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model as FSDP2 divides it among ranks, of which there is one: blocks are compiled, then sharded."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    mesh = init_device_mesh(device.type, (1,))
+    for block in model.transformer.h:
+        if device.type == "cuda":
+            block.compile(dynamic=False)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def arguments() -> argparse.Namespace:
@@ -66,6 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="sequences in a batch")
     parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
     parser.add_argument("--host", action="store_true", help="profile one step on the host instead")
     parser.add_argument("--top", type=int, default=25, help="functions that the profile shows")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
@@ -130,7 +151,8 @@ def peer_dion(model: nn.Module) -> list[Optimizer]:
 
     matrices, rest = split(model)
     groups = [{"params": matrices}, {"params": rest, "algorithm": "adamw", "weight_decay": 0.0}]
-    return [Muon(groups, lr=LR, weight_decay=LAMBDA, betas=BETAS, nesterov=True, adjust_lr="rms_norm")]
+    mesh = getattr(matrices[0], "device_mesh", None)
+    return [Muon(groups, mesh, lr=LR, weight_decay=LAMBDA, betas=BETAS, nesterov=True, adjust_lr="rms_norm")]
 
 
 class Loop:
@@ -138,7 +160,8 @@ class Loop:
 
     def __init__(self, model: nn.Module, rows: int, device: torch.device) -> None:
         self.model, self.device, self.length = model, device, model.config.n_positions
-        self.compiled = torch.compile(model, dynamic=False) if device.type == "cuda" else model
+        is_sharded = isinstance(model, FSDPModule)  # its blocks are compiled already
+        self.compiled = torch.compile(model, dynamic=False) if device.type == "cuda" and not is_sharded else model
         self.start = [param.detach().clone() for param in model.parameters()]
         generator = torch.Generator().manual_seed(1)
         words = (

@@ -28,7 +28,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.algorithms.muon import MUON, in_kernels, polar_name
 from muonsw.decay import decays
-from muonsw.distributed.shards import local, placed_alike
+from muonsw.distributed.shards import local, locals_of
 from muonsw.kernels.graphs import GradientReads, Recording, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph, lengths
 from muonsw.nonfinite import Flag
@@ -97,10 +97,10 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
         tensors = [value for value in tensors if isinstance(value, Tensor)]
     shards = params
     if any_dtensor(params):
-        pairs = [(grad, param) for grad, param in zip(grads, params, strict=True) if grad is not None]
-        if not all(placed_alike(grad, param) for grad, param in pairs):
+        trained = [param for param, grad in zip(params, grads, strict=True) if grad is not None] if missing else params
+        if list(map(_placements, present)) != list(map(_placements, trained)):
             return None  # the step redistributes such gradients
-        shards, present, tensors = (list(map(local, of)) for of in (params, present, tensors))
+        shards, present, tensors = map(locals_of, (params, present, tensors))
     try:
         places, own, kept_at = (tuple(map(Tensor.data_ptr, of)) for of in (present, shards, tensors))
         forms, own_forms, kept_forms = map(_forms, (present, shards, tensors))
@@ -116,6 +116,10 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
         (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
         (settings, *machine.product_settings(), *(_options(group) for group in groups)),
     )
+
+
+def _placements(tensor: Tensor) -> Any:
+    return getattr(tensor, "placements", None)
 
 
 def _forms(tensors: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -46,22 +46,21 @@ _NOT_COMPARED = ("params", "param_names", "step_count", "gradient_average")
 
 
 class _Known(NamedTuple):
-    """What follows from the parameters alone: a key that shows a change, lines about them, a digest, process groups."""
+    """What follows from the parameters alone."""
 
-    key: Any = None
+    key: Any = None  # shows a change
     lines: Sequence[str] = ()
-    digest: str = ""
+    digest: str = ""  # of the lines
     groups: Sequence[dist.ProcessGroup] = ()
+    watched: Sequence[tuple[str, Tensor]] = ()  # parameters that other ranks hold parts or copies of
 
 
 class _Terms(NamedTuple):
     """What this rank is about to do: the part that must not change while it is settled, and everything."""
 
     plan: str
-    lacks: tuple[bool, ...]  # which shared parameters have no gradient
-    watched: list[tuple[str, Tensor]]  # parameters that other ranks hold parts or copies of
+    lacks: tuple[bool, ...]  # which watched parameters have no gradient
     options: list[Group]
-    is_new: bool
 
 
 class Message(NamedTuple):
@@ -123,24 +122,26 @@ class Ranks:
             groups: the param groups.
             settings: options of the optimizer, which must be the same on all ranks, as those of its groups.
         """
-        members = [
-            (group, name, param)
-            for number, group in enumerate(groups)
-            for name, param in zip(names_of(group, number), group["params"], strict=True)
-        ]
-        has_copies = self.process_group is not None
-        watched = [(name, param) for _, name, param in members if has_copies or is_dtensor(param)]
-        key = [(id(param), param.requires_grad, group["algorithm"]) for group, _, param in members]
+        key = [(g["algorithm"], *map(id, g["params"]), *[p.requires_grad for p in g["params"]]) for g in groups]
         is_new = key != self._known.key
         if is_new:
+            members = [
+                (group, name, param)
+                for number, group in enumerate(groups)
+                for name, param in zip(names_of(group, number), group["params"], strict=True)
+            ]
+            has_copies = self.process_group is not None
+            watched = [(name, param) for _, name, param in members if has_copies or is_dtensor(param)]
             lines = [_describe(*member) for member in members]
             digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-            self._known = _Known(key, lines, digest, _circles(self.process_group, [param for _, param in watched]))
+            circles = _circles(self.process_group, [param for _, param in watched])
+            self._known = _Known(key, lines, digest, circles, watched)
+        watched = self._known.watched
         options = [settings, *map(_plain_options, groups)]
         # rates and decay may change on the way, and with them nothing that is exchanged
         frozen = [[value for value in chosen.values() if not isinstance(value, float)] for chosen in options]
         lacks = tuple([param.grad is None for _, param in watched])
-        self._terms = _Terms(repr([self._known.digest, frozen, self.announced]), lacks, watched, options, is_new)
+        self._terms = _Terms(repr([self._known.digest, frozen, self.announced]), lacks, options)
         self._look_back()
         self.is_settled = (
             not self._in_doubt
@@ -148,8 +149,10 @@ class Ranks:
             and settings["nonfinite"] != "raise"
             and local(watched[0][1]).device.type not in self.waits_on
         )
-        joined = self._agreed[1] if self._can_join() and self._agreed is not None else lacks
-        plan, common, own = _digest([self._known.digest, options, self.announced]), _digest(joined), _digest(lacks)
+        plan = _digest([self._known.digest, options, self.announced])
+        common = own = _digest(lacks)
+        if not self.is_settled and self._agreed is not None and self._can_join():
+            common = _digest(self._agreed[1])
         world = dist.get_world_size()
         self._sent = Message(1, plan, -plan, common, -common, -self.is_settled, -is_new, own, -own, world)
         self._write(self._sent)
@@ -158,11 +161,11 @@ class Ranks:
         """Whether this rank can take part in the step that ranks agreed on before; missing gradients count as zero."""
         if self._agreed is None or self._agreed[0] != self._terms.plan:
             return False
-        columns = zip(self._terms.watched, self._agreed[1], self._terms.lacks, strict=True)
+        columns = zip(self._known.watched, self._agreed[1], self._terms.lacks, strict=True)
         return all(before == now or (now and is_dtensor(param)) for (_, param), before, now in columns)
 
     def _write(self, message: Message) -> None:
-        device = local(self._terms.watched[0][1]).device
+        device = local(self._known.watched[0][1]).device
         if self._message is None or self._message.device != device:
             self._message = torch.zeros(len(message), dtype=torch.float64, device=device)
             self._bad = torch.zeros((), dtype=torch.float32, device=device)
@@ -225,14 +228,14 @@ class Ranks:
                 exchange_nothing(self._last_rounds)
                 _refuse_failed(result)
                 return False, []
-            late = zip(terms.watched, self._agreed[1], terms.lacks, strict=True)
+            late = zip(self._known.watched, self._agreed[1], terms.lacks, strict=True)
             return flag, [param for (_, param), before, now in late if before != now]
         self._agreed = None
         if result.plan != -result.minus_plan:
             self._refuse()
         _refuse_failed(result)
         if result.minus_new and self.process_group is not None:
-            _compare_copies([(n, p) for n, p in terms.watched if not is_dtensor(p)], self.process_group)
+            _compare_copies([(n, p) for n, p in self._known.watched if not is_dtensor(p)], self.process_group)
         absent: list[Tensor] = []
         lacks = terms.lacks
         if result.own_lacks != -result.minus_own_lacks:
@@ -263,21 +266,21 @@ class Ranks:
 
     def _missing(self) -> tuple[tuple[bool, ...], list[Tensor]]:
         """Which parameters have no gradient on any rank, and which lack theirs on this rank alone."""
-        terms, device = self._terms, local(self._terms.watched[0][1]).device
+        terms, device = self._terms, local(self._known.watched[0][1]).device
         both = torch.tensor([terms.lacks, [-lack for lack in terms.lacks]], dtype=torch.int64, device=device)
         for group in self._known.groups:
             dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
         absent = []
         everywhere, somewhere = both.tolist()
         for (name, param), lack, all_lack, any_lacks in zip(
-            terms.watched, terms.lacks, everywhere, somewhere, strict=True
+            self._known.watched, terms.lacks, everywhere, somewhere, strict=True
         ):
             # On a mesh of some of the ranks, others may lack its gradient.
             if all_lack != -any_lacks and (
                 not is_dtensor(param)
                 or (
                     all(placement.is_replicate() for placement in as_dtensor(param).placements)
-                    and mesh_ranks([param]) == mesh_ranks(other for _, other in terms.watched)
+                    and mesh_ranks([param]) == mesh_ranks(other for _, other in self._known.watched)
                 )
             ):
                 raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from muonsw.matrices import Region, box
 from muonsw.precision import LOW_PRECISION
-from muonsw.work import Item
+from muonsw.work import Item, is_dtensor_type
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,12 +38,11 @@ def whole(tensor: Tensor) -> Tensor:
     return as_dtensor(tensor.detach()).full_tensor() if is_dtensor(tensor) else tensor
 
 
-def placed_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are plain, or DTensors of equal placements."""
-    if not is_dtensor(tensor) or not is_dtensor(other):
-        return is_dtensor(tensor) == is_dtensor(other)
-    mine, theirs = as_dtensor(tensor).placements, as_dtensor(other).placements
-    return mine is theirs or mine == theirs
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What this rank holds of each tensor; avoids a Python call per tensor where all are DTensors."""
+    if not all(map(is_dtensor_type, set(map(type, tensors)))):
+        return list(map(local, tensors))
+    return list(map(attrgetter("_local_tensor"), tensors))
 
 
 def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
