@@ -72,6 +72,17 @@ def test_a_stack_of_blocks_and_a_matrix_move_along_one_batch(device):
     assert not move(Weights(weights), [U[:2], U[2].clone()], Motion(0.5, 0.25, None, 1.0, False))
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(20, 300), (3000, 3), (7, 5000), (1, 50), (50, 1)])
+@pytest.mark.parametrize("by_row", [True, False])
+def test_factors_of_rows_and_columns(by_row, rows, columns, device):
+    U, stack = torch.randn(3, rows, columns, device=device), torch.randn(2, 2 * rows, columns, device=device)[:, :rows]
+    weights = [stack if rows * columns > 1024 else stack.contiguous(), torch.randn(rows, columns, device=device)]
+    factors = torch.rand(3, *((rows, 1) if by_row else (1, columns)), device=device).expand_as(U)
+    wanted = [w - 0.5 * d for w, d in zip(weights, [(factors * U)[:2], (factors * U)[2]], strict=True)]
+    assert move(Weights(weights), [U[:2], U[2]], Motion(0.5, 0.0, None, 1.0, False), factors)
+    torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_bad_entry_is_found_wherever_it_is(bad, dtype, device):

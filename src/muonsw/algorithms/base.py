@@ -32,11 +32,16 @@ class Chunk(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Directions for some parts: each part moves by `-eta * scale * direction`."""
+    """Directions for some parts: each part moves by `-eta * scale * direction`.
+
+    `factors` still multiply the directions if they are given: one for each row or column of the matrices, expanded to
+    the whole batch (count, rows, columns). The kernel that moves weights does it as it reads.
+    """
 
     parts: list[Part]
     directions: list[Tensor]
     scale: float = 1.0
+    factors: Tensor | None = None
 
 
 class MatrixRule(NamedTuple):

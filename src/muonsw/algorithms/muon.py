@@ -54,10 +54,11 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
         if group["precondition"] is not None:
             ahead = apply_slot(PRECONDITION, group, chunk, ahead.to(wide_dtype(ahead.dtype)), ctx.ok)
         matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
-    if group["normalize"] is not None and not (fused and _normalized_by_kernel(group, chunk, matrices, ctx.flag)):
+    factors = _factors_by_kernel(group, chunk, matrices, ctx.flag) if fused and group["normalize"] is not None else None
+    if group["normalize"] is not None and factors is None:
         matrices = apply_slot(NORMALIZE, group, chunk, matrices, ctx.ok)
     scale = SHAPE_SCALES[group["scale"]](*chunk.view.out_in(bucket.rows, bucket.columns))
-    return Update(parts, scatter(matrices, grads), scale)
+    return Update(parts, scatter(matrices, grads), scale, factors)
 
 
 def _advance(
@@ -174,28 +175,27 @@ def _orthogonalized_by_kernel(
     return iteration.run(X.mT, steps).mT if bucket.rows > bucket.columns else iteration.run(X, steps)
 
 
-def _normalized_by_kernel(group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None) -> bool:
+def _factors_by_kernel(group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None) -> Tensor | None:
     member = NORMALIZE.member(group)
     if not in_kernels(member):
-        return False
-    from muonsw.kernels.normalize import normalize_, takes
+        return None
+    from muonsw.kernels.normalize import slice_factors, takes
 
     specs, options = NORMALIZE.specs(group), NORMALIZE.options(group)
     batch = StateBatch(chunk, specs)
     kept = [tensor for key in specs for tensor in batch.matrices(key)]
     if not takes(directions, kept):
-        return False
+        return None
     given: dict[str, Any] = {key: options[key] for key in ("beta2", "eps", "snap") if key in options}
     if member is slots.ADAMUON:
         if not _are_of(chunk.bucket, kept):
-            return False
+            return None
         given["averages"] = kept
     elif member is slots.NORMUON:
         if kept[0].dtype != torch.float32:
-            return False
+            return None
         given |= {"slice_averages": kept, "by_row": (kept[0].shape[-1] == 1) != chunk.view.transposed}
-    normalize_(directions, **given, flag=flag)
-    return True
+    return slice_factors(directions, **given, flag=flag)
 
 
 def _momentum_options(group: Group) -> dict[str, Any]:

@@ -125,17 +125,21 @@ def choices(weights: Weights, motion: Motion) -> dict[str, object]:
     }
 
 
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors", "rows", "columns"])
 def _move(
     pointers,
     sizes,
     blocks,
     tensors,
     directions,
+    factors,
+    rows,
+    columns,
     eta,
     phi,
     scale,
     bad,
+    FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ON_DEVICE: tl.constexpr,
@@ -151,14 +155,32 @@ def _move(
     if ALIGNED == BY_FOUR:
         directions = by_four(directions)
     direction = tl.load(directions + first + offsets, mask=inside, other=0.0).to(tl.float32)
+    if FACTORS is not None:
+        begin = first + tl.load(blocks + tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK
+        place = (begin % columns).to(tl.int32) + tl.arange(0, BLOCK)
+        # a quotient by one rounded product: a half keeps it away from whole numbers
+        below = ((place.to(tl.float32) + 0.5) * (1.0 / columns)).to(tl.int32)
+        slices = (begin // columns).to(tl.int32) + below  # rows, counted over all matrices
+        if FACTORS == "columns":
+            slices = slices // rows * columns + place - below * columns
+        direction *= tl.load(factors + slices, mask=inside, other=0.0)
     rate, decay = rates(eta, phi, scale, ON_DEVICE)
     write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED)
 
 
-def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
-    """Move weights along directions that lie one after another in one tensor; False, and nothing done, if not so."""
+# Numbers up to it and a block have exact quotients in float32, as `_move` takes them.
+LONGEST_ROW = 2**20
+
+
+def move(weights: Weights, directions: Sequence[Tensor], motion: Motion, factors: Tensor | None = None) -> bool:
+    """Move weights along directions that lie one after another in one tensor; False, and nothing done, if not so.
+
+    `factors` multiply the directions, as `Update` says.
+    """
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
     if not all(dtype in DTYPES for dtype in dtypes) or not all_contiguous(directions):
+        return False
+    if factors is not None and factors.shape[-1] > LONGEST_ROW:
         return False
     # Neighbours by chance, in different storages, would round otherwise at each run.
     ends = {direction.untyped_storage().data_ptr() for direction in (directions[0], directions[-1])}
@@ -173,6 +195,8 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
     pointers, is_aligned = table((stretches.addresses, *companions, first, sizes), device, range(1, row))
     is_aligned &= directions[0].data_ptr() % 16 == 0
     blocks = block_map(sizes, BLOCK, device)
+    # Strides tell rows from columns also where a matrix has one of them.
+    of = None if factors is None else "rows" if factors.stride(1) == 1 else "columns"
     launch_on(
         device,
         _move,
@@ -182,7 +206,9 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
         blocks,
         len(sizes),
         directions[0],
+        *((pointers, 1, 1) if factors is None else (factors, *factors.shape[1:])),
         *scalars(motion, pointers),
+        FACTORS=of,
         STATE_ROW=row,
         **choices(weights, motion),
         ALIGNED=alignment(is_aligned, weights.tensors[0], directions[0]),

@@ -1,8 +1,8 @@
-"""What the `normalize` slot does to one batch of directions, in place; state is read and written where it lies.
+"""What the `normalize` slot does to one batch of directions; state is read and written where it lies.
 
-Directions are seen as slices: the rows of a matrix, or its columns. Three launches: the squares of slices are summed
+Directions are seen as slices: the rows of a matrix, or its columns. Two launches: the squares of slices are summed
 (AdaMuon's division goes before that, in the same pass); one program for each matrix turns them into factors, and
-advances NorMuon's averages; then slices are multiplied.
+advances NorMuon's averages. The kernel that moves weights multiplies by the factors, which saves a pass.
 """
 
 from __future__ import annotations
@@ -130,29 +130,6 @@ def _turn_into_factors(
             tl.store(first + place, tl.zeros((SUMS_READ,), dtype=tl.float32) + factor, mask=place < slices)
 
 
-@triton.jit(do_not_specialize=["groups"])
-def _multiply(
-    directions,
-    factors,
-    area,
-    slices,
-    along,
-    slice_stride,
-    step,
-    groups,
-    SLICES: tl.constexpr,
-    ALONG: tl.constexpr,
-):
-    matrix, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-    first = directions + matrix.to(tl.int64) * area
-    s = group * SLICES + tl.arange(0, SLICES)
-    factor = tl.load(factors + matrix.to(tl.int64) * slices + s, mask=s < slices, other=0.0)
-    for begin in range(0, along, ALONG):
-        offsets, inside = _tile(group, begin, slices, along, slice_stride, step, SLICES, ALONG)
-        x = tl.load(first + offsets, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
-        tl.store(first + offsets, x.to(directions.dtype.element_ty), mask=inside)
-
-
 def takes(directions: Tensor, state: Sequence[Tensor]) -> bool:
     return (
         directions.dtype in DTYPES
@@ -163,7 +140,7 @@ def takes(directions: Tensor, state: Sequence[Tensor]) -> bool:
     )
 
 
-def normalize_(
+def slice_factors(
     directions: Tensor,
     *,
     averages: Sequence[Tensor] = (),
@@ -173,12 +150,14 @@ def normalize_(
     by_row: bool = True,
     beta2: float = 0.0,
     flag: Flag | None = None,
-) -> None:
-    """NorMuon, AdaMuon or Muon+ (`muonsw.slots`) on contiguous directions (count, rows, columns), in place.
+) -> Tensor:
+    """The factors by which NorMuon, AdaMuon or Muon+ (`muonsw.slots`) multiply contiguous directions.
+
+    They are those of slices, expanded to the shape of the directions (count, rows, columns).
 
     Args:
         directions: what is normalized; slices are its rows as they are stored, or its columns unless `by_row`.
-        averages: AdaMuon's, stacks of matrices; elements are divided by their roots.
+        averages: AdaMuon's, stacks of matrices; elements are divided by their roots, in place.
         slice_averages: NorMuon's, in float32: (m, 1) or (1, n) of each matrix, or stacks of that.
         eps: what is added to divisors.
         snap: whether norms are set to that of an orthogonal matrix, before NorMuon's division.
@@ -195,7 +174,6 @@ def normalize_(
     state = averages or slice_averages
     pointers, is_aligned = table([matrix_addresses(state)], device) if state else (sums, False)
     shared = {"HAS_FLAG": flag is not None, "ALIGNED": is_aligned}
-    sizes = (rows * columns, slices, along, *strides, groups)
     launch_on(
         device,
         _sum_squares,
@@ -206,7 +184,7 @@ def normalize_(
         flag_or(flag, sums),
         1 - beta2,
         eps,
-        *sizes,
+        *(rows * columns, slices, along, *strides, groups),
         DIVIDE=bool(averages),
         STATE=DTYPES[averages[0].dtype] if averages else None,
         **shared,
@@ -231,4 +209,4 @@ def normalize_(
         SUMS_READ=SUMS_READ,
         num_warps=WARPS,
     )
-    launch_on(device, _multiply, (count * groups,), directions, sums, *sizes, **tile, num_warps=WARPS)
+    return sums[:, :, None].expand_as(directions) if by_row else sums[:, None].expand_as(directions)
