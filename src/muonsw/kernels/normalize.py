@@ -16,9 +16,11 @@ from torch import Tensor
 
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import DTYPES, by_four, flag_or, lerp, limit, start
-from muonsw.kernels.momentum import are_matrices, matrix_addresses
+from muonsw.kernels.momentum import matrix_addresses
 from muonsw.kernels.tables import table
 from muonsw.nonfinite import Flag
+from muonsw.slots import NORMALIZE
+from muonsw.work import Group
 
 # Elements of a tile across memory and along it, and sums that are read at a time.
 SHORT, LONG = 16, 256
@@ -130,49 +132,41 @@ def _turn_into_factors(
             tl.store(first + place, tl.zeros((SUMS_READ,), dtype=tl.float32) + factor, mask=place < slices)
 
 
-def takes(directions: Tensor, state: Sequence[Tensor]) -> bool:
-    return (
-        directions.dtype in DTYPES
-        and directions.is_contiguous()
-        and directions.data_ptr() % 16 == 0
-        and directions[0].numel() < 2**31
-        and (not state or are_matrices(state))
-    )
-
-
 def slice_factors(
+    group: Group,
     directions: Tensor,
-    *,
-    averages: Sequence[Tensor] = (),
-    slice_averages: Sequence[Tensor] = (),
-    eps: float = 0.0,
-    snap: bool = True,
-    by_row: bool = True,
-    beta2: float = 0.0,
-    flag: Flag | None = None,
-) -> Tensor:
-    """The factors by which NorMuon, AdaMuon or Muon+ (`muonsw.slots`) multiply contiguous directions.
+    averages: Sequence[Tensor],
+    shape: tuple[int, int],
+    flag: Flag | None,
+) -> Tensor | None:
+    """The factors by which a group's normalizer multiplies contiguous directions (count, rows, columns).
 
-    They are those of slices, expanded to the shape of the directions (count, rows, columns).
+    They are those of slices, expanded to the shape of the directions. AdaMuon first divides elements, in place. None,
+    and nothing done, if a kernel cannot.
 
     Args:
-        directions: what is normalized; slices are its rows as they are stored, or its columns unless `by_row`.
-        averages: AdaMuon's, stacks of matrices; elements are divided by their roots, in place.
-        slice_averages: NorMuon's, in float32: (m, 1) or (1, n) of each matrix, or stacks of that.
-        eps: what is added to divisors.
-        snap: whether norms are set to that of an orthogonal matrix, before NorMuon's division.
-        by_row: see directions.
-        beta2: the decay of averages.
-        flag: where it forbids the step, the averages stay.
+        group: the options of a param group.
+        directions: what is normalized.
+        averages: the state of the normalizer, if it has any, which advances unless `flag` forbids the step.
+        shape: the two axes of what `averages` hold of one matrix, for NorMuon (m, 1) or (1, n).
+        flag: whether the step is taken.
     """
     (count, rows, columns), device = directions.shape, directions.device
+    divides, options = group["normalize"] == "adamuon", NORMALIZE.options(group)
+    begins = matrix_addresses(averages, shape) if averages else []
+    if directions.dtype not in DTYPES or not directions.is_contiguous() or directions.data_ptr() % 16:
+        return None
+    if rows * columns >= 2**31 or begins is None or (averages and not divides and averages[0].dtype != torch.float32):
+        return None
+    # NorMuon has an average for each slice; the others could take either, and rows are contiguous.
+    by_row = group["normalize"] != "normuon" or (shape[1] == 1) != group.get("transposed", False)
     slices, along, strides = (rows, columns, (columns, 1)) if by_row else (columns, rows, (1, columns))
-    short = SHORT // 2 if averages else SHORT  # elements in registers are fewer where there are more of each
+    short = SHORT // 2 if divides else SHORT  # elements in registers are fewer where there are more of each
     tile = {"SLICES": short, "ALONG": LONG} if by_row else {"SLICES": LONG, "ALONG": short}
     groups = triton.cdiv(slices, tile["SLICES"])
     sums = torch.empty(count, slices, dtype=torch.float32, device=device)
-    state = averages or slice_averages
-    pointers, is_aligned = table([matrix_addresses(state)], device) if state else (sums, False)
+    pointers, is_aligned = table([begins], device) if begins else (sums, False)
+    gain2, eps = 1 - options.get("beta2", 0.0), options.get("eps", 0.0)
     shared = {"HAS_FLAG": flag is not None, "ALIGNED": is_aligned}
     launch_on(
         device,
@@ -182,10 +176,10 @@ def slice_factors(
         sums,
         pointers,
         flag_or(flag, sums),
-        1 - beta2,
+        gain2,
         eps,
         *(rows * columns, slices, along, *strides, groups),
-        DIVIDE=bool(averages),
+        DIVIDE=divides,
         STATE=DTYPES[averages[0].dtype] if averages else None,
         **shared,
         **tile,
@@ -198,13 +192,13 @@ def slice_factors(
         sums,
         pointers,
         flag_or(flag, sums),
-        1 - beta2,
+        gain2,
         eps,
         min(rows, columns) ** 0.5,
         slices,
         along,
-        SNAP=snap,
-        AVERAGE=bool(slice_averages),
+        SNAP=options.get("snap", True),
+        AVERAGE=bool(averages) and not divides,
         **shared,
         SUMS_READ=SUMS_READ,
         num_warps=WARPS,
