@@ -19,10 +19,10 @@ ROUNDED_TOGETHER = 2**18
 def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
     weights = views(update.parts, [part.item.param for part in update.parts])
     if has_kernels(group, weights[0].device):
-        from muonsw.kernels import move as kernel
+        from muonsw.kernels.move import move as move_by_kernel
 
-        motion = kernel.Motion(ctx.eta, ctx.phi, ctx.flag, update.scale, group["cautious"])
-        if kernel.move(kernel_weights(group, update.parts, weights), update.directions, motion, update.factors):
+        given = kernel_weights(group, update.parts, weights)
+        if move_by_kernel(given, update.directions, update.scale, group["cautious"], ctx, update.factors):
             return
     eta, phi = ctx.applied(weights[0].dtype)
     move = eta * update.scale

@@ -83,12 +83,10 @@ def _launch(
     ctx: StepContext,
 ) -> None:
     from muonsw.kernels.adamw import adamw
-    from muonsw.kernels.move import Motion
 
     counters = [part.item.state["step"] for part in parts]
-    motion = Motion(ctx.eta, ctx.phi, ctx.flag, 1.0, group["cautious"])
-    options = group["betas"], group["eps"], group["maximize"]
-    adamw(kernel_weights(group, parts, weights), grads, averages, squares, counters, *options, motion)
+    options = group["betas"], group["eps"], group["maximize"], group["cautious"]
+    adamw(kernel_weights(group, parts, weights), grads, averages, squares, counters, *options, ctx)
 
 
 def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:

@@ -120,7 +120,7 @@ def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> We
     if weights[0].dtype not in LOW_PRECISION or group["rounding"] == "nearest":
         return Weights(weights)
     counters = [part.item.state["step"] for part in parts]
-    return Weights(weights, "stochastic", counters=counters, keys=[rounding_key(group, part) for part in parts])
+    return Weights(weights, counters, [rounding_key(group, part) for part in parts])
 
 
 def suits_torch(group: Group, ctx: StepContext, *lists: Sequence[Tensor]) -> bool:

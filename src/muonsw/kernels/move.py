@@ -29,38 +29,23 @@ from muonsw.kernels.common import (
     whole_number,
 )
 from muonsw.kernels.tables import Stretches, addresses, block_map, lengths, runs, table
-from muonsw.nonfinite import Flag
-from muonsw.work import all_contiguous, one_dtype
+from muonsw.work import StepContext, all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4
 
 
-class Motion(NamedTuple):
-    """How weights move: `W <- (1 - phi) W - eta * scale * direction` unless `flag` forbids it, as in `apply`.
-
-    Both rates are numbers, or both are scalars on the device.
-    """
-
-    eta: float | Tensor
-    phi: float | Tensor
-    flag: Flag | None
-    scale: float
-    cautious: bool
-
-
 class Weights(NamedTuple):
-    """Weights of one dtype, and what stochastic rounding needs: step counters and the keys of their noise."""
+    """Weights of one dtype; for stochastic rounding also step counters and the keys of their noise."""
 
     tensors: Sequence[Tensor]
-    rounding: str = "nearest"
     counters: Sequence[Tensor] = ()
     keys: Sequence[int] = ()
 
     def rounding_rows(self, stretches: Stretches) -> list[list[int]]:
-        if self.rounding == "nearest":
+        if not self.counters:
             return []
-        counters = [counter.data_ptr() for counter in self.counters]
+        counters = addresses(self.counters)
         return [
             [counters[owner] for owner in stretches.owners],
             [self.keys[owner] for owner in stretches.owners],
@@ -111,16 +96,12 @@ def takes(*lists: Sequence[Tensor]) -> bool:
     return all(tensors[0].dtype in DTYPES and one_dtype(tensors) and all_contiguous(tensors) for tensors in lists)
 
 
-def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:
-    return motion.eta, motion.phi, motion.scale, flag_or(motion.flag, unused)
-
-
-def choices(weights: Weights, motion: Motion) -> dict[str, object]:
+def choices(weights: Weights, cautious: bool, ctx: StepContext) -> dict[str, object]:
     return {
-        "HAS_FLAG": motion.flag is not None,
-        "ON_DEVICE": isinstance(motion.eta, Tensor),
-        "CAUTIOUS": motion.cautious,
-        "STOCHASTIC": weights.rounding == "stochastic",
+        "HAS_FLAG": ctx.flag is not None,
+        "ON_DEVICE": isinstance(ctx.eta, Tensor),  # both rates, or neither
+        "CAUTIOUS": cautious,
+        "STOCHASTIC": bool(weights.counters),
         "WEIGHT": DTYPES[weights.tensors[0].dtype],
     }
 
@@ -172,10 +153,17 @@ def _move(
 LONGEST_ROW = 2**20
 
 
-def move(weights: Weights, directions: Sequence[Tensor], motion: Motion, factors: Tensor | None = None) -> bool:
-    """Move weights along directions that lie one after another in one tensor; False, and nothing done, if not so.
+def move(
+    weights: Weights,
+    directions: Sequence[Tensor],
+    scale: float,
+    cautious: bool,
+    ctx: StepContext,
+    factors: Tensor | None = None,
+) -> bool:
+    """Move weights as `apply` does, along directions that lie one after another in one tensor.
 
-    `factors` multiply the directions, as `Update` says.
+    `factors` multiply the directions, as `Update` says. False, and nothing done, if a kernel cannot.
     """
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
     if not all(dtype in DTYPES for dtype in dtypes) or not all_contiguous(directions):
@@ -207,10 +195,10 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion, factors
         len(sizes),
         directions[0],
         *((pointers, 1, 1) if factors is None else (factors, *factors.shape[1:])),
-        *scalars(motion, pointers),
+        *(ctx.eta, ctx.phi, scale, flag_or(ctx.flag, pointers)),
         FACTORS=of,
         STATE_ROW=row,
-        **choices(weights, motion),
+        **choices(weights, cautious, ctx),
         ALIGNED=alignment(is_aligned, weights.tensors[0], directions[0]),
         BLOCK=BLOCK,
         num_warps=WARPS,

@@ -94,7 +94,7 @@ class Iteration:
             # A batch is cut so that the working set of a piece stays near a core. Measured with 0.5 MiB of L2: between
             # 1 and 4 MiB is flat; one matrix at a time and the whole batch at once are 1.3 to 1.6 times slower.
             bytes_per_matrix = 2 * inner.itemsize * min(rows, columns) * (rows + columns)
-            pieces = wide.split(torch.get_num_threads() * max(1, _CPU_PIECE_BYTES // bytes_per_matrix))
+            pieces = torch.split(wide, torch.get_num_threads() * max(1, _CPU_PIECE_BYTES // bytes_per_matrix))
             found = [self.run(normalize(piece.squeeze(0), inner), steps).view_as(piece) for piece in pieces]
             result = found[0] if len(found) == 1 else torch.cat(found, out=torch.empty_like(wide, dtype=inner))
         return (result.mT if rows > columns else result).reshape(matrices.shape).to(dtype)
@@ -203,6 +203,7 @@ def _kernel_pays(left: Tensor) -> bool:
         left.ndim == 3
         and left.dtype in (torch.float16, torch.bfloat16)
         and left.shape[-2] >= KERNEL_ROWS
+        and left.shape[-2] * left.shape[-1] < 2**31  # the kernel counts in int32
         and kernels.available(left.device)
     )
 
