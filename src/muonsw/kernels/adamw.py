@@ -29,7 +29,7 @@ from muonsw.kernels.move import BLOCK, WARPS, Weights, choices, rates, write
 from muonsw.kernels.stored import decoded, encoded, tile
 from muonsw.kernels.tables import addresses, block_map, runs, table
 from muonsw.precision import Kept
-from muonsw.work import StepContext
+from muonsw.work import StepContext, all_contiguous, one_dtype
 
 KEPT = {**DTYPES, torch.int8: tl.int8, torch.uint8: tl.uint8}
 
@@ -140,11 +140,19 @@ def adamw(
     maximize: bool,
     cautious: bool,
     ctx: StepContext,
-) -> None:
-    """One step of AdamW; `counters` hold the number of this step, from one, for each tensor."""
-    device, stretches, (beta1, beta2) = weights.tensors[0].device, runs(weights.tensors), betas
-    assert stretches is not None
+) -> bool:
+    """One step of AdamW; `counters` hold the number of this step, from one, for each tensor.
+
+    False, and nothing done, if the kernel cannot read the tensors.
+    """
+    device, (beta1, beta2) = weights.tensors[0].device, betas
     coded, noisy = bool(averages.scales), bool(averages.noises)
+    stretches = runs(weights.tensors)
+    for tensors in (weights.tensors, grads, averages.values, squares.values):
+        if tensors[0].dtype not in KEPT or not one_dtype(tensors) or not all_contiguous(tensors):
+            return False
+    if stretches is None or (not coded and averages.values[0].dtype != squares.values[0].dtype):
+        return False
     lists = (grads, averages.values, squares.values, counters, *((averages.scales, squares.scales) if coded else ()))
     companions = weights.rounding_rows(stretches)
     if noisy:
@@ -188,6 +196,7 @@ def adamw(
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
+    return True
 
 
 def _log(beta: float) -> float:

@@ -29,7 +29,7 @@ from muonsw.kernels.common import (
     whole_number,
 )
 from muonsw.kernels.tables import Stretches, addresses, block_map, lengths, runs, table
-from muonsw.work import StepContext, all_contiguous, one_dtype
+from muonsw.work import StepContext, all_contiguous
 
 BLOCK = 2048
 WARPS = 4
@@ -90,10 +90,6 @@ def write(
         position = tl.load(pointers + 3 * tensors + owner) + offsets
         w = stochastic_round(w, step, key, position, WEIGHT)
     tl.store(weights + offsets, w.to(WEIGHT), mask=inside)
-
-
-def takes(*lists: Sequence[Tensor]) -> bool:
-    return all(tensors[0].dtype in DTYPES and one_dtype(tensors) and all_contiguous(tensors) for tensors in lists)
 
 
 def choices(weights: Weights, cautious: bool, ctx: StepContext) -> dict[str, object]:
