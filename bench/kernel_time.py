@@ -13,13 +13,13 @@ import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from muonsw import MuonSW
+from muonsw import MuonSW, slots
 from muonsw import codecs as codes
 from muonsw.addons.replay import SETTLED
 from muonsw.algorithms import base, muon
@@ -48,13 +48,13 @@ GPT2: Matrices = [
 ] * 12
 
 # Members of the slots, and the function whose kernel is switched off.
-MEMBERS: dict[str, tuple[dict[str, str], str]] = {
-    "NorMuon": ({"normalize": "normuon"}, "_normalized_by_kernel"),
-    "AdaMuon": ({"precondition": "sign", "normalize": "adamuon"}, "_normalized_by_kernel"),
-    "Muon+": ({"normalize": "muon_plus"}, "_normalized_by_kernel"),
-    "Muon^2": ({"precondition": "muon2"}, "_kernel_precondition"),
-    "MuonEq": ({"precondition": "equalize"}, "_kernel_precondition"),
-    "sign": ({"precondition": "sign"}, "_kernel_precondition"),
+MEMBERS = {
+    "NorMuon": {"normalize": "normuon"},
+    "AdaMuon": {"precondition": "sign", "normalize": "adamuon"},
+    "Muon+": {"normalize": "muon_plus"},
+    "Muon^2": {"precondition": "muon2"},
+    "MuonEq": {"precondition": "equalize"},
+    "sign": {"precondition": "sign"},
 }
 
 
@@ -87,10 +87,10 @@ def time_kernels() -> None:
         [torch.rand(shape, device="cuda") for _ in range(count)] for _ in range(4)
     )  # fmt: skip
     steps = [torch.ones((), device="cuda") for _ in range(count)]
+    group = MuonSW(weights, lr=0.1, matrix="stack").param_groups[0]
 
     def ours_momentum() -> Tensor:
-        settings = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": None}
-        return normalized_momentum(grads, momenta, **settings, dtype=torch.float16)
+        return cast("Tensor", normalized_momentum(group, grads, momenta, (), shape[1:], torch.float16, None))
 
     def torchs_momentum() -> Tensor:
         base.advance_momentum("ema", momenta, grads, 0.95, None)
@@ -105,17 +105,12 @@ def time_kernels() -> None:
     show("momentum", milliseconds(ours_momentum), milliseconds(torchs_momentum), distance(X, expected))
 
     motion, directions = Motion(1e-3, 1e-4, None, 1.0, False), list(X.split(8))
-    wide = [direction.float() for direction in directions]
     moved = [w.clone() for w in weights]
-    shrink_and_move(moved, wide, 1e-3, 1e-4, False)
+    shrink_and_move(moved, [direction.float() for direction in directions], 1e-3, 1e-4, False)
     move(Weights(weights), directions, motion)
     error = distance(weights[0], moved[0])
-    show(
-        "move",
-        milliseconds(lambda: move(Weights(weights), directions, motion)),
-        milliseconds(lambda: shrink_and_move(weights, [d.float() for d in directions], 1e-3, 1e-4, False)),
-        error,
-    )
+    theirs = milliseconds(lambda: shrink_and_move(weights, [d.float() for d in directions], 1e-3, 1e-4, False))
+    show("move", milliseconds(lambda: move(Weights(weights), directions, motion)), theirs, error)
 
     def ours_adamw() -> None:
         adamw(Weights(weights), grads, Kept(momenta), Kept(squares), steps, (0.9, 0.95), 1e-8, False, motion)
@@ -149,8 +144,8 @@ def time_kernels() -> None:
     def ours_polynomial() -> Tensor:
         return symmetric_product(R, R, alpha=c, term=R, beta=b, diagonal=a)
 
-    error = distance(ours_polynomial(), torchs_polynomial())
-    show("a I + b R + c R^2", milliseconds(ours_polynomial), milliseconds(torchs_polynomial), error)
+    times = milliseconds(ours_polynomial), milliseconds(torchs_polynomial)
+    show("a I + b R + c R^2", *times, distance(ours_polynomial(), torchs_polynomial()))
 
     x = torch.randn(8192, 2816, device="cuda")
     stored = [
@@ -176,12 +171,13 @@ def time_members(name: str, matrices: Matrices, replay: bool) -> None:
     for param, (_, own) in zip(params, matrices, strict=True):
         groups.setdefault(str(own), {**own, "params": []})["params"].append(param)
 
-    def timed(options: dict[str, str], without: str | None) -> tuple[float, Tensor]:
+    def timed(options: dict[str, str], *, kernels: bool = True) -> tuple[float, Tensor]:
         last.data.copy_(start)
         optimizer = MuonSW(
             [dict(group) for group in groups.values()], lr=1e-3, weight_decay=0.1, replay=replay, **options
         )
-        with mock.patch.object(muon, without, return_value=None) if without else nullcontext():
+        without = mock.patch.object(muon, "in_kernels", lambda member: member is slots.NO_MEMBER)
+        with nullcontext() if kernels else without:
             optimizer.step()
             moved = last.detach() - start
             time = milliseconds(optimizer.step, warming=SETTLED + 3)
@@ -189,10 +185,10 @@ def time_members(name: str, matrices: Matrices, replay: bool) -> None:
             raise RuntimeError(f"steps were not replayed: {optimizer._replay.complaint}")
         return time, moved
 
-    plain, _ = timed({}, None)
+    plain, _ = timed({})
     print(f"{name + ', Muon':<22} {plain:>9.3f}")
-    for member, (options, function) in MEMBERS.items():
-        (ours, moved), (theirs, expected) = timed(options, None), timed(options, function)
+    for member, options in MEMBERS.items():
+        (ours, moved), (theirs, expected) = timed(options), timed(options, kernels=False)
         show(f"{name}, {member}", ours, theirs, distance(moved, expected))
 
 

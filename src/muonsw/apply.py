@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms.base import Update, has_kernels, kernel_weights, rounding_key, subtract
-from muonsw.matrices import Part, views
+from muonsw.matrices import Part, scatter, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 from muonsw.work import Group, StepContext, copy_flattened_, flattened
 
@@ -19,14 +19,16 @@ ROUNDED_TOGETHER = 2**18
 def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
     weights = views(update.parts, [part.item.param for part in update.parts])
     if has_kernels(group, weights[0].device):
-        from muonsw.kernels import move as kernel
+        from muonsw.kernels.move import move as move_by_kernel
 
-        motion = kernel.Motion(ctx.eta, ctx.phi, ctx.flag, update.scale, group["cautious"])
-        if kernel.move(kernel_weights(group, update.parts, weights), update.directions, motion):
+        given = kernel_weights(group, update.parts, weights)
+        if move_by_kernel(given, update.directions, update.scale, group["cautious"], ctx, update.factors):
             return
     eta, phi = ctx.applied(weights[0].dtype)
     move = eta * update.scale
     directions = update.directions
+    if update.factors is not None:
+        directions = list(torch._foreach_mul(directions, scatter(update.factors, directions)))
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
         # On accelerators each weight is rounded alone, as graphs take nothing from the host.
         most = ROUNDED_TOGETHER if weights[0].device.type == "cpu" else 0

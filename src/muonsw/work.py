@@ -109,11 +109,7 @@ def all_contiguous(tensors: Sequence[Tensor]) -> bool:
 
 def any_dtensor(tensors: Sequence[Tensor]) -> bool:
     """Whether any tensor is a DTensor; asks their few types, not every tensor."""
-    return any(map(is_dtensor_type, set(map(type, tensors))))
-
-
-def is_dtensor_type(kind: type) -> bool:
-    return hasattr(kind, "device_mesh")
+    return True in [hasattr(kind, "device_mesh") for kind in set(map(type, tensors))]
 
 
 def elements(tensors: Sequence[Tensor]) -> int:

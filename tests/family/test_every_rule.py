@@ -11,7 +11,7 @@ from muonsw import ALGORITHMS, MuonSW, NonFiniteGradientWarning, Telemetry
 from muonsw.addons.replay import supports
 from muonsw.step import make_plan
 from muonsw.text import sized
-from tests.common.problems import assert_same, clones, eager_and_compiled, flag_on_device, matrices, run, set_gradients
+from tests.common.problems import assert_same, clones, flag_on_device, matrices, run, set_gradients
 from tests.family.members import OPTIONS, WITH_FACTORS
 
 EXACT = {"orthogonalizer": "newton_schulz", "ns_dtype": "float64"}
@@ -212,14 +212,17 @@ def test_low_precision_weights_follow_the_rule_in_float32(name, dtype):
 
 
 @every_rule
-def test_maximizing_is_minimizing_the_opposite(name):
+def test_maximizing_is_minimizing_the_opposite_and_gradients_are_the_callers(name):
     up, down = matrices((4, 6)), matrices((4, 6))
-    one, two = build(name, up, maximize=True), build(name, down)
+    maximizer, minimizer = build(name, up, maximize=True), build(name, down)
     for step in range(4):
         set_gradients(up, step)
-        down[0].grad = -up[0].grad
-        one.step()
-        two.step()
+        before = up[0].grad.clone()
+        down[0].grad = -before
+        maximizer.step()
+        minimizer.step()
+        assert torch.equal(up[0].grad, before)
+        assert torch.equal(down[0].grad, -before)
     assert_same(up, down)
 
 
@@ -244,12 +247,6 @@ def test_the_size_of_state_is_known_before_it_is_made(name, dtype):
         assert table.splitlines()[-1].startswith(f"state: {sized(sum(made.values()))} (")
 
 
-def test_compiled_steps_are_the_same():
-    """The compiler leaves a step alone, whatever its rule."""
-    eager, compiled, _ = eager_and_compiled(lambda params: build("normuon", params), (4, 4), (6, 6))
-    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
-
-
 @every_rule
 def test_telemetry_changes_no_weight(name):
     plain, measured = matrices((4, 6), (6, 6)), matrices((4, 6), (6, 6))
@@ -259,17 +256,6 @@ def test_telemetry_changes_no_weight(name):
     run(optimizer, measured, 4)
     assert_same(plain, measured)
     assert telemetry.last["all"]["update_rms"] > 0
-
-
-@every_rule
-def test_gradients_are_the_callers(name):
-    params = matrices((4, 6), (6, 6))
-    optimizer = build(name, params, maximize=True)
-    for step in range(3):
-        set_gradients(params, step)
-        before = [param.grad.clone() for param in params]
-        optimizer.step()
-        assert_same([param.grad for param in params], before)
 
 
 @every_rule_of_matrices
@@ -302,14 +288,6 @@ def test_a_state_of_plain_muon_goes_on(name):
     assert list(optimizer.state[param]) == ["momentum_buffer"]
     optimizer.step()
     assert optimizer.param_groups[0]["normalize"] == OPTIONS[name].get("normalize")
-
-
-@every_member
-@pytest.mark.parametrize("ns_dtype", ["float64", "float32", "bfloat16"])
-def test_members_take_directions_wider_and_narrower_than_weights_and_state(name, ns_dtype):
-    params = matrices((8, 4))
-    run(MuonSW(params, lr=0.1, **{**OPTIONS[name], "ns_dtype": ns_dtype}), params, 1)
-    assert bool(params[0].isfinite().all())
 
 
 @every_algorithm_with_factors

@@ -16,16 +16,6 @@ def muonbp(params, period, **options):
     return MuonSW(params, **{"lr": PEAK, "ns_dtype": "float64", "block_period": period, **options})
 
 
-def test_a_period_of_one_is_muon_and_a_long_one_is_blocks():
-    def trained(**options):
-        params = matrices((8, 6), dtype=torch.float64)
-        run(MuonSW(params, lr=PEAK, ns_dtype="float64", **options), params, 6)
-        return params
-
-    assert_same(trained(heads=2, block_period=1), trained())
-    assert_same(trained(heads=2, block_period=7), trained(heads=2))
-
-
 def test_it_resumes_in_the_middle_of_a_period():
     params = matrices((8, 6), dtype=torch.float64)
     optimizer = muonbp(params, 3, heads=2)

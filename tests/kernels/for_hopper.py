@@ -20,6 +20,7 @@ SLOTS = (
     {},
     {"normalize": "normuon", "precondition": "muon2", "cautious": True},
     {"normalize": "adamuon", "precondition": "sign", "maximize": True},
+    {"normalize": "normuon", "normalize_axis": "longer"},
     {"normalize": "muon_plus", "precondition": "equalize"},
 )
 ELEMENTS = (
@@ -64,8 +65,8 @@ def others():
     """What no step of one process on a CPU launches, and the kernels of the lab's model."""
     x, scale, noise = torch.randn(64, 256), torch.ones(64, 1), Noise(torch.zeros(()), 5, 0)
     finite.find_bad([x], torch.zeros(()))
-    normalize.normalize_(torch.randn(2, 64, 32))
-    momentum.advance_momenta([x], [x], [x], form="ema", beta=0.9, nesterov=True, maximize=False, flag=None)
+    group = {"momentum_form": "ema", "momentum": 0.9, "nesterov": True, "maximize": False, "precondition": None}
+    momentum.advance_momenta(group, [x], [x], [], [x], None)
     for dtype, levels in ((torch.int8, 127), (torch.uint8, 255)):
         codes = torch.zeros(64, 256, dtype=dtype)
         stored.decode(codes, scale, levels)

@@ -7,38 +7,32 @@ from torch import nn
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import MuonSW
-from muonsw.algorithms.base import advance_momentum, look_ahead
+from muonsw.algorithms.base import advance_momentum, look_ahead, whole_parts
 from muonsw.algorithms.muon import MUON
 from muonsw.kernels import momentum
-from muonsw.kernels.momentum import Precondition, advance_momenta, normalized_momentum, takes
-from muonsw.matrices import WHOLE, Part
+from muonsw.kernels.momentum import advance_momenta, matrix_addresses, normalized_momentum
 from muonsw.orthogonalize import normalize
-from muonsw.slots import EQUALIZE, MUON2, SIGN
+from muonsw.slots import PRECONDITION
 from muonsw.work import Item
 
-MEMBERS = {"sign": SIGN, "muon2": MUON2, "equalize": EQUALIZE}
-OPTIONS = {"form": "ema", "beta": 0.95, "nesterov": True, "maximize": False, "flag": None}
+NAMES = ("sign", "muon2", "equalize")
+GROUP = {"momentum_form": "ema", "momentum": 0.95, "nesterov": True, "maximize": False, "precondition": None}
 # Of matrices, each with its momentum: huge, tiny and no scale at all.
 SCALES = [1.0, 1e-25, 0.0, 1e30]
 
 
-def by_torch(grads, momenta, form="ema", nesterov=True, maximize=False, member=None, squares=()):
+def by_torch(group, grads, momenta, squares=()):
     """Momenta after a step, what is to be orthogonalized, and average squares."""
-    grads = [-g if maximize else g for g in (g.float() for g in grads)]
+    form, beta = group["momentum_form"], group["momentum"]
+    grads = [-g if group["maximize"] else g for g in (g.float() for g in grads)]
     momenta = [m.to(torch.float32, copy=True) for m in momenta]
-    advance_momentum(form, momenta, grads, 0.95, None)
-    ahead = [torch.empty_like(m) for m in momenta]
-    look_ahead(form, momenta, grads, 0.95, out=ahead)
-    ahead, after = ahead if nesterov else momenta, list(squares)
-    if member is not None:
-        states = [{"exp_avg_sq": v, "grad": g} for v, g in zip(squares or grads, grads, strict=True)]
-        results = [member.apply(member.defaults, x, state) for x, state in zip(ahead, states, strict=True)]
-        ahead, after = [x for x, _ in results], [state.get("exp_avg_sq") for _, state in results]
-    return momenta, ahead, after
-
-
-def precondition(name, squares):
-    return None if name is None else Precondition(name, *((squares, 0.95, 1e-10) if name == "muon2" else ()))
+    advance_momentum(form, momenta, grads, beta, None)
+    ahead = [m.clone() for m in momenta]
+    if group["nesterov"]:
+        look_ahead(form, momenta, grads, beta, out=ahead)
+    states = [{"exp_avg_sq": v, "grad": g} for v, g in zip(squares or grads, grads, strict=True)]
+    results = [PRECONDITION.apply(group, x, state) for x, state in zip(ahead, states, strict=True)]
+    return momenta, [x for x, _ in results], [state["exp_avg_sq"] for _, state in results if state]
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -49,9 +43,9 @@ def test_equal_matrices(shape, form, nesterov, maximize, device):
     grads = [torch.randn(2, *shape), *(torch.randn(shape) * scale for scale in SCALES)]
     momenta = [(torch.randn_like(g) * float(g.abs().max())).to(device) for g in grads]
     grads = [g.to(device) for g in grads]
-    after, ahead, _ = by_torch(grads, momenta, form, nesterov, maximize)
-    options = {**OPTIONS, "form": form, "nesterov": nesterov, "maximize": maximize}
-    batch = normalized_momentum(grads, momenta, **options, dtype=torch.float16)
+    group = {**GROUP, "momentum_form": form, "nesterov": nesterov, "maximize": maximize}
+    after, ahead, _ = by_torch(group, grads, momenta)
+    batch = normalized_momentum(group, grads, momenta, [], shape, torch.float16, None)
     for found, expected in zip(momenta, after, strict=True):
         assert (found - expected).abs().max() <= 2**-22 * expected.abs().max()
     expected = torch.cat([normalize(a.cpu().reshape(-1, *shape)) for a in ahead]).to(device)
@@ -63,16 +57,16 @@ def test_equal_matrices(shape, form, nesterov, maximize, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_gradients_and_momenta(dtype, device):
     grads, momenta = ([torch.randn(40, 56).to(device, dtype) for _ in range(3)] for _ in range(2))
-    after, ahead, _ = by_torch(grads, momenta, "heavy_ball", nesterov=False)
-    options = {**OPTIONS, "form": "heavy_ball", "nesterov": False}
-    batch, eps = normalized_momentum(grads, momenta, **options, dtype=torch.float32), torch.finfo(dtype).eps
+    group, eps = {**GROUP, "momentum_form": "heavy_ball", "nesterov": False}, torch.finfo(dtype).eps
+    after, ahead, _ = by_torch(group, grads, momenta)
+    batch = normalized_momentum(group, grads, momenta, [], (40, 56), torch.float32, None)
     for found, expected in zip(momenta, after, strict=True):
         assert (found.float() - expected).abs().max() <= eps * expected.abs().max()
     expected = normalize(torch.stack(ahead))
     assert (batch - expected).abs().max() <= eps * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_preconditioners_of_equal_matrices(name, device):
     """Rows of very different lengths, one of them zero; the last matrix is zero, the second tiny."""
     grads = (
@@ -80,15 +74,13 @@ def test_preconditioners_of_equal_matrices(name, device):
     )
     grads[0, 0] = 0
     grads = list(grads.to(device))
-    momenta, squares = [g.clone() for g in grads], [torch.rand_like(g) * float(g.abs().max()) ** 2 for g in grads]
-    after, ahead, averages = by_torch(grads, momenta, member=MEMBERS[name], squares=squares)
-    chosen = precondition(name, squares)
-    found = normalized_momentum(grads, momenta, **OPTIONS, dtype=torch.float16, precondition=chosen)
+    momenta, group = [g.clone() for g in grads], {**GROUP, "precondition": name}
+    squares = [torch.rand_like(g) * float(g.abs().max()) ** 2 for g in grads] if name == "muon2" else []
+    after, ahead, averages = by_torch(group, grads, momenta, squares)
+    found = normalized_momentum(group, grads, momenta, squares, (33, 300), torch.float16, None)
     expected = normalize(torch.stack(ahead))
     assert (found.float() - expected).abs().max() <= 2 * 2.0**-11 * expected.abs().max()
-    torch.testing.assert_close(momenta, after, rtol=1e-6, atol=0)
-    if name == "muon2":
-        torch.testing.assert_close(squares, averages, rtol=1e-6, atol=0)
+    torch.testing.assert_close([*momenta, *squares], [*after, *averages], rtol=1e-6, atol=0)
 
 
 PLAIN = [(None, form, nesterov) for form in ("ema", "heavy_ball") for nesterov in (False, True)]
@@ -100,25 +92,25 @@ def test_tensors_of_any_shapes(name, form, nesterov, device):
     shapes = [(5,), (2, 40, 30), (3000,), (7, 9)]
     grads, momenta, squares = ([torch.rand(s, device=device) for s in shapes] for _ in range(3))
     momenta[1] = torch.rand(2, 80, 30, device=device)[:, :40]
-    after, ahead, averages = by_torch(grads, momenta, form, nesterov, member=MEMBERS.get(name), squares=squares)
+    squares = squares if name == "muon2" else []
+    group = {**GROUP, "momentum_form": form, "nesterov": nesterov, "precondition": name}
+    after, ahead, averages = by_torch(group, grads, momenta, squares)
     targets = [torch.empty(s, device=device, dtype=torch.float16) for s in shapes]
-    options = {**OPTIONS, "form": form, "nesterov": nesterov, "precondition": precondition(name, squares)}
-    assert advance_momenta(grads, momenta, targets, **options)
-    torch.testing.assert_close(momenta, after, rtol=1e-6, atol=1e-6)
+    assert advance_momenta(group, grads, momenta, squares, targets, None)
+    torch.testing.assert_close([*momenta, *squares], [*after, *averages], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close([t.float() for t in targets], ahead, rtol=2.0**-11, atol=1e-6)
-    if name == "muon2":
-        torch.testing.assert_close(squares, averages, rtol=1e-6, atol=0)
-    assert not advance_momenta([grads[3].mT], [momenta[3].mT], None, **OPTIONS)
+    assert not advance_momenta(GROUP, [grads[3].mT], [momenta[3].mT], [], None, None)
 
 
-def test_layouts_without_a_kernel_are_refused(device):
-    straight = torch.randn(2, 8, 6, device=device)
-    stacks = [straight, torch.randn(2, 16, 6, device=device)[:, :8]]
-    assert takes(stacks, stacks, torch.float16)
-    assert not takes([straight[0], straight[0, :, :3]], stacks, torch.float16)
-    assert not takes([straight, straight.mT.contiguous().mT], stacks, torch.float16)
-    assert not takes(stacks, stacks, torch.float64)
-    assert not takes([straight, straight.double()], stacks, torch.float16)
+def test_matrices_are_found_in_every_layout_that_a_kernel_reads(device):
+    stack, block = torch.randn(2, 8, 6, device=device), torch.randn(2, 16, 6, device=device)[:, :8]
+    tensors = [stack[1], stack, stack.view(2, 4, 12), block, stack[:1].expand(2, 8, 6)]
+    matrices = [stack[1], *stack, *stack, *block, stack[0], stack[0]]
+    assert matrix_addresses(tensors, (8, 6)) == [matrix.data_ptr() for matrix in matrices]
+    for tensor in (stack[0, :, :3], stack.mT, torch.randn(4, 6, 8, device=device)[::2]):
+        assert matrix_addresses([stack, tensor], tuple(tensor.mT.shape[-2:])) is None
+    assert matrix_addresses([stack, stack.half()], (8, 6)) is None
+    assert matrix_addresses([stack.double()], (8, 6)) is None
 
 
 def test_any_number_of_matrices_is_one_launch(device, monkeypatch):
@@ -126,11 +118,11 @@ def test_any_number_of_matrices_is_one_launch(device, monkeypatch):
     grids = []
     monkeypatch.setattr(momentum, "launch_on", lambda _device, _kernel, grid, *_, **__: grids.append(grid))
     stack = torch.zeros(70_000, 1, 1, device=device)
-    normalized_momentum([stack], [stack.clone()], **OPTIONS, dtype=torch.float16)
+    normalized_momentum(GROUP, [stack], [stack.clone()], [], (1, 1), torch.float16, None)
     assert grids == [(70_000,), (70_000,)]
 
 
-@pytest.mark.parametrize("name", [None, *MEMBERS])
+@pytest.mark.parametrize("name", [None, *NAMES])
 def test_shards_are_advanced_with_an_elementwise_preconditioner(name, device, kernels_on):
     found = []
     for on in (False, True):
@@ -139,9 +131,9 @@ def test_shards_are_advanced_with_an_elementwise_preconditioner(name, device, ke
         params = [nn.Parameter(torch.randn(8, 12, device=device)) for _ in range(2)]
         group = MuonSW(params, lr=0.1, precondition=name).param_groups[0]
         states = [{key: torch.rand(8, 12, device=device) for key in ("momentum_buffer", "exp_avg_sq")} for _ in params]
-        items = [Item(0, "", param.detach(), torch.randn_like(param.detach()), state)
-                 for param, state in zip(params, states, strict=True)]  # fmt: skip
+        pairs = zip(params, states, strict=True)
+        items = [Item(0, "", param.detach(), torch.randn_like(param.detach()), state) for param, state in pairs]
         targets = [torch.empty(8, 12, device=device) for _ in params]
-        MUON.matrices.advance(group, [Part(item, WHOLE) for item in items], targets)
+        MUON.matrices.advance(group, whole_parts(items), targets)
         found.append([*targets, *(tensor for state in states for tensor in state.values())])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

@@ -10,10 +10,11 @@ import triton.language as tl
 
 from muonsw.kernels import finite
 from muonsw.kernels.common import DTYPES, stochastic_round
-from muonsw.kernels.move import Motion, Weights, move
+from muonsw.kernels.move import Weights, move
 from muonsw.kernels.tables import runs
 from muonsw.precision import mix
 from muonsw.precision import stochastic_round as rounded
+from muonsw.work import StepContext
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def test_many_small_decays_are_not_rounded_to_one_side(device):
     start = (torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) + 0.5).to(device)
     weight, zero = start.clone(), torch.zeros_like(start)
     for _ in range(steps):
-        assert move(Weights([weight]), [zero], Motion(0.1, phi, None, 1.0, False))
+        assert move(Weights([weight]), [zero], 1.0, False, StepContext(0.1, phi, 0))
     error = weight.double() / (start.double() * (1 - phi) ** steps) - 1
     assert abs(float(error.mean())) < 0.1 * steps * 2.0**-25
 
@@ -67,9 +68,20 @@ def test_a_stack_of_blocks_and_a_matrix_move_along_one_batch(device):
     base, other = torch.randn(2, 40, 300, device=device), torch.randn(20, 300, device=device)
     weights, U = [base[:, :20], other], torch.randn(3, 20, 300, device=device)
     wanted = [0.75 * w - 0.5 * d for w, d in zip(weights, [U[:2], U[2]], strict=True)]
-    assert move(Weights(weights), [U[:2], U[2]], Motion(0.5, 0.25, None, 1.0, False))
+    assert move(Weights(weights), [U[:2], U[2]], 1.0, False, StepContext(0.5, 0.25, 0))
     assert all(torch.allclose(w, x, rtol=1e-6, atol=1e-6) for w, x in zip(weights, wanted, strict=True))
-    assert not move(Weights(weights), [U[:2], U[2].clone()], Motion(0.5, 0.25, None, 1.0, False))
+    assert not move(Weights(weights), [U[:2], U[2].clone()], 1.0, False, StepContext(0.5, 0.25, 0))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(20, 300), (3000, 3), (7, 5000), (1, 50), (50, 1)])
+@pytest.mark.parametrize("by_row", [True, False])
+def test_factors_of_rows_and_columns(by_row, rows, columns, device):
+    U, stack = torch.randn(3, rows, columns, device=device), torch.randn(2, 2 * rows, columns, device=device)[:, :rows]
+    weights = [stack if rows * columns > 1024 else stack.contiguous(), torch.randn(rows, columns, device=device)]
+    factors = torch.rand(3, *((rows, 1) if by_row else (1, columns)), device=device).expand_as(U)
+    wanted = [w - 0.5 * d for w, d in zip(weights, [(factors * U)[:2], (factors * U)[2]], strict=True)]
+    assert move(Weights(weights), [U[:2], U[2]], 1.0, False, StepContext(0.5, 0.0, 0), factors)
+    torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -15,6 +15,7 @@ from muonsw.kernels import adamw, finite, momentum, move, normalize, stored, sym
 from muonsw.kernels.graphs import GradientReads
 from muonsw.kernels.tables import GraphTables, in_graph, table
 from muonsw.nonfinite import Flag
+from muonsw.work import StepContext
 from tests.common.problems import cosine, matrices, set_gradients
 
 SHAPES = [(16, 16), (8, 24), (2, 24, 16), (24, 8)]
@@ -191,7 +192,7 @@ def test_operations_and_kernels_that_are_given_a_gradient_are_seen(device):
         assert seen(lambda: grad.to(torch.float64))
     assert seen(lambda: torch._foreach_add([other, other], [other, grad.mT]))
     weights = move.Weights([other])
-    assert seen(lambda: move.move(weights, [grad], move.Motion(0.1, 0.0, None, 1.0, False)))
+    assert seen(lambda: move.move(weights, [grad], 1.0, False, StepContext(0.1, 0.0, 0)))
 
 
 @pytest.mark.usefixtures("graphs")

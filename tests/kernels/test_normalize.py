@@ -5,79 +5,60 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw.kernels.momentum import Precondition, advance_momenta, normalized_momentum
-from muonsw.kernels.normalize import normalize_
+from muonsw.kernels.momentum import advance_momenta, normalized_momentum
+from muonsw.kernels.normalize import slice_factors
 from muonsw.nonfinite import Flag
-from muonsw.slots import ADAMUON, MUON_PLUS, NORMUON
-from tests.kernels.test_momentum import OPTIONS
+from muonsw.slots import NORMALIZE
+from tests.kernels.test_momentum import GROUP
+
+SHAPES = [(33, 300), (40, 20), (20, 530)]
 
 
-def directions(shape, dtype, device):
-    """Three matrices with rows of very different lengths, some of them zero; the last is zero throughout."""
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalize": "normuon"},
+        {"normalize": "normuon", "normalize_axis": "longer", "normalize_snap": True},
+        {"normalize": "adamuon"},
+        {"normalize": "muon_plus"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_steps(shape, options, dtype, transposed, device):
+    """Three matrices with rows of very different lengths, one of them zero; the last is zero throughout."""
     U = torch.randn(3, *shape) / shape[1] ** 0.5 * torch.linspace(0.01, 2, shape[0])[:, None]
     U[0, 0], U[2] = 0, 0
-    return U.to(device, dtype)
-
-
-def stacks(tensor):
-    """The same as a stack of two and a matrix by itself, in memory of their own."""
-    return [tensor[:2].clone(), tensor[2].clone()]
-
-
-def joined(tensors):
-    return torch.cat([tensors[0], tensors[1][None]])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("snap", [False, True])
-@pytest.mark.parametrize(("shape", "by_row"), [((33, 300), True), ((40, 20), True), ((20, 530), False)], ids=str)
-def test_normuon(shape, by_row, snap, dtype, device):
-    U = directions(shape, dtype, device)
-    options = {**NORMUON.defaults, "snap": snap, "axis": "rows" if by_row else "longer"}
-    average = torch.rand(3, *((shape[0], 1) if by_row else (1, shape[1])), device=device)
-    average[1] = 0
-    kept, wide = stacks(average), U.float()
+    U, group = U.to(device, dtype), {**options, "transposed": transposed}
+    state, kept, kept_shape = {}, [], (0, 0)
+    for key, spec in NORMALIZE.specs(group).items():
+        kept_shape = spec.shape(*(shape[::-1] if transposed else shape)) if spec.shape else shape
+        state = {key: torch.rand(3, *kept_shape, device=device)}
+        state[key][1] = 0
+        kept = [state[key][:2].clone(), state[key][2].clone()]  # a stack, and a matrix by itself
     for _ in range(2):
-        expected, state = NORMUON.apply(options, wide, {"average": average})
-        found, average = U.clone(), state["average"]
-        normalize_(found, slice_averages=kept, by_row=by_row, beta2=0.95, eps=1e-10, snap=snap)
-        assert torch.allclose(joined(kept), average, rtol=1e-5, atol=1e-9)
-        assert (found.float() - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max() + 1e-5
-        assert not found[2].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(33, 300), (40, 20)], ids=str)
-def test_adamuon_and_muon_plus(shape, dtype, device):
-    U = directions(shape, dtype, device)
-    average = torch.rand(3, *shape, device=device)
-    kept, found = stacks(average), U.clone()
-    expected, state = ADAMUON.apply(ADAMUON.defaults, U.float(), {"average": average})
-    normalize_(found, averages=kept, beta2=0.95, eps=1e-8)
-    assert torch.allclose(joined(kept), state["average"], rtol=1e-5, atol=1e-9)
-    # rounded after the division and after the multiplication
-    assert (found.float() - expected).abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max() + 1e-5
-    expected, _ = MUON_PLUS.apply({}, U.float(), {})
-    found = U.clone()
-    normalize_(found)
-    assert (found.float() - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max() + 1e-5
-    assert not found[2].any()
+        expected, state = NORMALIZE.apply(group, U.float(), state)
+        found = U.clone()
+        factors = slice_factors(group, found, kept, kept_shape, None)
+        # only AdaMuon's divided elements are rounded
+        torch.testing.assert_close(found * factors, expected, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-5)
+        assert options["normalize"] == "adamuon" or torch.equal(found, U)
+        for average in state.values():
+            torch.testing.assert_close(torch.cat([kept[0], kept[1][None]]), average, rtol=1e-5, atol=1e-9)
 
 
 def test_a_skipped_step_leaves_all_state_and_gives_zeros(device):
-    flag = Flag(torch.ones((), device=device))
-    options = {**OPTIONS, "flag": flag}
+    flag, group = Flag(torch.ones((), device=device)), {**GROUP, "precondition": "muon2"}
     grad, momentum, squares, target = (torch.rand(33, 40, device=device) for _ in range(4))
     grad[3, 3] = float("nan")
-    before = momentum.clone(), squares.clone()
-    chosen = Precondition("muon2", [squares], 0.95, 1e-10)
-    U = normalized_momentum([grad], [momentum], **options, dtype=torch.float16, precondition=chosen)
-    assert advance_momenta([grad], [momentum], [target], **options)
-    normalize_(U, averages=[squares], beta2=0.95, eps=1e-8, flag=flag)
     rows = squares[:, :1].clone()
-    normalize_(U, slice_averages=[rows], beta2=0.95, eps=1e-10, snap=False, flag=flag)
+    before = momentum.clone(), squares.clone(), rows.clone()
+    U = normalized_momentum(group, [grad], [momentum], [squares], (33, 40), torch.float16, flag)
+    assert advance_momenta(group, [grad], [momentum], [squares], [target], flag)
+    slice_factors({"normalize": "adamuon"}, U, [squares], (33, 40), flag)
+    slice_factors({"normalize": "normuon"}, U, [rows], (33, 1), flag)
     assert not U.any()
     assert not target.any()
-    assert torch.equal(momentum, before[0])
-    assert torch.equal(squares, before[1])
-    assert torch.equal(rows, squares[:, :1])
+    assert all(torch.equal(*pair) for pair in zip((momentum, squares, rows), before, strict=True))

@@ -93,12 +93,13 @@ def test_members(options, device, kernels_on):
 
 
 @pytest.mark.parametrize("split_dim", [0, 1])
-def test_blocks_of_one_matrix(split_dim, device, kernels_on):
-    """Those along the second axis are not contiguous."""
+@pytest.mark.parametrize("slot", [{}, {"normalize": "normuon"}, {"normalize": "muon_plus"}], ids=str)
+def test_blocks_of_one_matrix(slot, split_dim, device, kernels_on):
+    """Those along the second axis are not contiguous, so torch moves them."""
 
     def build(params):
         options = {"split_sizes": (12, 12), "split_dim": split_dim, "ns_dtype": "float16"}
-        return MuonSW([{"params": params[:2], **options}], lr=0.05, weight_decay=0.3)
+        return MuonSW([{"params": params[:2], **options, **slot}], lr=0.05, weight_decay=0.3)
 
     assert largest_difference(build, device, torch.float32, kernels_on) < 5e-4
 

@@ -15,7 +15,6 @@ from muonsw.orthogonalize import (
     exact,
     gram_newton_schulz,
     newton_schulz,
-    normalize,
     polar_express,
 )
 from muonsw.orthogonalize.iterations import gram_saves
@@ -97,35 +96,22 @@ def test_asked_dtype_is_that_of_the_result(fn, dtype):
 
 
 @every
-@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (3, 1, 6)], ids=str)
-def test_a_single_row_or_column_keeps_its_direction(fn, shape):
-    vector = random(*shape)
-    gain = 1.0 if fn is exact else mapped(fn.coefficients, 5, 1.0)
-    torch.testing.assert_close(fn(vector, steps=5), gain * normalize(vector), rtol=0, atol=1e-11)
-
-
-@every
-def test_missing_rank_stays_missing(fn):
-    matrix = with_spectrum(torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64), 15)
-    values = torch.linalg.svdvals(fn(matrix, steps=5))
-    assert values[2] > 0.67
-    assert values[3] < 1e-12
-
-
-@every
 @pytest.mark.parametrize("log_condition", [2, 4, 6])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_bad_conditioning_stays_bounded(fn, log_condition, dtype):
-    spectra = torch.ones(3, 16, dtype=torch.float64)
+    spectra = torch.ones(4, 16, dtype=torch.float64)
     spectra[0] = torch.logspace(0, -log_condition, 16)
     spectra[1, 1:] = 10.0**-log_condition
     spectra[2, 8:] = 10.0**-log_condition
+    spectra[3, 3:] = 0
     batch = torch.stack([with_spectrum(spectrum, 40) for spectrum in spectra]).to(dtype)
     for steps in (5, 8):
         result = fn(batch, steps=steps).double()
         assert result.isfinite().all()
         # The exact intervals end at 1.2025; the rest is the rounding allowed above.
         assert torch.linalg.matrix_norm(result, 2).max() < 1.2025 + 15 * torch.finfo(dtype).eps
+        if dtype == torch.float64:  # missing rank stays missing
+            assert torch.linalg.svdvals(result[3])[3] < 1e-10
 
 
 @pytest.mark.parametrize("steps", [5, 8, 20])
@@ -180,13 +166,9 @@ def test_errors_are_clear(fn):
             fn(torch.ones(2, 2).to(dtype), steps=5)
     with pytest.raises(ValueError, match="real floating-point"):
         fn(torch.ones(2, 2), steps=5, dtype=torch.int32)
-
-
-@iterative
-@pytest.mark.parametrize("steps", [0, -1])
-def test_an_iteration_needs_a_step(fn, steps):
-    with pytest.raises(ValueError, match=f"steps={steps}"):
-        fn(torch.ones(2, 2), steps=steps)
+    if fn is not exact:
+        with pytest.raises(ValueError, match="steps=0"):
+            fn(torch.ones(2, 2), steps=0)
 
 
 # The Gram form.

@@ -47,48 +47,27 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
 def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
     """Take the whole step with one kernel, ours or torch's."""
     lists = columns(parts, KEYS)
-    weights, grads, averages, squares = lists
+    weights, _, averages, squares = lists
     if not has_kernels(group, weights[0].device):
         return _by_torch(group, parts, lists, ctx)
     # Steps on encoded state are ours (`in_place`), and so are those of the same groups on float32 state.
     is_small = weights[0].is_cuda and elements(weights) < kernels.TORCH_BELOW and group["state_dtype"] not in STORED
     if is_small and _by_torch(group, parts, lists, ctx):
         return True
-    from muonsw.kernels.move import takes
-
-    if takes(*lists) and averages[0].dtype == squares[0].dtype:
-        _launch(group, parts, weights, grads, Kept(averages), Kept(squares), ctx)
+    if in_place(group, parts, {"exp_avg": Kept(averages), "exp_avg_sq": Kept(squares)}, ctx):
         return True
     return not is_small and _by_torch(group, parts, lists, ctx)
 
 
 def in_place(group: Group, parts: list[Part], kept: dict[str, Kept], ctx: StepContext) -> bool:
-    """Take the whole step with our kernel on encoded state."""
-    from muonsw.kernels.move import takes
+    """Take the whole step with our kernel, on state that may be encoded."""
+    from muonsw.kernels.adamw import adamw
 
     weights, grads = columns(parts, ())
-    if not takes(weights, grads):
-        return False
-    _launch(group, parts, weights, grads, kept["exp_avg"], kept["exp_avg_sq"], ctx)
-    return True
-
-
-def _launch(
-    group: Group,
-    parts: list[Part],
-    weights: list[Tensor],
-    grads: list[Tensor],
-    averages: Kept,
-    squares: Kept,
-    ctx: StepContext,
-) -> None:
-    from muonsw.kernels.adamw import adamw
-    from muonsw.kernels.move import Motion
-
     counters = [part.item.state["step"] for part in parts]
-    motion = Motion(ctx.eta, ctx.phi, ctx.flag, 1.0, group["cautious"])
-    options = group["betas"], group["eps"], group["maximize"]
-    adamw(kernel_weights(group, parts, weights), grads, averages, squares, counters, *options, motion)
+    options = group["betas"], group["eps"], group["maximize"], group["cautious"]
+    averages, squares = (kept[key] for key in KEYS)
+    return adamw(kernel_weights(group, parts, weights), grads, averages, squares, counters, *options, ctx)
 
 
 def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:

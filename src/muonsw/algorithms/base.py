@@ -16,7 +16,7 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.matrices import WHOLE, Bucket, MatrixView, Part, Region, empty_batch, scatter, views
 from muonsw.precision import LOW_PRECISION, Kept
-from muonsw.slots import Slot, Specs, StateSpec, no_state, oriented, wide_dtype
+from muonsw.slots import Specs, StateSpec, no_state, oriented, wide_dtype
 from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_of, elements
 
 if TYPE_CHECKING:
@@ -33,11 +33,16 @@ class Chunk(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Directions for some parts: each part moves by `-eta * scale * direction`."""
+    """Directions for some parts: each part moves by `-eta * scale * direction`.
+
+    `factors` still multiply the directions if they are given: one for each row or column of the matrices, expanded to
+    the whole batch (count, rows, columns). The kernel that moves weights does it as it reads.
+    """
 
     parts: list[Part]
     directions: list[Tensor]
     scale: float = 1.0
+    factors: Tensor | None = None
 
 
 class MatrixRule(NamedTuple):
@@ -115,7 +120,7 @@ def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> We
     if weights[0].dtype not in LOW_PRECISION or group["rounding"] == "nearest":
         return Weights(weights)
     counters = [part.item.state["step"] for part in parts]
-    return Weights(weights, "stochastic", counters=counters, keys=[rounding_key(group, part) for part in parts])
+    return Weights(weights, counters, [rounding_key(group, part) for part in parts])
 
 
 def suits_torch(group: Group, ctx: StepContext, *lists: Sequence[Tensor]) -> bool:
@@ -232,19 +237,14 @@ class StateBatch:
     def __init__(self, chunk: Chunk, specs: Specs) -> None:
         rows, columns, _ = chunk.bucket
         m, n = chunk.view.out_in(rows, columns)
-        self._views = {key: _state_views(chunk, key, spec) for key, spec in specs.items()}
-        self._shapes = {key: spec.shape(m, n) if spec.shape else (rows, columns) for key, spec in specs.items()}
-
-    def matrices(self, key: str) -> list[Tensor]:
-        """A tensor of the state where it lies, of each part: one matrix, or a stack of them where its layout allows."""
-        shape = self._shapes[key]
-        return [t.view(-1, *shape) if t.is_contiguous() else t for t in self._views[key]]
+        self.views = {key: _state_views(chunk, key, spec) for key, spec in specs.items()}
+        self.shapes = {key: spec.shape(m, n) if spec.shape else (rows, columns) for key, spec in specs.items()}
 
     def gathered(self) -> State:
         """Every tensor as one batch (count, r, c), in float32 or better: a copy, or a view of the only one."""
         batches: State = {}
-        for key, tensors in self._views.items():
-            shape = self._shapes[key]
+        for key, tensors in self.views.items():
+            shape = self.shapes[key]
             if len(tensors) == 1:
                 batch = tensors[0].reshape(-1, *shape)
             elif False not in [tensor.shape == shape for tensor in tensors]:
@@ -255,7 +255,7 @@ class StateBatch:
         return batches
 
     def write(self, before: State, after: State, ok: Tensor | None) -> None:
-        for key, tensors in self._views.items():
+        for key, tensors in self.views.items():
             new = after[key] if ok is None else torch.where(ok, after[key], before[key])
             torch._foreach_copy_(tensors, scatter(new, tensors))
 
@@ -281,15 +281,6 @@ def gradients(group: Group, chunk: Chunk, ok: Tensor | None, dtype: torch.dtype)
     batch = empty_batch(grads, chunk.bucket.rows, chunk.bucket.columns, dtype)
     torch._foreach_copy_(scatter(batch, grads), clean(grads, [batch] * len(grads), group["maximize"], ok))
     return batch
-
-
-def apply_slot(slot: Slot, group: Group, chunk: Chunk, X: Tensor, ok: Tensor | None) -> Tensor:
-    batch = StateBatch(chunk, slot.specs(group))
-    before = batch.gathered()
-    extra = {"grad": gradients(group, chunk, ok, X.dtype)} if slot.member(group).uses_gradient else {}
-    X, after = slot.apply(group, X, {**before, **extra})
-    batch.write(before, after, ok)
-    return X
 
 
 def validate_matrices(group: Group, name: str, param: Tensor) -> None:

@@ -7,7 +7,7 @@ and after it, turn Muon into its relatives (`muonsw.slots`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,22 +20,19 @@ from muonsw.algorithms.base import (
     StateBatch,
     Update,
     advance_momentum,
-    apply_slot,
     clean,
+    gradients,
     has_kernels,
     look_ahead,
     validate_matrices,
 )
 from muonsw.machine import product_dtype
-from muonsw.matrices import SHAPE_SCALES, Bucket, Part, empty_batch, scatter, views
+from muonsw.matrices import SHAPE_SCALES, Part, empty_batch, scatter, views
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration, aurora
 from muonsw.precision import state_dtype
-from muonsw.slots import ELEMENTWISE, NORMALIZE, PRECONDITION, SlotMember, wide_dtype
+from muonsw.slots import ELEMENTWISE, NORMALIZE, PRECONDITION, Slot, SlotMember, wide_dtype
 from muonsw.work import Group, State, StepContext
-
-if TYPE_CHECKING:
-    from muonsw.kernels.momentum import Precondition
 
 # The options of orthogonalizer="aurora", by default its authors' choice.
 AURORA: Group = {"aurora_iterations": 2, "aurora_beta": 0.5, "aurora_polar": "simple_quintic"}
@@ -43,43 +40,40 @@ AURORA: Group = {"aurora_iterations": 2, "aurora_beta": 0.5, "aurora_polar": "si
 
 def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
     """Directions polar(M) of equal matrices: momentum, precondition, orthogonalize, normalize."""
-    parts, bucket = chunk.parts, chunk.bucket
-    grads = views(parts, [part.item.grad for part in parts])
+    parts, (rows, columns, dtype) = chunk.parts, chunk.bucket
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    fused = has_kernels(group, grads[0].device)
-    matrices = _orthogonalized_by_kernel(group, chunk, grads, momenta, ctx.flag) if fused else None
-    if matrices is None:
-        ahead = empty_batch(momenta, bucket.rows, bucket.columns)
-        _advance(group, parts, grads, momenta, scatter(ahead, momenta), ctx.flag)
-        if group["precondition"] is not None:
-            ahead = apply_slot(PRECONDITION, group, chunk, ahead.to(wide_dtype(ahead.dtype)), ctx.ok)
-        matrices = orthogonalize(group, ahead, product_dtype(group["ns_dtype"], bucket.dtype, ahead.device))
-    if group["normalize"] is not None and not (fused and _normalized_by_kernel(group, chunk, matrices, ctx.flag)):
-        matrices = apply_slot(NORMALIZE, group, chunk, matrices, ctx.ok)
-    scale = SHAPE_SCALES[group["scale"]](*chunk.view.out_in(bucket.rows, bucket.columns))
-    return Update(parts, scatter(matrices, grads), scale)
+    fused, dtype = has_kernels(group, momenta[0].device), product_dtype(group["ns_dtype"], dtype, momenta[0].device)
+    X = _polar_by_kernels(group, chunk, dtype, ctx.flag) if fused else None
+    if X is None:
+        member = PRECONDITION.member(group)
+        X = empty_batch(momenta, rows, columns, wide_dtype(momenta[0].dtype) if member.elementwise else None)
+        advance(group, parts, scatter(X, momenta), ctx.flag)
+        if group["precondition"] is not None and not member.elementwise:
+            X = apply_slot(PRECONDITION, group, chunk, X.to(wide_dtype(X.dtype)), ctx.ok)
+        X = orthogonalize(group, X, dtype)
+    factors = None
+    if group["normalize"] is not None:
+        factors = _factors_by_kernels(group, chunk, X, ctx.flag) if fused else None
+        if factors is None:
+            X = apply_slot(NORMALIZE, group, chunk, X, ctx.ok)
+    scale = SHAPE_SCALES[group["scale"]](*chunk.view.out_in(rows, columns))
+    return Update(parts, scatter(X, momenta), scale, factors)
 
 
-def _advance(
-    group: Group,
-    parts: list[Part],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    targets: list[Tensor] | None,
-    flag: Flag | None,
-    *,
-    precondition: bool = False,
-) -> bool:
+def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
     """Advance momenta in place, and write what is to be orthogonalized to `targets`, if there are any.
 
-    Returns whether directions are preconditioned already, which a kernel does on its way where it can.
+    A preconditioner that treats every element on its own acts here, because parts may be shards.
     """
-    if has_kernels(group, grads[0].device):
+    grads = views(parts, [part.item.grad for part in parts])
+    momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
+    member = PRECONDITION.member(group)
+    if has_kernels(group, grads[0].device) and (in_kernels(member) or not member.elementwise):
         from muonsw.kernels.momentum import advance_momenta
 
-        first = _kernel_precondition(group, parts, None) if precondition else None
-        if advance_momenta(grads, momenta, targets, **_momentum_options(group), flag=flag, precondition=first):
-            return first is not None
+        options = group if member.elementwise else {**group, "precondition": None}
+        if advance_momenta(options, grads, momenta, _squares(group, parts), targets, flag):
+            return
     form, beta, ok = group["momentum_form"], group["momentum"], None if flag is None else flag.ok
     grads = clean(grads, momenta, group["maximize"], ok)
     advance_momentum(form, momenta, grads, beta, ok)
@@ -87,7 +81,27 @@ def _advance(
         look_ahead(form, momenta, grads, beta, out=targets)
     elif targets is not None:
         torch._foreach_copy_(targets, momenta)
-    return False
+    if not member.elementwise:
+        return
+    for part, X in zip(parts, momenta if targets is None else targets, strict=True):
+        tensors = {key: part.state(key) for key in PRECONDITION.specs(group)}
+        before = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in tensors.items()}
+        ahead = X.to(wide_dtype(X.dtype))
+        (before["grad"],) = clean([part.grad], [ahead], group["maximize"], ok)
+        ahead, after = PRECONDITION.apply({**group, "transposed": False}, ahead, before)
+        for key, tensor in tensors.items():
+            tensor.copy_(after[key] if ok is None else torch.where(ok, after[key], before[key]))
+        if targets is not None:
+            X.copy_(ahead)
+
+
+def apply_slot(slot: Slot, group: Group, chunk: Chunk, X: Tensor, ok: Tensor | None) -> Tensor:
+    batch = StateBatch(chunk, slot.specs(group))
+    before = batch.gathered()
+    extra = {"grad": gradients(group, chunk, ok, X.dtype)} if slot.member(group).uses_gradient else {}
+    X, after = slot.apply(group, X, {**before, **extra})
+    batch.write(before, after, ok)
+    return X
 
 
 def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,30 +123,8 @@ def _aurora_option(group: Group, key: str) -> Any:
     return AURORA[key] if group.get(key) is None else group[key]
 
 
-# The same rule in two halves, for sharded matrices.
-
-
-def _advance_shards(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
-    """Advance momenta where the shards are, and an elementwise preconditioner with them."""
-    momenta, grads = [part.state("momentum_buffer") for part in parts], [part.grad for part in parts]
-    preconditions, ok = PRECONDITION.member(group).elementwise, None if flag is None else flag.ok
-    if _advance(group, parts, grads, momenta, targets, flag, precondition=preconditions) or not preconditions:
-        return
-    for number, part in enumerate(parts):  # its state advances on every rank that holds some of it
-        tensors = {key: part.state(key) for key in PRECONDITION.specs(group)}
-        X = part.state("momentum_buffer") if targets is None else targets[number]
-        before = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in tensors.items()}
-        ahead = X.to(wide_dtype(X.dtype))
-        grad = clean([part.grad], [ahead], group["maximize"], ok)[0]
-        result, after = PRECONDITION.apply({**group, "transposed": False}, ahead, {**before, "grad": grad})
-        for key, tensor in tensors.items():
-            tensor.copy_(after[key] if ok is None else torch.where(ok, after[key], before[key]))
-        if targets is not None:
-            X.copy_(result)
-
-
-def _directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:
-    """What follows momentum, for whole matrices with the state that the slots keep of them."""
+def sharded_directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:
+    """What follows `advance` where matrices were put together from shards, with the state that travels with them."""
     after: State = {}
     if group["precondition"] is not None and not PRECONDITION.member(group).elementwise:
         X, after = PRECONDITION.apply(group, X.to(wide_dtype(X.dtype)), before)
@@ -143,97 +135,45 @@ def _directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> t
     return X, after
 
 
-# The same by kernels, where tensors are laid out as they read them; each says None or False where it cannot.
+# The same by kernels; None where they cannot read the tensors.
 
 
 def in_kernels(member: SlotMember) -> bool:
     known = (slots.NO_MEMBER, slots.SIGN, slots.MUON2, slots.EQUALIZE, slots.NORMUON, slots.ADAMUON, slots.MUON_PLUS)
-    return any(member is one for one in known)
+    return any(member is each for each in known)
 
 
-def _orthogonalized_by_kernel(
-    group: Group, chunk: Chunk, grads: list[Tensor], momenta: list[Tensor], flag: Flag | None
-) -> Tensor | None:
-    iteration = ORTHOGONALIZERS[group["orthogonalizer"]]
-    if not isinstance(iteration, Iteration):
+def _polar_by_kernels(group: Group, chunk: Chunk, dtype: torch.dtype, flag: Flag | None) -> Tensor | None:
+    """Momentum, preconditioner and norm in two launches, and then the iteration."""
+    iteration, parts, (rows, columns, _) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk.parts, chunk.bucket
+    if not isinstance(iteration, Iteration) or not in_kernels(PRECONDITION.member(group)):
         return None
-    from muonsw.kernels.momentum import normalized_momentum, takes
+    from muonsw.kernels.momentum import normalized_momentum
 
-    bucket, device = chunk.bucket, grads[0].device
-    grads, momenta = _as_matrices(grads, bucket), _as_matrices(momenta, bucket)
-    dtype = iteration.inner(product_dtype(group["ns_dtype"], bucket.dtype, device), device)
-    if not takes(grads, momenta, dtype) or not _are_of(bucket, [*grads, *momenta]):
+    grads = views(parts, [part.item.grad for part in parts])
+    momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
+    dtype = iteration.inner(dtype, grads[0].device)
+    X = normalized_momentum(group, grads, momenta, _squares(group, parts), (rows, columns), dtype, flag)
+    if X is None:
         return None
-    first = None
-    if group["precondition"] is not None:
-        first = _kernel_precondition(group, chunk.parts, bucket)
-        if first is None:
-            return None
-    X = normalized_momentum(grads, momenta, **_momentum_options(group), flag=flag, dtype=dtype, precondition=first)
-    steps = group["ns_steps"] or iteration.steps
-    return iteration.run(X.mT, steps).mT if bucket.rows > bucket.columns else iteration.run(X, steps)
+    steps = group["ns_steps"] or iteration.coefficients.steps
+    return iteration.run(X.mT, steps).mT if rows > columns else iteration.run(X, steps)
 
 
-def _normalized_by_kernel(group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None) -> bool:
-    member = NORMALIZE.member(group)
-    if not in_kernels(member):
-        return False
-    from muonsw.kernels.normalize import normalize_, takes
-
-    specs, options = NORMALIZE.specs(group), NORMALIZE.options(group)
-    batch = StateBatch(chunk, specs)
-    kept = [tensor for key in specs for tensor in batch.matrices(key)]
-    if not takes(directions, kept):
-        return False
-    given: dict[str, Any] = {key: options[key] for key in ("beta2", "eps", "snap") if key in options}
-    if member is slots.ADAMUON:
-        if not _are_of(chunk.bucket, kept):
-            return False
-        given["averages"] = kept
-    elif member is slots.NORMUON:
-        if kept[0].dtype != torch.float32:
-            return False
-        given |= {"slice_averages": kept, "by_row": (kept[0].shape[-1] == 1) != chunk.view.transposed}
-    normalize_(directions, **given, flag=flag)
-    return True
+def _squares(group: Group, parts: list[Part]) -> list[Tensor]:
+    if PRECONDITION.member(group) is not slots.MUON2:
+        return []
+    return views(parts, [part.item.state["exp_avg_sq"] for part in parts])
 
 
-def _momentum_options(group: Group) -> dict[str, Any]:
-    keys = {"form": "momentum_form", "beta": "momentum", "nesterov": "nesterov", "maximize": "maximize"}
-    return {name: group[key] for name, key in keys.items()}
+def _factors_by_kernels(group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None) -> Tensor | None:
+    if not in_kernels(NORMALIZE.member(group)):
+        return None
+    from muonsw.kernels.normalize import slice_factors
 
-
-def _kernel_precondition(group: Group, parts: list[Part], bucket: Bucket | None) -> Precondition | None:
-    """What a momentum kernel is to do to matrices, or without a bucket to shards."""
-    from muonsw.kernels.momentum import LONGEST_ROW, Precondition, are_matrices
-
-    member, options = PRECONDITION.member(group), PRECONDITION.options(group)
-    if member is slots.SIGN:
-        return Precondition("sign")
-    by_row = bucket is not None and not group.get("transposed") and bucket.columns <= LONGEST_ROW
-    if member is slots.EQUALIZE and by_row:
-        return Precondition("equalize")
-    if member is slots.MUON2:
-        squares = [part.state("exp_avg_sq") for part in parts]
-        squares = squares if bucket is None else _as_matrices(squares, bucket)
-        if are_matrices(squares) and (bucket is None or _are_of(bucket, squares)):
-            return Precondition("muon2", squares, options["beta2"], options["eps"])
-    return None
-
-
-def _as_matrices(tensors: list[Tensor], bucket: Bucket) -> list[Tensor]:
-    """Each tensor as one matrix or a stack of them, as a view where its layout allows."""
-    shape = torch.Size((bucket.rows, bucket.columns))
-    if all(tensor.shape == shape for tensor in tensors):
-        return tensors
-    return [
-        t.view(-1, *shape) if t.is_contiguous() and not (t.dim() <= 3 and t.shape[-2:] == shape) else t for t in tensors
-    ]
-
-
-def _are_of(bucket: Bucket, tensors: list[Tensor]) -> bool:
-    """Whether all are such matrices or stacks of them: a flattened one with gaps has its own axes, like a stack."""
-    return all(tensor.shape[-2:] == (bucket.rows, bucket.columns) for tensor in tensors)
+    batch = StateBatch(chunk, NORMALIZE.specs(group))
+    averages = [tensor for tensors in batch.views.values() for tensor in tensors]
+    return slice_factors(group, directions, averages, next(iter(batch.shapes.values()), (0, 0)), flag)
 
 
 def validate(group: Group, name: str, param: Tensor) -> None:
@@ -278,8 +218,8 @@ MUON = Algorithm(
     matrices=MatrixRule(
         sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
         result_dtype=lambda group, dtype, device: product_dtype(group["ns_dtype"], dtype, device),
-        advance=_advance_shards,
-        directions=_directions,
+        advance=advance,
+        directions=sharded_directions,
         scale=lambda group, m, n: SHAPE_SCALES[group["scale"]](m, n),
         state=lambda group: {
             **({} if PRECONDITION.member(group).elementwise else PRECONDITION.specs(group)),

@@ -131,11 +131,11 @@ class Ranks:
                 for name, param in zip(names_of(group, number), group["params"], strict=True)
             ]
             has_copies = self.process_group is not None
-            watched = [(name, param) for _, name, param in members if has_copies or is_dtensor(param)]
+            shared = [(name, param) for _, name, param in members if has_copies or is_dtensor(param)]
             lines = [_describe(*member) for member in members]
             digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-            circles = _circles(self.process_group, [param for _, param in watched])
-            self._known = _Known(key, lines, digest, circles, watched)
+            circles = _circles(self.process_group, [param for _, param in shared])
+            self._known = _Known(key, lines, digest, circles, shared)
         watched = self._known.watched
         options = [settings, *map(_plain_options, groups)]
         # rates and decay may change on the way, and with them nothing that is exchanged

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muonsw.matrices import Region, box
 from muonsw.precision import LOW_PRECISION
-from muonsw.work import Item, is_dtensor_type
+from muonsw.work import Item
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -40,7 +40,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What this rank holds of each tensor; avoids a Python call per tensor where all are DTensors."""
-    if not all(map(is_dtensor_type, set(map(type, tensors)))):
+    if False in [hasattr(kind, "device_mesh") for kind in set(map(type, tensors))]:
         return list(map(local, tensors))
     return list(map(attrgetter("_local_tensor"), tensors))
 

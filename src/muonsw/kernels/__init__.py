@@ -3,9 +3,9 @@
 | module | one pass for | its torch twin |
 |---|---|---|
 | `momentum` | momentum, Nesterov, `precondition`, squares, cast; then division by the norm | `base.advance_momentum` |
-| `normalize` | NorMuon, AdaMuon and Muon+ on directions, their state where it lies | `slots` |
+| `normalize` | the factors of NorMuon, AdaMuon and Muon+, their state where it lies | `slots` |
 | `symmetric` | `alpha A B + beta C + gamma I`, one triangle, mirrored | `torch.baddbmm` |
-| `move` | decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
+| `move` | factors, decay, cautious mask, rounding and move of Muon's matrices | `apply.apply_update` |
 | `adamw` | the whole step, on encoded state too | `algorithms.adamw` and `apply` |
 | `stored` | state in 8 bits or bfloat16, encoded or decoded | `encode`, `decode`, `round_bfloat16` of `codecs` |
 | `finite` | whether a gradient is not finite | `nonfinite.all_finite` |

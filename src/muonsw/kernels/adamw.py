@@ -14,11 +14,22 @@ import triton.language as tl
 from torch import Tensor
 
 from muonsw.kernels import launch_on
-from muonsw.kernels.common import DTYPES, alignment, block_of, lerp, limit, start, stochastic_round, whole_number
-from muonsw.kernels.move import BLOCK, WARPS, Motion, Weights, choices, rates, scalars, write
+from muonsw.kernels.common import (
+    DTYPES,
+    alignment,
+    block_of,
+    flag_or,
+    lerp,
+    limit,
+    start,
+    stochastic_round,
+    whole_number,
+)
+from muonsw.kernels.move import BLOCK, WARPS, Weights, choices, rates, write
 from muonsw.kernels.stored import decoded, encoded, tile
 from muonsw.kernels.tables import addresses, block_map, runs, table
 from muonsw.precision import Kept
+from muonsw.work import StepContext, all_contiguous, one_dtype
 
 KEPT = {**DTYPES, torch.int8: tl.int8, torch.uint8: tl.uint8}
 
@@ -127,12 +138,21 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     maximize: bool,
-    motion: Motion,
-) -> None:
-    """One step of AdamW; `counters` hold the number of this step, from one, for each tensor."""
-    device, stretches, (beta1, beta2) = weights.tensors[0].device, runs(weights.tensors), betas
-    assert stretches is not None
+    cautious: bool,
+    ctx: StepContext,
+) -> bool:
+    """One step of AdamW; `counters` hold the number of this step, from one, for each tensor.
+
+    False, and nothing done, if the kernel cannot read the tensors.
+    """
+    device, (beta1, beta2) = weights.tensors[0].device, betas
     coded, noisy = bool(averages.scales), bool(averages.noises)
+    stretches = runs(weights.tensors)
+    for tensors in (weights.tensors, grads, averages.values, squares.values):
+        if tensors[0].dtype not in KEPT or not one_dtype(tensors) or not all_contiguous(tensors):
+            return False
+    if stretches is None or (not coded and averages.values[0].dtype != squares.values[0].dtype):
+        return False
     lists = (grads, averages.values, squares.values, counters, *((averages.scales, squares.scales) if coded else ()))
     companions = weights.rounding_rows(stretches)
     if noisy:
@@ -161,7 +181,7 @@ def adamw(
         1 - beta1,
         beta2,
         1 - beta2,
-        *scalars(motion, pointers),
+        *(ctx.eta, ctx.phi, 1.0, flag_or(ctx.flag, pointers)),
         STATE_ROW=row,
         MAXIMIZE=maximize,
         GRAD=DTYPES[grads[0].dtype],
@@ -171,11 +191,12 @@ def adamw(
         CODED=coded,
         NOISY=noisy,
         **tiles,
-        **choices(weights, motion),
+        **choices(weights, cautious, ctx),
         ALIGNED=alignment(is_aligned, *large),
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
+    return True
 
 
 def _log(beta: float) -> float:

@@ -11,7 +11,6 @@ Preconditioners that treat each element, or each row, on its own are part of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -33,7 +32,8 @@ from muonsw.kernels.common import (
 )
 from muonsw.kernels.tables import addresses, block_map, lengths, table
 from muonsw.nonfinite import Flag
-from muonsw.work import all_contiguous, one_dtype
+from muonsw.slots import PRECONDITION
+from muonsw.work import Group, all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4
@@ -44,17 +44,8 @@ SUMS_READ = (128, 1024)
 
 # What the first pass does to momentum, by the names of `precondition=`; and the longest row that is one block.
 SIGN, MUON2, EQUALIZE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-PRECONDITIONS = {"sign": 1, "muon2": 2, "equalize": 3}
+PRECONDITIONS = {None: 0, "sign": 1, "muon2": 2, "equalize": 3}
 LONGEST_ROW = 8192
-
-
-class Precondition(NamedTuple):
-    """A preconditioner of the first pass by its name; what Muon^2 needs beside it."""
-
-    name: str
-    squares: Sequence[Tensor] = ()
-    beta2: float = 0.0
-    eps: float = 0.0
 
 
 @triton.jit(do_not_specialize=["tensors", "blocks"])
@@ -189,62 +180,49 @@ def _normalize(
             tl.store(pointers, (x * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def are_matrices(tensors: Sequence[Tensor]) -> bool:
-    """Whether these are contiguous matrices, or stacks of such, of one dtype that kernels read."""
-    return (
-        tensors[0].dtype in DTYPES
-        and one_dtype(tensors)
-        and (
-            all_contiguous(tensors)
-            or all(t.is_contiguous() or (t.dim() == 3 and t[0].is_contiguous()) for t in tensors)
-        )
-    )
-
-
-def takes(grads: Sequence[Tensor], momenta: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    return dtype in DTYPES and are_matrices(grads) and are_matrices(momenta)
-
-
-def matrix_addresses(stacks: Sequence[Tensor]) -> list[int]:
-    """Where each matrix of these matrices and stacks begins."""
-    if stacks[0].dim() == 2 and all(stack.dim() == 2 for stack in stacks):
-        return addresses(stacks)
+def matrix_addresses(tensors: Sequence[Tensor], shape: tuple[int, int]) -> list[int] | None:
+    """Where each matrix of this shape begins in tensors that hold one or many; None if a kernel cannot read them."""
+    if tensors[0].dtype not in DTYPES or not one_dtype(tensors):
+        return None
+    area = shape[0] * shape[1]
+    if all_contiguous(tensors) and set(lengths(tensors)) == {area}:
+        return addresses(tensors)
     begins: list[int] = []
-    for stack in stacks:
-        begin = stack.data_ptr()
-        if stack.dim() == 2:
-            begins.append(begin)
-        else:
-            stride = stack.stride(0) * stack.element_size()
-            begins.extend([begin + stride * place for place in range(stack.shape[0])])  # a stride may be zero
+    for tensor in tensors:
+        stride = area
+        if not tensor.is_contiguous():
+            if tensor.shape[1:] != shape or not tensor[0].is_contiguous():
+                return None
+            stride = tensor.stride(0)  # may be zero
+        begin, step = tensor.data_ptr(), stride * tensor.element_size()
+        begins.extend([begin + step * place for place in range(tensor.numel() // area)])
     return begins
 
 
 def normalized_momentum(
+    group: Group,
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
-    *,
-    form: str,
-    beta: float,
-    nesterov: bool,
-    maximize: bool,
-    flag: Flag | None,
+    squares: Sequence[Tensor],
+    shape: tuple[int, int],
     dtype: torch.dtype,
-    precondition: Precondition | None = None,
-) -> Tensor:
-    """Advance momenta in place; return the directions, divided by their norms, as one batch `(n, rows, columns)`.
+    flag: Flag | None,
+) -> Tensor | None:
+    """Advance momenta in place, and Muon^2's average squares; return directions of norm one `(n, rows, columns)`.
 
-    Gradients and momenta are matrices `(rows, columns)` and stacks of them `(n, rows, columns)`. Where `flag` forbids
-    the step, nothing changes and the directions are zero. They are preconditioned before their norms are taken.
+    The options are those of a param group. All tensors hold matrices of one shape `(rows, columns)`, one or many. Where
+    `flag` forbids the step, nothing changes and the directions are zero. None, and nothing done, if a kernel cannot.
     """
-    rows, columns = grads[0].shape[-2:]
-    device, numel = grads[0].device, rows * columns
-    given = precondition or Precondition("")
-    block = length = BLOCK
-    if given.name == "equalize":
+    (rows, columns), device = shape, grads[0].device
+    block, length, numel = BLOCK, BLOCK, rows * columns
+    if group["precondition"] == "equalize":
+        if group.get("transposed") or columns > LONGEST_ROW:
+            return None
         block, length = max(128, triton.next_power_of_2(columns)), columns
-    lists = [tensors for tensors in (grads, momenta, given.squares) if tensors]
-    matrices = [matrix_addresses(tensors) for tensors in lists]
+    lists = [tensors for tensors in (grads, momenta, squares) if tensors]
+    matrices = [begins for tensors in lists if (begins := matrix_addresses(tensors, shape)) is not None]
+    if len(matrices) < len(lists) or dtype not in DTYPES:
+        return None
     count, blocks = len(matrices[0]), triton.cdiv(numel, length)
     out = torch.empty(count, rows, columns, dtype=dtype, device=device)
     sums = torch.empty(count, blocks, dtype=torch.float32, device=device)
@@ -262,10 +240,11 @@ def normalized_momentum(
         sums,
         exponents,
         flag_or(flag, out),
-        *(beta, 1 - beta, 1 - given.beta2, given.eps),
+        *_coefficients(group),
         *(numel, length, blocks),
         EQUAL=True,
-        **_choices(form, nesterov, maximize, flag, grads, momenta, given),
+        HAS_FLAG=flag is not None,
+        **_choices(group, grads, momenta, squares),
         TARGET=None,
         ALIGNED=alignment(is_aligned, out, *(tensors[0] for tensors in lists)),
         BLOCK=block,
@@ -291,23 +270,18 @@ def normalized_momentum(
 
 
 def advance_momenta(
+    group: Group,
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
+    squares: Sequence[Tensor],
     targets: Sequence[Tensor] | None,
-    *,
-    form: str,
-    beta: float,
-    nesterov: bool,
-    maximize: bool,
     flag: Flag | None,
-    precondition: Precondition | None = None,
 ) -> bool:
     """Advance momenta of any shapes in place, and write directions to targets; False, and nothing done, if it cannot.
 
-    Targets, if any, have the shapes of the momenta and one dtype. A preconditioner of rows is none here.
+    Targets, if any, have the shapes of the momenta and one dtype. There is no preconditioner of rows here.
     """
-    given = precondition or Precondition("")
-    pieces = _contiguous_pieces([grads, momenta, *(tensors for tensors in (given.squares, targets) if tensors)])
+    pieces = _contiguous_pieces([tensors for tensors in (grads, momenta, squares, targets) if tensors])
     if pieces is None:
         return False
     device, sizes = grads[0].device, lengths(pieces[0])
@@ -325,10 +299,11 @@ def advance_momenta(
         pointers,
         pointers,
         flag_or(flag, pointers),
-        *(beta, 1 - beta, 1 - given.beta2, given.eps),
+        *_coefficients(group),
         *(0, 0, 0),
         EQUAL=False,
-        **_choices(form, nesterov, maximize, flag, grads, momenta, given),
+        HAS_FLAG=flag is not None,
+        **_choices(group, grads, momenta, squares),
         TARGET=None if targets is None else DTYPES[targets[0].dtype],
         ALIGNED=alignment(is_aligned, *(tensors[0] for tensors in pieces)),
         BLOCK=BLOCK,
@@ -337,30 +312,28 @@ def advance_momenta(
     return True
 
 
+def _coefficients(group: Group) -> tuple[float, float, float, float]:
+    beta, options = group["momentum"], PRECONDITION.options(group)
+    return beta, 1 - beta, 1 - options.get("beta2", 0.0), options.get("eps", 0.0)
+
+
 def _choices(
-    form: str,
-    nesterov: bool,
-    maximize: bool,
-    flag: Flag | None,
-    grads: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    given: Precondition,
+    group: Group, grads: Sequence[Tensor], momenta: Sequence[Tensor], squares: Sequence[Tensor]
 ) -> dict[str, object]:
     return {
-        "HAS_FLAG": flag is not None,
-        "MAXIMIZE": maximize,
-        "EMA": form == "ema",
-        "NESTEROV": nesterov,
+        "MAXIMIZE": group["maximize"],
+        "EMA": group["momentum_form"] == "ema",
+        "NESTEROV": group["nesterov"],
         "GRAD": DTYPES[grads[0].dtype],
         "MOMENTUM": DTYPES[momenta[0].dtype],
-        "PRECONDITION": PRECONDITIONS.get(given.name, 0),
-        "SQUARES": DTYPES[given.squares[0].dtype] if given.squares else None,
+        "PRECONDITION": PRECONDITIONS[group["precondition"]],
+        "SQUARES": DTYPES[squares[0].dtype] if squares else None,
     }
 
 
 def _contiguous_pieces(lists: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]] | None:
     """The same tensors, in all lists cut into matrices where a stack is not contiguous; None if a kernel cannot."""
-    if not all(tensors and are_matrices(tensors) for tensors in lists):
+    if not all(tensors[0].dtype in DTYPES and one_dtype(tensors) for tensors in lists):
         return None
     if all(map(all_contiguous, lists)):
         return lists
@@ -368,5 +341,5 @@ def _contiguous_pieces(lists: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[T
     for alike in zip(*lists, strict=True):
         contiguous = all_contiguous(alike)
         for column, tensor in zip(pieces, alike, strict=True):
-            column.extend([tensor] if contiguous else tensor.unbind())
-    return pieces
+            column.extend([tensor] if contiguous or tensor.dim() != 3 else tensor.unbind())
+    return pieces if all(map(all_contiguous, pieces)) else None

@@ -29,38 +29,23 @@ from muonsw.kernels.common import (
     whole_number,
 )
 from muonsw.kernels.tables import Stretches, addresses, block_map, lengths, runs, table
-from muonsw.nonfinite import Flag
-from muonsw.work import all_contiguous, one_dtype
+from muonsw.work import StepContext, all_contiguous
 
 BLOCK = 2048
 WARPS = 4
 
 
-class Motion(NamedTuple):
-    """How weights move: `W <- (1 - phi) W - eta * scale * direction` unless `flag` forbids it, as in `apply`.
-
-    Both rates are numbers, or both are scalars on the device.
-    """
-
-    eta: float | Tensor
-    phi: float | Tensor
-    flag: Flag | None
-    scale: float
-    cautious: bool
-
-
 class Weights(NamedTuple):
-    """Weights of one dtype, and what stochastic rounding needs: step counters and the keys of their noise."""
+    """Weights of one dtype; for stochastic rounding also step counters and the keys of their noise."""
 
     tensors: Sequence[Tensor]
-    rounding: str = "nearest"
     counters: Sequence[Tensor] = ()
     keys: Sequence[int] = ()
 
     def rounding_rows(self, stretches: Stretches) -> list[list[int]]:
-        if self.rounding == "nearest":
+        if not self.counters:
             return []
-        counters = [counter.data_ptr() for counter in self.counters]
+        counters = addresses(self.counters)
         return [
             [counters[owner] for owner in stretches.owners],
             [self.keys[owner] for owner in stretches.owners],
@@ -107,35 +92,31 @@ def write(
     tl.store(weights + offsets, w.to(WEIGHT), mask=inside)
 
 
-def takes(*lists: Sequence[Tensor]) -> bool:
-    return all(tensors[0].dtype in DTYPES and one_dtype(tensors) and all_contiguous(tensors) for tensors in lists)
-
-
-def scalars(motion: Motion, unused: Tensor) -> tuple[float | Tensor, float | Tensor, float, Tensor]:
-    return motion.eta, motion.phi, motion.scale, flag_or(motion.flag, unused)
-
-
-def choices(weights: Weights, motion: Motion) -> dict[str, object]:
+def choices(weights: Weights, cautious: bool, ctx: StepContext) -> dict[str, object]:
     return {
-        "HAS_FLAG": motion.flag is not None,
-        "ON_DEVICE": isinstance(motion.eta, Tensor),
-        "CAUTIOUS": motion.cautious,
-        "STOCHASTIC": weights.rounding == "stochastic",
+        "HAS_FLAG": ctx.flag is not None,
+        "ON_DEVICE": isinstance(ctx.eta, Tensor),  # both rates, or neither
+        "CAUTIOUS": cautious,
+        "STOCHASTIC": bool(weights.counters),
         "WEIGHT": DTYPES[weights.tensors[0].dtype],
     }
 
 
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors", "rows", "columns"])
 def _move(
     pointers,
     sizes,
     blocks,
     tensors,
     directions,
+    factors,
+    rows,
+    columns,
     eta,
     phi,
     scale,
     bad,
+    FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ON_DEVICE: tl.constexpr,
@@ -151,14 +132,39 @@ def _move(
     if ALIGNED == BY_FOUR:
         directions = by_four(directions)
     direction = tl.load(directions + first + offsets, mask=inside, other=0.0).to(tl.float32)
+    if FACTORS is not None:
+        begin = first + tl.load(blocks + tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK
+        place = (begin % columns).to(tl.int32) + tl.arange(0, BLOCK)
+        # a quotient by one rounded product: a half keeps it away from whole numbers
+        below = ((place.to(tl.float32) + 0.5) * (1.0 / columns)).to(tl.int32)
+        slices = (begin // columns).to(tl.int32) + below  # rows, counted over all matrices
+        if FACTORS == "columns":
+            slices = slices // rows * columns + place - below * columns
+        direction *= tl.load(factors + slices, mask=inside, other=0.0)
     rate, decay = rates(eta, phi, scale, ON_DEVICE)
     write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED)
 
 
-def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool:
-    """Move weights along directions that lie one after another in one tensor; False, and nothing done, if not so."""
+# Numbers up to it and a block have exact quotients in float32, as `_move` takes them.
+LONGEST_ROW = 2**20
+
+
+def move(
+    weights: Weights,
+    directions: Sequence[Tensor],
+    scale: float,
+    cautious: bool,
+    ctx: StepContext,
+    factors: Tensor | None = None,
+) -> bool:
+    """Move weights as `apply` does, along directions that lie one after another in one tensor.
+
+    `factors` multiply the directions, as `Update` says. False, and nothing done, if a kernel cannot.
+    """
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
     if not all(dtype in DTYPES for dtype in dtypes) or not all_contiguous(directions):
+        return False
+    if factors is not None and factors.shape[-1] > LONGEST_ROW:
         return False
     # Neighbours by chance, in different storages, would round otherwise at each run.
     ends = {direction.untyped_storage().data_ptr() for direction in (directions[0], directions[-1])}
@@ -173,6 +179,8 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
     pointers, is_aligned = table((stretches.addresses, *companions, first, sizes), device, range(1, row))
     is_aligned &= directions[0].data_ptr() % 16 == 0
     blocks = block_map(sizes, BLOCK, device)
+    # Strides tell rows from columns also where a matrix has one of them.
+    of = None if factors is None else "rows" if factors.stride(1) == 1 else "columns"
     launch_on(
         device,
         _move,
@@ -182,9 +190,11 @@ def move(weights: Weights, directions: Sequence[Tensor], motion: Motion) -> bool
         blocks,
         len(sizes),
         directions[0],
-        *scalars(motion, pointers),
+        *((pointers, 1, 1) if factors is None else (factors, *factors.shape[1:])),
+        *(ctx.eta, ctx.phi, scale, flag_or(ctx.flag, pointers)),
+        FACTORS=of,
         STATE_ROW=row,
-        **choices(weights, motion),
+        **choices(weights, cautious, ctx),
         ALIGNED=alignment(is_aligned, weights.tensors[0], directions[0]),
         BLOCK=BLOCK,
         num_warps=WARPS,

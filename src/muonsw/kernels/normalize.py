@@ -1,8 +1,8 @@
-"""What the `normalize` slot does to one batch of directions, in place; state is read and written where it lies.
+"""What the `normalize` slot does to one batch of directions; state is read and written where it lies.
 
-Directions are seen as slices: the rows of a matrix, or its columns. Three launches: the squares of slices are summed
+Directions are seen as slices: the rows of a matrix, or its columns. Two launches: the squares of slices are summed
 (AdaMuon's division goes before that, in the same pass); one program for each matrix turns them into factors, and
-advances NorMuon's averages; then slices are multiplied.
+advances NorMuon's averages. The kernel that moves weights multiplies by the factors, which saves a pass.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import DTYPES, by_four, flag_or, lerp, limit, start
-from muonsw.kernels.momentum import are_matrices, matrix_addresses
+from muonsw.kernels.momentum import matrix_addresses
 from muonsw.kernels.tables import table
 from muonsw.nonfinite import Flag
+from muonsw.slots import NORMALIZE
+from muonsw.work import Group
 
 # Elements of a tile across memory and along it, and sums that are read at a time.
 SHORT, LONG = 16, 256
@@ -130,72 +132,42 @@ def _turn_into_factors(
             tl.store(first + place, tl.zeros((SUMS_READ,), dtype=tl.float32) + factor, mask=place < slices)
 
 
-@triton.jit(do_not_specialize=["groups"])
-def _multiply(
-    directions,
-    factors,
-    area,
-    slices,
-    along,
-    slice_stride,
-    step,
-    groups,
-    SLICES: tl.constexpr,
-    ALONG: tl.constexpr,
-):
-    matrix, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-    first = directions + matrix.to(tl.int64) * area
-    s = group * SLICES + tl.arange(0, SLICES)
-    factor = tl.load(factors + matrix.to(tl.int64) * slices + s, mask=s < slices, other=0.0)
-    for begin in range(0, along, ALONG):
-        offsets, inside = _tile(group, begin, slices, along, slice_stride, step, SLICES, ALONG)
-        x = tl.load(first + offsets, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
-        tl.store(first + offsets, x.to(directions.dtype.element_ty), mask=inside)
-
-
-def takes(directions: Tensor, state: Sequence[Tensor]) -> bool:
-    return (
-        directions.dtype in DTYPES
-        and directions.is_contiguous()
-        and directions.data_ptr() % 16 == 0
-        and directions[0].numel() < 2**31
-        and (not state or are_matrices(state))
-    )
-
-
-def normalize_(
+def slice_factors(
+    group: Group,
     directions: Tensor,
-    *,
-    averages: Sequence[Tensor] = (),
-    slice_averages: Sequence[Tensor] = (),
-    eps: float = 0.0,
-    snap: bool = True,
-    by_row: bool = True,
-    beta2: float = 0.0,
-    flag: Flag | None = None,
-) -> None:
-    """NorMuon, AdaMuon or Muon+ (`muonsw.slots`) on contiguous directions (count, rows, columns), in place.
+    averages: Sequence[Tensor],
+    shape: tuple[int, int],
+    flag: Flag | None,
+) -> Tensor | None:
+    """The factors by which a group's normalizer multiplies contiguous directions (count, rows, columns).
+
+    They are those of slices, expanded to the shape of the directions. AdaMuon first divides elements, in place. None,
+    and nothing done, if a kernel cannot.
 
     Args:
-        directions: what is normalized; slices are its rows as they are stored, or its columns unless `by_row`.
-        averages: AdaMuon's, stacks of matrices; elements are divided by their roots.
-        slice_averages: NorMuon's, in float32: (m, 1) or (1, n) of each matrix, or stacks of that.
-        eps: what is added to divisors.
-        snap: whether norms are set to that of an orthogonal matrix, before NorMuon's division.
-        by_row: see directions.
-        beta2: the decay of averages.
-        flag: where it forbids the step, the averages stay.
+        group: the options of a param group.
+        directions: what is normalized.
+        averages: the state of the normalizer, if it has any, which advances unless `flag` forbids the step.
+        shape: the two axes of what `averages` hold of one matrix, for NorMuon (m, 1) or (1, n).
+        flag: whether the step is taken.
     """
     (count, rows, columns), device = directions.shape, directions.device
+    divides, options = group["normalize"] == "adamuon", NORMALIZE.options(group)
+    begins = matrix_addresses(averages, shape) if averages else []
+    if directions.dtype not in DTYPES or not directions.is_contiguous() or directions.data_ptr() % 16:
+        return None
+    if rows * columns >= 2**31 or begins is None or (averages and not divides and averages[0].dtype != torch.float32):
+        return None
+    # NorMuon has an average for each slice; the others could take either, and rows are contiguous.
+    by_row = group["normalize"] != "normuon" or (shape[1] == 1) != group.get("transposed", False)
     slices, along, strides = (rows, columns, (columns, 1)) if by_row else (columns, rows, (1, columns))
-    short = SHORT // 2 if averages else SHORT  # elements in registers are fewer where there are more of each
+    short = SHORT // 2 if divides else SHORT  # elements in registers are fewer where there are more of each
     tile = {"SLICES": short, "ALONG": LONG} if by_row else {"SLICES": LONG, "ALONG": short}
     groups = triton.cdiv(slices, tile["SLICES"])
     sums = torch.empty(count, slices, dtype=torch.float32, device=device)
-    state = averages or slice_averages
-    pointers, is_aligned = table([matrix_addresses(state)], device) if state else (sums, False)
+    pointers, is_aligned = table([begins], device) if begins else (sums, False)
+    gain2, eps = 1 - options.get("beta2", 0.0), options.get("eps", 0.0)
     shared = {"HAS_FLAG": flag is not None, "ALIGNED": is_aligned}
-    sizes = (rows * columns, slices, along, *strides, groups)
     launch_on(
         device,
         _sum_squares,
@@ -204,10 +176,10 @@ def normalize_(
         sums,
         pointers,
         flag_or(flag, sums),
-        1 - beta2,
+        gain2,
         eps,
-        *sizes,
-        DIVIDE=bool(averages),
+        *(rows * columns, slices, along, *strides, groups),
+        DIVIDE=divides,
         STATE=DTYPES[averages[0].dtype] if averages else None,
         **shared,
         **tile,
@@ -220,15 +192,15 @@ def normalize_(
         sums,
         pointers,
         flag_or(flag, sums),
-        1 - beta2,
+        gain2,
         eps,
         min(rows, columns) ** 0.5,
         slices,
         along,
-        SNAP=snap,
-        AVERAGE=bool(slice_averages),
+        SNAP=options.get("snap", True),
+        AVERAGE=bool(averages) and not divides,
         **shared,
         SUMS_READ=SUMS_READ,
         num_warps=WARPS,
     )
-    launch_on(device, _multiply, (count * groups,), directions, sums, *sizes, **tile, num_warps=WARPS)
+    return sums[:, :, None].expand_as(directions) if by_row else sums[:, None].expand_as(directions)

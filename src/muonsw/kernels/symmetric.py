@@ -71,7 +71,6 @@ def _symmetric(
     right_column,
     HAS_TERM: tl.constexpr,
     EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
     ENGINE: tl.constexpr,
     STORES: tl.constexpr,
     TYPE: tl.constexpr,
@@ -101,8 +100,6 @@ def _symmetric(
         a_rows, b_rows = rows, columns
         if not EVEN:
             a_rows, b_rows = rows % size, columns % size
-        if WIDE:
-            a_rows, b_rows, steps = a_rows.to(tl.int64), b_rows.to(tl.int64), steps.to(tl.int64)
         a = left + batch.to(tl.int64) * left_batch + a_rows[:, None] * left_row + steps[None, :] * left_column
         b = right + batch.to(tl.int64) * right_batch + b_rows[:, None] * right_row + steps[None, :] * right_column
         for begin in range(0, inner, DEPTH):
@@ -111,13 +108,10 @@ def _symmetric(
             else:
                 within = (begin + tl.arange(0, DEPTH))[None, :] < inner
                 x, y = tl.load(a, mask=within, other=0.0), tl.load(b, mask=within, other=0.0)
-            # float32 in full: neither NVIDIA's nor AMD's short formats
-            total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
+            total = tl.dot(x, tl.trans(y), total)
             a += DEPTH * left_column
             b += DEPTH * right_column
 
-    if WIDE:
-        rows, columns = rows.to(tl.int64), columns.to(tl.int64)
     r, c = rows[:, None], columns[None, :]
     result = alpha * total
     if STORES:
@@ -148,23 +142,21 @@ def symmetric_product(
     term: Tensor | None = None,
     beta: float = 0.0,
     diagonal: float = 0.0,
-    tiles: Tiles | None = None,
 ) -> Tensor:
     """`alpha left right^T + beta term + diagonal I`, for a result that is symmetric.
 
-    `left` is `(batch, m, k)` of any strides, `right` either `left` itself or symmetric and commuting with it, `term` a
-    contiguous symmetric `(batch, m, m)`. `tiles` cut the work, as was measured to be best unless given.
+    `left` is `(batch, m, k)` in half precision, of any strides within 2^31 elements; `right` is either `left` itself or
+    symmetric and commuting with it, `term` a contiguous symmetric `(batch, m, m)`.
     """
-    tiles = tiles or best_tiles(left.device)
+    tiles = best_tiles(left.device)
     batch, size, inner = left.shape
     out = torch.empty(batch, size, size, dtype=left.dtype, device=left.device)
     across = triton.cdiv(size, tiles.rows)
     number = across * (across + 1) // 2  # on and below the diagonal
-    largest = max(size * size, *(abs(t.stride(1)) * size + abs(t.stride(2)) * inner for t in (left, right)))
     turned = left.stride(1) == 1 and left.stride(2) != 1
     engine = tiles.engine and all(_suits_engine(t, turned) for t in (left, right))
     even = size % tiles.rows == 0 and inner % tiles.depth == 0
-    stores = engine and even and largest < 2**31 and alpha != 0
+    stores = engine and even and alpha != 0
     a, b = left, right
     if engine:
         a = _descriptor(left, tiles.rows, tiles.depth, turned)
@@ -187,7 +179,6 @@ def symmetric_product(
         *right.stride(),
         HAS_TERM=term is not None,
         EVEN=even,
-        WIDE=largest >= 2**31,
         ENGINE=engine,
         STORES=stores,
         TYPE=DTYPES[out.dtype],
