@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -203,7 +204,7 @@ def main() -> None:
         return
     numbers = options.ranks or [n for n in (1, 2, 4, 8, 16) if n <= max(gpus, 2)]
     rows = [row for ranks in numbers for row in launch(options, ranks)]
-    total = sum(rows * columns for rows, columns in SETS[options.set])
+    total = sum(map(math.prod, SETS[options.set]))
     print(f"{options.set}: {total / 1e6:.1f}M parameters, torch {torch.__version__}, {rows[0]['device']}")
     print(f"{'strategy':9} {'ranks':>5}  {'contender':30} {'step, ms':>9} {'host, ms':>9} {'state, MiB a rank':>18}")
     for row in sorted(rows, key=lambda r: (r["strategy"], r["contender"], r["ranks"])):
