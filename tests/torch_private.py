@@ -27,6 +27,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch._foreach_div": _FOREACH,
         "torch._foreach_lerp": _FOREACH,
         "torch._foreach_lerp_": _FOREACH,
+        "torch._foreach_mul": _FOREACH,
         "torch._foreach_mul_": _FOREACH,
         "torch._foreach_neg": _FOREACH,
         "torch._foreach_norm": _FOREACH,
