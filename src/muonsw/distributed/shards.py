@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -39,10 +38,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank holds of each tensor; avoids a Python call per tensor where all are DTensors."""
-    if False in [hasattr(kind, "device_mesh") for kind in set(map(type, tensors))]:
-        return list(map(local, tensors))
-    return list(map(attrgetter("_local_tensor"), tensors))
+    """What this rank holds of each tensor; asks for each type once, because this runs before every step."""
+    sharded = {kind for kind in set(map(type, tensors)) if hasattr(kind, "device_mesh")}
+    return [as_dtensor(tensor)._local_tensor if type(tensor) in sharded else tensor for tensor in tensors]
 
 
 def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
