@@ -27,7 +27,11 @@ def test_products_equal_dense_ones(engine, turned, size, inner, device, monkeypa
     R = symmetric_product(X, X)
     expected = X.double() @ X.double().mT
     assert (R.double() - expected).abs().max() <= ONE_ROUNDING * expected.abs().max()
-    assert torch.equal(R, R.mT)
+    # Off the diagonal each tile is written twice. The interpreter multiplies by BLAS, whose products of a tile with
+    # itself are symmetric to the bit on some CPUs only.
+    tile = torch.arange(size, device=device) // 32
+    mirrored = (tile[:, None] != tile[None]) | (device.type == "cuda")
+    assert torch.equal(R[:, mirrored], R.mT[:, mirrored])
 
     a, b, c = NS5
     R = R / 16
