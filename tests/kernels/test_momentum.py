@@ -83,15 +83,35 @@ def test_preconditioners_of_equal_matrices(name, device):
     torch.testing.assert_close([*momenta, *squares], [*after, *averages], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_blocks_of_columns(name, device):
+    """Fused projections stored as (in, out) are split along the second axis; others of that shape have no gaps."""
+    flat, fused = (33, 60), (2, 33, 180)
+    group = {**GROUP, "precondition": name}
+
+    def tensors():
+        return [torch.rand(flat, device=device), *torch.rand(fused, device=device)[..., 60:120]]
+
+    grads, momenta, squares = tensors(), tensors(), tensors() if name == "muon2" else []
+    after, ahead, averages = by_torch(group, grads, momenta, squares)
+    found = normalized_momentum(group, grads, momenta, squares, flat, torch.float16, None)
+    expected = normalize(torch.stack(ahead))
+    assert (found.float() - expected).abs().max() <= 2 * 2.0**-11 * expected.abs().max()
+    torch.testing.assert_close([*momenta, *squares], [*after, *averages], rtol=1e-6, atol=1e-7)
+
+
 PLAIN = [(None, form, nesterov) for form in ("ema", "heavy_ball") for nesterov in (False, True)]
 
 
 @pytest.mark.parametrize(("name", "form", "nesterov"), [*PLAIN, ("sign", "ema", False), ("muon2", "ema", True)])
 def test_tensors_of_any_shapes(name, form, nesterov, device):
-    """Among them a block of a stack, which is not contiguous."""
-    shapes = [(5,), (2, 40, 30), (3000,), (7, 9)]
+    """Among them blocks of rows and of columns, which are not contiguous."""
+    shapes = [(5,), (2, 40, 30), (3000,), (7, 9), (50, 60), (2, 8, 6)]
     grads, momenta, squares = ([torch.rand(s, device=device) for s in shapes] for _ in range(3))
     momenta[1] = torch.rand(2, 80, 30, device=device)[:, :40]
+    for tensors in (grads, momenta, squares):
+        tensors[4] = torch.rand(50, 180, device=device)[:, 60:120]
+        tensors[5] = torch.rand(2, 8, 18, device=device)[..., 12:]
     squares = squares if name == "muon2" else []
     group = {**GROUP, "momentum_form": form, "nesterov": nesterov, "precondition": name}
     after, ahead, averages = by_torch(group, grads, momenta, squares)
@@ -100,13 +120,18 @@ def test_tensors_of_any_shapes(name, form, nesterov, device):
     torch.testing.assert_close([*momenta, *squares], [*after, *averages], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close([t.float() for t in targets], ahead, rtol=2.0**-11, atol=1e-6)
     assert not advance_momenta(GROUP, [grads[3].mT], [momenta[3].mT], [], None, None)
+    assert not advance_momenta(GROUP, [grads[4]], [momenta[4].contiguous()], [], None, None)
 
 
 def test_matrices_are_found_in_every_layout_that_a_kernel_reads(device):
     stack, block = torch.randn(2, 8, 6, device=device), torch.randn(2, 16, 6, device=device)[:, :8]
     tensors = [stack[1], stack, stack.view(2, 4, 12), block, stack[:1].expand(2, 8, 6)]
     matrices = [stack[1], *stack, *stack, *block, stack[0], stack[0]]
-    assert matrix_addresses(tensors, (8, 6)) == [matrix.data_ptr() for matrix in matrices]
+    assert matrix_addresses(tensors, (8, 6)) == ([matrix.data_ptr() for matrix in matrices], [])
+    columns = torch.randn(2, 8, 18, device=device)[..., 6:12]
+    matrices = [stack[0], columns[1], *columns]
+    begins = [matrix.data_ptr() for matrix in matrices]
+    assert matrix_addresses([stack[0], columns[1], columns], (8, 6)) == (begins, [6, 18, 18, 18])
     for tensor in (stack[0, :, :3], stack.mT, torch.randn(4, 6, 8, device=device)[::2]):
         assert matrix_addresses([stack, tensor], tuple(tensor.mT.shape[-2:])) is None
     assert matrix_addresses([stack, stack.half()], (8, 6)) is None
@@ -134,6 +159,6 @@ def test_shards_are_advanced_with_an_elementwise_preconditioner(name, device, ke
         pairs = zip(params, states, strict=True)
         items = [Item(0, "", param.detach(), torch.randn_like(param.detach()), state) for param, state in pairs]
         targets = [torch.empty(8, 12, device=device) for _ in params]
-        MUON.matrices.advance(group, whole_parts(items), targets)
+        MUON.matrices.advance(group, whole_parts(items), targets, None)
         found.append([*targets, *(tensor for state in states for tensor in state.values())])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

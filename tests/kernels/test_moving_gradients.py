@@ -65,9 +65,9 @@ def graphs(monkeypatch, kernels_on):
         monkeypatch.setattr(replay, "supports", lambda _optimizer, _batches: "")
 
 
-def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, **options):
+def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, split=None, **options):
     params = [nn.Parameter(p.detach().to(device, dtype)) for p in matrices(*SHAPES)]
-    split = {"matrix": "stack", "heads": 2} if algorithm == "muon" else {}
+    split = {"matrix": "stack", **(split or {"heads": 2})} if algorithm == "muon" else {}
     groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, **split}]
     settings = {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.9, "nonfinite": "propagate", "replay": True, **options}
     optimizer = MuonSW([{**group, "algorithm": algorithm} for group in groups], **settings)
@@ -96,6 +96,7 @@ def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, **opti
         {"cautious": True},
         {"chunk_bytes": 4096},
         {"dtype": torch.bfloat16},
+        {"split": {"heads": 2, "split_dim": 1}},
     ],
     ids=str,
 )

@@ -52,6 +52,8 @@ LONGEST_ROW = 8192
 def _advance(
     pointers,
     sizes,
+    columns,
+    strides,
     block_map,
     tensors,
     out,
@@ -66,6 +68,7 @@ def _advance(
     length,
     blocks,
     EQUAL: tl.constexpr,
+    STRIDED: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     EMA: tl.constexpr,
@@ -81,7 +84,8 @@ def _advance(
     """Advance the momentum of a block, and Muon^2's average squares; write what is to be orthogonalized.
 
     The rows of the table are gradients, momenta, squares and targets if there are any. EQUAL matrices have the same
-    number of blocks each, and their directions are one batch.
+    number of blocks each, and their directions are one batch. Where matrices are STRIDED, their rows are blocks of
+    longer rows; targets have no gaps.
     """
     place = tl.program_id(0)
     if EQUAL:  # one axis of programs, because the others end at 65,535
@@ -94,9 +98,13 @@ def _advance(
         tensor, offsets = block_of(block_map, BLOCK)
         size = whole_number(sizes, tensor, ALIGNED)
         inside, live = offsets < size, offsets < limit(size, bad, HAS_FLAG)
+    places = offsets
+    if STRIDED:
+        width = tl.load(columns + tensor)
+        places = offsets // width * tl.load(strides + tensor) + offsets % width
     momenta = start(pointers, tensors + tensor, MOMENTUM, ALIGNED)
-    g = tl.load(start(pointers, tensor, GRAD, ALIGNED) + offsets, mask=live, other=0.0).to(tl.float32)
-    m = tl.load(momenta + offsets, mask=live, other=0.0).to(tl.float32)
+    g = tl.load(start(pointers, tensor, GRAD, ALIGNED) + places, mask=live, other=0.0).to(tl.float32)
+    m = tl.load(momenta + places, mask=live, other=0.0).to(tl.float32)
     if MAXIMIZE:
         g = -g
     if EMA:
@@ -104,7 +112,7 @@ def _advance(
     else:
         m = beta * m + g
     m = m.to(MOMENTUM)
-    tl.store(momenta + offsets, m, mask=live)
+    tl.store(momenta + places, m, mask=live)
     ahead = m.to(tl.float32)
     if NESTEROV:
         if EMA:
@@ -115,8 +123,8 @@ def _advance(
         ahead = (ahead > 0).to(tl.float32) - (ahead < 0).to(tl.float32)
     if PRECONDITION == MUON2:
         squares = start(pointers, 2 * tensors + tensor, SQUARES, ALIGNED)
-        v = lerp(tl.load(squares + offsets, mask=live, other=0.0).to(tl.float32), g * g, gain2)
-        tl.store(squares + offsets, v.to(SQUARES), mask=live)
+        v = lerp(tl.load(squares + places, mask=live, other=0.0).to(tl.float32), g * g, gain2)
+        tl.store(squares + places, v.to(SQUARES), mask=live)
         ahead = tl.where(live, ahead / (tl.sqrt(v) + eps), 0.0)
 
     if EQUAL:
@@ -180,23 +188,29 @@ def _normalize(
             tl.store(pointers, (x * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def matrix_addresses(tensors: Sequence[Tensor], shape: tuple[int, int]) -> list[int] | None:
-    """Where each matrix of this shape begins in tensors that hold one or many; None if a kernel cannot read them."""
+def matrix_addresses(tensors: Sequence[Tensor], shape: tuple[int, int]) -> tuple[list[int], list[int]] | None:
+    """Where each matrix of this shape begins, and its row stride (none if no matrix has gaps between its rows).
+
+    A tensor holds one matrix or many. None if a kernel cannot read them.
+    """
     if tensors[0].dtype not in DTYPES or not one_dtype(tensors):
         return None
-    area = shape[0] * shape[1]
+    (rows, columns), area = shape, shape[0] * shape[1]
     if all_contiguous(tensors) and set(lengths(tensors)) == {area}:
-        return addresses(tensors)
+        return addresses(tensors), []
     begins: list[int] = []
+    strides: list[int] = []
     for tensor in tensors:
-        stride = area
+        count, between, stride = tensor.numel() // area, area, columns
         if not tensor.is_contiguous():
-            if tensor.shape[1:] != shape or not tensor[0].is_contiguous():
+            if tensor.shape[-2:] != shape or tensor.dim() > 3 or (columns > 1 and tensor.stride(-1) != 1):
                 return None
-            stride = tensor.stride(0)  # may be zero
-        begin, step = tensor.data_ptr(), stride * tensor.element_size()
-        begins.extend([begin + step * place for place in range(tensor.numel() // area)])
-    return begins
+            between = tensor.stride(0) if tensor.dim() == 3 else 0  # zero also where a matrix is expanded
+            stride = tensor.stride(-2) if rows > 1 else columns
+        begin, step = tensor.data_ptr(), between * tensor.element_size()
+        begins.extend([begin + step * place for place in range(count)])
+        strides.extend([stride] * count)
+    return begins, strides if set(strides) != {columns} else []
 
 
 def normalized_momentum(
@@ -220,20 +234,25 @@ def normalized_momentum(
             return None
         block, length = max(128, triton.next_power_of_2(columns)), columns
     lists = [tensors for tensors in (grads, momenta, squares) if tensors]
-    matrices = [begins for tensors in lists if (begins := matrix_addresses(tensors, shape)) is not None]
-    if len(matrices) < len(lists) or dtype not in DTYPES:
+    places = [found for tensors in lists if (found := matrix_addresses(tensors, shape)) is not None]
+    strides = places[0][1] if places else []
+    if len(places) < len(lists) or dtype not in DTYPES or any(others != strides for _, others in places):
         return None
+    matrices = [begins for begins, _ in places]
     count, blocks = len(matrices[0]), triton.cdiv(numel, length)
     out = torch.empty(count, rows, columns, dtype=dtype, device=device)
     sums = torch.empty(count, blocks, dtype=torch.float32, device=device)
     exponents = torch.empty(count, blocks, dtype=torch.int32, device=device)
-    pointers, is_aligned = table(matrices, device)
+    gaps = ([columns] * count, strides) if strides else ()
+    pointers, is_aligned = table((*matrices, *gaps), device)
     launch_on(
         device,
         _advance,
         (count * blocks,),
         pointers,
         pointers,
+        pointers[-2],
+        pointers[-1],
         pointers,
         count,
         out,
@@ -243,6 +262,7 @@ def normalized_momentum(
         *_coefficients(group),
         *(numel, length, blocks),
         EQUAL=True,
+        STRIDED=bool(gaps),
         HAS_FLAG=flag is not None,
         **_choices(group, grads, momenta, squares),
         TARGET=None,
@@ -279,13 +299,14 @@ def advance_momenta(
 ) -> bool:
     """Advance momenta of any shapes in place, and write directions to targets; False, and nothing done, if it cannot.
 
-    Targets, if any, have the shapes of the momenta and one dtype. There is no preconditioner of rows here.
+    Targets, if any, have the shapes of the momenta, one dtype and no gaps. There is no preconditioner of rows here.
     """
-    pieces = _contiguous_pieces([tensors for tensors in (grads, momenta, squares, targets) if tensors])
-    if pieces is None:
+    found = _rows_in_reach([tensors for tensors in (grads, momenta, squares) if tensors], targets)
+    if found is None:
         return False
+    pieces, gaps = found
     device, sizes = grads[0].device, lengths(pieces[0])
-    pointers, is_aligned = table((*map(addresses, pieces), sizes), device)
+    pointers, is_aligned = table((*map(addresses, pieces), *gaps, sizes), device)
     blocks = block_map(sizes, BLOCK, device)
     launch_on(
         device,
@@ -293,6 +314,8 @@ def advance_momenta(
         (blocks.shape[1],),
         pointers,
         pointers[-1],
+        pointers[-3],
+        pointers[-2],
         blocks,
         len(sizes),
         pointers,
@@ -302,6 +325,7 @@ def advance_momenta(
         *_coefficients(group),
         *(0, 0, 0),
         EQUAL=False,
+        STRIDED=bool(gaps),
         HAS_FLAG=flag is not None,
         **_choices(group, grads, momenta, squares),
         TARGET=None if targets is None else DTYPES[targets[0].dtype],
@@ -331,15 +355,36 @@ def _choices(
     }
 
 
-def _contiguous_pieces(lists: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]] | None:
-    """The same tensors, in all lists cut into matrices where a stack is not contiguous; None if a kernel cannot."""
+def _rows_in_reach(
+    sources: Sequence[Sequence[Tensor]], targets: Sequence[Tensor] | None
+) -> tuple[Sequence[Sequence[Tensor]], Sequence[Sequence[int]]] | None:
+    """The same tensors, in all lists cut into matrices where one has gaps; then also their columns and row strides.
+
+    None if a kernel cannot read them.
+    """
+    lists = [*sources, *([targets] if targets else [])]
     if not all(tensors[0].dtype in DTYPES and one_dtype(tensors) for tensors in lists):
         return None
     if all(map(all_contiguous, lists)):
-        return lists
+        return lists, ()
     pieces: list[list[Tensor]] = [[] for _ in lists]
+    columns: list[int] = []
+    strides: list[int] = []
     for alike in zip(*lists, strict=True):
-        contiguous = all_contiguous(alike)
-        for column, tensor in zip(pieces, alike, strict=True):
-            column.extend([tensor] if contiguous or tensor.dim() != 3 else tensor.unbind())
-    return pieces if all(map(all_contiguous, pieces)) else None
+        if all_contiguous(alike):
+            cut, width, stride = [alike], alike[0].numel(), alike[0].numel()
+        elif alike[0].dim() in (2, 3):
+            cut = list(zip(*(tensor.unbind() if tensor.dim() == 3 else [tensor] for tensor in alike), strict=True))
+            width, stride = alike[0].shape[-1], alike[0].stride(-2)
+            if any(tensor.stride()[-2:] != (stride, 1) for tensor in alike[: len(sources)]):
+                return None
+            if targets and not all_contiguous([matrices[-1] for matrices in cut]):
+                return None
+        else:
+            return None
+        for matrices in cut:
+            for column, matrix in zip(pieces, matrices, strict=True):
+                column.append(matrix)
+        columns += [width] * len(cut)
+        strides += [stride] * len(cut)
+    return pieces, () if columns == strides else (columns, strides)

@@ -153,10 +153,12 @@ def slice_factors(
     """
     (count, rows, columns), device = directions.shape, directions.device
     divides, options = group["normalize"] == "adamuon", NORMALIZE.options(group)
-    begins = matrix_addresses(averages, shape) if averages else []
+    places = matrix_addresses(averages, shape) if averages else ([], [])
     if directions.dtype not in DTYPES or not directions.is_contiguous() or directions.data_ptr() % 16:
         return None
-    if rows * columns >= 2**31 or begins is None or (averages and not divides and averages[0].dtype != torch.float32):
+    if rows * columns >= 2**31 or places is None or places[1]:  # a state with gaps between its rows
+        return None
+    if averages and not divides and averages[0].dtype != torch.float32:
         return None
     # NorMuon has an average for each slice; the others could take either, and rows are contiguous.
     by_row = group["normalize"] != "normuon" or (shape[1] == 1) != group.get("transposed", False)
@@ -165,7 +167,7 @@ def slice_factors(
     tile = {"SLICES": short, "ALONG": LONG} if by_row else {"SLICES": LONG, "ALONG": short}
     groups = triton.cdiv(slices, tile["SLICES"])
     sums = torch.empty(count, slices, dtype=torch.float32, device=device)
-    pointers, is_aligned = table([begins], device) if begins else (sums, False)
+    pointers, is_aligned = table([places[0]], device) if averages else (sums, False)
     gain2, eps = 1 - options.get("beta2", 0.0), options.get("eps", 0.0)
     shared = {"HAS_FLAG": flag is not None, "ALIGNED": is_aligned}
     launch_on(
