@@ -41,6 +41,9 @@ from muonsw.work import Batch, Group, Item, label_of, names_of
 # Plans that are remembered: parameters that have gradients now and then make several.
 _REMEMBERED = 8
 
+# Above every rank.
+_NO_RANK = 2**31
+
 # Not compared: what is held by each rank in its own way, and counts of steps, which a rank that failed has not taken.
 _NOT_COMPARED = ("params", "param_names", "step_count", "gradient_average")
 
@@ -78,7 +81,7 @@ class Message(NamedTuple):
     minus_new: int  # -1 if its parameters have changed
     own_lacks: int
     minus_own_lacks: int
-    failed: int  # the number of a rank that cannot take the step, or the number of ranks
+    failed: int  # the lowest rank that cannot take the step, or _NO_RANK
 
 
 class Ranks:
@@ -153,8 +156,7 @@ class Ranks:
         common = own = _digest(lacks)
         if not self.is_settled and self._agreed is not None and self._can_join():
             common = _digest(self._agreed[1])
-        world = dist.get_world_size()
-        self._sent = Message(1, plan, -plan, common, -common, -self.is_settled, -is_new, own, -own, world)
+        self._sent = Message(1, plan, -plan, common, -common, -self.is_settled, -is_new, own, -own, _NO_RANK)
         self._write(self._sent)
 
     def _can_join(self) -> bool:
@@ -223,7 +225,7 @@ class Ranks:
         terms, flag = self._terms, self.reduced(finite)
         result = self._read()
         if result.minus_settled:  # some ranks have gone on, with the step that was agreed on before
-            if self._agreed is None or not self._can_join() or _has_failed(result):
+            if self._agreed is None or not self._can_join() or result.failed < _NO_RANK:
                 self._in_doubt = True
                 exchange_nothing(self._last_rounds)
                 _refuse_failed(result)
@@ -361,12 +363,8 @@ def _digest(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7]) >> 6
 
 
-def _has_failed(result: Message) -> bool:
-    return result.failed < dist.get_world_size()
-
-
 def _refuse_failed(result: Message) -> None:
-    if _has_failed(result):
+    if result.failed < _NO_RANK:
         raise RuntimeError(f"rank {result.failed} could not take a step, so no rank took it; its own error says why")
 
 
