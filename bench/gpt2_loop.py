@@ -53,7 +53,8 @@ def main() -> None:
     chosen = {name: build for name, build in contenders().items() if not args.only or name in args.only}
     if args.host:
         for name, build in chosen.items():
-            profile_host(name, build, GPT2LMHeadModel(config(args)).to(device), device, args.top)
+            model = GPT2LMHeadModel(config(args)).to(device)
+            profile_host(name, build, sharded(model, device) if args.fsdp else model, device, args.top)
         return
     record = {"environment": environment(device), "results": {}}
     for rows in args.batches:
@@ -251,7 +252,9 @@ def profile_host(name: str, build: Build, model: nn.Module, device: torch.device
         step()
     settled = host_times(step, device)
     moving = host_times(step, device, moved)
-    print(f"\n{name}: host ms a step {settled:.2f}, gradients moving {moving:.2f}; launches {launches(step, device)}")
+    replays = getattr(getattr(optimizers[0], "_replay", None), "_replays", 0)
+    print(f"\n{name}: host ms a step {settled:.2f}, gradients moving {moving:.2f}; {replays} steps replayed")
+    print(f"launches {launches(step, device)}")
     if top:
         profiler = cProfile.Profile()
         for _ in range(30):
