@@ -73,6 +73,17 @@ def test_a_stack_of_blocks_and_a_matrix_move_along_one_batch(device):
     assert not move(Weights(weights), [U[:2], U[2].clone()], 1.0, False, StepContext(0.5, 0.25, 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_columns_move_like_matrices_without_gaps(dtype, device):
+    fused, U = torch.randn(33, 180).to(device, dtype), torch.randn(3, 33, 60, device=device)
+    counters, keys = [torch.tensor(5.0, device=device)] * 3, [1, 2, 3]
+    rounding = (counters, keys) if dtype == torch.bfloat16 else ()
+    twins = [block.clone() for block in fused.split(60, dim=1)]
+    for weights in (list(fused.split(60, dim=1)), twins):
+        assert move(Weights(weights, *rounding), list(U), 1.0, False, StepContext(0.5, 0.25, 0))
+    assert torch.equal(fused, torch.cat(twins, dim=1))
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(20, 300), (3000, 3), (7, 5000), (1, 50), (50, 1)])
 @pytest.mark.parametrize("by_row", [True, False])
 def test_factors_of_rows_and_columns(by_row, rows, columns, device):

@@ -95,7 +95,7 @@ def test_members(options, device, kernels_on):
 @pytest.mark.parametrize("split_dim", [0, 1])
 @pytest.mark.parametrize("slot", [{}, {"normalize": "normuon"}, {"normalize": "muon_plus"}], ids=str)
 def test_blocks_of_one_matrix(slot, split_dim, device, kernels_on):
-    """Those along the second axis are not contiguous, so torch moves them."""
+    """Those along the second axis have gaps between their rows."""
 
     def build(params):
         options = {"split_sizes": (12, 12), "split_dim": split_dim, "ns_dtype": "float16"}

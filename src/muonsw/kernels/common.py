@@ -49,6 +49,13 @@ def block_of(blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def across_gaps(offsets, widths, strides, owner):
+    """Where elements lie in a matrix whose rows are parts of longer rows."""
+    width = tl.load(widths + owner)
+    return offsets // width * tl.load(strides + owner) + offsets % width
+
+
+@triton.jit
 def limit(size, bad, HAS_FLAG: tl.constexpr):
     """How many of `size` elements this step may change: all or none."""
     if HAS_FLAG:

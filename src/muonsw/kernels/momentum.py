@@ -21,6 +21,7 @@ from muonsw.kernels import launch_on
 from muonsw.kernels.common import (
     BY_FOUR,
     DTYPES,
+    across_gaps,
     alignment,
     block_of,
     by_four,
@@ -30,7 +31,7 @@ from muonsw.kernels.common import (
     start,
     whole_number,
 )
-from muonsw.kernels.tables import addresses, block_map, lengths, table
+from muonsw.kernels.tables import addresses, block_map, runs, table
 from muonsw.nonfinite import Flag
 from muonsw.slots import PRECONDITION
 from muonsw.work import Group, all_contiguous, one_dtype
@@ -52,7 +53,7 @@ LONGEST_ROW = 8192
 def _advance(
     pointers,
     sizes,
-    columns,
+    widths,
     strides,
     block_map,
     tensors,
@@ -100,8 +101,7 @@ def _advance(
         inside, live = offsets < size, offsets < limit(size, bad, HAS_FLAG)
     places = offsets
     if STRIDED:
-        width = tl.load(columns + tensor)
-        places = offsets // width * tl.load(strides + tensor) + offsets % width
+        places = across_gaps(offsets, widths, strides, tensor)
     momenta = start(pointers, tensors + tensor, MOMENTUM, ALIGNED)
     g = tl.load(start(pointers, tensor, GRAD, ALIGNED) + places, mask=live, other=0.0).to(tl.float32)
     m = tl.load(momenta + places, mask=live, other=0.0).to(tl.float32)
@@ -189,28 +189,26 @@ def _normalize(
 
 
 def matrix_addresses(tensors: Sequence[Tensor], shape: tuple[int, int]) -> tuple[list[int], list[int]] | None:
-    """Where each matrix of this shape begins, and its row stride (none if no matrix has gaps between its rows).
+    """Where each matrix of this shape begins, and its row stride; no strides if no rows have gaps between them.
 
     A tensor holds one matrix or many. None if a kernel cannot read them.
     """
-    if tensors[0].dtype not in DTYPES or not one_dtype(tensors):
+    stretches, (rows, columns) = runs(tensors), shape
+    if tensors[0].dtype not in DTYPES or not one_dtype(tensors) or stretches is None:
         return None
-    (rows, columns), area = shape, shape[0] * shape[1]
-    if all_contiguous(tensors) and set(lengths(tensors)) == {area}:
-        return addresses(tensors), []
+    if not stretches.rows and set(stretches.sizes) == {rows * columns}:
+        return stretches.addresses, []
     begins: list[int] = []
     strides: list[int] = []
-    for tensor in tensors:
-        count, between, stride = tensor.numel() // area, area, columns
-        if not tensor.is_contiguous():
-            if tensor.shape[-2:] != shape or tensor.dim() > 3 or (columns > 1 and tensor.stride(-1) != 1):
-                return None
-            between = tensor.stride(0) if tensor.dim() == 3 else 0  # zero also where a matrix is expanded
-            stride = tensor.stride(-2) if rows > 1 else columns
-        begin, step = tensor.data_ptr(), between * tensor.element_size()
-        begins.extend([begin + step * place for place in range(count)])
-        strides.extend([stride] * count)
-    return begins, strides if set(strides) != {columns} else []
+    step = rows * columns * tensors[0].element_size()
+    widths, gaps = stretches.rows or (stretches.sizes, stretches.sizes)
+    for begin, size, width, stride in zip(stretches.addresses, stretches.sizes, widths, gaps, strict=True):
+        count, rest = divmod(size, rows * columns)
+        if rest or width not in (size, columns):
+            return None
+        begins += [begin + step * place for place in range(count)]
+        strides += [columns if width == size else stride] * count
+    return begins, strides if stretches.rows else []
 
 
 def normalized_momentum(
@@ -301,12 +299,20 @@ def advance_momenta(
 
     Targets, if any, have the shapes of the momenta, one dtype and no gaps. There is no preconditioner of rows here.
     """
-    found = _rows_in_reach([tensors for tensors in (grads, momenta, squares) if tensors], targets)
-    if found is None:
+    lists = [tensors for tensors in (grads, momenta, squares) if tensors]
+    if not all(tensors[0].dtype in DTYPES and one_dtype(tensors) for tensors in (*lists, targets or grads)):
         return False
-    pieces, gaps = found
-    device, sizes = grads[0].device, lengths(pieces[0])
-    pointers, is_aligned = table((*map(addresses, pieces), *gaps, sizes), device)
+    found = [stretches for tensors in lists if (stretches := runs(tensors)) is not None]
+    if len(found) < len(lists) or any(stretches[1:] != found[0][1:] for stretches in found):
+        return False
+    if targets and not all_contiguous(targets):
+        return False
+    device, (_, sizes, owners, positions, gaps) = grads[0].device, found[0]
+    rows = [stretches.addresses for stretches in found]
+    if targets:
+        begins, width = addresses(targets), targets[0].element_size()
+        rows.append([begins[owner] + width * place for owner, place in zip(owners, positions, strict=True)])
+    pointers, is_aligned = table((*rows, *gaps, sizes), device)
     blocks = block_map(sizes, BLOCK, device)
     launch_on(
         device,
@@ -329,7 +335,7 @@ def advance_momenta(
         HAS_FLAG=flag is not None,
         **_choices(group, grads, momenta, squares),
         TARGET=None if targets is None else DTYPES[targets[0].dtype],
-        ALIGNED=alignment(is_aligned, *(tensors[0] for tensors in pieces)),
+        ALIGNED=alignment(is_aligned, *(tensors[0] for tensors in (*lists, targets or grads))),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -353,38 +359,3 @@ def _choices(
         "PRECONDITION": PRECONDITIONS[group["precondition"]],
         "SQUARES": DTYPES[squares[0].dtype] if squares else None,
     }
-
-
-def _rows_in_reach(
-    sources: Sequence[Sequence[Tensor]], targets: Sequence[Tensor] | None
-) -> tuple[Sequence[Sequence[Tensor]], Sequence[Sequence[int]]] | None:
-    """The same tensors, in all lists cut into matrices where one has gaps; then also their columns and row strides.
-
-    None if a kernel cannot read them.
-    """
-    lists = [*sources, *([targets] if targets else [])]
-    if not all(tensors[0].dtype in DTYPES and one_dtype(tensors) for tensors in lists):
-        return None
-    if all(map(all_contiguous, lists)):
-        return lists, ()
-    pieces: list[list[Tensor]] = [[] for _ in lists]
-    columns: list[int] = []
-    strides: list[int] = []
-    for alike in zip(*lists, strict=True):
-        if all_contiguous(alike):
-            cut, width, stride = [alike], alike[0].numel(), alike[0].numel()
-        elif alike[0].dim() in (2, 3):
-            cut = list(zip(*(tensor.unbind() if tensor.dim() == 3 else [tensor] for tensor in alike), strict=True))
-            width, stride = alike[0].shape[-1], alike[0].stride(-2)
-            if any(tensor.stride()[-2:] != (stride, 1) for tensor in alike[: len(sources)]):
-                return None
-            if targets and not all_contiguous([matrices[-1] for matrices in cut]):
-                return None
-        else:
-            return None
-        for matrices in cut:
-            for column, matrix in zip(pieces, matrices, strict=True):
-                column.append(matrix)
-        columns += [width] * len(cut)
-        strides += [stride] * len(cut)
-    return pieces, () if columns == strides else (columns, strides)

@@ -2,7 +2,7 @@
 
 One launch works on a list of tensors, whose addresses are columns of a table. Its rows: the weight; for stochastic
 rounding the step counter, the key of the noise and the position of the first element; other whole numbers; what the
-kernel reads beside weights; last the sizes.
+kernel reads beside weights; the widths and strides of rows if any have gaps between them; last the sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from muonsw.kernels import launch_on
 from muonsw.kernels.common import (
     BY_FOUR,
     DTYPES,
+    across_gaps,
     alignment,
     block_of,
     by_four,
@@ -67,6 +68,7 @@ def write(
     tensors,
     owner,
     offsets,
+    places,
     inside,
     direction,
     rate,
@@ -76,9 +78,9 @@ def write(
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Decay and move the weights of one block, in float32, and round once."""
+    """Decay and move the weights of one block, which lie at `places`, in float32, and round once."""
     weights = start(pointers, owner, WEIGHT, ALIGNED)
-    w = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weights + places, mask=inside, other=0.0).to(tl.float32)
     if CAUTIOUS:  # spares elements that move outward
         w = w - tl.where(w * direction >= 0, w, 0.0) * decay
     else:
@@ -89,7 +91,7 @@ def write(
         key = tl.load(pointers + 2 * tensors + owner)
         position = tl.load(pointers + 3 * tensors + owner) + offsets
         w = stochastic_round(w, step, key, position, WEIGHT)
-    tl.store(weights + offsets, w.to(WEIGHT), mask=inside)
+    tl.store(weights + places, w.to(WEIGHT), mask=inside)
 
 
 def choices(weights: Weights, cautious: bool, ctx: StepContext) -> dict[str, object]:
@@ -106,6 +108,8 @@ def choices(weights: Weights, cautious: bool, ctx: StepContext) -> dict[str, obj
 def _move(
     pointers,
     sizes,
+    widths,
+    strides,
     blocks,
     tensors,
     directions,
@@ -116,6 +120,7 @@ def _move(
     phi,
     scale,
     bad,
+    STRIDED: tl.constexpr,
     FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
     HAS_FLAG: tl.constexpr,
@@ -141,8 +146,13 @@ def _move(
         if FACTORS == "columns":
             slices = slices // rows * columns + place - below * columns
         direction *= tl.load(factors + slices, mask=inside, other=0.0)
+    places = offsets
+    if STRIDED:
+        places = across_gaps(offsets, widths, strides, owner)
     rate, decay = rates(eta, phi, scale, ON_DEVICE)
-    write(pointers, tensors, owner, offsets, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED)
+    write(
+        pointers, tensors, owner, offsets, places, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED
+    )
 
 
 # Numbers up to it and a block have exact quotients in float32, as `_move` takes them.
@@ -176,7 +186,8 @@ def move(
     sizes, companions = stretches.sizes, weights.rounding_rows(stretches)
     first, row = [0, *accumulate(sizes[:-1])], 1 + len(companions)
     device = directions[0].device
-    pointers, is_aligned = table((stretches.addresses, *companions, first, sizes), device, range(1, row))
+    rows = (stretches.addresses, *companions, first, *stretches.rows, sizes)
+    pointers, is_aligned = table(rows, device, range(1, row))
     is_aligned &= directions[0].data_ptr() % 16 == 0
     blocks = block_map(sizes, BLOCK, device)
     # Strides tell rows from columns also where a matrix has one of them.
@@ -187,11 +198,14 @@ def move(
         (blocks.shape[1],),
         pointers,
         pointers[-1],
+        pointers[-3],
+        pointers[-2],
         blocks,
         len(sizes),
         directions[0],
         *((pointers, 1, 1) if factors is None else (factors, *factors.shape[1:])),
         *(ctx.eta, ctx.phi, scale, flag_or(ctx.flag, pointers)),
+        STRIDED=bool(stretches.rows),
         FACTORS=of,
         STATE_ROW=row,
         **choices(weights, cautious, ctx),

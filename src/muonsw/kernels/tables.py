@@ -190,38 +190,40 @@ def lengths(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 class Stretches(NamedTuple):
-    """Stretches of memory: where each begins, how long it is, of which tensor of a list, from which element on."""
+    """Matrices and other stretches of memory that a list of tensors consists of, in the order of their elements.
+
+    Attributes:
+        addresses: where each begins.
+        sizes: how many elements it has.
+        owners: of which tensor it is.
+        positions: from which element on.
+        rows: how many elements lie in a row and from one row to the next; empty if no rows have gaps between them.
+    """
 
     addresses: list[int]
     sizes: tuple[int, ...]
     owners: Sequence[int]
     positions: Sequence[int]
-
-
-# Shorter stretches are left to torch, which has strides.
-_SHORTEST_RUN = 1024
+    rows: tuple[list[int], list[int]] | tuple[()] = ()
 
 
 def runs(tensors: Sequence[Tensor]) -> Stretches | None:
-    """The stretches of memory that tensors consist of, in the order of their elements; None if there are too many.
-
-    A tensor is one stretch, or one for each index of its first axis.
-    """
+    """The stretches that tensors consist of; None where one is neither contiguous nor made of rows that are."""
     if all_contiguous(tensors):
         return Stretches(addresses(tensors), lengths(tensors), range(len(tensors)), [0] * len(tensors))
-    rows: list[tuple[int, int, int, int]] = []
+    found: list[tuple[int, int, int, int, int, int]] = []
     for owner, tensor in enumerate(tensors):
-        begin, size = tensor.data_ptr(), tensor.numel()
-        if tensor.is_contiguous():
-            rows.append((begin, size, owner, 0))
-            continue
-        size //= max(1, tensor.shape[0])
-        if size < _SHORTEST_RUN or not tensor[0].is_contiguous():
-            return None
-        stride = tensor.stride(0) * tensor.element_size()
-        rows.extend((begin + stride * k, size, owner, size * k) for k in range(tensor.shape[0]))
-    begins, sizes, owners, positions = zip(*rows, strict=True)
-    return Stretches(list(begins), sizes, owners, positions)
+        pieces = [tensor] if tensor.is_contiguous() or tensor.dim() < 3 else tensor.unbind()
+        for place, piece in enumerate(pieces):
+            size = width = stride = piece.numel()
+            if not piece.is_contiguous():
+                if piece.dim() != 2 or piece.stride(1) != 1:
+                    return None
+                width, stride = piece.shape[1], piece.stride(0)
+            found.append((piece.data_ptr(), size, owner, size * place, width, stride))
+    begins, sizes, owners, positions, widths, strides = map(list, zip(*found, strict=True))
+    rows = () if widths == strides else (widths, strides)
+    return Stretches(begins, tuple(sizes), owners, positions, rows)
 
 
 def aligned(*rows: Sequence[int]) -> bool:
