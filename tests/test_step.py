@@ -114,7 +114,7 @@ def test_skipped_steps_are_reported_of_at_growing_intervals():
 def test_a_step_that_finds_no_gradient_is_reported_of_once():
     params = matrices((4, 4))
     optimizer = MuonSW(params, lr=0.1)
-    with pytest.warns(UserWarning, match="no gradient at all, so nothing was changed"):
+    with pytest.warns(UserWarning, match="found no gradients, so nothing was changed"):
         optimizer.step()
     optimizer.step()
 
@@ -268,7 +268,7 @@ def test_state_and_gradients_of_another_shape_are_refused_with_nothing_changed(a
     params[1].grad = None
     set_gradients(params, 1)
     if optimizer.state[params[1]]:
-        with pytest.raises(ValueError, match=r"of b has shape \(4, 4\), and the parameter is now \(6, 4\)"):
+        with pytest.raises(ValueError, match=r"of b has shape \(4, 4\), but the parameter now has \(6, 4\)"):
             optimizer.step()
     assert_same(before, [param.detach() for param in params])
     optimizer.state[params[1]].clear()

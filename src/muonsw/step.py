@@ -1,13 +1,13 @@
 """One step: plan, commit, update, apply.
 
-    plan     parameters with gradients, in batches of one group, device and dtype; eta and phi of each batch. Everything
-             that can be wrong is found here, on copies of the groups: a step that raises has changed nothing.
-    commit   write peaks and counters into the groups, and allocate state that is missing.
-    update   momenta and directions, one chunk at a time (`algorithms/`); sharded matrices are exchanged.
-    apply    the only place where weights change (`apply.py`).
+    plan     collect parameters with gradients into batches of one group, device and dtype; compute eta and phi of each
+             batch. All validation happens here, on copies of the groups, so a step that raises has changed nothing.
+    commit   allocate missing state, and write peaks and counters into the groups.
+    update   compute momenta and directions, one chunk at a time (`algorithms/`); exchange sharded matrices.
+    apply    change the weights, here and nowhere else (`apply.py`).
 
-Only the machine can fail in the last two (no memory for a chunk, an interrupt). Then the step is not counted, but what
-was updated before stays so.
+Only the machine can fail in the last two stages (out of memory, an interrupt). The step is then not counted, but chunks
+that were already updated stay updated.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ ACCELERATOR_CHUNK_BYTES = 9 * 2**26
 
 
 class Plan(NamedTuple):
-    """What a step will do: groups as they will be after it, batches, and the context of each batch."""
+    """What a step will do: the groups as they will be afterwards, batches, and the context of each batch."""
 
     groups: list[Group]
     batches: list[Batch]
     contexts: list[StepContext]
 
 
-@_disable_dynamo  # kernels and graphs are faster than what the compiler would make of a step
+@_disable_dynamo  # our kernels and graphs are faster than a compiled step
 def take_step(optimizer: ScaledDecayOptimizer) -> None:
-    """Take one step; nothing has changed when it raises, unless the machine failed."""
+    """Take one step. If it raises, nothing has changed, unless the machine failed."""
     ranks, groups = optimizer._ranks, optimizer.param_groups
-    # other ranks hold parts or copies of a parameter; DTensors may be swapped in at any time
+    # do other ranks hold parts or copies of a parameter? DTensors may be swapped in at any time
     ranks.is_shared = ranks.process_group is not None or True in [any_dtensor(group["params"]) for group in groups]
     if ranks.is_shared:
         ranks.prepare(groups, {"nonfinite": optimizer.nonfinite, "chunk_bytes": optimizer.chunk_bytes})
@@ -74,8 +74,8 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
     for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
         group["step_count"] += 1
         group["update_count"] = planned["update_count"]
-    # Algorithms that begin their bases at the first step do so at the next one if the first was skipped. Only then the
-    # device is waited for.
+    # If the first step was skipped, algorithms that build their bases at the first step do so at the next one. Only
+    # the first step waits for the device here.
     first = [group for group in optimizer.param_groups if group["update_count"] == 1]
     if first and (finite.bad if isinstance(finite, Flag) else not finite):
         for group in first:
@@ -88,9 +88,9 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
 def make_plan(
     optimizer: ScaledDecayOptimizer, batches: list[Batch] | None = None, absent: Sequence[Tensor] = ()
 ) -> Plan:
-    """Check rates, find peaks, and collect batches, unless they are known; changes nothing.
+    """Check rates, find peaks and collect batches (unless the caller has them); changes nothing.
 
-    The gradients of `absent` are on other ranks alone, and zero here.
+    Parameters in `absent` have a gradient on other ranks only; here it counts as zero.
     """
     groups = [dict(group) for group in optimizer.param_groups]
     counters = optimizer._counters
@@ -101,8 +101,8 @@ def make_plan(
         if "max_momentum" in group and group["momentum"] and "betas" not in ALGORITHMS[group["algorithm"]].defaults:
             counters.warn_once(
                 "momentum not cycled",
-                f"the scheduler cycles betas, and algorithm={group['algorithm']!r} has momentum instead, which stays "
-                f"at {group['momentum']:g}; pass cycle_momentum=False to the scheduler",
+                f"the scheduler cycles betas, but algorithm={group['algorithm']!r} uses momentum, which stays at "
+                f"{group['momentum']:g}; pass cycle_momentum=False to the scheduler",
             )
     changes = [rates.check(group, number, counters) for number, group in enumerate(groups)]
     if any(changes):
@@ -110,8 +110,8 @@ def make_plan(
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
         counters.warn_once(
             "no decay",
-            "no param group decays: each has weight_decay=0 of its own, whatever the optimizer was built with; set it "
-            "in the groups that should decay, or build the optimizer with weight_decay=0",
+            "no param group decays: every group sets weight_decay=0, which overrides the optimizer's own; set it in "
+            "the groups that should decay, or build the optimizer with weight_decay=0",
         )
     if batches is None:
         batches = collect(optimizer, groups, absent)
@@ -124,9 +124,9 @@ def make_plan(
 
 
 def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequence[Tensor] = ()) -> list[Batch]:
-    """The parameters that have gradients, in batches; of a sharded one, the shard of this rank."""
+    """Collect parameters with gradients into batches; of a sharded parameter, this rank's shard."""
     zero, position, batches = {id(param) for param in absent}, 0, []
-    make, state_of = Item._make, optimizer.state.get  # a small step takes as long as its Python
+    make, state_of = Item._make, optimizer.state.get  # small steps are bound by Python
     for number, group in enumerate(groups):
         params, names = group["params"], group.get("param_names") or ()
         if len(names) != len(params):
@@ -152,13 +152,13 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
                 item = make((place, name, param, given, state_of(param) or {}, None))
             state, shape = item.state, item.param.shape
             momentum = state.get("momentum_buffer", state.get("exp_avg"))
-            if momentum is not None and momentum.shape != shape:  # kernels read as many elements as the weight has
+            if momentum is not None and momentum.shape != shape:  # kernels would read past the end
                 raise ValueError(
-                    f"the state of {name} has shape {tuple(momentum.shape)}, and the parameter is now {tuple(shape)}; "
-                    f"start afresh with optimizer.state[param].clear()"
+                    f"the state of {name} has shape {tuple(momentum.shape)}, but the parameter now has {tuple(shape)}; "
+                    f"reset it with optimizer.state[param].clear()"
                 )
             if view is not None and len(shape) < 2:
-                view.count(shape)  # raises: a framework has flattened the matrix
+                view.count(shape)  # raises, because a framework has flattened the matrix
             by_kind.setdefault((item.param.device, item.param.dtype), []).append(item)
         position += len(params)
         for kind, alike in by_kind.items():
@@ -166,14 +166,14 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
             batches.append(Batch(number, group, *kind, parameters, alike, view))
             if kind[0].type == "meta":
                 raise ValueError(
-                    f"{alike[0].name} is on the meta device and has no values to change; give the model memory with "
-                    f"model.to_empty(device=...), initialize it, and build the optimizer after that"
+                    f"{alike[0].name} is on the meta device, so it has no values to change; call "
+                    f"model.to_empty(device=...), initialize the model, then build the optimizer"
                 )
     return batches
 
 
 def settled_plan(optimizer: ScaledDecayOptimizer) -> Plan:
-    """Plan and commit a step that needs no agreement: on this rank alone, or like the last one that ranks agreed on."""
+    """Plan and commit a step that needs no agreement: one rank, or the plan that ranks last agreed on."""
     try:
         plan = make_plan(optimizer, optimizer._replay.ready(optimizer))
         if optimizer.nonfinite == "raise" and plan.batches:
@@ -189,14 +189,14 @@ def settled_plan(optimizer: ScaledDecayOptimizer) -> Plan:
 
 
 def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, Flag | bool]:
-    """The plan that all ranks that share parameters agree on, and whether all have finite gradients; waits for them."""
+    """Agree on a plan with all ranks that share parameters; also return whether all gradients are finite."""
     try:
         plan = make_plan(optimizer)
         for batch in [batch for batch in plan.batches if ALGORITHMS[batch.group["algorithm"]].matrices is not None]:
             for item in [item for item in batch.items if item.dtensor is not None]:
                 refuse_interleaved(item.name, item.parameter)
         finite: Flag | bool = optimizer.nonfinite == "propagate" or finite_flag(plan.batches, None, False)
-        allocate(optimizer)  # a rank without memory for it must not leave the others waiting
+        allocate(optimizer)  # here, so that a rank that runs out of memory does not leave the others waiting
     except Exception:
         optimizer._ranks.fail()
         raise
@@ -209,7 +209,7 @@ def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, Flag | bool]:
 
 
 def chunk_bytes(optimizer: ScaledDecayOptimizer, device: torch.device) -> int:
-    """How much temporary memory a chunk may take."""
+    """The temporary memory that a chunk may use."""
     return optimizer.chunk_bytes or (CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES)
 
 
@@ -231,8 +231,8 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
     if not plan.batches:
         optimizer._counters.warn_once(
             "no gradient",
-            "this step found no gradient at all, so nothing was changed; if the model was wrapped, sharded or moved "
-            "after the optimizer was built, build the optimizer last",
+            "this step found no gradients, so nothing was changed; if the model was wrapped, sharded or moved after "
+            "the optimizer was built, build the optimizer last",
         )
     if optimizer._left_out:
         optimizer.warn_of_unfrozen()
@@ -250,7 +250,7 @@ def update_and_apply(
     finite: Flag | bool | None = None,
     captured: bool = False,
 ) -> Flag | bool:
-    """Update all parameters, sharded matrices by an exchange; return whether gradients were finite, as far as known."""
+    """Update all parameters; return whether gradients were finite, as a flag if only the device knows."""
     ranks = optimizer._ranks
     if finite is None:
         finite = True
@@ -283,7 +283,7 @@ def update_and_apply(
 
 
 def update_batch(batch: Batch, items: list[Item], ctx: StepContext, *, is_decoded: bool = False) -> None:
-    """Update parameters of a batch whose matrices are whole on this rank, one chunk after another."""
+    """Update parameters whose matrices are whole on this rank, one chunk after another."""
     group, algorithm = batch.group, ALGORITHMS[batch.group["algorithm"]]
     if not is_decoded:
         count_step(items, ctx.flag)
@@ -295,14 +295,14 @@ def update_batch(batch: Batch, items: list[Item], ctx: StepContext, *, is_decode
         for bucket, parts in matrix_chunks(batch.view, items, ctx.chunk_bytes):
             apply_update(group, algorithm.update(group, Chunk(parts, batch.view, bucket), ctx), ctx)
         return
-    items = [item for item in items if item.param.numel()]  # an empty shard would keep others from kernels
+    items = [item for item in items if item.param.numel()]  # kernels take no empty shards
     fused = algorithm.fused if group["fused"] is not False else None
-    # A kernel takes all tensors at once, except low-precision weights: their noise depends on how they are cut.
+    # A kernel takes all tensors at once, except low-precision weights, whose noise depends on how they are chunked.
     at_once = bool(items and fused and batch.dtype not in LOW_PRECISION and fused(group, whole_parts(items), ctx))
     for parts in elementwise_chunks(items, ctx.chunk_bytes) if items and not at_once else ():
         if not (fused and fused(group, parts, ctx)):
             apply_update(group, algorithm.update(group, Chunk(parts), ctx), ctx)
-    if fused:  # fused kernels do not tell autograd that weights have changed
+    if fused:  # fused kernels do not tell autograd that they changed weights
         increment_version([item.param if item.dtensor is None else item.dtensor for item in items])
 
 
@@ -314,7 +314,7 @@ def count_step(items: list[Item], flag: Flag | None) -> None:
         torch._foreach_add_(counters, flag.taken, alpha=1)  # without alpha torch would read the tensor on the host
     elif not counters[0].is_cpu:
         torch._foreach_add_(counters, 1)
-    else:  # CPU foreach falls back to a loop, which would make a tensor of the number for each
+    else:  # CPU foreach falls back to a loop that would turn the number into a tensor each time
         torch._foreach_add_(counters, counters[0].new_ones(()), alpha=1)
 
 
@@ -324,7 +324,7 @@ def exchange(
     contexts: list[StepContext],
     layouts: list[list[Layout]],
 ) -> None:
-    """Update matrices of which other ranks hold parts or copies."""
+    """Update matrices that other ranks hold parts or copies of."""
     encoded: list[tuple[Batch, StepContext, list[Item]]] = []
     for number, (batch, ctx) in enumerate(zip(batches, contexts, strict=True)):
         count_step(batch.items, ctx.flag)

@@ -1,4 +1,4 @@
-"""What one step works on: parameters with their gradients, in batches, and what every batch must know."""
+"""What one step works on: parameters with their gradients, in batches, and the context of each batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ State = dict[str, Tensor]
 class Item(NamedTuple):
     """One parameter with a gradient, at one step.
 
-    Of a sharded parameter, `param`, `grad` and `state` are what this rank holds, and `dtensor` is the DTensor.
+    For a sharded parameter, `param`, `grad` and `state` are local, and `dtensor` is the DTensor.
     """
 
     position: int
@@ -36,10 +36,10 @@ class Item(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Parameters that are updated together: of one group, on one device, in one dtype.
+    """Parameters of one group, device and dtype, which are updated together.
 
-    `group` is the planned copy of group `number`: its peak and counters are those of this step. `parameters` are those
-    of the group, `items` what this rank works on. `view` is how a rule of matrices sees them at this step.
+    `group` is the planned copy of group `number`, with the peak and counters of this step. `items` are what this rank
+    holds of `parameters`. `view` says how a matrix algorithm sees them at this step.
     """
 
     number: int
@@ -56,19 +56,19 @@ class Batch(NamedTuple):
 
 
 class StepContext(NamedTuple):
-    """What the update of a batch must know about its step."""
+    """What the update of a batch needs to know about its step."""
 
-    eta: float | Tensor  # the learning rate; in a CUDA graph a scalar on the device
-    phi: float | Tensor  # the fraction of each weight that decay takes, likewise
-    chunk_bytes: int  # temporary memory that one chunk may take
-    flag: Flag | None = None  # where only the device knows whether gradients are finite; if not, nothing may change
+    eta: float | Tensor  # the learning rate; in a CUDA graph, a scalar on the device
+    phi: float | Tensor  # the fraction by which decay shrinks each weight; likewise
+    chunk_bytes: int  # temporary memory that one chunk may use
+    flag: Flag | None = None  # set if only the device knows whether gradients are finite; if not, nothing may change
 
     @property
     def ok(self) -> Tensor | None:
         return None if self.flag is None else self.flag.ok
 
     def applied(self, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
-        """Learning rate and decay for weights of this dtype, zero where the flag forbids the step."""
+        """Learning rate and decay for weights of this dtype; zero if the flag cancels the step."""
         if self.flag is None:
             return self.eta, self.phi
         factor = self.flag.factor(dtype)
@@ -76,12 +76,12 @@ class StepContext(NamedTuple):
 
 
 def label_of(group: Group, number: int) -> str:
-    """What messages call a param group."""
+    """The name of a param group in messages."""
     return f"param group {number}" + (f" ({group['role']})" if group.get("role") else "")
 
 
 def names_of(group: Group, number: int) -> list[str]:
-    """The names of a group's parameters, or their places where it has none or has been given other parameters."""
+    """The names of a group's parameters, or their positions if the names are missing or outdated."""
     names = group.get("param_names") or ()
     if len(names) == len(group["params"]):
         return list(names)
@@ -92,7 +92,7 @@ def items_of(batches: Sequence[Batch]) -> list[Item]:
     return [item for batch in batches for item in batch.items]
 
 
-# A small step takes as long as its Python: the functions below avoid a Python call per tensor.
+# Small steps are bound by Python, so the functions below avoid a Python call per tensor.
 
 
 def dtypes_of(tensors: Sequence[Tensor]) -> set[torch.dtype]:
@@ -108,7 +108,7 @@ def all_contiguous(tensors: Sequence[Tensor]) -> bool:
 
 
 def any_dtensor(tensors: Sequence[Tensor]) -> bool:
-    """Whether any tensor is a DTensor; asks their few types, not every tensor."""
+    """Whether any tensor is a DTensor; checks each type once, not every tensor."""
     return True in [hasattr(kind, "device_mesh") for kind in set(map(type, tensors))]
 
 
@@ -117,12 +117,12 @@ def elements(tensors: Sequence[Tensor]) -> int:
 
 
 def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy a tensor to another device; only a copy to the host is waited for."""
+    """Copy a tensor to another device; waits only for copies to the host."""
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of tensors of one dtype as one vector: a view of a single tensor without gaps, else a copy."""
+    """Flatten tensors of one dtype into one vector: a view of a single contiguous tensor, else a copy."""
     flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return flat
 

@@ -158,10 +158,10 @@ def gradient_of_a_replicated_dtensor_on_some_ranks(algorithm):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (different_copies, "w has other values on another rank of process_group"),
-        (gradient_on_some_ranks, "w has a gradient on some ranks only"),
-        (partial(gradient_of_a_replicated_dtensor_on_some_ranks, "adamw"), "w has a gradient on some ranks only"),
-        (partial(gradient_of_a_replicated_dtensor_on_some_ranks, "muon"), "w has a gradient on some ranks only"),
+        (different_copies, "w has different values on another rank of process_group"),
+        (gradient_on_some_ranks, "w is replicated but has a gradient on some ranks only"),
+        (partial(gradient_of_a_replicated_dtensor_on_some_ranks, "adamw"), "w is replicated but has a gradient on some ranks only"),
+        (partial(gradient_of_a_replicated_dtensor_on_some_ranks, "muon"), "w is replicated but has a gradient on some ranks only"),
     ],
     ids=["copies", "gradients", "adamw", "muon"],
 )

@@ -1,16 +1,16 @@
-"""A step as a CUDA graph: captured once it repeats itself, then replayed in one launch.
+"""A step as a CUDA graph: captured once steps repeat, then replayed in one launch.
 
-The device finishes a small step before the host has launched its kernels. In a replayed step the host still decides
-every learning rate and decay, with all checks, and passes them as scalars on the device. Everything after that (the
-finite check, state, directions, weights) is captured. Eager steps take the same scalars from the same place, so both
-give the same weights. On many ranks settled steps are replayed (`muonsw.distributed.ranks`), and collectives run
-eagerly between graphs, so each rank decides for itself whether it replays.
+The device finishes a small step before the host has launched its kernels. In a replayed step the host still checks and
+computes every learning rate and decay, and passes them as scalars on the device. Everything after that (finite check,
+state, directions, weights) is captured. Eager steps read the same scalars, so both give the same weights. On many ranks
+settled steps are replayed (`muonsw.distributed.ranks`). Collectives run eagerly between graphs, so each rank decides
+for itself whether it replays.
 
-A graph reads and writes fixed addresses. Before each replay everything it is bound to is compared with the current
-tensors. Gradients and state are known by address and layout alone: holding on to them would keep their memory from the
-next backward pass, and from a user who moves state elsewhere. Our kernels find gradients through tables that a replay
-computes again (`kernels.tables.GraphTables`), so gradients may move at each step. Where an operation of torch reads a
-gradient, the graph is bound to its address too, and there may be a graph for each of a few places.
+A graph reads and writes fixed addresses. Before each replay, everything it is bound to is compared with the current
+tensors. Gradients and state are identified by address and layout alone: references to them would keep their memory
+alive. Our kernels find gradients through tables that each replay fills in again (`kernels.tables.GraphTables`), so
+gradients may move. If a torch operation reads a gradient, the graph is bound to its address as well, and there may be
+one graph for each of a few addresses.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ from muonsw.work import Batch, Group, StepContext, all_contiguous, any_dtensor, 
 if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
 
-# Steps with fewer elements are replayed unless the user says no. Larger steps are GPU-bound, and the graph's own memory
-# would be missed.
+# Smaller steps are replayed by default. Larger ones are GPU-bound, and would miss the memory that a graph holds.
 AUTOMATIC_BELOW = 2**29
 
-# Steps that must have found the same tensors in the same places before one is captured.
+# Steps with the same tensors at the same addresses before one is captured.
 SETTLED = 3
 
-# Bindings that are remembered, each with its graph.
+# Cached bindings, each with its graph.
 _REMEMBERED = 8
 
-# Entries of all tables of a step, as far as they are tried.
+# Sizes to try for a step's tables, in entries.
 _ROOMS = (2**13, 2**16, 2**20)
 
 # A capture waits for the device, so after the first few there is at most one in this many steps.
@@ -59,19 +58,19 @@ _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 # Steps in a row without a replay after which the user is warned.
 PATIENCE = 50
 
-# The algorithms whose steps our own kernels make.
+# The algorithms with kernels for their whole step.
 OURS = (MUON, ADAMW)
 
-# Little, since a graph keeps it, and just so much that products fill a GPU: of 24 matrices of 768 x 2048 those with one
-# triangle have 504 tiles, and an H200 computes 264 at a time (with 16 matrices a third of the time was waiting).
+# A graph holds this memory, so it is just enough for products to fill a GPU: 24 matrices of 768 x 2048 have 504 tiles
+# in one triangle, and an H200 computes 264 at a time (with 16 matrices it idled for a third of the time).
 REPLAYED_CHUNK_BYTES = 9 * 2**24
 
-# What updates and applies: `muonsw.step.update_and_apply`.
+# `muonsw.step.update_and_apply`.
 Runner = Callable[..., Flag | bool]
 
 
 class Binding(NamedTuple):
-    """All that a captured step depends on except rates and decay; only some depend on `places`, of gradients."""
+    """Everything a captured step depends on except rates and decay; only some steps depend on gradient addresses."""
 
     places: tuple[int, ...]
     gradients: tuple[Any, ...]
@@ -86,7 +85,7 @@ class Binding(NamedTuple):
 
 
 def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any = None) -> Binding | None:
-    """What a step captured now would be bound to; None where a tensor has no address, such as a sparse gradient."""
+    """What a step captured now would be bound to; None if a tensor has no address, as a sparse gradient."""
     # runs before every step, so it avoids a Python call per tensor
     params = list(chain.from_iterable([group["params"] for group in groups]))
     grads = [param.grad for param in params]
@@ -106,7 +105,7 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
         forms, own_forms, kept_forms = map(_forms, (present, shards, tensors))
     except RuntimeError:
         return None
-    empty = 0 in places or 0 in own  # an empty shard, or the shell of a tensor that keeps its numbers elsewhere
+    empty = 0 in places or 0 in own  # an empty shard, or a wrapper tensor without memory of its own
     if empty and any(not at and t.numel() for at, t in zip((*places, *own), (*present, *shards), strict=True)):
         return None
     return Binding(
@@ -123,13 +122,13 @@ def _placements(tensor: Tensor) -> Any:
 
 
 def _forms(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Layouts and dtypes; strides only where there are gaps, because reading them is slow."""
+    """Layouts and dtypes; strides only if some tensor is not contiguous, because reading them is slow."""
     strides = () if all_contiguous(tensors) else tuple(map(Tensor.stride, tensors))
     return strides, [tensor.dtype for tensor in tensors]
 
 
 def _options(group: Group) -> tuple[Any, ...]:
-    """The options of a group that a graph freezes, and whether it decays."""
+    """The options of a group that a graph bakes in, and whether it decays."""
     return (id(group), len(group["params"]), decays(group), *map(group.get, _frozen_options(group["algorithm"])))
 
 
@@ -182,7 +181,7 @@ class Replay:
         self._is_small = self._is_wanted = False
 
     def ready(self, optimizer: ScaledDecayOptimizer) -> list[Batch] | None:
-        """The batches of a step that a graph is ready for, without their gradients."""
+        """The batches of a step that a captured graph can run, without their gradients."""
         self._chosen = None
         groups = optimizer.param_groups
         self._is_wanted = bool(optimizer.replay)
@@ -206,7 +205,7 @@ class Replay:
     def run(
         self, optimizer: ScaledDecayOptimizer, batches: list[Batch], contexts: list[StepContext], runner: Runner
     ) -> Flag | bool:
-        """Take a step: by the graph that is ready for it, by capturing one, or eagerly."""
+        """Take a step: replay a graph, capture one, or run eagerly."""
         if self._chosen is None:
             if not batches or not self._is_wanted:
                 return runner(optimizer, batches, contexts)
@@ -215,7 +214,7 @@ class Replay:
                 not_replayed(optimizer, reason or self.complaint)
             if reason:
                 return runner(optimizer, batches, contexts)
-            # a learning rate and a decay on the device for each batch; between steps they are zero
+            # learning rate and decay of each batch, on the device; zero between steps
             wanted = [(batch.device, wide_dtype(batch.dtype)) for batch in batches for _ in ("lr", "decay")]
             if [(scalar.device, scalar.dtype) for scalar in self._scalars] != wanted:
                 self._graphs.clear()
@@ -239,7 +238,7 @@ class Replay:
     def _take(
         self, optimizer: ScaledDecayOptimizer, batches: list[Batch], contexts: list[StepContext], runner: Runner
     ) -> None:
-        """Take a step that no graph is ready for, on the same scalars: eagerly, or by capturing it first."""
+        """Take a step without a graph, on the same scalars: eagerly, or by capturing it first."""
         self._steps_without += 1
         pairs = zip(self._scalars[::2], self._scalars[1::2], strict=True)
         handed = [ctx._replace(eta=eta, phi=phi) for ctx, (eta, phi) in zip(contexts, pairs, strict=True)]
@@ -261,7 +260,7 @@ class Replay:
             captured.replay(self._now)
 
     def pays(self, groups: Sequence[Group]) -> bool:
-        """Whether steps of these parameters, the first on a GPU, can be replayed and gain from it."""
+        """Whether steps of these parameters, the first on a GPU, can be replayed and would be faster."""
         if torch.version.hip is not None or not all(map(uses_builtin_kernels, groups)):  # not tried on AMD's GPUs
             return False
         if any("max_momentum" in g and "betas" in ALGORITHMS[g["algorithm"]].defaults for g in groups):
@@ -274,7 +273,7 @@ class Replay:
 
     @property
     def complaint(self) -> str:
-        """Why steps are not replayed although they could be; empty while there is hope."""
+        """Why steps that could be replayed are not; empty if they still may be."""
         if self._failure:
             return f"the step cannot be captured: {self._failure}"
         if self._steps_without < PATIENCE:
@@ -285,7 +284,7 @@ class Replay:
         return f"{self._moving} changed too often in {PATIENCE} steps{hint}"
 
     def _settled(self) -> bool:
-        """Whether enough steps have had the current binding; counts this one."""
+        """Whether enough steps had the current binding; counts this one."""
         now = self._now
         if now is None or self._failure:
             return False
@@ -298,15 +297,15 @@ class Replay:
     def _capture(
         self, program: Callable[[], None], params: Sequence[Tensor], work: list[Batch], *, asked: bool
     ) -> _Captured | None:
-        """A graph of the program; None, and the reason kept, if there can be none."""
-        # Nothing in a graph's memory outlives its replay, so all graphs share it; its flag is held until the next one.
+        """Capture the program; None, with the reason in `_failure`, if that is impossible."""
+        # Nothing in a graph's memory outlives its replay, so all graphs share one pool. The flag lives until the next.
         assert self._now is not None
         self._captures += 1
         order = {id(param): place for place, param in enumerate(params)}
         grads = [item.grad for item in sorted(items_of(work), key=lambda item: order[id(item.parameter)])]
         device, pool = work[0].device, self._graphs[0].graph.pool if self._graphs else None
         watch, graph = GradientReads(grads), None
-        for room in _ROOMS:  # for the entries of all tables
+        for room in _ROOMS:
             tables = GraphTables(grads, device, room)
 
             def begun(tables: GraphTables = tables) -> None:
@@ -320,7 +319,7 @@ class Replay:
                 break
             except TooManyEntriesError:
                 self._failure = f"its tables have more than {room} entries"
-            except Exception as error:  # the step is taken eagerly now, and raises what the capture did not cause
+            except Exception as error:  # the eager step that follows raises it again if capturing did not cause it
                 self._failure = (str(error) or type(error).__name__).splitlines()[0]
                 return None
         if graph is None:
@@ -337,7 +336,7 @@ class Replay:
 
 
 def not_replayed(optimizer: ScaledDecayOptimizer, reason: str) -> None:
-    """Warn once of steps that were meant to be replayed and are not."""
+    """Warn once that steps are not replayed although the user asked for it."""
     optimizer._counters.warn_once("not replayed", f"replay=True: steps run eagerly, because {reason}")
 
 
@@ -347,7 +346,7 @@ def _counts_steps(group: Group) -> bool:
 
 
 def uses_builtin_kernels(group: Group) -> bool:
-    """Whether our own kernels make a group's step; what users register may depend on more than the tensors it sees."""
+    """Whether our own kernels run a group's step; functions that users register may depend on anything."""
     return (
         any(ALGORITHMS.get(group["algorithm"]) is known for known in OURS)
         and in_kernels(NORMALIZE.member(group))

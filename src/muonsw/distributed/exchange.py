@@ -1,8 +1,8 @@
-"""The exchange of sharded matrices: which rank orthogonalizes which matrix, in which rounds they travel, and the trip.
+"""The exchange of sharded matrices: who orthogonalizes which matrix, in which rounds matrices travel, and the trip.
 
-Pieces of matrices travel to the owner of each matrix, directions travel back. What a rule keeps of whole matrices
-travels with them: a second collective there and back, in the dtype of the state. The plan follows from global shapes,
-placements and settings, which are the same on every rank; no rank asks another.
+Pieces of a matrix travel to its owner, and directions travel back. State of whole matrices travels with them, by a
+second collective each way, in the dtype of the state. The plan follows from global shapes, placements and settings,
+which are equal on all ranks, so planning needs no communication.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from muonsw.matrices import MatrixView, Part, Region, runs
 from muonsw.slots import wide_dtype
 from muonsw.work import Batch, State, StepContext
 
-# Matrices between the same ranks travel in at least this many rounds if they are large enough, so that one round is
-# multiplied while the next is on its way.
+# Large exchanges take at least this many rounds, so that one round is multiplied while the next travels.
 ROUNDS = 4
 SMALLEST_ROUND = 2**22
 
-# The keys of the matrix itself and of its gradient among the tensors that travel.
+# Keys of the matrix and of its gradient among the tensors that travel.
 MATRIX, GRADIENT = "matrix", "grad"
 
 Apply = Callable[[int, Update], None]
@@ -39,9 +38,9 @@ Arrival = Callable[[], Tensor]
 
 
 class Traveller(NamedTuple):
-    """A tensor that travels: a matrix, its gradient or a tensor of its state.
+    """A tensor that travels: a matrix, its gradient or its state.
 
-    `shape` is that of one; `pieces` is what each rank holds of a stack of them.
+    `shape` is that of one such tensor; `pieces` says what each rank holds of a stack of them.
     """
 
     key: str
@@ -50,7 +49,7 @@ class Traveller(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What matrices must share to travel as one block: the batch, the sizes, and what travels, the matrix first."""
+    """What matrices must share to travel as one block: batch, sizes and what travels, the matrix first."""
 
     batch: int
     rows: int
@@ -61,8 +60,8 @@ class Shape(NamedTuple):
 class Unit(NamedTuple):
     """Matrices of one parameter that have one owner: a matrix, or a run of a stack.
 
-    `place` is that of the parameter in its batch. `regions` say where this rank's pieces lie: for each tensor that
-    travels, its key in the parameter's state and the region of it.
+    `place` is the parameter's index in its batch. `regions` say where this rank's pieces are: for each tensor that
+    travels, its key in the parameter's state and the region.
     """
 
     shape: Shape
@@ -73,13 +72,13 @@ class Unit(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """What the products of an iteration cost, up to a factor."""
+        """The cost of an iteration's products, up to a factor."""
         rows, columns = self.shape.rows, self.shape.columns
         return self.matrices * max(rows, columns) * min(rows, columns) ** 2
 
     @property
     def numel(self) -> int:
-        """Elements of its whole matrices, and of what travels with them."""
+        """Elements of the whole matrices and of what travels with them."""
         return self.matrices * sum(math.prod(tensor.shape) for tensor in self.shape.tensors)
 
     def held(self, number: int, rank: int) -> int:
@@ -87,14 +86,14 @@ class Unit(NamedTuple):
         return self.matrices * math.prod(self.shape.tensors[number].pieces[rank].lengths)
 
     def holder(self) -> int | None:
-        """The rank that holds these matrices alone, such as the heads of its shard: they need not travel."""
+        """The only rank that holds these matrices, such as the heads of its shard, which need not travel."""
         numel = self.matrices * self.shape.rows * self.shape.columns
         holders = [rank for rank in range(len(self.shape.tensors[0].pieces)) if self.held(0, rank) == numel]
         return holders[0] if len(holders) == 1 else None
 
 
 class Wire(NamedTuple):
-    """What units must share to travel together: ranks, kind of exchange, and dtypes at home, there and back."""
+    """What units must share to travel together: ranks, kind of exchange, and the dtypes at home, there and back."""
 
     grid: Grid
     copies: bool
@@ -108,19 +107,18 @@ class Trip(NamedTuple):
     """One collective of a round."""
 
     dtype: torch.dtype  # of its buffers
-    # Units, each with the number of a tensor: the pieces that this rank sends to owners or gets from them, by owner,
-    # then by shape; and the elements of each.
+    # (unit, tensor index) of the pieces that this rank sends to owners or gets from them, by owner and shape
     held: list[tuple[Unit, int]]
-    lengths: list[int]
-    owned: list[tuple[Shape, int, int]]  # shapes that this rank owns, the number of a tensor, the count of matrices
-    hops: Sequence[Hop] = ()  # how pieces travel; none where nothing does
-    shares: Sequence[int] = ()  # elements of each owner's matrices, where all ranks get them whole
+    lengths: list[int]  # their elements
+    owned: list[tuple[Shape, int, int]]  # what this rank owns: shape, tensor index, count of matrices
+    hops: Sequence[Hop] = ()  # how pieces travel; none if nothing does
+    shares: Sequence[int] = ()  # elements of each owner's matrices, if all ranks get the whole results
 
 
 class Round(NamedTuple):
-    """Units that travel together: to their owners and back, the matrices first, then what travels with them.
+    """Units that travel together, to their owners and back: first the matrices, then their state.
 
-    `others` are copies that other ranks own: only their momenta advance here.
+    `others` are copies that other ranks own; here only their momenta advance.
     """
 
     wire: Wire
@@ -130,7 +128,7 @@ class Round(NamedTuple):
 
 
 def rule_of(batch: Batch) -> tuple[MatrixRule, MatrixView]:
-    """The rule of a batch that is exchanged, and how it sees parameters."""
+    """The rule of an exchanged batch, and how it sees parameters."""
     rule = ALGORITHMS[batch.group["algorithm"]].matrices
     assert rule is not None
     assert batch.view is not None
@@ -140,7 +138,7 @@ def rule_of(batch: Batch) -> tuple[MatrixRule, MatrixView]:
 def make_rounds(
     batches: Sequence[Batch], layouts: Sequence[Sequence[Layout]], chunk_bytes: int, known: Layouts
 ) -> list[Round]:
-    """Plan the exchange of batches, given the layouts of their items; in a round no rank owns more than a chunk."""
+    """Plan the exchange of batches with these layouts of their items; no rank owns more than a chunk in a round."""
     wires: dict[Wire, list[Unit]] = {}
     for number, batch in enumerate(batches):
         rule, _ = rule_of(batch)
@@ -152,7 +150,7 @@ def make_rounds(
             wires.setdefault(wire, []).extend(_units(number, place, batch, layout, chunk_bytes, known))
     rounds: list[Round] = []
     for wire, units in wires.items():
-        # The one rank that holds all of a unit owns it; the others are shared by cost.
+        # A rank that holds all of a unit owns it; the rest are shared by cost.
         loads, holders = [0] * len(wire.grid.ranks), [unit.holder() for unit in units]
         for unit, holder in zip(units, holders, strict=True):
             if holder is not None:
@@ -166,7 +164,7 @@ def make_rounds(
 
 
 def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: int, known: Layouts) -> Iterator[Unit]:
-    """The matrices of a parameter, stacks cut into runs: at least one for each rank, none above `chunk_bytes`."""
+    """The matrices of a parameter, stacks cut into runs: at least one for each rank, each within `chunk_bytes`."""
     assert layout.grid is not None
     rule, view = rule_of(batch)
     param, first = batch.items[place].parameter, view.stack_axes(len(layout.shape))
@@ -194,12 +192,12 @@ def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: i
 
 
 def _in_stack(piece: Region, first: int) -> Region:
-    """A piece of a tensor whose axes from `first` on are a matrix, as a piece of a stack (count, *matrix)."""
+    """A piece of a tensor with matrix axes from `first` on, as a piece of a stack (count, *matrix)."""
     return Region(tuple((axis - first + 1, start, length) for axis, start, length in piece.cuts if axis >= first))
 
 
 def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -> list[int]:
-    """An owner for each cost: the most expensive first, always to the rank with the least so far.
+    """An owner for each cost: the most expensive first, each to the rank with the least load so far.
 
     Examples:
         >>> share_by_cost([1, 8, 2, 4, 1], ranks=2)
@@ -214,7 +212,7 @@ def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -
 
 
 def _rounds(wire: Wire, units: list[Unit], chunk_bytes: int) -> Iterator[Round]:
-    """Units of equal shape one after another, a new round where an owner would have too much."""
+    """Units of equal shape together; a new round begins when an owner would have too much."""
     size, ranks = wire.there.itemsize, len(wire.grid.ranks)
     share = sum(unit.numel for unit in units) * size / ranks
     room = min(chunk_bytes, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
@@ -233,7 +231,7 @@ def _rounds(wire: Wire, units: list[Unit], chunk_bytes: int) -> Iterator[Round]:
 
 
 def _round(wire: Wire, units: list[Unit]) -> Round:
-    """The trips of a round: one there and one back for matrices, and the same for what travels with them."""
+    """The trips of a round: one each way for the matrices, and one each way for their state."""
     owned = [[unit for unit in units if unit.owner == rank] for rank in range(len(wire.grid.ranks))]
     others = [unit for unit in units if unit.owner != wire.grid.me] if wire.copies else []
     there, back = _trip(wire, owned, wire.there, {MATRIX}), _trip(wire, owned, wire.back, {MATRIX}, back=True)
@@ -248,7 +246,7 @@ def _round(wire: Wire, units: list[Unit]) -> Round:
 
 
 def _trip(wire: Wire, owned: list[list[Unit]], dtype: torch.dtype, keys: set[str], *, back: bool = False) -> Trip:
-    """One way of the tensors with these keys, of the units of each owner."""
+    """One way of the tensors with these keys, for the units of each owner."""
 
     def numbers(shape: Shape) -> list[int]:
         return [number for number, tensor in enumerate(shape.tensors) if tensor.key in keys]
@@ -275,15 +273,15 @@ def _trip(wire: Wire, owned: list[list[Unit]], dtype: torch.dtype, keys: set[str
 def exchange_updates(
     batches: Sequence[Batch], contexts: Sequence[StepContext], rounds: Sequence[Round], apply: Apply
 ) -> None:
-    """Update all parameters that need an exchange; `apply` takes each update with the number of its batch.
+    """Update all parameters that need an exchange; `apply` gets each update with the index of its batch.
 
-    While a round is multiplied, the next one travels to its owners and the one before travels back.
+    While one round is multiplied, the next travels to its owners and the previous one travels back.
     """
     _interleave([_exchange(batches, contexts, round_, apply) for round_ in rounds])
 
 
 def exchange_nothing(rounds: Sequence[Round]) -> None:
-    """Send zeros in a step that this rank cannot take, so that ranks which have begun it do not wait."""
+    """Send zeros in a step that this rank cannot take, so that ranks that have begun it do not hang."""
 
     def exchange(round_: Round) -> Iterator[None]:
         ranks = _holders(round_)
@@ -309,7 +307,7 @@ def _interleave(tasks: Sequence[Iterator[None]]) -> None:
 
 
 def _exchange(batches: Sequence[Batch], contexts: Sequence[StepContext], round_: Round, apply: Apply) -> Iterator[None]:
-    """One round; it pauses while its collectives are under way."""
+    """One round; yields while its collectives are under way."""
     arriving = [_send(round_, trip, _load(batches, contexts, round_, trip)) for trip in round_.there]
     yield
     arriving = _answer(batches, round_, arriving)
@@ -335,7 +333,7 @@ def _exchange(batches: Sequence[Batch], contexts: Sequence[StepContext], round_:
 
 
 def _answer(batches: Sequence[Batch], round_: Round, arriving: list[Arrival]) -> list[Arrival]:
-    """Compute the directions of the matrices that this rank owns, and send them and their new state back."""
+    """Compute the directions of the matrices that this rank owns; send them back with their new state."""
     blocks: dict[Shape, State] = {}
     for trip in round_.there:
         tensors = _assemble(round_, trip, arriving.pop(0)())  # frees the buffer
@@ -361,10 +359,10 @@ def _answer(batches: Sequence[Batch], round_: Round, arriving: list[Arrival]) ->
 
 
 def _send(round_: Round, trip: Trip, send: Tensor) -> Arrival:
-    """Begin to send; the returned function waits for the arrival, on an accelerator in its stream, not on the host.
+    """Begin to send; the returned function waits for the arrival (on an accelerator in its stream, not on the host).
 
-    Shards travel along each axis of the grid in turn; every hop but the last is waited for. Owners send their results
-    for copies to all: one all-gather where shares are equal, else one broadcast per owner.
+    Shards travel along each axis of the grid in turn, and only the last hop overlaps. Owners of copies send their
+    results to all ranks: by one all-gather if shares are equal, else by one broadcast per owner.
     """
     if not trip.shares:
         arrival: Arrival = lambda: send  # noqa: E731
@@ -400,7 +398,7 @@ def _arrival(buffer: Tensor, *collectives: Callable[..., Any]) -> Arrival:
         while handles:
             handles.pop(0).wait()
 
-    def arrive(_: Any = collectives) -> Tensor:  # which hold what is sent until it has arrived
+    def arrive(_: Any = collectives) -> Tensor:  # the default keeps what is sent alive until it has arrived
         eagerly(wait)
         return buffer
 
@@ -409,7 +407,7 @@ def _arrival(buffer: Tensor, *collectives: Callable[..., Any]) -> Arrival:
 
 
 def _load(batches: Sequence[Batch], contexts: Sequence[StepContext], round_: Round, trip: Trip) -> Tensor:
-    """The buffer that is sent to the owners: what the momenta look ahead to, or what travels with the matrices."""
+    """The buffer to send to the owners: advanced momenta, or the state that travels with the matrices."""
     if trip is not round_.there[0]:
         return _packed([_held(batches, contexts, *place) for place in trip.held], trip.dtype, round_.wire.device)
     buffer = torch.empty(sum(trip.lengths), dtype=trip.dtype, device=round_.wire.device)
@@ -432,7 +430,7 @@ def _part(batches: Sequence[Batch], unit: Unit) -> Part:
 
 
 def _held(batches: Sequence[Batch], contexts: Sequence[StepContext], unit: Unit, number: int) -> Tensor:
-    """What this rank holds of a tensor that travels with a unit."""
+    """This rank's part of a tensor that travels with a unit."""
     key, region = unit.regions[number]
     batch = batches[unit.shape.batch]
     item = batch.items[unit.place]
@@ -443,9 +441,9 @@ def _held(batches: Sequence[Batch], contexts: Sequence[StepContext], unit: Unit,
 
 
 def _assemble(round_: Round, trip: Trip, arrived: Tensor) -> list[Tensor]:
-    """What this rank owns, put together from the pieces of all ranks: (count, *shape) for each shape."""
+    """Assemble what this rank owns from the pieces of all ranks: (count, *shape) for each shape."""
     shapes = [(count, *shape.tensors[number].shape) for shape, number, count in trip.owned]
-    if round_.wire.copies:  # they lie there already
+    if round_.wire.copies:  # already assembled
         blocks = arrived.split_with_sizes([math.prod(shape) for shape in shapes])
         return [block.view(shape) for block, shape in zip(blocks, shapes, strict=True)]
     owned = [arrived.new_empty(shape) for shape in shapes]
@@ -456,17 +454,17 @@ def _assemble(round_: Round, trip: Trip, arrived: Tensor) -> list[Tensor]:
 
 
 def _pieces(round_: Round, trip: Trip, owned: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank owns in the pieces of all ranks; in one piece where ranks hold copies."""
+    """What this rank owns, cut into the pieces of all ranks; one piece if ranks hold copies."""
     tensors = [shape.tensors[number] for shape, number, _ in trip.owned]
     blocks = list(zip(tensors, owned, strict=True))
     return [tensor.pieces[rank].of(block) for rank in _holders(round_) for tensor, block in blocks]
 
 
 def _holders(round_: Round) -> Sequence[int]:
-    """The ranks that results are sent to in pieces of their own."""
+    """The ranks that get their own pieces of the results."""
     return [round_.wire.grid.me] if round_.wire.copies else range(len(round_.wire.grid.ranks))
 
 
 def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    nothing = torch.empty(0, dtype=dtype, device=device)  # a rank may have no piece
+    nothing = torch.empty(0, dtype=dtype, device=device)  # a rank may have no pieces
     return torch.cat([nothing, *(piece.reshape(-1).to(dtype) for piece in pieces)])

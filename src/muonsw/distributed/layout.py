@@ -1,8 +1,8 @@
 """How the matrices of a parameter are placed over ranks, and how pieces travel between them.
 
-Ranks exchange through the process groups of a mesh, one along each axis of a grid. No process group is created: that
-takes every rank of the world, and some may hold none of the parameters. A sum over the grid is a sum along each axis in
-turn, and pieces between any two ranks travel along one axis after another.
+Ranks use the process groups of a mesh, one for each axis of a grid. Creating a process group would need every rank of
+the world, and some may hold none of the parameters. A sum over the grid is a sum along each axis in turn, and pieces
+travel between any two ranks along one axis after another.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class Grid(NamedTuple):
-    """Ranks in rows and columns, and in as many axes more as a mesh has."""
+    """Ranks in a grid with as many axes as the mesh."""
 
-    groups: tuple[dist.ProcessGroup, ...]  # this rank's, one along each axis
+    groups: tuple[dist.ProcessGroup, ...]  # of this rank, one for each axis
     shape: tuple[int, ...]  # the length of each axis
-    ranks: tuple[int, ...]  # all of them, by their numbers in the world; the last axis changes fastest
-    me: int  # the place of this rank among them
-    lines: tuple[tuple[int, ...], ...]  # the places along each axis through this rank, as in its process group
+    ranks: tuple[int, ...]  # global ranks; the last axis changes fastest
+    me: int  # the index of this rank among them
+    lines: tuple[tuple[int, ...], ...]  # indices along each axis through this rank, in process group order
 
     @classmethod
     def of(cls, groups: Sequence[dist.ProcessGroup], shape: Sequence[int], ranks: Sequence[int]) -> Grid:
@@ -46,9 +46,9 @@ def row(group: dist.ProcessGroup) -> Grid:
 
 
 class Hop(NamedTuple):
-    """An exchange along one axis: pieces of these lengths are put in order, then sent.
+    """An exchange along one axis: reorder pieces of these lengths, then send them.
 
-    `sent` and `received` count elements for each rank of the axis. A last hop without a group puts in order only.
+    `sent` and `received` count elements for each rank of the axis. The last hop has no group and only reorders.
     """
 
     lengths: list[int]
@@ -65,10 +65,10 @@ class Hop(NamedTuple):
 
 
 def route(grid: Grid, size: Callable[[int, int], int]) -> list[Hop]:
-    """The hops of `size(sender, receiver)` elements between any two ranks, the last into the order of senders.
+    """The hops that bring `size(sender, receiver)` elements between any two ranks, in the order of senders.
 
-    Before its hop along an axis, a piece is in its receiver's place along the axes before, and in its sender's along
-    this one and those after.
+    Before its hop along an axis, a piece has its receiver's coordinates along earlier axes, and its sender's along this
+    axis and later ones.
     """
     size, ranks = cache(size), len(grid.ranks)
     held = [(grid.me, receiver) for receiver in range(ranks)]
@@ -85,7 +85,7 @@ def route(grid: Grid, size: Callable[[int, int], int]) -> list[Hop]:
 
 
 def _handed(shape: Sequence[int], axis: int, giver: int, taker: int) -> list[tuple[int, int]]:
-    """The pieces, by sender and receiver, that one rank hands to another in the hop along an axis."""
+    """The pieces (sender, receiver) that one rank passes to another in the hop along an axis."""
     block, behind = math.prod(shape[axis:]), math.prod(shape[axis + 1 :])
     senders = range(giver % block, math.prod(shape), block)
     first = taker - taker % behind
@@ -93,22 +93,21 @@ def _handed(shape: Sequence[int], axis: int, giver: int, taker: int) -> list[tup
 
 
 class Layout(NamedTuple):
-    """How a parameter lies over ranks.
+    """How a parameter is placed over ranks.
 
-    `shape` is what the ranks of `grid` hold together: the whole parameter, or the experts of one rank of an
-    expert-parallel mesh.
+    `shape` is what the ranks of `grid` hold together: the whole parameter, or one expert-parallel rank's experts.
     """
 
     shape: torch.Size
-    grid: Grid | None = None  # ranks that exchange its matrices; None where each holds whole matrices of its own
-    boxes: tuple[Region, ...] = ()  # what each of them holds, in the order of the grid
-    copies: bool = False  # every rank holds all of it, orthogonalizes its share of the matrices and gets all results
+    grid: Grid | None = None  # ranks that exchange its matrices; None if every rank holds whole matrices
+    boxes: tuple[Region, ...] = ()  # what each rank of the grid holds
+    copies: bool = False  # every rank holds everything, orthogonalizes a share of the matrices and gets all results
 
 
 class Layouts:
-    """Finds layouts and remembers them."""
+    """Finds and caches layouts."""
 
-    fewest = 2  # fewer ranks have nothing to exchange; a test of the exchange on a single device lowers it
+    fewest = 2  # ranks that an exchange needs; a test on a single device lowers it
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._process_group = process_group
@@ -125,14 +124,14 @@ class Layouts:
         return self._known[key]
 
     def of_state(self, param: Tensor, shape: torch.Size, first_matrix_axis: int) -> Layout:
-        """The layout of a tensor of state of this shape, which has axes of its own in the place of the matrix axes."""
+        """The layout of a state tensor of this shape, whose last axes are not those of the matrices."""
         if not is_dtensor(param):
             return self._plain(shape)
         placements = state_placements(param, first_matrix_axis)
         return self._on_mesh(shape, as_dtensor(param).device_mesh, placements, first_matrix_axis)
 
     def sharding_groups(self, param: Tensor) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups over which, one after another, the shards of a parameter add up; none for a whole one."""
+        """The process groups over which to reduce, in turn, a sum over the shards of a parameter."""
         if not is_dtensor(param):
             return ()
         mesh, placements = as_dtensor(param).device_mesh, as_dtensor(param).placements
@@ -170,7 +169,7 @@ class Layouts:
 
 
 def _grid(mesh: DeviceMesh, dims: Sequence[int]) -> Grid:
-    """The ranks of a mesh that differ from this one along some of its axes only."""
+    """The ranks of a mesh that differ from this one only along these axes."""
     dims = [dim for dim in dims if mesh.shape[dim] > 1] or dims[:1]
     if len(dims) == 1:
         return row(mesh.get_group(dims[0]))

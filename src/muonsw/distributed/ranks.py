@@ -1,15 +1,15 @@
 """One rank's view of the others: what they must agree on before a step, and what they exchange.
 
-Each step begins with one small reduction over all ranks that hold a model together. Its message has a fixed length, so
-ranks with different plans find out instead of hanging. It carries whether gradients are finite and a digest of
+Each step begins with one small reduction over all ranks that share a model. Its message has a fixed length, so ranks
+with different plans find out instead of hanging. It says whether gradients are finite, and carries a digest of
 parameters, options and missing gradients.
 
-On a GPU nobody waits for the result of a settled step, one that is planned like the step before it. The device turns
+On a GPU no rank waits for the result of a settled step, one that is planned like the step before it. The device turns
 the result into the flag that multiplies learning rate and decay, so ranks that disagree change nothing, and the host
-looks at it one step later. Whatever could change shapes or the number of collectives (the first step, a changed option,
-another set of gradients, a load) makes a rank wait for the result before it exchanges anything. Where others were
-settled and have gone on, it takes part in the step they had agreed on: with zeros for gradients that only it lacks, or
-by sending nothing but zeros in a step that the flag forbids everywhere.
+reads it one step later. Anything that could change shapes or the number of collectives (the first step, a changed
+option, another set of gradients, a load) makes a rank wait for the result before it exchanges anything. If other ranks
+were settled and went ahead, it joins the step they agreed on: with zeros for gradients that only it lacks, or, if it
+cannot, by sending zeros in a step that the flag cancels on every rank.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from muonsw.nonfinite import Flag
 from muonsw.text import users_line
 from muonsw.work import Batch, Group, Item, label_of, names_of
 
-# Plans that are remembered: parameters that have gradients now and then make several.
+# Cached exchange plans: parameters that only sometimes have gradients need several.
 _REMEMBERED = 8
 
 # Above every rank.
 _NO_RANK = 2**31
 
-# Not compared: what is held by each rank in its own way, and counts of steps, which a rank that failed has not taken.
+# Not compared: what differs between ranks by design, and step counts, which lag on a rank that failed.
 _NOT_COMPARED = ("params", "param_names", "step_count", "gradient_average")
 
 
 class _Known(NamedTuple):
-    """What follows from the parameters alone."""
+    """What depends on the parameters alone."""
 
-    key: Any = None  # shows a change
+    key: Any = None  # changes when the parameters do
     lines: Sequence[str] = ()
     digest: str = ""  # of the lines
     groups: Sequence[dist.ProcessGroup] = ()
@@ -59,25 +59,25 @@ class _Known(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """What this rank is about to do: the part that must not change while it is settled, and everything."""
+    """The step this rank is about to take."""
 
-    plan: str
+    plan: str  # what must not change while the rank is settled
     lacks: tuple[bool, ...]  # which watched parameters have no gradient
-    options: list[Group]
+    options: list[Group]  # all of them, rates and decay included
 
 
 class Message(NamedTuple):
-    """What ranks reduce, each to the smallest; what must be equal travels negated as well.
+    """What ranks reduce, by the minimum; values that must be equal are also sent negated.
 
-    Whole numbers in float64, exact below 2^53. The first five add up to 1 if the step may be taken.
+    Integers in float64, exact below 2^53. The first five sum to 1 if the step may be taken.
     """
 
     ok: int  # 1 if the gradients here are finite
     plan: int
     minus_plan: int
-    lacks: int  # gradients that are missing in the step that this rank can take part in
+    lacks: int  # digest of the missing gradients in the step that this rank can join
     minus_lacks: int
-    minus_settled: int  # -1 if this rank goes on without waiting for the result
+    minus_settled: int  # -1 if this rank does not wait for the result
     minus_new: int  # -1 if its parameters have changed
     own_lacks: int
     minus_own_lacks: int
@@ -85,26 +85,26 @@ class Message(NamedTuple):
 
 
 class Ranks:
-    """What an optimizer knows of the other ranks.
+    """What an optimizer knows about the other ranks.
 
     Args:
-        process_group: ranks that hold plain parameters alike; None where every rank is on its own.
+        process_group: ranks with copies of the plain parameters; None if every rank works alone.
 
     Attributes:
-        is_shared: whether other ranks hold parts or copies of the parameters of this step.
-        is_settled: whether this rank goes on with it without waiting for the others.
+        is_shared: whether other ranks hold parts or copies of this step's parameters.
+        is_settled: whether this rank takes the step without waiting for the others.
     """
 
-    waits_on: Sequence[str] = ("cpu",)  # devices on which reading a result costs nothing
+    waits_on: Sequence[str] = ("cpu",)  # devices where waiting for a result is free
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if process_group is not None and dist.get_rank(process_group) < 0:
             raise ValueError(
-                f"rank {dist.get_rank()} is not in process_group, the ranks that hold its parameters too; give each "
-                f"rank a group that it is in, or None where it trains alone"
+                f"rank {dist.get_rank()} is not in process_group, which must contain every rank that uses it; pass "
+                f"each rank a group it belongs to, or None where it trains alone"
             )
         self.process_group = process_group
-        self.announced: list[str] = []  # what a hook will do around this step together with all other ranks
+        self.announced: list[str] = []  # collectives that a hook will run around this step
         self.layouts = Layouts(process_group)
         self.is_shared = self.is_settled = False
         self._known = _Known()
@@ -123,7 +123,7 @@ class Ranks:
 
         Args:
             groups: the param groups.
-            settings: options of the optimizer, which must be the same on all ranks, as those of its groups.
+            settings: the optimizer's own options; like those of its groups, they must be equal on all ranks.
         """
         key = [(g["algorithm"], *map(id, g["params"]), *[p.requires_grad for p in g["params"]]) for g in groups]
         is_new = key != self._known.key
@@ -141,7 +141,7 @@ class Ranks:
             self._known = _Known(key, lines, digest, circles, shared)
         watched = self._known.watched
         options = [settings, *map(_plain_options, groups)]
-        # rates and decay may change on the way, and with them nothing that is exchanged
+        # rates and decay change from step to step, but not what is exchanged
         frozen = [[value for value in chosen.values() if not isinstance(value, float)] for chosen in options]
         lacks = tuple([param.grad is None for _, param in watched])
         self._terms = _Terms(repr([self._known.digest, frozen, self.announced]), lacks, options)
@@ -160,7 +160,7 @@ class Ranks:
         self._write(self._sent)
 
     def _can_join(self) -> bool:
-        """Whether this rank can take part in the step that ranks agreed on before; missing gradients count as zero."""
+        """Whether this rank can join the step that ranks agreed on before; missing gradients count as zero."""
         if self._agreed is None or self._agreed[0] != self._terms.plan:
             return False
         columns = zip(self._known.watched, self._agreed[1], self._terms.lacks, strict=True)
@@ -174,7 +174,7 @@ class Ranks:
         self._message.copy_(on_host(message, device, torch.float64), non_blocking=True)
 
     def reduced(self, finite: Flag | bool) -> Flag:
-        """Whether all ranks take this step, as a flag on the device; the reduction is not waited for."""
+        """Whether all ranks take this step, as a flag on the device; does not wait for the reduction."""
         message = self._message
         assert message is not None
         if isinstance(finite, Flag):
@@ -191,7 +191,7 @@ class Ranks:
         return Flag(self._bad)
 
     def remember_result(self) -> None:
-        """Send the result of a settled step to the host, which looks at it in a later one."""
+        """Copy the result of a settled step to the host, which reads it in a later step."""
         assert self._message is not None
         on_device = self._message.device.type == "cuda"
         result = torch.empty_like(self._message, device="cpu", pin_memory=on_device)
@@ -203,7 +203,7 @@ class Ranks:
         self._results.append((event, result))
 
     def _look_back(self) -> None:
-        """Look at results that have arrived, without waiting for the others."""
+        """Read the results that have arrived, without waiting for the rest."""
         while self._results:
             event, numbers = self._results[0]
             if event is not None and not event.query():  # type: ignore[no-untyped-call]
@@ -215,16 +215,16 @@ class Ranks:
             self._in_doubt |= not agreed
 
     def agree(self, finite: Flag | bool) -> tuple[Flag | bool, list[Tensor]]:
-        """Whether all ranks take this step, and parameters that lack a gradient on this rank alone.
+        """Whether all ranks take this step, and which parameters lack a gradient on this rank alone.
 
         Raises:
-            RuntimeError: if ranks have different parameters, shapes or settings, have announced something else, or
+            RuntimeError: if ranks differ in parameters, shapes, settings or announced collectives, or if one of them
                 cannot take the step.
-            ValueError: if copies of a parameter differ, or have gradients on some ranks only.
+            ValueError: if copies of a parameter differ, or only some ranks have their gradient.
         """
         terms, flag = self._terms, self.reduced(finite)
         result = self._read()
-        if result.minus_settled:  # some ranks have gone on, with the step that was agreed on before
+        if result.minus_settled:  # some ranks went ahead with the step agreed on before
             if self._agreed is None or not self._can_join() or result.failed < _NO_RANK:
                 self._in_doubt = True
                 exchange_nothing(self._last_rounds)
@@ -244,7 +244,7 @@ class Ranks:
             lacks, absent = self._missing()
         if self._in_doubt:
             warnings.warn(
-                "ranks planned different steps before this one, and took none of them; they plan the same step again",
+                "ranks planned different steps before this one and took none of them; now their plans agree again",
                 stacklevel=users_line(),
             )
             self._in_doubt = False
@@ -277,7 +277,7 @@ class Ranks:
         for (name, param), lack, all_lack, any_lacks in zip(
             self._known.watched, terms.lacks, everywhere, somewhere, strict=True
         ):
-            # On a mesh of some of the ranks, others may lack its gradient.
+            # Ranks outside the mesh of a parameter may lack its gradient.
             if all_lack != -any_lacks and (
                 not is_dtensor(param)
                 or (
@@ -286,15 +286,15 @@ class Ranks:
                 )
             ):
                 raise ValueError(
-                    f"{name} has a gradient on some ranks only, and all hold copies of it; average gradients over all "
-                    f"ranks before the step, as DistributedDataParallel does (find_unused_parameters=True)"
+                    f"{name} is replicated but has a gradient on some ranks only; average gradients over all ranks "
+                    f"before the step, as DistributedDataParallel does (find_unused_parameters=True)"
                 )
             if lack and not all_lack:
                 absent.append(param)
         return tuple(map(bool, everywhere)), absent
 
     def _refuse(self) -> NoReturn:
-        """Say in which line this rank differs from another."""
+        """Raise an error that shows the first difference between this rank and another."""
         options, group = self._terms.options, self._known.groups[0]
         labels = ["the optimizer", *(label_of(chosen, number) for number, chosen in enumerate(options[1:]))]
         pairs = zip(labels, options, strict=True)
@@ -307,16 +307,16 @@ class Ranks:
                 if here != there:
                     raise RuntimeError(
                         f"the ranks would take different steps, so none is taken: rank {dist.get_rank()} has\n  {here}"
-                        f"\nwhere rank {rank} has\n  {there}\nbuild model and optimizer alike on every rank, and "
+                        f"\nwhere rank {rank} has\n  {there}\nbuild the same model and optimizer on every rank, and "
                         f"change options on all of them"
                     )
         raise RuntimeError(
-            "the ranks would take different steps, so none is taken; compare optimizer.routing() and the options of "
-            "every rank, and build model and optimizer alike on each"
+            "the ranks would take different steps, so none is taken; compare optimizer.routing() and the options on "
+            "every rank, and build the same model and optimizer on each"
         )
 
     def sort(self, batch: Batch) -> tuple[list[Item], list[Item], list[Layout]]:
-        """The items whose matrices are whole on this rank, and those that are exchanged, with their layouts."""
+        """Split a batch into items whose matrices are whole on this rank, and items to exchange with their layouts."""
         if batch.view is None:
             return batch.items, [], []
         here, exchanged, layouts = [], [], []
@@ -330,7 +330,7 @@ class Ranks:
         return here, exchanged, layouts
 
     def rounds(self, batches: Sequence[Batch], layouts: Sequence[Sequence[Layout]], chunk_bytes: int) -> list[Round]:
-        """The rounds of an exchange, remembered while layouts and settings stay the same."""
+        """The rounds of an exchange, cached by layouts and settings."""
         key: list[Any] = [chunk_bytes]
         for batch, places in zip(batches, layouts, strict=True):
             known = {*ALGORITHMS[batch.group["algorithm"]].defaults, "state_dtype"}
@@ -346,7 +346,7 @@ class Ranks:
 
 
 def _circles(process_group: dist.ProcessGroup | None, params: Sequence[Tensor]) -> list[dist.ProcessGroup]:
-    """Process groups that reach, one after another, every rank that holds parts or copies of the parameters."""
+    """Process groups that together reach every rank with parts or copies of the parameters."""
     ranks = mesh_ranks(params)
     if process_group is not None and ranks <= set(dist.get_process_group_ranks(process_group)):
         return [process_group]
@@ -365,46 +365,48 @@ def _digest(value: Any) -> int:
 
 def _refuse_failed(result: Message) -> None:
     if result.failed < _NO_RANK:
-        raise RuntimeError(f"rank {result.failed} could not take a step, so no rank took it; its own error says why")
+        raise RuntimeError(
+            f"rank {result.failed} could not take a step, so no rank took it; see the error on that rank"
+        )
 
 
 def _compare_copies(copies: Sequence[tuple[str, Tensor]], process_group: dist.ProcessGroup) -> None:
-    """Refuse plain parameters that are not the same on all ranks of a process group."""
+    """Refuse plain parameters whose values differ between ranks of a process group."""
     if not copies:
         return
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [param.detach().contiguous().view(-1).view(integers[param.element_size()]) for _, param in copies]
-    sums = torch.stack([numbers.sum(dtype=torch.int64) for numbers in bits])  # in any order of summation
+    sums = torch.stack([numbers.sum(dtype=torch.int64) for numbers in bits])  # exact in any order
     both = torch.cat([sums, -sums])
     dist.all_reduce(both, dist.ReduceOp.MIN, group=process_group)
     low, high = both.chunk(2)
     for (name, _), differs in zip(copies, (low != -high).tolist(), strict=True):
         if differs:
             raise ValueError(
-                f"{name} has other values on another rank of process_group, which is for parameters that every rank "
-                f"holds alike; wrap the model in DistributedDataParallel or broadcast it first, and leave "
-                f"process_group out where ranks hold different parameters"
+                f"{name} has different values on another rank of process_group, which is for replicated parameters; "
+                f"wrap the model in DistributedDataParallel or broadcast it first, and leave process_group out where "
+                f"ranks hold different parameters"
             )
 
 
 def _plain_options(group: Group) -> Group:
-    """The options of a group that are plain data; a rate or lambda in any form is a float."""
+    """The options of a group that are plain data, with rates and lambdas as floats."""
     options: Group = {}
     for key in sorted(group.keys() - set(_NOT_COMPARED)):
         value: Any = group[key]
         if key in ("lr", "weight_decay"):
-            with suppress(TypeError, ValueError, RuntimeError):  # the plan refuses what is not a number
+            with suppress(TypeError, ValueError, RuntimeError):  # the plan refuses non-numbers
                 value = float(value)
         if value is None or isinstance(value, bool | int | float | str | tuple | list):
             options[key] = value
-    rule = DECAY_RULES.get(group["decay"])  # the plan refuses an unknown one, and the others must hear of it
+    rule = DECAY_RULES.get(group["decay"])  # the plan refuses an unknown rule, on every rank
     if rule is not None and rule.uses_step:
         options["step_count"] = group["step_count"]
     return options
 
 
 def _describe(group: Group, name: str, param: Tensor) -> str:
-    """A line about a parameter: what it is, how it lies over ranks, and in which precision it is orthogonalized."""
+    """One line about a parameter: shape, sharding, algorithm and the precision of its orthogonalization."""
     sharded = f" {as_dtensor(param).placements} over {as_dtensor(param).device_mesh.shape}" if is_dtensor(param) else ""
     frozen = "" if param.requires_grad else " frozen"
     rule, where, misfit = ALGORITHMS.get(group["algorithm"]), str(param.device.type), ""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, as FSDP2 and tensor parallelism make; importing their module would be slow."""
+    """Whether a tensor is a DTensor, without the slow import of their module."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -28,17 +28,17 @@ def as_dtensor(tensor: Tensor) -> DTensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; all of it where it is no DTensor."""
+    """The local shard of a DTensor, or the tensor itself."""
     return as_dtensor(tensor)._local_tensor if is_dtensor(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor brought together from all ranks; a collective where it is a DTensor."""
+    """The full tensor; a collective if it is a DTensor."""
     return as_dtensor(tensor.detach()).full_tensor() if is_dtensor(tensor) else tensor
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank holds of each tensor; asks for each type once, because this runs before every step."""
+    """The local part of each tensor; checks each type once, because this runs before every step."""
     sharded = {kind for kind in set(map(type, tensors)) if hasattr(kind, "device_mesh")}
     return [as_dtensor(tensor)._local_tensor if type(tensor) in sharded else tensor for tensor in tensors]
 
@@ -47,7 +47,7 @@ def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
     """The gradient of this rank's shard, redistributed if its placements are not those of the parameter."""
     if not is_dtensor(grad):
         raise ValueError(
-            f"{name} is a DTensor and its gradient a plain tensor; give it a gradient with the same placements"
+            f"{name} is a DTensor but its gradient is a plain tensor; give it a gradient with the same placements"
         )
     found, like = as_dtensor(grad), as_dtensor(param)
     if found.placements != like.placements:
@@ -56,7 +56,7 @@ def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
 
 
 def shard_like(param: Tensor, shard: Tensor) -> Tensor:
-    """A DTensor placed like `param`, of which this rank holds `shard`."""
+    """A DTensor placed like `param` with this local shard."""
     like = as_dtensor(param)
     return _on_mesh_of(param, shard, like.placements, like.shape, like.stride())
 
@@ -64,7 +64,7 @@ def shard_like(param: Tensor, shard: Tensor) -> Tensor:
 def _on_mesh_of(
     param: Tensor, shard: Tensor, placements: Sequence[Any], shape: torch.Size, stride: tuple[int, ...] | None = None
 ) -> Tensor:
-    """A DTensor of `shape` on the mesh of a parameter, without gaps unless it has a stride."""
+    """A DTensor of `shape` on the mesh of a parameter; contiguous unless a stride is given."""
     from torch.distributed.tensor import DTensor
 
     if stride is None:
@@ -74,36 +74,36 @@ def _on_mesh_of(
 
 
 def state_placements(param: Tensor, axis: int) -> tuple[Any, ...]:
-    """How a tensor of state lies over ranks that has a parameter's axes before `axis`, then axes of its own.
+    """Placements of a state tensor with a parameter's axes before `axis`, then axes of its own.
 
-    Where the parameter is cut along one of those that it has not, it is cut along the first of its own.
+    If the parameter is sharded along a later axis, the state is sharded along the first axis of its own.
     """
     from torch.distributed.tensor import Replicate, Shard
 
     like = as_dtensor(param)
-    if cutting_order(like.placements, like.device_mesh.shape) is None:  # shown and loaded, but never stepped
+    if cutting_order(like.placements, like.device_mesh.shape) is None:  # can be shown and loaded; a step refuses it
         return (Replicate(),) * len(like.placements)
     places: list[Any] = list(like.placements)  # the type of a placement has no axis
     return tuple(place if place.is_replicate() or place.dim < axis else Shard(axis) for place in places)
 
 
 def held_state(param: Tensor, shape: torch.Size, axis: int) -> tuple[int, ...]:
-    """The shape of what this rank holds of a tensor of state of a global shape, placed as `state_placements` says."""
+    """The local shape of a state tensor, placed by `state_placements`, whose global shape is `shape`."""
     mine = _box_here(param, shape, state_placements(param, axis))
     assert mine is not None
     return mine.lengths
 
 
 def zeros_like_state(param: Tensor, shape: torch.Size, axis: int, dtype: torch.dtype) -> Tensor:
-    """Zeros of a global shape as `state_placements` says, on the device of this rank's shard."""
+    """Zeros of a global shape, placed by `state_placements`, on the device of this rank's shard."""
     held = torch.zeros(held_state(param, shape, axis), dtype=dtype, device=local(param).device)
     return _on_mesh_of(param, held, state_placements(param, axis), shape)
 
 
 def put_state(param: Tensor, value: Tensor, places: tuple[Any, ...]) -> Tensor:
-    """A saved tensor of state, whole or sharded, on the mesh of its DTensor parameter.
+    """Put a saved state tensor, whole or sharded, on the mesh of its DTensor parameter.
 
-    A whole tensor is cut where it is, without asking other ranks, which have loaded the same.
+    A whole tensor is cut locally, because every rank has loaded the same one.
     """
     from torch.distributed.tensor import distribute_tensor
 
@@ -117,10 +117,10 @@ def put_state(param: Tensor, value: Tensor, places: tuple[Any, ...]) -> Tensor:
 
 
 def cutting_order(placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[int] | None:
-    """The mesh axes along which a tensor was cut, in the order of the cuts; None where shards are not boxes.
+    """The mesh axes along which a tensor was cut, in the order of the cuts; None if shards are not boxes.
 
-    FSDP after tensor parallelism cuts along the first mesh axis last and calls that a strided shard, whose stride
-    must then be the number of pieces that there were before.
+    FSDP after tensor parallelism cuts along the first mesh axis last. It calls the result a strided shard, whose split
+    factor must equal the number of pieces before that cut.
     """
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
@@ -145,7 +145,7 @@ def cutting_order(placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[
 
 
 def refuse_interleaved(name: str, param: Tensor) -> None:
-    """Refuse a DTensor whose shards are not boxes of the whole: there is no exchange for them."""
+    """Refuse a DTensor whose shards are not contiguous boxes, for which there is no exchange."""
     like = as_dtensor(param)
     if cutting_order(like.placements, like.device_mesh.shape) is None:
         raise ValueError(
@@ -163,7 +163,7 @@ def box_at(
     mesh_shape: Sequence[int],
     order: list[int],
 ) -> Region:
-    """The shard at one place of a mesh: each cut makes pieces of equal length, the last ones shorter or empty."""
+    """The shard at one mesh coordinate; a cut makes equal pieces, of which the last may be shorter or empty."""
     starts, lengths = [0] * len(shape), list(shape)
     for dim in order:
         axis = placements[dim].dim
@@ -175,28 +175,28 @@ def box_at(
 
 
 def _box_here(param: Tensor, shape: Sequence[int], placements: Sequence[Any]) -> Region | None:
-    """What this rank holds of a tensor on the mesh of a DTensor; None where shards are not contiguous."""
+    """This rank's box of a tensor on the mesh of a DTensor; None if shards are not contiguous."""
     mesh = as_dtensor(param).device_mesh
     order, mine = cutting_order(placements, mesh.shape), mesh.get_coordinate()
     return None if order is None or mine is None else box_at(mine, shape, placements, mesh.shape, order)
 
 
 def offset(param: Tensor) -> tuple[int, ...]:
-    """Where this rank's shard begins in the whole, along each axis; zeros where shards are not contiguous."""
+    """Where this rank's shard begins along each axis; zeros if shards are not contiguous."""
     mine = _box_here(param, param.shape, as_dtensor(param).placements) if is_dtensor(param) else None
     return (0,) * param.dim() if mine is None else mine.starts
 
 
 def shard_misfit(param: Tensor, axis: int) -> str:
-    """A remark on a DTensor that is cut along `axis` or a later one, where its shard has another shape than it should.
+    """Describe a DTensor cut along `axis` or later whose local shard has the wrong shape; empty if it is right.
 
-    `DTensor.from_local` makes such tensors; their pieces would get into wrong places.
+    `DTensor.from_local` can make such tensors, and an exchange would put their pieces in the wrong places.
     """
     placements: list[Any] = list(as_dtensor(param).placements)
     mine, shape = _box_here(param, param.shape, placements), tuple(local(param).shape)
     if mine is None or mine.lengths == shape or all(p.is_replicate() or p.dim < axis for p in placements):
         return ""
-    here = f"rank {dist.get_rank()}"  # other ranks have another remark, or none, so that all refuse the step
+    here = f"rank {dist.get_rank()}"  # the text differs between ranks, so that all of them refuse the step
     return f", on {here} a shard of {shape} instead of {mine.lengths}: make it with distribute_tensor or fully_shard"
 
 
@@ -205,12 +205,12 @@ def position(param: Tensor) -> int:
 
 
 def noise_place(param: Tensor) -> int:
-    """A number for the place of this shard in the whole: shards are rounded with noise of their own, copies alike."""
+    """A number for the position of this shard: shards get different rounding noise, copies the same."""
     return position(param) if param.dtype in LOW_PRECISION else 0
 
 
 def local_item(position: int, name: str, param: Tensor, grad: Tensor | None) -> Item:
-    """The shard of a DTensor parameter at one step; without a gradient on this rank, its gradient is zero."""
+    """This rank's shard of a DTensor parameter at one step, with a zero gradient if it has none."""
     shard = local(param)
     gradient = torch.zeros_like(shard) if grad is None else local_gradient(name, param, grad)
     return Item(position + noise_place(param), name, shard, gradient, {}, param)

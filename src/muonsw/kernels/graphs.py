@@ -1,4 +1,4 @@
-"""The one way in which CUDA graphs are captured, by the optimizer's replay and by the lab's trainer."""
+"""Capture of CUDA graphs, for the optimizer's replay and the lab's trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muonsw.kernels import watches
 
 
 class Recording:
-    """A program as CUDA graphs, cut where something must run eagerly in between."""
+    """A program as CUDA graphs, with what must run eagerly between them."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self.pool = pool or torch.cuda.graph_pool_handle()
@@ -47,11 +47,11 @@ class Recording:
         self.begin()
 
     def abandon(self) -> None:
-        """End a capture that has failed, in the stream of the capture.
+        """End a failed capture, in its own stream.
 
-        Where the failure has invalidated it (something waited for the device), torch's own `capture_end` raises before
-        it ends the capture in allocator and generator. The allocator would then refuse to empty its cache, and in torch
-        2.11 the generator would draw no number any more: only the end of a capture that succeeds resets it.
+        If the failure invalidated the capture (something waited for the device), torch's own `capture_end` raises
+        before it ends the capture in the allocator and the generator. The allocator would then refuse to empty its
+        cache, and in torch 2.11 the generator would stop working: only a successful capture resets it.
         """
         from torch._C import _cuda_endAllocateToPool, _cuda_releasePool
 
@@ -61,7 +61,7 @@ class Recording:
                 self._graph.capture_end()
                 return
             _invalid.append(self._graph)
-            with suppress(RuntimeError):  # where `capture_end` came so far
+            with suppress(RuntimeError):  # `capture_end` may have done this part
                 _cuda_endAllocateToPool(self._device.index, self.pool)
                 _cuda_releasePool(self._device.index, self.pool)
             empty = torch.cuda.CUDAGraph()
@@ -69,18 +69,17 @@ class Recording:
             empty.capture_end()
 
 
-# Graphs whose capture was invalidated: torch's allocators go on asking them which streams they capture.
+# Graphs with an invalidated capture stay alive: torch's allocators keep asking them which streams they capture.
 _invalid: list[torch.cuda.CUDAGraph] = []
 
-# What is being recorded.
 _current: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 def eagerly(action: Callable[[], Any]) -> None:
-    """Run what a graph cannot hold: now, or at each replay between the graphs that are being recorded.
+    """Run an action that cannot be captured: now, or at each replay between the graphs being recorded.
 
-    Collectives are never captured. A captured one must be captured and replayed by all ranks alike, and would keep
-    `destroy_process_group` waiting for as long as its graph lives.
+    Collectives are never captured. All ranks would have to capture and replay a collective together, and
+    `destroy_process_group` would wait until its graph is gone.
     """
     recording = _current.get()
     if recording is None:
@@ -92,11 +91,11 @@ def eagerly(action: Callable[[], Any]) -> None:
 def recorded(
     program: Callable[[], None], device: torch.device, pool: Any = None, stream: torch.cuda.Stream | None = None
 ) -> Recording:
-    """Record a program without running it; it works on tensors that stay, and never waits for the device.
+    """Record a program without running it. It must work on tensors that stay, and never wait for the device.
 
-    `torch.cuda.graph` would also empty the allocator's cache, and the gradients of the next steps would lie elsewhere.
-    Other threads, which read data ahead, may go on. The memory `pool` may be shared with other recordings, none of
-    whose tensors outlive a replay.
+    `torch.cuda.graph` would also empty the allocator's cache and so move the gradients of the next steps. Other
+    threads, such as data loaders, may keep using the device. Recordings whose tensors do not outlive a replay may share
+    `pool`.
     """
     recording = Recording(device, pool)
     torch.cuda.synchronize(device)
@@ -120,10 +119,10 @@ def recorded(
 
 
 class GradientReads(TorchDispatchMode):
-    """Finds out whether anything reads or writes some tensors directly, and not through a table of addresses.
+    """Detects direct reads and writes of some tensors, as opposed to access through a table of addresses.
 
     Attributes:
-        seen: whether an operation of torch, other than a view, or a kernel was given one.
+        seen: whether a kernel or a torch operation other than a view was passed one of them.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -141,7 +140,7 @@ class GradientReads(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and look at what it is given unless its result is a view of that."""
+        """Run an operation, and check its arguments unless its result is a view of them."""
         result = operation(*args, **(kwargs or {}))
         if not (operation.is_view and self._holds([result])):
             self._look([*args, *(kwargs or {}).values()])
@@ -151,7 +150,7 @@ class GradientReads(TorchDispatchMode):
         self.seen |= self._holds(given)
 
     def _holds(self, given: Sequence[Any]) -> bool:
-        """Whether one of these, or of the lists among these, lies in the memory of the tensors."""
+        """Whether any of these values, or of the lists among them, shares memory with the tensors."""
         flat = chain.from_iterable(value if isinstance(value, list | tuple) else [value] for value in given)
         values = [getattr(value, "base", value) for value in flat]  # Triton's descriptors have a tensor of that name
         return any(value.untyped_storage().data_ptr() in self._memory for value in values if isinstance(value, Tensor))

@@ -1,7 +1,7 @@
-"""Addresses of tensors for a kernel: one launch then works on a whole list of them.
+"""Tables of addresses, with which one kernel launch works on a whole list of tensors.
 
-A table holds addresses; a map says which tensor, and which part of it, each program of the grid works on. Both are
-small and change rarely (parameters and state stay where they are, gradients mostly), so they are kept on the device.
+A table holds addresses; a block map says which part of which tensor each program of the grid works on. Both are small
+and rarely change (parameters and state stay in place, gradients mostly do), so they are cached on the device.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from muonsw.work import all_contiguous
 
 T = TypeVar("T")
 
-# Brings whole numbers to a device, as int64.
+# Copies integers to a device, as int64.
 Copy = Callable[[Sequence[int], torch.device], Tensor]
 
 _KEPT = 1024
 
 
 class GraphTables:
-    """The tables of one captured step, whose gradients may lie elsewhere at each replay.
+    """The tables of a captured step whose gradients may move between replays.
 
-    A graph reads fixed addresses, so it begins by computing its tables: each entry is the address of a gradient plus an
-    offset, or plain `0 + offset`. The host copies the gradients' addresses in before a replay, and nothing else.
+    A graph reads fixed addresses, so it starts by computing its tables: each entry is the address of a gradient plus an
+    offset, or `0 + offset` for everything else. Before a replay the host copies in the gradients' addresses only.
 
     Attributes:
-        overlap: whether gradients share memory, so that an entry does not say into which of them it points.
-        held: what else the graph reads.
+        overlap: whether gradients share memory, which makes it unclear which of them an entry points into.
+        held: cached tables that the graph reads too.
     """
 
     def __init__(self, grads: Sequence[Tensor], device: torch.device, room: int) -> None:
@@ -62,7 +62,7 @@ class GraphTables:
         self._entries.add_(self._offsets)
 
     def take(self, numbers: Sequence[int]) -> Tensor:
-        """A table of these numbers, aligned like a tensor of its own: kernels are compiled for that."""
+        """Add a table of these numbers, aligned like a separate tensor, as kernels expect."""
         begin = len(self._numbers)
         self._numbers += [*numbers, *[0] * (-len(numbers) % _ENTRIES_APART)]
         if len(self._numbers) > len(self._entries):
@@ -70,9 +70,9 @@ class GraphTables:
         return self._entries[begin : begin + len(numbers)]
 
     def finish(self) -> None:
-        """Fill in what the tables are computed from, once the capture has shown all of them."""
+        """Fill in what the tables are computed from, once all of them have been captured."""
         starts = [begin for begin, _, _ in self._spans]
-        pairs = []  # the gradient that an entry points into, and how far; else the zero at the end, and all of it
+        pairs = []  # (gradient that an entry points into, offset), or (the zero at the end, the entry itself)
         for number in self._numbers:
             span = bisect_right(starts, number) - 1
             inside = span >= 0 and number < starts[span] + self._spans[span][1]
@@ -81,14 +81,14 @@ class GraphTables:
             target[: len(values)].copy_(on_host(values, target.device), non_blocking=True)
 
     def move(self, places: tuple[int, ...]) -> None:
-        """Let the next replay find the gradients at these addresses."""
+        """Set the addresses of the gradients for the next replay."""
         if places != self._placed:
             self._places.copy_(on_host((*places, 0), self._places.device), non_blocking=True)
-            self._placed = places  # not before: pinned memory may be refused
+            self._placed = places  # last, because pinned memory may run out
 
 
 class TooManyEntriesError(RuntimeError):
-    """The tables of a step do not fit into the room that was made for them."""
+    """The tables of a step do not fit into the memory reserved for them."""
 
 
 _ENTRIES_APART = 64
@@ -100,7 +100,7 @@ _captured: ContextVar[GraphTables | None] = ContextVar("captured", default=None)
 
 @contextmanager
 def in_graph(tables: GraphTables) -> Iterator[None]:
-    """Let kernels that are captured meanwhile read these tables, which must live as long as the graph."""
+    """Make kernels captured inside this context use these tables, which must live as long as the graph."""
     token = _captured.set(tables)
     try:
         yield
@@ -109,18 +109,18 @@ def in_graph(tables: GraphTables) -> Iterator[None]:
 
 
 class TensorCache(Generic[T]):
-    """LRU cache of what was made from a key in a stream."""
+    """LRU cache of tensors by key and stream."""
 
     def __init__(self) -> None:
         self._made: OrderedDict[Hashable, tuple[int, T]] = OrderedDict()
 
     def get(self, key: Hashable, device: torch.device, make: Callable[[Copy], T]) -> T:
-        """What was made from this in the current stream, now or before; another stream might read it unfilled."""
+        """Return the cached value, or make it. One made in another stream might not be filled yet, so it is remade."""
         cached, graph = self._made.get(key), _captured.get()
         if graph is not None and device.type == "cuda":
             if cached is None:
-                return make(lambda numbers, _: graph.take(numbers))  # not cached: each replay fills it
-            graph.held.append(cached[1])  # a capture waits first, so it is filled
+                return make(lambda numbers, _: graph.take(numbers))  # not cached, because each replay fills it
+            graph.held.append(cached[1])  # filled, because a capture begins by waiting for the device
             return cached[1]
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         if cached is None or cached[0] != stream:
@@ -135,7 +135,7 @@ class TensorCache(Generic[T]):
 
 
 class AddressTable(NamedTuple):
-    """Whole numbers on the device, int64 `(rows, tensors)`; and whether a kernel may read sixteen bytes at a time."""
+    """Integers on the device, int64 `(rows, tensors)`, and whether a kernel may read sixteen bytes at a time."""
 
     numbers: Tensor
     aligned: bool
@@ -146,7 +146,7 @@ _maps: TensorCache[Tensor] = TensorCache()
 
 
 def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = range(0)) -> AddressTable:
-    """Rows of addresses and other whole numbers, one column for each tensor; `loose` rows need not be aligned."""
+    """Rows of addresses and other integers, one column for each tensor; `loose` rows need not be aligned."""
     lengths_of_rows = [len(row) for row in rows]
     if len(set(lengths_of_rows)) != 1:  # a kernel would read the numbers of one row as those of another
         raise ValueError(f"rows of an address table must have one length, not {lengths_of_rows}")
@@ -163,12 +163,12 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = ra
 
 
 def on_host(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers from where a device copies them without waiting."""
+    """Numbers in memory that a device copies from without waiting."""
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
 
 
 def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
-    """For each program: the number of its tensor, and of its block in that tensor; int32 `(2, n)`."""
+    """For each program, the index of its tensor and of its block in that tensor; int32 `(2, n)`."""
 
     def make(copy: Copy) -> Tensor:
         counts = [-(-size // block) for size in sizes]
