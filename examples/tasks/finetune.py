@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from muonsw.lab.data.loader import ValidationLoader
-from muonsw.lab.data.shards import open_split
+from muonsw.lab.data.loader import ValidationLoader, open_split
+from muonsw.lab.train.checkpoint import read_config_file
 from muonsw.lab.train.export import load_model
-from muonsw.lab.train.folder import read_config_file
 
 SETTINGS = {"steps": 200, "lr": 0.002, "weight_decay": 1.0, "ns_dtype": "float32"}
 

@@ -15,9 +15,8 @@ import transformers
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from muonsw.lab.data.loader import TokenLoader
-from muonsw.lab.data.shards import open_split, read_record
-from muonsw.lab.train.presets import default_data
+from muonsw.lab.data.loader import TokenLoader, open_split, read_record
+from muonsw.lab.train.config import default_data
 
 SETTINGS = {"steps": 400, "lr": 0.005, "weight_decay": 1.0, "ns_dtype": "float32"}
 VOCAB = 1024

@@ -9,8 +9,7 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 
-from muonsw.lab.data.documents import MarkovSource
-from muonsw.lab.data.prepare import prepare
+from muonsw.lab.data.prepare import MarkovSource, prepare
 from muonsw.lab.data.tokenizer import BPETokenizer
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig

@@ -4,8 +4,7 @@ from itertools import islice
 
 import pytest
 
-from muonsw.lab.data.documents import MarkovSource
-from muonsw.lab.data.prepare import prepare
+from muonsw.lab.data.prepare import MarkovSource, prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from tests.lab.test_worked_tasks import short_run
 

@@ -8,8 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw.lab.model import kernels
 from muonsw.lab.model.decoder import _rotated_heads, rotary_table
-from muonsw.lab.model.grouped import gated
-from muonsw.lab.model.moe import _add_choices, plan_routes
+from muonsw.lab.model.layers import _add_choices, gated, plan_routes
 
 # The interpreter cuts bits off where a GPU rounds: one unit in the last place instead of half.
 PRECISIONS = [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)]

@@ -13,14 +13,12 @@ import pytest
 from muonsw.lab.advise import IDLE
 from muonsw.lab.arms import CONTROL, Arm, Key, decay_factors, parse_arm
 from muonsw.lab.compare import FACTORS, Question, advise_arm, answer, effects, sweep_table, tune, verdict
-from muonsw.lab.data.documents import MarkovSource
-from muonsw.lab.data.prepare import prepare
+from muonsw.lab.data.prepare import MarkovSource, prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.outcome import Outcome, PairOutcome
 from muonsw.lab.stats import Interval
-from muonsw.lab.train.config import OptimizerConfig
-from muonsw.lab.train.presets import with_data
+from muonsw.lab.train.config import OptimizerConfig, with_data
 from tests.lab.studies.small_comparisons import ARMS, KEY, WILD, by_arm, comparison, tiny_run
 from tests.lab.test_outcome import arm, pair, written
 from tests.lab.train.small_runs import small_run, tokens

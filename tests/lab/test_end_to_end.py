@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from muonsw import NonFiniteGradientWarning
-from muonsw.lab.data.shards import verify_folder
+from muonsw.lab.data.loader import verify_folder
 from muonsw.lab.errors import UsageError
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.export import export, load_model

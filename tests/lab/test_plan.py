@@ -13,7 +13,7 @@ import torch
 
 from muonsw.distributed.exchange import share_by_cost
 from muonsw.lab.errors import UsageError
-from muonsw.lab.model import Decoder, ModelConfig, count, moe, preset
+from muonsw.lab.model import Decoder, ModelConfig, count, layers, preset
 from muonsw.lab.paper import RECIPES
 from muonsw.lab.plan import (
     ADAMW_PASSES,
@@ -30,9 +30,8 @@ from muonsw.lab.plan import (
     plan_update,
 )
 from muonsw.lab.studies.frontier import plan_recipe
-from muonsw.lab.train.config import OptimizerConfig
-from muonsw.lab.train.groups import build_optimizer
-from muonsw.lab.train.presets import preset_run
+from muonsw.lab.train.config import OptimizerConfig, preset_run
+from muonsw.lab.train.state import build_optimizer
 
 MOE = ON_PAPER["moe-1t"]
 # Milliseconds of Muon's step over hidden matrices, by width and inner size of the experts, one H200,
@@ -104,7 +103,7 @@ def test_memory_is_what_tensors_take():
 @pytest.mark.parametrize(("width", "ff", "top_k"), [(64, 256, 2), (128, 128, 4), (128, 384, 1)])
 def test_activations_are_about_what_autograd_keeps(width, ff, top_k, monkeypatch):
     # the products as a GPU makes them; a CPU keeps less
-    monkeypatch.setattr(moe, "expert_by_expert", grouped_experts)
+    monkeypatch.setattr(layers, "expert_by_expert", grouped_experts)
     config = ModelConfig(width=width, layers=3, head_dim=32, experts=4, top_k=top_k, ff=ff, vocab=64, sequence=64)
     kept = {sequences: saved_bytes(Decoder(config), sequences) for sequences in (2, 6)}
     estimate = {sequences: activation_bytes(config, sequences) for sequences in kept}
@@ -113,7 +112,7 @@ def test_activations_are_about_what_autograd_keeps(width, ff, top_k, monkeypatch
 
 
 def grouped_experts(rows, gate_up, down, ends):
-    return moe.grouped_linear(moe.gated(moe.grouped_linear(rows, gate_up, ends)), down, ends)
+    return layers.grouped_linear(layers.gated(layers.grouped_linear(rows, gate_up, ends)), down, ends)
 
 
 def saved_bytes(model, sequences):

@@ -23,10 +23,9 @@ from muonsw.lab.tasks import (
     rows_of,
     same,
 )
-from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import identity
+from muonsw.lab.train.checkpoint import identity
+from muonsw.lab.train.config import RunConfig, preset_run
 from muonsw.lab.train.loop import Watch, train
-from muonsw.lab.train.presets import preset_run
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.small_tasks import task_file, task_run
 from tests.lab.train.ranks import NEEDED, on_ranks, run, run_well

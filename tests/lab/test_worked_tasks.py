@@ -10,8 +10,8 @@ import pytest
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.tasks import TaskConfig, check_task
+from muonsw.lab.train.config import task_run
 from muonsw.lab.train.loop import train
-from muonsw.lab.train.presets import task_run
 from tests.lab.train.small_runs import small_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"

@@ -38,8 +38,8 @@ from muonsw.lab.console import View, say, showing
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, needed, stop_requests
 from muonsw.lab.files import LOCK, parse_json, prepare_folder, read_object, write_atomically, write_json
 from muonsw.lab.train import checkpoint
+from muonsw.lab.train.checkpoint import CHECKPOINTS, METRICS, RESULT, refuse_other_settings
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, METRICS, RESULT, refuse_other_settings
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.ranks import World, joined
 from muonsw.lab.train.records import Record, numbers_of

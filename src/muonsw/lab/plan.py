@@ -29,8 +29,7 @@ from muonsw.lab.files import plain
 from muonsw.lab.model import ModelConfig, count, preset, role_of, unallocated
 from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.paper import PAPER_BATCH_TOKENS
-from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import preset_run
+from muonsw.lab.train.config import RunConfig, preset_run
 from muonsw.orthogonalize.iterations import gram_saves
 from muonsw.step import ACCELERATOR_CHUNK_BYTES
 

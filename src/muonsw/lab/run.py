@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage, file=sys.stderr)
         return USAGE
     try:
-        from muonsw.lab.train.folder import read_config_file  # here, since Ctrl-C may come while torch loads
+        from muonsw.lab.train.checkpoint import read_config_file  # here, since Ctrl-C may come while torch loads
 
         return run(read_config_file(Path(given[0])), Path(given[1]))
     except (UsageError, Interrupted) as error:

@@ -31,12 +31,11 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from muonsw.lab.data.loader import TokenBatch, TokenLoader, ValidationLoader
-from muonsw.lab.data.shards import fingerprint as token_fingerprint
-from muonsw.lab.data.shards import open_split, read_record
+from muonsw.lab.data.loader import TokenBatch, TokenLoader, ValidationLoader, open_split, read_record
+from muonsw.lab.data.loader import fingerprint as token_fingerprint
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, Losses, ModelConfig, count
-from muonsw.lab.model.moe import MoE
+from muonsw.lab.model.layers import MoE
 from muonsw.registry import unknown
 from muonsw.text import counted
 

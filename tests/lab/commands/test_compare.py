@@ -10,7 +10,7 @@ import pytest
 from muonsw.lab.advise import more_decay
 from muonsw.lab.arms import decay_factors
 from muonsw.lab.cli import main
-from muonsw.lab.data.shards import read_record
+from muonsw.lab.data.loader import read_record
 from muonsw.lab.runs import load_run
 from tests.lab.train.small_runs import tokens
 

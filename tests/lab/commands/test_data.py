@@ -6,8 +6,8 @@ import os
 import pytest
 
 from muonsw.lab.cli import main
+from muonsw.lab.data.loader import read_record
 from muonsw.lab.data.prepare import prepare_default
-from muonsw.lab.data.shards import read_record
 
 SMALL = ["--source", "synthetic", "--limit-characters", "70000", "--vocab", "300", "--group-characters", "20000"]
 

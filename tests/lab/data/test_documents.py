@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muonsw.lab.data.documents import ALPHABET, Corpus, MarkovSource, pieces, python_texts
+from muonsw.lab.data.prepare import ALPHABET, Corpus, MarkovSource, pieces, python_texts
 from muonsw.lab.errors import UsageError
 
 TEXTS = ["one\ntwo", "zwö", "third " * 5000, "ﬁn"]

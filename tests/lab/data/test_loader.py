@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonsw.lab.data.loader import TokenLoader, ValidationLoader, Windows, prefetch
+from muonsw.lab.data.loader import Shard, ShardError, TokenLoader, ValidationLoader, Windows, open_split, prefetch
 from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.shards import Shard, ShardError, open_split
 from muonsw.lab.data.tokenizer import ByteTokenizer
 
 

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from muonsw.lab.data import prepare as module
-from muonsw.lab.data.documents import DEFAULT_VOCAB, Corpus, MarkovSource
+from muonsw.lab.data.loader import RECORD, ShardError, load_tokenizer, open_split, read_record, verify_folder
 from muonsw.lab.data.prepare import (
+    DEFAULT_VOCAB,
+    Corpus,
+    MarkovSource,
     held_out_fraction,
     is_validation,
     prepare,
     prepare_corpus,
     prepare_default,
 )
-from muonsw.lab.data.shards import RECORD, ShardError, load_tokenizer, open_split, read_record, verify_folder
 from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import LOCK, locked

@@ -6,9 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from muonsw.lab.data import shards as module
-from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.shards import (
+from muonsw.lab.data import loader as module
+from muonsw.lab.data.loader import (
     RECORD,
     DataRecord,
     Group,
@@ -21,6 +20,7 @@ from muonsw.lab.data.shards import (
     shard_path,
     verify_folder,
 )
+from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizer import BPE_FILE, BPETokenizer, ByteTokenizer
 from muonsw.lab.errors import UsageError
 

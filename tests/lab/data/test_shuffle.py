@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonsw.lab.data.shuffle import LARGEST, shuffled
+from muonsw.lab.data.loader import LARGEST, shuffled
 
 KEYS = st.tuples(st.integers(0, 2**70), st.integers(0, 1000))
 

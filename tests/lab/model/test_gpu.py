@@ -8,7 +8,7 @@ from torch._inductor.utils import run_and_get_code
 
 from muonsw import machine
 from muonsw.lab.model import Decoder
-from muonsw.lab.model.grouped import grouped_linear, takes_grouped_gemm
+from muonsw.lab.model.layers import grouped_linear, takes_grouped_gemm
 from tests.common.cuda import no_waiting
 from tests.lab.model.small_models import small, tokens
 

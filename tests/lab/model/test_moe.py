@@ -5,8 +5,15 @@ import torch
 
 from muonsw.lab.model import Decoder
 from muonsw.lab.model.config import initialize
-from muonsw.lab.model.grouped import grouped_gemm, grouped_linear
-from muonsw.lab.model.moe import DenseFeedForward, MoE, balance_loss, plan_routes, z_loss
+from muonsw.lab.model.layers import (
+    DenseFeedForward,
+    MoE,
+    balance_loss,
+    grouped_gemm,
+    grouped_linear,
+    plan_routes,
+    z_loss,
+)
 from tests.lab.model.small_models import reference_moe, small
 
 # Rounding of float64 in sums of fewer than a thousand products.

@@ -5,7 +5,7 @@ import torch
 from torch import library
 from torch.nn import functional
 
-from muonsw.lab.model import Decoder, decoder, grouped, loss, moe
+from muonsw.lab.model import Decoder, decoder, layers, loss
 from muonsw.lab.model.decoder import _rotated_heads, _RotatedHeads, rotary_table
 from tests.lab.model.small_models import small, tokens
 
@@ -43,11 +43,11 @@ def test_rotated_heads():
 
 def test_the_gate():
     fused, grad = torch.randn(5, 12), torch.randn(5, 6)
-    assert is_sound(grouped.gate_on_gpu, fused)
-    assert is_sound(grouped.gate_backward_on_gpu, grad, fused)
+    assert is_sound(layers.gate_on_gpu, fused)
+    assert is_sound(layers.gate_backward_on_gpu, grad, fused)
     leaf = fused.clone().requires_grad_()
-    out = grouped.gated(leaf)
-    grad_fused, again = grouped.gate_backward_on_gpu(grad, fused)
+    out = layers.gated(leaf)
+    grad_fused, again = layers.gate_backward_on_gpu(grad, fused)
     torch.testing.assert_close(again, out.detach(), rtol=0, atol=0)
     torch.testing.assert_close(grad_fused, torch.autograd.grad(out, leaf, grad)[0], rtol=1e-6, atol=1e-6)
 
@@ -60,23 +60,23 @@ def test_the_head():
 
 def test_the_choice_of_experts():
     logits = torch.randn(20, 6)
-    assert is_sound(moe.choose_on_gpu, logits, 2)
-    chosen, *routes = moe.choose_on_gpu(logits, 2)
+    assert is_sound(layers.choose_on_gpu, logits, 2)
+    chosen, *routes = layers.choose_on_gpu(logits, 2)
     assert torch.equal(chosen, logits.topk(2).indices)
-    for a, b in zip(routes, moe.plan_routes(chosen, 6), strict=True):
+    for a, b in zip(routes, layers.plan_routes(chosen, 6), strict=True):
         assert torch.equal(a, b)
 
 
 def test_the_way_to_the_experts_and_back():
     x, weights = torch.randn(20, 6), torch.rand(20, 2)
-    routes = moe.plan_routes(torch.randn(20, 5).topk(2).indices, 5)
+    routes = layers.plan_routes(torch.randn(20, 5).topk(2).indices, 5)
     places = routes.inverse.view(20, 2)
-    assert is_sound(moe.add_choices_on_gpu, torch.randn(40, 6), places, weights)
-    assert is_sound(moe.add_choices_on_gpu, torch.randn(40, 6), places, None)
+    assert is_sound(layers.add_choices_on_gpu, torch.randn(40, 6), places, weights)
+    assert is_sound(layers.add_choices_on_gpu, torch.randn(40, 6), places, None)
 
     def there_and_back(x, weights):
-        rows = moe._CopyToExperts.apply(x, routes.order, places)
-        return moe._Combine.apply(rows * rows.arctan(), weights, routes.order, places)
+        rows = layers._CopyToExperts.apply(x, routes.order, places)
+        return layers._Combine.apply(rows * rows.arctan(), weights, routes.order, places)
 
     def twin(x, weights):
         return x * x.arctan() * weights.sum(dim=1, keepdim=True)
@@ -92,14 +92,14 @@ def test_gradients_of_grouped_experts(sizes, parts, monkeypatch):
     """In bfloat16, as on a GPU: torch has a slow form of the same product for CPUs."""
     if not hasattr(functional, "grouped_mm"):
         pytest.skip("this torch has no grouped product")
-    monkeypatch.setattr(grouped, "row_parts", lambda _: parts)
+    monkeypatch.setattr(layers, "row_parts", lambda _: parts)
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
     inputs = [torch.randn(sum(sizes), 16), torch.randn(4, 48, 16) / 4, torch.randn(4, 16, 24) / 5]
     inputs[0] = inputs[0].bfloat16()
     results = both_ways(
-        lambda *x: grouped._GroupedExperts.apply(*x, ends),
+        lambda *x: layers._GroupedExperts.apply(*x, ends),
         inputs,
-        lambda x, gate_up, down: grouped.expert_by_expert(x.float(), gate_up, down, ends),
+        lambda x, gate_up, down: layers.expert_by_expert(x.float(), gate_up, down, ends),
     )
     for result in results[:2]:
         for a, b in zip(result, results[2], strict=True):
@@ -116,12 +116,12 @@ def gradients(model, ids, *, autocast):
 
 def as_on_a_gpu(monkeypatch):
     def choose(logits, top_k):
-        chosen, *routes = moe.choose_on_gpu(logits.detach(), top_k)
-        return logits.gather(1, chosen), chosen, moe.Routes(*routes)
+        chosen, *routes = layers.choose_on_gpu(logits.detach(), top_k)
+        return logits.gather(1, chosen), chosen, layers.Routes(*routes)
 
     monkeypatch.setattr(decoder, "rotated_heads", lambda qkv, rotary: _RotatedHeads.apply(qkv, *rotary))
-    monkeypatch.setattr(moe, "choose", choose)
-    monkeypatch.setattr(moe, "swiglu_experts", grouped.grouped_experts)
+    monkeypatch.setattr(layers, "choose", choose)
+    monkeypatch.setattr(layers, "swiglu_experts", layers.grouped_experts)
 
 
 def test_the_whole_model_with_operators_is_as_near_to_float32_as_without(monkeypatch):

@@ -22,7 +22,7 @@ from muonsw.lab.studies.mup import (
     measure,
     measure_widths,
 )
-from muonsw.lab.train.groups import build_optimizer
+from muonsw.lab.train.state import build_optimizer
 from muonsw.matrices import SHAPE_SCALES
 
 ARMS = {experiment.name: experiment for experiment in EXPERIMENTS}

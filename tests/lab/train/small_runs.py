@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from muonsw.lab.data.documents import MarkovSource
-from muonsw.lab.data.prepare import prepare
+from muonsw.lab.data.prepare import MarkovSource, prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from muonsw.lab.config import differences
-from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import identity
-from muonsw.lab.train.presets import DEFAULTS, preset_run
+from muonsw.lab.train.checkpoint import identity
+from muonsw.lab.train.config import DEFAULTS, RunConfig, preset_run
 from tests.lab.train.small_runs import small_run
 
 

@@ -5,7 +5,7 @@ import torch
 
 from muonsw.lab.model import Decoder
 from muonsw.lab.train.config import OptimizerConfig
-from muonsw.lab.train.groups import build_optimizer
+from muonsw.lab.train.state import build_optimizer
 from muonsw.presets import PRESETS
 from tests.lab.train.small_runs import MODEL
 

@@ -15,7 +15,7 @@ from itertools import islice
 import pytest
 import torch
 
-from muonsw.lab.data.documents import MarkovSource
+from muonsw.lab.data.prepare import MarkovSource
 from muonsw.lab.errors import Diverged, MachineError, UsageError
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, torch_threads, train

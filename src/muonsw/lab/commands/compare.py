@@ -18,7 +18,7 @@ from muonsw.lab.commands.shared import given, print_conclusion, require_at_least
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
 from muonsw.lab.compare import FACTORS, Question, advise_arm, answer
 from muonsw.lab.console import paragraph, say
-from muonsw.lab.data.shards import read_record
+from muonsw.lab.data.loader import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder
 from muonsw.lab.launch import Cluster, runs_at_once
@@ -26,9 +26,8 @@ from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.stats import Verdict, claims_table
 from muonsw.lab.studies.workshop import ByArm, Workshop
-from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import RESULT
-from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
+from muonsw.lab.train.checkpoint import RESULT
+from muonsw.lab.train.config import RunConfig, changed_run, require_enough_text, with_data
 from muonsw.presets import PRESETS
 from muonsw.text import counted
 

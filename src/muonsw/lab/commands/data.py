@@ -11,9 +11,8 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.lab.console import say, showing
-from muonsw.lab.data.documents import Corpus
-from muonsw.lab.data.prepare import prepare_corpus
-from muonsw.lab.data.shards import SPLITS, DataRecord, Group, read_record, verify_folder
+from muonsw.lab.data.loader import SPLITS, DataRecord, Group, read_record, verify_folder
+from muonsw.lab.data.prepare import Corpus, prepare_corpus
 from muonsw.text import counted
 
 

@@ -27,13 +27,11 @@ from muonsw.lab.errors import FAILED, Diverged, Interrupted, UsageError
 from muonsw.lab.files import prepare_folder, write_atomically
 from muonsw.lab.launch import runs_at_once
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
-from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import recorded_code
-from muonsw.lab.train.groups import build_optimizer
+from muonsw.lab.train.checkpoint import recorded_code
+from muonsw.lab.train.config import RunConfig, task_run
 from muonsw.lab.train.loop import Watch, train
-from muonsw.lab.train.presets import task_run
 from muonsw.lab.train.records import Record
-from muonsw.lab.train.state import Training, open_task, resolve_device
+from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve_device
 from muonsw.text import counted
 
 TASK_HELP = (

@@ -18,9 +18,8 @@ from muonsw.lab.console import say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import require_writable
 from muonsw.lab.run import run
-from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import read_config_file
-from muonsw.lab.train.presets import changed_run, require_enough_text, with_data
+from muonsw.lab.train.checkpoint import read_config_file
+from muonsw.lab.train.config import RunConfig, changed_run, require_enough_text, with_data
 from muonsw.lab.train.ranks import speaker
 from muonsw.lab.train.records import require_sinks
 from muonsw.lab.train.state import resolve_device

@@ -6,22 +6,41 @@ groups is written after each one, so a second run over the same documents only e
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import io
+import json
+import os
+import sysconfig
+import tokenize
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any
+from string import ascii_lowercase
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from muonsw.lab.config import differences
-from muonsw.lab.data import shards
-from muonsw.lab.data.documents import TRAINING_CHARACTERS, Corpus, Source, up_to
-from muonsw.lab.data.shards import RECORD, RERUN, SPLITS, DataRecord, Group, Split, read_record, save_record, shard_path
-from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
-from muonsw.lab.errors import UsageError
+from muonsw.lab.data.loader import (
+    RECORD,
+    RERUN,
+    SPLITS,
+    DataRecord,
+    Group,
+    Split,
+    problems,
+    read_record,
+    save_record,
+    shard_path,
+    verify_folder,
+)
+from muonsw.lab.data.tokenizer import BYTES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
+from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import locked, replacing
 
 # What is encoded at a time: libraries need some hundred bytes for a token, so this keeps them below a gigabyte.
@@ -45,7 +64,7 @@ def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> Da
     if (folder / RECORD).exists():
         record = read_record(folder)
         same = {**_sizes(corpus), **corpus.recipe()}.items() <= record.settings.items()
-        if same and not any(shards.verify_folder(folder)):
+        if same and not any(verify_folder(folder)):
             return record
     return prepare_corpus(folder, corpus, wait=wait)
 
@@ -115,7 +134,7 @@ def prepare(
         for number, texts in enumerate(grouped(chain([first], documents), group_characters)):
             digest, size = digest_of(texts)
             group = earlier[number] if number < len(earlier) else None
-            if group is None or group.digest != digest or any(shards.problems(folder, number, group, record)):
+            if group is None or group.digest != digest or any(problems(folder, number, group, record)):
                 group = _write_group(folder, record, number, Group(digest, len(texts), {}, {}, size), texts, tokenizer)
                 # Later groups stay on record until their documents have been compared.
                 save_record(folder, replace(record, groups=(*groups, group, *earlier[number + 1 :])))
@@ -222,3 +241,301 @@ def digest_of(texts: Iterable[str]) -> tuple[str, int]:
 
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
+
+
+Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
+Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
+DEFAULT_VOCAB = 1024
+ALPHABET = ascii_lowercase[:16]  # of the synthetic source
+# Settings that only one source or tokenizer reads.
+_ONLY_FOR = {
+    "packages": ("source", "python"),
+    "files": ("source", "text"),
+    "dataset": ("source", "fineweb"),
+    "sample": ("source", "fineweb"),
+    "seed": ("source", "synthetic"),
+    "vocab": ("tokenizer", "bpe"),
+    "gpt2_files": ("tokenizer", "gpt2"),
+}
+_LEAST = {"limit_documents": 1, "limit_characters": 1, "group_characters": 1, "seed": 0}
+# A BPE is trained on this much text: more hardly changes its merges, and this takes a second.
+TRAINING_CHARACTERS = 1 << 22
+# A long text is cut into about this many documents, within these sizes, so that some of it can be held out.
+_PIECES = 64
+_PIECE_CHARACTERS = (1 << 11, 1 << 16)
+_READ_HERE = (".txt", ".md", ".jsonl")
+# What `datasets` reads, by the name of its reader.
+_BUILDERS = {".parquet": "parquet", ".jsonl.gz": "json", ".jsonl.xz": "json"}
+KINDS = f"{', '.join((*_READ_HERE, *_BUILDERS))} files"
+# Folders of the standard library that hold tests, installed packages or caches.
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The options of `muonsw data prepare`: which documents to read, which to hold out, and how to tokenize them.
+
+    Examples:
+        >>> len(list(Corpus("synthetic", seed=1, limit_documents=3).documents()))
+        3
+    """
+
+    source: Source = "python"
+    """Standard library of this Python, files, FineWeb from the Hugging Face hub, or a Markov chain."""
+
+    packages: bool = False
+    """Add the installed packages to the source `python`."""
+
+    files: tuple[str, ...] = ()
+    """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz) or .parquet."""
+
+    dataset: str = "HuggingFaceFW/fineweb"
+    """Name on the hub for the source `fineweb`, or a local folder with a field `text`."""
+
+    sample: str = "sample-10BT"
+    """Part of the hub's dataset, such as `sample-100BT` or `CC-MAIN-2024-10`."""
+
+    seed: int = 0
+    """Seed of the source `synthetic`."""
+
+    limit_documents: int | None = None
+    """Stop after N documents."""
+
+    limit_characters: int | None = None
+    """Stop with the document that reaches N characters in total."""
+
+    tokenizer: Kind = "bpe"
+    """Bytes, a byte-level BPE trained on the first documents that are not held out, or GPT-2's."""
+
+    vocab: int = DEFAULT_VOCAB
+    """Tokens of the BPE, including the end-of-document token."""
+
+    gpt2_files: Path | None = None
+    """Folder with GPT-2's vocab.bpe and encoder.json; tiktoken downloads them unless given."""
+
+    validation_fraction: float | None = None
+    """Share of documents to hold out, chosen by their text. Default: 0.05, for FineWeb 0.001, and for text files 5% of
+    the characters (1% above 16 million)."""
+
+    group_characters: int | None = None
+    """Characters in a shard. Default: 4 to 64 million, depending on the source."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            option, value = f"--{setting.name.replace('_', '-')}", getattr(self, setting.name)
+            kind, reader = _ONLY_FOR.get(setting.name, ("source", self.source))
+            if getattr(self, kind) != reader and value != setting.default:
+                raise UsageError(f"{option} is for --{kind} {reader}: leave it out, or change --{kind}")
+            if (least := _LEAST.get(setting.name)) is not None and value is not None and value < least:
+                raise UsageError(f"{option} must be at least {least}, got {value}")
+        if self.source == "text" and not self.files:
+            raise UsageError("--source text needs --files: files, folders or quoted globs")
+        if self.source == "synthetic" and self.limit_documents is None and self.limit_characters is None:
+            raise UsageError("the synthetic source has no end: give --limit-documents or --limit-characters")
+        if not 0.0 <= (self.validation_fraction or 0.0) < 1.0:
+            raise UsageError(f"--validation-fraction is at least 0 and below 1, not {self.validation_fraction}")
+        if self.tokenizer == "bpe" and not BYTES < self.vocab < 1 << 31:
+            raise UsageError(f"a bpe needs a --vocab above {BYTES} (below 2**31), got {self.vocab}")
+
+    def documents(self) -> Iterator[str]:
+        """The documents from the first one, always in the same order; empty texts are left out."""
+        texts: Iterator[str]
+        match self.source:
+            case "python":
+                paths = sysconfig.get_paths()
+                names = ("stdlib", "purelib", "platlib") if self.packages else ("stdlib",)
+                texts = python_texts(Path(paths[name]).resolve() for name in names)
+            case "text":
+                texts = chain.from_iterable(map(_file_texts, matching_files(self.files)))
+            case "fineweb":
+                sample = None if Path(self.dataset).exists() else self.sample
+                name = f"{self.dataset} ({sample})" if sample else self.dataset
+                texts = _dataset_texts(f"the dataset {name}", self.dataset, sample)
+            case "synthetic":
+                texts = iter(MarkovSource(self.seed))
+        texts = islice(filter(None, texts), self.limit_documents)
+        return texts if self.limit_characters is None else up_to(texts, self.limit_characters)
+
+    def recipe(self) -> dict[str, Any]:
+        """The settings that decide documents and tokenizer, as they are recorded."""
+        chosen: dict[Source, dict[str, Any]] = {
+            "python": {"packages": self.packages},
+            "text": {"files": [os.path.abspath(name) for name in self.files]},
+            "fineweb": {"dataset": self.dataset, "sample": self.sample},
+            "synthetic": {"seed": self.seed},
+        }
+        limits = {"limit_documents": self.limit_documents, "limit_characters": self.limit_characters}
+        trained = {"vocab": self.vocab, "training_characters": TRAINING_CHARACTERS} if self.tokenizer == "bpe" else {}
+        return {
+            "corpus": {"source": self.source, **chosen[self.source], **limits},
+            "made_with": {"kind": self.tokenizer, **trained},
+        }
+
+
+def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
+    """Documents up to and including the one that reaches this many characters."""
+    size = 0
+    for text in documents:
+        yield text
+        size += len(text)
+        if size >= characters:
+            return
+
+
+def python_texts(roots: Iterable[Path]) -> Iterator[str]:
+    """The Python files below folders, sorted by path, each content once, without tests and files that do not decode."""
+    seen: set[bytes] = set()
+    for root in dict.fromkeys(roots):
+        paths = []
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+            paths += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
+        for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+            data = path.read_bytes()
+            digest = hashlib.blake2b(data, digest_size=16).digest()
+            if digest in seen:
+                continue
+            seen.add(digest)
+            try:
+                encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+                yield data.decode(encoding)
+            except (SyntaxError, UnicodeDecodeError):
+                continue
+
+
+def matching_files(patterns: Iterable[str]) -> list[Path]:
+    """The text files that paths, folders (everything below them) and globs name, each once, sorted in each pattern."""
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            below = [file.relative_to(path) for file in path.rglob("*") if _kind(file) and file.is_file()]
+            visible = [name for name in below if not any(part.startswith(".") for part in name.parts)]
+            matches = [path / name for name in sorted(visible, key=Path.as_posix)]
+        else:
+            # A name with brackets in it may be a path and not a glob.
+            names = [pattern] if path.is_file() else glob.glob(pattern, recursive=True)
+            matches = sorted(file for file in map(Path, names) if file.is_file())
+        if not matches:
+            raise UsageError(f"no file matches {pattern}: give {KINDS}, a folder of them, or a quoted glob")
+        files |= dict.fromkeys(matches)
+    for path in files:
+        if not _kind(path):
+            raise UsageError(f"{path} is of no known kind: give {KINDS}")
+        if _kind(path) in _BUILDERS:
+            needed("datasets", f"{path} needs", "data")  # before any work is done
+    return list(files)
+
+
+def _kind(path: Path) -> str:
+    return next((kind for kind in (*_READ_HERE, *_BUILDERS) if path.name.endswith(kind)), "")
+
+
+def _file_texts(path: Path) -> Iterator[str]:
+    kind = _kind(path)
+    if kind in _BUILDERS:
+        yield from _dataset_texts(str(path), _BUILDERS[kind], data_files=glob.escape(str(path)))
+        return
+    try:
+        if kind == ".jsonl":
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield _text_field(line, f"{path}, line {number}")
+            return
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            # The first block decides the size of the pieces, however many blocks follow.
+            blocks = iter(lambda: stream.read(_PIECES * max(_PIECE_CHARACTERS)), "")
+            yield from pieces(next(blocks, ""), blocks)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path} cannot be read: {reason}; repair it or leave it out") from error
+
+
+def _text_field(line: bytes, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise UsageError(f"{where}: not a JSON object with a string in the field `text`")
+    return text
+
+
+def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
+    r"""A long text in about 64 pieces of 2,048 to 65,536 characters, cut after a blank line, a line or a word.
+
+    Where `more` follows, `text` has at least 64 pieces of the largest size.
+
+    Examples:
+        >>> text = "One paragraph.\n\n" * 1000
+        >>> cut = list(pieces(text))
+        >>> "".join(cut) == text, len(cut), max(map(len, cut)), cut[0].endswith("\n\n")
+        (True, 8, 2048, True)
+    """
+    smallest, largest = _PIECE_CHARACTERS
+    size, start = min(max(len(text) // _PIECES, smallest), largest), 0
+    for following in chain(more, [""]):
+        while len(text) - start > size:
+            end = start + size
+            for mark in ("\n\n", "\n", " "):
+                if (place := text.rfind(mark, start + size // 2, start + size)) >= 0:
+                    end = place + len(mark)
+                    break
+            yield text[start:end]
+            start = end
+        text, start = text[start:] + following, 0
+    yield text
+
+
+def _dataset_texts(label: str, name: str, part: str | None = None, **options: Any) -> Iterator[str]:
+    """Stream the field `text` of a dataset with the `datasets` library, without storing it."""
+    library = needed("datasets", f"{label} needs", "data")
+    try:
+        stream = library.load_dataset(name, part, split="train", streaming=True, **options)
+        for text in (row["text"] for row in stream.select_columns(["text"])):
+            if not isinstance(text, str | None):
+                raise TypeError(f"the field `text` holds {type(text).__name__}, not strings")
+            yield text or ""
+    except Exception as error:  # the network, the hub, the library and pyarrow each raise their own
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        fix = "check the name, the connection and the files; what was prepared is kept"
+        raise UsageError(f"{label} cannot be read: {reason}; {fix}") from error
+
+
+@dataclass(frozen=True)
+class MarkovSource:
+    """Documents of a Markov chain over characters; ending a document is one more state of the chain."""
+
+    seed: int  # decides the chain and the documents
+    mean_length: float = 512.0  # characters in a document, on average; lengths are geometric
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.document, count())
+
+    def document(self, index: int) -> str:
+        """The document with this index, from 0: a pure function of the seed and the index."""
+        uniform = np.random.default_rng([self.seed, 1, index])
+        end = state = len(ALPHABET)
+        characters = []
+        while (state := bisect_right(self._thresholds[state], uniform.random())) != end:
+            characters.append(ALPHABET[state])
+        return "".join(characters)
+
+    @cached_property
+    def _thresholds(self) -> list[list[float]]:
+        """Cumulative transition probabilities, a row for each state; the last state is the end of a document."""
+        size = len(ALPHABET)
+        # Squared exponential variables from plain uniforms: numpy promises to keep those, not its other distributions.
+        weights = -np.log1p(-np.random.default_rng([self.seed, 0]).random((size, size)))
+        between = weights**2.0
+        between /= between.sum(axis=1, keepdims=True)
+        # A document starts from the stationary distribution of its characters: p T = p with sum 1.
+        equations = np.vstack([between.T - np.eye(size), np.ones((1, size))])
+        start = np.linalg.lstsq(equations, np.eye(size + 1)[size], rcond=None)[0]
+        chain = np.zeros((size + 1, size + 1))
+        chain[:size, :size] = between * (1.0 - 1.0 / self.mean_length)
+        chain[:size, size] = 1.0 / self.mean_length
+        chain[size, :size] = start
+        rows: list[list[float]] = np.cumsum(chain, axis=1)[:, :-1].tolist()
+        return rows

@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from muonsw import kernels
 from muonsw.lab.model.config import ModelConfig, initialize, scalings
-from muonsw.lab.model.layers import Linear, RMSNorm, at_least_float32
+from muonsw.lab.model.layers import DenseFeedForward, FeedForwardOutput, Linear, MoE, RMSNorm, at_least_float32
 from muonsw.lab.model.loss import cross_entropy
-from muonsw.lab.model.moe import DenseFeedForward, FeedForwardOutput, MoE
 
 Rotary = tuple[Tensor, Tensor]
 

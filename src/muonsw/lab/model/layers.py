@@ -6,11 +6,18 @@ never run below float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from muonsw import kernels
+from muonsw.lab.model.config import ModelConfig, scalings
 
 
 class Linear(nn.Module):
@@ -54,3 +61,423 @@ def product_dtype(x: Tensor) -> torch.dtype:
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return x.dtype
+
+
+class FeedForwardOutput(NamedTuple):
+    """What a feed-forward layer gives back: output, the two losses of its router, and each expert's share of rows."""
+
+    x: Tensor
+    balance: Tensor
+    z: Tensor
+    load: Tensor
+
+
+class Routes(NamedTuple):
+    """Which rows go where: `order` sorts the N*K (token, choice) pairs by expert, `inverse` undoes it."""
+
+    order: Tensor
+    inverse: Tensor
+    ends: Tensor
+
+
+class MoE(nn.Module):
+    """Experts as stacked tensors, gate and up projections fused in one.
+
+    The router's logits are float32; each token takes the `top_k` experts with the largest, weighted by the softmax
+    over those alone.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Linear(config.width, config.experts)
+        self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.ff_width, config.width))
+        self.down = nn.Parameter(torch.empty(config.experts, config.width, config.ff_width))
+        self.router_multiplier = scalings(config)["router"].multiplier
+        # Averages over ranks that each see a part of the batch; set by a trainer on several.
+        self.over_ranks: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
+        x_ND = x_BTD.flatten(0, 1)
+        logits_NE = self.router_logits(x_ND)
+        kept_NK, chosen_NK, routes = choose(logits_NE, self.config.top_k)
+        places_NK = routes.inverse.view_as(chosen_NK)
+        rows_RD = cast("Any", _CopyToExperts).apply(x_ND.to(product_dtype(x_ND)), routes.order, places_NK)
+        rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
+        out_ND = cast("Any", _Combine).apply(rows_RD, kept_NK.softmax(dim=-1), routes.order, places_NK)
+        groups = x_BTD.shape[0] if self.config.balance_over == "sequence" else 1
+        over_ranks = self.over_ranks if torch.is_grad_enabled() else None
+        balance = balance_loss(logits_NE, chosen_NK, groups=groups, over_ranks=over_ranks)
+        load_E = torch.diff(routes.ends, prepend=routes.ends.new_zeros(1)) / chosen_NK.numel()
+        return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z_loss(logits_NE), load_E)
+
+    def router_logits(self, x_ND: Tensor) -> Tensor:
+        """Logits in float32, whatever autocast says."""
+        with without_autocast(x_ND):
+            x = at_least_float32(x_ND)
+            return functional.linear(x, self.router.weight.to(x.dtype)) * self.router_multiplier
+
+
+class DenseFeedForward(nn.Module):
+    """The same layer with one expert: nothing to route, so no router and no router losses."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * config.ff_width, config.width))
+        self.down = nn.Parameter(torch.empty(config.width, config.ff_width))
+
+    def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
+        zero = torch.zeros((), device=x_BTD.device, dtype=torch.promote_types(x_BTD.dtype, torch.float32))
+        out_BTD = functional.linear(gated(functional.linear(x_BTD, self.gate_up)), self.down)
+        return FeedForwardOutput(out_BTD, zero, zero, torch.ones_like(zero)[None])
+
+
+def swiglu_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """Each group of rows through its own expert."""
+    if rows_RD.device.type == "cpu" and not torch.compiler.is_compiling():
+        return expert_by_expert(rows_RD, gate_up_EFD, down_EDF, ends_E)
+    if takes_grouped_gemm(rows_RD, product_dtype(rows_RD), gate_up_EFD, down_EDF):
+        return grouped_experts(rows_RD, gate_up_EFD, down_EDF, ends_E)
+    return grouped_linear(gated(grouped_linear(rows_RD, gate_up_EFD, ends_E)), down_EDF, ends_E)
+
+
+def balance_loss(
+    logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1, over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Load-balance loss `E * mean_e(f_e * P_e)`, averaged over equal groups of tokens.
+
+    f is the share of tokens that selected the expert (a token counts once for each of its experts), P the mean
+    probability that the router gives it; at balance the loss is K/E. Where each rank has a part of the tokens, f is
+    averaged over them; the loss is linear in P, so the mean of the ranks' losses and gradients is then that of all
+    tokens.
+
+    Examples:
+        >>> logits = torch.zeros(8, 8)
+        >>> chosen = torch.stack([torch.arange(8), (torch.arange(8) + 1) % 8], dim=1)
+        >>> balance_loss(logits, chosen).item()
+        0.25
+    """
+    experts = logits_NE.shape[1]
+    selected_NE = _one_hot(chosen_NK, experts).sum(dim=1).to(logits_NE.dtype)
+    share_GE = selected_NE.view(groups, -1, experts).mean(dim=1)
+    share_GE = share_GE if over_ranks is None else over_ranks(share_GE)
+    probability_GE = logits_NE.softmax(dim=-1).view(groups, -1, experts).mean(dim=1)
+    return experts * (share_GE * probability_GE).mean()
+
+
+def z_loss(logits_NE: Tensor) -> Tensor:
+    """Mean squared log-partition function of the router, which keeps its logits small."""
+    return logits_NE.logsumexp(dim=-1).square().mean()
+
+
+def choose(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Routes]:
+    """The largest logits of each token, the experts they belong to, and the way there."""
+    if not logits_NE.is_cuda:
+        kept_NK, chosen_NK = logits_NE.topk(top_k, dim=-1)
+        return kept_NK, chosen_NK, plan_routes(chosen_NK, logits_NE.shape[1])
+    chosen_NK, *routes = choose_on_gpu(logits_NE.detach(), top_k)
+    # Selected by a mask, whose gradient is one too: that of a gather is a scatter with atomics.
+    kept_NKE = torch.where(_one_hot(chosen_NK, logits_NE.shape[1]), logits_NE.unsqueeze(1), 0.0)
+    return kept_NKE.sum(dim=-1), chosen_NK, Routes(*routes)
+
+
+@library.custom_op("muonsw::choose_experts", mutates_args=())
+def choose_on_gpu(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The experts of each token, largest logit first, and the fields of `Routes`; two kernels instead of a sort."""
+    if kernels.available(logits_NE.device):
+        from muonsw.lab.model.kernels import choose_experts
+
+        return choose_experts(logits_NE.contiguous(), top_k)
+    chosen_NK = logits_NE.topk(top_k, dim=-1).indices
+    return chosen_NK, *plan_routes(chosen_NK, logits_NE.shape[1])
+
+
+@choose_on_gpu.register_fake
+def _(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, experts = logits_NE.shape
+    chosen_NK = logits_NE.new_empty(tokens, top_k, dtype=torch.int64)
+    order, inverse = (chosen_NK.new_empty(tokens * top_k) for _ in range(2))
+    return chosen_NK, order, inverse, chosen_NK.new_empty(experts, dtype=torch.int32)
+
+
+def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
+    """Sort the (token, choice) pairs by expert, without the host ever asking for a size."""
+    chosen_R = chosen_NK.flatten()
+    order = chosen_R.argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    ends = _one_hot(chosen_R, experts).sum(dim=0).cumsum(dim=0)
+    return Routes(order, inverse, ends.to(torch.int32))
+
+
+def _one_hot(index: Tensor, size: int) -> Tensor:
+    # Counted by comparing: torch.bincount would make the host wait for the device.
+    return index.unsqueeze(-1) == torch.arange(size, device=index.device)
+
+
+class _CopyToExperts(torch.autograd.Function):
+    """Token rows copied to the sorted places of their choices; backward gathers, so it needs no atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(places_NK)
+        return x_ND.index_select(0, order_R // places_NK.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places_NK,) = ctx.saved_tensors
+        return add_choices(grads[0], places_NK, None), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The rows of each token's choices, weighted and added up; backward gathers, too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_NK: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_RD, weights_NK, order_R, places_NK)
+        return add_choices(rows_RD, places_NK, weights_NK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, weights_NK, order_R, places_NK = ctx.saved_tensors
+        grad_ND, top_k = grads[0], places_NK.shape[1]
+        weights_R = weights_NK.to(grad_ND.dtype).flatten().index_select(0, order_R)
+        grad_rows = grad_ND.index_select(0, order_R // top_k) * weights_R[:, None]
+        rows_NKD = rows_RD.index_select(0, places_NK.flatten()).view(*places_NK.shape, -1)
+        grad_weights = (rows_NKD * grad_ND[:, None]).sum(dim=-1)
+        return grad_rows, grad_weights.to(weights_NK.dtype), None, None
+
+
+def add_choices(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+    """The sum of the rows at each token's places, weighted if there are weights."""
+    on_gpu = rows_RD.is_cuda and rows_RD.dtype != torch.float64
+    return (add_choices_on_gpu if on_gpu else _add_choices)(rows_RD, places_NK, weights_NK)
+
+
+def _add_choices(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+    rows_NKD = rows_RD.index_select(0, places_NK.flatten()).view(*places_NK.shape, -1)
+    if weights_NK is not None:
+        rows_NKD = rows_NKD * weights_NK.to(rows_RD.dtype).unsqueeze(-1)
+    return rows_NKD.sum(dim=1)
+
+
+@library.custom_op("muonsw::add_choices", mutates_args=())
+def add_choices_on_gpu(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+    """The same in one kernel.
+
+    An operator, because a compiler would make it part of the norm that follows: one loop over a row that stores what
+    the next loop reads back, without a barrier between them (pytorch/pytorch#190517, in torch 2.11 to 2.13). In some
+    processes, by the tile that their timing chose, gradients were then thousands of times too large.
+    """
+    if not kernels.available(rows_RD.device):
+        return _add_choices(rows_RD, places_NK, weights_NK)
+    from muonsw.lab.model.kernels import add_rows
+
+    weights = None if weights_NK is None else weights_NK.contiguous()
+    return add_rows(rows_RD.contiguous(), places_NK.contiguous(), weights)
+
+
+@add_choices_on_gpu.register_fake
+def _(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:  # noqa: ARG001
+    return rows_RD.new_empty(places_NK.shape[0], rows_RD.shape[1])
+
+
+# Grouped GEMM kernels want rows that start at multiples of 16 bytes.
+ALIGNMENT_BYTES = 16
+# Their tiles, and how many a GPU works on at once (an H100's or H200's multiprocessors).
+TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132
+
+
+def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiply each group of rows with its own matrix: `out[r] = weight[e] @ x[r]` for the rows r of group e.
+
+    Rows are sorted by group; `ends_E` says where each group ends, int32. Groups may be empty.
+    """
+    dtype = product_dtype(x_RD)
+    x, weight = x_RD.to(dtype), weight_EFD.to(dtype)
+    if takes_grouped_gemm(x, dtype, weight):
+        return grouped_gemm(x, weight, ends_E)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        bounds = pairwise([0, *ends_E.tolist()])  # on a GPU the host would wait for these
+        return torch.cat([x[start:end] @ matrix.T for (start, end), matrix in zip(bounds, weight, strict=True)])
+    # Every expert on all rows with the others' rows zeroed: E times the work, but shapes that depend on no data.
+    row = torch.arange(x.shape[0], device=x.device)
+    group = (row[:, None] >= ends_E).sum(dim=1, keepdim=True)
+    products = [functional.linear(x * (group == e), matrix) for e, matrix in enumerate(weight.unbind(0))]
+    return torch.stack(products).sum(dim=0)
+
+
+def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -> bool:
+    """Whether there is one kernel for all groups, where tensors like these are cast to this dtype."""
+    return (
+        x_RD.is_cuda
+        and dtype == torch.bfloat16
+        and all(size * dtype.itemsize % ALIGNMENT_BYTES == 0 for w in weights_EFD for size in w.shape[1:])
+        and hasattr(functional, "grouped_mm")
+    )
+
+
+def grouped_gemm(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """All groups in one kernel."""
+    return functional.grouped_mm(x_RD, weight_EFD.transpose(-2, -1), offs=ends_E)
+
+
+def expert_by_expert(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """Down projection of the gated up projection, for each group of rows with the matrices of its expert.
+
+    For CPUs: one expert after the other, each with all that it computes still in the cache.
+    """
+    dtype, ends = product_dtype(rows_RD), ends_E.tolist()
+    tensors = (tensor.to(dtype) for tensor in (rows_RD, gate_up_EFD, down_EDF))
+    return cast("Tensor", cast("Any", _ExpertByExpert).apply(*tensors, tuple(pairwise([0, *ends]))))
+
+
+class _ExpertByExpert(torch.autograd.Function):
+    """Keeps the fused projection of each expert; its gate is cheaper to apply again than to keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, bounds: tuple[tuple[int, int], ...]
+    ) -> Tensor:
+        out_RD = torch.empty_like(rows_RD)
+        fused = []
+        for expert, (start, end) in enumerate(bounds):
+            fused.append(rows_RD[start:end] @ gate_up_EFD[expert].T)
+            gate, up = fused[-1].chunk(2, dim=-1)
+            torch.mm(functional.silu(gate).mul_(up), down_EDF[expert].T, out=out_RD[start:end])
+        ctx.save_for_backward(rows_RD, gate_up_EFD, down_EDF, *fused)
+        ctx.bounds = bounds
+        return out_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, gate_up_EFD, down_EDF, *fused = ctx.saved_tensors
+        inputs = (rows_RD, gate_up_EFD, down_EDF)
+        grad_rows, grad_gate_up, grad_down = (torch.empty_like(tensor) for tensor in inputs)
+        for expert, (start, end) in enumerate(ctx.bounds):
+            grad_out, (gate, up) = grads[0][start:end], fused[expert].chunk(2, dim=-1)
+            opened = functional.silu(gate)
+            torch.mm(grad_out.T, opened * up, out=grad_down[expert])
+            grad_gated = grad_out @ down_EDF[expert]
+            # the gradients of gate and up are written side by side: joining them would take a pass of its own
+            grad_fused = torch.empty_like(fused[expert])
+            grad_gate, grad_up = grad_fused.chunk(2, dim=-1)
+            torch.mul(opened, grad_gated, out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(grad_gated.mul_(up), gate, grad_input=grad_gate)
+            torch.mm(grad_fused.T, rows_RD[start:end], out=grad_gate_up[expert])
+            torch.mm(grad_fused, gate_up_EFD[expert], out=grad_rows[start:end])
+        return grad_rows, grad_gate_up, grad_down, None
+
+
+def gated(fused: Tensor) -> Tensor:
+    """SwiGLU: the second half of the last axis, let through by the first."""
+    gate, up = fused.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def grouped_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """What `expert_by_expert` computes, for GPUs: all experts in each kernel.
+
+    The weights are cast here, so that their gradients can be float32 whatever the products are.
+    """
+    dtype = product_dtype(rows_RD)
+    return cast("Tensor", cast("Any", _GroupedExperts).apply(rows_RD.to(dtype), gate_up_EFD, down_EDF, ends_E))
+
+
+class _GroupedExperts(torch.autograd.Function):
+    """Keeps the fused projection; its gate is cheaper to apply again than to keep."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+        gate_up, down = gate_up_EFD.to(rows_RD.dtype), down_EDF.to(rows_RD.dtype)
+        fused_RF = grouped_gemm(rows_RD, gate_up, ends_E)
+        ctx.save_for_backward(rows_RD, gate_up, down, fused_RF, ends_E)
+        return grouped_gemm(gate_on_gpu(fused_RF), down, ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, gate_up, down, fused_RF, ends_E = ctx.saved_tensors
+        grad_out = grads[0].contiguous()
+        grad_gated = functional.grouped_mm(grad_out, down, offs=ends_E)
+        grad_fused, gated_RF = gate_backward_on_gpu(grad_gated, fused_RF)
+        grad_rows = functional.grouped_mm(grad_fused, gate_up, offs=ends_E)
+        grad_gate_up = weight_gradient(grad_fused, rows_RD, ends_E)
+        return grad_rows, grad_gate_up, weight_gradient(grad_out, gated_RF, ends_E), None
+
+
+def weight_gradient(grad_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
+    """`grad.T @ x` of each group, (E, F, D), in float32."""
+    outputs, inputs = grad_RF.shape[1], x_RD.shape[1]
+    parts = row_parts(ends_E.shape[0] * -(-outputs // TILE_ROWS) * -(-inputs // TILE_COLUMNS))
+    products = functional.grouped_mm(grad_RF.mT, x_RD, offs=part_ends(ends_E, parts))
+    return products.view(-1, parts, outputs, inputs).sum(dim=1, dtype=torch.float32)
+
+
+def row_parts(tiles: int) -> int:
+    """Into how many parts, added up afterwards, the rows of each group are cut for so many tiles of results.
+
+    The sums over rows are long and the results small: with few tiles, or a few more than fill the GPU once or twice,
+    many multiprocessors would wait for some.
+
+    Examples:
+        >>> row_parts(48), row_parts(96), row_parts(704), row_parts(1408)
+        (2, 4, 2, 1)
+    """
+    best = 1
+    for parts in (2, 4):
+        if _rounds(tiles, parts) < 0.95 * _rounds(tiles, best):
+            best = parts
+    return best
+
+
+def _rounds(tiles: int, parts: int) -> float:
+    return -(-tiles * parts // TILES_AT_ONCE) / parts
+
+
+def part_ends(ends_E: Tensor, parts: int) -> Tensor:
+    """Where the parts of each group end if groups are cut evenly.
+
+    Examples:
+        >>> part_ends(torch.tensor([4, 4, 10], dtype=torch.int32), 2).tolist()
+        [2, 4, 4, 4, 7, 10]
+    """
+    starts_E = functional.pad(ends_E, (1, -1))
+    steps = torch.arange(1, parts + 1, device=ends_E.device)
+    cuts = starts_E[:, None] + (ends_E - starts_E)[:, None] * steps // parts
+    return cuts.flatten().to(torch.int32)
+
+
+@library.custom_op("muonsw::gate", mutates_args=())
+def gate_on_gpu(fused_RF: Tensor) -> Tensor:
+    """`gated` in one kernel."""
+    if not kernels.available(fused_RF.device):
+        return gated(fused_RF)
+    from muonsw.lab.model.kernels import gate
+
+    return gate(fused_RF)
+
+
+@gate_on_gpu.register_fake
+def _(fused_RF: Tensor) -> Tensor:
+    return fused_RF.new_empty(fused_RF.shape[0], fused_RF.shape[1] // 2)
+
+
+@library.custom_op("muonsw::gate_backward", mutates_args=())
+def gate_backward_on_gpu(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the fused projection, and its gated output once more."""
+    if kernels.available(fused_RF.device):
+        from muonsw.lab.model.kernels import gate_backward
+
+        return gate_backward(grad_RF, fused_RF)
+    gate_RF, up_RF = fused_RF.chunk(2, dim=-1)
+    opened = functional.silu(gate_RF)
+    grad_gate = torch.ops.aten.silu_backward(grad_RF * up_RF, gate_RF)
+    return torch.cat([grad_gate, grad_RF * opened], dim=-1), opened * up_RF
+
+
+@gate_backward_on_gpu.register_fake
+def _(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(fused_RF), torch.empty_like(grad_RF)

@@ -48,7 +48,7 @@ from muonsw.lab.report.charts import (
 )
 from muonsw.lab.runs import Run, differences, load_runs, runs_below
 from muonsw.lab.stats import Claims, any_failed, claims_table
-from muonsw.lab.train.folder import CONFIG
+from muonsw.lab.train.checkpoint import CONFIG
 from muonsw.text import counted
 
 PAGE = "report.html"  # where comparisons and studies write theirs

@@ -19,13 +19,12 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from muonsw.lab.model import MUON_LR_POWERS, Decoder, ModelConfig, MuP
-from muonsw.lab.model.grouped import grouped_linear
-from muonsw.lab.model.moe import MoE, plan_routes
+from muonsw.lab.model.layers import MoE, grouped_linear, plan_routes
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, log_log_slope, mean_of, within
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.config import OptimizerConfig
-from muonsw.lab.train.groups import build_optimizer
+from muonsw.lab.train.state import build_optimizer
 
 FOLLOWERS = 4
 # What is watched in each layer, by the path of its module.

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muonsw.lab import paper
+from muonsw.lab.data.loader import read_record
 from muonsw.lab.data.prepare import prepare_default
-from muonsw.lab.data.shards import read_record
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, MuP, preset
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
-from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.presets import DEFAULT_DATA, default_data, preset_run
+from muonsw.lab.train.config import DEFAULT_DATA, RunConfig, default_data, preset_run
 
 # Filled in once the tokens are known.
 NO_DATA = ""

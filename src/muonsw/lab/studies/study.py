@@ -27,8 +27,8 @@ from muonsw.lab.stats import Claim, Claims, Evidence, Verdict, any_failed, count
 from muonsw.lab.studies.scales import CPU, Scale
 from muonsw.lab.studies.workshop import Workshop
 from muonsw.lab.theory.experiment import Experiment
+from muonsw.lab.train.checkpoint import environment
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import environment
 from muonsw.registry import Registry
 
 NUMBERS = "claims.json"

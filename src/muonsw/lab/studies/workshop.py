@@ -13,14 +13,14 @@ from rich.console import Console
 from muonsw.lab import launch
 from muonsw.lab.arms import Arm, Comparison, Results
 from muonsw.lab.console import showing
-from muonsw.lab.data.shards import read_record
+from muonsw.lab.data.loader import read_record
 from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.launch import Cluster, Job
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.stats import Evidence
 from muonsw.lab.theory.experiment import Experiment
+from muonsw.lab.train.checkpoint import identity
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import identity
 from muonsw.lab.train.loop import torch_threads
 from muonsw.lab.train.state import with_fingerprint
 
@@ -70,7 +70,7 @@ def describe(config: RunConfig) -> str:
     """A short name of what mostly sets a run apart.
 
     Examples:
-        >>> from muonsw.lab.train.presets import preset_run
+        >>> from muonsw.lab.train.config import preset_run
         >>> describe(preset_run("w512-dense", ""))
         'w512-dense-muon-scaled-lr0.007-wd0.1-T110000'
     """

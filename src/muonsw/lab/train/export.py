@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save
 
 from muonsw.lab.config import as_data, from_data
-from muonsw.lab.data.shards import load_tokenizer, read_record, save_record
+from muonsw.lab.data.loader import load_tokenizer, read_record, save_record
 from muonsw.lab.data.tokenizer import Tokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import locked, read_object, write_atomically, write_json
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.train import checkpoint
+from muonsw.lab.train.checkpoint import CHECKPOINTS, read_config_file, refuse_changes
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, read_config_file, refuse_changes
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
 FORMAT = "muonsw-decoder"

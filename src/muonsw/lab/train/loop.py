@@ -15,9 +15,8 @@ import torch
 from muonsw import Telemetry
 from muonsw.lab.errors import Diverged, Interrupted, StopRequest, UsageError, stop_requests
 from muonsw.lab.files import LOCK, locked, write_json
-from muonsw.lab.train.checkpoint import Shelf
+from muonsw.lab.train.checkpoint import CHECKPOINTS, CONFIG, RESULT, Shelf, refuse_other_settings, write_environment
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import CHECKPOINTS, CONFIG, RESULT, refuse_other_settings, write_environment
 from muonsw.lab.train.ranks import World, agreed
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks
 from muonsw.lab.train.state import Training, with_fingerprint

@@ -18,8 +18,8 @@ from torch import Tensor
 from muonsw.lab.errors import needed
 from muonsw.lab.files import numbered, parse_json, plain, replacing, reported
 from muonsw.lab.tasks import LossParts
+from muonsw.lab.train.checkpoint import METRICS
 from muonsw.lab.train.config import RunConfig
-from muonsw.lab.train.folder import METRICS
 from muonsw.lab.train.state import Training
 
 Record = dict[str, Any]
