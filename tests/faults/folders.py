@@ -9,7 +9,7 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 
-from muonsw.lab.data.prepare import MarkovSource, prepare
+from muonsw.lab.data.prepare import markov_texts, prepare
 from muonsw.lab.data.tokenizer import BPETokenizer
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
@@ -23,7 +23,7 @@ OLDER, NEWER, LAST = (f"checkpoints/step-{step:08d}" for step in (2, 4, 6))
 
 
 def documents():
-    return list(islice(MarkovSource(seed=0), 40))
+    return list(islice(markov_texts(seed=0), 40))
 
 
 @functools.cache
@@ -63,7 +63,7 @@ class Folders:
         shutil.rmtree(self.stopped / LAST)
         (self.stopped / "result.json").unlink()
         self.other_data = root / "other-data"
-        prepare(islice(MarkovSource(seed=5), 40), BPETokenizer.train(documents()[:9], 310), self.other_data,
+        prepare(islice(markov_texts(seed=5), 40), BPETokenizer.train(documents()[:9], 310), self.other_data,
                 validation_fraction=0.3, group_characters=4000)  # fmt: skip
         train(config(self.other_data, seed=7), self.other)
         self.export = export(self.whole, root / "export")

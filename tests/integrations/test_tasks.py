@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from muonsw.lab.data.prepare import MarkovSource, prepare
+from muonsw.lab.data.prepare import markov_texts, prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from tests.lab.test_worked_tasks import short_run
 
@@ -24,7 +24,7 @@ def test_digits_are_learned(kind, steps, tmp_path):
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokens")
-    prepare(islice(MarkovSource(seed=0), 60), ByteTokenizer(), folder, validation_fraction=0.2)
+    prepare(islice(markov_texts(seed=0), 60), ByteTokenizer(), folder, validation_fraction=0.2)
     return folder
 
 

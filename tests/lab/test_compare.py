@@ -13,7 +13,7 @@ import pytest
 from muonsw.lab.advise import IDLE
 from muonsw.lab.arms import CONTROL, Arm, Key, decay_factors, parse_arm
 from muonsw.lab.compare import FACTORS, Question, advise_arm, answer, effects, sweep_table, tune, verdict
-from muonsw.lab.data.prepare import MarkovSource, prepare
+from muonsw.lab.data.prepare import markov_texts, prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.outcome import Outcome, PairOutcome
@@ -98,7 +98,7 @@ def test_text_that_is_replaced_while_arms_are_trained_is_noticed(tmp_path):
     base = with_data(tiny_run(steps=2), data)
     by_arm(tmp_path / "runs").train([replace(comparison(ARMS[:1]), base=base, seeds=(0,))])
     shutil.rmtree(data)
-    prepare(islice(MarkovSource(seed=1), 60), ByteTokenizer(), data, validation_fraction=0.2)
+    prepare(islice(markov_texts(seed=1), 60), ByteTokenizer(), data, validation_fraction=0.2)
     with pytest.raises(UsageError, match="holds other tokens"):
         by_arm(tmp_path / "runs").train([replace(comparison(ARMS[1:]), base=base, seeds=(0,))])
 

@@ -54,7 +54,7 @@ def test_the_command_and_the_function_agree(folder, tmp_path):
 def test_verify_names_every_bad_shard_and_prepare_repairs_it(folder, capsys):
     assert muonsw("verify", folder) == 0
     assert "all is well" in capsys.readouterr().out
-    shards = read_record(folder).paths(folder, "train")
+    shards = list(read_record(folder).shards(folder, "train"))
     shards[1].write_bytes(shards[1].read_bytes()[::-1])
     os.truncate(shards[3], shards[3].stat().st_size - 2)
     assert muonsw("verify", folder) == 1
@@ -68,7 +68,7 @@ def test_info_prints_the_record(folder, capsys):
     assert muonsw("info", folder) == 0
     printed, record = capsys.readouterr().out, read_record(folder)
     for split in ("train", "validation"):
-        assert f"{record.tokens(split):,} tokens in {len(record.paths(folder, split))} shards" in printed
+        assert f"{record.tokens(split):,} tokens in {len(record.shards(folder, split))} shards" in printed
     assert f"bpe, 300 tokens, identity {record.tokenizer[:12]}" in printed
     assert "source synthetic, seed 0, limit_characters 70000" in printed
     fields = json.loads((folder / "data.json").read_text(encoding="utf-8"))

@@ -1,6 +1,8 @@
-"""The batch of a step is a pure function of the seed and the step."""
+"""The batch of a step is a pure function of the seed and the step, and a shard is what is on record."""
 
 import hashlib
+import json
+import os
 import threading
 from pathlib import Path
 
@@ -10,9 +12,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonsw.lab.data.loader import Shard, ShardError, TokenLoader, ValidationLoader, Windows, open_split, prefetch
+from muonsw.lab.data import loader as module
+from muonsw.lab.data.loader import (
+    RECORD,
+    DataRecord,
+    Group,
+    Shard,
+    TokenLoader,
+    ValidationLoader,
+    Windows,
+    fingerprint,
+    load_tokenizer,
+    open_shard,
+    open_split,
+    prefetch,
+    read_record,
+    save_record,
+    shard_path,
+    shuffled,
+    verify_folder,
+)
 from muonsw.lab.data.prepare import prepare
-from muonsw.lab.data.tokenizer import ByteTokenizer
+from muonsw.lab.data.tokenizer import BPE_FILE, BPETokenizer, ByteTokenizer
+from muonsw.lab.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +58,12 @@ def starts(loader, steps):
     return torch.cat([loader.batch_at(step)[0][:, 0] for step in steps]).tolist()
 
 
-@pytest.mark.parametrize("sequence", [1, 2, 8, 40])
+@pytest.mark.parametrize("sequence", [1, 8, 40])
 def test_windows_stay_inside_their_shard_and_targets_follow_inputs(shards, sequence):
     windows = Windows(shards, sequence)
     inputs, targets = windows.gather(np.arange(windows.count))
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.shape == targets.shape == (windows.count, sequence)
-    assert inputs.is_contiguous()
-    assert targets.is_contiguous()
     assert torch.equal(targets, inputs + 1), "tokens are numbered, so a target is its input plus one"
     ends = np.cumsum([len(shard.tokens) for shard in shards])
     first, last = (np.searchsorted(ends, tokens.numpy(), side="right") for tokens in (inputs[:, 0], targets[:, -1]))
@@ -71,16 +91,15 @@ def test_a_batch_depends_on_seed_and_step_alone(shards, seed, step):
     loader = TokenLoader(shards, 8, 12, seed)
     first = loader.batch_at(step)
     loader.batch_at(step + 1)
-    again = TokenLoader(tuple(shards), 8, 12, seed).batch_at(step)
     assert same(first, loader.batch_at(step))
-    assert same(first, again)
+    assert same(first, TokenLoader(tuple(shards), 8, 12, seed).batch_at(step))
     assert not same(first, TokenLoader(shards, 8, 12, seed + 1).batch_at(step))
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 12), (12, 1), (2, 3), (6, 4)])
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 12), (12, 1), (2, 3), (6, 4)])
 def test_any_split_reassembles_to_the_batch(shards, ranks, accumulation):
     loader = TokenLoader(shards, 2, 144, 7)
-    for step in (0, 1, 5):
+    for step in (0, 5):
         per_rank = [
             list(loader.micro_batches(step, ranks=ranks, rank=r, accumulation=accumulation)) for r in range(ranks)
         ]
@@ -89,21 +108,13 @@ def test_any_split_reassembles_to_the_batch(shards, ranks, accumulation):
         assert same(joined(in_order), loader.batch_at(step))
 
 
-@pytest.mark.parametrize(("start", "ahead"), [(0, 2), (4, 30)])
-def test_resuming_at_any_step_equals_the_uninterrupted_sequence(shards, start, ahead):
-    loader = TokenLoader(shards, 8, 12, 3)
-    batches = [loader.batch_at(step) for step in range(12)]
-    resumed = list(prefetch(loader.batch_at, start, 12, ahead=ahead))
-    assert len(resumed) == 12 - start
-    assert all(same(*pair) for pair in zip(resumed, batches[start:], strict=True))
-
-
 def prefetching():
     return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-def test_prefetching_reads_ahead_and_ends_its_thread():
+def test_prefetching_gives_the_same_items_reads_ahead_and_ends_its_thread():
     read = []
+    assert list(prefetch(lambda step: step, 4, 9, ahead=30)) == [4, 5, 6, 7, 8]
     items = prefetch(lambda step: read.append(step) or step, 5, 100, ahead=3)
     assert not prefetching(), "nothing runs before the first item is asked for"
     assert [next(items) for _ in range(4)] == [5, 6, 7, 8]
@@ -137,7 +148,6 @@ def test_validation_reads_the_same_windows_whatever_the_batch_and_the_ranks(shar
     assert len(every[0]) == Windows(shards, 8).count
     for batch in (1, 7, 16):
         loader = ValidationLoader(shards, 8, batch)
-        assert len(list(loader)) == len(loader)
         assert same(joined(loader), every)
         per_rank = [list(loader.parts(ranks=3, rank=rank)) for rank in range(3)]
         assert len({len(parts) for parts in per_rank}) == 1, "every rank has as many batches"
@@ -145,7 +155,7 @@ def test_validation_reads_the_same_windows_whatever_the_batch_and_the_ranks(shar
         assert same(joined(tuple(rows[:count] for rows in part) for part, count in in_turn), every)
 
 
-@pytest.mark.parametrize("windows", [1, 5, 20, 10_000])
+@pytest.mark.parametrize("windows", [1, 5, 10_000])
 def test_validation_windows_are_different_and_spread(shards, windows):
     loader = ValidationLoader(shards, 8, 4, windows)
     assert len(loader.ids) == min(windows, loader.windows.count) == len(np.unique(loader.ids))
@@ -158,12 +168,11 @@ def test_a_corpus_that_is_too_short_is_refused(shards):
         TokenLoader(shards, 250, 1, 0)
     with pytest.raises(ValueError, match="the corpus has 1 windows of 250 tokens, fewer than one batch of 2"):
         TokenLoader(shards, 249, 2, 0)
-    assert TokenLoader(shards, 249, 1, 0).batch_at(3)[0].shape == (1, 249)
 
 
 def test_a_token_that_no_model_knows_is_refused_with_its_shard(shards):
     limited = [shard._replace(vocab_size=120) for shard in shards]
-    with pytest.raises(ShardError, match=r"shard-103 holds the token 1\d\d, outside the vocabulary of 120"):
+    with pytest.raises(UsageError, match=r"shard-103 holds the token 1\d\d, outside the vocabulary of 120"):
         TokenLoader(limited[:3], 8, 17, 0).batch_at(0)
 
 
@@ -178,3 +187,134 @@ def test_the_order_of_the_data_never_changes(tmp_path):
         for part in batch:
             digest.update(part.numpy().astype("<i8").tobytes())
     assert digest.hexdigest() == "157acfaf39fe33ee16b46ec5dee4ea43e7ea0c4c3fc3f7de809ab768d9272d79"
+
+
+# ---- The shuffle
+
+
+def reference(index, size, key):
+    """The network in plain integers, one index at a time."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=64).digest()
+    keys = [int.from_bytes(digest[8 * r : 8 * r + 8], "little") for r in range(8)]
+    half = next(h for h in range(32) if 4**h >= size)
+    while True:
+        left, right = divmod(index, 2**half)
+        for round_key in keys:
+            word = right ^ round_key
+            word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+            word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+            left, right = right, left ^ ((word ^ (word >> 31)) % 2**half)
+        index = left * 2**half + right
+        if index < size:
+            return index
+
+
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(1, 1 << 62), key=st.tuples(st.integers(0, 2**70), st.integers(0, 1000)), data=st.data())
+def test_the_shuffle_equals_the_plain_reference_and_permutes(size, key, data):
+    indices = data.draw(st.lists(st.integers(0, size - 1), max_size=5, unique=True))
+    images = shuffled(np.array(indices, dtype=np.int64), size, key)
+    assert images.tolist() == [reference(index, size, key) for index in indices]
+    small = size % 5000 + 1
+    assert np.array_equal(np.sort(shuffled(np.arange(small), small, key)), np.arange(small))
+
+
+# ---- Records and shards
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A prepared folder with one shard for each split."""
+    texts = [f"document {number}" for number in range(100)]
+    prepare(texts, ByteTokenizer(), tmp_path / "data", validation_fraction=0.3)
+    return tmp_path / "data"
+
+
+def shard_of(folder, split="train"):
+    (path,) = read_record(folder).shards(folder, split)
+    return path
+
+
+def change_record(folder, change):
+    fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    change(fields)
+    (folder / RECORD).write_text(json.dumps(fields), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+def test_tokens_take_the_smaller_of_two_types(tmp_path, vocab_size, dtype):
+    ids = np.array([0, 1, vocab_size - 1], dtype=dtype)
+    group = Group("0123456789", 1, {"train": 3}, {"train": ""})
+    path = shard_path(tmp_path, "train", 0, group)
+    path.write_bytes(ids.tobytes())
+    shard = open_shard(path, group, "train", DataRecord("ab", vocab_size, 0.1, 1000), check=False)
+    assert isinstance(shard.tokens, np.memmap)
+    assert shard.tokens.dtype == dtype
+    assert shard.tokens.tolist() == ids.tolist()
+
+
+def test_a_record_is_read_as_it_was_written_and_its_fingerprint_is_pinned(folder, tmp_path):
+    """Records of runs name the fingerprint."""
+    group = Group("0123", 3, {"train": 5, "validation": 1}, {"train": "a", "validation": "b"}, bytes=20)
+    record = DataRecord("ab", 257, 0.1, 1000, (group,), complete=True, recipe={"corpus": {"limit": None}})
+    save_record(tmp_path, record)
+    assert read_record(tmp_path) == record
+    assert fingerprint(read_record(folder)) == "00db7589e83501d5"
+
+
+def test_a_large_split_is_opened_without_reading_it_and_verified_by_byte(folder, monkeypatch):
+    path = shard_of(folder)
+    path.write_bytes(b"\0" + path.read_bytes()[1:])
+    monkeypatch.setattr(module, "CHECKED_BYTES", 0)
+    assert len(open_split(folder, "train")) == 1
+    (problem,) = verify_folder(folder)
+    assert f"{path.name} was altered" in problem
+
+
+def test_verify_names_every_problem(folder):
+    assert list(verify_folder(folder)) == []
+    change_record(folder, lambda fields: fields.update(complete=False, vocab_size=200))
+    os.truncate(shard_of(folder), 10)
+    shard_of(folder, "validation").unlink()
+    problems = list(verify_folder(folder))
+    expected = ("not prepared to the end", "is not the one that made its tokens", "has 10 bytes", "cannot be read")
+    assert len(problems) == len(expected)
+    assert all(words in problem for words, problem in zip(expected, problems, strict=True))
+
+
+def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path):
+    texts = ["the quick brown fox jumps over the lazy dog. " * 20]
+    prepare(texts, BPETokenizer.train(texts, 300), tmp_path, validation_fraction=0.0)
+    assert load_tokenizer(tmp_path).identity == read_record(tmp_path).tokenizer
+    BPETokenizer.train(texts, 280).save(tmp_path)
+    with pytest.raises(UsageError, match="is not the one that made its tokens"):
+        load_tokenizer(tmp_path)
+    (tmp_path / BPE_FILE).unlink()
+    with pytest.raises(UsageError, match=rf"{BPE_FILE} cannot be read: No such file or directory; put the right"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_usable_data_is_named(folder, tmp_path):
+    with pytest.raises(UsageError, match="holds no prepared data"):
+        open_split(tmp_path, "train")
+    prepare(["one"], ByteTokenizer(), tmp_path / "one", validation_fraction=0.0)
+    with pytest.raises(UsageError, match="has no validation tokens"):
+        open_split(tmp_path / "one", "validation")
+    change_record(folder, lambda fields: fields.pop("format"))
+    with pytest.raises(UsageError, match=r"data\.json is of format 1, and .* reads format 2: delete the folder"):
+        open_split(folder, "train")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields.update(vocab_size="257"),
+        lambda fields: fields.update(extra=1),
+        lambda fields: fields.pop("tokenizer"),
+        lambda fields: fields["groups"][0].update(tokens={"train": 5}),
+    ],
+)
+def test_a_damaged_record_is_refused(folder, change):
+    change_record(folder, change)
+    with pytest.raises(UsageError, match=r"data\.json cannot be read .*: delete the folder and prepare the data again"):
+        open_split(folder, "train")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from muonsw.lab.data.prepare import MarkovSource, prepare
+from muonsw.lab.data.prepare import markov_texts, prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
@@ -24,7 +24,7 @@ MODEL = ModelConfig(width=32, layers=2, head_dim=16, experts=4, ff=64, vocab=320
 def tokens():
     """A folder of prepared tokens, shared by all tests of a process."""
     folder = Path(tempfile.mkdtemp())
-    prepare(islice(MarkovSource(seed=0), 60), ByteTokenizer(), folder, validation_fraction=0.2)
+    prepare(islice(markov_texts(seed=0), 60), ByteTokenizer(), folder, validation_fraction=0.2)
     return str(folder)
 
 

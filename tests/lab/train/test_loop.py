@@ -15,7 +15,7 @@ from itertools import islice
 import pytest
 import torch
 
-from muonsw.lab.data.prepare import MarkovSource
+from muonsw.lab.data.prepare import markov_texts
 from muonsw.lab.errors import Diverged, MachineError, UsageError
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, torch_threads, train
@@ -31,7 +31,7 @@ def entropy_without_context():
     The chain's own entropy is 0.87 nats lower. An evaluation over 8 windows of 32 tokens strays by about 0.06 nats, so
     a model that has learned the transitions ends far below this line, whatever the machine's rounding.
     """
-    counts = Counter("".join(islice(MarkovSource(seed=0), 60)))
+    counts = Counter("".join(islice(markov_texts(seed=0), 60)))
     return -sum(n / counts.total() * math.log(n / counts.total()) for n in counts.values())
 
 

@@ -81,7 +81,7 @@ class Info:
         say(console, f"corpus      {', '.join(chosen) or 'not recorded'}")
         say(console, f"tokenizer   {kind}, {record.vocab_size:,} tokens, identity {record.tokenizer[:12]}")
         for split in SPLITS:
-            shards = counted(len(record.paths(self.folder, split)), "shard")
+            shards = counted(len(record.shards(self.folder, split)), "shard")
             say(console, f"{split:<11} {record.tokens(split):,} tokens in {shards}")
         say(console, f"total       {contents(record)}")
         return 0

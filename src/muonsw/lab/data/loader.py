@@ -1,6 +1,10 @@
-"""Batches of token windows whose order is a pure function of the seed and the step.
+"""Prepared tokens on disk, and batches of them whose order is a pure function of the seed and the step.
 
-A loader keeps no position: resuming at a step is asking for that step, and ranks, micro-batches and prefetching only
+A folder holds shards and `data.json`, the record of everything about them. A shard is nothing but token ids,
+little-endian, two bytes each for vocabularies up to 65,536 and else four. Its name holds a hash of its texts, so that
+other texts never replace those on record.
+
+A loader keeps no position: resuming at a step means asking for that step. Ranks, micro-batches and prefetching only
 decide who asks for which rows, and when.
 """
 
@@ -26,137 +30,11 @@ from muonsw.lab.data.tokenizer import Tokenizer, restore
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import read_object, write_json
 
+Split: TypeAlias = Literal["train", "validation"]
 TokenBatch: TypeAlias = tuple[Tensor, Tensor]
+Indices: TypeAlias = npt.NDArray[np.int64]
 T = TypeVar("T")
 
-
-class Windows:
-    """Windows of `sequence + 1` tokens over shards; none crosses a shard's end. `count` is how many there are.
-
-    Neighbouring windows share one token, the last target of one and the first input of the next, so that every token of
-    a shard but the first is a target in at most one window.
-    """
-
-    def __init__(self, shards: Sequence[Shard], sequence: int) -> None:
-        self.shards, self.sequence = tuple(shards), sequence
-        counts = np.array([(len(shard.tokens) - 1) // sequence for shard in shards], dtype=np.int64)
-        self._ends = np.cumsum(counts)
-        self.count = int(self._ends[-1])
-        if self.count == 0:
-            tokens = sum(len(shard.tokens) for shard in shards)
-            needs = f"no shard holds one window of {sequence + 1} tokens"
-            raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
-
-    def gather(self, ids: Indices) -> TokenBatch:
-        """Inputs and targets of the windows with these ids, int64 of shape (len(ids), sequence)."""
-        rows = np.empty((len(ids), self.sequence + 1), dtype=np.int64)
-        owners = np.searchsorted(self._ends, ids, side="right")
-        for row, window, owner in zip(rows, ids.tolist(), owners.tolist(), strict=True):
-            start = (window - (int(self._ends[owner - 1]) if owner else 0)) * self.sequence
-            row[:] = self.shards[owner].tokens[start : start + self.sequence + 1]
-        # A model would fail on such a token without naming the shard.
-        if rows.max() >= (vocab := self.shards[0].vocab_size):
-            bad = self.shards[owners[rows.max(axis=1).argmax()]].path
-            wrong = f"{bad} holds the token {rows.max()}, outside the vocabulary of {vocab}"
-            raise ShardError(f"{wrong}: delete it and prepare the data again")
-        tokens = torch.from_numpy(rows)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-class TokenLoader:
-    """Training batches: every epoch visits every window once, in an order keyed by the seed and the epoch.
-
-    Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next. `batch`
-    counts sequences over all ranks and micro-batches; `limit` visits only the first windows. The order of the shards is
-    part of the data order.
-    """
-
-    def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, seed: int, limit: int | None = None) -> None:
-        self.windows, self.batch, self.seed = Windows(shards, sequence), batch, seed
-        self.size = min(limit or self.windows.count, self.windows.count)  # windows in an epoch
-        if self.size < batch:
-            short = f"the corpus has {self.size} windows of {sequence + 1} tokens, fewer than one batch"
-            raise ValueError(f"{short} of {batch}: make the batch or the sequence smaller, or add data")
-
-    def batch_at(self, step: int) -> TokenBatch:
-        """Inputs and targets of a step, counted from 0; int64 of shape (batch, sequence)."""
-        return self.windows.gather(self._ids(step, 0, self.batch))
-
-    def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[TokenBatch]:
-        """The micro-batches of one rank.
-
-        Micro-batch m of all ranks, in the order of the ranks, then micro-batch m + 1: together exactly
-        `batch_at(step)`.
-        """
-        if self.batch % (ranks * accumulation):
-            split = f"{ranks} ranks x {accumulation} micro-batches"
-            raise ValueError(f"a batch of {self.batch} does not split evenly into {split}: choose a multiple")
-        rows = self.batch // (ranks * accumulation)
-        starts = (rows * (ranks * micro + rank) for micro in range(accumulation))
-        return (self.windows.gather(self._ids(step, start, start + rows)) for start in starts)
-
-    def epochs(self, total_steps: int) -> float:
-        """How many times a run of this many steps visits the corpus."""
-        return total_steps * self.batch / self.size
-
-    def _ids(self, step: int, first: int, last: int) -> Indices:
-        """The windows in rows first to last of a step's batch."""
-        # Python's integers have no largest value: step * batch may pass 64 bits though no index within an epoch does.
-        samples = range(step * self.batch + first, step * self.batch + last)
-        size, parts = self.size, []
-        for epoch in range(samples[0] // size, samples[-1] // size + 1):
-            begin, end = max(samples.start - epoch * size, 0), min(samples.stop - epoch * size, size)
-            parts.append(shuffled(np.arange(begin, end), size, (self.seed, epoch)))
-        return np.concatenate(parts)
-
-
-class ValidationLoader:
-    """The same windows in the same order for every run, whatever its seed or batch; the last batch may be smaller.
-
-    All windows, or `windows` of them, spread evenly over the shards.
-    """
-
-    def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, windows: int | None = None) -> None:
-        self.windows, self.batch = Windows(shards, sequence), batch
-        chosen = min(windows or self.windows.count, self.windows.count)
-        self.ids: Indices = np.arange(chosen, dtype=np.int64) * self.windows.count // chosen
-
-    def __len__(self) -> int:
-        return (len(self.ids) + self.batch - 1) // self.batch
-
-    def __iter__(self) -> Iterator[TokenBatch]:
-        for start in range(0, len(self.ids), self.batch):
-            yield self.windows.gather(self.ids[start : start + self.batch])
-
-    def parts(self, *, ranks: int, rank: int) -> Iterator[tuple[TokenBatch, int]]:
-        """The batches of one rank, and how many rows of each count; together all ranks read every window once.
-
-        Every rank has as many batches, since a sharded model needs all ranks for a forward pass; a rank that has
-        nothing left reads the first window again, and none of its rows count.
-        """
-        for start in range(self.batch * rank, len(self) * self.batch + self.batch * rank, self.batch * ranks):
-            ids = self.ids[start : start + self.batch]
-            yield self.windows.gather(ids if len(ids) else self.ids[:1]), len(ids)
-
-
-def prefetch(read: Callable[[int], T], start: int, stop: int, *, ahead: int = 2) -> Iterator[T]:
-    """`read(start), ..., read(stop - 1)`, computed by one background thread up to `ahead` items early.
-
-    An error in `read` is raised where its item would have come. Closing the iterator ends the thread.
-    """
-    steps = iter(range(start, stop))
-    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-    try:
-        waiting: deque[Future[T]] = deque(worker.submit(read, step) for step in islice(steps, ahead))
-        while waiting:
-            item = waiting.popleft().result()
-            waiting.extend(worker.submit(read, step) for step in islice(steps, 1))
-            yield item
-    finally:
-        worker.shutdown(cancel_futures=True)
-
-
-Split: TypeAlias = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 RECORD = "data.json"
 FORMAT = 2
@@ -164,15 +42,18 @@ RERUN = "make room, or choose another folder; finished shards are kept, rerun th
 AGAIN = "delete it and prepare the data again"
 # A split up to this size is compared with its checksums whenever it is opened; larger ones by `muonsw data verify`.
 CHECKED_BYTES = 1 << 26
+SHUFFLE_ROUNDS = 8
+# The multipliers and shifts of SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's variant 13).
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
 
 
-class ShardError(UsageError):
-    """A shard that must not be used; the message names the file and says what to do."""
+# ---- The record of a folder
 
 
 @dataclass(frozen=True)
 class Group:
-    """A stretch of documents that was encoded together, into one shard for each split."""
+    """A run of consecutive documents that was encoded together, into one shard for each split."""
 
     digest: str  # a hash of the texts
     documents: int
@@ -206,37 +87,24 @@ class DataRecord:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """How a token is stored: the smaller of two kinds that holds the vocabulary."""
+        """How a token is stored: the smaller of two types that holds the vocabulary."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
 
     @property
     def documents(self) -> int:
-        """The number of documents in both splits."""
         return sum(group.documents for group in self.groups)
 
     def tokens(self, split: Split) -> int:
         """The number of tokens in a split, ends of documents included."""
         return sum(group.tokens.get(split, 0) for group in self.groups)
 
-    def shards(self, folder: Path, split: Split) -> list[tuple[Path, Group]]:
+    def shards(self, folder: Path, split: Split) -> dict[Path, Group]:
         """The files of a split, in order, and the group of each."""
-        named = ((shard_path(folder, split, number, group), group) for number, group in enumerate(self.groups))
-        return [(path, group) for path, group in named if split in group.tokens]
-
-    def paths(self, folder: Path, split: Split) -> list[Path]:
-        return [path for path, _ in self.shards(folder, split)]
-
-
-class Shard(NamedTuple):
-    """The tokens of a shard, mapped from its file and not held in memory; all should be below `vocab_size`."""
-
-    path: Path
-    tokens: npt.NDArray[np.integer[Any]]
-    vocab_size: int
+        groups = enumerate(self.groups)
+        return {shard_path(folder, split, n, group): group for n, group in groups if split in group.tokens}
 
 
 def shard_path(folder: Path, split: Split, number: int, group: Group) -> Path:
-    """Where the tokens of a group's split are."""
     return folder / f"{split}-{number:05}-{group.digest[:8]}.tokens"
 
 
@@ -261,6 +129,33 @@ def save_record(folder: Path, record: DataRecord) -> None:
     write_json(folder / RECORD, {"format": FORMAT, **asdict(record)}, remedy=RERUN)
 
 
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a prepared folder; a `UsageError` if it did not make the folder's tokens."""
+    record = read_record(folder)
+    tokenizer = restore(record.tokenizer_description or {}, folder)
+    if (tokenizer.identity, tokenizer.vocab_size) != (record.tokenizer, record.vocab_size):
+        ids = f"{tokenizer.identity[:12]}..., not {record.tokenizer[:12]}..."
+        raise UsageError(f"the tokenizer in {folder} is not the one that made its tokens ({ids}): prepare them again")
+    return tokenizer
+
+
+def fingerprint(record: DataRecord) -> str:
+    """A short hash of all tokens of a folder and of what made them."""
+    shards = (f"{split}:{checksum}" for group in record.groups for split, checksum in group.checksums.items())
+    return hashlib.sha256("\n".join([record.tokenizer, *shards]).encode()).hexdigest()[:16]
+
+
+# ---- Shards
+
+
+class Shard(NamedTuple):
+    """The tokens of a shard, mapped from its file and not held in memory; all should be below `vocab_size`."""
+
+    path: Path
+    tokens: npt.NDArray[np.integer[Any]]
+    vocab_size: int
+
+
 def open_split(folder: Path, split: Split) -> list[Shard]:
     """Map the shards of a split, in order; their sizes are compared with the record, up to 64 MiB also every byte."""
     record = read_record(folder)
@@ -269,7 +164,7 @@ def open_split(folder: Path, split: Split) -> list[Shard]:
     if not (shards := record.shards(folder, split)):
         raise UsageError(f"{folder} has no {split} tokens: prepare more documents in a new folder")
     check = record.tokens(split) * record.dtype.itemsize <= CHECKED_BYTES
-    return [open_shard(path, group, split, record, check=check) for path, group in shards]
+    return [open_shard(path, group, split, record, check=check) for path, group in shards.items()]
 
 
 def open_shard(path: Path, group: Group, split: Split, record: DataRecord, *, check: bool) -> Shard:
@@ -280,14 +175,14 @@ def open_shard(path: Path, group: Group, split: Split, record: DataRecord, *, ch
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size != count * record.dtype.itemsize:
-                raise ShardError(f"{path} has {size} bytes, not {count * record.dtype.itemsize} as on record: {AGAIN}")
+                raise UsageError(f"{path} has {size} bytes, not {count * record.dtype.itemsize} as on record: {AGAIN}")
             file.seek(0)
             if check and hashlib.file_digest(file, "sha256").hexdigest() != group.checksums[split]:
-                raise ShardError(f"{path} was altered, its checksum is not the one on record: {AGAIN}")
+                raise UsageError(f"{path} was altered, its checksum is not the one on record: {AGAIN}")
             tokens = np.memmap(file, dtype=record.dtype, mode="r", shape=(count,))
     except OSError as error:
         fix = "prepare the data again; with too many open files, raise `ulimit -n` or --group-characters"
-        raise ShardError(f"{path} cannot be read ({error.strerror or error}): {fix}") from error
+        raise UsageError(f"{path} cannot be read ({error.strerror or error}): {fix}") from error
     return Shard(path, tokens, record.vocab_size)
 
 
@@ -309,70 +204,158 @@ def problems(folder: Path, number: int, group: Group, record: DataRecord) -> Ite
     for split in group.tokens:
         try:
             open_shard(shard_path(folder, split, number, group), group, split, record, check=True)
-        except ShardError as error:
+        except UsageError as error:
             yield str(error)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared folder; one that did not make its tokens is refused."""
-    record = read_record(folder)
-    tokenizer = restore(record.tokenizer_description or {}, folder)
-    if (tokenizer.identity, tokenizer.vocab_size) != (record.tokenizer, record.vocab_size):
-        ids = f"{tokenizer.identity[:12]}..., not {record.tokenizer[:12]}..."
-        raise UsageError(f"the tokenizer in {folder} is not the one that made its tokens ({ids}): prepare them again")
-    return tokenizer
+# ---- Batches
 
 
-def fingerprint(record: DataRecord) -> str:
-    """A short hash of all tokens of a folder and of what made them."""
-    shards = (f"{split}:{checksum}" for group in record.groups for split, checksum in group.checksums.items())
-    return hashlib.sha256("\n".join([record.tokenizer, *shards]).encode()).hexdigest()[:16]
+class Windows:
+    """Windows of `sequence + 1` tokens over shards; none crosses a shard's end. `count` is their number.
+
+    Neighboring windows share one token, the last target of one and the first input of the next, so that every token of
+    a shard but the first is a target in at most one window.
+    """
+
+    def __init__(self, shards: Sequence[Shard], sequence: int) -> None:
+        self.shards, self.sequence = tuple(shards), sequence
+        counts = np.array([(len(shard.tokens) - 1) // sequence for shard in shards], dtype=np.int64)
+        self._ends = np.cumsum(counts)
+        self.count = int(self._ends[-1])
+        if self.count == 0:
+            tokens = sum(len(shard.tokens) for shard in shards)
+            needs = f"no shard holds one window of {sequence + 1} tokens"
+            raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
+
+    def gather(self, ids: Indices) -> TokenBatch:
+        """Inputs and targets of the windows with these ids, int64 of shape (len(ids), sequence)."""
+        rows = np.empty((len(ids), self.sequence + 1), dtype=np.int64)
+        owners = np.searchsorted(self._ends, ids, side="right")
+        for row, window, owner in zip(rows, ids.tolist(), owners.tolist(), strict=True):
+            start = (window - (int(self._ends[owner - 1]) if owner else 0)) * self.sequence
+            row[:] = self.shards[owner].tokens[start : start + self.sequence + 1]
+        # A model would fail on such a token without naming the shard.
+        if rows.max() >= (vocab := self.shards[0].vocab_size):
+            bad = self.shards[owners[rows.max(axis=1).argmax()]].path
+            wrong = f"{bad} holds the token {rows.max()}, outside the vocabulary of {vocab}"
+            raise UsageError(f"{wrong}: delete it and prepare the data again")
+        tokens = torch.from_numpy(rows)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-Indices: TypeAlias = npt.NDArray[np.int64]
-_Words: TypeAlias = npt.NDArray[np.uint64]
+class TokenLoader:
+    """Training batches: every epoch visits every window once, in an order keyed by the seed and the epoch.
 
-ROUNDS = 8
-LARGEST = 1 << 62
-# the multipliers and shifts of SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's variant 13)
-_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_LAST_SHIFT = 31
+    Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next. `batch`
+    counts sequences over all ranks and micro-batches; `limit` visits only the first windows. The order of the shards is
+    part of the data order.
+    """
+
+    def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, seed: int, limit: int | None = None) -> None:
+        self.windows, self.batch, self.seed = Windows(shards, sequence), batch, seed
+        self.size = min(limit or self.windows.count, self.windows.count)  # windows in an epoch
+        if self.size < batch:
+            short = f"the corpus has {self.size} windows of {sequence + 1} tokens, fewer than one batch"
+            raise ValueError(f"{short} of {batch}: make the batch or the sequence smaller, or add data")
+
+    def batch_at(self, step: int) -> TokenBatch:
+        """Inputs and targets of a step, counted from 0; int64 of shape (batch, sequence)."""
+        return self._rows(step, 0, self.batch)
+
+    def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[TokenBatch]:
+        """The micro-batches of one rank.
+
+        Micro-batch m of all ranks, in the order of the ranks, then micro-batch m + 1: together exactly
+        `batch_at(step)`, which ranks and micro-batches must divide.
+        """
+        rows = self.batch // (ranks * accumulation)
+        starts = (rows * (ranks * micro + rank) for micro in range(accumulation))
+        return (self._rows(step, start, start + rows) for start in starts)
+
+    def epochs(self, total_steps: int) -> float:
+        """How many times a run of this many steps visits the corpus."""
+        return total_steps * self.batch / self.size
+
+    def _rows(self, step: int, first: int, last: int) -> TokenBatch:
+        """Rows first to last of a step's batch."""
+        # Python's integers have no largest value: step * batch may pass 64 bits though no index within an epoch does.
+        samples = range(step * self.batch + first, step * self.batch + last)
+        size, parts = self.size, []
+        for epoch in range(samples[0] // size, samples[-1] // size + 1):
+            begin, end = max(samples.start - epoch * size, 0), min(samples.stop - epoch * size, size)
+            parts.append(shuffled(np.arange(begin, end), size, (self.seed, epoch)))
+        return self.windows.gather(np.concatenate(parts))
+
+
+class ValidationLoader:
+    """The same windows in the same order for every run, whatever its seed or batch; the last batch may be smaller.
+
+    All windows, or `windows` of them, spread evenly over the shards.
+    """
+
+    def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, windows: int | None = None) -> None:
+        self.windows, self.batch = Windows(shards, sequence), batch
+        chosen = min(windows or self.windows.count, self.windows.count)
+        self.ids: Indices = np.arange(chosen, dtype=np.int64) * self.windows.count // chosen
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        return (batch for batch, _ in self.parts(ranks=1, rank=0))
+
+    def parts(self, *, ranks: int, rank: int) -> Iterator[tuple[TokenBatch, int]]:
+        """The batches of one rank, and how many rows of each count; together all ranks read every window once.
+
+        Every rank has as many batches, since a sharded model needs all ranks for a forward pass; a rank that has
+        nothing left reads the first window again, and none of its rows count.
+        """
+        for start in range(0, len(self.ids), self.batch * ranks):
+            ids = self.ids[start + self.batch * rank :][: self.batch]
+            yield self.windows.gather(ids if len(ids) else self.ids[:1]), len(ids)
 
 
 def shuffled(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
     """Where a permutation of range(size) sends these indices; the key, any integers, decides it.
 
-    A Feistel network permutes the smallest range(4**h) that holds range(size); an image that falls outside is permuted
-    again until it falls inside, which takes fewer than four rounds on average.
+    The permutation is computed, not stored. A Feistel network permutes the smallest range(4**h) that holds range(size);
+    an image that falls outside is permuted again until it falls inside, which takes fewer than four rounds on average.
 
     Examples:
         >>> shuffled(np.arange(10), 10, (42, 0)).tolist()
         [3, 8, 7, 2, 4, 0, 6, 1, 5, 9]
     """
-    if not 1 <= size <= LARGEST:
-        raise ValueError(f"a shuffle permutes 1 to 2**62 indices, not {size}")
-    if indices.size and (indices.min() < 0 or indices.max() >= size):
-        raise IndexError(f"indices from {indices.min()} to {indices.max()} are not all in range({size})")
     half_bits = ((size - 1).bit_length() + 1) // 2
-    digest = hashlib.blake2b(repr(tuple(map(int, key))).encode(), digest_size=8 * ROUNDS).digest()
+    bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    digest = hashlib.blake2b(repr(tuple(map(int, key))).encode(), digest_size=8 * SHUFFLE_ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-    images = _permuted(indices.astype(np.uint64), half_bits, keys)
+
+    def permuted(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = words >> bits, words & mask
+        for round_key in keys:
+            mixed = right ^ round_key  # arithmetic is modulo 2**64
+            for shift, multiplier in MIX:
+                mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(multiplier)
+            mixed ^= mixed >> np.uint64(LAST_SHIFT)
+            left, right = right, left ^ (mixed & mask)
+        return (left << bits) | right
+
+    images = permuted(indices.astype(np.uint64))
     while (outside := np.flatnonzero(images >= np.uint64(size))).size:
-        images[outside] = _permuted(images[outside], half_bits, keys)
+        images[outside] = permuted(images[outside])
     return images.astype(np.int64)
 
 
-def _permuted(words: _Words, half_bits: int, keys: _Words) -> _Words:
-    """One pass of the network over range(4**half_bits)."""
-    bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = words >> bits, words & mask
-    for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
-    return (left << bits) | right
+def prefetch(read: Callable[[int], T], start: int, stop: int, *, ahead: int = 2) -> Iterator[T]:
+    """`read(start), ..., read(stop - 1)`, computed by one background thread up to `ahead` items early.
 
-
-def _mixed(words: _Words) -> _Words:
-    """Every bit of the result depends on every bit of the word; arithmetic is modulo 2**64."""
-    for shift, multiplier in _MIX:
-        words = (words ^ (words >> np.uint64(shift))) * np.uint64(multiplier)
-    return words ^ (words >> np.uint64(_LAST_SHIFT))
+    An error in `read` is raised where its item would have come. Closing the iterator ends the thread.
+    """
+    steps = iter(range(start, stop))
+    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+    try:
+        waiting: deque[Future[T]] = deque(worker.submit(read, step) for step in islice(steps, ahead))
+        while waiting:
+            item = waiting.popleft().result()
+            waiting.extend(worker.submit(read, step) for step in islice(steps, 1))
+            yield item
+    finally:
+        worker.shutdown(cancel_futures=True)

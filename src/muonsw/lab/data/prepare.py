@@ -1,7 +1,9 @@
 """Documents to training and validation shards, in groups, so that memory is bounded and a killed run can resume.
 
-A group is a stretch of consecutive documents; where it ends depends on their lengths alone. The record of finished
-groups is written after each one, so a second run over the same documents only encodes what is missing.
+Text files and JSON lines are read here, as streams; everything else by the Hugging Face library `datasets`. A source
+gives its documents in an order that never changes. A group is a run of consecutive documents; where it ends depends on
+their lengths alone. The record of finished groups is written after each one, so a second run over the same documents
+only encodes what is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from itertools import chain, count, islice
 from pathlib import Path
 from string import ascii_lowercase
@@ -43,212 +44,11 @@ from muonsw.lab.data.tokenizer import BYTES, BPETokenizer, ByteTokenizer, GPT2To
 from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import locked, replacing
 
-# What is encoded at a time: libraries need some hundred bytes for a token, so this keeps them below a gigabyte.
-BATCH_CHARACTERS = 1 << 22
-# Small corpora get several shards, so that a killed run loses little; large ones not too many to be open at once.
-_SHARD_CHARACTERS: dict[Source, int] = {"python": 1 << 22, "synthetic": 1 << 22, "text": 1 << 24, "fineweb": 1 << 26}
-_HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "fineweb": 0.001}
-# Of text files a share of the characters, small and large: a loss on a few held-out pages means little. This many
-# characters are large, and no more are read to find the share.
-SMALL_SHARE, LARGE_SHARE = 0.05, 0.01
-_LARGE_CHARACTERS = 1 << 24
-NO_DOCUMENT = "the source gave no document: check its path, and whether its files are empty"
-
-
-def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> DataRecord:
-    """Prepare a folder once; an undamaged one with these settings (fields of `Corpus`) is taken as it is.
-
-    Several processes may ask for the same folder: one prepares it, and the others wait.
-    """
-    corpus = Corpus(**settings)
-    if (folder / RECORD).exists():
-        record = read_record(folder)
-        same = {**_sizes(corpus), **corpus.recipe()}.items() <= record.settings.items()
-        if same and not any(verify_folder(folder)):
-            return record
-    return prepare_corpus(folder, corpus, wait=wait)
-
-
-def prepare_corpus(
-    folder: Path, corpus: Corpus, *, wait: float = 0.0, finished: Callable[[Group], None] = lambda _: None
-) -> DataRecord:
-    """Make the tokenizer of a corpus, then its shards as `prepare` does."""
-    sizes, recipe, trained_on = _sizes(corpus), corpus.recipe(), None
-    _earlier_groups(folder, {**sizes, **recipe})  # refuses other data before the tokenizer is made
-    tokenizer: Tokenizer
-    if corpus.tokenizer == "bytes":
-        tokenizer = ByteTokenizer()
-    elif corpus.tokenizer == "gpt2":
-        tokenizer = GPT2Tokenizer(corpus.gpt2_files)
-    else:
-        allowed = (text for text in corpus.documents() if not is_validation(text, sizes["validation_fraction"]))
-        sample = list(up_to(allowed, TRAINING_CHARACTERS))
-        trained_on, _ = digest_of(sample)
-        tokenizer = BPETokenizer.train(sample, corpus.vocab)
-    recipe["trained_on"] = trained_on
-    return prepare(corpus.documents(), tokenizer, folder, **sizes, recipe=recipe, wait=wait, finished=finished)
-
-
-def _sizes(corpus: Corpus) -> dict[str, Any]:
-    """The held-out share and the size of a group: those given, or those of the source."""
-    fraction = corpus.validation_fraction
-    if fraction is None:
-        text = corpus.source == "text"
-        fraction = held_out_fraction(corpus.documents()) if text else _HELD_OUT[corpus.source]
-    characters = corpus.group_characters or _SHARD_CHARACTERS[corpus.source]
-    return {"validation_fraction": fraction, "group_characters": characters}
-
-
-def prepare(
-    documents: Iterable[str],
-    tokenizer: Tokenizer,
-    folder: Path,
-    *,
-    validation_fraction: float = 0.01,
-    group_characters: int = 1 << 24,
-    recipe: dict[str, Any] | None = None,
-    wait: float = 0.0,
-    finished: Callable[[Group], None] = lambda _: None,
-) -> DataRecord:
-    """Encode documents, in a fixed order, into the shards of a folder, each followed by an end of document.
-
-    What an earlier run with the same settings finished is kept. A share of the documents, chosen by a hash of their
-    text, is held out. One group of documents is in memory at a time; it ends with the document that reaches
-    `group_characters`. `finished` is called after every group, those of an earlier run included.
-
-    Raises:
-        UsageError: If there is no document, or the folder cannot be written, holds data with other settings (`recipe`
-            included), or is being prepared by another process for longer than `wait` seconds.
-    """
-    record = DataRecord(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters, recipe=recipe)
-    documents = iter(documents)
-    if (first := next(documents, None)) is None:
-        raise UsageError(NO_DOCUMENT)
-    busy = f"{folder} is being prepared by another process: wait for it to end, or choose another folder"
-    with locked(folder, busy, wait=wait):
-        earlier = _earlier_groups(folder, record.settings)
-        record = replace(record, tokenizer_description=tokenizer.save(folder))
-        if not earlier:
-            save_record(folder, record)
-        groups: list[Group] = []
-        for number, texts in enumerate(grouped(chain([first], documents), group_characters)):
-            digest, size = digest_of(texts)
-            group = earlier[number] if number < len(earlier) else None
-            if group is None or group.digest != digest or any(problems(folder, number, group, record)):
-                group = _write_group(folder, record, number, Group(digest, len(texts), {}, {}, size), texts, tokenizer)
-                # Later groups stay on record until their documents have been compared.
-                save_record(folder, replace(record, groups=(*groups, group, *earlier[number + 1 :])))
-            groups.append(group)
-            finished(group)
-        record = replace(record, groups=tuple(groups), complete=True)
-        save_record(folder, record)
-        # Shards of documents that have changed since they were written.
-        for split in SPLITS:
-            for path in set(folder.glob(f"{split}-*.tokens")) - set(record.paths(folder, split)):
-                path.unlink()
-    return record
-
-
-def _earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
-    """The groups that a folder holds; settings that both sides have must be equal."""
-    if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
-        return ()
-    shared = [name for name in settings if name in record.settings]
-    before, now = ({name: each[name] for name in shared} for each in (record.settings, settings))
-    if changed := differences(before, now):
-        different = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changed.items())
-        raise UsageError(f"{folder} holds data with other settings: {different}; choose another folder or delete it")
-    return record.groups
-
-
-def _write_group(
-    folder: Path, record: DataRecord, number: int, group: Group, texts: Sequence[str], tokenizer: Tokenizer
-) -> Group:
-    """Write the shards of a group, one for each split that got documents, and add their sizes and checksums."""
-    parts: dict[Split, list[str]] = {split: [] for split in SPLITS}
-    for text in texts:
-        parts["validation" if is_validation(text, record.validation_fraction) else "train"].append(text)
-    end = np.array([tokenizer.end_of_document], dtype=np.uint32)
-    tokens: dict[Split, int] = {}
-    checksums: dict[Split, str] = {}
-    for split, part in parts.items():
-        if not part:
-            continue
-        checksum, count = hashlib.sha256(), 0
-        with replacing(shard_path(folder, split, number, group), remedy=RERUN) as file:
-            for batch in grouped(part, BATCH_CHARACTERS):
-                ids = np.concatenate([each for document in tokenizer.encode_batch(batch) for each in (document, end)])
-                data = ids.astype(record.dtype).tobytes()
-                checksum.update(data)
-                file.write(data)
-                count += ids.size
-        tokens[split], checksums[split] = count, checksum.hexdigest()
-    return replace(group, tokens=tokens, checksums=checksums)
-
-
-def grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Consecutive documents together; a group ends with the document that reaches this many characters."""
-    rest = iter(documents)
-    while group := list(up_to(rest, characters)):
-        yield group
-
-
-def is_validation(text: str, fraction: float) -> bool:
-    """Whether a document is held out: decided by its text alone, so copies of it are never on both sides."""
-    return _lot(text) < fraction * 2.0**64
-
-
-def _lot(text: str) -> int:
-    digest = hashlib.blake2b(_utf8(text), digest_size=8, person=b"validation").digest()
-    return int.from_bytes(digest, "little")
-
-
-def held_out_fraction(documents: Iterable[str]) -> float:
-    """The fraction for `is_validation` that holds out at least 5% of the characters of a text, 1% of a large one.
-
-    At least one document is held out and at least one is not, however few there are.
-    """
-    sizes: Counter[int] = Counter()
-    for text in up_to(documents, _LARGE_CHARACTERS):
-        sizes[_lot(text)] += len(text)
-    if not sizes:
-        raise UsageError(NO_DOCUMENT)
-    total, held_out = sum(sizes.values()), 0
-    share = SMALL_SHARE if total < _LARGE_CHARACTERS else LARGE_SHARE
-    *candidates, _largest = sorted(sizes)
-    if not candidates:
-        fix = "give several documents, or a text file of 12 kB or more"
-        nothing = "`muonsw data prepare` with --validation-fraction 0 holds out nothing"
-        raise UsageError(
-            f"one document ({total:,} characters) cannot be both trained on and held out: {fix} ({nothing})"
-        )
-    for lot in candidates:
-        held_out += sizes[lot]
-        if held_out >= share * total:
-            break
-    return float(np.nextafter(lot / 2.0**64, 1.0))
-
-
-def digest_of(texts: Iterable[str]) -> tuple[str, int]:
-    """A hash of documents, and their size in UTF-8."""
-    digest, size = hashlib.blake2b(digest_size=16), 0
-    for data in map(_utf8, texts):
-        digest.update(len(data).to_bytes(8, "little"))  # tells ["ab", "c"] from ["a", "bc"]
-        digest.update(data)
-        size += len(data)
-    return digest.hexdigest(), size
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
-ALPHABET = ascii_lowercase[:16]  # of the synthetic source
-# Settings that only one source or tokenizer reads.
-_ONLY_FOR = {
+# Settings that only one source or tokenizer reads, and the least that others may be.
+ONLY_FOR = {
     "packages": ("source", "python"),
     "files": ("source", "text"),
     "dataset": ("source", "fineweb"),
@@ -257,18 +57,28 @@ _ONLY_FOR = {
     "vocab": ("tokenizer", "bpe"),
     "gpt2_files": ("tokenizer", "gpt2"),
 }
-_LEAST = {"limit_documents": 1, "limit_characters": 1, "group_characters": 1, "seed": 0}
+LEAST = {"limit_documents": 1, "limit_characters": 1, "group_characters": 1, "seed": 0}
 # A BPE is trained on this much text: more hardly changes its merges, and this takes a second.
 TRAINING_CHARACTERS = 1 << 22
+# What is encoded at a time: libraries need some hundred bytes for a token, so this keeps them below a gigabyte.
+BATCH_CHARACTERS = 1 << 22
+# Small corpora get several shards, so that a killed run loses little; large ones not too many to be open at once.
+SHARD_CHARACTERS: dict[Source, int] = {"python": 1 << 22, "synthetic": 1 << 22, "text": 1 << 24, "fineweb": 1 << 26}
+HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "fineweb": 0.001}
+# Of text files a share of the characters, small and large: a loss on a few held-out pages means little. This many
+# characters are large, and no more are read to find the share.
+SMALL_SHARE, LARGE_SHARE = 0.05, 0.01
+LARGE_CHARACTERS = 1 << 24
 # A long text is cut into about this many documents, within these sizes, so that some of it can be held out.
-_PIECES = 64
-_PIECE_CHARACTERS = (1 << 11, 1 << 16)
-_READ_HERE = (".txt", ".md", ".jsonl")
+PIECES = 64
+PIECE_CHARACTERS = (1 << 11, 1 << 16)
+READ_HERE = (".txt", ".md", ".jsonl")
 # What `datasets` reads, by the name of its reader.
-_BUILDERS = {".parquet": "parquet", ".jsonl.gz": "json", ".jsonl.xz": "json"}
-KINDS = f"{', '.join((*_READ_HERE, *_BUILDERS))} files"
+BUILDERS = {".parquet": "parquet", ".jsonl.gz": "json", ".jsonl.xz": "json"}
+KINDS = f"{', '.join((*READ_HERE, *BUILDERS))} files"
 # Folders of the standard library that hold tests, installed packages or caches.
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+NO_DOCUMENT = "the source gave no document: check its path, and whether its files are empty"
 
 
 @dataclass(frozen=True)
@@ -323,10 +133,10 @@ class Corpus:
     def __post_init__(self) -> None:
         for setting in fields(self):
             option, value = f"--{setting.name.replace('_', '-')}", getattr(self, setting.name)
-            kind, reader = _ONLY_FOR.get(setting.name, ("source", self.source))
+            kind, reader = ONLY_FOR.get(setting.name, ("source", self.source))
             if getattr(self, kind) != reader and value != setting.default:
                 raise UsageError(f"{option} is for --{kind} {reader}: leave it out, or change --{kind}")
-            if (least := _LEAST.get(setting.name)) is not None and value is not None and value < least:
+            if (least := LEAST.get(setting.name)) is not None and value is not None and value < least:
                 raise UsageError(f"{option} must be at least {least}, got {value}")
         if self.source == "text" and not self.files:
             raise UsageError("--source text needs --files: files, folders or quoted globs")
@@ -352,9 +162,17 @@ class Corpus:
                 name = f"{self.dataset} ({sample})" if sample else self.dataset
                 texts = _dataset_texts(f"the dataset {name}", self.dataset, sample)
             case "synthetic":
-                texts = iter(MarkovSource(self.seed))
+                texts = markov_texts(self.seed)
         texts = islice(filter(None, texts), self.limit_documents)
         return texts if self.limit_characters is None else up_to(texts, self.limit_characters)
+
+    def sizes(self) -> dict[str, Any]:
+        """The held-out share and the size of a group: those given, or those of the source."""
+        fraction = self.validation_fraction
+        if fraction is None:
+            fraction = held_out_fraction(self.documents()) if self.source == "text" else HELD_OUT[self.source]
+        characters = self.group_characters or SHARD_CHARACTERS[self.source]
+        return {"validation_fraction": fraction, "group_characters": characters}
 
     def recipe(self) -> dict[str, Any]:
         """The settings that decide documents and tokenizer, as they are recorded."""
@@ -370,6 +188,9 @@ class Corpus:
             "corpus": {"source": self.source, **chosen[self.source], **limits},
             "made_with": {"kind": self.tokenizer, **trained},
         }
+
+
+# ---- Documents
 
 
 def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
@@ -388,7 +209,7 @@ def python_texts(roots: Iterable[Path]) -> Iterator[str]:
     for root in dict.fromkeys(roots):
         paths = []
         for folder, folders, names in os.walk(root):
-            folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
             paths += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
         for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
             data = path.read_bytes()
@@ -422,19 +243,19 @@ def matching_files(patterns: Iterable[str]) -> list[Path]:
     for path in files:
         if not _kind(path):
             raise UsageError(f"{path} is of no known kind: give {KINDS}")
-        if _kind(path) in _BUILDERS:
+        if _kind(path) in BUILDERS:
             needed("datasets", f"{path} needs", "data")  # before any work is done
     return list(files)
 
 
 def _kind(path: Path) -> str:
-    return next((kind for kind in (*_READ_HERE, *_BUILDERS) if path.name.endswith(kind)), "")
+    return next((kind for kind in (*READ_HERE, *BUILDERS) if path.name.endswith(kind)), "")
 
 
 def _file_texts(path: Path) -> Iterator[str]:
     kind = _kind(path)
-    if kind in _BUILDERS:
-        yield from _dataset_texts(str(path), _BUILDERS[kind], data_files=glob.escape(str(path)))
+    if kind in BUILDERS:
+        yield from _dataset_texts(str(path), BUILDERS[kind], data_files=glob.escape(str(path)))
         return
     try:
         if kind == ".jsonl":
@@ -445,7 +266,7 @@ def _file_texts(path: Path) -> Iterator[str]:
             return
         with path.open(encoding="utf-8-sig", newline="") as stream:
             # The first block decides the size of the pieces, however many blocks follow.
-            blocks = iter(lambda: stream.read(_PIECES * max(_PIECE_CHARACTERS)), "")
+            blocks = iter(lambda: stream.read(PIECES * max(PIECE_CHARACTERS)), "")
             yield from pieces(next(blocks, ""), blocks)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -473,8 +294,8 @@ def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
         >>> "".join(cut) == text, len(cut), max(map(len, cut)), cut[0].endswith("\n\n")
         (True, 8, 2048, True)
     """
-    smallest, largest = _PIECE_CHARACTERS
-    size, start = min(max(len(text) // _PIECES, smallest), largest), 0
+    smallest, largest = PIECE_CHARACTERS
+    size, start = min(max(len(text) // PIECES, smallest), largest), 0
     for following in chain(more, [""]):
         while len(text) - start > size:
             end = start + size
@@ -503,39 +324,200 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
         raise UsageError(f"{label} cannot be read: {reason}; {fix}") from error
 
 
-@dataclass(frozen=True)
-class MarkovSource:
-    """Documents of a Markov chain over characters; ending a document is one more state of the chain."""
+def markov_texts(seed: int) -> Iterator[str]:
+    """Documents of a Markov chain over 16 letters, 512 characters long on average; the seed decides all of them."""
+    letters, mean_length = ascii_lowercase[:16], 512.0
+    end = size = len(letters)  # ending a document is one more state of the chain
+    # Squared exponential variables from plain uniforms: numpy promises to keep those, not its other distributions.
+    between = (-np.log1p(-np.random.default_rng([seed, 0]).random((size, size)))) ** 2.0
+    between /= between.sum(axis=1, keepdims=True)
+    # A document starts from the stationary distribution of its characters: p T = p with sum 1.
+    equations = np.vstack([between.T - np.eye(size), np.ones((1, size))])
+    start = np.linalg.lstsq(equations, np.eye(size + 1)[size], rcond=None)[0]
+    chances = np.zeros((size + 1, size + 1))
+    chances[:size, :size] = between * (1.0 - 1.0 / mean_length)
+    chances[:size, size] = 1.0 / mean_length
+    chances[size, :size] = start
+    thresholds: list[list[float]] = np.cumsum(chances, axis=1)[:, :-1].tolist()
+    for index in count():
+        uniform, state, text = np.random.default_rng([seed, 1, index]), end, ""
+        while (state := bisect_right(thresholds[state], uniform.random())) != end:
+            text += letters[state]
+        yield text
 
-    seed: int  # decides the chain and the documents
-    mean_length: float = 512.0  # characters in a document, on average; lengths are geometric
 
-    def __iter__(self) -> Iterator[str]:
-        return map(self.document, count())
+# ---- Shards
 
-    def document(self, index: int) -> str:
-        """The document with this index, from 0: a pure function of the seed and the index."""
-        uniform = np.random.default_rng([self.seed, 1, index])
-        end = state = len(ALPHABET)
-        characters = []
-        while (state := bisect_right(self._thresholds[state], uniform.random())) != end:
-            characters.append(ALPHABET[state])
-        return "".join(characters)
 
-    @cached_property
-    def _thresholds(self) -> list[list[float]]:
-        """Cumulative transition probabilities, a row for each state; the last state is the end of a document."""
-        size = len(ALPHABET)
-        # Squared exponential variables from plain uniforms: numpy promises to keep those, not its other distributions.
-        weights = -np.log1p(-np.random.default_rng([self.seed, 0]).random((size, size)))
-        between = weights**2.0
-        between /= between.sum(axis=1, keepdims=True)
-        # A document starts from the stationary distribution of its characters: p T = p with sum 1.
-        equations = np.vstack([between.T - np.eye(size), np.ones((1, size))])
-        start = np.linalg.lstsq(equations, np.eye(size + 1)[size], rcond=None)[0]
-        chain = np.zeros((size + 1, size + 1))
-        chain[:size, :size] = between * (1.0 - 1.0 / self.mean_length)
-        chain[:size, size] = 1.0 / self.mean_length
-        chain[size, :size] = start
-        rows: list[list[float]] = np.cumsum(chain, axis=1)[:, :-1].tolist()
-        return rows
+def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> DataRecord:
+    """Prepare a folder once; an undamaged one with these settings (fields of `Corpus`) is taken as it is.
+
+    Several processes may ask for the same folder: one prepares it, and the others wait.
+    """
+    corpus = Corpus(**settings)
+    if (folder / RECORD).exists():
+        record = read_record(folder)
+        same = {**corpus.sizes(), **corpus.recipe()}.items() <= record.settings.items()
+        if same and not any(verify_folder(folder)):
+            return record
+    return prepare_corpus(folder, corpus, wait=wait)
+
+
+def prepare_corpus(
+    folder: Path, corpus: Corpus, *, wait: float = 0.0, finished: Callable[[Group], None] = lambda _: None
+) -> DataRecord:
+    """Make the tokenizer of a corpus, then its shards as `prepare` does."""
+    sizes, recipe, trained_on = corpus.sizes(), corpus.recipe(), None
+    _earlier_groups(folder, {**sizes, **recipe})  # refuses other data before the tokenizer is made
+    tokenizer: Tokenizer
+    if corpus.tokenizer == "bytes":
+        tokenizer = ByteTokenizer()
+    elif corpus.tokenizer == "gpt2":
+        tokenizer = GPT2Tokenizer(corpus.gpt2_files)
+    else:
+        allowed = (text for text in corpus.documents() if not is_validation(text, sizes["validation_fraction"]))
+        sample = list(up_to(allowed, TRAINING_CHARACTERS))
+        trained_on, _ = digest_of(sample)
+        tokenizer = BPETokenizer.train(sample, corpus.vocab)
+    recipe["trained_on"] = trained_on
+    return prepare(corpus.documents(), tokenizer, folder, **sizes, recipe=recipe, wait=wait, finished=finished)
+
+
+def prepare(
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    validation_fraction: float = 0.01,
+    group_characters: int = 1 << 24,
+    recipe: dict[str, Any] | None = None,
+    wait: float = 0.0,
+    finished: Callable[[Group], None] = lambda _: None,
+) -> DataRecord:
+    """Encode documents, in a fixed order, into the shards of a folder, each followed by an end of document.
+
+    What an earlier run with the same settings finished is kept. A share of the documents, chosen by a hash of their
+    text, is held out. One group of documents is in memory at a time; it ends with the document that reaches
+    `group_characters`. `finished` is called after every group, those of an earlier run included.
+
+    Raises:
+        UsageError: If there is no document, or the folder cannot be written, holds data with other settings (`recipe`
+            included), or is being prepared by another process for longer than `wait` seconds.
+    """
+    record = DataRecord(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters, recipe=recipe)
+    documents = iter(documents)
+    if (first := next(documents, None)) is None:
+        raise UsageError(NO_DOCUMENT)
+    busy = f"{folder} is being prepared by another process: wait for it to end, or choose another folder"
+    with locked(folder, busy, wait=wait):
+        earlier = _earlier_groups(folder, record.settings)
+        record = replace(record, tokenizer_description=tokenizer.save(folder))
+        if not earlier:
+            save_record(folder, record)
+        groups: list[Group] = []
+        for number, texts in enumerate(grouped(chain([first], documents), group_characters)):
+            digest, size = digest_of(texts)
+            group = earlier[number] if number < len(earlier) else None
+            if group is None or group.digest != digest or any(problems(folder, number, group, record)):
+                group = _write_group(folder, record, number, Group(digest, len(texts), {}, {}, size), texts, tokenizer)
+                # Later groups stay on record until their documents have been compared.
+                save_record(folder, replace(record, groups=(*groups, group, *earlier[number + 1 :])))
+            groups.append(group)
+            finished(group)
+        record = replace(record, groups=tuple(groups), complete=True)
+        save_record(folder, record)
+        # Shards of documents that have changed since they were written.
+        for split in SPLITS:
+            for path in set(folder.glob(f"{split}-*.tokens")) - set(record.shards(folder, split)):
+                path.unlink()
+    return record
+
+
+def _earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
+    """The groups that a folder holds; settings that both sides have must be equal."""
+    if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
+        return ()
+    shared = [name for name in settings if name in record.settings]
+    before, now = ({name: each[name] for name in shared} for each in (record.settings, settings))
+    if changed := differences(before, now):
+        different = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changed.items())
+        raise UsageError(f"{folder} holds data with other settings: {different}; choose another folder or delete it")
+    return record.groups
+
+
+def _write_group(
+    folder: Path, record: DataRecord, number: int, group: Group, texts: Sequence[str], tokenizer: Tokenizer
+) -> Group:
+    """Write the shards of a group, one for each split that got documents, and add their sizes and checksums."""
+    parts: dict[Split, list[str]] = {split: [] for split in SPLITS}
+    for text in texts:
+        parts["validation" if is_validation(text, record.validation_fraction) else "train"].append(text)
+    end = np.array([tokenizer.end_of_document], dtype=np.uint32)
+    tokens: dict[Split, int] = {}
+    checksums: dict[Split, str] = {}
+    for split, part in parts.items():
+        if not part:
+            continue
+        checksum, written = hashlib.sha256(), 0
+        with replacing(shard_path(folder, split, number, group), remedy=RERUN) as file:
+            for batch in grouped(part, BATCH_CHARACTERS):
+                ids = np.concatenate([each for document in tokenizer.encode_batch(batch) for each in (document, end)])
+                data = ids.astype(record.dtype).tobytes()
+                checksum.update(data)
+                file.write(data)
+                written += ids.size
+        tokens[split], checksums[split] = written, checksum.hexdigest()
+    return replace(group, tokens=tokens, checksums=checksums)
+
+
+def grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Consecutive documents together; a group ends with the document that reaches this many characters."""
+    rest = iter(documents)
+    while group := list(up_to(rest, characters)):
+        yield group
+
+
+def is_validation(text: str, fraction: float) -> bool:
+    """Whether a document is held out: decided by its text alone, so copies of it are never on both sides."""
+    return _lot(text) < fraction * 2.0**64
+
+
+def _lot(text: str) -> int:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"validation").digest()
+    return int.from_bytes(digest, "little")
+
+
+def held_out_fraction(documents: Iterable[str]) -> float:
+    """The fraction for `is_validation` that holds out at least 5% of the characters of a text, 1% of a large one.
+
+    At least one document is held out and at least one is not, however few there are.
+    """
+    sizes: Counter[int] = Counter()
+    for text in up_to(documents, LARGE_CHARACTERS):
+        sizes[_lot(text)] += len(text)
+    if not sizes:
+        raise UsageError(NO_DOCUMENT)
+    total, held_out = sum(sizes.values()), 0
+    share = SMALL_SHARE if total < LARGE_CHARACTERS else LARGE_SHARE
+    *candidates, _largest = sorted(sizes)
+    if not candidates:
+        fix = "give several documents, or a text file of 12 kB or more"
+        nothing = "`muonsw data prepare` with --validation-fraction 0 holds out nothing"
+        one = f"one document ({total:,} characters)"
+        raise UsageError(f"{one} cannot be both trained on and held out: {fix} ({nothing})")
+    for lot in candidates:
+        held_out += sizes[lot]
+        if held_out >= share * total:
+            break
+    return float(np.nextafter(lot / 2.0**64, 1.0))
+
+
+def digest_of(texts: Iterable[str]) -> tuple[str, int]:
+    """A hash of documents, and their size in UTF-8."""
+    digest, size = hashlib.blake2b(digest_size=16), 0
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little"))  # tells ["ab", "c"] from ["a", "bc"]
+        digest.update(data)
+        size += len(data)
+    return digest.hexdigest(), size
