@@ -18,7 +18,7 @@ from tests.lab.studies.small_comparisons import ARMS, QUIET, tiny_run
 from tests.lab.train.small_runs import losses, tokens
 
 pytestmark = pytest.mark.slurm
-SLURM = Cluster("slurm", partition="spare", time="30")
+SLURM = Cluster("slurm", time=30, slurm=("partition=spare",))
 STEPS = 600
 
 
@@ -127,7 +127,7 @@ def test_a_stopped_command_leaves_its_job_which_the_next_one_collects(tmp_path, 
 
 def test_a_job_of_two_ranks_saves_and_resumes(tmp_path):
     """Like two GPUs of a machine. Two ranks sum in another order than one, so another such job is the reference."""
-    both = replace(SLURM, slurm=("gres=none",), gpus_per_run=2)
+    both = replace(SLURM, slurm=("partition=spare", "gres=none"), gpus_per_run=2)
     train(tmp_path / "run", warn, both)
     (job,) = jobs_in(tmp_path)
     assert log_of(tmp_path, job).count("Starting with") == 2
@@ -136,8 +136,8 @@ def test_a_job_of_two_ranks_saves_and_resumes(tmp_path):
 
 
 def test_what_cannot_be_submitted_or_trained_is_reported(tmp_path):
-    with pytest.raises(UsageError, match=r"Slurm refused a run.*[Ii]nvalid partition.*check --partition"):
-        train(tmp_path / "run", cluster=replace(SLURM, partition="nowhere"))
+    with pytest.raises(UsageError, match=r"Slurm refused a run.*[Ii]nvalid partition.*check --time and --slurm"):
+        train(tmp_path / "run", cluster=replace(SLURM, slurm=("partition=nowhere",)))
     with pytest.raises(UsageError, match=r"a run: .*vocabulary of 257 tokens, more than.* \(job \d+, see .*_0_log.err"):
         train(tmp_path / "run", model={"vocab": 64})
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_submitted_or_trained_is_reported(tmp_path):
 def test_the_command_gives_the_same_numbers_on_slurm_and_at_home(tmp_path):
     compare = [sys.executable, "-m", "muonsw.lab.cli", "compare", "--preset", "demo", "--seeds", "2", "--steps", "3"]
     compare += ["--telemetry-every", "0", "--data", tokens(), "--device", "cpu"]
-    on_slurm = ["--cluster", "slurm", "--partition", "spare", "--time", "10", "--workers", "2"]
+    on_slurm = ["--cluster", "slurm", "--time", "10", "--slurm", "partition=spare", "--workers", "2"]
     outcomes = []
     for name, more in (("slurm", on_slurm), ("home", [])):
         ended = subprocess.run([*compare, "--out", str(tmp_path / name), *more], check=False, capture_output=True)

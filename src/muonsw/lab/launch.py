@@ -1,6 +1,6 @@
 """Run training configs to their end: in this process, in worker processes, or as jobs of Slurm.
 
-A run's folder is all that its worker and the launcher share: records while it trains, `result.json` when it has ended.
+A worker and the launcher share nothing but the run's folder: records while it trains, `result.json` when it has ended.
 So a command that was stopped, or lost a worker, resumes when it is run again.
 """
 
@@ -10,7 +10,6 @@ import gc
 import math
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from itertools import cycle
+from itertools import cycle, islice
 from multiprocessing.connection import wait as wait_for_process
 from operator import itemgetter
 from pathlib import Path
@@ -52,7 +51,7 @@ Result = TypeVar("Result")
 RESUME = "rerun the same command to resume"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 POLL_SECONDS, RESEND_SECONDS = 0.2, 2.0
-TAIL_BYTES = 1 << 20  # the last records of a run lie within this many bytes, telemetry included
+TAIL_BYTES = 1 << 16  # how much of the end of a run's metrics is read to show them
 
 
 @dataclass(frozen=True)
@@ -71,27 +70,22 @@ def run(
     workers: int,
     cluster: Cluster | None = None,
     retry_diverged: bool = False,
-    finished: Callable[[Job], None] = lambda _job: None,
 ) -> None:
     """Train every run that has not ended; the caller then reads their folders.
 
     Args:
-        jobs: The runs, with different names; of those with the same folder the first is trained.
+        jobs: The runs, with different names and folders.
         console: Where progress is shown.
         workers: Runs at a time; one is trained in this process, several see one GPU each. On Slurm, jobs in the queue.
         cluster: Where runs are trained; this machine unless it names Slurm.
         retry_diverged: Whether to train runs again that diverged in an earlier call.
-        finished: Called with each run that has ended, also by diverging.
 
     Raises:
         UsageError: If a run cannot start, or a worker was killed (`MachineError`). Runs under way are saved.
         Interrupted: If this process was asked to stop.
     """
-    unique: dict[Path, Job] = {}
-    for job in jobs:
-        unique.setdefault(job.folder, job)
     todo, diverged = {}, 0
-    for job in unique.values():
+    for job in jobs:
         result = read_object(job.folder / RESULT) if (job.folder / RESULT).exists() else None
         if result is not None:
             refuse_other_settings(job.folder, with_fingerprint(job.config))
@@ -100,30 +94,25 @@ def run(
             todo[job.name] = job
         else:
             diverged += "diverged" in result
-    if complete := len(unique) - len(todo) - diverged:
-        say(console, f"{complete} of {len(unique)} runs are complete already")
+    if complete := len(jobs) - len(todo) - diverged:
+        say(console, f"{complete} of {len(jobs)} runs are complete already")
     if diverged:
-        say(console, f"{diverged} of {len(unique)} runs diverged earlier; --retry-diverged tries them again")
+        say(console, f"{diverged} of {len(jobs)} runs diverged earlier; --retry-diverged tries them again")
     if not todo:
         return
-    active: set[str] = set()
-    with showing(console, {name: job.config.steps for name, job in todo.items()}) as view:
+    with showing(console, {name: job.config.steps for name, job in todo.items()}) as view, _following(view, todo):
 
         def done(name: str, notes: Sequence[str] = ()) -> None:
-            active.discard(name)
             for note in notes:
                 view.say(f"{name}: {note}")
             result = read_object(todo[name].folder / RESULT)
             lost = f"diverged at step {result['diverged']}: {result['reason']}" if "diverged" in result else ""
             view.finish(name, lost or f"validation loss {result['final_loss']:.4f}")
-            finished(todo[name])
 
-        with _following(view, todo, active):
-            if cluster is not None and cluster.cluster == "slurm":
-                _run_on_slurm(todo, cluster, workers, view, active, done)
-            else:
-                devices = gpus_for(jobs[0].config.device)
-                each(_train, todo, done, workers=workers, devices=devices, active=active)
+        if cluster is not None and cluster.cluster == "slurm":
+            _run_on_slurm(todo, cluster, workers, view, done)
+        else:
+            each(_train, todo, done, workers=workers, devices=gpus_for(jobs[0].config.device))
 
 
 def _train(job: Job, world: World | None = None) -> list[str]:
@@ -140,13 +129,13 @@ def _train(job: Job, world: World | None = None) -> list[str]:
 
 
 @contextmanager
-def _following(view: View, jobs: Mapping[str, Job], active: set[str]) -> Iterator[None]:
-    """Show the newest records of the active runs, read from their folders, while the block runs."""
+def _following(view: View, jobs: Mapping[str, Job]) -> Iterator[None]:
+    """Show the newest records of the runs, read from their folders, while the block runs."""
     over = threading.Event()
 
     def follow() -> None:
         while not over.wait(1.0):
-            for name in list(active):
+            for name in jobs.keys() - view.ended:
                 records = last_records(jobs[name].folder / METRICS)
                 for record in sorted(records, key=itemgetter("kind"), reverse=True):  # "train" has the first columns
                     done = float(record["step"]) if record["kind"] == "train" else None
@@ -162,21 +151,19 @@ def _following(view: View, jobs: Mapping[str, Job], active: set[str]) -> Iterato
 
 
 def last_records(path: Path) -> list[Record]:
-    """Return the last record of each kind near the end of a run's metrics, oldest first."""
+    """Return the last record of each kind near the end of a run's metrics."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]  # a line without an end is still being written
     except OSError:
         return []
-    found: dict[str, Record] = {}
-    for line in reversed(lines):
+    records: dict[str, Record] = {}
+    for line in lines:
         with suppress(ValueError):  # the first line may be cut
-            record = parse_json(line.decode())
-            found.setdefault(record["kind"], record)
-        if "train" in found and "eval" in found:
-            break
-    return list(reversed(found.values()))
+            record = parse_json(line)
+            records[record["kind"]] = record
+    return list(records.values())
 
 
 # ---- Worker processes
@@ -189,32 +176,30 @@ def each(
     *,
     workers: int,
     devices: Sequence[str] = (),
-    active: set[str] | None = None,
     saves: bool = True,
 ) -> None:
-    """Call a picklable function on every task, several at a time, in processes that are used again.
+    """Call a picklable function on every task, several at a time, in processes that are reused.
 
-    With one worker, tasks are done in this process. Any error ends all work. `done` is called in this process with the
-    name and the result of each task, `active` collects the names that have begun. With `saves=False`, SIGTERM ends
-    tasks at once; others save their work and raise `Interrupted`.
+    With one worker, tasks run in this process. Any error ends all work. `done` is called in this process with the name
+    and the result of each task. With `saves=False`, SIGTERM ends tasks at once; others save their work and raise
+    `Interrupted`.
 
     Examples:
         >>> each(abs, {"first": -2, "second": 3}, lambda name, result: print(name, result), workers=1)
         first 2
         second 3
     """
-    active = set() if active is None else active
-    if min(workers, len(tasks)) <= 1:
+    workers = min(workers, len(tasks))
+    if workers <= 1:
         for name, task in tasks.items():
-            active.add(name)
             with _naming(name):
                 result = function(task)
             done(name, result)
         return
     spawn = multiprocessing.get_context("spawn")  # a forked child would inherit torch's threads in any state
-    seats = zip(range(min(workers, len(tasks))), cycle(devices or ("",)), strict=False)
     # An executor for each worker: if one dies, no other task is lost, and each keeps its GPU.
-    pools = [ProcessPoolExecutor(1, spawn, _start_worker, (device, saves)) for _, device in seats]
+    gpus = islice(cycle(devices or ("",)), workers)
+    pools = [ProcessPoolExecutor(1, spawn, _start_worker, (gpu, saves)) for gpu in gpus]
     waiting, idle, busy = deque(tasks), list(pools), dict[Future[Result], tuple[str, ProcessPoolExecutor]]()
     with stop_requests() as request:
         try:
@@ -223,7 +208,6 @@ def each(
                     name, pool = waiting.popleft(), idle.pop(0)
                     with _naming(name):
                         busy[pool.submit(function, tasks[name])] = name, pool
-                    active.add(name)
                 for future in wait(busy, POLL_SECONDS, FIRST_COMPLETED).done:
                     if isinstance(future.exception(), BrokenProcessPool):
                         time.sleep(POLL_SECONDS)  # a signal to all processes may reach this one a moment later
@@ -235,7 +219,9 @@ def each(
                         done(name, result)
                 if request.signal is not None:
                     _stop(busy)
-                    failed = filter(None, (_unsaved(name, future) for future, (name, _) in busy.items()))
+                    failed = [
+                        f"{name} {problem}" for future, (name, _) in busy.items() if (problem := _unsaved(future))
+                    ]
                     saved = f"stopped, {'; '.join(failed) or 'all runs saved'}; {RESUME}"
                     raise Interrupted(saved if saves else "stopped; nothing is kept", request.signal)
         finally:
@@ -269,11 +255,11 @@ def _stop(busy: Mapping[Future[Any], Any]) -> None:
         raise
 
 
-def _unsaved(name: str, future: Future[Any]) -> str:
+def _unsaved(future: Future[Any]) -> str:
     error = future.exception()
     if isinstance(error, BrokenProcessPool):  # killed, or still starting
-        return f"{name} keeps its last checkpoint"
-    return "" if error is None or isinstance(error, Interrupted) else f"{name} was not saved: {error}"
+        return "keeps its last checkpoint"
+    return "" if error is None or isinstance(error, Interrupted) else f"was not saved: {error}"
 
 
 def _start_worker(device: str, saves: bool) -> None:
@@ -298,8 +284,8 @@ def gpus_for(device: str) -> tuple[str, ...]:
     """List the GPUs over which runs on this device are spread: all of this machine, unless it names one."""
     if ":" in device or resolve_device(device).type != "cuda":
         return ()
-    number, given = machine.gpus(), os.environ.get(VISIBLE, "")
-    names = given.split(",") if given else [str(place) for place in range(number)]
+    number, visible = machine.gpus(), os.environ.get(VISIBLE, "")
+    names = visible.split(",") if visible else [str(place) for place in range(number)]
     return tuple(name.strip() for name in names[:number])
 
 
@@ -315,8 +301,6 @@ LOOK_SECONDS = 15.0
 SETTLE_LOOKS = 2  # a job may be gone before its files arrive on this side of a shared disk
 TIMEOUTS = 10_000  # submitit counts them; a job that saves nothing is not queued again
 EARLY = getattr(signal, "SIGUSR2", signal.SIGTERM)  # submitit has it sent before a job's time is up
-# Options of sbatch that this command or submitit sets.
-RESERVED = ("array", "error", "job-name", "ntasks", "open-mode", "output", "requeue", "signal", "time", "wckey")
 
 
 @dataclass(frozen=True)
@@ -326,39 +310,28 @@ class Cluster:
     cluster: Literal["slurm"] | None = None
     """Train every run as a job of Slurm. Folder and tokens must lie on a disk that all machines share. Unless given,
     runs are trained in processes of this machine."""
-    partition: str = ""
-    """Slurm partition."""
-    time: str = ""
-    """The longest that a job may take, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A run that needs longer
-    saves before that, is queued again and continues."""
+    time: int = 0
+    """The longest that a job may take, in minutes. A run that needs longer saves before that, is queued again and
+    continues."""
     gpus_per_run: int | None = None
     """GPUs for a run, of one machine, each with a rank of its own; 1 unless given, or 0 with --device cpu."""
-    cpus_per_run: int | None = None
-    """CPU cores for a run, or for each of its ranks; as many as Slurm gives unless given."""
-    memory: str = ""
-    """Memory for a run, such as 32G; as much as Slurm gives unless given."""
-    account: str = ""
-    """Slurm account."""
-    qos: str = ""
-    """Slurm quality of service."""
     slurm: tuple[str, ...] = ()
-    """Any other option of sbatch: constraint=h100, reservation=lab, exclusive."""
+    """Options of sbatch: partition=gpu, account=lab, mem=32G, cpus-per-task=8, constraint=h100, exclusive."""
     setup: tuple[str, ...] = ()
     """Shell lines before a job begins, such as "module load cuda"."""
 
     def check(self, device: str) -> None:
         """Refuse what cannot be submitted, before anything is prepared."""
         if self.cluster is None:
-            for one in fields(self):
-                if getattr(self, one.name) != one.default:
-                    raise UsageError(f"--{one.name.replace('_', '-')} needs --cluster slurm")
+            for option in fields(self):
+                if getattr(self, option.name) != option.default:
+                    raise UsageError(f"--{option.name.replace('_', '-')} needs --cluster slurm")
             return
+        if self.time < 1:
+            raise UsageError("--cluster slurm needs --time, the longest that a job may take, in minutes")
         low, high = {"cpu": (0, 0), "cuda": (1, math.inf), "auto": (0, math.inf)}.get(device, (1, 1))
         if self.gpus_per_run is not None and not low <= self.gpus_per_run <= high:
             raise UsageError(f"--gpus-per-run {self.gpus_per_run} does not go with --device {device}: leave one out")
-        if self.cpus_per_run is not None and self.cpus_per_run < 1:
-            raise UsageError(f"--cpus-per-run must be at least 1, got {self.cpus_per_run}")
-        self.parameters(device)
 
     def gpus(self, device: str) -> int:
         """Count the GPUs for a run on this device; a cluster has some even where this machine has none."""
@@ -372,95 +345,58 @@ class Cluster:
 
     def parameters(self, device: str) -> dict[str, Any]:
         """Name what a job asks for as submitit's executor does."""
-        extra: dict[str, str | bool] = {}
+        # Some clusters requeue only jobs that ask for it.
+        options: dict[str, str | bool] = {"requeue": True}
         for option in self.slurm:
             key, equals, value = option.removeprefix("--").partition("=")
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or key in RESERVED:
-                problem = "is set by this command" if key in RESERVED else "is not an option of sbatch"
-                raise UsageError(f"--slurm {key!r} {problem}: give other options, such as constraint=h100")
-            extra[key] = value if equals else True
-        asked = {
-            "time": parse_minutes(self.time),
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "mem": self.memory,
-            "cpus_per_task": self.cpus_per_run,
-            "gpus_per_node": 0 if "gres" in extra else self.gpus(device),
-            "ntasks_per_node": max(1, self.gpus(device)),
-            "setup": list(self.setup),
-        }
-        given = {name: value for name, value in asked.items() if value}
-        # Some clusters requeue only jobs that ask for it.
-        return {**given, "additional_parameters": {"requeue": True, **extra}}
-
-
-def parse_minutes(text: str) -> int:
-    """Convert a time of Slurm's to minutes, rounded up.
-
-    Examples:
-        >>> [parse_minutes(text) for text in ("90", "1:30", "1:30:00", "1-12", "1-12:30")]
-        [90, 2, 90, 2160, 2190]
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
-    days, *rest = match.groups() if match else (None, "0")
-    parts = [int(part) for part in rest if part is not None]
-    hours, minutes, seconds = [*([0] if days is None and len(parts) < 3 else []), *parts, 0, 0][:3]
-    total = math.ceil(int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60)
-    if total < 1:
-        fix = "give the longest that a job may take as minutes, HH:MM:SS or D-HH:MM:SS"
-        raise UsageError(f"--cluster slurm needs --time, got {text!r}: {fix}")
-    return total
+            options[key] = value if equals else True
+        gpus = self.gpus(device)
+        asked = {"gpus_per_node": gpus} if gpus and "gres" not in options else {}
+        shared = {"ntasks_per_node": max(1, gpus), "setup": list(self.setup), "additional_parameters": options}
+        return {"time": self.time, **asked, **shared}
 
 
 def _run_on_slurm(
-    runs: Mapping[str, Job],
-    cluster: Cluster,
-    at_once: int,
-    view: View,
-    active: set[str],
-    done: Callable[[str], None],
+    runs: Mapping[str, Job], cluster: Cluster, at_once: int, view: View, done: Callable[[str], None]
 ) -> None:
     """Submit runs as jobs, wait until they have ended, and collect them; a job that fails does not end the others."""
     first = next(iter(runs.values()))
     folder = first.folder.parent / JOBS
     submit = _submitter(folder, cluster.parameters(first.config.device))
-    waiting, numbers = deque(runs), dict[str, str]()
+    waiting, queued = deque(runs), dict[str, str]()  # the number of each run's job
     missing, failures = Counter[str](), list[UsageError]()
     with stop_requests() as request:
-        while waiting or numbers:
+        while waiting or queued:
             with FileLock(folder / LOCK):  # another command may want the same runs
                 states = queued_jobs()  # None says nothing about the jobs
-                for name, number in list(numbers.items()):
+                for name, number in list(queued.items()):
                     if (runs[name].folder / RESULT).exists():
-                        del numbers[name]
+                        del queued[name]
                         done(name)
                     elif states is not None and number not in states and missing[name] >= SETTLE_LOOKS:
-                        del numbers[name]
-                        active.discard(name)
+                        del queued[name]
                         failures.append(SlurmRun(runs[name], folder).failure(number))
                         view.finish(name, f"job {number} ended without a result")
                     elif states is not None:
                         missing[name] = 0 if number in states else missing[name] + 1
                         view.update(name, None, {"job": f"{number} {states.get(number, '').lower()}"})
-                while states is not None and waiting and len(numbers) < at_once:
+                while states is not None and waiting and len(queued) < at_once:
                     name = waiting.popleft()
                     record = folder / f"{runs[name].folder.name}.json"
                     number = str(read_object(record)["job"]) if record.exists() else ""
                     if number not in states:
                         number = submit(runs[name])
                         write_json(record, {"job": number})
-                    numbers[name] = number
-                    active.add(name)
+                    queued[name] = number
             until = time.monotonic() + LOOK_SECONDS
-            while (waiting or numbers) and request.signal is None and time.monotonic() < until:
+            while (waiting or queued) and request.signal is None and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
             if request.signal is not None:
-                left = f"{counted(len(numbers), 'job')} left in the queue (scancel {' '.join(numbers.values())})"
+                left = f"{counted(len(queued), 'job')} left in the queue (scancel {' '.join(queued.values())})"
                 raise Interrupted(f"stopped, {left}; rerun the same command to collect them", request.signal)
     if failures:
-        kind = MachineError if all(isinstance(one, MachineError) for one in failures) else UsageError
-        raise kind("\n".join(f"{one}; {RESUME}" for one in failures))
+        kind = MachineError if all(isinstance(error, MachineError) for error in failures) else UsageError
+        raise kind("\n".join(f"{error}; {RESUME}" for error in failures))
 
 
 def _submitter(folder: Path, parameters: Mapping[str, Any]) -> Callable[[Job], str]:
@@ -483,7 +419,7 @@ def _submitter(folder: Path, parameters: Mapping[str, Any]) -> Callable[[Job], s
                 return str(executor.submit(order).job_id)
         except refused as error:
             said = " ".join(str(error).split())
-            raise UsageError(f"Slurm refused {job.name}: {said}; check --partition, --time and --slurm") from error
+            raise UsageError(f"Slurm refused {job.name}: {said}; check --time and --slurm") from error
 
     return submit
 
