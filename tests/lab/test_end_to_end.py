@@ -35,6 +35,7 @@ from tests.faults.commands import CommandResult, assert_good, refused, run_comma
 from tests.faults.folders import LONG, NEWER, config, digest, ending, fill_data, folders
 from tests.faults.killing import Counter, in_child, killed_at, killed_at_size, limit_files, mount_disk, operations
 from tests.lab.train.ranks import NEEDED, free_port, on_ranks, run, run_well, start, write_config
+from tests.lab.train.ranks import training as training_words
 from tests.lab.train.small_runs import small_run
 
 pytestmark = NEEDED
@@ -334,7 +335,7 @@ def update(self, *arguments, **options):
         os.kill(os.getpid(), signal.SIGINT)
     return real(self, *arguments, **options)
 loop.Training.update = update
-from muonsw.lab.run import main
+from muonsw.lab.cli import main
 sys.exit(main())
 """
 
@@ -344,7 +345,7 @@ sys.exit(main())
 def test_an_interrupt_is_reported_in_a_line(times, said, tmp_path):
     program = [sys.executable, "-c", INTERRUPTED.replace("TIMES", str(times))]
     done = subprocess.run(
-        [*program, folders().whole / "config.json", tmp_path / "run"],
+        [*program, *training_words(folders().whole / "config.json", tmp_path / "run")],
         capture_output=True,
         text=True,
         timeout=120,
@@ -639,7 +640,7 @@ def finished(launcher, seconds=240):
 def test_a_rank_that_dies_or_hangs_is_started_again_and_the_run_ends_with_the_same_bits(
     fault, strategy, timeout, message, tmp_path
 ):
-    given = (fault, write_config(ranks_config(strategy, timeout)), tmp_path / "run")
+    given = (fault, *training_words(write_config(ranks_config(strategy, timeout)), tmp_path / "run"))
     options = ("--standalone", "--max-restarts=1")
     code, said = finished(torchrun("tests.lab.train.faulty_trainer", *given, options=options))
     assert code == 0, said
@@ -651,7 +652,7 @@ def test_a_rank_that_dies_or_hangs_is_started_again_and_the_run_ends_with_the_sa
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     folder = tmp_path / "run"
-    launcher = torchrun("tests.lab.train.faulty_trainer", "slow", write_config(ranks_config()), folder)
+    launcher = torchrun("tests.lab.train.faulty_trainer", "slow", *training_words(write_config(ranks_config()), folder))
     while not (folder / "metrics.jsonl").exists() or '"step":1,' not in (folder / "metrics.jsonl").read_text(
         encoding="utf-8"
     ):
@@ -662,7 +663,7 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     assert code != 0
     assert f"of {STEPS} steps, saved; rerun the same command" in said
     assert not (folder / "result.json").exists()
-    code, said = finished(torchrun("muonsw.lab.run", write_config(ranks_config()), folder))
+    code, said = finished(torchrun("muonsw", *training_words(write_config(ranks_config()), folder)))
     assert code == 0, said
     assert "resuming after step" in said
     assert rank_ending(folder) == undisturbed()
@@ -672,7 +673,7 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
 def test_two_nodes(tmp_path):
     """Two launchers with one rank each, which find each other as on two machines; one rank is killed."""
     options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=two")
-    given = ("tests.lab.train.faulty_trainer", "kill", write_config(ranks_config()), tmp_path / "run")
+    given = ("tests.lab.train.faulty_trainer", "kill", *training_words(write_config(ranks_config()), tmp_path / "run"))
     launchers = [torchrun(*given, options=(*options, "--max-restarts=2"), ranks=1) for _ in range(2)]
     answers = [finished(launcher) for launcher in launchers]
     assert [code for code, _ in answers] == [0, 0], answers
@@ -681,7 +682,7 @@ def test_two_nodes(tmp_path):
 
 @pytest.mark.slow
 def test_a_users_error_is_the_last_thing_that_is_read(tmp_path):
-    code, said = finished(torchrun("muonsw.lab.run", write_config(ranks_config(batch=5)), tmp_path / "run"))
+    code, said = finished(torchrun("muonsw", *training_words(write_config(ranks_config(batch=5)), tmp_path / "run")))
     last = [line for line in said.splitlines() if line.strip("= ")][-1]  # torchrun closes its report with a rule
     assert code != 0
     assert "batch=5 does not split into accumulation=1 micro-batches on each of 2 ranks" in last
@@ -693,7 +694,7 @@ def test_a_run_through_torchrun_is_that_of_its_ranks_and_ends_well_each_time(ran
     """One of eight runs of four ranks used to end in SIGABRT after its result was written."""
     for number in range(times):
         folder = tmp_path / f"run{number}"
-        code, said = finished(torchrun("muonsw.lab.run", write_config(ranks_config()), folder, ranks=ranks))
+        code, said = finished(torchrun("muonsw", *training_words(write_config(ranks_config()), folder), ranks=ranks))
         assert code == 0, said
         assert said.count("validation loss") == 1, "one rank speaks"
         assert rank_ending(folder) == undisturbed(ranks)

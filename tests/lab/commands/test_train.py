@@ -1,10 +1,9 @@
-"""`muonsw train` and `python -m muonsw.lab.run`: settings from options or a file, and exit codes."""
+"""`muonsw train`: settings from options or a file, and exit codes."""
 
 import json
 
 import pytest
 
-from muonsw.lab import run as entry
 from muonsw.lab.cli import main
 from tests.lab.train.small_runs import losses, small_run, tokens
 
@@ -32,7 +31,7 @@ def test_a_config_file_gives_the_run_that_wrote_it(tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     file = tmp_path / "settings.json"
     file.write_text(json.dumps(small_run(steps=3).as_data()), encoding="utf-8")
-    assert entry.main([str(file), str(first)]) == 0
+    assert main(["train", "--config", str(file), "--out", str(first)]) == 0
     assert main(["train", "--config", str(first / "config.json"), "--out", str(second)]) == 0
     assert losses(first) == losses(second)
     assert main(["train", "--config", "/nowhere.json"]) == 2
@@ -61,16 +60,11 @@ def test_a_wrong_setting_is_named(options, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_plain_entry_says_how_it_is_used(capsys):
-    assert entry.main([]) == 2
-    assert "usage" in capsys.readouterr().err
-
-
 def test_a_diverging_run_exits_with_one(tmp_path, capsys):
     file = tmp_path / "settings.json"
     file.write_text(
         json.dumps(small_run(steps=200, diverged=0.5, optimizer={"lr": 3.0, "weight_decay": 0.0}).as_data()),
         encoding="utf-8",
     )
-    assert entry.main([str(file), str(tmp_path / "run")]) == 1
+    assert main(["train", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
     assert "lower the learning rate" in capsys.readouterr().err

@@ -1,12 +1,12 @@
-"""A trainer whose first start meets a fault: `torchrun ... -m tests.lab.train.faulty_trainer FAULT CONFIG RUN`."""
+"""A trainer whose first start meets a fault: `torchrun ... -m tests.lab.train.faulty_trainer FAULT train ...`."""
 
 import os
 import signal
 import sys
 import time
 
+from muonsw.lab.cli import main
 from muonsw.lab.errors import end
-from muonsw.lab.run import main
 from muonsw.lab.train.state import Training
 
 FAULTS = {

@@ -20,11 +20,13 @@ import torch
 import torch.distributed.fsdp  # once, in the server of children
 
 from muonsw import machine
-from muonsw.lab.run import main
+from muonsw.lab.cli import main
+from muonsw.lab.commands import train
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 from tests.common.children import start_child
 
 assert torch.distributed.fsdp
+assert train
 
 # Ranks send themselves signals and limit their disks; with a GPU they would train on it.
 NEEDED = [
@@ -61,11 +63,16 @@ def write_config(config: RunConfig) -> Path:
     return path
 
 
+def training(config: Path, folder: Path) -> list[str]:
+    """The words of the command that trains a config."""
+    return ["train", "--config", str(config), "--out", str(folder)]
+
+
 class Started:
     """Ranks under way."""
 
     def __init__(self, size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None) -> None:
-        self.begun, given = time.monotonic(), [str(write_config(config)), str(folder)]
+        self.begun, given = time.monotonic(), training(write_config(config), folder)
         self.outputs = [Path(tempfile.mkstemp()[1]) for _ in range(size)]
         environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.children = [

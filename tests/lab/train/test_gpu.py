@@ -12,7 +12,7 @@ from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import WARM_CALLS, Training, with_fingerprint
 from muonsw.presets import PRESETS
 from tests.lab.test_end_to_end import finished, torchrun
-from tests.lab.train.ranks import on_ranks, write_config
+from tests.lab.train.ranks import on_ranks, training, write_config
 from tests.lab.train.small_runs import losses, small_run
 
 pytestmark = [
@@ -99,15 +99,15 @@ def test_one_rank_with_nccl_is_the_plain_run_and_goes_on(strategy, compiling, tm
     settings = {"steps": 12, "device": "cuda", "compile": compiling, "graphs": "off", "precision": "float32"}
     chosen = write_config(on_ranks(small_run(**settings), strategy=strategy, timeout=300.0))
     plain, ranks = tmp_path / "plain", tmp_path / "ranks"
-    subprocess.run([sys.executable, "-m", "muonsw.lab.run", chosen, plain], check=True)
-    launcher = torchrun("tests.lab.train.faulty_trainer", "slow", chosen, ranks, ranks=1)
+    subprocess.run([sys.executable, "-m", "muonsw", *training(chosen, plain)], check=True)
+    launcher = torchrun("tests.lab.train.faulty_trainer", "slow", *training(chosen, ranks), ranks=1)
     while not (ranks / "metrics.jsonl").exists() or len(losses(ranks)) < 3:
         assert launcher.poll() is None, launcher.stdout.read()
         time.sleep(0.1)
     launcher.send_signal(signal.SIGTERM)
     _, said = finished(launcher)
     assert "steps, saved; rerun the same command" in said
-    code, said = finished(torchrun("muonsw.lab.run", chosen, ranks, ranks=1))
+    code, said = finished(torchrun("muonsw", *training(chosen, ranks), ranks=1))
     assert code == 0, said
     assert "resuming after step" in said
     ours, theirs = ({(one["kind"], one["step"]): one for one in losses(folder)} for folder in (ranks, plain))

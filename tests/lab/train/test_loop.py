@@ -56,7 +56,7 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, numb
     config_file, run = tmp_path / "config.json", tmp_path / "run"
     config_file.write_text(json.dumps(config.as_data()), encoding="utf-8")
     process = subprocess.Popen(
-        [sys.executable, "-m", "muonsw.lab.run", config_file, run],
+        [sys.executable, "-m", "muonsw", "train", "--config", config_file, "--out", run],
         env=ONE_THREAD,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

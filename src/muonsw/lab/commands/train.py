@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import torch
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
@@ -14,17 +18,21 @@ from muonsw.lab.arms import refuse_too_much_decay
 from muonsw.lab.commands.data import describe
 from muonsw.lab.commands.shared import changed, given
 from muonsw.lab.commands.task import TASK_HELP, TaskOptions, introduce, refuse_with_task
-from muonsw.lab.console import say
-from muonsw.lab.errors import UsageError
+from muonsw.lab.console import harmless, say, showing
+from muonsw.lab.errors import FAILED, OK, Diverged, Interrupted, UsageError, report_error
 from muonsw.lab.files import require_writable
-from muonsw.lab.run import run
 from muonsw.lab.train.checkpoint import read_config_file
 from muonsw.lab.train.config import RunConfig, changed_run, require_enough_text, with_data
-from muonsw.lab.train.ranks import speaker
-from muonsw.lab.train.records import require_sinks
-from muonsw.lab.train.state import resolve_device
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.ranks import joined, known_to_all, speaker
+from muonsw.lab.train.records import numbers_of, require_sinks
+from muonsw.lab.train.state import Training, resolve_device
+from muonsw.text import counted
 
 WITH_CONFIG = ("--config", "--out", "--strategy")
+NAME = "training"
+# Dense bfloat16 TFLOP/s by a part of the device's name, from the makers' data sheets.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0, "4090": 165.0}
 
 
 @dataclass(frozen=True)
@@ -124,3 +132,61 @@ class Train:
         if self.strategy is None:
             return config
         return replace(config, parallel=replace(config.parallel, strategy=self.strategy))
+
+
+def run(config: RunConfig, folder: Path) -> int:
+    """Train on all ranks that were started, with progress on the console of the first; print how it ended."""
+    console = Console()
+    try:
+        with joined(config.parallel.timeout) as world, watching(console) if world.leads else nullcontext() as watch:
+            result = train(config, folder, watch, world)
+    except (Diverged, Interrupted, UsageError) as error:
+        # Rank 0 alone reports what all ranks know.
+        rank = speaker()
+        report_error(f"muonsw: {harmless(error)}")
+        if rank is None or not known_to_all(error):
+            print(f"muonsw: {rank or ''}{harmless(error)}", file=sys.stderr)
+        return FAILED if isinstance(error, Diverged) else error.exit_code
+    if world.leads:
+        best = f"best {result['best_loss']:.4f} after {result['best_step']:,}"
+        ended = f"validation loss {result['final_loss']:.4f} after {counted(result['steps'], 'step')} ({best})"
+        if skipped := result["skipped"]:
+            ended += f", {skipped:,} of them skipped because their gradients were not finite"
+        say(console, f"{ended}, {result['seconds']:.0f} s, in {folder}")
+    return OK
+
+
+@contextmanager
+def watching(console: Console) -> Iterator[Watch]:
+    """Show loss, speed and the time left while the block runs."""
+    steps, unit, share_of_peak = 0, "", 0.0
+    with showing(console, {NAME: None}) as view:
+
+        def started(training: Training) -> None:
+            nonlocal steps, unit, share_of_peak
+            task, device = training.task, training.device
+            steps, unit = training.config.steps, task.unit
+            if device.type == "cuda" and task.flops:
+                name = torch.cuda.get_device_name(device)
+                peak = next((value for part, value in PEAK_TFLOPS.items() if part in name), None)
+                # What one token a second is of the peak of all ranks' devices.
+                share_of_peak = task.flops / (training.world.size * peak * 1e12) if peak else 0.0
+            parameters = sum(parameter.numel() for parameter in training.model.parameters())
+            size = f"{counted(steps, 'step')} of {task.per_step:,} {unit}, {task.data(steps)}"
+            view.say(f"{parameters:,} parameters, {size}, on {device}")
+            order = ("step", "loss", "validation", "weight RMS", f"{unit}/s", "MFU")
+            view.update(NAME, training.step, dict.fromkeys(order, ""), total=steps)
+
+        def record(record: dict[str, Any]) -> None:
+            numbers = numbers_of(record, steps)
+            if record["kind"] == "eval":
+                metrics = [name for name in record if name not in ("kind", "step", "loss")]
+                more = "".join(f", {name} {record[name]:.4g}" for name in metrics)
+                view.log(f"step {record['step']:,} of {steps:,}: validation {numbers['validation']}{more}")
+            if speed := record.get(f"{unit}_per_second"):
+                numbers[f"{unit}/s"] = f"{speed:,.0f}"
+                if share_of_peak:
+                    numbers["MFU"] = f"{100 * share_of_peak * speed:.1f}%"
+            view.update(NAME, record["step"] if record["kind"] == "train" else None, numbers)
+
+        yield Watch(started=started, record=record, note=view.say)
