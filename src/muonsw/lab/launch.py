@@ -485,5 +485,4 @@ class SlurmRun:
 
 def saved_step(folder: Path) -> int:
     """Return the step of a run's newest checkpoint; 0 without one."""
-    newest = next(checkpoint.newest_first(folder / CHECKPOINTS), None)
-    return 0 if newest is None else checkpoint.step_of(newest)
+    return max(map(checkpoint.step_of, checkpoint.newest_first(folder / CHECKPOINTS)), default=0)

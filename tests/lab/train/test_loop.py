@@ -71,7 +71,7 @@ def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, numb
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert "rerun the same command to resume" in errors
-    saved = next(checkpoint.newest_first(run / "checkpoints"))
+    saved = checkpoint.newest_first(run / "checkpoints")[0]
     last = max(record["step"] for record in losses(run))
     assert checkpoint.load(saved).step == last
 

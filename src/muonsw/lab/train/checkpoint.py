@@ -1,8 +1,9 @@
-"""Checkpoints: tensors in safetensors, the rest in JSON; written atomically, and verified when they are read.
+"""A run's folder: its config, which never changes, a description of the machine, and its checkpoints.
 
-A checkpoint is a folder `step-00000500`. It is written under another name, flushed to disk and renamed; its
-`state.json` holds the checksums of the tensor files and of itself. Optimizer state is stored under the names of the
-parameters. Rank 0 gathers and writes whole tensors, so a checkpoint does not depend on the number of ranks.
+A checkpoint is a folder `step-00000500`: tensors in safetensors, the rest in JSON. It is written under another name,
+flushed to disk and renamed; its `state.json` holds the checksums of the tensor files and of itself. Optimizer state is
+stored under the names of the parameters. Rank 0 gathers and writes whole tensors, so a checkpoint does not depend on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import json
 import os
 import platform
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -29,7 +29,7 @@ from torch import Tensor
 from muonsw import __version__, machine
 from muonsw.lab.config import differences, flatten
 from muonsw.lab.errors import UsageError
-from muonsw.lab.files import numbered, plain, read_object, reported, sync, write_json
+from muonsw.lab.files import numbered, plain, read_object, reported, sync
 from muonsw.lab.tasks import TaskConfig
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 
@@ -37,9 +37,87 @@ if TYPE_CHECKING:
     from muonsw.lab.train.ranks import World
     from muonsw.lab.train.state import Training
 
+
 STATE, PREFIX = "state.json", "step-"
 PARTS = ("model", "optimizer", "random")
+CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
+CHECKPOINTS = "checkpoints"
+PACKAGES = ("torch", "numpy", "matplotlib", "plotly", "transformers", "timm")
+REMEDY = "put the run's own back, or delete it: checkpoints know their settings"
+# Settings that change what is saved or shown, never a result. Data may move: their hash is compared. How ranks share
+# the work only changes sums in their last digits.
+HARMLESS = (
+    *("keep", "checkpoint_every", "checkpoint_seconds", "tensorboard", "wandb", "data.path", "task.path"),
+    *(f"parallel.{setting.name}" for setting in fields(ParallelConfig)),
+)
 Tensors = dict[str, Tensor]
+
+
+# ---- Settings and machine
+
+
+def identity(config: RunConfig) -> str:
+    """A short hash of everything that can change a number of a run: all settings, and the fingerprint of its tokens."""
+    settings = {name: value for name, value in flatten(config.as_data()).items() if name not in (*HARMLESS, "arm")}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def recorded_code(folder: Path, task: TaskConfig) -> str | None:
+    """The code hash of the task that a folder's run began with; None if it has no run of this task."""
+    recorded = (_recorded_settings(folder) or {}).get("task")
+    if not isinstance(recorded, Mapping) or Path(str(recorded.get("path"))).name != task.name:
+        return None
+    return recorded.get("fingerprint")
+
+
+def refuse_other_settings(folder: Path, config: RunConfig) -> None:
+    if (settings := _recorded_settings(folder)) is not None:
+        refuse_changes(folder, settings, config)
+
+
+def _recorded_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run that a folder holds; None unless it has taken a step."""
+    begun = any((folder / name).exists() for name in (CHECKPOINTS, METRICS, RESULT))
+    return read_object(folder / CONFIG, remedy=REMEDY) if begun and os.path.lexists(folder / CONFIG) else None
+
+
+def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
+    """Raise a `UsageError` with the differences if recorded settings are not those of a config."""
+    if not isinstance(theirs, Mapping):
+        raise UsageError(f"{where} does not say which run it belongs to: delete it, or choose another folder")
+    changed = differences(theirs, config.as_data())
+    unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
+    if unwelcome:
+        lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
+        fix = "resume with its own settings, choose another folder with --out, or delete it"
+        raise UsageError(f"{where} holds a run with other settings; {fix}:\n{lines}")
+
+
+def read_config_file(path: Path) -> RunConfig:
+    """The run that a JSON file describes; a `UsageError` if it cannot be read or a setting is wrong."""
+    try:
+        return RunConfig.from_data(read_object(path))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def environment() -> dict[str, Any]:
+    """Describe versions and the class of machine; nothing identifies it or its user."""
+    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return {
+        "muonsw": __version__,
+        "python": platform.python_version(),
+        **installed,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpu_cores": machine.cores(),
+    }
+
+
+# ---- Checkpoints on disk
 
 
 class CheckpointError(Exception):
@@ -94,29 +172,15 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: If a part is missing, unreadable or altered.
         UsageError: If it has the format of another version.
     """
-    check(path)
-    return read(path)
-
-
-def check(path: Path) -> None:
-    """Check every byte of a checkpoint without holding its tensors; raises as `load`."""
-    for name, checksum in read_state(path)["checksums"].items():
-        file = path / f"{name}.safetensors"
+    content, tensors = read_state(path), {}
+    for part in PARTS:
+        file = path / f"{part}.safetensors"
         try:
-            intact = sha256(file) == checksum
+            if sha256(file) != content["checksums"][part]:
+                raise CheckpointError(f"{file} does not match its checksum")
+            tensors[part] = read_tensors(file)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
-        if not intact:
-            raise CheckpointError(f"{file} does not match its checksum")
-
-
-def read(path: Path) -> Checkpoint:
-    """Read a checkpoint that has been checked."""
-    content = read_state(path)
-    try:
-        tensors = {part: read_tensors(path / f"{part}.safetensors") for part in PARTS}
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error}") from error
     return Checkpoint(content["step"], tensors, content["state"])
 
 
@@ -134,10 +198,10 @@ def read_state(path: Path) -> dict[str, Any]:
     return content
 
 
-def newest_first(folder: Path) -> Iterator[Path]:
+def newest_first(folder: Path) -> list[Path]:
     """Everything with a checkpoint's name below a folder, damaged ones included, by step and not by file time."""
     named = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    yield from sorted(named, key=step_of, reverse=True)
+    return sorted(named, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -160,7 +224,7 @@ def best_saved(paths: Iterable[Path]) -> int | None:
 class Shelf:
     """The checkpoints of a run in progress: keep the newest and the best, put damaged ones aside.
 
-    Every method is called on all ranks; rank 0 reads and writes the folder.
+    Every method is called on all ranks; rank 0 writes the folder.
     """
 
     folder: Path
@@ -173,7 +237,7 @@ class Shelf:
 
         def write() -> None:
             save(self.folder, checkpoint)
-            paths = list(newest_first(self.folder))
+            paths = newest_first(self.folder)
             best = best_saved(paths)
             for path in paths[self.keep :]:
                 if step_of(path) != best:
@@ -189,7 +253,7 @@ class Shelf:
 
     def newest(self) -> Path | None:
         """The newest checkpoint, damaged or not."""
-        return self.world.from_leader(next(newest_first(self.folder), None))
+        return self.world.from_leader(next(iter(newest_first(self.folder)), None))
 
     def resume(self, training: Training) -> None:
         """Load the newest checkpoint that is good; put damaged ones aside, and refuse one of another run."""
@@ -198,8 +262,8 @@ class Shelf:
             for path in self.folder.glob(f".{PREFIX}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-        def load(path: Path) -> None:
-            saved = read(path)
+        def take(path: Path) -> None:
+            saved = load(path)
             refuse_changes(path, saved.state.get("config"), training.config)
             training.load(saved)
 
@@ -212,8 +276,7 @@ class Shelf:
         self.world.leading(sweep)
         while (path := self.newest()) is not None:
             try:
-                self.world.leading(partial(check, path))
-                self.world.together(partial(load, path))
+                self.world.together(partial(take, path))
             except CheckpointError as error:
                 self.world.leading(partial(put_aside, path, error))
             else:
@@ -305,89 +368,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors, groups: l
         name, _, entry = key.partition("//")
         state.setdefault(numbers[name], {})[entry] = sharded_like(params[name], tensor)
     # JSON has no tuples.
-    tuples = ("betas", "split_sizes")
-    restored = [
-        {key: tuple(value) if key in tuples and value is not None else value for key, value in group.items()}
-        for group in groups
-    ]
-    optimizer.load_state_dict({"state": state, "param_groups": restored})
-
-
-CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metrics.jsonl", "result.json"
-CHECKPOINTS = "checkpoints"
-PACKAGES = ("torch", "numpy", "matplotlib", "plotly", "transformers", "timm")
-REMEDY = "put the run's own back, or delete it: checkpoints know their settings"
-
-# Settings that change what is saved or shown, never a result. Data may move: their hash is compared. How ranks share
-# the work only changes sums in their last digits.
-HARMLESS = (
-    *("keep", "checkpoint_every", "checkpoint_seconds", "tensorboard", "wandb", "data.path", "task.path"),
-    *(f"parallel.{one.name}" for one in fields(ParallelConfig)),
-)
-
-
-def identity(config: RunConfig) -> str:
-    """A short hash of everything that can change a number of a run: all settings, and the fingerprint of its tokens."""
-    settings = {name: value for name, value in flatten(config.as_data()).items() if name not in (*HARMLESS, "arm")}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
-
-
-def _has_begun(folder: Path) -> bool:
-    """Whether the config in a folder belongs to a run that took a step."""
-    return os.path.lexists(folder / CONFIG) and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, RESULT))
-
-
-def recorded_code(folder: Path, task: TaskConfig) -> str | None:
-    """The code hash of the task that a folder's run began with; None if it has no run of this task."""
-    found = read_object(folder / CONFIG, remedy=REMEDY).get("task") if _has_begun(folder) else None
-    if not isinstance(found, Mapping) or Path(str(found.get("path"))).name != task.name:
-        return None
-    return found.get("fingerprint")
-
-
-def refuse_other_settings(folder: Path, config: RunConfig) -> None:
-    if _has_begun(folder):
-        refuse_changes(folder, read_object(folder / CONFIG, remedy=REMEDY), config)
-
-
-def refuse_changes(where: Path, theirs: Any, config: RunConfig) -> None:
-    """Raise a `UsageError` with the differences if recorded settings are not those of a config."""
-    if not isinstance(theirs, Mapping):
-        raise UsageError(f"{where} does not say which run it belongs to: delete it, or choose another folder")
-    changed = differences(theirs, config.as_data())
-    unwelcome = {name: pair for name, pair in changed.items() if name not in HARMLESS}
-    if unwelcome:
-        lines = "\n".join(f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in unwelcome.items())
-        fix = "resume with its own settings, choose another folder with --out, or delete it"
-        raise UsageError(f"{where} holds a run with other settings; {fix}:\n{lines}")
-
-
-def read_config_file(path: Path) -> RunConfig:
-    """The run that a JSON file describes; a `UsageError` if it cannot be read or a setting is wrong."""
-    try:
-        return RunConfig.from_data(read_object(path))
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
-
-
-def environment() -> dict[str, Any]:
-    """Describe versions and the class of machine; nothing identifies it or its user."""
-    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            installed[name] = version(name)
-    return {
-        "muonsw": __version__,
-        "python": platform.python_version(),
-        **installed,
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "cpu_cores": machine.cores(),
-    }
-
-
-def write_environment(folder: Path, **more: Any) -> None:
-    """Record the machine, once the run has set its threads."""
-    device = torch.cuda.get_device_name() if machine.gpus() else "cpu"
-    now = {"device": device, "threads": torch.get_num_threads(), "command": sys.argv}
-    write_json(folder / ENVIRONMENT, {**environment(), **now, **more})
+    for group in groups:
+        group.update({key: tuple(group[key]) for key in ("betas", "split_sizes") if group.get(key) is not None})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,10 +13,18 @@ from typing import Any
 
 import torch
 
-from muonsw import Telemetry
+from muonsw import Telemetry, machine
 from muonsw.lab.errors import Diverged, Interrupted, StopRequest, UsageError, stop_requests
 from muonsw.lab.files import LOCK, locked, write_json
-from muonsw.lab.train.checkpoint import CHECKPOINTS, CONFIG, RESULT, Shelf, refuse_other_settings, write_environment
+from muonsw.lab.train.checkpoint import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    RESULT,
+    Shelf,
+    environment,
+    refuse_other_settings,
+)
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.ranks import World, agreed
 from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks
@@ -72,13 +81,22 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     world.leading(lambda: require_sinks(config))
     busy = f"another process is training in {folder}: wait for it, or choose another folder"
     with stop_requests() as request, torch_threads(None), ExitStack() as stack:
+        # Before the folder is touched: an invalid run must leave no trace in it.
         try:
-            training = Training(config, world)  # before the folder is touched: an invalid run must leave no trace in it
+            training = Training(config, world)
         except ValueError as error:  # the same on all ranks, since they have the same settings
             raise agreed(UsageError(str(error))) from error
+
+        # One process at a time, in a folder that all ranks see, with the settings that the run began with.
         world.leading(lambda: stack.enter_context(locked(folder, busy)))
         world.leading(lambda: refuse_other_settings(folder, config))
-        world.together(lambda: _require_shared(folder, world))
+
+        def require_shared() -> None:
+            if not (folder / LOCK).exists():
+                here = f"{folder} is not the same on rank {world.rank} as on rank 0"
+                raise UsageError(f"{here}: choose one that all ranks share")
+
+        world.together(require_shared)
         shelf = Shelf(folder / CHECKPOINTS, config.keep, watch.note, world)
         threads = torch.get_num_threads()
         shelf.resume(training)
@@ -87,6 +105,7 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
         journal = Journal(training)
         world.leading(lambda: _open_files(journal, folder, watch, stack))
         watch.started(training)
+
         try:
             _take_steps(training, journal, shelf, request)
         except Diverged as error:
@@ -114,17 +133,15 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
         return result
 
 
-def _require_shared(folder: Path, world: World) -> None:
-    if not (folder / LOCK).exists():
-        raise UsageError(f"{folder} is not the same on rank {world.rank} as on rank 0: choose one that all ranks share")
-
-
 def _open_files(journal: Journal, folder: Path, watch: Watch, stack: ExitStack) -> None:
     """Write down settings and machine, and open every place where records go."""
     training = journal.training
     config, world = training.config, training.world
     write_json(folder / CONFIG, config.as_data())
-    write_environment(folder, trained=training.describe(), **({} if world.alone else {"ranks": world.size}))
+    device = torch.cuda.get_device_name() if machine.gpus() else "cpu"
+    here = {"device": device, "threads": torch.get_num_threads(), "command": sys.argv, "trained": training.describe()}
+    ranks = {} if world.alone else {"ranks": world.size}
+    write_json(folder / ENVIRONMENT, {**environment(), **here, **ranks})
     journal.file = MetricsFile(folder, after=training.step, note=watch.note)
     stack.callback(journal.file.close)
     journal.sinks = [journal.file, watch.record]
@@ -133,17 +150,25 @@ def _open_files(journal: Journal, folder: Path, watch: Watch, stack: ExitStack) 
 
         journal.sinks.append(TensorBoardSink(SummaryWriter(str(folder / "tensorboard"))))
     if config.wandb:
-        named = {"name": folder.name, "id": folder.name, "resume": "allow"}  # a resumed run goes on under its name
-        run = import_module("wandb").init(project=config.wandb, config=config.as_data(), **named)
-        journal.sinks.append(WandbSink(run))
+        # A resumed run continues under its name.
+        run = {"name": folder.name, "id": folder.name, "resume": "allow"}
+        started = import_module("wandb").init(project=config.wandb, config=config.as_data(), **run)
+        journal.sinks.append(WandbSink(started))
 
 
 def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: StopRequest) -> None:
     """Take every step that is left."""
     config, world, clock = training.config, training.world, SaveClock(training.config.checkpoint_seconds)
+
+    def evaluate() -> None:
+        journal.catch_up()
+        step, loss = training.evaluate()
+        journal.write({"kind": "eval", "step": step, "loss": loss, **training.metrics})
+        journal.restart_clock()
+
     training.settle()
     if training.step == 0:
-        _evaluate(training, journal)
+        evaluate()
     every = config.telemetry_every
     observer = (
         Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write) if every else None
@@ -158,7 +183,7 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
 
             last = training.step == config.steps
             if last or training.step % config.eval_every == 0:
-                _evaluate(training, journal)
+                evaluate()
             stop, due = divmod(world.largest(2 * (request.signal or 0) + clock.due()), 2)  # in one message
             if last or stop or due or training.step % config.checkpoint_every == 0:
                 with clock.saving():
@@ -170,13 +195,6 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
             if stop and not last:
                 message = f"stopped after {training.step} of {config.steps} steps, saved; "
                 raise Interrupted(f"{message}rerun the same command to resume in {shelf.folder.parent}", stop)
-
-
-def _evaluate(training: Training, journal: Journal) -> None:
-    journal.catch_up()
-    step, loss = training.evaluate()
-    journal.write({"kind": "eval", "step": step, "loss": loss, **training.metrics})
-    journal.restart_clock()
 
 
 @contextmanager

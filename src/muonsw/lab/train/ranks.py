@@ -1,7 +1,7 @@
 """The ranks that train one run together: what they agree on, and how they share a model.
 
-`World` is a single process, `SharedWorld` one of the processes that torchrun started. Both have the same methods, so
-that the loop is written once. Rank 0 prints, and writes every file.
+A `World` has the same methods for a single process, so that the loop is written once. Rank 0 prints, and writes every
+file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SYNC_BUFFERS = "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers"
 
 
 class World:
-    """A single process."""
+    """The processes that train one run; a single one unless `connect` has joined it to others."""
 
     rank, size, local = 0, 1, 0  # `local` counts the ranks of this machine
     alone = True  # whether there are no other ranks to agree with
@@ -52,37 +52,8 @@ class World:
         """Whether this process prints and writes."""
         return self.rank == 0
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Do something on every rank; if it fails on one, raise the same error on all."""
-        return work()
-
-    def leading(self, work: Callable[[], T]) -> T | None:
-        """Do something on rank 0 only; if it fails, raise the same error on all."""
-        return self.together(lambda: work() if self.leads else None)
-
-    def from_leader(self, thing: T) -> T:
-        """Rank 0's value, on all ranks."""
-        return thing
-
-    def total(self, numbers: Tensor) -> Tensor:
-        """The sum over ranks of numbers on the host."""
-        return numbers
-
-    def mean(self, numbers: Tensor) -> Tensor:
-        """The mean over ranks of numbers on the host."""
-        return self.total(numbers) / self.size
-
-    def largest(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
-        return number
-
-
-class SharedWorld(World):
-    """One of the processes that torchrun started, which waits at most `timeout` seconds for another in a collective."""
-
-    alone = False
-
-    def __init__(self, timeout: float) -> None:
+    def connect(self, timeout: float) -> None:
+        """Join the processes that torchrun started; a rank waits at most `timeout` seconds for another one."""
         # Messages travel over gloo between the hosts, and never wait for a GPU.
         backend = "cpu:gloo,cuda:nccl" if machine.gpus() else "gloo"
         store, self.rank, self.size = next(rendezvous("env://", timeout=STARTING))
@@ -92,7 +63,7 @@ class SharedWorld(World):
             # port asks again.
             host, key, end = os.environ["MASTER_ADDR"], "muonsw/port", time.monotonic() + STARTING.total_seconds()
             fresh: Store | None = None
-            if self.rank == 0:
+            if self.leads:
                 fresh = TCPStore(host, 0, self.size, is_master=True, wait_for_workers=False)
                 store.set(key, str(fresh.port))
             while fresh is None:
@@ -107,10 +78,12 @@ class SharedWorld(World):
             store = PrefixStore("ranks", store)
         patience = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
-        self.local = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local, self.alone = int(os.environ.get("LOCAL_RANK", "0")), False
 
     def together(self, work: Callable[[], T]) -> T:
         """Do something on every rank, which must not wait for others; if it fails on one, raise the same on all."""
+        if self.alone:
+            return work()
         result, error = None, None
         try:
             result = work()
@@ -123,30 +96,42 @@ class SharedWorld(World):
                 raise agreed(problem_there, rank) from error
         return cast("T", result)
 
+    def leading(self, work: Callable[[], T]) -> T | None:
+        """Do something on rank 0 only; if it fails, raise the same error on all."""
+        return self.together(lambda: work() if self.leads else None)
+
     def from_leader(self, thing: T) -> T:
+        """Rank 0's value, on all ranks."""
         things = [thing]
-        dist.broadcast_object_list(things, src=0)
+        if not self.alone:
+            dist.broadcast_object_list(things, src=0)
         return things[0]
 
     def total(self, numbers: Tensor) -> Tensor:
+        """The sum over ranks of numbers on the host."""
         summed = numbers.clone()
-        dist.all_reduce(summed)
+        if not self.alone:
+            dist.all_reduce(summed)
         return summed
 
     def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
         largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if not self.alone:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
 
 @contextmanager
 def joined(timeout: float = ParallelConfig.timeout) -> Iterator[World]:
     """Yield the world that this process was started into; raise a `MachineError` if another rank is lost."""
+    world = World()
     if not is_rank():
-        yield World()
+        yield world
         return
     try:
-        yield SharedWorld(timeout)
+        world.connect(timeout)
+        yield world
     except RuntimeError as error:
         text = str(error).lower()
         if not isinstance(error, dist.DistError) and not any(word in text for word in LOST):

@@ -63,7 +63,8 @@ class Journal:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        rows = self.training.world.mean(torch.stack([numbers for _, _, numbers in waiting]).cpu())
+        world = self.training.world
+        rows = world.total(torch.stack([numbers for _, _, numbers in waiting]).cpu()) / world.size
         config, task, scalars = self.training.config, self.training.task, len(self._names)
         now, last = time.perf_counter(), waiting[-1][0]
         speed = task.per_step * (last - self._written) / (now - self._since)

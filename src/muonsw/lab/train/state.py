@@ -47,7 +47,6 @@ from muonsw.lab.train.checkpoint import (
 from muonsw.lab.train.config import MUON_SETTINGS, OptimizerConfig, RunConfig
 from muonsw.lab.train.ranks import PlacedModel, World, require_division
 from muonsw.peak import eta_max
-from muonsw.presets import PRESETS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,11 +105,13 @@ class Training:
         self.module = self.task.computing_loss(self.model)
         self.placed = PlacedModel(self.module, config, self.world, self.device)
         self.forward = self.placed.forward
-        if compiles(config):
+        # The model of a user's task is compiled on request only.
+        if config.compile == "on" or (config.compile == "auto" and config.task is None and self.device.type == "cuda"):
             # Code of the same shape, from an earlier run in this process, is used again. Code of other shapes is
             # dropped: the compiler keeps few variants of a function, and silently runs without any once there are more.
             global _compiled_shape  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
-            if (shape := compiled_shape(config)) != _compiled_shape:
+            shape = config.task or config.decoder, config.batch // config.accumulation
+            if shape != _compiled_shape:
                 torch.compiler.reset()
                 _compiled_shape = shape
             self.forward = torch.compile(self.forward)
@@ -304,18 +305,7 @@ def first_names(model: torch.nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def compiles(config: RunConfig) -> bool:
-    """Whether a run compiles its model; that of a user's task only on request."""
-    wanted = config.compile == "auto" and config.task is None
-    return config.compile == "on" or (wanted and resolve_device(config.device).type == "cuda")
-
-
 _compiled_shape: tuple[ModelConfig | TaskConfig, int] | None = None
-
-
-def compiled_shape(config: RunConfig) -> tuple[ModelConfig | TaskConfig, int]:
-    """What decides the code that the compiler makes: the model and the rows of a batch."""
-    return config.task or config.decoder, config.batch // config.accumulation
 
 
 class LossGuard:
@@ -459,53 +449,26 @@ def build_optimizer(
         >>> sorted({(g["role"], g["algorithm"], g["lr"]) for g in optimizer.param_groups})[:2]
         [('embedding', 'adamw', 0.01), ('experts', 'muon', 0.02)]
     """
-    shared: Options = {name: getattr(config, name) for name in ("decay", "peak", "norm", "target_norm")}
-    shared |= {"total_steps": steps}
-    own = model if isinstance(model, Decoder) else None
-    chosen = {name: _options(own, name, config) for name, _ in own.named_parameters()} if own else {}
-    chosen |= patterns or {}
+    shared: Options = {name: getattr(config, name) for name in ("lr", "weight_decay", "decay", "peak", "norm")}
+    shared |= {"target_norm": config.target_norm, "total_steps": steps, "patterns": patterns or {}}
+    if isinstance(model, Decoder):
+        roles = {name: _decoder_options(model, name, config) for name, _ in model.named_parameters()}
+        shared["patterns"] = {**roles, **shared["patterns"]}
     if config.algorithm == "adamw":
-        return AdamWSW.for_model(
-            model, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, patterns=chosen, **shared
-        )
+        return AdamWSW.for_model(model, betas=config.betas, **shared)
     # Only what AdamW does not get anyway: a model of matrices alone would refuse it.
     adamw: Options = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
     adamw |= {} if config.adam_lr is None else {"lr": config.adam_lr}
-    directions: Options = {"ns_dtype": config.ns_dtype}  # of products where the algorithm has products to choose
     if config.preset:
-        algorithm = ALGORITHMS[PRESETS[config.preset]["algorithm"]]
-        directions = {"preset": config.preset, **(directions if "ns_dtype" in algorithm.defaults else {})}
+        chosen: Options = {"preset": config.preset}
+        if "ns_dtype" in ALGORITHMS[config.matrix_algorithm].defaults:
+            chosen["ns_dtype"] = config.ns_dtype
     else:
-        directions |= {name: getattr(config, name) for name in MUON_SETTINGS}
-    return MuonSW.for_model(
-        model,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        **directions,
-        adamw=adamw,
-        patterns=chosen,
-        process_group=process_group,
-        **shared,
-    )
+        chosen = {name: getattr(config, name) for name in ("ns_dtype", *MUON_SETTINGS)}
+    return MuonSW.for_model(model, adamw=adamw, process_group=process_group, **chosen, **shared)
 
 
-def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable[[int], float], steps: int) -> None:
-    """Raise a `ValueError` if one step of this schedule would decay more than the whole weight."""
-    for group in optimizer.param_groups:
-        rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
-        if DECAY_RULES[rule].uses_gradient or not decays(group):
-            continue  # the step itself refuses too much
-        # Rules that do not count steps take most at the peak.
-        rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
-        peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
-        phi = max(decay_factors(rule, lam, rates, peak))
-        if phi > 1:
-            size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
-            fix = "lower optimizer.lr or optimizer.weight_decay"
-            raise ValueError(f"{size} would take {phi:g} times the weight in one step: {fix}")
-
-
-def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
+def _decoder_options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
     """Options of one parameter that its role does not decide."""
     role, matrices = role_of(name), ALGORITHMS[config.matrix_algorithm].matrices
     rule = {"decay": config.unnormalized} if role == "hidden" and config.unnormalized else {}
@@ -523,3 +486,19 @@ def _options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
         return {"algorithm": config.matrix_algorithm, "weight_decay": config.weight_decay}
     # A rule without matrices, as Lion's, would take the rest too: members differ in the same matrices.
     return {} if matrices else {"algorithm": "adamw"}
+
+
+def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable[[int], float], steps: int) -> None:
+    """Raise a `ValueError` if one step of this schedule would decay more than the whole weight."""
+    for group in optimizer.param_groups:
+        rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
+        if DECAY_RULES[rule].uses_gradient or not decays(group):
+            continue  # the step itself refuses too much
+        # Rules that do not count steps take most at the peak.
+        rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
+        peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
+        phi = max(decay_factors(rule, lam, rates, peak))
+        if phi > 1:
+            size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
+            fix = "lower optimizer.lr or optimizer.weight_decay"
+            raise ValueError(f"{size} would take {phi:g} times the weight in one step: {fix}")
