@@ -76,12 +76,8 @@ def others():
     for dtype in (torch.float32, torch.bfloat16):
         logits, fused = x.to(dtype), torch.randn(64, 128).to(dtype)
         model.softmax_losses_(logits, torch.zeros(64, dtype=torch.int64), torch.empty(64), 1.0, 1.0)
-        model.gate_backward(model.gate(fused), fused)
         for weights in (torch.rand(32, 2), None):
             model.add_rows(fused, torch.arange(64).view(32, 2), weights)
-        table = torch.randn(32, 16), torch.randn(32, 16)
-        model.join_heads(*model.rotate_heads(torch.randn(2, 32, 96).to(dtype), *table), *table)
-    model.choose_experts(torch.randn(64, 8), 2)
 
 
 def main():

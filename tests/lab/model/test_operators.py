@@ -5,8 +5,7 @@ import torch
 from torch import library
 from torch.nn import functional
 
-from muonsw.lab.model import Decoder, decoder, layers, loss
-from muonsw.lab.model.decoder import _rotated_heads, _RotatedHeads, rotary_table
+from muonsw.lab.model import Decoder, layers, loss
 from tests.lab.model.small_models import small, tokens
 
 # torch's compiler makes an object of an autograd function, of which torch itself warns
@@ -31,40 +30,10 @@ def both_ways(function, inputs, twin):
     return results
 
 
-def test_rotated_heads():
-    table = tuple(part.float() for part in rotary_table(7, 8, 10000.0))
-    found = both_ways(
-        lambda x: _RotatedHeads.apply(x, *table), [torch.randn(2, 7, 72)], lambda x: _rotated_heads(x, table)
-    )
-    for result in found[:2]:
-        for a, b in zip(result, found[2], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
-def test_the_gate():
-    fused, grad = torch.randn(5, 12), torch.randn(5, 6)
-    assert is_sound(layers.gate_on_gpu, fused)
-    assert is_sound(layers.gate_backward_on_gpu, grad, fused)
-    leaf = fused.clone().requires_grad_()
-    out = layers.gated(leaf)
-    grad_fused, again = layers.gate_backward_on_gpu(grad, fused)
-    torch.testing.assert_close(again, out.detach(), rtol=0, atol=0)
-    torch.testing.assert_close(grad_fused, torch.autograd.grad(out, leaf, grad)[0], rtol=1e-6, atol=1e-6)
-
-
 def test_the_head():
     x, head, targets = torch.randn(10, 4), torch.randn(9, 4), torch.arange(10) % 9
     for differentiate in (True, False):
         assert is_sound(loss._visit_on_gpu, x, head, targets, 2.0, 4, differentiate)
-
-
-def test_the_choice_of_experts():
-    logits = torch.randn(20, 6)
-    assert is_sound(layers.choose_on_gpu, logits, 2)
-    chosen, *routes = layers.choose_on_gpu(logits, 2)
-    assert torch.equal(chosen, logits.topk(2).indices)
-    for a, b in zip(routes, layers.plan_routes(chosen, 6), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_the_way_to_the_experts_and_back():
@@ -114,16 +83,6 @@ def gradients(model, ids, *, autocast):
     return float(losses.total.detach()), {name: param.grad for name, param in model.named_parameters()}
 
 
-def as_on_a_gpu(monkeypatch):
-    def choose(logits, top_k):
-        chosen, *routes = layers.choose_on_gpu(logits.detach(), top_k)
-        return logits.gather(1, chosen), chosen, layers.Routes(*routes)
-
-    monkeypatch.setattr(decoder, "rotated_heads", lambda qkv, rotary: _RotatedHeads.apply(qkv, *rotary))
-    monkeypatch.setattr(layers, "choose", choose)
-    monkeypatch.setattr(layers, "swiglu_experts", layers.grouped_experts)
-
-
 def test_the_whole_model_with_operators_is_as_near_to_float32_as_without(monkeypatch):
     if not hasattr(functional, "grouped_mm"):
         pytest.skip("this torch has no grouped product")
@@ -135,7 +94,7 @@ def test_the_whole_model_with_operators_is_as_near_to_float32_as_without(monkeyp
         return {name: float((grad - expected[name]).norm() / expected[name].norm()) for name, grad in found.items()}
 
     plain_loss, plain = gradients(Decoder(config), ids, autocast=True)
-    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(layers, "swiglu_experts", layers.grouped_experts)
     found_loss, found = gradients(Decoder(config), ids, autocast=True)
     assert found_loss == pytest.approx(plain_loss, rel=1e-3)
     # both round to bfloat16, in some places after other sums

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, library, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 from torch.nn import functional
 
-from muonsw import kernels
 from muonsw.lab.model.config import ModelConfig, initialize, scalings
 from muonsw.lab.model.layers import DenseFeedForward, FeedForwardOutput, Linear, MoE, RMSNorm, at_least_float32
 from muonsw.lab.model.loss import cross_entropy
@@ -168,70 +166,9 @@ def rotary_table(length: int, head_dim: int, theta: float, *, start: int = 0) ->
 
 def rotated_heads(qkv_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of each head, the first two rotated."""
-    if qkv_BTD.is_cuda and qkv_BTD.dtype != torch.float64:
-        return cast("tuple[Tensor, Tensor, Tensor]", cast("Any", _RotatedHeads).apply(qkv_BTD, *rotary))
-    return _rotated_heads(qkv_BTD, rotary)
-
-
-def _rotated_heads(qkv_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
     head_dim = 2 * rotary[0].shape[1]
     heads = [part.view(*part.shape[:2], -1, head_dim).transpose(1, 2) for part in qkv_BTD.chunk(3, dim=-1)]
     return rotate(heads[0], rotary), rotate(heads[1], rotary), heads[2]
-
-
-class _RotatedHeads(torch.autograd.Function):
-    """For GPUs: a rotation's gradient is the rotation back, so nothing but the angles is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos_TC, sin_TC)
-        q, k, v = rotate_heads_on_gpu(qkv_BTD, cos_TC, sin_TC)
-        return q, k, v
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return join_heads_on_gpu(*grads, *ctx.saved_tensors), None, None
-
-
-@library.custom_op("muonsw::rotate_heads", mutates_args=())
-def rotate_heads_on_gpu(qkv_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`rotated_heads` in one kernel: a compiler's own reads the fused rows several times."""
-    if kernels.available(qkv_BTD.device):
-        from muonsw.lab.model.kernels import rotate_heads
-
-        return rotate_heads(qkv_BTD.contiguous(), cos_TC.contiguous(), sin_TC.contiguous())
-    parts = _rotated_heads(qkv_BTD, (cos_TC, sin_TC))
-    q, k, v = (part.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2) for part in parts)
-    return q, k, v
-
-
-@rotate_heads_on_gpu.register_fake
-def _(qkv_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    batch, length, fused = qkv_BTD.shape
-    head_dim = 2 * cos_TC.shape[1]
-    shape = (batch, length, fused // 3 // head_dim, head_dim)
-    q, k, v = (qkv_BTD.new_empty(shape).transpose(1, 2) for _ in range(3))
-    return q, k, v
-
-
-@library.custom_op("muonsw::join_heads", mutates_args=())
-def join_heads_on_gpu(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Fused rows of heads that are rotated back."""
-    if kernels.available(q_BHTC.device):
-        from muonsw.lab.model.kernels import join_heads
-
-        parts = [part if part.stride(3) == 1 else part.contiguous() for part in (q_BHTC, k_BHTC, v_BHTC)]
-        return join_heads(parts[0], parts[1], parts[2], cos_TC.contiguous(), sin_TC.contiguous())
-    back = (cos_TC, -sin_TC)
-    parts = [rotate(q_BHTC, back), rotate(k_BHTC, back), v_BHTC]
-    return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], dim=-1)
-
-
-@join_heads_on_gpu.register_fake
-def _(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:  # noqa: ARG001
-    batch, heads, length, head_dim = q_BHTC.shape
-    return q_BHTC.new_empty(batch, length, 3 * heads * head_dim)
 
 
 def rotate(x_BHTC: Tensor, rotary: Rotary) -> Tensor:

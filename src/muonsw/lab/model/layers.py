@@ -1,7 +1,8 @@
-"""What everything is built from: two small layers, and the precision that a computation runs in.
+"""The layers of a decoder: linear, norm, and SwiGLU experts with top-k routing.
 
-Layers do not initialise themselves, `initialize` does. Products run in autocast's precision where it is on; statistics
-never run below float32.
+Routing is dropless: tokens are sorted by expert and none is left out. Group sizes stay on the device as offsets, so a
+GPU never waits. Layers do not initialize themselves, `initialize` does. Products run in autocast's precision where it
+is on; statistics never run below float32.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = self.router_logits(x_ND)
-        kept_NK, chosen_NK, routes = choose(logits_NE, self.config.top_k)
+        kept_NK, chosen_NK = logits_NE.topk(self.config.top_k, dim=-1)
+        routes = plan_routes(chosen_NK, self.config.experts)
         places_NK = routes.inverse.view_as(chosen_NK)
         rows_RD = cast("Any", _CopyToExperts).apply(x_ND.to(product_dtype(x_ND)), routes.order, places_NK)
         rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
@@ -168,36 +170,6 @@ def balance_loss(
 def z_loss(logits_NE: Tensor) -> Tensor:
     """Mean squared log-partition function of the router, which keeps its logits small."""
     return logits_NE.logsumexp(dim=-1).square().mean()
-
-
-def choose(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Routes]:
-    """The largest logits of each token, the experts they belong to, and the way there."""
-    if not logits_NE.is_cuda:
-        kept_NK, chosen_NK = logits_NE.topk(top_k, dim=-1)
-        return kept_NK, chosen_NK, plan_routes(chosen_NK, logits_NE.shape[1])
-    chosen_NK, *routes = choose_on_gpu(logits_NE.detach(), top_k)
-    # Selected by a mask, whose gradient is one too: that of a gather is a scatter with atomics.
-    kept_NKE = torch.where(_one_hot(chosen_NK, logits_NE.shape[1]), logits_NE.unsqueeze(1), 0.0)
-    return kept_NKE.sum(dim=-1), chosen_NK, Routes(*routes)
-
-
-@library.custom_op("muonsw::choose_experts", mutates_args=())
-def choose_on_gpu(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The experts of each token, largest logit first, and the fields of `Routes`; two kernels instead of a sort."""
-    if kernels.available(logits_NE.device):
-        from muonsw.lab.model.kernels import choose_experts
-
-        return choose_experts(logits_NE.contiguous(), top_k)
-    chosen_NK = logits_NE.topk(top_k, dim=-1).indices
-    return chosen_NK, *plan_routes(chosen_NK, logits_NE.shape[1])
-
-
-@choose_on_gpu.register_fake
-def _(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, experts = logits_NE.shape
-    chosen_NK = logits_NE.new_empty(tokens, top_k, dtype=torch.int64)
-    order, inverse = (chosen_NK.new_empty(tokens * top_k) for _ in range(2))
-    return chosen_NK, order, inverse, chosen_NK.new_empty(experts, dtype=torch.int32)
 
 
 def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
@@ -394,7 +366,7 @@ class _GroupedExperts(torch.autograd.Function):
         gate_up, down = gate_up_EFD.to(rows_RD.dtype), down_EDF.to(rows_RD.dtype)
         fused_RF = grouped_gemm(rows_RD, gate_up, ends_E)
         ctx.save_for_backward(rows_RD, gate_up, down, fused_RF, ends_E)
-        return grouped_gemm(gate_on_gpu(fused_RF), down, ends_E)
+        return grouped_gemm(gated(fused_RF), down, ends_E)
 
     @staticmethod
     @once_differentiable
@@ -402,7 +374,10 @@ class _GroupedExperts(torch.autograd.Function):
         rows_RD, gate_up, down, fused_RF, ends_E = ctx.saved_tensors
         grad_out = grads[0].contiguous()
         grad_gated = functional.grouped_mm(grad_out, down, offs=ends_E)
-        grad_fused, gated_RF = gate_backward_on_gpu(grad_gated, fused_RF)
+        gate_RF, up_RF = fused_RF.chunk(2, dim=-1)
+        opened = functional.silu(gate_RF)
+        grad_gate = torch.ops.aten.silu_backward(grad_gated * up_RF, gate_RF)
+        grad_fused, gated_RF = torch.cat([grad_gate, grad_gated * opened], dim=-1), opened * up_RF
         grad_rows = functional.grouped_mm(grad_fused, gate_up, offs=ends_E)
         grad_gate_up = weight_gradient(grad_fused, rows_RD, ends_E)
         return grad_rows, grad_gate_up, weight_gradient(grad_out, gated_RF, ends_E), None
@@ -426,15 +401,12 @@ def row_parts(tiles: int) -> int:
         >>> row_parts(48), row_parts(96), row_parts(704), row_parts(1408)
         (2, 4, 2, 1)
     """
+    rounds = {parts: -(-tiles * parts // TILES_AT_ONCE) / parts for parts in (1, 2, 4)}
     best = 1
     for parts in (2, 4):
-        if _rounds(tiles, parts) < 0.95 * _rounds(tiles, best):
+        if rounds[parts] < 0.95 * rounds[best]:
             best = parts
     return best
-
-
-def _rounds(tiles: int, parts: int) -> float:
-    return -(-tiles * parts // TILES_AT_ONCE) / parts
 
 
 def part_ends(ends_E: Tensor, parts: int) -> Tensor:
@@ -448,36 +420,3 @@ def part_ends(ends_E: Tensor, parts: int) -> Tensor:
     steps = torch.arange(1, parts + 1, device=ends_E.device)
     cuts = starts_E[:, None] + (ends_E - starts_E)[:, None] * steps // parts
     return cuts.flatten().to(torch.int32)
-
-
-@library.custom_op("muonsw::gate", mutates_args=())
-def gate_on_gpu(fused_RF: Tensor) -> Tensor:
-    """`gated` in one kernel."""
-    if not kernels.available(fused_RF.device):
-        return gated(fused_RF)
-    from muonsw.lab.model.kernels import gate
-
-    return gate(fused_RF)
-
-
-@gate_on_gpu.register_fake
-def _(fused_RF: Tensor) -> Tensor:
-    return fused_RF.new_empty(fused_RF.shape[0], fused_RF.shape[1] // 2)
-
-
-@library.custom_op("muonsw::gate_backward", mutates_args=())
-def gate_backward_on_gpu(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the fused projection, and its gated output once more."""
-    if kernels.available(fused_RF.device):
-        from muonsw.lab.model.kernels import gate_backward
-
-        return gate_backward(grad_RF, fused_RF)
-    gate_RF, up_RF = fused_RF.chunk(2, dim=-1)
-    opened = functional.silu(gate_RF)
-    grad_gate = torch.ops.aten.silu_backward(grad_RF * up_RF, gate_RF)
-    return torch.cat([grad_gate, grad_RF * opened], dim=-1), opened * up_RF
-
-
-@gate_backward_on_gpu.register_fake
-def _(grad_RF: Tensor, fused_RF: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(fused_RF), torch.empty_like(grad_RF)
