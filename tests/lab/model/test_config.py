@@ -1,30 +1,17 @@
 """What a config refuses, muP by role, and initial weights: the same seed gives the same bits."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 
 from muonsw.lab.model import (
-    PRESETS,
     Decoder,
     MuP,
-    initialize,
-    muon_lr_multiplier,
-    preset,
     role_of,
     scalings,
 )
 from tests.lab.model.small_models import small, tokens
-
-
-def test_every_preset_has_a_dense_variant_that_differs_in_the_experts_alone():
-    for name, config in PRESETS.items():
-        assert preset(name) is config
-        dense = preset(f"{name}-dense")
-        assert (dense.experts, dense.top_k) == (1, 1)
-        assert dataclasses.replace(dense, experts=config.experts, top_k=config.top_k) == config
 
 
 @pytest.mark.parametrize(
@@ -105,20 +92,3 @@ def test_same_seed_same_bits_and_no_other_randomness():
     other = Decoder(small(), seed=6).state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one if not name.endswith("norm.weight"))
-
-
-def test_a_model_from_the_meta_device_is_filled_with_the_same_bits():
-    config = small()
-    with torch.device("meta"):
-        model = Decoder(config, seed=None)
-    model = model.to_empty(device="cpu")
-    initialize(model, config, seed=5)
-    direct = Decoder(config, seed=5).state_dict()
-    assert all(torch.equal(value, direct[name]) for name, value in model.state_dict().items())
-
-
-def test_unknown_names_and_rules_are_refused():
-    with pytest.raises(ValueError, match=r"no muP role for parameter 'layers\.0\.bias'"):
-        role_of("layers.0.bias")
-    with pytest.raises(ValueError, match="choose from adam, sqrt, none"):
-        muon_lr_multiplier(small(), "cube")

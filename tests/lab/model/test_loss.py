@@ -73,14 +73,6 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits():
     assert seen.elements == 16 * 512
 
 
-def test_impossible_inputs_are_refused():
-    x, weight, targets = problem()
-    with pytest.raises(ValueError, match="chunk=0"):
-        cross_entropy(x, weight, targets, chunk=0)
-    with pytest.raises(ValueError, match="23 rows and 22 targets"):
-        cross_entropy(x, weight, targets[1:])
-
-
 class Largest(TorchDispatchMode):
     """Counts products, and keeps the size of the largest tensor that an operation gave."""
 

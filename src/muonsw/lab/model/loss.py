@@ -36,10 +36,6 @@ def cross_entropy(
     if chunk is None:
         size = product_dtype(x_ND).itemsize
         chunk = CPU_CHUNK_TOKENS if x_ND.device.type == "cpu" else chunk_tokens(weight_VD.shape[0], size)
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} must be at least one token")
-    if x_ND.shape[0] != targets_N.shape[0] or not targets_N.shape[0]:
-        raise ValueError(f"{x_ND.shape[0]} rows and {targets_N.shape[0]} targets: both must be equal and not zero")
     differentiate = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     apply = cast("Any", _ChunkedCrossEntropy).apply
     return cast("Tensor", apply(x_ND, weight_VD, targets_N, scale, chunk, differentiate))

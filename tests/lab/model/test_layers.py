@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from muonsw.lab.model import Decoder
 from muonsw.lab.model.config import initialize
 from muonsw.lab.model.layers import (
     DenseFeedForward,
@@ -12,7 +11,6 @@ from muonsw.lab.model.layers import (
     grouped_gemm,
     grouped_linear,
     plan_routes,
-    z_loss,
 )
 from tests.lab.model.small_models import reference_moe, small
 
@@ -74,17 +72,6 @@ def test_dense_layer_equals_a_mixture_of_one_expert():
     torch.testing.assert_close(dense.down.grad, moe.down.grad[0], **EXACT)
 
 
-def test_a_dense_decoder_has_no_router_and_no_router_losses():
-    config = small().dense()
-    model = Decoder(config)
-    assert not [name for name, _ in model.named_parameters() if "router" in name]
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    losses = model(ids, ids)
-    assert losses.balance == 0
-    assert losses.z == 0
-    assert losses.total == losses.cross_entropy
-
-
 def slice_by_slice(x, weight, ends):
     return torch.cat([rows @ matrix.T for rows, matrix in zip(x.tensor_split(ends[:-1]), weight, strict=True)])
 
@@ -136,11 +123,6 @@ def test_balance_over_sequences_is_the_mean_of_the_single_ones():
     torch.testing.assert_close(moe(x).balance, single.mean(), **EXACT)
     whole = double_moe(small())(x).balance
     assert abs(whole - single.mean()) > 1e-6
-
-
-def test_z_loss_is_the_mean_squared_log_partition():
-    logits = torch.randn(10, 8, dtype=torch.float64)
-    torch.testing.assert_close(z_loss(logits), logits.exp().sum(1).log().square().mean(), **EXACT)
 
 
 def test_router_works_in_float32_under_autocast():
