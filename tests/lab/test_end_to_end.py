@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +23,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from muonsw import NonFiniteGradientWarning
 from muonsw.lab.data.loader import verify_folder
 from muonsw.lab.errors import UsageError
 from muonsw.lab.train import checkpoint
@@ -33,7 +31,7 @@ from muonsw.lab.train.loop import train
 from muonsw.lab.train.state import Training
 from tests.faults.commands import CommandResult, assert_good, refused, run_command
 from tests.faults.folders import LONG, NEWER, config, digest, ending, fill_data, folders
-from tests.faults.killing import Counter, in_child, killed_at, killed_at_size, limit_files, mount_disk, operations
+from tests.faults.killing import in_child, killed_at, killed_at_size, limit_files, mount_disk, operations
 from tests.lab.train.ranks import NEEDED, free_port, on_ranks, run, run_well, start, write_config
 from tests.lab.train.ranks import training as training_words
 from tests.lab.train.small_runs import small_run
@@ -331,7 +329,7 @@ import os, signal, sys
 from muonsw.lab.train import loop
 real = loop.Training.update
 def update(self, *arguments, **options):
-    for _ in range(TIMES):
+    for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
     return real(self, *arguments, **options)
 loop.Training.update = update
@@ -341,19 +339,13 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("times", "said"), [(1, "stopped after 1 of 6 steps, saved"), (2, "interrupted")])
-def test_an_interrupt_is_reported_in_a_line(times, said, tmp_path):
-    program = [sys.executable, "-c", INTERRUPTED.replace("TIMES", str(times))]
+def test_a_second_interrupt_ends_at_once_and_is_reported_in_a_line(tmp_path):
+    words = training_words(folders().whole / "config.json", tmp_path / "run")
     done = subprocess.run(
-        [*program, *training_words(folders().whole / "config.json", tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-c", INTERRUPTED, *words], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 128 + signal.SIGINT
-    assert done.stderr.startswith(f"muonsw: {said}")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr == "muonsw: interrupted\n"
 
 
 # ---- Several ranks
@@ -455,14 +447,6 @@ def test_a_rank_that_stands_still_ends_the_others_after_the_timeout(ranks, repli
         assert_goes_on(tmp_path / "run", ranks)
 
 
-def spoil(victim, number, how):
-    def before(rank):
-        warnings.simplefilter("ignore", NonFiniteGradientWarning)
-        at_update(number, victim, how)(rank)
-
-    return before
-
-
 def nan_loss(training):
     forward = training.forward
 
@@ -473,114 +457,16 @@ def nan_loss(training):
     training.forward = spoiled
 
 
-def infinite_gradient(training):
-    param = training.model.norm.weight
-    update = training.step
-    param.register_hook(lambda grad: grad * float("inf") if training.step == update else grad)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_loss_that_is_nan_on_one_rank_ends_all_and_leaves_the_checkpoint(strategy, tmp_path):
     folder = tmp_path / "run"
-    ended = run(2, ranks_config(strategy), folder, spoil(1, 4, nan_loss))
+    ended = run(2, ranks_config(strategy), folder, at_update(4, 1, nan_loss))
     assert [one.code for one in ended] == [1, 1], ended
     assert "loss of update 4 is nan" in ended[0].text
     assert f"last good checkpoint is {folder / 'checkpoints' / 'step-00000002'}" in ended[0].text
     assert ended[1].text == ""
     assert_goes_on(folder, strategy=strategy)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_gradient_that_is_infinite_on_one_rank_is_skipped_by_all(strategy, tmp_path):
-    folder = tmp_path / "run"
-
-    def before(rank):
-        warnings.simplefilter("ignore", NonFiniteGradientWarning)
-        if rank == 1:
-            Training.forward_backward = spoiled if strategy == "fsdp" else taken
-            spoil(1, 4, infinite_gradient)(rank) if strategy == "ddp" else None
-
-    taken = Training.forward_backward
-
-    def spoiled(self, batches):
-        """After gradients have been reduced, so that one shard alone is bad."""
-        losses = taken(self, batches)
-        if self.step == 3:
-            self.model.norm.weight.grad.to_local().fill_(float("inf"))
-        return losses
-
-    ended = run(2, ranks_config(strategy), folder, before)
-    assert [one.code for one in ended] == [0, 0], ended
-    assert json.loads((folder / "result.json").read_text(encoding="utf-8"))["skipped"] == 1
-    saved = checkpoint.load(folder / "checkpoints" / "step-00000006").tensors
-    assert all(tensor.isfinite().all() for tensor in saved["model"].values())
-
-
-@pytest.mark.slow
-def test_a_leader_that_is_killed_before_any_file_operation_leaves_nothing_that_is_taken_for_whole(tmp_path):
-    """Rank 0 writes every file; the other ranks write none."""
-    cases = range(2, 120, 1 if LONG else 20)
-    killed = 0
-    for number in cases:
-        folder = tmp_path / f"run-{number}"
-        ended = run(2, ranks_config(), folder, killed_at_operation(number, folder))
-        assert ended[0].code in (0, -signal.SIGKILL), ended[0].text
-        assert ended[1].code in (0, 3), ended[1].text
-        killed += ended[0].code != 0
-        for path in checkpoint.newest_first(folder / "checkpoints"):
-            checkpoint.load(path)  # whatever has the name is whole
-        assert_goes_on(folder)
-        shutil.rmtree(folder)
-    assert killed > 1
-
-
-def killed_at_operation(number, folder):
-    """Count without a profile, which would slow a whole run down: audit events, waits for the disk, tensor files."""
-
-    class Operations(Counter):
-        def start(self):
-            sys.addaudithook(self._audit)
-            os.fsync = self._counted(os.fsync)
-            checkpoint.save_file = self._counted(checkpoint.save_file)
-
-        def _counted(self, function):
-            def call(*given):
-                self._tick()
-                return function(*given)
-
-            return call
-
-    return lambda rank: Operations(folder, number).start() if rank == 0 else None
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_all_ranks_and_the_run_goes_on_once_there_is_room(tmp_path):
-    undisturbed()
-    disk, codes = tmp_path / "disk", set()
-    disk.mkdir()
-    for pages in range(2, 400, 12 if LONG else 60):
-
-        def work(pages=pages):
-            if not mount_disk(disk, pages):
-                return NO_DISK
-            ended = run(2, ranks_config(), disk / "run")
-            assert [one.code for one in ended] in ([3, 3], [0, 0]), ended
-            full = ended[0].code == 3
-            if full:
-                assert "make room" in "".join(one.text for one in ended)
-                assert str(disk) in ended[0].text
-            for path in checkpoint.newest_first(disk / "run" / "checkpoints"):
-                checkpoint.load(path)
-            assert mount_disk(disk, PLENTY, again=True)
-            assert_goes_on(disk / "run")
-            return FULL if full else DONE
-
-        codes.add(in_child(work))
-    if NO_DISK in codes:
-        pytest.skip("this system does not allow mounting a disk")
-    assert FULL in codes <= {DONE, FULL}
 
 
 def test_a_damaged_file_is_named_on_all_ranks_and_the_checkpoint_before_it_taken(tmp_path):
@@ -678,14 +564,6 @@ def test_two_nodes(tmp_path):
     answers = [finished(launcher) for launcher in launchers]
     assert [code for code, _ in answers] == [0, 0], answers
     assert rank_ending(tmp_path / "run") == undisturbed()
-
-
-@pytest.mark.slow
-def test_a_users_error_is_the_last_thing_that_is_read(tmp_path):
-    code, said = finished(torchrun("muonsw", *training_words(write_config(ranks_config(batch=5)), tmp_path / "run")))
-    last = [line for line in said.splitlines() if line.strip("= ")][-1]  # torchrun closes its report with a rule
-    assert code != 0
-    assert "batch=5 does not split into accumulation=1 micro-batches on each of 2 ranks" in last
 
 
 @pytest.mark.slow

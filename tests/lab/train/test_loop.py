@@ -104,14 +104,6 @@ def test_the_clock_asks_by_age_and_less_often_where_saving_is_slow(monkeypatch):
     assert not never.due()
 
 
-def test_two_processes_cannot_share_a_folder(tmp_path):
-    def start_another(_training):
-        with pytest.raises(UsageError, match="another process is training in"):
-            train(small_run(), tmp_path)
-
-    train(small_run(steps=2), tmp_path, Watch(started=start_another))
-
-
 def test_a_run_whose_folder_is_deleted_fails_at_the_next_save(tmp_path):
     folder = tmp_path / "run"
 
@@ -168,11 +160,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(tmp_p
         train(small_run(), tmp_path, Watch(started=poison))
     saved = checkpoint.load(tmp_path / "checkpoints" / "step-00000004")
     assert all(value.isfinite().all() for value in saved.tensors["model"].values())
-
-
-def test_a_diverging_loss_stops_the_run(tmp_path):
-    with pytest.raises(Diverged, match="at best"):
-        train(small_run(steps=200, diverged=0.5, optimizer={"lr": 3.0, "weight_decay": 0.0}), tmp_path)
 
 
 def with_gradients(broken):

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from muonsw.lab.train import checkpoint, loop
-from muonsw.lab.train.export import export, load_model
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training
-from tests.lab.train.ranks import NEEDED, on_ranks, run, run_well
+from tests.lab.train.ranks import NEEDED, on_ranks, run
 from tests.lab.train.small_runs import losses, small_run
 
 pytestmark = NEEDED
@@ -178,14 +177,6 @@ def test_gradients_are_sent_once_an_update_however_many_micro_batches_it_has(str
     ended = run(2, chosen, tmp_path / "run", counting(strategy, log))
     assert [one.code for one in ended] == [0, 0], ended
     assert len(log.read_text(encoding="utf-8")) == sent
-
-
-def test_the_model_of_several_ranks_is_exported_like_any_other(tmp_path):
-    folder = tmp_path / "run"
-    run_well(2, on_ranks(small_run(steps=2), strategy="fsdp"), folder)
-    model, _ = load_model(export(folder, tmp_path / "export"))
-    saved = weights(folder, 2)["model"]
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
 def test_ranks_and_a_single_process_share_a_folder_one_after_the_other(tmp_path):
