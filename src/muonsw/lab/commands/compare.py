@@ -27,7 +27,7 @@ from muonsw.lab.runs import load_runs
 from muonsw.lab.stats import Verdict, claims_table
 from muonsw.lab.studies.workshop import ByArm, Workshop
 from muonsw.lab.train.checkpoint import RESULT
-from muonsw.lab.train.config import RunConfig, changed_run, require_enough_text, with_data
+from muonsw.lab.train.config import RunConfig, changed_run, with_data
 from muonsw.presets import PRESETS
 from muonsw.text import counted
 
@@ -144,7 +144,6 @@ class Compare:
         if not self.text:
             return base, "Python's standard library" if self.data is None else str(self.data)
         say(console, describe(Path(base.tokens.path)))
-        require_enough_text(base)
         names = [Path(path).name or path for path in self.text]
         return base, names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 

@@ -22,7 +22,7 @@ from muonsw.lab.console import harmless, say, showing
 from muonsw.lab.errors import FAILED, OK, Diverged, Interrupted, UsageError, report_error
 from muonsw.lab.files import require_writable
 from muonsw.lab.train.checkpoint import read_config_file
-from muonsw.lab.train.config import RunConfig, changed_run, require_enough_text, with_data
+from muonsw.lab.train.config import RunConfig, changed_run, with_data
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.ranks import joined, known_to_all, speaker
 from muonsw.lab.train.records import numbers_of, require_sinks
@@ -122,10 +122,8 @@ class Train:
         resolve_device(config.device)
         require_sinks(config)
         config = with_data(config, self.data, self.text)
-        if self.text:
-            if speaker() is None:
-                say(Console(), describe(Path(config.tokens.path)))
-            require_enough_text(config)
+        if self.text and speaker() is None:
+            say(Console(), describe(Path(config.tokens.path)))
         return run(self._divided(config), folder)
 
     def _divided(self, config: RunConfig) -> RunConfig:

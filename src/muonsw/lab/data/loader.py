@@ -46,6 +46,8 @@ SHUFFLE_ROUNDS = 8
 # The multipliers and shifts of SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's variant 13).
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
+# Tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304.
+VOCAB_MULTIPLE = 64
 
 
 # ---- The record of a folder
@@ -89,6 +91,11 @@ class DataRecord:
     def dtype(self) -> np.dtype[Any]:
         """How a token is stored: the smaller of two types that holds the vocabulary."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
+
+    @property
+    def padded_vocab(self) -> int:
+        """The rows of an embedding for these tokens."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def documents(self) -> int:

@@ -25,15 +25,8 @@ TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
 END_TEXT = "<|endoftext|>"
 BYTES = 256
-# Tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304.
-VOCAB_MULTIPLE = 64
 BPE_FILE = "tokenizer.json"
 GPT2_FILES = ("vocab.bpe", "encoder.json")
-
-
-def padded_vocab(vocab_size: int) -> int:
-    """The rows of an embedding for this many tokens."""
-    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 class Tokenizer(ABC):

@@ -14,7 +14,6 @@ from muonsw.lab import launch
 from muonsw.lab.arms import Arm, Comparison, Results
 from muonsw.lab.console import showing
 from muonsw.lab.data.loader import read_record
-from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.launch import Cluster, Job
 from muonsw.lab.runs import Run, load_runs
 from muonsw.lab.stats import Evidence
@@ -56,7 +55,7 @@ class BySettings:
         """The run on these tokens and this device, under a name that its settings alone decide."""
         chosen = replace(
             config,
-            model=replace(config.decoder, vocab=padded_vocab(read_record(self.data).vocab_size)),
+            model=replace(config.decoder, vocab=read_record(self.data).padded_vocab),
             data=replace(config.tokens, path=str(self.data)),
             device=self.device,
             threads=1 if self.device == "cpu" else config.threads,  # so that the number of workers changes nothing

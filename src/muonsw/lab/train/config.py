@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from muonsw.addons.norm_rules import FREE, NORM_RULES
-from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.config import as_data, from_data
 from muonsw.lab.data.loader import read_record
 from muonsw.lab.data.prepare import SMALL_SHARE, matching_files, prepare_default
-from muonsw.lab.data.tokenizer import padded_vocab
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
@@ -98,14 +96,6 @@ class OptimizerConfig:
         """The algorithm of hidden and expert matrices, a name of `ALGORITHMS`."""
         return str(PRESETS[self.preset]["algorithm"]) if self.preset else self.algorithm
 
-    @property
-    def beta(self) -> float:
-        """The momentum of hidden and expert matrices."""
-        if not self.preset:
-            return self.betas[0] if self.algorithm == "adamw" else self.momentum
-        options = {**ALGORITHMS[self.matrix_algorithm].defaults, **PRESETS[self.preset]}
-        return float(options["momentum"] if "momentum" in options else options["betas"][0])
-
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -126,7 +116,7 @@ class ScheduleConfig:
 
     def multiple(self, steps: int) -> Callable[[int], float]:
         """The multiple of the peak learning rate at each step of a run of this length."""
-        settings = {one.name: getattr(self, one.name) for one in fields(self)}
+        settings = {setting.name: getattr(self, setting.name) for setting in fields(self)}
         return schedule_of(settings.pop("shape"), steps, **settings)
 
 
@@ -319,10 +309,19 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None) -> Run
 
 
 def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **changes: Any) -> RunConfig:
-    """The run of a preset, without data, with changes; other steps change its peak learning rate."""
+    """The run of a preset, without data, with changes; with another length, its peak follows the horizon rule.
+
+    That rule counts steps of 524,288 tokens, whatever the run's own are, and gives 0.02 below 5,000 of them.
+
+    Examples:
+        >>> round(changed_run("w256", 40_000, {}).optimizer.lr, 6)
+        0.01
+    """
     try:
         run = replace(preset_run(name, ""), **changes)
-        run = run if steps is None else with_steps(run, steps)
+        if steps is not None:
+            horizon = max(1, round(steps * run.tokens_per_step / PAPER_BATCH_TOKENS))
+            run = replace(run, steps=steps, optimizer=replace(run.optimizer, lr=peak_lr_for_horizon(horizon)))
         return replace(run, optimizer=replace(run.optimizer, **optimizer))
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -347,34 +346,16 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
         folder = DEFAULT_DATA / f"{letters}-bpe{vocab}-{digest.hexdigest()}"
         prepare_default(folder, vocab=vocab, source="text", files=tuple(map(str, paths)))
     folder = folder or default_data(vocab)
-    fitting = replace(run.decoder, vocab=padded_vocab(read_record(folder).vocab_size))
-    return replace(run, model=fitting, data=with_tokens(replace(run.tokens, path=str(folder)), fitting))
-
-
-def require_enough_text(run: RunConfig) -> None:
-    """Raise a `UsageError` unless prepared text has a batch to train on and a window to validate on."""
-    record, sequence = read_record(Path(run.tokens.path)), run.decoder.sequence
+    record, sequence = read_record(folder), run.decoder.sequence
     train, validation = run.batch * sequence + 1, sequence + 1
-    if record.tokens("train") >= train and record.tokens("validation") >= validation:
-        return
-    kilobytes = math.ceil(LONG_TOKEN * max(train, validation / SMALL_SHARE) / 900)
-    has = f"{record.tokens('train'):,} tokens to train on and {record.tokens('validation'):,} to validate on"
-    needs = f"{train:,} ({run.batch} sequences of {sequence}) and {validation:,}"
-    fix = f"give {kilobytes:,} kB of text, and a hundred times as much for a result that means something"
-    raise UsageError(f"the text is too small: it has {has}, and this run needs {needs}; {fix}")
-
-
-def with_steps(run: RunConfig, steps: int) -> RunConfig:
-    """A run of another length, its peak learning rate by the horizon rule.
-
-    The rule counts steps of 524,288 tokens, whatever the run's own are, and gives 0.02 below 5,000 of them.
-
-    Examples:
-        >>> round(with_steps(preset_run("w256", "tokens"), 40_000).optimizer.lr, 6)
-        0.01
-    """
-    horizon = max(1, round(steps * run.tokens_per_step / PAPER_BATCH_TOKENS))
-    return replace(run, steps=steps, optimizer=replace(run.optimizer, lr=peak_lr_for_horizon(horizon)))
+    if text and (record.tokens("train") < train or record.tokens("validation") < validation):
+        kilobytes = math.ceil(LONG_TOKEN * max(train, validation / SMALL_SHARE) / 900)
+        has = f"{record.tokens('train'):,} tokens to train on and {record.tokens('validation'):,} to validate on"
+        needs = f"{train:,} ({run.batch} sequences of {sequence}) and {validation:,}"
+        fix = f"give {kilobytes:,} kB of text, and a hundred times as much for a result that means something"
+        raise UsageError(f"the text is too small: it has {has}, and this run needs {needs}; {fix}")
+    fitting = replace(run.decoder, vocab=record.padded_vocab)
+    return replace(run, model=fitting, data=with_tokens(replace(run.tokens, path=str(folder)), fitting))
 
 
 def default_data(vocab: int) -> Path:
@@ -394,7 +375,7 @@ def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **given: Any)
     """The run of a user's task: settings that are given, those of its file, or else defaults."""
     chosen = {**TASK_DEFAULTS, **checked.settings, **given}
     parts: dict[type, dict[str, Any]] = {OptimizerConfig: {}, ScheduleConfig: {}, RunConfig: {}}
-    names = {one.name: kind for kind in parts for one in fields(kind) if one.name not in NOT_OF_A_TASK}
+    names = {s.name: kind for kind in parts for s in fields(kind) if s.name not in NOT_OF_A_TASK}
     for name, value in chosen.items():
         if name not in names:
             raise UsageError(f"{task.name}: {unknown('setting in SETTINGS', name, list(names))}")
