@@ -7,8 +7,9 @@ they are saved and loaded with the optimizer.
 
 from __future__ import annotations
 
-import re
+import copy
 import warnings
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -21,18 +22,9 @@ from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, decay_factor, own_weight_deca
 from muonsw.options import validate_option
 from muonsw.text import users_line
 
-# Classes of torch, timm, bitsandbytes and pytorch-optimizer that add their decay to the gradient, put it under a trust
-# ratio or divide it, and whose groups do not say so.
-_COUPLED = {
-    *("SGD", "ASGD", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Lars", "Lamb", "MADGRAD", "NAdamLegacy"),
-    *("NvNovoGrad", "SGDP", "LARS", "AccSGD", "ApolloDQN", "FAdam"),
-}
-# The words in which groups say whether their decay is decoupled.
-_DECOUPLED = ("decoupled_weight_decay", "decoupled_decay", "decoupled", "weight_decouple")
-# Settings under which the decay of a decoupled optimizer is not `lr * weight_decay`.
-_OTHERWISE = ("corrected_weight_decay", "unscaled_wd", "fixed_decay")
-# Keys of a group in addition to its lambda.
-_KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record", "highest_lr", "step_count")
+# What a group gains, in addition to its lambda.
+_PEAK_KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record")
+_KEYS = (*_PEAK_KEYS, *LAMBDA_KEYS, "highest_lr", "step_count", "decay")
 _HANDLE = "_scaled_weight_decay"
 
 
@@ -68,23 +60,29 @@ def scale_weight_decay(
         0.25
     """
     rule = DECAY_RULES[validate_option("decay", decay)]
-    if rule.uses_gradient:
-        raise ValueError(f"decay={decay!r} follows the gradients, which {type(optimizer).__name__} keeps to itself")
-    length = validate_option("total_steps", total_steps)
-    require_length(decay, length)
     optimizer = required_optimizer(optimizer, "scale_weight_decay")
-    setting, groups = validate_option("peak_lr", peak_lr), optimizer.param_groups
+    name, groups = type(optimizer).__name__, optimizer.param_groups
+    if rule.uses_gradient:
+        raise ValueError(f"decay={decay!r} follows the gradients, which {name} keeps to itself")
+    setting, length = validate_option("peak_lr", peak_lr), validate_option("total_steps", total_steps)
+    require_length(decay, length)
     if hasattr(optimizer, _HANDLE):
-        raise ValueError(f"this {type(optimizer).__name__} is scaled already; call remove() on its handle first")
-    for group in groups:
-        _refuse_other_decay(optimizer, group)
-        is_known = setting is not None or "constructor_lr" in group or peak.scheduler_record(group) is not None
-        if rule.uses_peak and group["weight_decay"] and not is_known and _has_stepped(optimizer):
+        raise ValueError(f"this {name} is scaled already; call remove() on its handle first")
+    if any("algorithm" in group and "resolved_peak_lr" in group for group in groups):
+        raise ValueError(f"{name} is one of ours; pass decay= to it instead")
+    if not all("weight_decay" in group for group in groups) or _decays_otherwise(optimizer):
+        raise ValueError(
+            f"{name} does not shrink weights by lr * weight_decay, so no weight_decay gives it scaled decay; build it "
+            f"with decoupled decay if it has that option, or use AdamWSW, SGDSW or MuonSW"
+        )
+    decayed = [group for group in groups if group["weight_decay"]]
+    for group in decayed if rule.uses_peak and _has_stepped(optimizer) else ():
+        if setting is None and "constructor_lr" not in group and peak.scheduler_record(group) is None:
             raise ValueError(
                 f"this optimizer has taken steps, no scheduler has left its peak in the groups, and the learning rate "
                 f"is now {float(group['lr']):g}; pass peak_lr=<the highest learning rate of the run>"
             )
-    peak.refuse_shared(setting, [group for group in groups if group["weight_decay"]])
+    peak.refuse_shared(setting, decayed)
     return ScaledWeightDecay(optimizer, decay, setting, length)
 
 
@@ -94,14 +92,12 @@ class ScaledWeightDecay:
     def __init__(self, optimizer: Optimizer, decay: str, peak_lr: float | str | None, total_steps: int | None) -> None:
         self.optimizer, self.decay, self.peak_lr, self.total_steps = optimizer, decay, peak_lr, total_steps
         self._warned = False
-        self._before_load: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
             self._join(group)
         setattr(optimizer, _HANDLE, self)
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_load_state_dict_pre_hook(self._remember),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
         )
 
     def remove(self) -> None:
@@ -110,35 +106,37 @@ class ScaledWeightDecay:
             handle.remove()
         delattr(self.optimizer, _HANDLE)
         for group in self.optimizer.param_groups:
-            _set(group, own_weight_decay(group))
-            for key in (*_KEYS, *LAMBDA_KEYS, "decay"):
+            _set(group, "weight_decay", own_weight_decay(group))
+            for key in _KEYS:
                 group.pop(key, None)
 
     def _join(self, group: dict[str, Any]) -> None:
         """Add the keys that a group needs; those that a loaded state brought along stay."""
+        group["decay"] = self.decay
+        if "step_count" in group:
+            return
         others = [other["step_count"] for other in self.optimizer.param_groups if "step_count" in other]
         counts = [float(self.optimizer.state[p].get("step", 0)) for p in group["params"] if p in self.optimizer.state]
-        group.setdefault("base_weight_decay", float(group["weight_decay"]))
-        group.setdefault("driven_weight_decay", float(group["weight_decay"]))
-        group.setdefault("constructor_lr", float(group["lr"]))
-        group.setdefault("peak_lr", self.peak_lr)
-        group.setdefault("resolved_peak_lr", None)
-        group.setdefault("peak_record", None)
+        defaults = {
+            "base_weight_decay": float(group["weight_decay"]),
+            "driven_weight_decay": float(group["weight_decay"]),
+            "constructor_lr": float(group["lr"]),
+            "peak_lr": self.peak_lr,
+            "resolved_peak_lr": None,
+            "peak_record": None,
+            "step_count": int(max([*others, *counts], default=0)),
+        }
+        group.update({key: value for key, value in defaults.items() if key not in group})
         # A run under way may be past its peak: that its rate is lower now says nothing against it.
-        group.setdefault("highest_lr", peak.expected_peak(group) if counts else None)
-        group.setdefault("step_count", int(max([*others, *counts], default=0)))
-        group["decay"] = self.decay
+        group["highest_lr"] = peak.expected_peak(group) if counts else None
 
-    def _remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:  # noqa: ARG002
-        self._before_load = [{key: group[key] for key in _KEYS if key in group} for group in optimizer.param_groups]
-
-    def _after_load(self, optimizer: Optimizer) -> None:
-        """Keep this optimizer's peak if the loaded state was not scaled and so knows none."""
-        for group, known in zip(optimizer.param_groups, self._before_load, strict=True):
-            if "constructor_lr" not in group:
-                group.update({**known, "highest_lr": None})
-                group["highest_lr"] = peak.expected_peak(group)
-            self._join(group)
+    def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Keep this optimizer's peak if the state was not scaled and so knows none."""
+        groups = []
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+            known = {key: group[key] for key in _PEAK_KEYS if key in group and "constructor_lr" not in saved}
+            groups.append({**saved, **known})
+        return {**state, "param_groups": groups + state["param_groups"][len(groups) :]}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         groups = optimizer.param_groups
@@ -149,8 +147,8 @@ class ScaledWeightDecay:
         changes = [self._plan(group, number) for number, group in enumerate(planned)]
         peak.warn_of_changes(changes)
         for group, plan in zip(groups, planned, strict=True):
-            _set(group, plan["driven_weight_decay"])
-            group.update({key: plan[key] for key in (*_KEYS, *LAMBDA_KEYS, "decay")})
+            _set(group, "weight_decay", plan["driven_weight_decay"])
+            group.update({key: plan[key] for key in _KEYS})
 
     def _plan(self, group: dict[str, Any], number: int) -> str | None:
         """Write into a copy of a group what its next step needs; return a warning if its peak has changed."""
@@ -172,32 +170,59 @@ class ScaledWeightDecay:
         return changed if uses_peak else None
 
 
-def _set(group: dict[str, Any], value: float) -> None:
-    """Set `weight_decay`; a tensor, which a CUDA graph may read, is filled in place."""
-    if isinstance(group["weight_decay"], Tensor):
-        group["weight_decay"].fill_(value)
+def _set(group: dict[str, Any], key: str, value: float) -> None:
+    """Set a number; a tensor, which a CUDA graph may read, is filled in place."""
+    if isinstance(group[key], Tensor):
+        group[key].fill_(value)
     else:
-        group["weight_decay"] = value
+        group[key] = value
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
     """Whether there is state that a step has written; dion makes it before the first step, as zeros."""
-    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
-    values = counts or [value for state in optimizer.state.values() for value in state.values()]
-    tensors = any(bool(value.any()) for value in values if isinstance(value, Tensor))
-    return tensors or any(value for value in values if isinstance(value, int | float))
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return any(bool(value.any()) if isinstance(value, Tensor) else value for value in values)
 
 
-def _refuse_other_decay(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Refuse a group whose decay is not `lr * weight_decay`."""
-    name, said = type(optimizer).__name__, [group[key] for key in _DECOUPLED if isinstance(group.get(key), bool)]
-    classes = {re.sub(r"^Paged|(8|32)bit$", "", cls.__name__) for cls in type(optimizer).__mro__}
-    coupled = not all(said) if said else bool(classes & _COUPLED)
-    if coupled or "weight_decay" not in group:
-        reason = "adds its decay to the gradient" if coupled else "has no weight_decay in its groups"
-        raise ValueError(f"{name} {reason}, so no weight_decay gives it scaled decay; use AdamWSW, SGDSW or MuonSW")
-    otherwise = [key for key in _OTHERWISE if group.get(key)]
-    if otherwise:
-        raise ValueError(f"{name} has {otherwise[0]}=True, so its decay is not lr * weight_decay; build it without")
-    if "algorithm" in group and "resolved_peak_lr" in group:
-        raise ValueError(f"{name} is one of ours; pass decay= to it instead")
+@torch.no_grad()
+def _decays_otherwise(optimizer: Optimizer) -> bool:
+    """Step a copy of an optimizer on small weights, without decay and with: whether they differ by lr * weight_decay.
+
+    After ten steps: in their first steps some optimizers only begin their state, or move along the gradient.
+    """
+    copied = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    vars(copied).pop("step", None)  # schedulers bind it to the original
+    if any(isinstance(value, Optimizer) for value in vars(copied).values()):
+        return False  # the copy would step the optimizer inside
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    lr, weights = 1e-3, []
+    try:
+        copied.param_groups, copied.state = [], defaultdict(dict)
+        copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        for lam in (0.0, 1.0):
+            for group in optimizer.param_groups:
+                device = next((param.device for param in group["params"]), None)
+                weights.append(torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float32, device=device)))
+                copied.param_groups.append({**copy.deepcopy({**group, "params": []}), "params": weights[-1:]})
+                _set(copied.param_groups[-1], "lr", lr)
+                _set(copied.param_groups[-1], "weight_decay", lam)
+        for param in params:
+            param.grad = None  # so that nothing moves where an optimizer has another list of its parameters
+        devices = [weight.device for weight in weights if weight.is_cuda]
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            for _ in range(10):
+                before = [weight.clone() for weight in weights]
+                for weight in weights:  # not along the weight and not of size one, either of which hides other decay
+                    weight.grad = 3 * weight.new_tensor([1.0, -1.0]).repeat(4, 2)
+                type(copied).step(copied)
+    except Exception:
+        return False  # it takes steps only in its own training loop
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+    moves = [weight - old for weight, old in zip(weights, before, strict=True)]
+    half = len(weights) // 2
+    triples = zip(moves[:half], moves[half:], before[half:], strict=True)
+    return not all(torch.allclose(free - decayed, lr * old, rtol=0.02, atol=0) for free, decayed, old in triples)
