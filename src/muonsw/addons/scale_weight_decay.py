@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -191,8 +191,9 @@ def _decays_otherwise(optimizer: Optimizer) -> bool:
     After ten steps: in their first steps some optimizers only begin their state, or move along the gradient.
     """
     copied = object.__new__(type(optimizer))
-    vars(copied).update(vars(optimizer))
-    vars(copied).pop("step", None)  # schedulers bind it to the original
+    # without hooks, and without the `step` that schedulers bind to the original
+    vars(copied).update({key: value for key, value in vars(optimizer).items() if key != "step" and "hooks" not in key})
+    Optimizer.__setstate__(copied, {})
     if any(isinstance(value, Optimizer) for value in vars(copied).values()):
         return False  # the copy would step the optimizer inside
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -200,7 +201,6 @@ def _decays_otherwise(optimizer: Optimizer) -> bool:
     lr, weights = 1e-3, []
     try:
         copied.param_groups, copied.state = [], defaultdict(dict)
-        copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         for lam in (0.0, 1.0):
             for group in optimizer.param_groups:
                 device = next((param.device for param in group["params"]), None)
