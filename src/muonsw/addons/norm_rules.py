@@ -34,7 +34,7 @@ from muonsw import rates
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import decays
 from muonsw.distributed.shards import is_dtensor, local, offset, refuse_interleaved
-from muonsw.matrices import FLATTEN, STACK, WHOLE, Region, box
+from muonsw.matrices import STACK, WHOLE, MatrixCell, MatrixView, Region, box
 from muonsw.nonfinite import Flag
 from muonsw.precision import LOW_PRECISION
 from muonsw.registry import Registry
@@ -111,55 +111,48 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
         optimizer.register_step_post_hook(lambda *_: hooks.after())
 
 
-class _Weights(NamedTuple):
-    """The weights of one parameter: regions of it, and how many of its first axes count weights in each region."""
+class Matrices(NamedTuple):
+    """The matrices of a parameter, each with a norm of its own; the same on every rank."""
 
-    param: Tensor
-    regions: list[Region]
-    stack_axes: int
+    cells: list[MatrixCell]  # one of 0 rows where the parameter counts as a whole
+    stack: torch.Size  # the leading axes of the parameter, which count the matrices of each cell
 
     @classmethod
-    def of(cls, group: Group, param: Tensor) -> _Weights:
-        view = ALGORITHMS[group["algorithm"]].view(group)
-        if view is not None:
-            return cls(param, [cell.region for cell in view.cells(param.shape)], view.stack_axes(param.dim()))
-        matrix = group.get("matrix")
-        stacked = param.dim() > 2 and matrix != FLATTEN and (matrix == STACK or group["role"] == "experts")
-        return cls(param, [WHOLE], param.dim() - 2 if stacked else 0)
+    def of(cls, group: Group, shape: torch.Size, view: MatrixView | None, matrix: str | None = None) -> Matrices:
+        """Those that an algorithm of matrices sees; else the experts of a stack, or the parameter as a whole."""
+        if view is None:
+            view = MatrixView(group.get("matrix") or matrix or (STACK if group.get("role") == "experts" else None))
+            if len(shape) < 2 or (len(shape) > 2 and view.matrix is None):
+                return cls([MatrixCell(WHOLE, 0, 0)], shape[:0])
+        return cls(list(view.cells(shape)), shape[: view.stack_axes(len(shape))])
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of one number for each weight: (regions, *stack)."""
-        return torch.Size((len(self.regions), *self.param.shape[: self.stack_axes]))
+        """The shape of one number for each matrix."""
+        return torch.Size((len(self.cells), *self.stack))
 
-    @property
-    def elements(self) -> Tensor:
-        counts = [math.prod(region.shape_in(self.param.shape)[self.stack_axes :]) for region in self.regions]
-        column = torch.tensor(counts, dtype=torch.float64, device=local(self.param).device)
-        return column.view(-1, *[1] * self.stack_axes).expand(self.shape)
+    def here(self, param: Tensor) -> Iterator[tuple[Region, tuple[Any, ...]]]:
+        """What this rank holds: of each cell the part of its shard, and the index of its numbers."""
+        shard = box(offset(param), local(param).shape)
+        for number, cell in enumerate(self.cells):
+            yield cell.region.within(shard), (number, *shard.slices[: len(self.stack)])
 
-    def here(self) -> Iterator[tuple[Region, tuple[Any, ...]]]:
-        """What this rank holds: for each region the part of its shard, and the index of its numbers."""
-        shard = box(offset(self.param), local(self.param).shape)
-        for number, region in enumerate(self.regions):
-            part = region.within(shard)
-            stack = part.shape_in(local(self.param).shape)[: self.stack_axes]
-            starts = offset(self.param)[: self.stack_axes]
-            slices = (slice(start, start + length) for start, length in zip(starts, stack, strict=True))
-            yield part, (number, *slices)
 
-    def sums(self, X: Tensor, Y: Tensor) -> Tensor:
-        """This rank's part of <X, Y> for each weight, of local tensors."""
-        totals = torch.zeros(self.shape, dtype=torch.float64, device=X.device)
-        for part, index in self.here():
-            x, y = (part.of(tensor).flatten(self.stack_axes) for tensor in (X, Y))
-            totals[index] = torch.linalg.vecdot(x.double(), y.double())
-        return totals
-
-    def spread(self, numbers: Tensor, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
-        """The numbers of weights in a part, so that they broadcast with it."""
-        chosen = numbers[index].to(dtype)
-        return chosen.view(*chosen.shape, *[1] * (self.param.dim() - self.stack_axes))
+def sum_over_ranks(optimizer: ScaledDecayOptimizer, params: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:
+    """Add up what ranks have found for their shards: one reduction for all parameters that the same ranks share."""
+    totals, by_ranks = list(sums), dict[Any, list[int]]()
+    for place, param in enumerate(params):
+        ranks = optimizer._ranks.layouts.sharding_groups(param)
+        by_ranks.setdefault((ranks, local(param).device), []).append(place)
+    for (ranks, device), places in by_ranks.items():
+        if ranks:
+            message = torch.cat([sums[place].flatten() for place in places]).to(device)
+            for process_group in ranks:
+                dist.all_reduce(message, group=process_group)
+            pieces = message.to(sums[places[0]].device).split_with_sizes([sums[place].numel() for place in places])
+            for place, total in zip(places, pieces, strict=True):
+                totals[place] = total.view_as(sums[place])
+    return totals
 
 
 class _NormHooks:
@@ -170,85 +163,73 @@ class _NormHooks:
         self._before: dict[Tensor, Tensor] = {}
 
     def before(self) -> None:
-        # Keep the norm of every weight that has no radius yet.
+        """Copy the weights that the step may move, and keep the norm of each that has no radius yet."""
+        self._before = {}
         state, lacking = self._optimizer.state, []
         for number, group in enumerate(self._optimizer.param_groups):
-            if not acts(group) or group.get("target_norm") is not None:
-                continue
-            for name, param in zip(names_of(group, number), group["params"], strict=True):
+            for name, param in zip(names_of(group, number), group["params"], strict=True) if acts(group) else ():
                 if is_dtensor(param):
                     refuse_interleaved(name, param)
-                if "radius" not in state.get(param, {}):
-                    lacking.append((name, group, _Weights.of(group, param)))
-        all_weights = [weights for _, _, weights in lacking]
-        shards = [local(weights.param).detach() for weights in all_weights]
-        sums = [weights.sums(W, W) for weights, W in zip(all_weights, shards, strict=True)]
-        norms = [total.sqrt() for total in self._reduced(all_weights, sums)]
-        for (name, group, weights), norm in zip(lacking, norms, strict=True):
-            if weights.param.numel() and not bool((norm > 0).all()):
+                if group.get("target_norm") is None and "radius" not in state.get(param, {}):
+                    lacking.append((name, group, param))
+                if param.grad is not None or is_dtensor(param):
+                    self._before[param] = local(param).detach().clone()
+        sums = [_dots(group, param, [(local(param), local(param))]) for _, group, param in lacking]
+        norms = [total[0].sqrt() for total in sum_over_ranks(self._optimizer, [p for *_, p in lacking], sums)]
+        for (name, group, param), norm in zip(lacking, norms, strict=True):
+            if param.numel() and not bool((norm > 0).all()):
                 raise ValueError(
                     f"{name} holds a weight of norm zero, which norm={group['norm']!r} would keep there; give "
                     f"target_norm=, or a group with norm='free' for it"
                 )
-        for weights, norm in zip(all_weights, norms, strict=True):
-            state[weights.param]["radius"] = norm.to(torch.promote_types(weights.param.dtype, torch.float32))
-        self._before = {
-            param: local(param).detach().clone()
-            for group in self._optimizer.param_groups
-            for param in (group["params"] if acts(group) else ())
-            if param.grad is not None or is_dtensor(param)
-        }
+        for (_, _, param), norm in zip(lacking, norms, strict=True):
+            state[param]["radius"] = norm.to(torch.promote_types(param.dtype, torch.float32))
 
     def after(self) -> None:
         """Set the weights that the step has moved to where their rules lead them."""
-        skipped = self._optimizer._last_skipped
+        skipped, before = self._optimizer._last_skipped, self._before
+        self._before = {}
         if skipped is True:
             return
-        moved = [
-            (self._optimizer.param_groups[number], _Weights.of(self._optimizer.param_groups[number], param), eta)
-            for number, params, eta in self._optimizer._last
-            for param in params
-            if acts(self._optimizer.param_groups[number]) and eta > 0
-        ]
-
-        def update(group: Group, param: Tensor, eta: float) -> Tensor:
-            """U of `W <- (1 - phi) W - eta U`, the step that the optimizer has taken."""
-            phi = rates.phi_of(group, eta, group["step_count"])
-            return ((1 - phi) * self._before[param] - local(param)) / eta
-
-        sums = []
-        for group, weights, eta in moved:
-            W, U = self._before[weights.param], update(group, weights.param, eta)
-            sums.append(torch.stack([weights.sums(W, W), weights.sums(U, U), weights.sums(W, U)]))
-        totals = self._reduced([weights for _, weights, _ in moved], sums)
-        for (group, weights, eta), (WW, UU, WU) in zip(moved, totals, strict=True):
-            param, phi = weights.param, rates.phi_of(group, eta, group["step_count"])
-            if group.get("target_norm") is not None:
-                R = weights.elements.sqrt() * float(group["target_norm"])
-            else:
+        moved, sums = [], []
+        for number, params, eta in self._optimizer._last:
+            group = self._optimizer.param_groups[number]
+            if acts(group) and eta > 0:
+                phi = rates.phi_of(group, eta, group["step_count"])
+                moved += [(group, param, eta, phi) for param in params]
+        for group, param, eta, phi in moved:
+            W = before[param]
+            U = ((1 - phi) * W - local(param)) / eta
+            sums.append(_dots(group, param, [(W, W), (U, U), (W, U)]))
+        totals = sum_over_ranks(self._optimizer, [param for _, param, _, _ in moved], sums)
+        for (group, param, eta, phi), (WW, UU, WU) in zip(moved, totals, strict=True):
+            matrices, weight, old = _matrices(group, param), local(param).detach(), before[param]
+            if group.get("target_norm") is None:
                 R = self._optimizer.state[param]["radius"].double()
+            else:
+                areas = [math.prod(cell.region.shape_in(param.shape)[len(matrices.stack) :]) for cell in matrices.cells]
+                column = WW.new_tensor(areas).sqrt().view(-1, *[1] * len(matrices.stack))
+                R = float(group["target_norm"]) * column.expand_as(WW)
             a, b = NORM_RULES[group["norm"]].coefficients(Norms(WW.sqrt(), UU.sqrt(), WU, R), eta, phi)
-            a, b = (number * torch.ones_like(R) for number in (a, b))
-            U = update(group, param, eta)  # again, since all of them would take the memory of the weights
-            for part, index in weights.here():
-                W, weight = part.of(self._before[param]), part.of(local(param).detach())
-                moved_to = weights.spread(a, index, W.dtype) * W - weights.spread(b, index, W.dtype) * part.of(U)
-                weight.copy_(torch.where(skipped.ok, moved_to, weight) if isinstance(skipped, Flag) else moved_to)
-        self._before = {}
+            a, b = (torch.as_tensor(x, dtype=R.dtype, device=R.device).expand_as(R).to(old.dtype) for x in (a, b))
+            for part, index in matrices.here(param):
+                W, here = part.of(old), part.of(weight)
+                keep, move = (x[index].view(*x[index].shape, *[1] * (W.dim() - len(matrices.stack))) for x in (a, b))
+                U = ((1 - phi) * W - here) / eta  # again, since all of them would take the memory of the weights
+                moved_to = keep * W - move * U
+                here.copy_(torch.where(skipped.ok, moved_to, here) if isinstance(skipped, Flag) else moved_to)
 
-    def _reduced(self, all_weights: Sequence[_Weights], sums: list[Tensor]) -> list[Tensor]:
-        """Sums over all shards: one all-reduce for all parameters that the same ranks share."""
-        layouts, totals = self._optimizer._ranks.layouts, list(sums)
-        by_groups: dict[Any, list[int]] = {}
-        for place, weights in enumerate(all_weights):
-            by_groups.setdefault((layouts.sharding_groups(weights.param), sums[place].device), []).append(place)
-        for (groups, _), places in by_groups.items():
-            if not groups:
-                continue
-            message = torch.cat([sums[place].flatten() for place in places])
-            for process_group in groups:
-                dist.all_reduce(message, group=process_group)
-            pieces = message.split_with_sizes([sums[place].numel() for place in places])
-            for place, total in zip(places, pieces, strict=True):
-                totals[place] = total.view_as(sums[place])
-        return totals
+
+def _matrices(group: Group, param: Tensor) -> Matrices:
+    return Matrices.of(group, param.shape, ALGORITHMS[group["algorithm"]].view(group))
+
+
+def _dots(group: Group, param: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Inner products of shards, matrix by matrix, in float64."""
+    matrices = _matrices(group, param)
+    totals = torch.zeros(len(pairs), *matrices.shape, dtype=torch.float64, device=local(param).device)
+    for total, pair in zip(totals, pairs, strict=True):
+        for part, index in matrices.here(param):
+            x, y = (part.of(tensor.detach()).flatten(len(matrices.stack)).double() for tensor in pair)
+            total[index] = torch.linalg.vecdot(x, y)
+    return totals
