@@ -1,4 +1,4 @@
-"""What an optimizer does to the weights, measured at sampled updates of any training loop and kept as plain records."""
+"""What an optimizer does to the weights, measured at sampled steps of any training loop and kept as plain records."""
 
 from muonsw.telemetry.record import Record as Record
 from muonsw.telemetry.session import Telemetry as Telemetry

@@ -7,40 +7,36 @@ time, from copies of their state; for others it is the change that was stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw.addons.norm_rules import FREE
-from muonsw.algorithms import ALGORITHMS
+from muonsw.addons.norm_rules import FREE, sum_over_ranks
 from muonsw.codecs import decode, decode_items, is_code
 from muonsw.distributed.shards import as_dtensor, is_dtensor, local, local_gradient, put_state, shard_like, whole
+from muonsw.matrices import Region
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION, SCALE
 from muonsw.slots import wide_dtype
 from muonsw.state import layouts, zeros
 from muonsw.step import chunk_bytes, update_batch
 from muonsw.summary import Summary
-from muonsw.telemetry.record import MEASURED, SQUARES, Matrices, ModelView, ParameterInfo, Rows, Sample, parameter_infos
+from muonsw.telemetry.record import MEASURED, SQUARES, ModelView, ParameterInfo, Sample, parameter_infos
 from muonsw.work import Batch, Group, Item, StepContext
 
 # An update that is smaller than a weight by this many units of rounding cannot be told from none.
 ROUNDING = 4
 
-# Rows of more elements than this are summed in pieces: float32 sums lose digits with their length.
+# Float32 sums lose digits with their length, so longer rows are summed in pieces.
 LONGEST = 2**16
 
 # torch optimizers that shrink weights by lr * weight_decay before they move them.
 _DECOUPLED = (torch.optim.AdamW, torch.optim.Muon)
 
-# Vectors that are iterated together: the error falls with the gap to the singular value after the last of them.
-BLOCK = 8
-# Iterations from random vectors, and from those of the last sample, since when a weight has moved little.
-COLD, WARM = 12, 4
+# Power iteration on several vectors together: the error falls with the gap to the singular value after the last one.
+BLOCK, ITERATIONS = 8, 12
 
 _ANNOUNCEMENT = (
     "telemetry that measures this step (attach it on every rank, with the same `every` and `start_step`, and give the "
@@ -59,10 +55,9 @@ class Before(NamedTuple):
 class Observer:
     """Copies the weights before a sampled step and measures them after it."""
 
-    def __init__(self, optimizer: Optimizer, view: ModelView, spectrum: Spectrum) -> None:
-        self.optimizer = optimizer
-        self.view = view
-        self.spectrum = spectrum
+    def __init__(self, optimizer: Optimizer, view: ModelView, *, spectral_norm: bool, condition: bool) -> None:
+        self.optimizer, self.view = optimizer, view
+        self.spectral_norm, self.condition = spectral_norm, condition
         self.ours = optimizer if isinstance(optimizer, ScaledDecayOptimizer) else None
         # Our optimizers count skipped steps themselves; those before telemetry was attached do not matter.
         self._skipped = 0 if self.ours is None else -self.ours.skipped_steps
@@ -109,46 +104,37 @@ class Observer:
             skipped, stepped = self._skipped, {param for param in self._before if param.grad is not None}
             phis = [known_decay(self.optimizer, group) for group in self.optimizer.param_groups]
         infos = parameter_infos(self.optimizer, self.view, phis)
-        sample = Sample(infos, {}, {}, skipped, was_skipped)
-        measured = []
+        tables = {
+            param: torch.zeros(len(MEASURED), info.matrices.shape.numel(), dtype=torch.float64, device="cpu")
+            for param, info in infos.items()
+        }
+        measured, spectra = [], {}
         for param in [param for param in infos if param in stepped and param in self._before]:
             info, before, update = infos[param], self._before[param], None
             # Both are collectives for a sharded parameter, also on a rank that holds nothing of it.
-            sample.spectra[param] = self.spectrum.measure(param, info.matrices, before.weight)
+            spectra[param] = self._spectra(info, before.weight)
             if before.state is not None and info.decay is not None and not was_skipped:
                 update = self._intended_update(info, param, before.weight, before.state)
-            measured += [(param, *found) for found in self._measure(info, param, before, update)]
-        for param, info in infos.items():
-            total = info.matrices.total
-            sample.tables[param] = torch.zeros(len(MEASURED), total, dtype=torch.float64, device="cpu")
-        for param, rows, values in measured:  # only now, because each transfer waits for the device
-            sample.tables[param][0, rows.numbers] = rows.area
-            sample.tables[param][1:, rows.numbers] = values.cpu().double()
-        self._sum_over_ranks(sample.tables)
-        self.stop()
-        return sample
-
-    def _sum_over_ranks(self, tables: dict[Tensor, Tensor]) -> None:
-        """Square the norms and add up what each rank holds of a sharded parameter."""
-        shared: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-        for param, table in tables.items():
+            measured += self._measure(info, param, before, update)
+        for param, numbers, area, values in measured:  # only now, because each transfer waits for the device
+            tables[param][0, numbers] = area
+            tables[param][1:, numbers] = values.cpu().double()
+        for table in tables.values():
             table[1 : 1 + len(SQUARES)].square_()
             # What has overflowed is NaN: over infinity an alignment or a relative size would be zero.
             table[~table.isfinite()] = torch.nan
-            groups = () if self.ours is None else self.ours._ranks.layouts.sharding_groups(param)
-            if groups:
-                shared.setdefault(groups, []).append(param)
-        for groups, params in shared.items():  # one reduction for all parameters of the same ranks
-            total = torch.cat([tables[param] for param in params], dim=1).to(local(params[0]).device)
-            for group in groups:
-                dist.all_reduce(total, group=group)
-            parts = torch.split(total.cpu(), [tables[param].shape[1] for param in params], dim=1)
-            tables.update(zip(params, parts, strict=True))
+        if self.ours is not None:
+            tables = dict(zip(tables, sum_over_ranks(self.ours, list(tables), list(tables.values())), strict=True))
+        self.stop()
+        return Sample(infos, tables, spectra, skipped, was_skipped)
 
     def _measure(
         self, info: ParameterInfo, param: Tensor, before: Before, intended: Tensor | None
-    ) -> Iterator[tuple[Rows, Tensor]]:
-        """Norms and inner products of the matrices that this rank holds, those of one size together."""
+    ) -> list[tuple[Tensor, Tensor, int, Tensor]]:
+        """Norms and inner products of the matrices that this rank holds, those of equal area together.
+
+        Returns the parameter, the numbers of its matrices, their area, and a row of values for each name in `MEASURED`.
+        """
         momentum, state = None, self.optimizer.state.get(param, {})
         for key in ("exp_avg", "momentum_buffer"):
             value = state.get(key)
@@ -158,10 +144,24 @@ class Observer:
                     momentum = decode(momentum, local(state[f"{key}{SCALE}"]).to(momentum.device))
         grad = _local_gradient(param) if before.gradient is None else before.gradient
         grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
-        for rows in info.matrices.rows(param):
-            w = rows.of(before.weight)
-            change = rows.of(param.detach()) - w
-            u = -change if intended is None else rows.of(intended)
+
+        held, stack, dtype = local(param), info.matrices.stack, wide_dtype(param.dtype)
+        places = torch.arange(info.matrices.shape.numel(), dtype=torch.int64, device="cpu").view(info.matrices.shape)
+        by_area: dict[int, list[tuple[Region, Tensor]]] = {}
+        for part, index in info.matrices.here(param):
+            shape = part.shape_in(held.shape)
+            if shape.numel():
+                by_area.setdefault(shape[len(stack) :].numel(), []).append((part, places[index].flatten()))
+        measured = []
+        for area, parts in by_area.items():
+
+            def rows(tensor: Tensor, area: int = area, parts: list[tuple[Region, Tensor]] = parts) -> Tensor:
+                pieces = [part.of(local(tensor)).reshape(-1, area) for part, _ in parts]
+                return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(dtype)
+
+            w = rows(before.weight)
+            change = rows(param.detach()) - w
+            u = -change if intended is None else rows(intended)
             decayed = w
             if self.ours is not None and info.group["cautious"]:
                 # an update that goes inward has the sign of the weight, with decay in it or without
@@ -169,18 +169,20 @@ class Observer:
                 decayed = torch.where(same > 0 if intended is None else same >= 0, w, 0)
             if intended is None and info.decay:
                 u.sub_(decayed, alpha=info.decay)
-            values = {"ww": norm(w), "dd": norm(change), "decayed": norm(decayed), "uu": norm(u), "wu": inner(w, u)}
+            values = {"ww": norms(w), "dd": norms(change), "decayed": norms(decayed), "uu": norms(u), "wu": inner(w, u)}
             if intended is None:
                 lost = values["uu"] <= ROUNDING * torch.finfo(w.dtype).eps * values["ww"]
                 values |= {key: torch.where(lost, 0.0, values[key]) for key in ("uu", "wu")}
             if grad is not None:
-                g = rows.of(grad)
-                values |= {"gg": norm(g), "wg": inner(w, g)}
+                g = rows(grad)
+                values |= {"gg": norms(g), "wg": inner(w, g)}
             if momentum is not None:
-                m = rows.of(momentum)
-                values |= {"mm": norm(m), "wm": inner(w, m), "ww_momentum": values["ww"]}
+                m = rows(momentum)
+                values |= {"mm": norms(m), "wm": inner(w, m), "ww_momentum": values["ww"]}
             zero = torch.zeros_like(values["ww"])
-            yield rows, torch.stack([values.get(name, zero) for name in MEASURED[1:]])
+            numbers = torch.cat([numbers for _, numbers in parts])
+            measured.append((param, numbers, area, torch.stack([values.get(name, zero) for name in MEASURED[1:]])))
+        return measured
 
     def _intended_update(self, info: ParameterInfo, param: Tensor, weight: Tensor, state: dict[str, Tensor]) -> Tensor:
         """The update of this rank's shard before rounding: what a second step moves float32 zeros by.
@@ -199,12 +201,25 @@ class Observer:
             state["step"].add_(1)
         moved = torch.zeros_like(weight, dtype=wide_dtype(weight.dtype))
         (item,) = decode_items(group, [Item(0, info.name, moved, grad.to(moved.dtype), state)])
-        view = ALGORITHMS[group["algorithm"]].view(group)
-        batch = Batch(0, group, moved.device, moved.dtype, [moved], [item], view)
+        batch = Batch(0, group, moved.device, moved.dtype, [moved], [item], info.view)
         ctx = StepContext(info.lr, 0.0, chunk_bytes(self.ours, moved.device))
         update_batch(batch, [item], ctx, is_decoded=True)
         moved.neg_()
         return local(put_state(param, moved, as_dtensor(param).placements)) if is_dtensor(param) else moved
+
+    def _spectra(self, info: ParameterInfo, weight: Tensor) -> dict[str, Tensor]:
+        """The requested values of each matrix of a parameter; none where it is not known to hold matrices."""
+        values: dict[str, Tensor] = {}
+        cells = [cell for cell in info.matrices.cells if weight.numel() and cell.rows * cell.columns]
+        if not cells or not (self.spectral_norm or self.condition):
+            return values
+        W = whole(weight)
+        batches = [cell.region.of(W).reshape(-1, cell.rows, cell.columns) for cell in cells]
+        if self.spectral_norm:
+            values["spectral_norm"] = torch.cat(list(map(spectral_norms, batches)))
+        if self.condition:
+            values["condition"] = torch.cat(list(map(condition_numbers, batches)))
+        return values
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
@@ -212,18 +227,14 @@ def inner(x: Tensor, y: Tensor) -> Tensor:
     return products
 
 
-def norm(x: Tensor) -> Tensor:
+def norms(x: Tensor) -> Tensor:
     """Euclidean norms of the rows of a (rows, elements) tensor."""
-    rows, elements = x.shape
-    pieces = elements // LONGEST
-    norms: Tensor
-    if elements <= LONGEST or x.dtype == torch.float64:
-        norms = torch.linalg.vector_norm(x, dim=1)
-    elif elements % pieces == 0:
-        norms = torch.linalg.vector_norm(torch.linalg.vector_norm(x.reshape(rows, pieces, -1), dim=2), dim=1)
-    else:
-        norms = inner(x, x).sqrt()  # slower, but its sums lose no digits
-    return norms
+    pieces = x.shape[1] // LONGEST
+    long, rest = x.tensor_split([pieces * LONGEST], dim=1)
+    parts = [torch.linalg.vector_norm(long.reshape(len(x), pieces, LONGEST), dim=2)]
+    parts.append(torch.linalg.vector_norm(rest, dim=1, keepdim=True))
+    lengths: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1), dim=1)
+    return lengths
 
 
 def _local_gradient(param: Tensor) -> Tensor | None:
@@ -245,61 +256,31 @@ def known_decay(optimizer: Optimizer, group: Group) -> float | None:
     return None if lam is None or lr is None or not (decoupled or "base_weight_decay" in group) else float(lr * lam)
 
 
-class Spectrum:
-    """Measures spectral norms by a power iteration that starts where the last sample ended, and condition numbers.
+def spectral_norms(batch: Tensor) -> Tensor:
+    """The largest singular value of each matrix, by power iteration from the same vectors every time.
 
-    Start vectors come from a generator of its own, so that no random number of the training is used up.
+    The vectors come from a generator of their own, so no random number of the training is used up.
     """
-
-    def __init__(self, *, spectral_norm: bool, condition: bool, seed: int = 0) -> None:
-        self.spectral_norm = spectral_norm
-        self.condition = condition
-        self._generator = torch.Generator().manual_seed(seed)
-        self._vectors: dict[tuple[Tensor, int], Tensor] = {}
-
-    def measure(self, param: Tensor, matrices: Matrices, weight: Tensor) -> dict[str, Tensor]:
-        """The requested values of each matrix of a parameter, from a copy of its weight; brings shards together."""
-        values: dict[str, Tensor] = {}
-        if not (self.spectral_norm or self.condition):
-            return values
-        batches = matrices.batches(whole(weight))
-        if batches and self.spectral_norm:
-            values["spectral_norm"] = torch.cat([self._norms((param, n), batch) for n, batch in enumerate(batches)])
-        if batches and self.condition:
-            values["condition"] = condition_numbers(batches)
-        return values
-
-    def _norms(self, key: tuple[Tensor, int], batch: Tensor) -> Tensor:
-        W = batch.to(wide_dtype(batch.dtype))
-        shape = (W.shape[0], W.shape[2], min(BLOCK, *W.shape[1:]))
-        V = self._vectors.get(key)
-        iterations = WARM
-        if V is None or V.shape != shape:  # other weights may have been put into the parameter
-            iterations = COLD
-            V = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
-        V = V.to(W)
-        for _ in range(iterations):
-            V = torch.linalg.qr(W.mT @ (W @ V)).Q
-        if V.isfinite().all():
-            self._vectors[key] = V
-        image = (W @ V).double()
-        return _eigenvalues(image.mT @ image)[:, -1].clamp(min=0).sqrt()
+    W = batch.to(wide_dtype(batch.dtype))
+    shape = (W.shape[0], W.shape[2], min(BLOCK, *W.shape[1:]))
+    V = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(W)
+    for _ in range(ITERATIONS):
+        V = torch.linalg.qr(W.mT @ (W @ (W.mT @ (W @ V)))).Q
+    image = (W @ V).double()
+    return _eigenvalues(image.mT @ image)[:, -1].clamp(min=0).sqrt()
 
 
-def condition_numbers(batches: Iterable[Tensor]) -> Tensor:
+def condition_numbers(batch: Tensor) -> Tensor:
     """Largest over smallest singular value of each matrix, up to about 1e7; beyond that they are not finite.
 
     From the eigenvalues of the smaller Gram matrix in float64, which costs an eigendecomposition.
     """
-    numbers = []
-    for batch in batches:
-        W = batch.double()
-        gram = W @ W.mT if W.shape[1] <= W.shape[2] else W.mT @ W
-        eigenvalues = _eigenvalues(gram)
-        noise = eigenvalues[:, -1] * gram.shape[-1] * torch.finfo(torch.float64).eps
-        smallest = torch.where(eigenvalues[:, 0] > noise, eigenvalues[:, 0], 0.0)
-        numbers.append((eigenvalues[:, -1] / smallest).sqrt())
-    return torch.cat(numbers)
+    W = batch.double()
+    gram = W @ W.mT if W.shape[1] <= W.shape[2] else W.mT @ W
+    eigenvalues = _eigenvalues(gram)
+    noise = eigenvalues[:, -1] * gram.shape[-1] * torch.finfo(torch.float64).eps
+    smallest = torch.where(eigenvalues[:, 0] > noise, eigenvalues[:, 0], 0.0)
+    return (eigenvalues[:, -1] / smallest).sqrt()
 
 
 def _eigenvalues(gram: Tensor) -> Tensor:

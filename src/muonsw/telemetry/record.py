@@ -1,4 +1,4 @@
-"""What is known about each parameter, and the way from the measurements of one update to its record.
+"""What is known about each parameter, and how the measurements of one step become a record.
 
 Measured are norms and inner products of weights with what moves them, for each matrix: an expert of a stack, a part of
 a fused projection, or a whole tensor. Sums of squares and of inner products add up over ranks, matrices, roles and
@@ -16,20 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muonsw import peak, rates
-from muonsw.addons.norm_rules import acts
+from muonsw.addons.norm_rules import Matrices, acts
 from muonsw.algorithms import ALGORITHMS
-from muonsw.distributed.shards import local, offset
-from muonsw.matrices import STACK, WHOLE, MatrixCell, MatrixView, Region, box
+from muonsw.matrices import MatrixView
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.routing import classify
-from muonsw.slots import wide_dtype
 from muonsw.work import Group, names_of
 
 # Name, role and matrix view of a model's parameters.
 ModelView = dict[Tensor, tuple[str, str, str | None]]
-_UNKNOWN = (None, None, None)
 Record = dict[str, Any]
-Sums = dict[str, float]
 
 # w is the weight before the update, u the update, g the gradient, m the momentum after the update, d the change of the
 # stored weight, `decayed` those elements of w that decay acts on, `ww_momentum` the square of w if it has a momentum.
@@ -46,109 +42,55 @@ ALIGNMENTS = {
 SETTINGS = ("decay", "lr", "peak_lr")
 # What only matrices have.
 PER_MATRIX = ("defect", "spectral_norm", "condition")
-# What is known of an update that was skipped.
+MEANS = (*(f"{name}_mean" for name in ALIGNMENTS), *SETTINGS, *PER_MATRIX)
+# What is known of a skipped step.
 KNOWN_WHEN_SKIPPED = ("weight_rms", "lr", "peak_lr", "spectral_norm", "condition", "numel")
 
 
-class Matrices(NamedTuple):
-    """The matrices of a parameter, each measured by itself; equal on every rank."""
-
-    cells: list[MatrixCell]  # regions of equal matrices; one of 0 rows where the parameter is measured as a whole
-    stack: torch.Size  # the leading axes of the parameter, which count the matrices of each cell
-    lengths: list[float]  # the norm of an orthogonal direction of each cell after its shape scale, 0 if there is none
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, group: Group, param: Tensor, view: ModelView) -> Matrices:
-        """The matrices that our optimizers see, the experts of a stack, or the parameter as it is."""
-        shape = param.shape
-        rule = ALGORITHMS[group["algorithm"]] if isinstance(optimizer, ScaledDecayOptimizer) else None
-        if rule is not None and rule.matrices is not None:
-            matrix_view = MatrixView.of(group)
-        else:
-            matrix = group.get("matrix") or view.get(param, _UNKNOWN)[2]
-            matrix_view = MatrixView(matrix or (STACK if group.get("role") == "experts" else None))
-            if len(shape) < 2 or (len(shape) > 2 and matrix_view.matrix is None):
-                return cls([MatrixCell(WHOLE, 0, 0)], shape[:0], [0.0])
-        cells = list(matrix_view.cells(shape))
-        lengths = [0.0] * len(cells)
-        if rule is not None and rule.matrices is not None and group["algorithm"] == "muon" and not acts(group):
-            scales = [rule.matrices.scale(group, *matrix_view.out_in(cell.rows, cell.columns)) for cell in cells]
-            lengths = [s * min(cell.rows, cell.columns) ** 0.5 for s, cell in zip(scales, cells, strict=True)]
-        return cls(cells, shape[: matrix_view.stack_axes(len(shape))], lengths)
-
-    @property
-    def total(self) -> int:
-        return len(self.cells) * self.stack.numel()
-
-    def batches(self, param: Tensor) -> list[Tensor]:
-        """The matrices of a whole parameter as batches (count, m, n); none of what is not known to hold matrices."""
-        cells = [cell for cell in self.cells if param.numel() and cell.rows * cell.columns]
-        return [cell.region.of(param).reshape(-1, cell.rows, cell.columns) for cell in cells]
-
-    def rows(self, param: Tensor) -> list[Rows]:
-        """What this rank holds of the matrices, those of one size together."""
-        held, axes = local(param).shape, len(self.stack)
-        here = box(offset(param), held)
-        places = torch.arange(self.stack.numel(), dtype=torch.int64, device="cpu").view(self.stack)
-        numbers = places[here.slices[:axes]].flatten()
-        by_area: dict[int, Rows] = {}
-        for index, cell in enumerate(self.cells):
-            region = cell.region.within(here)
-            shape = region.shape_in(held)
-            if shape.numel():
-                area = math.prod(shape[axes:])
-                rows = by_area.setdefault(area, Rows(area, wide_dtype(param.dtype), [], []))
-                rows.regions.append(WHOLE if shape == held else region)
-                rows.numbers.extend((numbers + index * self.stack.numel()).tolist())
-        return list(by_area.values())
-
-
-class Rows(NamedTuple):
-    """Matrices as rows of `area` elements: where they lie in a shard, and their numbers in the whole parameter."""
-
-    area: int
-    dtype: torch.dtype
-    regions: list[Region]
-    numbers: list[int]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor that has the shape of the parameter."""
-        rows = [region.of(local(tensor)).reshape(-1, self.area) for region in self.regions]
-        return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(self.dtype)
-
-
 class ParameterInfo(NamedTuple):
-    """Name, role, layer and matrices of a parameter, and the settings of its group at this update.
-
-    `decayed` is whether the group has a weight decay, `decay` is phi of this update, None where it is not known.
-    """
+    """What is known of a parameter at this step without measuring it."""
 
     group: Group
     name: str
     role: str | None
     layer: str | None
-    decayed: bool
+    decayed: bool  # whether its group has a weight decay
     lr: float
     peak_lr: float | None
-    decay: float | None
+    decay: float | None  # phi, None where it is not known
+    view: MatrixView | None  # how an algorithm of matrices saw it
     matrices: Matrices
+    lengths: list[float]  # the norm of an orthogonal update of each cell, 0 where there is none
 
 
-def parameter_infos(optimizer: Optimizer, view: ModelView, phis: Sequence[float | None]) -> dict[Tensor, ParameterInfo]:
+def parameter_infos(
+    optimizer: Optimizer, model: ModelView, phis: Sequence[float | None]
+) -> dict[Tensor, ParameterInfo]:
     """Describe every parameter, given the decay of each group; reads learning rates that are held in tensors."""
     infos = {}
     for number, (group, phi) in enumerate(zip(optimizer.param_groups, phis, strict=True)):
         lam = group.get("base_weight_decay", group.get("weight_decay"))
-        lr, decayed, peak_lr = float(group.get("lr", math.nan)), bool(lam), None
+        lr, decayed, peak_lr, view = float(group.get("lr", math.nan)), bool(lam), None, None
         settings = {"peak": "group", **group, "weight_decay": lam}
         if decayed and "resolved_peak_lr" in group and rates.needs_peak(settings):
             peak_lr = peak.eta_max(settings)
+        rule = ALGORITHMS[group["algorithm"]] if isinstance(optimizer, ScaledDecayOptimizer) else None
+        if rule is not None:
+            view = rule.view(group)
+            if view is not None and group.get("block_period") and group["update_count"] % group["block_period"] == 0:
+                view = view.unsplit()  # as the step did
         for param, place in zip(group["params"], names_of(group, number), strict=True):
-            known, role, _ = view.get(param, _UNKNOWN)
+            known, role, matrix = model.get(param, (None, None, None))
             name = place if group.get("param_names") else known or place
-            role, layer = group.get("role") or role, layer_of(name)
-            matrices = Matrices.of(optimizer, group, param, view)
-            infos[param] = ParameterInfo(group, name, role, layer, decayed, lr, peak_lr, phi, matrices)
+            matrices = Matrices.of(group, param.shape, view, matrix)
+            lengths = [0.0] * len(matrices.cells)
+            if rule is not None and rule.matrices is not None and group["algorithm"] == "muon" and not acts(group):
+                assert view is not None
+                sizes = [(cell.rows, cell.columns) for cell in matrices.cells]
+                lengths = [lr * rule.matrices.scale(group, *view.out_in(*size)) * min(size) ** 0.5 for size in sizes]
+            layer = next((str(int(word)) for word in name.split(".") if word.isdecimal()), None)
+            role = group.get("role") or role
+            infos[param] = ParameterInfo(group, name, role, layer, decayed, lr, peak_lr, phi, view, matrices, lengths)
     return infos
 
 
@@ -157,13 +99,8 @@ def model_view(model: nn.Module | None) -> ModelView:
     return {entry.param: (entry.name, entry.role, entry.view.get("matrix")) for entry in routed}
 
 
-def layer_of(name: str) -> str | None:
-    """The first number in a dotted name: '3' of 'layers.3.moe.experts.7.down'."""
-    return next((str(int(word)) for word in name.split(".") if word.isdecimal()), None)
-
-
 class Sample(NamedTuple):
-    """What was measured at one update: a table for each parameter, with a row for each name in `MEASURED`."""
+    """What was measured at one step: for each parameter a table, with a row for each name in `MEASURED`."""
 
     infos: dict[Tensor, ParameterInfo]
     tables: dict[Tensor, Tensor]
@@ -172,92 +109,82 @@ class Sample(NamedTuple):
     was_skipped: bool
 
 
+class Measured(NamedTuple):
+    """One parameter: sums over its matrices by the names in `MEASURED`, and means with their weights."""
+
+    info: ParameterInfo
+    matrices: int
+    sums: dict[str, float]
+    means: dict[str, tuple[float, float]]
+
+
 def build(step: int, sample: Sample, *, parameters: bool) -> Record:
-    rows = []
-    for param, info in sample.infos.items():
-        sums = parameter_sums(info, sample.tables[param], sample.spectra.get(param, {}))
-        if sums["numel"]:
-            rows.append((info, sums))
+    entries = [measured(info, sample.tables[p], sample.spectra.get(p, {})) for p, info in sample.infos.items()]
+    entries = [entry for entry in entries if entry.matrices]
 
-    def pooled(parts: list[Sums]) -> Record:
-        return describe({name: sum(sums[name] for sums in parts) for name in ALL_SUMS}, sample.was_skipped)
+    def pooled(key: str) -> Record:
+        values = dict.fromkeys(getattr(entry.info, key) for entry in entries)
+        chosen = {value: [e for e in entries if getattr(e.info, key) == value] for value in values if value is not None}
+        return {value: describe(chosen[value], sample.was_skipped) for value in chosen}
 
-    roles = dict.fromkeys(info.role for info, _ in rows if info.role is not None)
-    layers = sorted({info.layer for info, _ in rows if info.layer is not None}, key=int)
-    record: Record = {"kind": "telemetry", "step": step}
-    record["all"] = pooled([sums for _, sums in rows])
-    record["decayed"] = pooled([sums for info, sums in rows if info.decayed])
-    record["roles"] = {role: pooled([sums for info, sums in rows if info.role == role]) for role in roles}
-    record["layers"] = {layer: pooled([sums for info, sums in rows if info.layer == layer]) for layer in layers}
+    record: Record = {"kind": "telemetry", "step": step, "all": describe(entries, sample.was_skipped)}
+    record["decayed"] = describe([entry for entry in entries if entry.info.decayed], sample.was_skipped)
+    layers = pooled("layer")
+    record |= {"roles": pooled("role"), "layers": {layer: layers[layer] for layer in sorted(layers, key=int)}}
     if parameters:
-        record["parameters"] = {info.name: describe(sums, sample.was_skipped) for info, sums in rows}
-        for values, (_, sums) in zip(record["parameters"].values(), rows, strict=True):
-            for name in ALIGNMENTS if sums["matrices"] == 1 else ():  # means over matrices say nothing new
-                del values[f"{name}_mean"]
+        record["parameters"] = {entry.info.name: describe([entry], sample.was_skipped) for entry in entries}
+        for entry in entries:
+            for name in ALIGNMENTS if entry.matrices == 1 else ():  # means over matrices say nothing new
+                del record["parameters"][entry.info.name][f"{name}_mean"]
     return {**record, "skipped": sample.skipped, "was_skipped": sample.was_skipped}
 
 
-# Names of what adds up over parameters; `count_x` is by how much the sum `x` is divided.
-MEANS = (*(f"{name}_mean" for name in ALIGNMENTS), *SETTINGS, *PER_MATRIX)
-ALL_SUMS = (*MEASURED, "matrices", *MEANS, *(f"count_{name}" for name in MEANS))
-
-
-def parameter_sums(info: ParameterInfo, table: Tensor, spectra: dict[str, Tensor]) -> Sums:
-    sums: Sums = dict.fromkeys(ALL_SUMS, 0.0)
-    cosines: dict[str, list[float]] = {name: [] for name in ALIGNMENTS}
-    # The norm that the update of each matrix would have if its direction were orthogonal.
-    lengths = [info.lr * length for length in info.matrices.lengths for _ in range(info.matrices.stack.numel())]
-    for column, length in zip(table.T.tolist(), lengths, strict=True):
-        of = dict(zip(MEASURED, column, strict=True))
-        if not of["numel"]:
-            continue
-        sums["matrices"] += 1
-        for name, value in of.items():
-            sums[name] += value
-        if length > 0:
-            sums["defect"] += math.sqrt(of["uu"]) / length
-            sums["count_defect"] += 1
-        for name, (product, left, right) in ALIGNMENTS.items():
-            if of[left] != 0 and of[right] != 0:  # a NaN is defined: it must show
-                cosines[name].append(_cosine(of[product], of[left], of[right]))
-    for name, found in cosines.items():
-        if found:
-            sums[f"{name}_mean"], sums[f"count_{name}_mean"] = sum(found) / len(found), 1
-    for name, setting in zip(SETTINGS, (info.decay, info.lr, info.peak_lr), strict=True):
+def measured(info: ParameterInfo, table: Tensor, spectra: dict[str, Tensor]) -> Measured:
+    exist = table[0] > 0
+    of = dict(zip(MEASURED, table[:, exist], strict=True))
+    sums = {name: float(values.sum()) for name, values in of.items()}
+    means = {}
+    for name, setting in (("decay", info.decay), ("lr", info.lr), ("peak_lr", info.peak_lr)):
         if setting is not None:
-            sums[name], sums[f"count_{name}"] = setting * sums["numel"], sums["numel"]
-    if sums["ww"] != 0 and info.decay is not None:
-        sums["decay"] *= sums["decayed"] / sums["ww"]  # cautious decay spares some elements
-    for name, values in spectra.items():
-        sums[name], sums[f"count_{name}"] = float(values.sum()), len(values)
-    return sums
-
-
-def describe(sums: Sums, was_skipped: bool) -> Record:
-    """The values of a record from sums, None where a value does not exist or is not finite."""
-    numel = sums["numel"]
-    values = {
-        "weight_rms": math.sqrt(_ratio(sums["ww"], numel)),
-        "update_rms": math.sqrt(_ratio(sums["uu"], numel)),
-        "relative_update": math.sqrt(_ratio(sums["uu"], sums["ww"])),
-        "applied_rms": math.sqrt(_ratio(sums["dd"], numel)),
-        "gradient_rms": math.sqrt(_ratio(sums["gg"], numel)),
-    }
-    values |= {name: _ratio(sums[name], sums[f"count_{name}"]) for name in SETTINGS}
+            means[name] = setting, sums["numel"]
+    if sums["ww"] != 0 and info.decay is not None:  # cautious decay spares some elements
+        means["decay"] = info.decay * sums["decayed"] / sums["ww"], sums["numel"]
     for name, (product, left, right) in ALIGNMENTS.items():
-        values[name] = _cosine(sums[product], sums[left], sums[right])
-        values[f"{name}_mean"] = _ratio(sums[f"{name}_mean"], sums[f"count_{name}_mean"])
-    values |= {name: _ratio(sums[name], sums[f"count_{name}"]) for name in PER_MATRIX if sums[f"count_{name}"]}
+        defined = (of[left] != 0) & (of[right] != 0)  # a NaN is defined: it must show
+        if defined.any():
+            x, y = of[left][defined].sqrt(), of[right][defined].sqrt()
+            means[f"{name}_mean"] = float((of[product][defined] / (x * y)).clamp(-1, 1).mean()), 1
+    lengths = torch.tensor(info.lengths, dtype=torch.float64).repeat_interleave(info.matrices.stack.numel())[exist]
+    values = {"defect": (of["uu"].sqrt() / lengths)[lengths > 0], **spectra}
+    means |= {name: (float(each.mean()), len(each)) for name, each in values.items() if len(each)}
+    return Measured(info, int(exist.sum()), sums, means)
+
+
+def describe(entries: Sequence[Measured], was_skipped: bool) -> Record:
+    """The values of several parameters together, None where a value does not exist or is not finite."""
+    total = {name: sum(entry.sums[name] for entry in entries) for name in MEASURED}
+    values = {
+        "weight_rms": math.sqrt(_ratio(total["ww"], total["numel"])),
+        "update_rms": math.sqrt(_ratio(total["uu"], total["numel"])),
+        "relative_update": math.sqrt(_ratio(total["uu"], total["ww"])),
+        "applied_rms": math.sqrt(_ratio(total["dd"], total["numel"])),
+        "gradient_rms": math.sqrt(_ratio(total["gg"], total["numel"])),
+    }
+    means = {}
+    for name in MEANS:
+        pairs = [entry.means[name] for entry in entries if name in entry.means]
+        means[name] = _ratio(sum(value * weight for value, weight in pairs), sum(weight for _, weight in pairs))
+    values |= {name: means[name] for name in SETTINGS}
+    for name, (product, left, right) in ALIGNMENTS.items():
+        cosine = _ratio(total[product], math.sqrt(total[left]) * math.sqrt(total[right]))
+        values[name] = cosine if math.isnan(cosine) else max(-1.0, min(1.0, cosine))  # rounding may lead beyond
+        values[f"{name}_mean"] = means[f"{name}_mean"]
+    values |= {name: means[name] for name in PER_MATRIX if any(name in entry.means for entry in entries)}
     # A skipped update has no size and no direction; zeros would claim otherwise.
     known: Iterable[str] = KNOWN_WHEN_SKIPPED if was_skipped else values
     finite = {name: value if math.isfinite(value) and name in known else None for name, value in values.items()}
-    return {**finite, "numel": int(numel)}
+    return {**finite, "numel": int(total["numel"])}
 
 
 def _ratio(x: float, y: float) -> float:
     return x / y if y else math.nan
-
-
-def _cosine(product: float, left: float, right: float) -> float:
-    cosine = _ratio(product, math.sqrt(left) * math.sqrt(right))
-    return cosine if math.isnan(cosine) else max(-1.0, min(1.0, cosine))  # rounding may lead beyond

@@ -1,4 +1,4 @@
-"""Telemetry: attached to an optimizer, it measures sampled updates."""
+"""Telemetry: attached to an optimizer, it measures sampled steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muonsw.checkpoint import required_optimizer
 from muonsw.distributed.shards import is_dtensor, local
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_whole
-from muonsw.telemetry.observe import Observer, Spectrum
+from muonsw.telemetry.observe import Observer
 from muonsw.telemetry.record import Record, build, model_view
 from muonsw.work import names_of
 
@@ -26,25 +26,24 @@ Sink = Callable[[Record], object]
 
 
 class Telemetry:
-    """Measures what an optimizer does to the weights: norms, update sizes, decay, alignments, at sampled updates.
+    """Measures what an optimizer does to the weights at sampled steps: norms, update sizes, decay, alignments.
 
     It attaches to the optimizer's step hooks and works in any training loop, with our optimizers and with others.
     Weights, gradients and random numbers are the same with and without it.
 
     Args:
         optimizer: any `torch.optim.Optimizer`; one that Accelerate has wrapped is unwrapped.
-        every: sample the updates whose number is a multiple of it, and the first one.
+        every: sample the steps whose number is a multiple of it, and the first one.
         model: gives names, roles and layers to parameters whose groups have none.
         sink: a function that is called with each record, or several of them.
-        parameters: include the values of every single parameter in the records.
+        parameters: include the values of each parameter in the records.
         spectral_norm: measure the largest singular value of every matrix as well, by power iteration.
         condition: estimate the condition number of every matrix as well; expensive.
-        start_step: updates that were completed before, in a run that is resumed.
+        start_step: completed steps of the run that is resumed.
         keep: how many of the latest records stay readable in `records`; None keeps them all.
-        seed: of the start vectors of the power iteration.
 
     Attributes:
-        step: completed updates, skipped ones included. Add to it for updates that no hook sees, such as replays
+        step: completed steps, skipped ones included. Add to it for steps that no hook sees, such as replays
             of a CUDA graph.
 
     Examples:
@@ -74,7 +73,6 @@ class Telemetry:
         condition: bool = False,
         start_step: int = 0,
         keep: int | None = 200,
-        seed: int = 0,
     ) -> None:
         require_whole("every", every, 1)
         require_whole("start_step", start_step, 0)
@@ -103,8 +101,7 @@ class Telemetry:
             if not callable(entry):
                 raise TypeError(f"sink={entry!r} cannot be called; pass a function that takes a record, or several")
         self._records: deque[Record] = deque(maxlen=keep)
-        spectrum = Spectrum(spectral_norm=spectral_norm, condition=condition, seed=seed)
-        self._observer = Observer(optimizer, model_view(model), spectrum)
+        self._observer = Observer(optimizer, model_view(model), spectral_norm=spectral_norm, condition=condition)
         self._sampling = self._unseen = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -123,7 +120,7 @@ class Telemetry:
 
     @property
     def due(self) -> bool:
-        """Whether the next update will be sampled."""
+        """Whether the next step will be sampled."""
         return self.step == 0 or (self.step + 1) % self.every == 0
 
     def detach(self) -> None:
