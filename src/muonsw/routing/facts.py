@@ -64,7 +64,7 @@ class Subject(NamedTuple):
 
     name: str
     param: Tensor
-    own: str
+    key: str
     path: str
     owner: nn.Module
 
@@ -74,11 +74,11 @@ class Subject(NamedTuple):
         path = self.path.split(".") if self.path else []
         pairs = zip(["", *path], path, strict=False)
         chosen = [word for before, word in pairs if word not in PEFT_WORDS and before != "modules_to_save"]
-        return [*chosen, self.own]
+        return [*chosen, self.key]
 
     @property
     def called(self) -> str:
-        return self.words[-2] if self.own == "weight" and len(self.words) > 1 else self.own
+        return self.words[-2] if self.key == "weight" and len(self.words) > 1 else self.key
 
     @property
     def long_axes(self) -> int:
@@ -106,11 +106,11 @@ class ModelFacts:
         self.owners: dict[Tensor, list[nn.Module]] = {}
         weights: dict[str, Tensor] = {}
         for path, module in self.modules.items():
-            for own, param in module._parameters.items():
+            for key, param in module._parameters.items():
                 if param is not None:
-                    place, called = self._place(path, own)
+                    place, called = self._place(path, key)
                     if param not in self.owners:
-                        name = f"{path}.{own}" if path else own
+                        name = f"{path}.{key}" if path else key
                         self.subjects.append(Subject(name, param, called, place, self.modules[place]))
                     self.owners.setdefault(param, []).append(self.modules[place])
                     if called == "weight":
@@ -120,26 +120,26 @@ class ModelFacts:
         self._find_blocks()
         self._find_declarations()
 
-    def _place(self, path: str, own: str) -> tuple[str, str]:
+    def _place(self, path: str, key: str) -> tuple[str, str]:
         """The layer a parameter belongs to and its name there, looking through torch's lists and parametrizations."""
         while path and isinstance(self.modules[path], nn.ParameterList | nn.ParameterDict):
-            path, _, own = path.rpartition(".")
+            path, _, key = path.rpartition(".")
         module = self.modules[path]
         if isinstance(module, ParametrizationList):
             kinds = {type(part).__name__ for part in module}
-            if kinds <= RESCALING and own == ("original1" if "_WeightNorm" in kinds else "original"):
-                layer, _, own = f".{path}".rpartition(".parametrizations.")
-                return layer[1:], own
+            if kinds <= RESCALING and key == ("original1" if "_WeightNorm" in kinds else "original"):
+                layer, _, key = f".{path}".rpartition(".parametrizations.")
+                return layer[1:], key
         # torch's older functions for weight norm, spectral norm and pruning
-        if own == "weight_orig" or (own == "weight_v" and "weight_g" in module._parameters):
-            own = "weight"
-        return path, own
+        if key == "weight_orig" or (key == "weight_v" and "weight_g" in module._parameters):
+            key = "weight"
+        return path, key
 
     def _find_layers(self, weights: dict[str, Tensor]) -> None:
         """List the layers in order, with bare matrices oriented by the widths that the others read."""
         # Not PEFT's modules: a frozen original, or a factor that no other layer reads.
-        own = [p for p in self.modules if "original_module" not in p.split(".") and not ADAPTER.search(p)]
-        sizes = {path: _declared_sizes(self.modules[path]) for path in own}
+        paths = [p for p in self.modules if "original_module" not in p.split(".") and not ADAPTER.search(p)]
+        sizes = {path: _declared_sizes(self.modules[path]) for path in paths}
         self._widths: dict[str, dict[int, None]] = {}  # what is read under each path, in order
         for path, declared in sizes.items():
             if declared is not None:
@@ -152,12 +152,13 @@ class ModelFacts:
                 is_map = isinstance(module, nn.Linear | _ConvNd)
                 layers.append(Layer(order, path, *declared, weights.get(path) if is_map else None))
             elif not isinstance(module, ParametrizationList) and not is_table(module):
-                found = [(own, p) for own, p in module._parameters.items() if p is not None and p.dim() > 1]
-                for own, param in ((own, p) for own, p in found if p.shape[0] > 1):
+                for key, param in module._parameters.items():
+                    if param is None or param.dim() < 2 or param.shape[0] == 1:
+                        continue
                     if param.dim() > 2:
                         layers.append(Layer(order, path, tuple(param.shape[-2:]), None))
-                    elif _is_linear(module, own, param):
-                        in_out = self.stored_in_out(path, own, param)
+                    elif _is_linear(module, key, param):
+                        in_out = self.stored_in_out(path, key, param)
                         gives, reads = reversed(param.shape) if in_out else param.shape
                         layers.append(Layer(order, path, (reads,), gives, param, in_out))
         self.maps = [layer for layer in layers if layer.gives is not None]
@@ -169,16 +170,16 @@ class ModelFacts:
             for size in set(layer.reads):
                 self.reading.setdefault(size, []).append(layer)
 
-    def stored_in_out(self, path: str, own: str, weight: Tensor) -> bool:
+    def stored_in_out(self, path: str, key: str, weight: Tensor) -> bool:
         """Whether a module's own matrix is (in, out): its class or bias tells, or the widths read around it."""
         module, (rows, columns) = self.modules[path], weight.shape[-2:]
         if hasattr(module, "nf") and hasattr(module, "nx"):  # the Conv1D of GPT-2
             return True
-        for name in (own.replace("weight", "bias"), f"{own}_bias"):
+        for name in (key.replace("weight", "bias"), f"{key}_bias"):
             bias = module._parameters.get(name)
-            if bias is not None and name != own and rows != columns:
+            if bias is not None and name != key and rows != columns:
                 return bool(bias.shape[-1] == columns)
-        is_down = any(DOWN.search(word.lower()) for word in (own, path.rpartition(".")[2]))
+        is_down = any(DOWN.search(word.lower()) for word in (key, path.rpartition(".")[2]))
         for around in outwards(path):
             for width in self._widths.get(around, ()):
                 if (rows == width) != (columns == width):
@@ -276,9 +277,9 @@ def expert_counts(module: nn.Module) -> set[int]:
     return {value for value in counts if isinstance(value, int) and value > 1}
 
 
-def _is_linear(module: nn.Module, own: str, weight: Tensor) -> bool:
+def _is_linear(module: nn.Module, key: str, weight: Tensor) -> bool:
     """Whether a bare matrix is a linear map, as its name or class says; of experts it has one flat row for each."""
-    named = bool(LINEAR.search(own)) and not TABLE.search(own)
+    named = bool(LINEAR.search(key)) and not TABLE.search(key)
     kind = type(module).__name__.lower()
     called = named or any(word in kind for word in ("linear", "dense", "conv1d"))
     return called and not is_norm(module) and weight.shape[0] not in expert_counts(module)

@@ -137,12 +137,12 @@ def _require_options(label: str, options: Any) -> None:
 
 def _refuse_shapeless(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        path, _, own = name.rpartition(".")
+        path, _, key = name.rpartition(".")
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"{name} has no shape yet; run one batch through the model before for_model")
         sized = isinstance(model.get_submodule(path), nn.Linear | nn.Embedding | _ConvNd)
-        piece = sized and own == "weight" and param.dim() < 2
-        if piece or own == "_flat_param" or type(param).__name__ == "FlatParameter":
+        piece = sized and key == "weight" and param.dim() < 2
+        if piece or key == "_flat_param" or type(param).__name__ == "FlatParameter":
             raise ValueError(
                 f"{name} has been flattened to a vector, as FullyShardedDataParallel (FSDP1) does. Shard with "
                 f"torch.distributed.fsdp.fully_shard (FSDP2), which keeps shapes, or use DistributedDataParallel"

@@ -56,19 +56,19 @@ def classify(model: nn.Module) -> Iterator[RoutedParameter]:
 def adapter(subject: Subject, model: ModelFacts) -> Decision | None:
     """Low-rank factors beside a frozen weight; what PEFT trains whole has the role that it has without PEFT."""
     around = (model.modules[path] for path in outwards(subject.path))
-    whole = bool(facts.PEFT_WORDS & set(subject.path.split(".")) or facts.TABLE.search(subject.own))
+    whole = bool(facts.PEFT_WORDS & set(subject.path.split(".")) or facts.TABLE.search(subject.key))
     inside = not whole and any(hasattr(module, "adapter_layer_names") for module in around)
     named = any(facts.ADAPTER.search(word) for word in subject.words)
-    if not (inside or named) or subject.long_axes < 2 or "bias" in subject.own:
+    if not (inside or named) or subject.long_axes < 2 or "bias" in subject.key:
         return None
     return "lora", "a low-rank factor of an adapter", _plain_view(subject, model)
 
 
 def bias(subject: Subject, _: ModelFacts) -> Decision | None:
     """Offsets; a table of offsets by position is an embedding."""
-    if not facts.BIAS.search(subject.own.lower()):
+    if not facts.BIAS.search(subject.key.lower()):
         return None
-    if subject.param.dim() > 1 and facts.TABLE.search(subject.own.lower()):
+    if subject.param.dim() > 1 and facts.TABLE.search(subject.key.lower()):
         return "embedding", "a table of offsets", {}
     return "bias", "it is added to features", {}
 
@@ -76,7 +76,7 @@ def bias(subject: Subject, _: ModelFacts) -> Decision | None:
 def norm(subject: Subject, _: ModelFacts) -> Decision | None:
     if is_norm(subject.owner):
         return "norm", f"it belongs to {type(subject.owner).__name__}", {}
-    called = "norm" in type(subject.owner).__name__.lower() or "norm" in subject.own.lower()
+    called = "norm" in type(subject.owner).__name__.lower() or "norm" in subject.key.lower()
     if called and subject.long_axes <= 1:
         return "norm", "a vector of something that is called a norm", {}
     return None
@@ -88,7 +88,7 @@ def embedding(subject: Subject, model: ModelFacts) -> Decision | None:
         return "embedding", "rows are looked up in it", {}
     if isinstance(subject.owner, nn.Linear | _ConvNd) or subject.long_axes != 2:
         return None
-    declared = subject.owner in model.tables and subject.own == "weight"
+    declared = subject.owner in model.tables and subject.key == "weight"
     if declared or is_table(subject.owner):
         return "embedding", "its module is an embedding", {}
     return None
@@ -149,7 +149,7 @@ def vector(subject: Subject, _: ModelFacts) -> Decision | None:
 def convolution(subject: Subject, _: ModelFacts) -> Decision | None:
     """Kernels: one matrix for each group; a kernel for each channel is not a matrix."""
     module = subject.owner
-    if not isinstance(module, _ConvNd) or subject.own != "weight":
+    if not isinstance(module, _ConvNd) or subject.key != "weight":
         return None
     if module.groups > 1 and module.groups == module.in_channels:
         return "depthwise", "each channel has filters of its own, so rows have nothing in common", {}
@@ -168,7 +168,7 @@ def experts(subject: Subject, model: ModelFacts) -> Decision | None:
         return None
     counts, view = model.experts[path], View()
     if subject.param.dim() > 2:
-        in_out = model.stored_in_out(subject.path, subject.own, subject.param)
+        in_out = model.stored_in_out(subject.path, subject.key, subject.param)
         view = {"matrix": "stack", "transposed": True} if in_out else {"matrix": "stack"}
         fits = subject.param.shape[0] in counts
     else:
@@ -182,13 +182,13 @@ def table(subject: Subject, model: ModelFacts) -> Decision | None:
     """A module's own parameters that are learned inputs or act elementwise, as the model or their names say."""
     if isinstance(subject.owner, nn.Linear | _ConvNd | nn.MultiheadAttention | facts.RECURRENT):
         return None
-    if facts.TABLE.search(subject.own.lower()):
+    if facts.TABLE.search(subject.key.lower()):
         return "embedding", "it is called a table, a position, a token or the like", {}
     if subject.param.shape[0] == 1:
         return "embedding", "its first axis has length one, as learned inputs have", {}
     if subject.name in model.without_decay:
         return "vector", "the model declares it without decay", {}
-    if facts.ELEMENTWISE.search(subject.own) and subject.own != "weight":
+    if facts.ELEMENTWISE.search(subject.key) and subject.key != "weight":
         return "vector", "its name is one of parameters that act elementwise", {}
     return None
 
@@ -197,12 +197,12 @@ def known_module(subject: Subject, _: ModelFacts) -> Decision | None:
     """Layers of torch that keep several matrices in one parameter, in an order that torch documents."""
     module = subject.owner
     if isinstance(module, nn.MultiheadAttention):
-        if subject.own != "in_proj_weight":
+        if subject.key != "in_proj_weight":
             return "hidden", "a projection of attention", {}
         return "hidden", "queries, keys and values of torch's attention", _parts(subject, 3)
     if isinstance(module, facts.RECURRENT):
         gates = next((count for kind, count in GATES.items() if isinstance(module, kind)), 1)
-        fused = gates > 1 and not subject.own.startswith("weight_hr")
+        fused = gates > 1 and not subject.key.startswith("weight_hr")
         return "hidden", "a recurrent layer of torch", _parts(subject, gates) if fused else {}
     return None
 
@@ -223,7 +223,7 @@ def linear(subject: Subject, model: ModelFacts) -> Decision | None:
 def stack(subject: Subject, _: ModelFacts) -> Decision | None:
     """Queries, keys and values in one parameter (3, out, in), as a name such as `qkv_w` tells."""
     shape = subject.param.shape
-    if len(shape) == 3 and shape[0] in (2, 3, 4) and facts.FUSED.search(subject.own):
+    if len(shape) == 3 and shape[0] in (2, 3, 4) and facts.FUSED.search(subject.key):
         return "hidden", f"{shape[0]} linear maps side by side", {"matrix": "stack"}
     return None
 
