@@ -18,8 +18,6 @@ DOCS_INSTALLED := $(VENV)/.installed-docs
 WORKERS ?= 2
 # Tests compiled once serve every worker, every process that a test starts, and the next time.
 export PYTHONDONTWRITEBYTECODE :=
-# check: the guide must claim what the tests of frameworks show; write: write it there.
-WORKS_TABLE ?= check
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check lint types pytest test-newest test-again test-slow test-gpu test-models
@@ -114,7 +112,7 @@ test-models: $(INTEGRATIONS_INSTALLED)  ## routing of 147 models of transformers
 	OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m models tests/models
 
 test-integrations: $(INTEGRATIONS_INSTALLED)  ## the optimizers in Trainer, Lightning, torchtitan, DeepSpeed and others
-	OMP_NUM_THREADS=1 WORKS_TABLE=$(WORKS_TABLE) $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m integrations tests/integrations
+	OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m integrations tests/integrations
 
 # DeepSpeed builds no operators: none are needed on CPUs. torchtitan asks for an older datasets than TRL needs.
 $(INTEGRATIONS_INSTALLED): pyproject.toml constraints.txt

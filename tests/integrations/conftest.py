@@ -1,13 +1,11 @@
 """Tests that run the real frameworks; their own warnings about themselves are not ours to mend."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from muonsw import machine
-from tests.integrations import table
 from tests.models.packages import missing, prepare
 
 if not missing():
@@ -15,8 +13,6 @@ if not missing():
 
 HERE = Path(__file__).parent
 OURS_STAY_ERRORS = ("error::muonsw.PeakLRWarning", "error::muonsw.NonFiniteGradientWarning")
-
-results = table.Results()
 
 
 @pytest.fixture(autouse=True)
@@ -32,18 +28,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.integrations)
             for rule in ("ignore", *OURS_STAY_ERRORS):
                 item.add_marker(pytest.mark.filterwarnings(rule), append=False)
-            item.user_properties += [("works", list(mark.args)) for mark in item.iter_markers("works")]
-
-
-def pytest_runtest_logreport(report):
-    results.add(report)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session):
-    wish = os.environ.get("WORKS_TABLE")
-    if wish and not hasattr(session.config, "workerinput") and not session.exitstatus:
-        session.exitstatus = table.settle(results, wish)
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,6 @@ def by_hand():
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.works("Accelerate", "one process")
 def test_prepared_steps_are_those_of_a_plain_loop(accelerator):
     run = Run(accelerator)
     prepared = run.go(0, STEPS)
@@ -67,7 +66,6 @@ def test_prepared_steps_are_those_of_a_plain_loop(accelerator):
     assert {group["resolved_peak_lr"] for group in run.plain.param_groups} == {LR}
 
 
-@pytest.mark.works("Accelerate", "resume")
 def test_a_saved_state_goes_on_bit_for_bit(accelerator, tmp_path):
     whole = Run(accelerator)
     whole.go(0, 3)
@@ -91,7 +89,6 @@ def test_a_wrapped_scheduler_hands_over_its_peak(accelerator):
     assert {group["resolved_peak_lr"] for group in cyclic.plain.param_groups} == {0.03}
 
 
-@pytest.mark.works("Accelerate", "torch.compile")
 def test_a_compiled_model_trains_as_the_plain_one_and_its_state_goes_on(tmp_path):
     """`prepare` compiles after the optimizer was built; the backend traces and generates no code."""
     compiled = Accelerator(cpu=True, dynamo_backend="aot_eager")
@@ -108,7 +105,6 @@ def test_a_compiled_model_trains_as_the_plain_one_and_its_state_goes_on(tmp_path
     assert_same(resumed.go(3, STEPS), found)
 
 
-@pytest.mark.works("Accelerate", "telemetry")
 def test_telemetry_takes_the_wrapper(accelerator):
     run = Run(accelerator)
     with Telemetry(run.optimizer, every=2) as telemetry:
@@ -116,7 +112,6 @@ def test_telemetry_takes_the_wrapper(accelerator):
     assert [record["step"] for record in telemetry.records] == [1, 2, 4]
 
 
-@pytest.mark.works("Accelerate", "clipping")
 def test_both_ways_of_clipping(accelerator):
     run, seen = Run(accelerator), []
 
@@ -130,7 +125,6 @@ def test_both_ways_of_clipping(accelerator):
     assert len(seen) == 2
 
 
-@pytest.mark.works("Accelerate", "accumulation")
 def test_accumulated_steps_are_those_of_the_larger_batch():
     tokens = torch.stack([Tokens()[place]["input_ids"] for place in range(8)])
     whole = Run(Accelerator(cpu=True))
@@ -146,7 +140,6 @@ def test_accumulated_steps_are_those_of_the_larger_batch():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.works("Accelerate", "bf16")
 def test_bf16_autocast():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     run = Run(accelerator)

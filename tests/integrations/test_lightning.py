@@ -73,8 +73,6 @@ def weights(module):
     return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
-@pytest.mark.works("Lightning", "one process")
-@pytest.mark.works("Lightning", "clipping")
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_the_steps_are_those_of_a_plain_loop(tmp_path, clip):
     trainer, module = fit(tmp_path, gradient_clip_val=clip)
@@ -95,14 +93,12 @@ def test_the_steps_are_those_of_a_plain_loop(tmp_path, clip):
     assert {group["resolved_peak_lr"] for group in trainer.optimizers[0].param_groups} == {LR}
 
 
-@pytest.mark.works("Lightning", "accumulation")
 def test_accumulation_steps_half_as_often(tmp_path):
     callback = TelemetryCallback(every=1)
     fit(tmp_path, accumulate_grad_batches=2, max_steps=4, callbacks=[callback])
     assert [record["step"] for record in callback.telemetry.records] == [1, 2, 3, 4]
 
 
-@pytest.mark.works("Lightning", "resume")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, scheduler):
     saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
@@ -141,7 +137,6 @@ def test_telemetry_goes_on_counting_the_updates_of_its_optimizer(tmp_path, modul
     assert [record["step"] for record in resumed.telemetry.records] == [5, 6, 7, 8]
 
 
-@pytest.mark.works("Lightning", "torch.compile")
 def test_a_compiled_network_trains_and_resumes_as_the_plain_one(tmp_path):
     """The network inside is compiled: the `log` of a whole module does not trace. The backend generates no code."""
 
@@ -162,7 +157,6 @@ def test_a_compiled_network_trains_and_resumes_as_the_plain_one(tmp_path):
     assert_same(weights(whole), weights(resumed))
 
 
-@pytest.mark.works("Lightning", "bf16")
 def test_bf16_autocast(tmp_path):
     trainer, _ = fit(tmp_path, precision="bf16-mixed")
     optimizer = trainer.optimizers[0]
@@ -184,7 +178,6 @@ def test_the_learning_rate_monitor_shows_readable_names(tmp_path):
     assert names == {f"lr-MuonSW/{name}" for name in ("hidden", "embedding", "bias", "norm", "head")}
 
 
-@pytest.mark.works("Lightning", "telemetry")
 def test_telemetry_reaches_the_logger_and_changes_nothing(tmp_path):
     callback = TelemetryCallback(every=3)
     _, module = fit(tmp_path / "with", callbacks=[callback], logger=CSVLogger(tmp_path / "with", name="log"))

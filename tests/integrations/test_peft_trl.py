@@ -32,7 +32,6 @@ def steps(model, optimizer, count=3):
         optimizer.zero_grad()
 
 
-@pytest.mark.works("PEFT LoRA", "one process")
 def test_muon_on_factors_moves_a_factor_that_starts_at_zero_and_never_the_base():
     model = adapted()
     optimizer = MuonSW.for_model(model, lr=0.01, patterns=BY_MUON)
@@ -90,10 +89,6 @@ def sft(folder):
     )
 
 
-@pytest.mark.works("TRL SFTTrainer", "one process")
-@pytest.mark.works("TRL SFTTrainer", "resume")
-@pytest.mark.works("TRL SFTTrainer", "telemetry")
-@pytest.mark.works("PEFT LoRA", "resume")
 def test_sft_with_lora_resumes_bit_for_bit(tmp_path):
     whole = sft(tmp_path)
     callback = TelemetryCallback(whole, every=2)

@@ -51,7 +51,6 @@ def cosine(optimizer, warmup=2):
     return scheduler
 
 
-@pytest.mark.works("timm", "one process")
 @pytest.mark.parametrize("build", [vit, resnet])
 def test_its_cosine_with_warmup_finds_the_peak(build):
     model = build()
@@ -112,7 +111,6 @@ def test_layer_decay_keeps_the_options_of_the_class_and_of_for_model():
     assert optimizer.routing(reasons=True).count("\n") == plain.routing(reasons=True).count("\n")
 
 
-@pytest.mark.works("timm", "torch.compile")
 def test_layer_decay_of_a_compiled_model_is_that_of_the_plain_one():
     """timm's script builds the optimizer first and compiles then; either order gives the same groups and steps."""
     plain, first, last = vit(), vit(), torch.compile(vit(), backend="aot_eager")
@@ -129,7 +127,6 @@ def test_layer_decay_of_a_compiled_model_is_that_of_the_plain_one():
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.works("timm", "resume")
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
     whole = vit()
     optimizer = layer_decay(MuonSW, whole, lr=LR, weight_decay=0.1, layer_decay=0.5)

@@ -132,7 +132,6 @@ def test_its_configuration_names_the_container_and_its_command_line_changes_it()
     json.dumps(job.optimizer.to_dict())  # torchtitan logs its configuration
 
 
-@pytest.mark.works("torchtitan", "one process")
 def test_its_steps_are_those_of_a_plain_loop():
     training = Training([llama()])
     found = training.go(0, STEPS)
@@ -262,9 +261,6 @@ def test_names_are_without_the_word_of_activation_checkpointing():
     assert wrapped.keys() == plain.keys()
 
 
-@pytest.mark.works("torchtitan", "FSDP2")
-@pytest.mark.works("torchtitan", "resume")
-@pytest.mark.works("torchtitan", "telemetry")
 def test_fsdp2_and_its_checkpoints_on_two_processes(tmp_path):
     """Saved by torchtitan's CheckpointManager on two processes and loaded there again; see `sharded.py`."""
     result = two_processes("sharded.py", "torchtitan", tmp_path)

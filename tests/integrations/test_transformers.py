@@ -58,7 +58,6 @@ class Rates(TrainerCallback):
         self.seen.append(optimizer.param_groups[0]["lr"])
 
 
-@pytest.mark.works("Trainer", "one process")
 @pytest.mark.parametrize("model", MODELS)
 def test_warmup_and_cosine_reach_the_peak_that_was_given(tmp_path, model):
     rates = Rates()
@@ -108,8 +107,6 @@ def by_hand(model, batches, *, accumulate=1, clip=1.0):
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.works("Trainer", "accumulation")
-@pytest.mark.works("Trainer", "clipping")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (2, 1.0)], ids=["clipped", "accumulated"])
 def test_the_trainers_steps_are_those_of_a_plain_loop(tmp_path, model, accumulate, clip):
@@ -128,7 +125,6 @@ def test_the_trainers_steps_are_those_of_a_plain_loop(tmp_path, model, accumulat
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.works("Trainer", "bf16")
 def test_under_bf16_autocast_weights_and_state_stay_float32(tmp_path):
     trainer = trainer_of(tmp_path, bf16=True)
     trainer.train()
@@ -139,7 +135,6 @@ def test_under_bf16_autocast_weights_and_state_stay_float32(tmp_path):
     assert {group["highest_lr"] for group in optimizer.param_groups} == {LR}
 
 
-@pytest.mark.works("Trainer", "torch.compile")
 def test_a_compiled_model_is_routed_trained_and_resumed_as_the_plain_one(tmp_path):
     """The backend traces the model and generates no code, which is what names and parameters depend on."""
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -155,7 +150,6 @@ def test_a_compiled_model_is_routed_trained_and_resumed_as_the_plain_one(tmp_pat
     assert_same(weights(whole), weights(resumed))
 
 
-@pytest.mark.works("Trainer", "resume")
 @pytest.mark.parametrize(
     ("model", "options"),
     [*((model, {}) for model in MODELS), ("llama", {"bf16": True}), ("llama", {"gradient_accumulation_steps": 2})],
@@ -230,7 +224,6 @@ class Seen(TrainerCallback):
         self.logs.append((state.global_step, dict(logs)))
 
 
-@pytest.mark.works("Trainer", "telemetry")
 def test_telemetry_reaches_the_log_and_takes_no_other_entry_away(tmp_path):
     seen = Seen()
     trainer = trainer_of(tmp_path, "mixtral", callbacks=[seen])
@@ -301,7 +294,6 @@ def schedule_free(model, **options):
     return ScheduleFree(inner, warmup_steps=2)
 
 
-@pytest.mark.works("Trainer", "one process")
 def test_schedule_free_is_evaluated_and_saved_at_its_average_and_resumes(tmp_path):
     """Trainer switches to evaluation mode where it evaluates, and saves after that; gradients are at y."""
     settings = {"lr_scheduler_type": "constant", "warmup_steps": 0, "eval_strategy": "steps", "eval_steps": 3}

@@ -31,7 +31,7 @@ def for_model(
         module: the module, `self` in `configure_optimizers`.
         lr: the peak of the learning rate.
         weight_decay: lambda of the decayed groups.
-        scheduler: makes a scheduler of the optimizer; it is stepped after each update, not after each epoch.
+        scheduler: makes a scheduler from the optimizer; it is stepped after each step, not after each epoch.
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
         **options: see `MuonSW.for_model`.
     """
@@ -44,16 +44,16 @@ def for_model(
 class TelemetryCallback(TelemetryLog, Callback):
     """Logs what the optimizer does to the weights, to every logger of the Trainer.
 
-    It logs a few values of each role at sampled updates under `telemetry/`, the number of findings so far, and how many
-    parameters each group has under `routing/`; the routing itself and the findings go to Python's log.
+    It logs a few values of each role at sampled steps under `telemetry/`, the number of findings so far, and the size
+    of each group under `routing/`. The routing table and the findings go to Python's log.
 
     Args:
-        every: sample the updates whose number is a multiple of it, and the first one.
+        every: sample the steps whose number is a multiple of it, and the first one.
         findings: gives the sentences to log for a record, such as `muonsw.lab.diagnose.Findings()`.
         **telemetry: further arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
 
     Attributes:
-        telemetry: the `Telemetry` of the run under way, None before it.
+        telemetry: the `Telemetry` of the current run, None before it.
     """
 
     def __init__(self, every: int = 50, *, findings: Findings | None = None, **telemetry: Any) -> None:

@@ -1,4 +1,4 @@
-"""What frameworks share: options that are checked at once, and telemetry in their logs."""
+"""What frameworks share: options that are checked early, and telemetry in their logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADLINES = ("weight_rms", "relative_update", "decay", "alignment_update", "defe
 
 
 class TelemetryLog:
-    """What the callbacks of all frameworks do: measure the run under way, and say what to log of it."""
+    """What the callbacks of all frameworks do: measure the current run, and say what to log."""
 
     def __init__(self, logger: logging.Logger, every: int, findings: Findings | None, options: dict[str, Any]) -> None:
         self.every, self.findings = every, findings
@@ -46,7 +46,7 @@ class TelemetryLog:
         }
 
     def _sampled(self, *, is_main: bool) -> dict[str, float]:
-        """The values of an update that was sampled and not logged yet."""
+        """The values of a sampled step that was not logged yet."""
         record = self.telemetry.last if self.telemetry else None
         if record is None or record is self._logged:
             return {}
@@ -72,17 +72,17 @@ class TelemetryLog:
 def refuse_wrong_options(
     optimizer: type[ScaledDecayOptimizer],
     *,
-    patterns: dict[str, dict[str, Any]] | None,
-    adamw: dict[str, Any] | None,
+    patterns: dict[str, dict[str, Any]] | None = None,
+    adamw: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Refuse what `for_model` would refuse of any model, where a configuration is made and no model is there yet.
+    """Refuse what `for_model` would refuse for any model, before there is a model.
 
     Examples:
         >>> from muonsw import MuonSW
         >>> patterns = {"*.q_proj.*": {"heads": 12}}  # whether a matrix has so many is left to the model
-        >>> refuse_wrong_options(MuonSW, lr=0.02, patterns=patterns, adamw=None)
-        >>> refuse_wrong_options(MuonSW, lr=0.02, patterns=patterns, adamw=None, headz=12)
+        >>> refuse_wrong_options(MuonSW, lr=0.02, patterns=patterns)
+        >>> refuse_wrong_options(MuonSW, lr=0.02, headz=12)
         Traceback (most recent call last):
         ValueError: unknown option 'headz'...
     """
@@ -90,7 +90,7 @@ def refuse_wrong_options(
     for chosen in (patterns or {}).values():
         for name, value in chosen.items():
             validate_option(name, value)
-    # on the meta device first, as values that are drawn would change the random numbers of the run
+    # on the meta device first: drawing values would change the random numbers of the run
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.float32, device="meta")
     for_any_model = {name: value for name, value in options.items() if name not in ("heads", "split_sizes")}
     optimizer.for_model(layer.to_empty(device="cpu"), **for_any_model)

@@ -68,8 +68,6 @@ def layer_decay(
     weight_decay: float = 0.1,
     *,
     layer_decay: float = 0.75,
-    patterns: dict[str, dict[str, Any]] | None = None,
-    adamw: dict[str, Any] | None = None,
     **options: Any,
 ) -> ScaledDecayOptimizer:
     """An optimizer whose groups carry timm's `lr_scale`, which timm's schedulers multiply into the rate.
@@ -83,9 +81,7 @@ def layer_decay(
         lr: the peak of the learning rate, of the layers next to the output.
         weight_decay: lambda of the decayed groups.
         layer_decay: by how much the rate shrinks from one layer to the one before it.
-        patterns: options by parameter name or role, see `MuonSW.for_model`.
-        adamw: options for everything that is routed to AdamW.
-        **options: options of the class, such as `decay` and `nonfinite`.
+        **options: what `MuonSW.for_model` takes, such as `decay`, `patterns` and `adamw`.
     """
     from timm.optim import param_groups_layer_decay
 
@@ -96,9 +92,7 @@ def layer_decay(
         model, weight_decay=weight_decay, no_weight_decay_list=tuple(spared), layer_decay=layer_decay
     )
     scales = {id(param): group["lr_scale"] for group in theirs for param in group["params"]}
-    return _built(
-        optimizer, model, scales, spared, lr=lr, weight_decay=weight_decay, patterns=patterns, adamw=adamw, **options
-    )
+    return _built(optimizer, model, scales, spared, lr=lr, weight_decay=weight_decay, **options)
 
 
 def _built(

@@ -139,30 +139,22 @@ def for_model(
     weight_decay: float = 0.1,
     *,
     optimizer: type[ScaledDecayOptimizer] = MuonSW,
-    patterns: dict[str, dict[str, Any]] | None = None,
-    adamw: dict[str, Any] | None = None,
     **options: Any,
 ) -> ScaledDecayOptimizers.Config:
     """What `optimizer=` of torchtitan's `Trainer.Config` takes: Muon-SW for the whole model.
 
-    A mistake in an option is an error here, where the configuration is made, and not when the model has been built.
+    A wrong option is an error here, before the model is built.
 
     Args:
         lr: the peak of the learning rate.
         weight_decay: lambda of the decayed groups.
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
-        patterns: options by parameter name or role, see `MuonSW.for_model`.
-        adamw: options for everything that is routed to AdamW.
-        **options: options of the class, such as `decay`.
+        **options: what `MuonSW.for_model` takes, such as `decay`, `patterns` and `adamw`.
     """
-    refuse_wrong_options(optimizer, lr=lr, weight_decay=weight_decay, patterns=patterns, adamw=adamw, **options)
+    refuse_wrong_options(optimizer, lr=lr, weight_decay=weight_decay, **options)
+    separate = {key: options.pop(key, None) or {} for key in ("patterns", "adamw")}
     return ScaledDecayOptimizers.Config(
-        name=optimizer.__name__,
-        lr=lr,
-        weight_decay=weight_decay,
-        patterns=patterns or {},
-        adamw=adamw or {},
-        options=options,
+        name=optimizer.__name__, lr=lr, weight_decay=weight_decay, options=options, **separate
     )
 
 

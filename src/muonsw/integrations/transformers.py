@@ -16,10 +16,7 @@ logger = logging.get_logger("transformers.muonsw")  # below theirs, so that thei
 
 
 class ModelFactory:
-    """Builds the optimizer from the model, in the two ways in which trainers call a factory.
-
-    Trainer calls `ModelFactory()(model, **options)`; Axolotl passes its training arguments second.
-    """
+    """Builds the optimizer: Trainer calls `ModelFactory()(model, **options)`, Axolotl passes its arguments second."""
 
     def __call__(
         self,
@@ -33,7 +30,7 @@ class ModelFactory:
         if lr is None:
             lr = getattr(args, "learning_rate", None)
         if lr is None:
-            raise ValueError("for_model needs lr=...: this trainer does not tell its learning rate to the optimizer")
+            raise ValueError("for_model needs lr=...: this trainer does not pass its learning rate on")
         return optimizer.for_model(model, lr=lr, **options)
 
 
@@ -42,45 +39,39 @@ def for_model(
     weight_decay: float = 0.1,
     *,
     optimizer: type[ScaledDecayOptimizer] = MuonSW,
-    patterns: dict[str, dict[str, Any]] | None = None,
-    adamw: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[type[ModelFactory], dict[str, Any]]:
     """What `Trainer(..., optimizer_cls_and_kwargs=...)` takes: one optimizer for the whole model.
 
-    The Trainer then uses neither `learning_rate`, `weight_decay` nor `optim` of its arguments: what is said here
-    counts. Its scheduler starts from `lr`, which is therefore the peak.
+    The Trainer then ignores `learning_rate`, `weight_decay` and `optim` of its own arguments. Its scheduler starts from
+    `lr`, which is therefore the peak.
 
     Args:
         lr: the peak of the learning rate. None takes `learning_rate` from the training arguments, where the trainer
             hands them over (Axolotl does, Trainer does not).
         weight_decay: lambda of the decayed groups.
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
-        patterns: options by parameter name or role, see `MuonSW.for_model`.
-        adamw: options for everything that is routed to AdamW.
-        **options: options of the class, such as `decay`.
+        **options: what `MuonSW.for_model` takes, such as `decay`, `patterns` and `adamw`.
     """
-    known_lr = 1e-3 if lr is None else lr
-    refuse_wrong_options(optimizer, lr=known_lr, weight_decay=weight_decay, patterns=patterns, adamw=adamw, **options)
-    given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "optimizer": optimizer, **options}
-    return ModelFactory, given | ({"patterns": patterns} if patterns else {}) | ({"adamw": adamw} if adamw else {})
+    refuse_wrong_options(optimizer, lr=1e-3 if lr is None else lr, weight_decay=weight_decay, **options)
+    return ModelFactory, {"lr": lr, "weight_decay": weight_decay, "optimizer": optimizer, **options}
 
 
 class TelemetryCallback(TelemetryLog, TrainerCallback):
     """Logs what the optimizer does to the weights, to whatever the Trainer logs to.
 
-    Add it with `trainer.add_callback(TelemetryCallback(trainer))`. It logs a few values of each role at sampled
-    updates under `telemetry/`, how many parameters each group has under `routing/` at the start, and the number of
-    findings so far; the routing itself and the findings are sentences, and go to the log of transformers.
+    Add it with `trainer.add_callback(TelemetryCallback(trainer))`. It logs a few values of each role at sampled steps
+    under `telemetry/`, the size of each group under `routing/` at the start, and the number of findings so far. The
+    routing table and the findings are text, and go to the log of transformers.
 
     Args:
-        trainer: the Trainer that it is added to; its `log` is what reaches W&B, TensorBoard, MLflow and the others.
-        every: sample the updates whose number is a multiple of it, and the first one.
+        trainer: the Trainer that it is added to, whose `log` reaches W&B, TensorBoard, MLflow and the others.
+        every: sample the steps whose number is a multiple of it, and the first one.
         findings: gives the sentences to log for a record, such as `muonsw.lab.diagnose.Findings()`.
         **telemetry: further arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
 
     Attributes:
-        telemetry: the `Telemetry` of the run under way, None before it.
+        telemetry: the `Telemetry` of the current run, None before it.
     """
 
     def __init__(self, trainer: Any, every: int = 50, *, findings: Findings | None = None, **telemetry: Any) -> None:

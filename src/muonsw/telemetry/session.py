@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from math import isfinite
 from typing import Any, Self
 
 import torch
@@ -156,9 +157,10 @@ class Telemetry:
         if isinstance(optimizer, ScaledDecayOptimizer):
             summary = optimizer.summary()
             record = build(self.step, self._observer.finish(summary), parameters=self.parameters)
-            record |= {"matrices": summary.matrices, "groups": [asdict(group) for group in summary.groups]}
-            for values, group in zip(record["groups"], optimizer.param_groups, strict=True):
-                values["rounding"] = group["rounding"]
+            record |= {"matrices": summary.matrices, "groups": []}
+            for values, group in zip(map(asdict, summary.groups), optimizer.param_groups, strict=True):
+                diverged = [key for key, value in values.items() if isinstance(value, float) and not isfinite(value)]
+                record["groups"].append({**values, **dict.fromkeys(diverged), "rounding": group["rounding"]})
             clipped = clipped_share(optimizer)
             if clipped is not None:
                 record["clipped"] = clipped

@@ -6,23 +6,18 @@ Writers and runs are the user's own objects; nothing is imported here.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from muonsw.telemetry.record import Record
 
-KIND = "telemetry"
-
 
 class JsonlSink:
     r"""Appends each record to a file, one JSON object a line, flushed at once.
 
-    JSON has no infinities and NaNs: such a value, as the decay of a run that has diverged, is written as null.
-
     Args:
-        path: the file; folders that are missing are made.
+        path: the file; missing folders are made.
 
     Examples:
         >>> import tempfile
@@ -39,7 +34,7 @@ class JsonlSink:
         self._file = self.path.open("a", encoding="utf-8")
 
     def __call__(self, record: Record) -> None:
-        self._file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -58,7 +53,7 @@ class TensorBoardSink:
 
     Args:
         writer: anything with `add_scalar(tag, value, global_step)`, such as `torch.utils.tensorboard.SummaryWriter`.
-        parameters: write the values of single parameters too, which are many.
+        parameters: write the values of each parameter too.
     """
 
     def __init__(self, writer: Any, *, parameters: bool = False) -> None:
@@ -74,20 +69,17 @@ class WandbSink:
 
     Args:
         run: what `wandb.init()` returns, or anything with `log(dict)`.
-        parameters: log the values of single parameters too, which are many.
+        parameters: log the values of each parameter too.
     """
 
     def __init__(self, run: Any, *, parameters: bool = False) -> None:
         self.run, self.parameters = run, parameters
-        self._kinds: set[str] = set()
+        if hasattr(run, "define_metric"):
+            run.define_metric("telemetry/step")
+            run.define_metric("telemetry/*", step_metric="telemetry/step")
 
     def __call__(self, record: Record) -> None:
-        kind = record.get("kind", KIND)
-        if kind not in self._kinds and hasattr(self.run, "define_metric"):
-            self.run.define_metric(f"{kind}/step")
-            self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
-        self._kinds.add(kind)
-        self.run.log({f"{kind}/step": record["step"], **dict(scalars(record, parameters=self.parameters))})
+        self.run.log({"telemetry/step": record["step"], **dict(scalars(record, parameters=self.parameters))})
 
 
 class MlflowSink:
@@ -95,7 +87,7 @@ class MlflowSink:
 
     Args:
         run: the module `mlflow` with a run that is active, or anything with `log_metrics(metrics, step)`.
-        parameters: log the values of single parameters too, which are many.
+        parameters: log the values of each parameter too.
     """
 
     def __init__(self, run: Any, *, parameters: bool = False) -> None:
@@ -105,35 +97,21 @@ class MlflowSink:
         self.run.log_metrics(dict(scalars(record, parameters=self.parameters)), step=record["step"])
 
 
-def _without_nan(value: Any) -> Any:
-    """The same data with None in the place of floats that are not finite."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def scalars(record: Record, *, parameters: bool = False) -> Iterator[tuple[str, float]]:
-    """The numbers of a record under flat names that start with its kind; those that are None are left out.
+    """The numbers of a record under flat names; those that are None are left out.
 
     Examples:
         >>> roles = {"hidden": {"decay": None, "lr": 0.1}}
         >>> list(scalars({"step": 1, "all": {"weight_rms": 0.5}, "roles": roles, "skipped": 0}))
         [('telemetry/all/weight_rms', 0.5), ('telemetry/roles/hidden/lr', 0.1), ('telemetry/skipped', 0)]
     """
-    kind = record.get("kind", KIND)
-    for key, value in record.items():
-        if key not in ("kind", "step", "groups") and (parameters or key != "parameters"):
-            yield from _leaves(f"{kind}/{key}", value)
+    left_out = {"kind", "step", "groups"} | (set() if parameters else {"parameters"})
+    yield from _leaves("telemetry", {key: value for key, value in record.items() if key not in left_out})
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{name}/{key}", item)
-    elif isinstance(value, list):
-        for place, item in enumerate(value):
-            yield from _leaves(f"{name}/{place}", item)
     elif isinstance(value, int | float):
         yield name, value
