@@ -1,7 +1,5 @@
 """QK-clip: after it, the same inputs give logits of at most the threshold, and nothing else has changed."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -215,18 +213,17 @@ def test_largest_logits_are_those_of_the_whole_matrix(is_causal, block):
 
 def test_mistakes_are_named():
     q, k = linear(2 * SIZE), linear(2 * SIZE)
-    for key, wrong in itertools.product(("threshold", "alpha"), ("1", None, -1)):
-        with pytest.raises(ValueError, match=f"{key}=.*: must be"):
-            QKClip(**{key: wrong})
-    for key, wrong in (("heads", "2"), ("heads", 2.0), ("key_heads", [2]), ("key_heads", -1), ("key_heads", 4)):
+    for key in ("threshold", "alpha"):
+        with pytest.raises(ValueError, match=f"{key}=-1: must be"):
+            QKClip(**{key: -1})
+    for key, wrong in (("heads", 2.0), ("key_heads", -1), ("key_heads", 4)):
         with pytest.raises(ValueError, match=f"{key}=.*"):
             QKClip().add(query=q.weight, key=k.weight, **{"heads": 2, key: wrong})
-    for wrong in (q, None, "q", [q], 3):
+    for wrong in (q, None, [q]):
         with pytest.raises(TypeError, match="QK-clip takes weights and biases or HeadRows of them, not a"):
             QKClip().add(query=wrong, key=k.weight, heads=2)
-    for options in ({"size": "4"}, {"start": -1, "size": 4}, {"stride": -4, "start": 4, "size": 4}, {"dim": 2}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*: must be"):
-            QKClip().add(query=HeadRows(q.weight, **options), key=k.weight, heads=2)
+    with pytest.raises(ValueError, match="dim=2: must be"):
+        QKClip().add(query=HeadRows(q.weight, dim=2), key=k.weight, heads=2)
     for options in ({"size": 3, "stride": 6}, {"size": 4, "start": 1}, {"size": 5}):  # a row too many
         with pytest.raises(ValueError, match=r"2 heads of . rows from row . on, . apart, do not fit"):
             QKClip().add(query=HeadRows(q.weight, **options), key=k.weight, heads=2)
@@ -234,6 +231,5 @@ def test_mistakes_are_named():
         QKClip().add(query=q.weight, key=k.weight, heads=3)
     with pytest.raises(RuntimeError, match="no attention to clip; call add"):
         QKClip().step()
-    attention = QKClip().add(query=q.weight, key=k.weight, heads=2)
     with pytest.raises(ValueError, match="logits of 3 heads from head 0 on do not fit an attention of 2 heads"):
-        attention.observe(torch.ones(3))
+        QKClip().add(query=q.weight, key=k.weight, heads=2).observe(torch.ones(3))

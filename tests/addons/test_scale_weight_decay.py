@@ -1,4 +1,4 @@
-"""Driving the decay of optimizers that are not ours."""
+"""Scaled decay for optimizers that are not ours."""
 
 import copy
 import pickle
@@ -25,27 +25,27 @@ LAMBDA = {"squared": 0.5, "independent": 0.002, "fixed": 0.01}
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_driven_adamw_is_ours(rule):
+def test_a_scaled_adamw_is_ours(rule):
     ours, theirs = matrices((4, 6), (5,)), matrices((4, 6), (5,))
     lam = LAMBDA.get(rule, 0.3)
     of_the_run = RULE_OPTIONS.get(rule, {})
     mine = AdamWSW(ours, lr=0.01, weight_decay=lam, decay=rule, **of_the_run)
-    driven = torch.optim.AdamW(theirs, lr=0.01, weight_decay=lam)
-    scale_weight_decay(driven, rule, **of_the_run)
-    for optimizer, params in ((mine, ours), (driven, theirs)):
+    scaled = torch.optim.AdamW(theirs, lr=0.01, weight_decay=lam)
+    scale_weight_decay(scaled, rule, **of_the_run)
+    for optimizer, params in ((mine, ours), (scaled, theirs)):
         scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=41, cycle_momentum=False)
         run(optimizer, params, 40, scheduler=scheduler)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_a_driven_muon_is_ours():
+def test_a_scaled_muon_is_ours():
     ours = matrices((4, 6), (6, 6))
     theirs = clones(ours)
     mine = MuonSW(ours, lr=0.05, weight_decay=0.3, ns_dtype="bfloat16")
-    driven = torch.optim.Muon(theirs, lr=0.05, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
-    scale_weight_decay(driven)
-    for optimizer, params in ((mine, ours), (driven, theirs)):
+    scaled = torch.optim.Muon(theirs, lr=0.05, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    scale_weight_decay(scaled)
+    for optimizer, params in ((mine, ours), (scaled, theirs)):
         run(optimizer, params, 40, scheduler=CosineAnnealingLR(optimizer, 40))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() < 0.02 * b.norm()
@@ -70,7 +70,7 @@ def test_lambda_peak_and_count_survive_a_save_and_load(rule):
 
 @pytest.mark.parametrize("rule", ["scaled", "log_time"])
 @pytest.mark.parametrize("edit", [None, 0.2])
-def test_our_optimizer_goes_on_from_a_driven_one_with_its_lambda(rule, edit):
+def test_our_optimizer_loads_the_state_of_a_scaled_one_with_its_lambda(rule, edit):
     params = [nn.Parameter(param.detach().double()) for param in matrices((4, 4), (3,))]
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     scheduler = CosineAnnealingLR(optimizer, 10)
@@ -90,7 +90,7 @@ def test_our_optimizer_goes_on_from_a_driven_one_with_its_lambda(rule, edit):
     torch.testing.assert_close([param.detach() for param in params], expected, rtol=1e-12, atol=1e-14)
 
 
-def test_driving_refuses_what_it_cannot_know():
+def test_rules_that_cannot_be_followed_are_refused():
     optimizer = torch.optim.AdamW(matrices((4, 6)), lr=0.05)
     with pytest.raises(ValueError, match="'gradient_norm' follows the gradients, which AdamW keeps to itself"):
         scale_weight_decay(optimizer, "gradient_norm")
@@ -178,7 +178,7 @@ def test_our_optimizers_and_models_are_refused_by_name():
         scale_weight_decay(nn.Linear(2, 2))
 
 
-def test_a_state_that_was_not_driven_leaves_the_peak_where_it_was():
+def test_a_state_that_was_not_scaled_leaves_the_peak_where_it_was():
     """Its learning rate may be any of the schedule; taken for the peak it would make decay many times too strong."""
     plain_params = matrices((4, 4))
     plain = torch.optim.AdamW(plain_params, lr=0.1, weight_decay=0.3)
@@ -231,31 +231,31 @@ def assert_decayed_to_the_end(optimizer, scheduler, params, joined):
         scheduler.step()
 
 
-@pytest.mark.parametrize("order", ["driven after the load", "driven before the load", "saved by a driver"])
+@pytest.mark.parametrize("order", ["scaled after the load", "scaled before the load", "scaled before the save"])
 @pytest.mark.parametrize("joined", [0, 5, 20])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_driver_joins_again_after_a_resume(schedule, joined, order):
+def test_it_joins_a_resumed_run(schedule, joined, order):
     params = matrices((4, 4))
     optimizer, scheduler = scheduled(schedule, params)
     run(optimizer, params, joined // 2, scheduler=scheduler)
-    if order == "saved by a driver":
+    if order == "scaled before the save":
         scale_weight_decay(optimizer)
     run(optimizer, params, joined - joined // 2, start=joined // 2, scheduler=scheduler)
     saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
 
     resumed = clones(params)
     other, other_scheduler = scheduled(schedule, resumed)
-    if order == "driven before the load":
+    if order == "scaled before the load":
         scale_weight_decay(other)
     other.load_state_dict(saved[0])
     other_scheduler.load_state_dict(saved[1])
-    if order != "driven before the load":
+    if order != "scaled before the load":
         scale_weight_decay(other)
     assert_decayed_to_the_end(other, other_scheduler, resumed, joined)
 
 
 @pytest.mark.parametrize("rule", ["cosine", "log_time"])
-def test_a_driver_that_joins_late_counts_on(rule):
+def test_a_late_start_counts_the_steps_before(rule):
     params, others = matrices((4, 4), (4, 4)), matrices((4, 4), (4, 4))
     early, late = (torch.optim.AdamW(p, lr=0.1, weight_decay=0.3) for p in (params[:1], others[:1]))
     scale_weight_decay(early, rule, total_steps=20)
@@ -270,7 +270,7 @@ def test_a_driver_that_joins_late_counts_on(rule):
     assert decays[0][0] == decays[0][1]
 
 
-def test_a_driver_that_joins_late_asks_for_a_peak_that_was_not_recorded():
+def test_a_late_start_needs_a_peak_that_was_not_recorded():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     run(optimizer, params, 5, schedule=lambda t: 0.1 / (t + 1))  # by hand, so that no scheduler leaves a record
@@ -283,7 +283,7 @@ def test_a_weight_decay_that_is_set_later_is_the_lambda_from_then_on():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     group, keys = optimizer.param_groups[0], set(optimizer.param_groups[0])
-    driver = scale_weight_decay(optimizer)
+    handle = scale_weight_decay(optimizer)
     group["weight_decay"] = 0.6  # before the first step
     for step, (lr, given, lam) in enumerate([(0.1, None, 0.6), (0.05, None, 0.6), (0.05, 0.2, 0.2), (0.02, None, 0.2)]):
         group["lr"] = lr
@@ -297,22 +297,22 @@ def test_a_weight_decay_that_is_set_later_is_the_lambda_from_then_on():
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run(other, resumed, 1, start=4)
     assert other.param_groups[0]["weight_decay"] == pytest.approx(0.2 * 0.02 / 0.1)
-    driver.remove()
+    handle.remove()
     assert group["weight_decay"] == 0.2
     assert set(group) == keys
-    driver = scale_weight_decay(optimizer, peak_lr=0.1)
+    handle = scale_weight_decay(optimizer, peak_lr=0.1)
     group["weight_decay"] = 0.7
-    driver.remove()
+    handle.remove()
     assert group["weight_decay"] == 0.7
 
 
-def test_a_second_driver_is_refused_until_the_first_is_removed():
+def test_a_second_call_is_refused_until_the_first_is_removed():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    driver = scale_weight_decay(optimizer)
+    handle = scale_weight_decay(optimizer)
     with pytest.raises(ValueError, match=r"scaled already.*remove\(\)"):
         scale_weight_decay(Wrapped(optimizer), "cosine", total_steps=10)
-    driver.remove()
+    handle.remove()
     scale_weight_decay(optimizer, "cosine", total_steps=10)
     run(optimizer, params, 3)
     assert optimizer.param_groups[0]["step_count"] == 3

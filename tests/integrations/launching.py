@@ -10,17 +10,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def two_processes(script, what, folder):
-    """Run `script what folder` twice at once; the content of the `result.json` that it leaves in the folder."""
-    return _result(["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"], script, what, folder)
+def two_processes(what, folder):
+    """Run `two_processes.py what folder` under torchrun; the content of the `result.json` that rank 0 writes."""
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    return one_process("two_processes.py", what, folder, launcher)
 
 
-def one_process(script, what, folder):
-    """The same in one process of its own."""
-    return _result([], script, what, folder)
-
-
-def _result(launcher, script, what, folder):
+def one_process(script, what, folder, launcher=()):
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",

@@ -262,8 +262,8 @@ def test_names_are_without_the_word_of_activation_checkpointing():
 
 
 def test_fsdp2_and_its_checkpoints_on_two_processes(tmp_path):
-    """Saved by torchtitan's CheckpointManager on two processes and loaded there again; see `sharded.py`."""
-    result = two_processes("sharded.py", "torchtitan", tmp_path)
+    """Saved by torchtitan's CheckpointManager on two processes and loaded there again; see `two_processes.py`."""
+    result = two_processes("torchtitan", tmp_path)
     assert result.pop("off_by") < 1e-4
     assert result == {
         "sharded": True,

@@ -39,15 +39,9 @@ from muonsw.work import Group
 
 # What a copy takes along; the rest is torch's hooks, which no copy of an optimizer has, and what a step needs.
 _COPIED = ("optimizer", "beta", "warmup_steps", "r", "weight_lr_power", "decay_at", "training")
-# What each group counts, saved with it. Skipped steps count as in a scheduler, and `skipped_weight` is what they would
-# have weighed in the average, a tensor where only the device knows.
-_COUNTERS: Group = {
-    "averaged_steps": 0,
-    "averaging_weight": 0.0,
-    "skipped_weight": 0.0,
-    "averaging_lr": 0.0,
-    "holds_y": False,
-}
+# What each group counts, saved with it. Skipped steps count as in a scheduler, but add nothing to `averaging_weight`, a
+# tensor where only the device knows of them.
+_COUNTERS: Group = {"averaged_steps": 0, "averaging_weight": 0.0, "averaging_lr": 0.0, "holds_y": False}
 
 
 def _of_inner(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +135,7 @@ class ScheduleFree(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._read_skips()
+        self._read_weights()
         return {key: vars(self)[key] for key in _COPIED}
 
     # The optimizer inside saves and loads, and calls these hooks with itself.
@@ -235,7 +229,7 @@ class ScheduleFree(Optimizer):
                 "optimizer.eval() before saving model and optimizer, and optimizer.train() after it",
                 stacklevel=users_line(),
             )
-        self._read_skips()
+        self._read_weights()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -280,10 +274,10 @@ class ScheduleFree(Optimizer):
         """The parameters that the last step of the optimizer inside has moved."""
         return {param for _, params, _ in self.optimizer._last for param in params}
 
-    def _read_skips(self) -> None:
-        """Make numbers of the weights of skipped steps; waits for the device."""
+    def _read_weights(self) -> None:
+        """Make a number of each group's total weight; waits for the device."""
         for group in self.param_groups:
-            group["skipped_weight"] = float(group["skipped_weight"])
+            group["averaging_weight"] = float(group["averaging_weight"])
 
     def _put_z(self) -> dict[Tensor, Tensor]:
         """Put z into the parameters that the optimizer may move, and b x where z was kept; return copies of y."""
@@ -307,11 +301,9 @@ class ScheduleFree(Optimizer):
         group["averaged_steps"] += 1
         group["averaging_lr"] = highest_lr
         weight = group["averaged_steps"] ** self.r * highest_lr**self.weight_lr_power
-        group["averaging_weight"] += weight
-        group["skipped_weight"] = group["skipped_weight"] + (1 - taken) * weight
-        averaged = group["averaging_weight"] - group["skipped_weight"]
-        least = averaged.clamp(min=weight) if isinstance(averaged, Tensor) else max(averaged, weight)
-        share = taken * weight / least if weight else 0.0  # c, zero where the step was skipped
+        # c, zero where the step was skipped
+        share = taken * weight / (group["averaging_weight"] + weight) if weight else 0.0
+        group["averaging_weight"] = group["averaging_weight"] + taken * weight
         for param, y in ys.items():
             z, bx = local(param.detach()), local(self.state[param]["z"])
             c, decay = (x.to(z.device, z.dtype) if isinstance(x, Tensor) else x for x in (share, phi * taken))
