@@ -190,12 +190,12 @@ def _decays_otherwise(optimizer: Optimizer) -> bool:
 
     After ten steps: in their first steps some optimizers only begin their state, or move along the gradient.
     """
+    attributes = {key: value for key, value in vars(optimizer).items() if key != "step" and "hooks" not in key}
+    if hasattr(optimizer, "__del__") or any(isinstance(value, Optimizer) for value in attributes.values()):
+        return False  # a copy would free what both use, or step the optimizer inside
     copied = object.__new__(type(optimizer))
-    # without hooks, and without the `step` that schedulers bind to the original
-    vars(copied).update({key: value for key, value in vars(optimizer).items() if key != "step" and "hooks" not in key})
-    Optimizer.__setstate__(copied, {})
-    if any(isinstance(value, Optimizer) for value in vars(copied).values()):
-        return False  # the copy would step the optimizer inside
+    vars(copied).update(attributes)
+    Optimizer.__setstate__(copied, {})  # hooks of its own; `step` was left out because schedulers bind it
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params]
     lr, weights = 1e-3, []

@@ -154,7 +154,7 @@ def measured(info: ParameterInfo, table: Tensor, spectra: dict[str, Tensor]) -> 
         if defined.any():
             x, y = of[left][defined].sqrt(), of[right][defined].sqrt()
             means[f"{name}_mean"] = float((of[product][defined] / (x * y)).clamp(-1, 1).mean()), 1
-    lengths = torch.tensor(info.lengths, dtype=torch.float64).repeat_interleave(info.matrices.stack.numel())[exist]
+    lengths = table.new_tensor(info.lengths).repeat_interleave(info.matrices.stack.numel())[exist]
     values = {"defect": (of["uu"].sqrt() / lengths)[lengths > 0], **spectra}
     means |= {name: (float(each.mean()), len(each)) for name, each in values.items() if len(each)}
     return Measured(info, int(exist.sum()), sums, means)
