@@ -67,7 +67,7 @@ def test_wrong_arguments():
         with pytest.raises(ValueError, match=r"max_norm=.*: must be"):
             clip_optimizer_grads_(optimizer, wrong)
     for wrong in ("adamw", 3):
-        with pytest.raises(TypeError, match="several names"):
+        with pytest.raises(TypeError, match="a collection of names"):
             clip_optimizer_grads_(optimizer, 1.0, algorithms=wrong)
     for wrong in ([["adamw"]], ("adagrad",)):
         with pytest.raises(ValueError, match="unknown algorithm"):

@@ -356,7 +356,7 @@ def test_a_model_may_be_converted_in_mid_run(begun_in):
 
 
 def test_scaled_decay_is_named_what_it_is():
-    with pytest.warns(UserWarning, match="where decay='scaled' is decay='constant'"):
+    with pytest.warns(UserWarning, match="where decay='scaled' equals decay='constant'"):
         ScheduleFree(AdamWSW(matrices((4, 6)), lr=0.05))
     ScheduleFree(AdamWSW(matrices((4, 6)), lr=0.05, weight_decay=0.0))
 

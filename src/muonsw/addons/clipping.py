@@ -6,7 +6,7 @@
 - Muon moves every matrix by a fixed amount whatever the size of its gradient, Lion every element. All that clipping
   changes is how much one batch counts in the momentum. A limit that always acts changes nothing; one that acts now and
   then makes some batches count less; and under one norm for the whole model a spike in an embedding takes a batch out
-  of the momentum of every matrix. Nothing of that is what people clip for: leave it.
+  of the momentum of every matrix. People clip for none of that: leave it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from muonsw.options import require_number
 
 
 class Counts(NamedTuple):
-    """Calls of `clip_optimizer_grads_` since telemetry last looked, and those that clipped."""
+    """How often `clip_optimizer_grads_` was called since telemetry last looked, and how often it clipped."""
 
-    # on the device, and written in place: a captured graph writes to these very ones
+    # on the device and written in place, because a captured graph writes to these tensors
     calls: Tensor
     clipped: Tensor
 
@@ -46,14 +46,14 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
 
     Args:
         optimizer: one of ours; one that Accelerate has wrapped is unwrapped.
-        max_norm: the largest norm, of all clipped gradients laid side by side.
+        max_norm: the largest norm that all clipped gradients together may have.
         algorithms: whose gradients are measured and clipped; by default those of all algorithms but Muon, Lion,
             Dion2 and ASGO, whose steps do not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip
             the whole model by one norm.
 
     Returns:
-        The norm before clipping, of what is clipped: a plain tensor, the same on all ranks that hold shards. Gradients
-        may be plain, or DTensors of one mesh or of several.
+        The norm of these gradients before clipping, a plain tensor that is equal on all ranks. Gradients may be plain,
+        or DTensors of one mesh or of several.
 
     Examples:
         >>> from muonsw import MuonSW
@@ -70,7 +70,7 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
     if max_norm != math.inf:  # which measures and clips nothing
         require_number("max_norm", max_norm, open_ends=True)
     if isinstance(algorithms, str) or not isinstance(algorithms, Iterable | None):
-        raise TypeError(f"algorithms={algorithms!r}: must be several names, such as ('{algorithms}',)")
+        raise TypeError(f"algorithms={algorithms!r}: must be a collection of names, such as ('{algorithms}',)")
     if any("algorithm" not in group for group in getattr(optimizer, "param_groups", [{}])):
         raise TypeError(
             f"clip_optimizer_grads_ needs an optimizer of this library, whose groups name their algorithm, not a "
@@ -107,7 +107,7 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
 
 
 def clipped_share(optimizer: Optimizer) -> float | None:
-    """The share of the calls since the last look that clipped, None if there were none; waits for the device."""
+    """The share of calls that clipped since the last look, None without calls; waits for the device."""
     counts = _counts.get(optimizer)
     if counts is None or not int(counts.calls):
         return None

@@ -3,7 +3,7 @@
 Before each step a hook takes the mean squared gradient of the group into `gradient_average`, which holds two scalars:
 that mean, averaged over steps with AdamW's second beta, and the weight of the average. For AdamW the first over the
 second is exactly the mean of its corrected average squares, as averaging over elements and over steps commute; so the
-rule needs no other state and serves every algorithm. Gradients that are not finite leave no trace.
+rule needs no other state and works with every algorithm. Gradients that are not finite do not enter the average.
 
 On many ranks the mean is over all shards of a DTensor; plain parameters count as the same on every rank, so an expert
 that only one rank holds needs a group of its own. Reading the mean waits for the device.

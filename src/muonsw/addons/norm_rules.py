@@ -1,23 +1,23 @@
-"""Norm rules: what a step does about the norm of a weight, besides or instead of shrinking it towards zero.
+"""Norm rules: what a step does to the norm of a weight, besides or instead of decay.
 
 With R the norm that a weight should have, phi the decay rule's fraction, eta the learning rate, and U the update before
 it, shape scale included:
 
-| rule        | W <-                                                | who means it                                |
+| rule        | W <-                                                | source                                      |
 |-------------|-----------------------------------------------------|---------------------------------------------|
-| `free`      | W - phi W - eta U                                   | decay, whatever the norm becomes            |
+| `free`      | W - phi W - eta U                                   | plain decay                                 |
 | `target`    | W - phi (W - R W/||W||) - eta U                     | Loshchilov's weight norm control (AdamWN)   |
-| `hyperball` | R V/||V||, V = W - eta R U/||U||                    | Hyperball: the norm stays, nothing decays   |
+| `hyperball` | R V/||V||, V = W - eta R U/||U||                    | Hyperball: a fixed norm, no decay           |
 
 Whatever the rule, W becomes `a W - b U` with two scalars for each weight, which follow from ||W||, ||U||, <W, U> and R.
 The optimizer takes its ordinary step; hooks around it compare the weights with a copy, recover U, and set the weights
-again. So weights must be float32 or float64, and the copy takes their memory once more during a step.
+again. So weights must be float32 or float64, and the copy doubles their memory during a step.
 
 A norm is that of one weight: of each matrix that Muon orthogonalizes (an expert of a stack, a part of a fused
 projection), and under other algorithms of each expert of a stack or the whole tensor. R is `target_norm`, as the root
 mean square of the elements, or else the norm that the weight has at the first step, kept in its state as `radius`.
 
-Groups with `weight_decay=0` are left alone: norms of embeddings, gains and biases are free.
+Groups with `weight_decay=0`, such as embeddings, gains and biases, are left alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Number = float | Tensor
 
 
 class Norms(NamedTuple):
-    """What a rule knows of each weight: ||W||, ||U||, <W, U>, and the norm R that it should have, in float64."""
+    """What a rule knows about each weight: ||W||, ||U||, <W, U>, and its target norm R, in float64."""
 
     W: Tensor
     U: Tensor
@@ -58,7 +58,7 @@ class Norms(NamedTuple):
 
 
 class NormRule(NamedTuple):
-    """Where a step leads a weight: a and b of `W <- a W - b U`, from the norms, eta and phi."""
+    """Where a step moves a weight: a and b of `W <- a W - b U`, from the norms, eta and phi."""
 
     coefficients: Callable[[Norms, float, float], tuple[Number, Number]]
     decays: bool = True  # whether phi is used
@@ -186,7 +186,7 @@ class _NormHooks:
             state[param]["radius"] = norm.to(torch.promote_types(param.dtype, torch.float32))
 
     def after(self) -> None:
-        """Set the weights that the step has moved to where their rules lead them."""
+        """Put the weights that the step has moved where their rules want them."""
         skipped, before = self._optimizer._last_skipped, self._before
         self._before = {}
         if skipped is True:

@@ -6,7 +6,7 @@ the largest logit of a head in the forward passes of a step and tau a threshold,
     W_q <- gamma^alpha W_q,   W_k <- gamma^(1 - alpha) W_k,   alpha = 1/2
 
 so that the same inputs would give logits of tau at most. Under latent attention (MLA) all heads share the rotary keys,
-which stay as they are; the rotary queries of a head are multiplied by gamma itself. Where query heads share keys
+which stay as they are, and the rotary queries of a head are multiplied by gamma itself. Where query heads share keys
 (grouped-query attention), a group is clipped by its largest logit, as Megatron-LM d98e8a64 does.
 """
 
@@ -35,11 +35,11 @@ class HeadRows(NamedTuple):
 
     Attributes:
         param: a weight, or a bias.
-        size: rows of a head that are meant; None where the heads divide the whole axis, as `heads=` does in a group.
+        size: rows of one head; None if the heads divide the whole axis, as `heads=` does in a group.
         start: the first row of the first head.
         stride: rows from one head to the next, `size` by default.
         dim: the axis of outputs: 1 for weights that are stored as (in, out).
-        by_group: whether these are the rows of all query heads that share a key, one group after another.
+        by_group: whether each block holds the rows of all query heads that share a key.
     """
 
     param: Tensor
@@ -50,7 +50,7 @@ class HeadRows(NamedTuple):
     by_group: bool = False
 
     def complete(self, heads: int) -> HeadRows:
-        """The same with every number, which must fit the parameter."""
+        """Fill in the defaults, and check that the rows fit the parameter."""
         for key in ("size", "start", "stride"):
             require_whole(key, getattr(self, key) or 0, 0)
         require_whole("dim", self.dim, 0, self.param.dim() - 1)
@@ -72,7 +72,7 @@ class HeadRows(NamedTuple):
     def scale_(self, factors: Tensor, state: State) -> None:
         """Multiply the rows of each head by its factor; of a sharded parameter, those that this rank holds.
 
-        Under Schedule-Free the weights that are evaluated follow from the parameter and from z, so z is scaled too.
+        Schedule-Free evaluates a mixture of the parameter and z, so z is scaled too.
         """
         assert self.size is not None
         assert self.stride is not None
@@ -92,7 +92,7 @@ Rows = Tensor | HeadRows | Sequence[Tensor | HeadRows]
 
 
 class AttentionLogits:
-    """The largest logit of each head of one attention since the last step; what its forward passes report to."""
+    """The largest logit of each head of one attention since the last step; forward passes report to it."""
 
     def __init__(self, heads: int, groups: int, parts: list[tuple[HeadRows, int, float]]) -> None:
         self.heads = heads
@@ -104,7 +104,7 @@ class AttentionLogits:
         """Report the largest logits of a forward pass, of shape (..., heads).
 
         Args:
-            max_logits: of every head, scaled as softmax sees them; a rank that computes some heads alone has those.
+            max_logits: of every head, as softmax sees them; or of the heads that this rank computes.
             first_head: the number of the first head among them.
         """
         largest = max_logits.detach().reshape(-1, max_logits.shape[-1]).amax(0).float()
@@ -114,7 +114,7 @@ class AttentionLogits:
                 f"logits of {count} heads from head {first_head} on do not fit an attention of {self.heads} heads"
             )
         if self.maximum is None or self.maximum.device != largest.device:
-            with torch.inference_mode(False):  # an evaluation may be what reports first
+            with torch.inference_mode(False):  # an evaluation may report first
                 self.maximum = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=largest.device)
         reported = self.maximum.narrow(0, first_head, count)
         torch.maximum(reported, largest.nan_to_num(-torch.inf, -torch.inf), out=reported)
@@ -123,15 +123,14 @@ class AttentionLogits:
 class QKClip:
     """Clips the attention logits of a model by its query and key weights, after each step of any torch optimizer.
 
-    Call `step` after `optimizer.step()`, or register it as a hook, as it must be with `ScheduleFree`, whose state it
-    scales too. Nothing waits for the device. Logits that are not finite are passed over: no weight could be scaled by
-    them.
+    Call `step` after `optimizer.step()`, or register it as a step hook. With `ScheduleFree` it must be a hook, because
+    it scales the state too. Nothing waits for the device. Logits that are not finite are ignored.
 
     Args:
         threshold: tau, the logit that heads may reach; 100 in Kimi K2.
         alpha: how gamma is divided between queries and keys.
-        process_group: ranks whose largest logits count together, each with the same attentions; None is all ranks of
-            the default group. Pipeline stages hold other layers, so give each stage its own.
+        process_group: ranks that share the largest logits, each with the same attentions; None is the default group.
+            Pipeline stages hold other layers, so give each stage its own group.
 
     Examples:
         >>> from torch import nn
@@ -159,14 +158,14 @@ class QKClip:
     def add(
         self, query: Rows, key: Rows, *, heads: int, key_heads: int | None = None, rotary_query: Rows = ()
     ) -> AttentionLogits:
-        """Clip one attention, whose forward passes must call `observe` on what is returned.
+        """Clip one attention. Its forward passes must call `observe` on the result.
 
         Args:
-            query: the weight that makes the queries, or its rows (`HeadRows`), with a bias a list of both.
-            key: likewise for the keys; not those that all heads share, as rotary keys of latent attention.
+            query: the weight that makes the queries, or its rows (`HeadRows`); with a bias, a list of both.
+            key: the same for the keys, without those that all heads share, such as rotary keys of latent attention.
             heads: how many heads have queries.
-            key_heads: how many have keys, where heads share them: neighbouring heads, `heads / key_heads` of them.
-            rotary_query: rows of queries that meet keys which all heads share; they are multiplied by gamma itself.
+            key_heads: how many heads have keys, if `heads / key_heads` neighbouring heads share them.
+            rotary_query: rows of queries for keys that all heads share; they are multiplied by gamma itself.
         """
         groups = key_heads or heads
         require_whole("heads", heads, 1)
@@ -189,11 +188,10 @@ class QKClip:
         return self.attentions[-1]
 
     def step(self) -> Tensor:
-        """Clip what the forward passes since the last step ask for; a collective where there are several ranks.
+        """Clip by the logits of the forward passes since the last step; a collective if there are several ranks.
 
         Returns:
-            The largest logit of each head over all ranks, those of all attentions one after another; -inf where none
-            was reported.
+            The largest logit of each head over all ranks, one attention after another; -inf where none was reported.
         """
         return self._clip({})
 
@@ -219,7 +217,7 @@ class QKClip:
                 factors = gamma.pow(power).repeat_interleave(heads // attention.groups, output_size=heads)
                 rows.scale_(factors, state)
             if attention.maximum is not None:
-                attention.maximum.fill_(-torch.inf)  # in place: a graph of the forward pass reports to this very one
+                attention.maximum.fill_(-torch.inf)  # in place: a captured forward pass reports to this tensor
         return maxima
 
 
@@ -227,17 +225,17 @@ class QKClip:
 def max_attention_logits(
     query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False, block: int = 1024
 ) -> Tensor:
-    """The largest logit of each head, without a whole matrix of logits; for attention that does not give it itself.
+    """The largest logit of each head without a whole matrix of logits, for attention that does not return it.
 
     Args:
         query: (..., heads, length, size), as `torch.nn.functional.scaled_dot_product_attention` takes it.
         key: (..., key heads, length, size); query heads share them in order where there are fewer.
         scale: what multiplies the products, `1/sqrt(size)` by default.
-        is_causal: whether each query sees only the keys up to its own place.
-        block: queries that are multiplied at a time.
+        is_causal: whether each query sees only the keys up to its own position.
+        block: how many queries to multiply at a time.
 
     Returns:
-        The maxima over batch and places, (heads,), in float32.
+        The maxima over batch and positions, (heads,), in float32.
 
     Examples:
         >>> q, k = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16)

@@ -9,9 +9,9 @@ from 1, and b = beta:
     y <- b x + (1 - b) z
 
 Parameters hold y while training and x while evaluating; z is kept in the state, and x = (y - (1 - b) z) / b. During a
-step they hold z, and a copy of y is kept, so that a step that raises or is skipped changes nothing. The authors' code
-is schedule_free 70785b5. Unlike there, decay is taken at z unless asked otherwise: for long runs the
-authors of Schedule-Free NorMuon found that it must be.
+step they hold z, and y is copied, so a step that raises or is skipped changes nothing. The authors' code is
+schedule_free 70785b5. Unlike theirs, decay acts at z by default, which the authors of Schedule-Free NorMuon found
+necessary for long runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from muonsw.precision import LOW_PRECISION, state_dtype
 from muonsw.text import users_line
 from muonsw.work import Group
 
-# What a copy takes along; the rest is torch's hooks, which no copy of an optimizer has, and what a step needs.
+# The attributes that a copy keeps; torch copies no optimizer's hooks.
 _COPIED = ("optimizer", "beta", "warmup_steps", "r", "weight_lr_power", "decay_at", "training")
 # What each group counts, saved with it. Skipped steps count as in a scheduler, but add nothing to `averaging_weight`, a
 # tensor where only the device knows of them.
@@ -61,12 +61,12 @@ class ScheduleFree(Optimizer):
 
     Args:
         optimizer: `AdamWSW`, `MuonSW` or `SGDSW` on float32 or float64 parameters; this one steps it from now on.
-        beta: how near y, where gradients are taken, is to the average; long runs may want 0.95 or 0.98.
+        beta: how close y, where gradients are taken, is to the average; long runs may need 0.95 or 0.98.
         warmup_steps: steps over which the learning rate rises from zero.
         r: power of the step in the weights of the average.
-        weight_lr_power: power p of the highest learning rate so far in them.
+        weight_lr_power: power p of the highest learning rate so far in these weights.
         decay_at: whether decay takes its fraction of "z" or "y".
-        model: a model whose forward passes must fail when its mode is not that of this optimizer.
+        model: a model whose forward passes fail if its mode is not that of this optimizer.
 
     Examples:
         >>> from muonsw import AdamWSW
@@ -108,7 +108,7 @@ class ScheduleFree(Optimizer):
         self._join_groups()
         if any(group["decay"] == "scaled" and decays(group) for group in self.param_groups):
             warnings.warn(
-                "under Schedule-Free the learning rate stays at its peak after warmup, where decay='scaled' is "
+                "under Schedule-Free the learning rate stays at its peak after warmup, where decay='scaled' equals "
                 "decay='constant'; pass that, or filter this warning if a scheduler lowers the rate",
                 stacklevel=users_line(),
             )
@@ -121,7 +121,7 @@ class ScheduleFree(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Its state, in which z is kept too."""
+        """The state of the optimizer inside, with z."""
         return self.optimizer.state
 
     @property
@@ -129,8 +129,8 @@ class ScheduleFree(Optimizer):
         return dict(self.optimizer.defaults)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the optimizer inside has: `routing`, `summary`, `set_peak_lr` and more."""
-        if name.startswith("_") or name == "optimizer":  # torch asks before the optimizer is there
+        """Everything else is the inner optimizer's: `routing`, `summary`, `set_peak_lr` and more."""
+        if name.startswith("_") or name == "optimizer":  # torch asks before `optimizer` is set
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.optimizer, name)
 
@@ -156,7 +156,7 @@ class ScheduleFree(Optimizer):
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
-        """Put y into the parameters, or x with `mode=False`; nothing where they hold it already."""
+        """Put y into the parameters, or x with `mode=False`."""
         if mode != self.training:
             for param, z in self._averaged():
                 local(param).lerp_(local(z), 1 - self.beta if mode else 1 - 1 / self.beta)
@@ -171,9 +171,9 @@ class ScheduleFree(Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step at y; nothing is changed when it raises an error.
+        """Take one step at y; a step that raises changes nothing.
 
-        A step at learning rates of zero, by which frameworks make state before they load it, is taken in both modes.
+        In both modes it takes a step with learning rates of zero, by which frameworks create state before they load it.
         """
         idle = not any(group["lr"] for group in self.param_groups)
         if not self.training and not idle:
@@ -219,9 +219,9 @@ class ScheduleFree(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside, with z, the weights of the average, and the mode.
+        """The state of the optimizer inside, with z, the total weight of the average, and the mode.
 
-        It warns in training mode: training goes on from such a checkpoint as it should, but its model is y.
+        It warns in training mode: such a checkpoint resumes correctly, but its model is y.
         """
         if self.training and any(True for _ in self._averaged()):
             warnings.warn(
@@ -235,7 +235,7 @@ class ScheduleFree(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state together with the model of the same checkpoint, in the mode in which both were saved.
 
-        The state of a run without Schedule-Free begins a new average. Nothing is changed when it raises.
+        The state of a run without Schedule-Free starts a new average. A load that raises changes nothing.
         """
         handle = self.optimizer.register_load_state_dict_post_hook(lambda _: self._join_groups())
         try:
@@ -248,7 +248,7 @@ class ScheduleFree(Optimizer):
         self.training = any(group["holds_y"] for group in self.param_groups)
 
     def _join_groups(self) -> None:
-        """Refuse groups that cannot be averaged, and begin to count in new ones."""
+        """Refuse groups that cannot be averaged, and add the counters to new ones."""
         for number, group in enumerate(self.param_groups):
             if self.decay_at == "y" and (acts(group) or group["cautious"]):
                 raise ValueError(f"param group {number}: norm rules and cautious decay act on z; leave decay_at='z'")
@@ -264,14 +264,14 @@ class ScheduleFree(Optimizer):
                 group.setdefault(key, value)
 
     def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parameters that have left their start, each with its z, in their dtype where that was changed since."""
+        """Parameters that have been stepped, each with its z in the parameter's present dtype."""
         for group in self.param_groups:
             for param in group["params"]:
                 if "z" in self.state.get(param, ()):
                     yield param, self.state[param]["z"].to(param.dtype)
 
     def _stepped(self) -> set[Tensor]:
-        """The parameters that the last step of the optimizer inside has moved."""
+        """The parameters that the inner optimizer moved in its last step."""
         return {param for _, params, _ in self.optimizer._last for param in params}
 
     def _read_weights(self) -> None:
@@ -280,7 +280,7 @@ class ScheduleFree(Optimizer):
             group["averaging_weight"] = float(group["averaging_weight"])
 
     def _put_z(self) -> dict[Tensor, Tensor]:
-        """Put z into the parameters that the optimizer may move, and b x where z was kept; return copies of y."""
+        """Put z into the parameters that the optimizer may move, and b x into their z; return copies of y."""
         ys: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             for param in [p for p in group["params"] if p.grad is not None or (is_dtensor(p) and p.requires_grad)]:
@@ -297,7 +297,7 @@ class ScheduleFree(Optimizer):
     def _average(
         self, group: Group, ys: dict[Tensor, Tensor], highest_lr: float, phi: float, taken: float | Tensor
     ) -> None:
-        """Count a step of a group; put the new y into parameters that it has moved to the new z, and keep z again."""
+        """Count a step of a group; put the new y into its parameters, which hold the new z, and keep that z."""
         group["averaged_steps"] += 1
         group["averaging_lr"] = highest_lr
         weight = group["averaged_steps"] ** self.r * highest_lr**self.weight_lr_power
@@ -314,7 +314,7 @@ class ScheduleFree(Optimizer):
             z.copy_(new_y)
 
     def _check_mode(self, model: nn.Module, _: Any) -> None:
-        """Refuse to evaluate at y, and to take gradients at x; statistics of norms may be taken there."""
+        """Refuse to evaluate at y and to take gradients at x; batch norms may take statistics at x."""
         if self.training and not model.training:
             raise RuntimeError("the model evaluates while its optimizer is in training mode; call optimizer.eval()")
         if model.training and not self.training and torch.is_grad_enabled():
