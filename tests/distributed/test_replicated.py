@@ -147,7 +147,7 @@ def gradient_on_some_ranks():
     optimizer.step()
 
 
-def gradient_of_a_replicated_dtensor_on_some_ranks(algorithm):
+def replicated_dtensor_on_some_ranks(algorithm):
     """Rank 2 would move its copy, or its momentum, by another gradient than the others."""
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh_of(4), [Replicate()]))
     optimizer = MuonSW([{"params": [("w", param)], "algorithm": algorithm}], lr=PEAK)
@@ -159,9 +159,9 @@ def gradient_of_a_replicated_dtensor_on_some_ranks(algorithm):
     ("case", "message"),
     [
         (different_copies, "w has different values on another rank of process_group"),
-        (gradient_on_some_ranks, "w is replicated but has a gradient on some ranks only"),
-        (partial(gradient_of_a_replicated_dtensor_on_some_ranks, "adamw"), "w is replicated but has a gradient on some ranks only"),
-        (partial(gradient_of_a_replicated_dtensor_on_some_ranks, "muon"), "w is replicated but has a gradient on some ranks only"),
+        (gradient_on_some_ranks, "w is replicated but has a gradient on some ranks"),
+        (partial(replicated_dtensor_on_some_ranks, "adamw"), "w is replicated but has a gradient on some ranks"),
+        (partial(replicated_dtensor_on_some_ranks, "muon"), "w is replicated but has a gradient on some ranks"),
     ],
     ids=["copies", "gradients", "adamw", "muon"],
 )
