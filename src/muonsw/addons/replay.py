@@ -7,10 +7,9 @@ settled steps are replayed (`muonsw.distributed.ranks`). Collectives run eagerly
 for itself whether it replays.
 
 A graph reads and writes fixed addresses. Before each replay, everything it is bound to is compared with the current
-tensors. Gradients and state are identified by address and layout alone: references to them would keep their memory
-alive. Our kernels find gradients through tables that each replay fills in again (`kernels.tables.GraphTables`), so
-gradients may move. If a torch operation reads a gradient, the graph is bound to its address as well, and there may be
-one graph for each of a few addresses.
+tensors. State is identified by address and layout alone: references to it would keep its memory alive. Gradients may
+move, because our kernels find them through tables that each replay fills in again (`kernels.tables.GraphTables`). A
+step in which a torch operation reads a gradient is not replayed.
 """
 
 from __future__ import annotations
@@ -58,9 +57,6 @@ _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 # Steps in a row without a replay after which the user is warned.
 PATIENCE = 50
 
-# The algorithms with kernels for their whole step.
-OURS = (MUON, ADAMW)
-
 # A graph holds this memory, so it is just enough for products to fill a GPU: 24 matrices of 768 x 2048 have 504 tiles
 # in one triangle, and an H200 computes 264 at a time (with 16 matrices it idled for a third of the time).
 REPLAYED_CHUNK_BYTES = 9 * 2**24
@@ -70,9 +66,8 @@ Runner = Callable[..., Flag | bool]
 
 
 class Binding(NamedTuple):
-    """Everything a captured step depends on except rates and decay; only some steps depend on gradient addresses."""
+    """Everything a captured step depends on except rates, decay and the addresses of gradients."""
 
-    places: tuple[int, ...]
     gradients: tuple[Any, ...]
     parameters: tuple[Any, ...]
     state: tuple[Any, ...]
@@ -80,12 +75,16 @@ class Binding(NamedTuple):
 
     def difference(self, other: Binding) -> str:
         pairs = zip(self._fields, self, other, strict=True)
-        names = ["gradients" if name == "places" else name for name, mine, theirs in pairs if mine != theirs]
-        return " and ".join(dict.fromkeys(names))
+        return " and ".join(name for name, mine, theirs in pairs if mine != theirs)
 
 
-def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any = None) -> Binding | None:
-    """What a step captured now would be bound to; None if a tensor has no address, as a sparse gradient."""
+def binding(
+    groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any = None
+) -> tuple[Binding, tuple[int, ...]] | None:
+    """What a step captured now would be bound to, and the addresses of its gradients.
+
+    None if a tensor has no address, as a sparse gradient.
+    """
     # runs before every step, so it avoids a Python call per tensor
     params = list(chain.from_iterable([group["params"] for group in groups]))
     grads = [param.grad for param in params]
@@ -108,13 +107,13 @@ def binding(groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], 
     empty = 0 in places or 0 in own  # an empty shard, or a wrapper tensor without memory of its own
     if empty and any(not at and t.numel() for at, t in zip((*places, *own), (*present, *shards), strict=True)):
         return None
-    return Binding(
-        places,
+    bound_to = Binding(
         (forms, tuple(missing), aligned(places) or [place % 16 for place in places]),  # kernels are compiled for it
         (own, own_forms, lengths(shards), *map(id, params)),
         (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
         (settings, *machine.product_settings(), *(_options(group) for group in groups)),
     )
+    return bound_to, places
 
 
 def _placements(tensor: Tensor) -> Any:
@@ -135,9 +134,8 @@ def _options(group: Group) -> tuple[Any, ...]:
 @cache
 def _frozen_options(algorithm: str) -> tuple[str, ...]:
     names = {"algorithm", *algorithm_defaults(algorithm)} - {"lr", "weight_decay"}
-    if any(ALGORITHMS[algorithm] is known for known in OURS):  # which read no other momentum than their own
-        names -= {"momentum", "betas"} - ALGORITHMS[algorithm].defaults.keys()
-    return tuple(sorted(names))
+    unread = {"momentum", "betas"} - ALGORITHMS[algorithm].defaults.keys()  # kept in every group for schedulers
+    return tuple(sorted(names - unread))
 
 
 class _Captured(NamedTuple):
@@ -149,14 +147,8 @@ class _Captured(NamedTuple):
     tables: GraphTables
     flag: Flag | None
 
-    def fits(self, now: Binding | None) -> bool:
-        if now is None or self.bound_to[1:] != now[1:]:
-            return False
-        return self.bound_to.places in ((), now.places)
-
-    def replay(self, now: Binding | None) -> None:
-        assert now is not None
-        self.tables.move(now.places)
+    def replay(self, places: tuple[int, ...]) -> None:
+        self.tables.move(places)
         self.graph.replay()
 
 
@@ -173,8 +165,8 @@ class Replay:
         self._chosen: _Captured | None = None
         self._scalars: list[Tensor] = []
         self._now: Binding | None = None
+        self._places: tuple[int, ...] = ()  # of the gradients
         self._seen: list[tuple[Binding, int]] = []
-        self._is_bound_to_places = False
         self._captures = self._replays = self._steps_taken = self._steps_without = 0
         self._failure = self._moving = ""
         self._counted: tuple[int, ...] = ()
@@ -191,9 +183,10 @@ class Replay:
         if not self._is_wanted or (self._failure and not self._graphs):
             return None
         settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
-        now, before = binding(groups, optimizer.state, settings), self._now
-        self._now = now
-        self._chosen = next((graph for graph in self._graphs if graph.fits(now)), None)
+        before = self._now
+        self._now, self._places = binding(groups, optimizer.state, settings) or (None, ())
+        now = self._now
+        self._chosen = next((graph for graph in self._graphs if graph.bound_to == now), None)
         if self._chosen is not None:
             return self._chosen.batches
         if now is not None:  # a graph of other parameters would keep them alive
@@ -227,7 +220,7 @@ class Replay:
                 self._replays += 1
                 self._steps_without = 0
                 self.flag = self._chosen.flag
-                self._chosen.replay(self._now)
+                self._chosen.replay(self._places)
             else:
                 self._take(optimizer, batches, contexts, runner)
         except BaseException:
@@ -253,15 +246,15 @@ class Replay:
         captured = None
         if self._settled():
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            captured = self._capture(program, params, batches, asked=bool(optimizer.replay))
+            captured = self._capture(program, params, batches)
         if captured is None:
             program()
         else:
-            captured.replay(self._now)
+            captured.replay(self._places)
 
     def pays(self, groups: Sequence[Group]) -> bool:
         """Whether steps of these parameters, the first on a GPU, can be replayed and would be faster."""
-        if torch.version.hip is not None or not all(map(uses_builtin_kernels, groups)):  # not tried on AMD's GPUs
+        if torch.version.hip is not None or not all(map(has_kernels_throughout, groups)):  # not tried on AMD's GPUs
             return False
         if any("max_momentum" in g and "betas" in ALGORITHMS[g["algorithm"]].defaults for g in groups):
             return False  # a scheduler cycles the first beta
@@ -280,23 +273,19 @@ class Replay:
             return ""
         if self._now is None:
             return "a parameter or a gradient has no memory of its own"
-        hint = "; keep them in place with zero_grad(set_to_none=False)" if self._moving == "gradients" else ""
-        return f"{self._moving} changed too often in {PATIENCE} steps{hint}"
+        return f"{self._moving} changed too often in {PATIENCE} steps"
 
     def _settled(self) -> bool:
         """Whether enough steps had the current binding; counts this one."""
         now = self._now
         if now is None or self._failure:
             return False
-        now = now if self._is_bound_to_places else now._replace(places=())
         times = next((count for seen, count in self._seen if seen == now), 0)
         others = [entry for entry in self._seen if entry[0] != now]
         self._seen = [(now, times + 1), *others][:_REMEMBERED]
         return times >= SETTLED and self._captures < _FIRST_CAPTURES + self._steps_taken // _STEPS_FOR_A_CAPTURE
 
-    def _capture(
-        self, program: Callable[[], None], params: Sequence[Tensor], work: list[Batch], *, asked: bool
-    ) -> _Captured | None:
+    def _capture(self, program: Callable[[], None], params: Sequence[Tensor], work: list[Batch]) -> _Captured | None:
         """Capture the program; None, with the reason in `_failure`, if that is impossible."""
         # Nothing in a graph's memory outlives its replay, so all graphs share one pool. The flag lives until the next.
         assert self._now is not None
@@ -324,13 +313,10 @@ class Replay:
                 return None
         if graph is None:
             return None
-        fixed = watch.seen or tables.overlap
-        self._failure = "gradients are read where they lie" if fixed and not asked else ""
+        self._failure = "torch operations read gradients" if watch.seen or tables.overlap else ""
         if self._failure:
             return None
-        self._is_bound_to_places |= fixed
-        bound_to = self._now if fixed else self._now._replace(places=())
-        captured = _Captured(graph, bound_to, [batch._replace(items=[]) for batch in work], tables, self.flag)
+        captured = _Captured(graph, self._now, [batch._replace(items=[]) for batch in work], tables, self.flag)
         self._graphs = [captured, *self._graphs][:_REMEMBERED]
         return captured
 
@@ -340,20 +326,16 @@ def not_replayed(optimizer: ScaledDecayOptimizer, reason: str) -> None:
     optimizer._counters.warn_once("not replayed", f"replay=True: steps run eagerly, because {reason}")
 
 
-def _counts_steps(group: Group) -> bool:
-    asks = ALGORITHMS[group["algorithm"]].counts_steps
-    return asks is not None and asks(group)
-
-
-def uses_builtin_kernels(group: Group) -> bool:
+def has_kernels_throughout(group: Group) -> bool:
     """Whether our own kernels run a group's step; functions that users register may depend on anything."""
+    algorithm = ALGORITHMS[group["algorithm"]]
     return (
-        any(ALGORITHMS.get(group["algorithm"]) is known for known in OURS)
+        (algorithm is MUON or algorithm is ADAMW)
         and in_kernels(NORMALIZE.member(group))
         and in_kernels(PRECONDITION.member(group))
         and isinstance(ORTHOGONALIZERS.get(polar_name(group)), Iteration)
         and group["fused"] is not False
-        and not _counts_steps(group)
+        and not (algorithm.counts_steps and algorithm.counts_steps(group))
     )
 
 
@@ -365,10 +347,8 @@ def supports(optimizer: ScaledDecayOptimizer, batches: Sequence[Batch]) -> str:
     if optimizer.nonfinite == "raise":
         return "nonfinite='raise' waits for the device"
     for group in [batch.group for batch in batches]:
-        if polar_name(group) == "exact":
-            return "orthogonalizer='exact' waits for the device"
         if group["offload"]:
             return "offload=True copies state from the host and back"
-        if _counts_steps(group):
-            return f"algorithm={group['algorithm']!r} does something else every few steps"
+        if not has_kernels_throughout(group):
+            return f"torch operations run a part of the steps of algorithm={group['algorithm']!r} with these options"
     return ""
