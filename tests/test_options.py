@@ -21,7 +21,7 @@ WRONG = [
     ({"lr": torch.tensor(float("nan"))}, ""),
     ({"momentum": 1.0}, r"in \[0, 1\)"),
     ({"decay": "scale"}, "did you mean 'scaled'"),
-    ({"decay": ["scaled"]}, "one of 'constant', 'scaled'"),
+    ({"decay": ["scaled"]}, "did you mean 'scaled'"),
     ({"orthogonalizer": "newton"}, "newton_schulz"),
     ({"ns_steps": 0}, ""),
     ({"ns_steps": 2**70}, "at most 2000"),
@@ -37,8 +37,8 @@ WRONG = [
     ({"peak_lr": "max"}, "'running_max'"),
     ({"target_norm": torch.ones(2)}, ""),
     ({"nonfinite": "ignore"}, "'skip', 'raise', 'propagate'"),
-    ({"chunk_bytes": 0}, "at least 1, or None"),
-    ({"replay": "never"}, "True or False, or None"),
+    ({"chunk_bytes": 0}, "at least 1"),
+    ({"replay": "never"}, "True or False"),
     ({"fused": 0}, "True or False"),
     ({"differentiable": True}, "steps are not differentiable"),
     ({"name": "matrices"}, "known: aurora_beta"),
@@ -110,15 +110,6 @@ def test_bad_groups_leave_the_optimizer_as_it_was(group, fix):
     with pytest.raises(ValueError, match=fix):
         optimizer.add_param_group({"params": weights(), **group})
     assert len(optimizer.param_groups) == 1
-
-
-def test_a_group_must_have_names_where_the_others_have_them():
-    named, plain = [("a", *weights())], weights()
-    for first, second, advice in ((named, plain, r"\('name', parameter\)"), (plain, named, "without names")):
-        optimizer = MuonSW(first, lr=0.1)
-        with pytest.raises(ValueError, match=advice):
-            optimizer.add_param_group({"params": iter(second)})
-        assert len(optimizer.param_groups) == 1
 
 
 def test_for_model_without_a_learning_rate_says_what_to_write():

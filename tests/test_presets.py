@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from muonsw import ALGORITHMS, PRESETS, AdamWSW, MuonSW
+from muonsw import ALGORITHMS, PRESETS, SGDSW, AdamWSW, MuonSW
 from muonsw.state import state_bytes
 
 
@@ -23,7 +23,7 @@ def trained(built, optimizer, steps=2):
     return [param.detach().clone() for param in built.parameters()]
 
 
-@pytest.mark.parametrize(("cls", "name"), [*((MuonSW, name) for name in PRESETS), (AdamWSW, "normuon")])
+@pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls in (MuonSW, AdamWSW) for name in PRESETS])
 def test_a_preset_trains_hidden_matrices_by_its_options(cls, name):
     built = model()
     before = [param.detach().clone() for param in built.parameters()]
@@ -37,10 +37,14 @@ def test_a_preset_trains_hidden_matrices_by_its_options(cls, name):
     assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, after, strict=True))
 
 
-def test_what_is_given_beside_a_preset_wins():
-    optimizer = MuonSW.for_model(model(), lr=0.02, preset="normuon", scale="spectral", normalize_beta2=0.9)
-    group = optimizer.param_groups[0]
-    assert (group["normalize"], group["scale"], group["normalize_beta2"]) == ("normuon", "spectral", 0.9)
+@pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
+def test_what_is_given_beside_a_preset_wins(cls):
+    given = {"scale": "spectral", "normalize_beta2": 0.9, "momentum": 0.9, "heads": 2}
+    for group in cls.for_model(model(), lr=0.02, preset="normuon", **given).param_groups:
+        is_muon = group["role"] == "hidden"
+        assert group["algorithm"] == ("muon" if is_muon else "adamw")
+        assert ({**given, "normalize": "normuon"}.items() <= group.items()) == is_muon
+        assert ("heads" in group) == is_muon
 
 
 def test_a_preset_of_another_algorithm_leaves_the_rest_to_adamw():
@@ -71,6 +75,7 @@ def test_an_option_is_kept_even_where_it_is_a_default_of_the_class():
     ("options", "message"),
     [
         ({"preset": "normoun"}, "unknown preset 'normoun' (did you mean 'normuon'?)"),
+        ({"preset": "normuon", "algorithm": "soap"}, "preset='normuon' is of algorithm='muon'; leave out the preset"),
         ({"algorithm": "saop"}, "unknown algorithm 'saop' (did you mean 'soap'?)"),
         ({"algorithm": "soap", "nesterovv": True}, "did you mean 'nesterov'"),
     ],

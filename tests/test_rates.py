@@ -36,7 +36,7 @@ def test_skipped_steps_count(rule):
 
 def test_the_length_must_be_known_where_a_rule_ends_with_the_run():
     params = matrices((4, 6))
-    with pytest.raises(ValueError, match="decay='cosine' of param group 0 ends with the run; pass total_steps="):
+    with pytest.raises(ValueError, match="decay='cosine' ends with the run; pass total_steps"):
         MuonSW(params, decay="cosine")
     run(MuonSW(params, decay="cosine", weight_decay=0.0), params, 1)  # nothing decays, so no rule asks
     optimizer = MuonSW(params)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw import peak, rates
+from muonsw import peak
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import is_code, refuse_shards
-from muonsw.decay import LAMBDA_KEYS, decays, own_weight_decay
+from muonsw.decay import LAMBDA_KEYS, decays, needs_peak, own_weight_decay, require_length
 from muonsw.options import BOOKKEEPING, CHECKS, differing_options, prune, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.peak import PeakLRWarning
@@ -139,7 +139,7 @@ def _settle_peaks(groups: list[Group], expected: list[tuple[float, float]], save
     """
     surprises: dict[str, list[str]] = {}
     for number, (group, (built_with, built_for)) in enumerate(zip(groups, expected, strict=True)):
-        message = peak.surprise_after_load(built_with, built_for, group) if rates.needs_peak(group) else None
+        message = peak.surprise_after_load(built_with, built_for, group) if needs_peak(group) else None
         if message is not None:
             surprises.setdefault(message, []).append(label_of(group, number))
     if not any("highest_lr" in group for group in saved["param_groups"]):  # assume that the peak was reached
@@ -294,7 +294,8 @@ def _plain_name(name: str) -> str:
 
 def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]) -> None:
     """Refuse loaded options that could not have been given to this optimizer, and states of other shapes."""
-    rates.require_run(group, number)
+    if decays(group):
+        require_length(group["decay"], group.get("total_steps"))
     algorithm = ALGORITHMS[group["algorithm"]]
     needed = algorithm.state({**group, **EMPTY_SLOTS})  # state of slots may be missing
     for name, key_of_state, param in zip(names_of(here, number), group["params"], here["params"], strict=True):

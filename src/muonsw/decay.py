@@ -15,19 +15,25 @@ the run, and g the root of the mean squared gradient, averaged over steps:
 | `gradient_norm` | lambda eta / g                          | Xie et al.'s scheduled weight decay (SWD)                |
 | `none`          | 0                                       | embeddings, norms, biases                                |
 
-Norm rules (`muonsw.addons.norm_rules`) control the norm of a weight instead of shrinking it.
+Norm rules (`muonsw.addons.norm_rules`) control the norm of a weight instead of shrinking it. `total_steps` is the
+user's; `step_count` counts calls of `step`, skipped ones included, as a scheduler does. Both are saved in the group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from muonsw.peak import PEAK_TOLERANCE
+from muonsw import peak
 from muonsw.registry import Registry
+from muonsw.work import Group, label_of
+
+if TYPE_CHECKING:
+    from muonsw.nonfinite import Counters
 
 # Under `scale_weight_decay`: a group's lambda, and the `weight_decay` that was set last.
 LAMBDA_KEYS = ("base_weight_decay", "driven_weight_decay")
@@ -73,11 +79,15 @@ DECAY_RULES.register(
 DECAY_RULES.register("none", DecayRule(lambda lam, at: 0.0))  # noqa: ARG005
 
 
-def decays(group: dict[str, Any]) -> bool:
+def decays(group: Group) -> bool:
     return float(group["weight_decay"]) != 0
 
 
-def own_weight_decay(group: dict[str, Any]) -> Any:
+def needs_peak(group: Group) -> bool:
+    return DECAY_RULES[group["decay"]].uses_peak and decays(group)
+
+
+def own_weight_decay(group: Group) -> Any:
     """A group's lambda, scaled or not: a `weight_decay` that differs from the one set last was set by the user.
 
     A tensor that was filled once is ours and is not read again, which would wait for a GPU.
@@ -87,9 +97,58 @@ def own_weight_decay(group: dict[str, Any]) -> Any:
     return group["base_weight_decay"] if ours and "base_weight_decay" in group else now
 
 
-def require_length(rule: str, total_steps: int | None, label: str = "") -> None:
+def require_length(rule: str, total_steps: int | None) -> None:
     if DECAY_RULES[rule].uses_length and total_steps is None:
-        raise ValueError(f"decay={rule!r}{label} ends with the run; pass total_steps=<steps of the whole run>")
+        raise ValueError(f"decay={rule!r} ends with the run; pass total_steps, the steps of the whole run")
+
+
+def check_rates(group: Group, number: int, counters: Counters) -> str | None:
+    """Refuse invalid rates and bring a group's peak up to date; return the warning of a changed peak.
+
+    Rate and lambda become floats: numpy's numbers would compute in their own precision, and a tensor is read once.
+    """
+    if any(param.is_cuda and torch.cuda.is_current_stream_capturing() for param in group["params"][:1]):
+        raise RuntimeError(
+            f"a CUDA graph would freeze the learning rate of {label_of(group, number)}; capture forward and backward, "
+            f"and step outside the graph: small steps are replayed as graphs by themselves"
+        )
+    # schedules that end at zero may pass it by a rounding error
+    for key, low in (("lr", -peak.PEAK_TOLERANCE * (group["constructor_lr"] or 0.0)), ("weight_decay", 0.0)):
+        try:
+            value = float(group[key])
+        except (TypeError, ValueError, RuntimeError):
+            value = math.nan
+        if not math.isfinite(value) or value < low:
+            raise ValueError(
+                f"{key} of {label_of(group, number)} is {group[key]!r}; it must be a finite number of at least 0"
+            )
+        group[key] = value
+    changed = peak.update_peak(group, number)
+    if not DECAY_RULES[group["decay"]].uses_peak or not group["weight_decay"]:
+        return None
+    message = peak.check_lr(group, number)
+    if message is not None:
+        counters.warn_once("peak never reached", message, peak.PeakLRWarning)
+    return changed
+
+
+def phi_of(group: Group, eta: float, step: int) -> float:
+    """The fraction of each weight that decay takes at a step of this learning rate."""
+    if not decays(group):
+        return 0.0
+    average = group.get("gradient_average")
+    phi = decay_factor(
+        group["decay"],
+        float(group["weight_decay"]),
+        eta,
+        peak.eta_max(group),
+        step=step,
+        steps=group.get("total_steps"),
+        gradient=math.sqrt(average[0] / average[1]) if average and average[1] else 0.0,
+    )
+    if phi > 1:
+        raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
+    return phi
 
 
 def decay_factor(
@@ -126,13 +185,12 @@ def decay_factor(
     entry = DECAY_RULES[rule]
     if entry.uses_peak and not eta_max:
         return 0.0
-    given: dict[str, Any] = {"step": step, "steps": steps, "gradient": gradient}
-    needed = (entry.uses_step, entry.uses_length, entry.uses_gradient)
-    for (word, value), is_needed in zip(given.items(), needed, strict=True):
-        if is_needed and value is None:
-            raise ValueError(f"decay rule {rule!r} depends on {word}; pass {word}=")
-    known = {word: value for word, value in given.items() if value is not None}
-    return entry.phi(lam, RunPosition(eta, eta_max or 0.0, **known))
+    if entry.uses_length:
+        require_length(rule, steps)
+    if (entry.uses_step and step is None) or (entry.uses_gradient and gradient is None):
+        raise ValueError(f"decay rule {rule!r} depends on {'step' if entry.uses_step else 'gradient'}; pass it")
+    # what the rule does not use may be missing
+    return entry.phi(lam, RunPosition(eta, eta_max or 0.0, step or 1, steps or 1, gradient or 0.0))
 
 
 def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) -> list[float]:
@@ -183,7 +241,7 @@ def convert_weight_decay(
         raise ValueError(f"peak_lr must be above zero to convert a weight decay, got {peak_lr}")
     etas = [peak_lr] if schedule is None else [float(eta) for eta in schedule]
     highest = max(etas, default=0.0)
-    if highest > peak_lr * (1 + PEAK_TOLERANCE):
+    if highest > peak_lr * (1 + peak.PEAK_TOLERANCE):
         raise ValueError(f"the schedule reaches {highest:g}, above peak_lr={peak_lr:g}; pass its true peak")
     for rule in (from_rule, to_rule):
         if schedule is None and DECAY_RULES[rule].uses_step:

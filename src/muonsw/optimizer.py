@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw import checkpoint, peak, rates
+from muonsw import checkpoint, peak
 from muonsw.addons import gradient_norm, norm_rules
 from muonsw.addons.replay import Replay
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import refuse_shards, wait_for_host
-from muonsw.decay import decays
+from muonsw.decay import decays, needs_peak, require_length
 from muonsw.distributed import Ranks
 from muonsw.nonfinite import Counters, Flag
 from muonsw.options import (
@@ -25,16 +25,16 @@ from muonsw.options import (
     completed,
     constructor_defaults,
     differing_options,
+    own_options,
     prune,
     refuse_options_of_others,
     refuse_parameter,
     require_model,
     validate_option,
-    validate_settings,
 )
 from muonsw.precision import LOW_PRECISION
 from muonsw.presets import PRESETS
-from muonsw.routing import Routing, reasons_table, route, routing_table
+from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import state_bytes
 from muonsw.step import take_step
 from muonsw.summary import LastStep, Summary, state_line, summarize
@@ -56,24 +56,19 @@ class ScaledDecayOptimizer(Optimizer):
     replay: bool | None
 
     def __init__(self, params: Params, arguments: Group) -> None:
-        # the named arguments of a subclass and its further options
-        own = ("self", "params", "options", "__class__")
-        given = {key: value for key, value in arguments.items() if key not in own}
         if isinstance(params, torch.nn.Module):
             name = type(self).__name__
             raise TypeError(
                 f"{name} takes parameters, not a model; call {name}.for_model(model, lr=...), which gives each "
                 f"parameter the algorithm that suits it"
             )
-        process_group = given.pop("process_group", None)
-        settings = {key: given.pop(key) for key in SETTINGS}
-        validate_settings(**settings)
-        vars(self).update(settings)
+        # the named arguments of a subclass and its further options
+        options = {k: v for k, v in arguments.items() if k not in ("self", "params", "options", "__class__")}
         self._reset()
-        self._ranks = Ranks(process_group)
-        defaults = constructor_defaults(given, self.algorithm)
+        self._ranks = Ranks(options.pop("process_group", None))
+        vars(self).update({key: validate_option(key, options.pop(key)) for key in SETTINGS})
         listed: Any = params if isinstance(params, Tensor) else list(params)
-        super().__init__(listed, defaults)
+        super().__init__(listed, constructor_defaults(options, self.algorithm))
 
     @classmethod
     def for_model(
@@ -115,37 +110,28 @@ class ScaledDecayOptimizer(Optimizer):
             >>> [(g["role"], g["algorithm"], g["weight_decay"]) for g in optimizer.param_groups]
             [('hidden', 'muon', 0.1), ('embedding', 'adamw', 0.0), ('bias', 'adamw', 0.0), ('head', 'adamw', 0.0)]
         """
+        require_model(model, f"{cls.__name__}.for_model")
         if lr is None:
             raise TypeError(
                 f"{cls.__name__}.for_model needs a learning rate: write {cls.__name__}.for_model(model, lr=...)"
             )
-        routing, rest = cls._route(model, preset, patterns, adamw, options)
-        return cls._routed(model, routing, lr=lr, weight_decay=weight_decay, **rest)
-
-    @classmethod
-    def _route(
-        cls,
-        model: torch.nn.Module,
-        preset: str | None,
-        patterns: dict[str, Group] | None,
-        adamw: Group | None,
-        options: Group,
-    ) -> tuple[Routing, Group]:
-        require_model(model, f"{cls.__name__}.for_model")
-        rest = {**({} if preset is None else PRESETS[str(preset)]), **options}
-        algorithm = validate_option("algorithm", rest.pop("algorithm", cls.algorithm))
+        known = {} if preset is None else PRESETS[str(preset)]
+        options = {**known, **options}
+        algorithm = validate_option("algorithm", options.pop("algorithm", cls.algorithm))
+        if algorithm != known.get("algorithm", algorithm):
+            raise ValueError(
+                f"preset={preset!r} is of algorithm={known['algorithm']!r}; leave out the preset or "
+                f"algorithm={algorithm!r}"
+            )
         routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
-        if algorithm == cls.algorithm:
-            return routing, rest
-        of_algorithms = {key for name in ALGORITHMS for key in ALGORITHMS[name].defaults}
-        refuse_options_of_others(of_algorithms & rest.keys(), algorithm)
-        chosen = {key: rest.pop(key) for key in ALGORITHMS[algorithm].defaults if key in rest}
-        groups = [{**chosen, **group} if group["algorithm"] == algorithm else group for group in routing.groups]
-        return Routing(groups, routing.reasons), rest
-
-    @classmethod
-    def _routed(cls, model: torch.nn.Module, routing: Routing, **options: Any) -> Self:
-        optimizer = cls(routing.groups, **options)
+        groups = routing.groups
+        if algorithm != cls.algorithm:
+            # Options of this algorithm go into its groups, because the constructor knows those of the class alone.
+            refuse_options_of_others(options, algorithm)
+            own = {key: options.pop(key) for key in own_options(algorithm) if key in options}
+            groups = [{**own, **group} if group["algorithm"] == algorithm else group for group in groups]
+        options |= {"lr": lr, "weight_decay": weight_decay}
+        optimizer = cls(groups, **options)
         optimizer._reasons = routing.reasons
         for name in [name for name, param in model.named_parameters() if not param.requires_grad]:
             path, _, key = name.rpartition(".")
@@ -168,16 +154,8 @@ class ScaledDecayOptimizer(Optimizer):
         In the middle of a run, give the group its `peak_lr` if its learning rate is not at its peak.
         """
         group, number = completed(dict(param_group), self.defaults), len(self.param_groups)
-        if not isinstance(group["params"], Tensor | set):  # torch takes a tensor, and refuses a set
-            group["params"] = list(group["params"])
-        named = "param_names" in group or any(isinstance(entry, tuple) for entry in group["params"])
-        if number and named != ("param_names" in self.param_groups[0]):  # states follow names or places
-            wanted = "[parameter, ...] without names" if named else "[('name', parameter), ...]"
-            raise ValueError(
-                f"param group {number} has parameters {'with' if named else 'without'} names, unlike the groups before "
-                f"it; write {{'params': {wanted}}}{'' if named else ', such as list(module.named_parameters())'}"
-            )
-        rates.require_run(group, number)
+        if decays(group):
+            require_length(group["decay"], group.get("total_steps"))
         if not group["step_count"]:  # a group that joins a run counts on from where the others are
             group["step_count"] = max((int(other["step_count"]) for other in self.param_groups), default=0)
         if group["step_count"] and group["highest_lr"] is None:  # and may be past its peak
@@ -187,8 +165,7 @@ class ScaledDecayOptimizer(Optimizer):
         try:
             self._attach_addons()
             setting = self.defaults["peak_lr"]
-            takers = [other for other in self.param_groups if other["peak_lr"] == setting and rates.needs_peak(other)]
-            peak.refuse_shared(setting, takers)
+            peak.refuse_shared(setting, [g for g in self.param_groups if g["peak_lr"] == setting and needs_peak(g)])
             for name, param in zip(names_of(group, number), group["params"], strict=True):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
@@ -223,18 +200,16 @@ class ScaledDecayOptimizer(Optimizer):
 
     def warn_of_unfrozen(self) -> None:
         """Warn of a parameter that was frozen when the optimizer was built, is not any more, and is in no group."""
-        modules = [(name, reference(), key) for name, reference, key in self._left_out]
-        params = [(name, module._parameters.get(key)) for name, module, key in modules if module is not None]
+        params = [(name, getattr(module(), key, None)) for name, module, key in self._left_out]
         unfrozen = [(name, param) for name, param in params if param is not None and param.requires_grad]
-        if unfrozen:
-            trained = {id(param) for group in self.param_groups for param in group["params"]}
-            for name in [name for name, param in unfrozen if id(param) not in trained]:
-                self._counters.warn_once(
-                    "unfrozen",
-                    f"{name} was frozen when this optimizer was built; it requires a gradient now but is in no param "
-                    f"group, so it is not trained. Add it with add_param_group({{'params': [({name!r}, parameter)]}}), "
-                    f"or build the optimizer after unfreezing",
-                )
+        trained = {id(param) for group in self.param_groups for param in group["params"]} if unfrozen else set()
+        for name in [name for name, param in unfrozen if id(param) not in trained]:
+            self._counters.warn_once(
+                "unfrozen",
+                f"{name} was frozen when this optimizer was built; it requires a gradient now but is in no param "
+                f"group, so it is not trained. Add it with add_param_group({{'params': [({name!r}, parameter)]}}), "
+                f"or build the optimizer after unfreezing",
+            )
 
     @property
     def skipped_steps(self) -> int:
@@ -267,7 +242,7 @@ class ScaledDecayOptimizer(Optimizer):
                     peak.set_resolved_peak(target, peaks[number])
         else:
             setting = validate_option("peak_lr", peak_lr)
-            peak.refuse_shared(setting, list(filter(rates.needs_peak, chosen)))
+            peak.refuse_shared(setting, list(filter(needs_peak, chosen)))
             for target in chosen:
                 target["peak_lr"] = setting
                 peak.set_resolved_peak(target, setting if isinstance(setting, float) else None)

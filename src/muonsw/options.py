@@ -144,24 +144,19 @@ def _one_of(*values: Any) -> Check:
 
 
 def _name_in(table: Registry[Any]) -> Check:
-    is_name = _check(f"one of {', '.join(map(repr, table))}", lambda name: isinstance(name, str))
-
-    def check(name: Any) -> Any:
-        table[is_name(name)]  # raises for a name that it does not know
-        return name
+    def check(name: Any) -> str:
+        table[str(name)]  # raises for a name that it does not know
+        return str(name)
 
     return check
 
 
 def _dtype(*more: str) -> Check:
-    names = (AUTO, *DTYPES, *more)
-
     def stored(value: Any) -> str:
         return str(value).removeprefix("torch.")
 
-    return _check(
-        f"one of {', '.join(names)}", lambda v: isinstance(v, str | torch.dtype) and stored(v) in names, stored
-    )
+    names = (AUTO, *DTYPES, *more)
+    return _check(f"one of {', '.join(names)}", lambda value: stored(value) in names, stored)
 
 
 def _sequence(of: Check, what: str, length: int | None = None) -> Check:
@@ -172,16 +167,7 @@ def _sequence(of: Check, what: str, length: int | None = None) -> Check:
 
 
 def _or_none(check: Check) -> Check:
-    def check_unless_none(value: Any) -> Any:
-        try:
-            return None if value is None else check(value)
-        except ValueError as error:
-            raise ValueError(f"{error}, or None") from None
-
-    return check_unless_none
-
-
-_flag = _check("True or False", lambda value: isinstance(value, bool))
+    return lambda value: None if value is None else check(value)
 
 
 def _peak_lr(value: Any) -> Any:
@@ -198,7 +184,10 @@ def _polar(name: Any) -> Any:
     return _name_in(ORTHOGONALIZERS)(name)
 
 
-# The options of every param group, each with its default and its check.
+_flag = _check("True or False", lambda value: isinstance(value, bool))
+_fraction = _number(0, 1, below=True)
+
+# The options of every param group: default and check.
 _COMMON: dict[str, tuple[Any, Check]] = {
     "lr": (1e-3, _number_or_tensor),
     "weight_decay": (0.1, _number_or_tensor),
@@ -246,15 +235,18 @@ BOOKKEEPING: Group = {
     "update_count": 0,
 }
 
-# The checks of all options of a param group; algorithms keep the defaults of their own.
+# Options of a whole optimizer.
+SETTINGS = ("nonfinite", "chunk_bytes", "replay")
+
+# The checks of all options; algorithms keep the defaults of their own.
 CHECKS: dict[str, Check] = {
     **{key: check for options in (_COMMON, _OPTIONAL, _OF_VIEWS) for key, (_, check) in options.items()},
     "algorithm": _name_in(ALGORITHMS),
     "foreach": _or_none(_flag),  # torch's; equal shapes are always one batch here
-    "momentum": _number(0, 1, below=True),
+    "momentum": _fraction,
     "momentum_form": _one_of(*MOMENTUM_FORMS),
     "nesterov": _flag,
-    "betas": _sequence(_number(0, 1, below=True), "two numbers", 2),
+    "betas": _sequence(_fraction, "two numbers", 2),
     "eps": _number(),
     "shampoo_beta": _or_none(_number(0, 1)),
     "block_size": _whole(1),
@@ -270,19 +262,15 @@ CHECKS: dict[str, Check] = {
     "aurora_polar": _or_none(_polar),
     "scale": _name_in(SHAPE_SCALES),
     "precondition": _or_none(_name_in(PRECONDITIONERS)),
-    "normalize": _or_none(_name_in(NORMALIZERS)),
-    "normalize_beta2": _or_none(_number(0, 1, below=True)),
-    "normalize_eps": _or_none(_number()),
-    "normalize_axis": _one_of(None, *AXES),
-    "normalize_snap": _or_none(_flag),
-    "precondition_beta2": _or_none(_number(0, 1, below=True)),
+    "precondition_beta2": _or_none(_fraction),
     "precondition_eps": _or_none(_number()),
     "precondition_max_dim": _or_none(_whole(1)),
     "precondition_frequency": _or_none(_whole(1)),
-}
-
-# Options of a whole optimizer.
-SETTINGS: dict[str, Check] = {
+    "normalize": _or_none(_name_in(NORMALIZERS)),
+    "normalize_beta2": _or_none(_fraction),
+    "normalize_eps": _or_none(_number()),
+    "normalize_axis": _one_of(None, *AXES),
+    "normalize_snap": _or_none(_flag),
     "nonfinite": _one_of(*POLICIES),
     "chunk_bytes": _or_none(_whole(1)),
     "replay": _or_none(_flag),
@@ -337,11 +325,6 @@ def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
     return f"unknown {kind} {key!r} (did you mean {close[0]!r}?)" if close else unknown(kind, key, options)
 
 
-def validate_settings(**settings: Any) -> None:
-    for key, value in settings.items():
-        _checked(key, value, SETTINGS[key])
-
-
 def _checked(key: str, value: Any, check: Check) -> Any:
     try:
         return check(value)
@@ -367,12 +350,10 @@ def require_model(model: Any, caller: str) -> None:
 
 def refuse_parameter(name: str, param: Tensor) -> None:
     """Refuse what no algorithm here can optimize: integers, complex and 8-bit numbers, flat and expanded weights."""
-    if not param.is_floating_point():
-        raise ValueError(f"{name} has dtype {param.dtype}; only real floating-point parameters can be optimized")
     if param.dtype not in DTYPES.values():
         raise ValueError(
-            f"{name} has dtype {param.dtype}, too coarse to take updates in; optimize a copy of it in bfloat16 or "
-            f"float32, from which the {str(param.dtype).removeprefix('torch.')} weight is made"
+            f"{name} has dtype {param.dtype}; weights must be one of {', '.join(DTYPES)}. Optimize a copy of quantized "
+            f"weights in bfloat16 or float32"
         )
     if any(size > 1 and not stride for size, stride in zip(param.shape, param.stride(), strict=True)):
         raise ValueError(f"{name} is expanded: several of its elements are one in memory; optimize what was expanded")
@@ -386,23 +367,24 @@ def refuse_parameter(name: str, param: Tensor) -> None:
 # which options a group has
 
 
+def own_options(algorithm: str) -> Group:
+    """The options that an algorithm reads and others do not, with their defaults."""
+    entry = ALGORITHMS[algorithm]
+    views = {key: default for key, (default, _) in _OF_VIEWS.items()} if entry.matrices is not None else {}
+    return {**views, **(_OF_MUON if "precondition" in entry.defaults else {}), **entry.defaults}
+
+
 def algorithm_defaults(algorithm: str) -> Group:
-    return {**optional_defaults(algorithm), **COMMON, **_FOR_SCHEDULERS, **ALGORITHMS[algorithm].defaults}
-
-
-def optional_defaults(algorithm: str) -> Group:
-    """The options that a group with this algorithm has only where they are set."""
-    of_muon = _OF_MUON if "precondition" in ALGORITHMS[algorithm].defaults else {}
-    return {key: default for key, (default, _) in (_OPTIONAL | _OF_VIEWS).items()} | of_muon
+    optional = {key: default for key, (default, _) in (_OPTIONAL | _OF_VIEWS).items()}  # norm rules read views too
+    return {**optional, **COMMON, **_FOR_SCHEDULERS, **own_options(algorithm)}
 
 
 def prune(group: Group) -> None:
     """Remove options of other algorithms from a group, and optional ones that are at their defaults."""
-    algorithm = group["algorithm"]
-    known, required = algorithm_defaults(algorithm), ALGORITHMS[algorithm].defaults
-    optional = {key: value for key, value in optional_defaults(algorithm).items() if key not in required}
-    for key in [key for key in group if key in CHECKS and key != "algorithm"]:
-        if key not in known or (key in optional and group[key] == optional[key]):
+    known, required = algorithm_defaults(group["algorithm"]), ALGORITHMS[group["algorithm"]].defaults
+    optional = {*_OPTIONAL, *_OF_VIEWS, *_OF_MUON} - required.keys()
+    for key in (CHECKS.keys() & group.keys()) - {"algorithm"}:
+        if key not in known or (key in optional and group[key] == known[key]):
             del group[key]
 
 
@@ -439,7 +421,7 @@ def completed(group: Group, defaults: Group) -> Group:
     filled: Group = {**inherited, **unset, **common, **BOOKKEEPING, **group, "algorithm": algorithm}
     if "lr" not in group and filled["lr_multiplier"] != 1:  # a group's own rate is never multiplied
         filled["lr"] = filled["lr"] * filled["lr_multiplier"]
-    if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has options of all kinds
+    if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has momentum and betas
         # loops that warm momentum up give it to all groups, and one decay rule reads betas
         allowed = _FOR_SCHEDULERS if DECAY_RULES[filled["decay"]].uses_gradient else ("momentum",)
         refuse_options_of_others(group, algorithm, allowed)
@@ -449,7 +431,7 @@ def completed(group: Group, defaults: Group) -> Group:
 
 
 def refuse_options_of_others(given: Iterable[str], algorithm: str, allowed: Iterable[str] = ()) -> None:
-    known = {*(algorithm_defaults(algorithm).keys() - _FOR_SCHEDULERS), *ALGORITHMS[algorithm].defaults, *allowed}
+    known = {*own_options(algorithm), *_OF_VIEWS, *allowed}
     for key in given:
         if key not in known and (owners := _owners(key)):
             raise ValueError(
@@ -459,10 +441,7 @@ def refuse_options_of_others(given: Iterable[str], algorithm: str, allowed: Iter
 
 
 def _owners(key: str) -> list[str]:
-    if key in _OF_VIEWS:
-        return [name for name, entry in ALGORITHMS.items() if entry.matrices is not None]
-    wanted = "precondition" if key in _OF_MUON else key
-    return [name for name, entry in ALGORITHMS.items() if wanted in entry.defaults]
+    return [name for name in ALGORITHMS if key in own_options(name)]
 
 
 def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
-from muonsw import codecs, peak, rates
+from muonsw import codecs, peak
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import Chunk, Update, elementwise_chunks, whole_parts
 from muonsw.apply import apply_update
-from muonsw.decay import decays
+from muonsw.decay import check_rates, decays, phi_of
 from muonsw.distributed import exchange_updates
 from muonsw.distributed.shards import is_dtensor, local, local_item, refuse_interleaved
 from muonsw.matrices import MatrixView, matrix_chunks
@@ -104,7 +104,7 @@ def make_plan(
                 f"the scheduler cycles betas, but algorithm={group['algorithm']!r} uses momentum, which stays at "
                 f"{group['momentum']:g}; pass cycle_momentum=False to the scheduler",
             )
-    changes = [rates.check(group, number, counters) for number, group in enumerate(groups)]
+    changes = [check_rates(group, number, counters) for number, group in enumerate(groups)]
     if any(changes):
         peak.warn_of_changes(changes)
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
@@ -118,7 +118,7 @@ def make_plan(
     contexts = []
     for batch in batches:
         group = groups[batch.number]
-        phi = rates.phi_of(group, group["lr"], group["step_count"] + 1)
+        phi = phi_of(group, group["lr"], group["step_count"] + 1)
         contexts.append(StepContext(group["lr"], phi, chunk_bytes(optimizer, batch.device)))
     return Plan(groups, batches, contexts)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from muonsw import peak, rates
+from muonsw import peak
 from muonsw.addons.norm_rules import FREE, acts
 from muonsw.algorithms import ALGORITHMS
+from muonsw.decay import needs_peak, phi_of
 from muonsw.state import state_bytes
 from muonsw.text import counted, sized, text_table
 from muonsw.work import Group
@@ -124,8 +125,8 @@ def summarize(groups: Sequence[Group], last: LastStep, skipped: bool, skipped_st
                 lr=lr,
                 rule=group["decay"] if group["weight_decay"] else "none",
                 norm=group["norm"] if acts(group) else FREE,
-                decay=rates.phi_of(group, lr, max(1, group["step_count"])) if moved else 0.0,
-                peak_lr=peak.eta_max(group) if rates.needs_peak(group) else None,
+                decay=phi_of(group, lr, max(1, group["step_count"])) if moved else 0.0,
+                peak_lr=peak.eta_max(group) if needs_peak(group) else None,
                 highest_lr=group["highest_lr"],
             )
         )

@@ -94,9 +94,9 @@ def test_rules_that_cannot_be_followed_are_refused():
     optimizer = torch.optim.AdamW(matrices((4, 6)), lr=0.05)
     with pytest.raises(ValueError, match="'gradient_norm' follows the gradients, which AdamW keeps to itself"):
         scale_weight_decay(optimizer, "gradient_norm")
-    with pytest.raises(ValueError, match=r"decay=\['scaled'\]: must be one of 'constant', 'scaled'"):
+    with pytest.raises(ValueError, match="did you mean 'scaled'"):
         scale_weight_decay(optimizer, ["scaled"])
-    with pytest.raises(ValueError, match="'cosine' ends with the run; pass total_steps="):
+    with pytest.raises(ValueError, match="'cosine' ends with the run; pass total_steps"):
         scale_weight_decay(optimizer, "cosine")
 
 

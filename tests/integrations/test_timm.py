@@ -66,8 +66,8 @@ def test_its_cosine_with_warmup_finds_the_peak(build):
 @pytest.mark.parametrize("build", [vit, resnet])
 def test_layer_decay_gives_each_depth_its_own_rate_and_peak(build):
     model = build()
-    with pytest.raises(ValueError, match="give each group its own peak_lr"):
-        layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5, peak_lr=LR)
+    given = layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5, peak_lr=2 * LR)
+    assert all(group["peak_lr"] == 2 * LR * group["lr_scale"] for group in given.param_groups)
     optimizer = layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5)
     expected = {}
     for group in param_groups_layer_decay(model, weight_decay=0.1, layer_decay=0.5):

@@ -30,9 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonsw import rates
 from muonsw.algorithms import ALGORITHMS
-from muonsw.decay import decays
+from muonsw.decay import decays, phi_of
 from muonsw.distributed.shards import is_dtensor, local, offset, refuse_interleaved
 from muonsw.matrices import STACK, WHOLE, MatrixCell, MatrixView, Region, box
 from muonsw.nonfinite import Flag
@@ -195,7 +194,7 @@ class _NormHooks:
         for number, params, eta in self._optimizer._last:
             group = self._optimizer.param_groups[number]
             if acts(group) and eta > 0:
-                phi = rates.phi_of(group, eta, group["step_count"])
+                phi = phi_of(group, eta, group["step_count"])
                 moved += [(group, param, eta, phi) for param in params]
         for group, param, eta, phi in moved:
             W = before[param]

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from muonsw import rates
 from muonsw.addons.norm_rules import acts
-from muonsw.decay import decays
+from muonsw.decay import decays, phi_of
 from muonsw.distributed.shards import is_dtensor, local
 from muonsw.nonfinite import Flag
 from muonsw.optimizer import ScaledDecayOptimizer
@@ -202,7 +201,7 @@ class ScheduleFree(Optimizer):
             for group, warmup in zip(self.param_groups, warmups, strict=True):
                 group["lr"] *= warmup
             self.optimizer.step()
-            phis = [rates.phi_of(group, float(group["lr"]), group["step_count"]) for group in self.param_groups]
+            phis = [phi_of(group, float(group["lr"]), group["step_count"]) for group in self.param_groups]
             if self.optimizer._last_skipped is not True:
                 stepped = self._stepped()
         finally:

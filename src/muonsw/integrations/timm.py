@@ -11,7 +11,6 @@ import torch
 
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_model
-from muonsw.routing import Routing
 from muonsw.routing.facts import unwrapped
 from muonsw.variants import SGDSW, AdamWSW, MuonSW
 
@@ -96,31 +95,29 @@ def layer_decay(
 
 
 def _built(
-    optimizer: type[ScaledDecayOptimizer],
+    cls: type[ScaledDecayOptimizer],
     model: torch.nn.Module,
     scales: dict[int, float],
     spared: set[str],
-    *,
-    preset: str | None = None,
-    patterns: dict[str, dict[str, Any]] | None = None,
-    adamw: dict[str, Any] | None = None,
     **options: Any,
 ) -> ScaledDecayOptimizer:
     """The optimizer of `for_model`, its groups cut by the scales of their parameters."""
-    routing, rest = optimizer._route(model, preset, patterns, adamw, options)
+    optimizer = cls.for_model(model, **options)
     if not spared and set(scales.values()) == {1.0}:
-        return optimizer._routed(model, routing, **rest)
+        return optimizer
     groups: list[dict[str, Any]] = []
-    for group in routing.groups:  # one group for each scale, the layers next to the output first
+    for group in optimizer.param_groups:  # one group for each scale, the layers next to the output first
         parts: dict[tuple[float, bool], list[tuple[str, torch.Tensor]]] = {}
-        for name, param in group["params"]:
+        for name, param in zip(group["param_names"], group["params"], strict=True):
             parts.setdefault((scales[id(param)], name in spared), []).append((name, param))
         for (scale, undecayed), members in sorted(parts.items(), reverse=True):
-            name = f"{group['name']} x{scale:.3g}" + (" undecayed" if undecayed else "")
-            part = {**group, "params": members, "lr_scale": scale, "name": name}
-            if isinstance(group.get("peak_lr"), float):
+            names, params = map(list, zip(*members, strict=True))
+            label = f"{group['name']} x{scale:.3g}" + (" undecayed" if undecayed else "")
+            part = {**group, "params": params, "param_names": names, "lr_scale": scale, "name": label}
+            if isinstance(group["peak_lr"], float):
                 part["peak_lr"] = group["peak_lr"] * scale
             if undecayed:
                 part["weight_decay"] = 0.0
             groups.append(part)
-    return optimizer._routed(model, Routing(groups, routing.reasons), **rest)
+    optimizer.param_groups[:] = groups  # there is no state yet
+    return optimizer

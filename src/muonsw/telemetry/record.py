@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muonsw import peak, rates
+from muonsw import peak
 from muonsw.addons.norm_rules import Matrices, acts
 from muonsw.algorithms import ALGORITHMS
+from muonsw.decay import needs_peak
 from muonsw.matrices import MatrixView
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.routing import classify
@@ -71,7 +72,7 @@ def parameter_infos(
         lam = group.get("base_weight_decay", group.get("weight_decay"))
         lr, decayed, peak_lr, view = float(group.get("lr", math.nan)), bool(lam), None, None
         settings = {"peak": "group", **group, "weight_decay": lam}
-        if decayed and "resolved_peak_lr" in group and rates.needs_peak(settings):
+        if decayed and "resolved_peak_lr" in group and needs_peak(settings):
             peak_lr = peak.eta_max(settings)
         rule = ALGORITHMS[group["algorithm"]] if isinstance(optimizer, ScaledDecayOptimizer) else None
         if rule is not None:
