@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, Telemetry, kernels, machine, nonfinite
+from muonsw import AdamWSW, MuonSW, Telemetry, kernels, machine
 from muonsw.kernels import tables
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
@@ -257,7 +257,6 @@ def default_dtype(request):
 def trained_at_once(algorithm, below, monkeypatch, device="cuda", **options):
     monkeypatch.setattr(kernels, "TORCH_BELOW", below)
     monkeypatch.setattr(kernels, "_USABLE", {})
-    monkeypatch.setattr(nonfinite, "_ones", tables.TensorCache())
     params = [nn.Parameter(p.detach().to(device)) for p in matrices((64, 48), (32, 96))]
     group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
     optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, **options)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.kernels.tables import TensorCache
 from muonsw.text import users_line
-from muonsw.work import Batch, Item, all_contiguous, copied_to, dtypes_of, elements, flattened
+from muonsw.work import Batch, Item, all_contiguous, copied_to, dtypes_of, elements
 
 POLICIES = ("skip", "raise", "propagate")
 
@@ -31,42 +30,11 @@ class NonFiniteGradientWarning(RuntimeWarning):
     """Steps were skipped because a gradient held an infinity or a NaN."""
 
 
-# Steps for which a device has a zero ready, and their distance: kernels are recompiled for addresses that are not
-# multiples of sixteen bytes.
-_ROOM, _APART = 256, 4
-
-
-class Flags:
-    """Zeros on a device, one for each step, so that no launch is needed to make a flag or to count it.
-
-    All are counted and cleared together when they are used up.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._room = torch.zeros(_ROOM, _APART, dtype=torch.float32, device=device)
-        self._free = list(self._room[:, 0].unbind())
-        self._counted = torch.zeros((), dtype=torch.float32, device=device)
-
-    def next(self) -> Tensor:
-        if not self._free:
-            self._counted += self._room.sum()
-            self._room.zero_()
-            self._free = list(self._room[:, 0].unbind())
-        return self._free.pop()
-
-    @property
-    def raised(self) -> int:
-        """How many were raised so far; waits for the device."""
-        return int(self._counted + self._room.sum())
-
-
 class Flag:
     """A scalar on the device, in the forms that kernels ask for; each form is computed once, when it is first used."""
 
-    def __init__(self, bad: Tensor, *, counted: bool = False) -> None:
+    def __init__(self, bad: Tensor) -> None:
         self.bad = bad  # 1 where a gradient is not finite and nothing may change, else 0, as fused kernels take it
-        self.counted = counted  # whether it is one of `Flags`, which count themselves
 
     @cached_property
     def ok(self) -> Tensor:
@@ -96,60 +64,39 @@ def all_finite(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack(flags).all() if len(flags) > 1 else flags[0]
 
 
-def finite_flag(work: Sequence[Batch], flags: Flags | None, captured: bool) -> Flag | bool:
+def finite_flag(work: Sequence[Batch], captured: bool = False) -> Flag | bool:
     """Whether this step may be taken: a bool where the host can know at no cost, else a flag on the device.
 
-    It is one of `flags` if they are given and lie on the only device. A step that is to be captured finds its gradients
-    through tables, so it takes our kernel whatever their size.
+    A step that is to be captured finds its gradients through tables, so it takes our kernel whatever their size.
     """
     if all(batch.device.type == "cpu" for batch in work):
         return _finite_on_host([item.grad for batch in work for item in batch.items])
     by_device: dict[torch.device, list[Tensor]] = {}
     for batch in work:
         by_device.setdefault(batch.device, []).extend(batch.grads)
-    if flags is not None and by_device.keys() == {flags.device}:
-        return Flag(_raised(flags.next(), by_device[flags.device], captured=captured), counted=True)
-    zeros = {device: torch.zeros((), dtype=torch.float32, device=device) for device in by_device}
-    found = [_raised(zeros[device], grads, captured=captured) for device, grads in by_device.items()]
+    found = [_bad_on_device(device, grads, captured) for device, grads in by_device.items()]
     home = found[0].device
     return Flag(found[0] if len(found) == 1 else torch.stack([copied_to(bad, home) for bad in found]).amax())
 
 
-# Below `_SHORT` elements gradients are copied together, since a call takes longer than the copy. From `_LONG` on a
-# gradient is checked by itself, in the dtypes that BLAS multiplies.
-_SHORT, _LONG = 2**12, 2**16
-_BLAS_DTYPES = {torch.float32, torch.float64}
-
-
 def _finite_on_host(grads: Sequence[Tensor]) -> bool:
-    """By sums that are finite only if every element is, and element by element only where a sum has overflowed."""
-    short = [grad for grad in grads if grad.numel() < _SHORT]
-    rest = [flattened(same) for same in _by_dtype(short)]
-    sums = []
-    for grad in grads if len(short) < len(grads) else ():
-        if grad.numel() >= _LONG and grad.dtype in _BLAS_DTYPES and grad.is_contiguous():
-            # The inner product of both halves: inf * 0 is NaN, so nothing can hide. It takes two thirds of the time of
-            # a norm.
-            flat, half = grad.view(-1), (grad.numel() + 1) // 2
-            sums.append(torch.dot(flat[:half], flat[-half:]))
-        elif grad.numel() >= _SHORT:
-            rest.append(grad)
-    sums += [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(rest)]
+    """By norms, which are finite only if every element is, and element by element only where a norm has overflowed."""
+    sums = [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(grads)]
     return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
 
 
-# Dtypes of gradients that mixed precision's check reads, and the number one on each device.
+# Dtypes of gradients that mixed precision's check reads.
 _AMP_DTYPES = {torch.float32, torch.float16}
-_ones: TensorCache[Tensor] = TensorCache()
 
 
-def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool) -> Tensor:
-    """A zero on the device of these gradients, set to one if an element is not finite."""
-    if bad.device.type == "cuda":
+def _bad_on_device(device: torch.device, grads: Sequence[Tensor], captured: bool) -> Tensor:
+    """One if an element of these gradients is not finite, else zero."""
+    bad = torch.zeros((), dtype=torch.float32, device=device)
+    if device.type == "cuda":
         by_dtype = _by_dtype(grads) if elements(grads) < kernels.TORCH_BELOW and not captured else []
         if by_dtype and all_contiguous(grads) and all(same[0].dtype in _AMP_DTYPES for same in by_dtype):
-            return _raised_by_amp(bad, by_dtype)
-        if kernels.available(bad.device):
+            return _bad_by_amp(bad, by_dtype)
+        if kernels.available(device):
             from muonsw.kernels import finite
 
             if finite.takes(grads):
@@ -158,10 +105,10 @@ def _raised(bad: Tensor, grads: Sequence[Tensor], *, captured: bool) -> Tensor:
     return bad.copy_(~all_finite(grads))
 
 
-def _raised_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
+def _bad_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
     # The check of torch's mixed precision: few launches, no table of addresses. It multiplies by one in place, which
     # changes nothing but costs a write, so large sets take our kernel.
-    one = _ones.get(bad.device, bad.device, lambda _: torch.ones((), dtype=torch.float32, device=bad.device))
+    one = torch.ones((), dtype=torch.float32, device=bad.device)
     for same in by_dtype:
         torch._amp_foreach_non_finite_check_and_unscale_(same, bad, one)
     return bad
@@ -184,12 +131,11 @@ def describe_non_finite(items: Sequence[Item]) -> str:
 
 
 class Counters:
-    """Flags, counters and warnings of one optimizer. None of them is saved."""
+    """Counters and warnings of one optimizer. None of them is saved."""
 
     def __init__(self) -> None:
         self._skipped_on_host = 0
         self._skipped_on_device = torch.zeros((), dtype=torch.float32, device="cpu")
-        self._flags: Flags | None = None
         self._warned: set[str] = set()
         self._skips_warned_of = 0
 
@@ -201,26 +147,16 @@ class Counters:
     def place(self, device: torch.device) -> None:
         """Bring the count to the device on which a graph will write it."""
         if self._skipped_on_device.device != device:
-            self._skipped_on_device = self._skipped_on_device.to(device)
+            self._skipped_on_device = copied_to(self._skipped_on_device, device)
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped for gradients that were not finite; waits for the device."""
-        counted = 0 if self._flags is None else self._flags.raised
-        return self._skipped_on_host + int(self._skipped_on_device) + counted
-
-    def flags(self, device: torch.device) -> Flags | None:
-        """Zeros for the finite check of eager steps on a GPU; None during a capture, which would freeze one of them."""
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        if self._flags is None:
-            self._flags = Flags(device)
-        return self._flags
+        return self._skipped_on_host + int(self._skipped_on_device)
 
     def skip_on_device(self, flag: Flag) -> None:
-        if not flag.counted:
-            self.place(flag.bad.device)
-            self._skipped_on_device.add_(flag.bad)
+        self.place(flag.bad.device)
+        self._skipped_on_device.add_(flag.bad)
 
     def skip_on_host(self, items: Sequence[Item]) -> None:
         self._skipped_on_host += 1

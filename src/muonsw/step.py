@@ -177,7 +177,7 @@ def settled_plan(optimizer: ScaledDecayOptimizer) -> Plan:
     try:
         plan = make_plan(optimizer, optimizer._replay.ready(optimizer))
         if optimizer.nonfinite == "raise" and plan.batches:
-            finite = finite_flag(plan.batches, None, False)
+            finite = finite_flag(plan.batches)
             if not (bool(finite.ok) if isinstance(finite, Flag) else finite):  # waits for the device
                 raise NonFiniteGradientError(f"{describe_non_finite(items_of(plan.batches))}; nothing was changed")
         commit(optimizer, plan)
@@ -195,7 +195,7 @@ def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, Flag | bool]:
         for batch in [batch for batch in plan.batches if ALGORITHMS[batch.group["algorithm"]].matrices is not None]:
             for item in [item for item in batch.items if item.dtensor is not None]:
                 refuse_interleaved(item.name, item.parameter)
-        finite: Flag | bool = optimizer.nonfinite == "propagate" or finite_flag(plan.batches, None, False)
+        finite: Flag | bool = optimizer.nonfinite == "propagate" or finite_flag(plan.batches)
         allocate(optimizer)  # here, so that a rank that runs out of memory does not leave the others waiting
     except Exception:
         optimizer._ranks.fail()
@@ -255,9 +255,7 @@ def update_and_apply(
     if finite is None:
         finite = True
         if batches and optimizer.nonfinite == "skip":
-            is_counted = batches[0].device.type == "cuda" and not ranks.is_shared
-            flags = optimizer._counters.flags(batches[0].device) if is_counted else None
-            finite = finite_flag(batches, flags, captured)
+            finite = finite_flag(batches, captured)
         if ranks.is_shared:
             finite = ranks.reduced(finite)
     if finite is False:
