@@ -491,21 +491,6 @@ def test_how_a_machine_takes_its_steps_is_the_optimizers_own(own):
     assert optimizer.param_groups[0]["offload"] is own
 
 
-@pytest.mark.parametrize(("algorithm", "old", "new"), [
-    ("muon", "precondition_period", "precondition_frequency"), ("soap", "max_precond_dim", "precondition_max_dim"),
-])  # fmt: skip
-def test_options_of_older_versions_are_dropped_or_read_under_their_new_name(algorithm, old, new):
-    options = {"algorithm": algorithm, **({"precondition": "soap"} if algorithm == "muon" else {})}
-    saved = MuonSW([{"params": matrices((4, 6)), **options}], lr=0.05).state_dict()
-    saved["param_groups"][0].pop(new, None)
-    removed = {"capturable": True, "update_floor": 0.0, "radial_brake": (1.0, 1.0)}
-    saved["param_groups"][0] |= {**removed, old: 7}
-    optimizer = MuonSW([{"params": matrices((4, 6)), **options}], lr=0.05)
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0][new] == 7
-    assert not {*removed, old} & optimizer.param_groups[0].keys()
-
-
 def test_a_state_of_torchs_past_its_peak_has_reached_it():
     """Its groups do not say how high the rate was; that it falls from where it is, is no cause to warn."""
     params = matrices((4, 6))

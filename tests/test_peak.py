@@ -285,17 +285,6 @@ def test_resuming_a_run_whose_peak_was_handed_over_is_no_surprise(handed_over):
     assert fresh.param_groups[0]["resolved_peak_lr"] == pytest.approx(0.4)
 
 
-def test_several_groups_with_another_peak_are_reported_in_one_warning():
-    def make(lr):
-        return SGDSW([{"params": [weight()]}, {"params": [weight()]}], lr=lr, weight_decay=LAMBDA)
-
-    optimizer = make(0.1)
-    shrinks(optimizer)
-    with pytest.warns(PeakLRWarning, match="param group 0, param group 1: built for") as caught:
-        make(0.2).load_state_dict(optimizer.state_dict())
-    assert len(caught) == 1
-
-
 def test_a_scheduler_of_another_optimizer_and_a_group_that_is_not_there_are_refused():
     optimizer, other = (SGDSW([weight()], lr=0.1) for _ in range(2))
     with pytest.raises(ValueError, match="this CosineAnnealingLR schedules another optimizer"):

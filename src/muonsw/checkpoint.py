@@ -1,4 +1,4 @@
-"""Save and load states: this library's, today's or older ones, and those of torch's Muon, AdamW and SGD.
+"""Save and load states: this library's, and those of torch's Muon, AdamW and SGD.
 
 A load translates the saved groups, matches them with the groups here, and checks options and shapes, all before torch
 replaces anything. At the end: how to find the optimizer inside what a framework has wrapped around it.
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,7 +19,6 @@ from muonsw.codecs import is_code, refuse_shards
 from muonsw.decay import LAMBDA_KEYS, decays, needs_peak, own_weight_decay, require_length
 from muonsw.options import BOOKKEEPING, CHECKS, differing_options, prune, validate_option
 from muonsw.orthogonalize import NS5
-from muonsw.peak import PeakLRWarning
 from muonsw.precision import SCALE
 from muonsw.routing.facts import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
@@ -33,14 +31,10 @@ if TYPE_CHECKING:
 
 StateDict = dict[str, Any]
 
-# Options that may be tensors, which code outside changes in place.
-_MAYBE_TENSORS = ("lr", "weight_decay")
-
 # What groups are called, which has no effect on training.
 _LABELS = ("name", "role")
 
-# Options of older versions: those that are gone, and today's names of the others.
-_REMOVED = ("capturable", "update_floor", "radial_brake", "decay_points")
+# Earlier names of options.
 _RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
 
 # Options by which groups of torch's optimizers are recognized, with our algorithm and class.
@@ -77,8 +71,6 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
     The state is translated after the user's hooks that run before a load, and settled before those that run after it.
     """
     groups, state = optimizer.param_groups, optimizer.state
-    settings = [{key: group[key] for key in _MAYBE_TENSORS} for group in groups]
-    tensors = [(value, value.clone()) for each in settings for value in each.values() if isinstance(value, Tensor)]
     expected = [(group["constructor_lr"], group["resolved_peak_lr"] or peak.expected_peak(group)) for group in groups]
     translated: StateDict = {}
 
@@ -91,7 +83,6 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
             for key, param in zip(old["params"], group["params"], strict=True):
                 if loaded := translated["state"].get(key):  # copied, and in its own dtype, which torch has changed
                     optimizer.state[param] = restored(loaded, group, param)
-        _fill_tensors(optimizer.param_groups, settings)
 
     handles = (
         optimizer.register_load_state_dict_pre_hook(before),
@@ -105,48 +96,52 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
         _settle_peaks(optimizer.param_groups, expected, saved)
     except BaseException:
         optimizer.param_groups, optimizer.state = groups, state
-        for tensor, value in tensors:
-            tensor.copy_(value)
         raise
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _fill_tensors(groups: list[Group], settings: list[Group]) -> None:
-    """Put loaded rates and lambdas into the tensors that this optimizer was built with.
-
-    Groups that share a tensor go on sharing it where their values are equal. A lambda that is the number 0 stays one:
-    norm rules leave such a group alone, and a tensor may be anything.
-    """
-    for key in _MAYBE_TENSORS:
-        filled: dict[tuple[int, float], Tensor] = {}
-        taken: set[int] = set()
-        for group, before in zip(groups, [each[key] for each in settings], strict=True):
-            if isinstance(before, Tensor) and (key == "lr" or decays(group)):
-                value = float(group[key])
-                tensor = torch.full_like(before, value) if id(before) in taken else before
-                taken.add(id(before))
-                group[key] = filled.setdefault((id(before), value), tensor).fill_(value)
-            elif key == "lr":
-                group[key] = float(group[key])
+    _fill_tensors(optimizer.param_groups, groups)
 
 
 def _settle_peaks(groups: list[Group], expected: list[tuple[float, float]], saved: StateDict) -> None:
-    """Warn of loaded peaks that surprise, and complete those that were not saved.
+    """Warn of loaded peaks that this optimizer was not built for, and complete those that were not saved.
 
-    `expected` has the constructor's rate and the peak that each group was built for.
+    `expected` has the constructor's rate and the peak that each group was built for. The same constructor rate on both
+    sides is a resumed run, whose peak a scheduler may have raised since.
     """
-    surprises: dict[str, list[str]] = {}
     for number, (group, (built_with, built_for)) in enumerate(zip(groups, expected, strict=True)):
-        message = peak.surprise_after_load(built_with, built_for, group) if needs_peak(group) else None
-        if message is not None:
-            surprises.setdefault(message, []).append(label_of(group, number))
+        setting = group["peak_lr"]
+        loaded = group["resolved_peak_lr"] or (setting if isinstance(setting, float) else None)
+        is_resumed = setting is None and not peak.differ(built_with, float(group["constructor_lr"]))
+        is_surprise = loaded and setting != peak.RUNNING_MAX and not is_resumed and peak.differ(loaded, built_for)
+        if is_surprise and needs_peak(group):
+            warnings.warn(
+                f"{label_of(group, number)} was built for a peak learning rate of {built_for:.8g} and loaded one of "
+                f"{loaded:.8g}, which is kept; call set_peak_lr({built_for:.8g}, group={number}) if a new run starts "
+                f"here",
+                peak.PeakLRWarning,
+                stacklevel=users_line(),
+            )
     if not any("highest_lr" in group for group in saved["param_groups"]):  # assume that the peak was reached
         for group in groups:
             group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
-    for message, labels in surprises.items():
-        warnings.warn(f"{', '.join(labels)}: {message}", PeakLRWarning, stacklevel=users_line())
+
+
+def _fill_tensors(groups: list[Group], before: list[Group]) -> None:
+    """Put loaded rates and lambdas into the tensors that this optimizer had, which code outside changes in place.
+
+    Groups that share a tensor go on sharing it where their values are equal. A lambda of 0 is a number: norm rules
+    leave such a group alone, and a tensor may be anything.
+    """
+    filled: dict[tuple[int, float], Tensor] = {}
+    for key in ("lr", "weight_decay"):
+        for group, old in zip(groups, before, strict=True):
+            tensor, value = old[key], float(group[key])
+            group[key] = value
+            if isinstance(tensor, Tensor) and (key == "lr" or value):
+                is_taken = any(held is tensor for held in filled.values())
+                held = filled.setdefault((id(tensor), value), tensor.clone() if is_taken else tensor)
+                group[key] = held.fill_(value)
 
 
 # translate a saved state, and refuse one that does not fit; nothing here changes the optimizer
@@ -179,9 +174,9 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
             )
     completed = []
     for number, (old, here) in enumerate(zip(matched, groups, strict=True)):
-        group = {key: value for key, value in old.items() if key not in (*_REMOVED, *_RENAMED)}
+        group = {key: value for key, value in old.items() if key not in _RENAMED}
         for former, key in _RENAMED.items():
-            if former in old and group.get(key) is None:  # older groups had options of other algorithms too
+            if former in old and group.get(key) is None:
                 group[key] = old[former]
         group = {key: validate_option(key, value) if key in CHECKS else value for key, value in group.items()}
         options = {key: value for key, value in here.items() if key not in ("params", "param_names")}

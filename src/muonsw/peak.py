@@ -117,7 +117,7 @@ def update_peak(group: Group, number: int) -> str | None:
         return (
             f"a scheduler raised the peak learning rate of {label_of(group, number)} from {peak:.8g} to {implied:.8g}"
         )
-    if is_new and _differ(implied, peak):
+    if is_new and differ(implied, peak):
         return (
             f"a scheduler recorded a peak of {implied:.8g} for {label_of(group, number)}, below the {peak:.8g} in use, "
             f"which is kept; call set_peak_lr({implied:.8g}, group={number}) if a new run starts here"
@@ -173,22 +173,5 @@ def scheduler_peaks(scheduler: Any) -> list[float]:
     return [float(lr) for lr in rates]
 
 
-def surprise_after_load(built_with: float, expected: float, group: Group) -> str | None:
-    """The warning of a loaded peak that is not the one this optimizer was built for; the saved peak is kept.
-
-    The same constructor rate on both sides is a resumed run, whose peak a scheduler may have raised since.
-    """
-    setting = group["peak_lr"] if isinstance(group["peak_lr"], float) else None
-    saved = setting if group["resolved_peak_lr"] is None else group["resolved_peak_lr"]
-    if saved is None or not _differ(saved, expected) or group["peak_lr"] == RUNNING_MAX:
-        return None
-    if group["peak_lr"] is None and not _differ(built_with, float(group["constructor_lr"] or built_with)):
-        return None
-    return (
-        f"built for a peak learning rate of {expected:.8g} and loaded one of {saved:.8g}, which is kept; "
-        f"call set_peak_lr({expected:.8g}, group=<its number>) if a new run starts here"
-    )
-
-
-def _differ(a: float, b: float) -> bool:
+def differ(a: float, b: float) -> bool:
     return abs(a - b) > PEAK_TOLERANCE * max(a, b)
