@@ -163,8 +163,8 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
         for key, state in saved["state"].items()
     }
     theirs = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
-    matched = _matched(theirs, groups)
-    for number, (old, here) in enumerate(zip(matched, groups, strict=True)):
+    completed = []
+    for number, (old, here) in enumerate(zip(_matched(theirs, groups), groups, strict=True)):
         # Equal names of state may mean other averages. A group of ours may change its algorithm if its state fits.
         if old["params"] and "peak_lr" not in old and old.get("algorithm") != here["algorithm"]:
             source = f"torch's {old['algorithm']}" if "algorithm" in old else f"another kind, with {listed(list(old))}"
@@ -172,8 +172,6 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
                 f"param group {number} has algorithm={here['algorithm']!r}, and the saved state is of {source}; build "
                 f"the optimizer with the algorithm that was saved, or start with fresh state"
             )
-    completed = []
-    for number, (old, here) in enumerate(zip(matched, groups, strict=True)):
         group = {key: value for key, value in old.items() if key not in _RENAMED}
         for former, key in _RENAMED.items():
             if former in old and group.get(key) is None:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,9 +15,17 @@ import torch.distributed as dist
 from muonsw.precision import AUTO, DTYPES
 
 
+@cache
 def fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32."""
-    return _CPU_HAS_BFLOAT16_UNITS
+    """Whether this CPU multiplies bfloat16 faster than float32: by AVX512-BF16 or AMX that oneDNN is allowed to use.
+
+    Without them bfloat16 products are emulated, some 25 times slower than float32.
+    """
+    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
+    if allowed not in ("ALL", "DEFAULT") and "BF16" not in allowed and "AMX" not in allowed and "FP16" not in allowed:
+        return False
+    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 
 def cores() -> int:
@@ -45,25 +54,6 @@ def gpu_capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def cpu_has_bfloat16_units() -> bool:
-    """Whether there is AVX512-BF16 or AMX that oneDNN is allowed to use.
-
-    Without them bfloat16 products are emulated, some 25 times slower than float32.
-    """
-    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
-    if allowed not in ("ALL", "DEFAULT") and "BF16" not in allowed and "AMX" not in allowed and "FP16" not in allowed:
-        return False
-    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
-
-
-_CPU_HAS_BFLOAT16_UNITS = cpu_has_bfloat16_units()  # asked once: torch.compile cannot trace the probes
-
-
-# What each accelerator answered, asked once.
-_FASTEST: dict[torch.device, torch.dtype] = {}
-
-
 def product_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the orthogonalizer's products: the fastest that this hardware multiplies without emulation."""
     if setting != AUTO:
@@ -72,14 +62,16 @@ def product_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) 
         return torch.float64
     if device.type == "cpu":
         return torch.bfloat16 if fast_bfloat16() else torch.float32
-    if device not in _FASTEST:
-        dtype = torch.float32 if device.type == "mps" else torch.bfloat16
-        if device.type == "cuda" and not gpu_fast_bfloat16(device):
-            # V100 and T4 multiply float16 on tensor cores and emulate bfloat16; older GPUs have no tensor cores. The
-            # orthogonalizers normalize first, so float16 neither overflows nor loses anything against bfloat16.
-            dtype = torch.float16 if gpu_capability(device) >= 70 else torch.float32
-        _FASTEST[device] = dtype
-    return _FASTEST[device]
+    return torch.float32 if device.type == "mps" else _fastest(device)
+
+
+@cache
+def _fastest(device: torch.device) -> torch.dtype:
+    if device.type != "cuda" or gpu_fast_bfloat16(device):
+        return torch.bfloat16
+    # V100 and T4 multiply float16 on tensor cores and emulate bfloat16; older GPUs have no tensor cores. The
+    # orthogonalizers normalize first, so float16 neither overflows nor loses anything against bfloat16.
+    return torch.float16 if gpu_capability(device) >= 70 else torch.float32
 
 
 def product_settings() -> tuple[Any, ...]:

@@ -93,17 +93,11 @@ def _shift_right(h: Tensor, bits: int) -> Tensor:
 
 
 class Noise(NamedTuple):
-    """Numbers in [0, 1) for each element of a tensor of state at a step.
+    """Numbers in [0, 1) for each element of a tensor of state at a step."""
 
-    Attributes:
-        counter: the number of the step, on the device of the state.
-        key: a number for this tensor of state, whatever the step.
-        origin: the position in the whole parameter at which this rank's shard begins.
-    """
-
-    counter: Tensor
-    key: int
-    origin: int = 0
+    counter: Tensor  # the number of the step, on the device of the state
+    key: int  # of this tensor of state, whatever the step
+    origin: int = 0  # where this rank's shard begins in the whole parameter
 
     @property
     def seed(self) -> Tensor:
@@ -111,14 +105,8 @@ class Noise(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tensors of state under one key in the form in which they are kept.
+    """Tensors of state under one key in the form in which they are kept."""
 
-    Attributes:
-        values: floats, or codes.
-        scales: of codes, one for each block.
-        noises: by which they are rounded; none is to nearest.
-    """
-
-    values: Sequence[Tensor]
-    scales: Sequence[Tensor] = ()
-    noises: Sequence[Noise] = ()
+    values: Sequence[Tensor]  # floats, or codes
+    scales: Sequence[Tensor] = ()  # of codes, one for each block
+    noises: Sequence[Noise] = ()  # by which they are rounded; none is to nearest

@@ -37,19 +37,12 @@ if TYPE_CHECKING:
 
 
 class StateLayout(NamedTuple):
-    """How one tensor of a parameter's state is kept.
+    """How one tensor of a parameter's state is kept."""
 
-    Attributes:
-        shape: over all ranks.
-        dtype: in which it is kept.
-        own_axis: the first axis that the parameter does not have; None where it is laid out like the parameter.
-        on_host: in pinned host memory.
-    """
-
-    shape: torch.Size
+    shape: torch.Size  # over all ranks
     dtype: torch.dtype
-    own_axis: int | None = None
-    on_host: bool = False
+    own_axis: int | None = None  # the first axis that the parameter lacks; None where it is laid out like the parameter
+    on_host: bool = False  # in pinned host memory
 
 
 COUNTER_LAYOUT = StateLayout(torch.Size(()), torch.float32, 0)

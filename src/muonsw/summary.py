@@ -22,50 +22,29 @@ LastStep = list[tuple[int, list[Tensor], float]]
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """One param group in the last step.
+    """One param group in the last step."""
 
-    Attributes:
-        group: its number.
-        role: its label, or None.
-        algorithm: the algorithm that moved its parameters.
-        parameters: how many numbers it moved; those without a gradient are not among them.
-        matrices: how many matrices it orthogonalized.
-        lr: the learning rate of the step.
-        rule: the decay rule.
-        norm: the norm rule, "free" where decay acts as it is.
-        decay: phi, the fraction of each weight that the step took away.
-        peak_lr: the peak that the decay was divided by, None where the rule needs none or it is not known yet.
-        highest_lr: the highest learning rate so far.
-    """
-
-    group: int
+    group: int  # its number
     role: str | None
     algorithm: str
-    parameters: int
-    matrices: int
-    lr: float
-    rule: str
-    norm: str
-    decay: float
-    peak_lr: float | None
-    highest_lr: float | None
+    parameters: int  # how many scalars were moved; those without a gradient are not among them
+    matrices: int  # how many matrices were orthogonalized
+    lr: float  # of the step
+    rule: str  # the decay rule
+    norm: str  # the norm rule, "free" where decay acts as it is
+    decay: float  # phi, the fraction of each weight that the step took away
+    peak_lr: float | None  # that the decay was divided by; None where the rule needs none or it is not known yet
+    highest_lr: float | None  # so far
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What the last step did; `print` shows it as a table.
-
-    Attributes:
-        groups: one entry for each param group.
-        skipped: whether that step changed nothing because a gradient was not finite.
-        skipped_steps: how many steps were skipped so far.
-        state: bytes of optimizer state on this rank by key, whether it is allocated yet or not.
-    """
+    """What the last step did; `print` shows it as a table."""
 
     groups: tuple[GroupSummary, ...]
-    skipped: bool
-    skipped_steps: int
-    state: dict[str, int]
+    skipped: bool  # whether that step changed nothing because a gradient was not finite
+    skipped_steps: int  # so far
+    state: dict[str, int]  # bytes of optimizer state on this rank by key, whether it is allocated yet or not
 
     @property
     def matrices(self) -> int:
