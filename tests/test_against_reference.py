@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW
 from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5, polar
@@ -132,41 +131,3 @@ def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, 
         optimizer.step()
     expected = torch.stack([r.W for r in references])
     torch.testing.assert_close(param.detach().reshape(-1, *shape), expected, rtol=1e-7, atol=1e-9)
-
-
-def mutated(rule, lam, peak, mutation):
-    """A reference whose decay is wrong in one way."""
-    decay = Decay(rule, lam, peak, STEPS)
-    match mutation:
-        case "dropped":
-            decay.lam = 0.0
-        case "doubled":
-            decay.lam *= 2
-        case "another peak":
-            decay.eta_max *= 2
-        case "another length":
-            decay.T *= 2
-        case "a step late":
-            decay.t = 1
-    return decay
-
-
-MUTATIONS = [
-    (rule, mutation)
-    for rule in ("constant", "scaled", "squared", "independent", "fixed", "cosine", "log_time")
-    for mutation in ("dropped", "doubled", "another peak", "another length", "a step late")
-    if mutation != "another peak" or rule in ("scaled", "independent", "log_time")
-    if mutation != "another length" or rule == "cosine"
-    if mutation != "a step late" or rule == "log_time"
-]
-
-
-@pytest.mark.parametrize(("rule", "mutation"), MUTATIONS)
-def test_wrong_decay_would_be_noticed(rule, mutation):
-    """The tolerances above are tight enough: each mutation of each rule leaves them by far."""
-    params = [nn.Parameter(p.detach() * 10) for p in matrices((4, 6))]
-    lam = LAMBDA.get(rule, 0.3)
-    decay = mutated(rule, lam, PEAK, mutation)
-    reference = ReferenceMuonSW(params[0].detach(), decay, nesterov=True, heavy_ball=False, orthogonalize=ns5)
-    optimizer = MuonSW(params, lr=PEAK, weight_decay=lam, decay=rule, ns_dtype="float32", **OF_THE_RUN)
-    assert follow(optimizer, params, [reference], STEPS, SCHEDULE) > 20 * TOLERANCE[torch.float32]

@@ -15,15 +15,6 @@ def steps(monkeypatch):
     return importlib.import_module("step_time")
 
 
-def test_the_sets_hold_the_same_numbers_for_everyone(steps):
-    for name, matrices in steps.SETS.items():
-        ours = sum(torch.Size(shape).numel() for shape, _ in matrices.ours)
-        assert ours == sum(torch.Size(shape).numel() for shape in matrices.stacks), name
-        assert ours == sum(torch.Size(shape).numel() for shape in matrices.plain), name
-    a, b = (steps.MatrixSource(CPU).make([(8, 8), (8, 12)]) for _ in range(2))
-    assert all(torch.equal(x.grad, y.grad) and torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def test_a_wrong_step_is_not_timed(steps, monkeypatch):
     assert steps.check(CPU, [(16, 16), (16, 24)]).keys() == {"muon", "adamw"}
     pair = steps.PAIRS["adamw"]
@@ -55,14 +46,3 @@ def test_everyone_is_timed_and_a_failure_is_named(steps):
     assert all(given[:-1]), "the last call is for its memory alone"
     state = {name: row["state_bytes_per_parameter"] for name, row in rows.items() if name != "taker"}
     assert state == pytest.approx({"muonsw": 4, "AdamWSW": 8, "schedule_free": 12}, rel=0.1)
-
-
-def test_peers_that_are_missing_are_named(steps, monkeypatch):
-    def absent():
-        raise ModuleNotFoundError("No module named 'absent'")
-
-    monkeypatch.setattr(steps, "PEERS", {"absent": absent})
-    chosen, missing = steps.contenders()
-    assert (set(chosen), missing) == (set(steps.USUAL), ["absent"])
-    with pytest.raises(SystemExit, match=r"unknown optimizer 'muonws' \(did you mean 'muonsw'\?\)"):
-        steps.contenders(["muonws"])

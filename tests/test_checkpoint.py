@@ -172,25 +172,6 @@ def test_a_rate_or_lambda_in_a_tensor_is_filled_in_place_by_a_load(key):
         held.fill_(0.05)
 
 
-def test_a_lambda_of_zero_is_not_loaded_into_a_tensor():
-    """A group that a norm rule leaves alone, as it does not decay, is left alone after a load too."""
-
-    def build(params):
-        groups = [{"params": [param]} for param in params]
-        return MuonSW(groups, lr=0.1, weight_decay=torch.tensor(0.1), norm="hyperball")
-
-    params = matrices((4, 4), (4, 4))
-    optimizer = build(params)
-    optimizer.param_groups[0]["weight_decay"] = 0.0
-    run(optimizer, params, 2)
-    resumed = clones(params)
-    other = build(resumed)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    run(optimizer, params, 2, start=2)
-    run(other, resumed, 2, start=2)
-    assert_same(resumed, params)
-
-
 @pytest.mark.parametrize(
     ("spoilt", "error"),
     [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, MuonSW, Telemetry, kernels, machine
+from muonsw import AdamWSW, MuonSW, kernels, machine
 from muonsw.kernels import tables
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
@@ -148,27 +148,6 @@ def test_small_sets_move_as_large_ones_do(algorithm, options, dtype, monkeypatch
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("below", [kernels.TORCH_BELOW, 0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
-def test_measured_steps_make_the_same_weights(algorithm, dtype, below, monkeypatch):
-    monkeypatch.setattr(kernels, "TORCH_BELOW", below)
-
-    def trained(every):
-        params = on_gpu((64, 48), (7,), (33, 35), dtype=dtype)
-        group = {"params": params, "algorithm": algorithm, "momentum": 0.9}
-        optimizer = MuonSW([group], lr=0.05, weight_decay=0.3, chunk_bytes=4096)
-        if every:
-            Telemetry(optimizer, every=every)
-        for t in range(4):
-            feed(params, t)
-            optimizer.step()
-        return params
-
-    for a, b in zip(trained(0), trained(2), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_one_bad_entry_among_many_gradients_is_found_and_no_gradient_changes(bad, dtype):
@@ -277,26 +256,6 @@ def test_steps_under_another_default_dtype_are_the_same(algorithm, below, option
     torch.set_default_dtype(torch.float32)
     expected = trained_at_once(algorithm, below, monkeypatch, **options)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("algorithm", OPTIMIZERS)
-def test_telemetry_under_another_default_device(algorithm):
-    def record():
-        params = on_gpu(*SHAPES)
-        group = {"params": params, "algorithm": algorithm, "matrix": "stack"}
-        optimizer = MuonSW([group], lr=0.05, weight_decay=0.3)
-        telemetry = Telemetry(optimizer, every=1, spectral_norm=True, condition=True)
-        for param in params:
-            param.grad = param.detach().sin()
-        optimizer.step()
-        return telemetry.last["all"]
-
-    expected = record()
-    torch.set_default_device("cuda")
-    try:
-        assert record() == expected
-    finally:
-        torch.set_default_device(None)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -54,17 +54,6 @@ def test_large_numbers_are_finite_also_where_their_norm_is_not(check):
         assert not check(grads)
 
 
-@pytest.mark.parametrize("size", [2**16, 2**16 + 1])
-@pytest.mark.parametrize("bad", BAD, ids=str)
-def test_no_bad_entry_of_a_long_gradient_hides_behind_a_zero(size, bad):
-    grad = torch.zeros(size)
-    assert check_on_host([grad])
-    for place in (0, size // 2 - 1, size // 2, size - 1):
-        grad[place] = bad
-        assert not check_on_host([torch.randn(3), grad])
-        grad[place] = 0.0
-
-
 def test_without_entries_everything_is_finite():
     assert check_on_host([])
     assert check_on_host([torch.empty(0)])

@@ -182,12 +182,6 @@ def test_numbers_of_numpy_are_numbers():
     assert group["params"][0][0, 0].item() == pytest.approx(1 - 0.2 * 0.05**2 / np.float32(0.1), rel=1e-6)
 
 
-@pytest.mark.parametrize("preset", [["normuon"], {"normuon": 1}, ("normuon",)])
-def test_a_preset_that_is_no_name_is_refused_by_name(preset):
-    with pytest.raises(ValueError, match=r"unknown preset .*did you mean 'normuon'"):
-        MuonSW.for_model(nn.Linear(4, 4), lr=0.1, preset=preset)
-
-
 @pytest.mark.parametrize(
     ("key", "value"), [("momentum", np.float32(0.5)), ("weight_decay", np.float32(0.5)), ("nesterov", False)]
 )

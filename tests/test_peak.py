@@ -417,13 +417,3 @@ def test_a_group_without_decay_may_have_any_rate_beside_one_peak():
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert [group.decay for group in optimizer.summary().groups] == pytest.approx([LAMBDA * FAST, 0.0, 0.0, 0.0])
-
-
-def test_a_growing_lambda_is_caught_and_a_number_is_the_remedy():
-    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
-    scheduler = LambdaLR(optimizer, lambda t: 1 + t)
-    optimizer.set_peak_lr(scheduler)
-    with pytest.raises(PeakLRError, match="above its peak"):
-        decay_only(optimizer, scheduler, 2)
-    optimizer.set_peak_lr(0.5)
-    assert_scaled_by(decay_only(optimizer, scheduler, 3), 0.5)

@@ -2,14 +2,13 @@
 
 import copy
 import re
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning
+from muonsw import SGDSW, MuonSW, NonFiniteGradientWarning
 from muonsw.decay import decay_factors
 from tests.common.problems import assert_same, clones, matrices, run, set_gradients
 
@@ -70,27 +69,6 @@ def test_a_group_that_joins_counts_on():
     assert optimizer.param_groups[1]["step_count"] == 7
     run(optimizer, params, 1, start=7)
     assert [group["step_count"] for group in optimizer.param_groups] == [8, 8]
-
-
-def test_adamcs_own_form_is_a_matter_of_patterns():
-    """Scaled where a normalization follows, constant elsewhere."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    optimizer = AdamWSW.for_model(
-        model, lr=0.05, weight_decay=0.1, decay="constant", patterns={"0.weight": {"decay": "scaled"}}
-    )
-    rule_of = {name: g["decay"] for g in optimizer.param_groups for name in g["param_names"] if g["weight_decay"]}
-    assert rule_of["0.weight"] == "scaled"
-    assert rule_of["2.weight"] == "constant"
-    for group in optimizer.param_groups:
-        group["lr"], group["peak_lr"], group["resolved_peak_lr"] = 0.01, 0.05, 0.05
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer.step()
-    for name, phi in (("0.weight", 0.1 * 0.01**2 / 0.05), ("2.weight", 0.1 * 0.01)):
-        torch.testing.assert_close(model.get_parameter(name).detach(), (1 - phi) * before[name])
 
 
 @pytest.mark.parametrize("rule", ["cosine", "log_time"])

@@ -130,15 +130,14 @@ def _settle_peaks(groups: list[Group], expected: list[tuple[float, float]], save
 def _fill_tensors(groups: list[Group], before: list[Group]) -> None:
     """Put loaded rates and lambdas into the tensors that this optimizer had, which code outside changes in place.
 
-    Groups that share a tensor go on sharing it where their values are equal. A lambda of 0 is a number: norm rules
-    leave such a group alone, and a tensor may be anything.
+    Groups that share a tensor go on sharing it where their values are equal.
     """
     filled: dict[tuple[int, float], Tensor] = {}
     for key in ("lr", "weight_decay"):
         for group, old in zip(groups, before, strict=True):
             tensor, value = old[key], float(group[key])
             group[key] = value
-            if isinstance(tensor, Tensor) and (key == "lr" or value):
+            if isinstance(tensor, Tensor):
                 is_taken = any(held is tensor for held in filled.values())
                 held = filled.setdefault((id(tensor), value), tensor.clone() if is_taken else tensor)
                 group[key] = held.fill_(value)
