@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, AdamWSW, MuonSW, machine
+from muonsw import SGDSW, MuonSW, machine
 from muonsw.machine import product_dtype
-from muonsw.nonfinite import Flag
 from muonsw.precision import mix, stochastic_round, uniform_hash
-from tests.common.problems import OPTIMIZERS, assert_same, clones, flag_on_device, matrices, run
+from tests.common.problems import OPTIMIZERS, clones, flag_on_device, matrices, run
 
 LOW = [torch.bfloat16, torch.float16]
 # Of a thousandth each, which plain rounding to bfloat16 takes back every time.
@@ -43,16 +42,6 @@ def test_representable_values_and_non_finite_ones_stay(dtype):
     assert stochastic_round(torch.tensor([float("nan")]), dtype, seed(3)).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", LOW)
-def test_tensors_rounded_in_one_buffer_have_the_noise_of_each_alone(dtype):
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(size, generator=generator) for size in (1, 37, 0, 64, 3)]
-    seeds = torch.tensor([5, -7, 2**31 - 1, 0, 5], dtype=torch.int32)
-    alone = [stochastic_round(x, dtype, number) for x, number in zip(tensors, seeds, strict=True)]
-    together = stochastic_round(torch.cat(tensors), dtype, seeds, [x.numel() for x in tensors])
-    assert torch.equal(together, torch.cat(alone))
-
-
 def test_each_weight_and_each_part_of_one_that_is_cut_has_noise_of_its_own():
     params = [nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2)]
     for param in params:
@@ -60,29 +49,6 @@ def test_each_weight_and_each_part_of_one_that_is_cut_has_noise_of_its_own():
     SGDSW(params, lr=2**-9, weight_decay=0.0, chunk_bytes=64).step()  # to the middle between two neighbours
     parts = [tuple(part.tolist()) for param in params for part in param.detach().split(32)]
     assert len(set(parts)) == 4
-
-
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("cautious", [False, True])
-@pytest.mark.parametrize("bad", [None, 0.0, 1.0], ids=["host", "taken", "skipped"])
-def test_weights_rounded_in_one_buffer_are_those_rounded_one_by_one(cautious, dtype, bad, monkeypatch):
-    """In small buffers, so that there are several, weights that share one and a weight too large for any."""
-    if bad is not None:
-        monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(torch.tensor(bad)))
-
-    def trained(most):
-        monkeypatch.setattr("muonsw.apply.ROUNDED_TOGETHER", most)
-        params = matrices((3, 5), (8, 8), (0, 4), (7, 1), (20, 30), (2, 2), (11, 3), dtype=dtype)
-        params[1].data = params[1].data.t()  # positions count along rows, whatever the layout
-        optimizer = AdamWSW(params, lr=0.02, weight_decay=0.3, cautious=cautious)
-        before = clones(params)
-        run(optimizer, params, 3)
-        assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True)) == (bad == 1.0)
-        return params, [state["step"] for state in optimizer.state.values()]
-
-    (params, kept), (alone, kept_alone) = trained(100), trained(0)
-    assert_same(params, alone)
-    assert_same(kept, kept_alone)
 
 
 @pytest.mark.parametrize("dtype", [LOW[0], *(pytest.param(other, marks=pytest.mark.slow) for other in LOW[1:])])
@@ -147,7 +113,6 @@ def test_noise_is_a_known_hash_of_seed_and_place():
     for origin in (1, 5, 30):
         part = uniform_hash(torch.Size((10,)), torch.tensor(3, dtype=torch.int32), origin=origin)
         assert torch.equal(part, whole[origin : origin + 10])
-    assert torch.equal(uniform_hash(torch.Size((8,)), torch.tensor(3, dtype=torch.int32), sizes=(3, 5))[3:], whole[:5])
 
 
 def test_plain_rounding_loses_the_decay_and_warns():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -42,34 +41,26 @@ def state_dtype(setting: str, param_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if param_dtype in LOW_PRECISION else param_dtype
 
 
-def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor, sizes: Sequence[int] = (), origin: int = 0) -> Tensor:
+def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor, origin: int = 0) -> Tensor:
     """Round float32 `x` to a neighbour in `dtype`, up or down with the odds that keep the mean.
 
-    The noise is a hash of `seed` (an int32 scalar on x's device) and the position of each entry: it has no
-    state of its own, and is the same on every device. A value that `dtype` holds exactly stays as it is.
-
-    Where `x` is a vector of several tensors, of `sizes`, each has its own `seed` and begins at position 0. One tensor
-    begins at `origin`.
+    The noise is a hash of `seed` (an int32 scalar on x's device) and the position of each element, from `origin` on: it
+    has no state of its own, and is the same on every device. A value that `dtype` holds exactly stays as it is.
     """
     info = torch.finfo(dtype)
     power = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     ulp = power.clamp(min=info.smallest_normal).mul_(info.eps)  # the distance between neighbours, a power of two
     ulps = x.abs() / ulp
     below = ulps.floor()
-    up = uniform_hash(x.shape, seed, sizes, origin) < ulps - below
+    up = uniform_hash(x.shape, seed, origin) < ulps - below
     return torch.where(x.isfinite(), torch.copysign((below + up) * ulp, x), x).to(dtype)
 
 
-def uniform_hash(shape: torch.Size, seed: Tensor, sizes: Sequence[int] = (), origin: int = 0) -> Tensor:
+def uniform_hash(shape: torch.Size, seed: Tensor, origin: int = 0) -> Tensor:
     """Numbers in [0, 1) from 24 bits of an integer hash of (seed, position)."""
-    start = mix(seed)
-    if len(sizes) > 1:  # later tensors take back the positions of those before them
-        before = torch.tensor([0, *accumulate(sizes[:-1])], dtype=torch.int32, device=seed.device)
-        repeats = torch.tensor(sizes, dtype=torch.int64, device=seed.device)
-        start = (start - before * _ODD[0]).repeat_interleave(repeats, output_size=sum(sizes))
     wrapped = (origin * _ODD[0] + 2**31) % 2**32 - 2**31  # as an int32 overflows
     h = torch.arange(shape.numel(), dtype=torch.int32, device=seed.device)
-    h = mix(h.mul_(_ODD[0]).add_(start).add_(wrapped))
+    h = mix(h.mul_(_ODD[0]).add_(mix(seed)).add_(wrapped))
     return h.bitwise_and(0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(shape)
 
 

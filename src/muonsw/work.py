@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 if TYPE_CHECKING:
     from muonsw.matrices import MatrixView
@@ -119,14 +118,3 @@ def elements(tensors: Sequence[Tensor]) -> int:
 def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy a tensor to another device; waits only for copies to the host."""
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
-
-
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Flatten tensors of one dtype into one vector: a view of a single contiguous tensor, else a copy."""
-    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    return flat
-
-
-def copy_flattened_(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    pieces = _unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
-    torch._foreach_copy_(list(tensors), list(pieces))
