@@ -72,25 +72,11 @@ def test_sgd(rule, dtype, momentum, form, nesterov):
     params = matrices((7,), (4, 5), dtype=dtype)
     lam = LAMBDA.get(rule, 0.3)
     references = [
-        ReferenceSGDSW(
-            p.detach(),
-            Decay(rule, lam, PEAK, STEPS),
-            momentum,
-            nesterov,
-            heavy_ball=form == "heavy_ball",
-        )
+        ReferenceSGDSW(p.detach(), Decay(rule, lam, PEAK, STEPS), momentum, nesterov, heavy_ball=form == "heavy_ball")
         for p in params
     ]
-    optimizer = SGDSW(
-        params,
-        lr=PEAK,
-        weight_decay=lam,
-        decay=rule,
-        momentum=momentum,
-        momentum_form=form,
-        nesterov=nesterov,
-        **OF_THE_RUN,
-    )
+    options = {"momentum": momentum, "momentum_form": form, "nesterov": nesterov, **OF_THE_RUN}
+    optimizer = SGDSW(params, lr=PEAK, weight_decay=lam, decay=rule, **options)
     assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
 
 

@@ -34,16 +34,9 @@ def test_muon(pair, nesterov, scale, torch_scale):
     if torch_scale == "spectral_unclamped" and torch.__version__ < (2, 14):
         pytest.skip("torch has it since 2.14")
     ours, theirs = pair
-    run(
-        MuonSW(ours, lr=0.05, decay="constant", nesterov=nesterov, scale=scale, ns_dtype="bfloat16"),
-        ours, 60, schedule=SCHEDULE,
-    )  # fmt: skip
-    run(
-        torch.optim.Muon(theirs, lr=0.05, nesterov=nesterov, adjust_lr_fn=torch_scale),
-        theirs,
-        60,
-        schedule=SCHEDULE,
-    )
+    optimizer = MuonSW(ours, lr=0.05, decay="constant", nesterov=nesterov, scale=scale, ns_dtype="bfloat16")
+    run(optimizer, ours, 60, schedule=SCHEDULE)
+    run(torch.optim.Muon(theirs, lr=0.05, nesterov=nesterov, adjust_lr_fn=torch_scale), theirs, 60, schedule=SCHEDULE)
     assert_near(ours, theirs, 2e-2)
 
 
@@ -70,26 +63,17 @@ def test_muon_with_torchs_iteration_in_float32(pair):
 @pytest.mark.parametrize("fused", [False, True])
 def test_adamw(pair, fused):
     ours, theirs = pair
-    run(
-        AdamWSW(ours, lr=0.05, weight_decay=0.1, decay="constant", betas=(0.9, 0.99)),
-        ours,
-        60,
-        schedule=SCHEDULE,
-    )
-    run(
-        torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1, betas=(0.9, 0.99), fused=fused),
-        theirs, 60, schedule=SCHEDULE,
-    )  # fmt: skip
+    settings = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+    run(AdamWSW(ours, decay="constant", **settings), ours, 60, schedule=SCHEDULE)
+    run(torch.optim.AdamW(theirs, **settings, fused=fused), theirs, 60, schedule=SCHEDULE)
     assert_near(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 def test_sgd_with_decay_applied_apart(pair, momentum, nesterov):
     ours, theirs = pair
-    run(
-        SGDSW(ours, lr=0.05, weight_decay=0.1, decay="constant", momentum=momentum, nesterov=nesterov),
-        ours, 60, schedule=SCHEDULE,
-    )  # fmt: skip
+    optimizer = SGDSW(ours, lr=0.05, weight_decay=0.1, decay="constant", momentum=momentum, nesterov=nesterov)
+    run(optimizer, ours, 60, schedule=SCHEDULE)
     sgd = torch.optim.SGD(theirs, lr=0.05, momentum=momentum, nesterov=nesterov)
 
     def decay(optimizer, args, kwargs):  # noqa: ARG001
