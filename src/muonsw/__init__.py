@@ -10,42 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Where each public name is. It is imported when it is first used: torch takes seconds, which `muonsw --help` can spare.
-_HOMES = {
-    "ALGORITHMS": "algorithms",
-    "DECAY_RULES": "decay",
-    "NORMALIZERS": "slots",
-    "NORM_RULES": "addons.norm_rules",
-    "ORTHOGONALIZERS": "orthogonalize",
-    "PRECONDITIONERS": "slots",
-    "PRESETS": "presets",
-    "SGDSW": "variants",
-    "SHAPE_SCALES": "matrices",
-    "AdamWSW": "variants",
-    "GroupOptions": "options",
-    "HeadRows": "addons.qk_clip",
-    "JsonlSink": "telemetry",
-    "MlflowSink": "telemetry",
-    "MuonOptions": "options",
-    "MuonSW": "variants",
-    "NonFiniteGradientError": "nonfinite",
-    "NonFiniteGradientWarning": "nonfinite",
-    "PeakLRError": "peak",
-    "PeakLRWarning": "peak",
-    "QKClip": "addons.qk_clip",
-    "ScaledDecayOptimizer": "optimizer",
-    "ScheduleFree": "addons.schedule_free",
-    "Telemetry": "telemetry",
-    "TensorBoardSink": "telemetry",
-    "WandbSink": "telemetry",
-    "clip_optimizer_grads_": "addons.clipping",
-    "convert_weight_decay": "decay",
-    "decay_factor": "decay",
-    "max_attention_logits": "addons.qk_clip",
-    "scale_weight_decay": "addons.scale_weight_decay",
+# The public names by module. They are imported when first used: torch takes seconds, which `muonsw --help` can spare.
+_NAMES = {
+    "addons.clipping": ["clip_optimizer_grads_"],
+    "addons.norm_rules": ["NORM_RULES"],
+    "addons.qk_clip": ["HeadRows", "QKClip", "max_attention_logits"],
+    "addons.scale_weight_decay": ["scale_weight_decay"],
+    "addons.schedule_free": ["ScheduleFree"],
+    "algorithms": ["ALGORITHMS"],
+    "decay": ["DECAY_RULES", "convert_weight_decay", "decay_factor"],
+    "matrices": ["SHAPE_SCALES"],
+    "nonfinite": ["NonFiniteGradientError", "NonFiniteGradientWarning"],
+    "optimizer": ["ScaledDecayOptimizer"],
+    "options": ["GroupOptions", "MuonOptions"],
+    "orthogonalize": ["ORTHOGONALIZERS"],
+    "peak": ["PeakLRError", "PeakLRWarning"],
+    "presets": ["PRESETS"],
+    "slots": ["NORMALIZERS", "PRECONDITIONERS"],
+    "telemetry": ["JsonlSink", "MlflowSink", "Telemetry", "TensorBoardSink", "WandbSink"],
+    "variants": ["SGDSW", "AdamWSW", "MuonSW"],
 }
-__all__ = list(_HOMES)
-__all__ += ["__version__"]
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+__all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
     from muonsw.addons.clipping import clip_optimizer_grads_ as clip_optimizer_grads_

@@ -120,17 +120,9 @@ class AdamWSW(ScaledDecayOptimizer):
     applies to every group whose `weight_decay` is not zero; `for_model` gives zero to norms and embeddings.
 
     Args:
-        params: parameters, named parameters, or dicts with `params` and options of their own.
-        lr: learning rate, a number or a one-element tensor.
-        weight_decay: lambda.
-        decay: the decay rule, as for `MuonSW`.
-        peak_lr: the highest learning rate of the run, None to find it, or "running_max".
-        peak: "group" or "base", as for `MuonSW`.
+        params: as for `MuonSW`, like all arguments that are not listed here.
         betas: decay rates of the average gradient and the average squared gradient.
         eps: added to the root of the average squared gradient.
-        nonfinite: "skip", "raise" or "propagate", as for `MuonSW`.
-        chunk_bytes: temporary memory that a batch may take.
-        replay: whether to replay the step from a CUDA graph, as for `MuonSW`.
         **options: see `GroupOptions`.
 
     Examples:
@@ -169,18 +161,10 @@ class SGDSW(ScaledDecayOptimizer):
     `torch.optim.SGD` adds its decay to the gradient; here it is applied to the weight, apart from momentum.
 
     Args:
-        params: parameters, named parameters, or dicts with `params` and options of their own.
-        lr: learning rate, a number or a one-element tensor.
-        weight_decay: lambda.
-        decay: the decay rule, as for `MuonSW`.
-        peak_lr: the highest learning rate of the run, None to find it, or "running_max".
-        peak: "group" or "base", as for `MuonSW`.
+        params: as for `MuonSW`, like all arguments that are not listed here.
         momentum: beta; zero keeps no state.
         nesterov: look ahead along the momentum.
         momentum_form: "heavy_ball" (`M <- beta M + G`) or "ema" (`M <- beta M + (1-beta) G`).
-        nonfinite: "skip", "raise" or "propagate", as for `MuonSW`.
-        chunk_bytes: temporary memory that a batch may take.
-        replay: whether to replay the step from a CUDA graph, as for `MuonSW`.
         **options: see `GroupOptions`.
 
     Examples:
