@@ -26,26 +26,18 @@ def is_fused(optimizer, params, monkeypatch):
     return not applied
 
 
-def plain(monkeypatch):
-    """Take kernels away."""
-    for module in ("adamw", "sgd"):
-        monkeypatch.setattr(f"muonsw.algorithms.{module}.suits_torch", lambda *_: False)
-
-
 @every
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("decay", DECAY_RULES)
-def test_every_rule_is_the_same_with_and_without(name, decay, maximize, monkeypatch):
+def test_every_rule_is_the_same_with_and_without(name, decay, maximize):
     options = {"decay": decay, "weight_decay": 0.01, "maximize": maximize, **RULE_OPTIONS.get(decay, {})}
 
-    def trained():
+    def trained(**more):
         params = matrices(*SHAPES, dtype=torch.float64)
-        run(BUILD[name](params, **options), params, 5, schedule=lambda t: 0.05 / (1 + t))
+        run(BUILD[name](params, **options, **more), params, 5, schedule=lambda t: 0.05 / (1 + t))
         return params
 
-    fused = trained()
-    plain(monkeypatch)
-    for a, b in zip(fused, trained(), strict=True):
+    for a, b in zip(trained(), trained(fused=False), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
 
 

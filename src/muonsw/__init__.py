@@ -31,7 +31,8 @@ _NAMES = {
     "variants": ["SGDSW", "AdamWSW", "MuonSW"],
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
-__all__ = [*_HOMES, "__version__"]
+__all__ = list(_HOMES)
+__all__ += ["__version__"]
 
 if TYPE_CHECKING:
     from muonsw.addons.clipping import clip_optimizer_grads_ as clip_optimizer_grads_
