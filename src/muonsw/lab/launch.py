@@ -351,9 +351,9 @@ class Cluster:
             key, equals, value = option.removeprefix("--").partition("=")
             options[key] = value if equals else True
         gpus = self.gpus(device)
-        asked = {"gpus_per_node": gpus} if gpus and "gres" not in options else {}
+        devices = {"gpus_per_node": gpus} if gpus and "gres" not in options else {}
         shared = {"ntasks_per_node": max(1, gpus), "setup": list(self.setup), "additional_parameters": options}
-        return {"time": self.time, **asked, **shared}
+        return {"time": self.time, **devices, **shared}
 
 
 def _run_on_slurm(
@@ -418,8 +418,8 @@ def _submitter(folder: Path, parameters: Mapping[str, Any]) -> Callable[[Job], s
             with submitit.helpers.clean_env():  # a surrounding job's variables are not for this one
                 return str(executor.submit(order).job_id)
         except refused as error:
-            said = " ".join(str(error).split())
-            raise UsageError(f"Slurm refused {job.name}: {said}; check --time and --slurm") from error
+            reason = " ".join(str(error).split())
+            raise UsageError(f"Slurm refused {job.name}: {reason}; check --time and --slurm") from error
 
     return submit
 

@@ -59,7 +59,7 @@ def batches(split, seed):
 def test_a_check_that_diverges_says_so_without_a_checkpoint_that_is_gone(tmp_path, capsys):
     assert main(["task", "check", str(task_file(tmp_path, batches=NAN_AT_FOUR)), "--steps", "6"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("muonsw: the loss of update 5 is nan; lower the learning rate")
+    assert error.startswith("muonsw: the loss of step 5 is nan; lower the learning rate")
     assert error.count("\n") == 1
     assert "checkpoint" not in error
 

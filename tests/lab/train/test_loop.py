@@ -156,7 +156,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(tmp_p
 
         training.forward = forward
 
-    with pytest.raises(Diverged, match=r"loss of update 7 is nan; .*last good checkpoint is .*step-00000004"):
+    with pytest.raises(Diverged, match=r"loss of step 7 is nan; .*last good checkpoint is .*step-00000004"):
         train(small_run(), tmp_path, Watch(started=poison))
     saved = checkpoint.load(tmp_path / "checkpoints" / "step-00000004")
     assert all(value.isfinite().all() for value in saved.tensors["model"].values())

@@ -503,8 +503,8 @@ def held_out_fraction(documents: Iterable[str]) -> float:
     if not candidates:
         fix = "give several documents, or a text file of 12 kB or more"
         nothing = "`muonsw data prepare` with --validation-fraction 0 holds out nothing"
-        one = f"one document ({total:,} characters)"
-        raise UsageError(f"{one} cannot be both trained on and held out: {fix} ({nothing})")
+        single = f"one document ({total:,} characters)"
+        raise UsageError(f"{single} cannot be both trained on and held out: {fix} ({nothing})")
     for lot in candidates:
         held_out += sizes[lot]
         if held_out >= share * total:

@@ -144,7 +144,8 @@ def count(config: ModelConfig) -> ModelSize:
     """Count on the meta device, from the modules that would be trained."""
     model = unallocated(config)
     total = sum(param.numel() for param in model.parameters())
-    stacks = [stack for one in model.modules() if isinstance(one, MoE) for stack in (one.gate_up, one.down)]
+    mixtures = [layer for layer in model.modules() if isinstance(layer, MoE)]
+    stacks = [stack for layer in mixtures for stack in (layer.gate_up, layer.down)]
     idle = (config.experts - config.top_k) * sum(stack[0].numel() for stack in stacks)
     # Scores and mixing are 2*2*T*D each layer for a full square, half of it causal, three times with the backward.
     attention = 6 * config.layers * config.width * config.sequence

@@ -319,17 +319,17 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def gathered(tensors: Mapping[str, Tensor], *, keep: bool) -> Tensors:
+def gather(tensors: Mapping[str, Tensor], *, keep: bool) -> Tensors:
     """Bring each tensor together from all ranks, and keep it on the host of those that write it."""
     on_host = {}
     for name, tensor in tensors.items():
-        full = whole(tensor.detach())
+        full = full_tensor(tensor.detach())
         if keep:
             on_host[name] = full.cpu()
     return on_host
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor brought together from all ranks; a collective if it is sharded."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full

@@ -371,9 +371,9 @@ TASK_DEFAULTS: Mapping[str, Any] = {"steps": 1000, "lr": 0.003, "weight_decay": 
 NOT_OF_A_TASK = ("model", "data", "task", "optimizer", "schedule", "parallel", "batch", "seed", "arm")
 
 
-def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **given: Any) -> RunConfig:
-    """The run of a user's task: settings that are given, those of its file, or else defaults."""
-    chosen = {**TASK_DEFAULTS, **checked.settings, **given}
+def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **settings: Any) -> RunConfig:
+    """The run of a user's task: these settings, those of its file, or else defaults."""
+    chosen = {**TASK_DEFAULTS, **checked.settings, **settings}
     parts: dict[type, dict[str, Any]] = {OptimizerConfig: {}, ScheduleConfig: {}, RunConfig: {}}
     names = {s.name: kind for kind in parts for s in fields(kind) if s.name not in NOT_OF_A_TASK}
     for name, value in chosen.items():
@@ -383,8 +383,8 @@ def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **given: Any)
     try:
         steps = chosen["steps"] if isinstance(chosen["steps"], int) else 0  # from_data refuses anything else
         often = {"eval_every": steps // 20, "checkpoint_every": steps // 10, "telemetry_every": steps // 100}
-        settings = {name: max(1, every) for name, every in often.items()} | parts[RunConfig]
-        run = from_data(RunConfig, {**settings, "batch": checked.rows, "seed": seed, "task": as_data(task)})
+        how = {name: max(1, every) for name, every in often.items()} | parts[RunConfig]
+        run = from_data(RunConfig, {**how, "batch": checked.rows, "seed": seed, "task": as_data(task)})
         optimizer = from_data(OptimizerConfig, parts[OptimizerConfig])
         return replace(run, optimizer=optimizer, schedule=from_data(ScheduleConfig, parts[ScheduleConfig]))
     except (ValueError, TypeError) as error:

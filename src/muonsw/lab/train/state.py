@@ -38,11 +38,11 @@ from muonsw.lab.theory.schedule import lr_scheduler
 from muonsw.lab.train.checkpoint import (
     Checkpoint,
     CheckpointError,
-    gathered,
+    full_tensor,
+    gather,
     load_optimizer,
     optimizer_tensors,
     sharded_like,
-    whole,
 )
 from muonsw.lab.train.config import MUON_SETTINGS, OptimizerConfig, RunConfig
 from muonsw.lab.train.ranks import PlacedModel, World, require_division
@@ -61,7 +61,83 @@ WARM_CALLS = 3
 # A graph holds the activations of a call; beyond this many tokens the launches no longer matter.
 MOST_TOKENS = 65_536
 
+Options = dict[str, Any]
 Result = TypeVar("Result")
+
+
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    steps: int | None = None,
+    process_group: ProcessGroup | None = None,
+    patterns: Mapping[str, Options] | None = None,
+) -> MuonSW | AdamWSW:
+    """One optimizer for a whole model, routed by role; a decoder's learning rates are multiplied as muP says.
+
+    The model is already sharded, if it is to be; `process_group` are ranks that hold the same whole model, among which
+    Muon's matrices are divided. `steps` is the length of the run, for decay rules that end with it, and `patterns` the
+    routing of a task.
+
+    Examples:
+        >>> from muonsw.lab.model import ModelConfig
+        >>> model = Decoder(ModelConfig(width=64, layers=1, head_dim=32, vocab=64, sequence=8))
+        >>> optimizer = build_optimizer(model, OptimizerConfig(lr=0.01, muon_lr="sqrt"))
+        >>> sorted({(g["role"], g["algorithm"], g["lr"]) for g in optimizer.param_groups})[:2]
+        [('embedding', 'adamw', 0.01), ('experts', 'muon', 0.02)]
+    """
+    shared: Options = {name: getattr(config, name) for name in ("lr", "weight_decay", "decay", "peak", "norm")}
+    shared |= {"target_norm": config.target_norm, "total_steps": steps, "patterns": patterns or {}}
+    if isinstance(model, Decoder):
+        roles = {name: _decoder_options(model, name, config) for name, _ in model.named_parameters()}
+        shared["patterns"] = {**roles, **shared["patterns"]}
+    if config.algorithm == "adamw":
+        return AdamWSW.for_model(model, betas=config.betas, **shared)
+    # Only what AdamW does not get anyway: a model of matrices alone would refuse it.
+    adamw: Options = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
+    adamw |= {} if config.adam_lr is None else {"lr": config.adam_lr}
+    if config.preset:
+        chosen: Options = {"preset": config.preset}
+        if "ns_dtype" in ALGORITHMS[config.matrix_algorithm].defaults:
+            chosen["ns_dtype"] = config.ns_dtype
+    else:
+        chosen = {name: getattr(config, name) for name in ("ns_dtype", *MUON_SETTINGS)}
+    return MuonSW.for_model(model, adamw=adamw, process_group=process_group, **chosen, **shared)
+
+
+def _decoder_options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
+    """Options of one parameter that its role does not decide."""
+    role, matrices = role_of(name), ALGORITHMS[config.matrix_algorithm].matrices
+    rule = {"decay": config.unnormalized} if role == "hidden" and config.unnormalized else {}
+    if config.algorithm == "adamw":
+        return {"lr_multiplier": scalings(model.config)[role].lr, **rule}
+    if role in ("hidden", "residual"):
+        options: Options = {"lr_multiplier": muon_lr_multiplier(model.config, config.muon_lr), **rule}
+        # The projections that a fused matrix holds; queries, keys and values may count as one.
+        fused = model.fused_projections().items()
+        sizes = [sizes for pattern, sizes in fused if name.endswith(pattern.lstrip("*"))]
+        if sizes and matrices and not (name.endswith("qkv.weight") and config.qkv == "fused"):
+            options["split_sizes"] = sizes[0]
+        return options
+    if role == "router" and config.router == "muon":
+        return {"algorithm": config.matrix_algorithm, "weight_decay": config.weight_decay}
+    # A rule without matrices, as Lion's, would take the rest too: members differ in the same matrices.
+    return {} if matrices else {"algorithm": "adamw"}
+
+
+def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable[[int], float], steps: int) -> None:
+    """Raise a `ValueError` if one step of this schedule would decay more than the whole weight."""
+    for group in optimizer.param_groups:
+        rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
+        if DECAY_RULES[rule].uses_gradient or not decays(group):
+            continue  # the step itself refuses too much
+        # Rules that do not count steps take most at the peak.
+        rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
+        peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
+        phi = max(decay_factors(rule, lam, rates, peak))
+        if phi > 1:
+            size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
+            fix = "lower optimizer.lr or optimizer.weight_decay"
+            raise ValueError(f"{size} would take {phi:g} times the weight in one step: {fix}")
 
 
 class Evaluation(NamedTuple):
@@ -177,22 +253,22 @@ class Training:
     def update(self, batches: list[Batch]) -> Gradients:
         """Take a step: forward, backward, clip, update; a `UsageError` if the optimizer refuses its rate or decay."""
         with self._blamed():
-            found = (self.replayed_gradients or self.gradients)(batches)
-        for parameter, grad in zip(self.model.parameters(), found.grads, strict=True):
-            parameter.grad = grad  # a graph writes to its own, wherever an eager pass has left others
+            result = (self.replayed_gradients or self.gradients)(batches)
+        for parameter, grad in zip(self.model.parameters(), result.grads, strict=True):
+            parameter.grad = grad  # a graph always writes to the same memory, an eager pass to new
         try:
             self.optimizer.step()
         except ValueError as error:
             raise UsageError(f"step {self.step + 1} cannot be taken: {error}") from error
         self.scheduler.step()
         self.step += 1
-        return found
+        return result
 
     def gradients(self, batches: list[Batch]) -> Gradients:
         """The forward and backward pass of a step, which a graph may capture."""
         self.optimizer.zero_grad(set_to_none=True)
         losses, limit = self.forward_backward(batches), self.config.optimizer.clip or math.inf
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         return Gradients(losses, norm, [parameter.grad for parameter in self.model.parameters()])
 
     @torch.no_grad()
@@ -222,12 +298,12 @@ class Training:
         """What is measured of one batch: the loss, then what else the task measures."""
         (batch,) = batches
         with torch.no_grad(), self.autocast():
-            found = self.task.evaluation(self.module, batch)
-        self._measured = self._measured or tuple(found)
-        if found.keys() != set(self._measured):
-            both = f"{', '.join(found)} of one validation batch and {', '.join(self._measured)} of another"
+            values = self.task.evaluation(self.module, batch)
+        self._measured = self._measured or tuple(values)
+        if values.keys() != set(self._measured):
+            both = f"{', '.join(values)} of one validation batch and {', '.join(self._measured)} of another"
             raise UsageError(f"the task measures {both}: metrics(model, batch) must return the same names for all")
-        return torch.stack([torch.as_tensor(found[name], device=self.device).double() for name in self._measured])
+        return torch.stack([torch.as_tensor(values[name], device=self.device).double() for name in self._measured])
 
     def lr_multiple(self) -> float:
         """The learning rate of the next step, as a multiple of the peak."""
@@ -258,11 +334,11 @@ class Training:
         }
         weights, names = self.model.state_dict(), dict.fromkeys(first_names(self.model).values())
         parts = {"model": {name: weights[name] for name in names}, "optimizer": optimizer, "random": random}
-        tensors = {part: gathered(values, keep=self.world.leads) for part, values in parts.items()}
+        tensors = {part: gather(values, keep=self.world.leads) for part, values in parts.items()}
         return Checkpoint(self.step, tensors, state)
 
     def load(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, as if the run had never stopped; a `CheckpointError` if it does not fit."""
+        """Continue from a checkpoint, as if the run had never stopped; a `CheckpointError` if it does not fit."""
         try:
             weights, here = saved.tensors["model"], self.model.state_dict(keep_vars=True)
             names = first_names(self.model)
@@ -323,11 +399,11 @@ class LossGuard:
         """Raise `Diverged` if a loss is not finite or stays too high, or too many steps in a row were skipped."""
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
-            raise Diverged(f"the loss of update {step} is {loss}; {advice}", step)
+            raise Diverged(f"the loss of step {step} is {loss}; {advice}", step)
         self.strikes = self.strikes + 1 if loss > self.lowest + self.excess else 0
         self.lowest = min(self.lowest, loss)
         if self.strikes >= PATIENCE:
-            raise Diverged(f"the loss of update {step} is {loss:.4g}, after {self.lowest:.4g} at best; {advice}", step)
+            raise Diverged(f"the loss of step {step} is {loss:.4g}, after {self.lowest:.4g} at best; {advice}", step)
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
             return
@@ -357,9 +433,9 @@ def device_of_rank(config: RunConfig, world: World) -> torch.device:
     device = resolve_device(config.device)
     if world.alone or device.type != "cuda":
         return device
-    there = machine.gpus()
-    if world.local >= there:
-        many = f"rank {world.rank} has no GPU of its own: {there} are seen on its machine"
+    gpus = machine.gpus()
+    if world.local >= gpus:
+        many = f"rank {world.rank} has no GPU of its own: its machine has {gpus}"
         raise UsageError(f"{many}; start at most as many processes there, or set device to cpu")
     torch.cuda.set_device(world.local)
     return torch.device("cuda", world.local)
@@ -395,8 +471,8 @@ class GraphedFunction(Generic[Result]):
         if self._graph is None or [t.shape for t in _tensors(batches)] != [t.shape for t in _tensors(self._batches)]:
             return self.eager(batches)
         assert self._result is not None
-        for held, given in zip(_tensors(self._batches), _tensors(batches), strict=True):
-            held.copy_(given, non_blocking=True)
+        for captured, new in zip(_tensors(self._batches), _tensors(batches), strict=True):
+            captured.copy_(new, non_blocking=True)
         self._graph.replay()
         return self._result
 
@@ -424,81 +500,3 @@ class GraphedFunction(Generic[Result]):
 
 def _tensors(batches: list[Batch]) -> list[Tensor]:
     return [tensor for batch in batches for tensor in tensors_of(batch)]
-
-
-Options = dict[str, Any]
-
-
-def build_optimizer(
-    model: nn.Module,
-    config: OptimizerConfig,
-    steps: int | None = None,
-    process_group: ProcessGroup | None = None,
-    patterns: Mapping[str, Options] | None = None,
-) -> MuonSW | AdamWSW:
-    """One optimizer for a whole model, routed by role; a decoder's learning rates are multiplied as muP says.
-
-    The model is already sharded, if it is to be; `process_group` are ranks that hold the same whole model, among which
-    Muon's matrices are divided. `steps` is the length of the run, for decay rules that end with it, and `patterns` the
-    routing of a task.
-
-    Examples:
-        >>> from muonsw.lab.model import ModelConfig
-        >>> model = Decoder(ModelConfig(width=64, layers=1, head_dim=32, vocab=64, sequence=8))
-        >>> optimizer = build_optimizer(model, OptimizerConfig(lr=0.01, muon_lr="sqrt"))
-        >>> sorted({(g["role"], g["algorithm"], g["lr"]) for g in optimizer.param_groups})[:2]
-        [('embedding', 'adamw', 0.01), ('experts', 'muon', 0.02)]
-    """
-    shared: Options = {name: getattr(config, name) for name in ("lr", "weight_decay", "decay", "peak", "norm")}
-    shared |= {"target_norm": config.target_norm, "total_steps": steps, "patterns": patterns or {}}
-    if isinstance(model, Decoder):
-        roles = {name: _decoder_options(model, name, config) for name, _ in model.named_parameters()}
-        shared["patterns"] = {**roles, **shared["patterns"]}
-    if config.algorithm == "adamw":
-        return AdamWSW.for_model(model, betas=config.betas, **shared)
-    # Only what AdamW does not get anyway: a model of matrices alone would refuse it.
-    adamw: Options = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
-    adamw |= {} if config.adam_lr is None else {"lr": config.adam_lr}
-    if config.preset:
-        chosen: Options = {"preset": config.preset}
-        if "ns_dtype" in ALGORITHMS[config.matrix_algorithm].defaults:
-            chosen["ns_dtype"] = config.ns_dtype
-    else:
-        chosen = {name: getattr(config, name) for name in ("ns_dtype", *MUON_SETTINGS)}
-    return MuonSW.for_model(model, adamw=adamw, process_group=process_group, **chosen, **shared)
-
-
-def _decoder_options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
-    """Options of one parameter that its role does not decide."""
-    role, matrices = role_of(name), ALGORITHMS[config.matrix_algorithm].matrices
-    rule = {"decay": config.unnormalized} if role == "hidden" and config.unnormalized else {}
-    if config.algorithm == "adamw":
-        return {"lr_multiplier": scalings(model.config)[role].lr, **rule}
-    if role in ("hidden", "residual"):
-        options: Options = {"lr_multiplier": muon_lr_multiplier(model.config, config.muon_lr), **rule}
-        # The projections that a fused matrix holds; queries, keys and values may count as one.
-        fused = model.fused_projections().items()
-        sizes = [sizes for pattern, sizes in fused if name.endswith(pattern.lstrip("*"))]
-        if sizes and matrices and not (name.endswith("qkv.weight") and config.qkv == "fused"):
-            options["split_sizes"] = sizes[0]
-        return options
-    if role == "router" and config.router == "muon":
-        return {"algorithm": config.matrix_algorithm, "weight_decay": config.weight_decay}
-    # A rule without matrices, as Lion's, would take the rest too: members differ in the same matrices.
-    return {} if matrices else {"algorithm": "adamw"}
-
-
-def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable[[int], float], steps: int) -> None:
-    """Raise a `ValueError` if one step of this schedule would decay more than the whole weight."""
-    for group in optimizer.param_groups:
-        rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
-        if DECAY_RULES[rule].uses_gradient or not decays(group):
-            continue  # the step itself refuses too much
-        # Rules that do not count steps take most at the peak.
-        rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
-        peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
-        phi = max(decay_factors(rule, lam, rates, peak))
-        if phi > 1:
-            size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
-            fix = "lower optimizer.lr or optimizer.weight_decay"
-            raise ValueError(f"{size} would take {phi:g} times the weight in one step: {fix}")
