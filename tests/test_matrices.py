@@ -10,93 +10,43 @@ from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from muonsw.work import Item
 from tests.common.problems import assert_same, matrices, run, set_gradients
 
-PEAK, LAM, STEPS = 0.05, 0.3, 20
-FLOAT64 = {"lr": PEAK, "weight_decay": LAM, "ns_dtype": "float64"}
+PEAK, LAM = 0.05, 0.3
 
 
-def assert_follows(param, references, pieces_of, **options):
-    """Steps with the same gradients for an optimizer and for references of the parts that it must see."""
-    optimizer = MuonSW([param], **FLOAT64, **options)
-    for step in range(STEPS):
+# Shapes with the options of a view, and the matrices that it must see.
+VIEWS = [
+    ((4, 12), {"transposed": True}, lambda t: [t]),
+    ((3, 4, 10), {"transposed": True, "matrix": "stack"}, list),
+    ((12, 5), {"heads": 3}, lambda t: t.split(4)),
+    ((5, 12), {"heads": 3, "split_dim": 1}, lambda t: t.split(4, 1)),
+    ((5, 12), {"heads": 3, "transposed": True}, lambda t: t.split(4, 1)),  # heads lie along out, the last axis here
+    ((12, 5), {"heads": 3, "transposed": True, "split_dim": 1}, lambda t: t.split(4)),
+    ((3, 10, 4), {"matrix": "stack", "split_sizes": (4, 6)}, lambda t: [m for p in t.split((4, 6), 1) for m in p]),
+    ((3, 4, 10), {"matrix": "stack", "split_sizes": (4, 6), "split_dim": 1},
+     lambda t: [m for p in t.split((4, 6), 2) for m in p]),
+    ((8, 3, 2, 2), {"matrix": "flatten", "heads": 4}, lambda t: [p.flatten(1) for p in t.split(2)]),  # four groups
+    ((8, 3, 2, 2), {"matrix": "flatten", "split_sizes": (3, 5)}, lambda t: [p.flatten(1) for p in t.split((3, 5))]),
+    ((4, 6, 2, 2), {"matrix": "flatten", "split_sizes": (2, 4), "split_dim": 1},
+     lambda t: [p.flatten(1) for p in t.split((2, 4), 1)]),
+    ((6, 3, 2, 2), {"matrix": "flatten", "transposed": True}, lambda t: [t.flatten(1)]),  # of a ConvTranspose
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "original", "spectral"])
+@pytest.mark.parametrize(("shape", "options", "pieces_of"), VIEWS, ids=str)
+def test_a_view_moves_as_the_matrices_that_it_stands_for(shape, options, pieces_of, scale):
+    (param,) = matrices(shape, dtype=torch.float64)
+    listing = {"nesterov": True, "heavy_ball": False, "orthogonalize": ns5, "stretch": SHAPE_SCALES[scale]}
+    listing["in_out"] = options.get("transposed", False)
+    references = [ReferenceMuonSW(W, Decay("scaled", LAM, PEAK), **listing) for W in pieces_of(param.detach())]
+    optimizer = MuonSW([param], lr=PEAK, weight_decay=LAM, ns_dtype="float64", scale=scale, **options)
+    for step in range(10):
         set_gradients([param], step)
         for reference, grad in zip(references, pieces_of(param.grad), strict=True):
             reference.step(grad, PEAK)
         optimizer.step()
     for reference, piece in zip(references, pieces_of(param.detach()), strict=True):
         torch.testing.assert_close(piece, reference.W, rtol=1e-9, atol=1e-11)
-
-
-def reference(W, scale="match_rms_adamw", **options):
-    listing = {"nesterov": True, "heavy_ball": False, "orthogonalize": ns5, "stretch": SHAPE_SCALES[scale]}
-    return ReferenceMuonSW(W, Decay("scaled", LAM, PEAK), **listing, **options)
-
-
-@pytest.mark.parametrize("scale", ["match_rms_adamw", "original", "spectral"])
-@pytest.mark.parametrize("shape", [(4, 12), (12, 4), (3, 4, 10)])
-def test_a_weight_stored_as_in_out_gets_the_scale_of_out_in(shape, scale):
-    (param,) = matrices(shape, dtype=torch.float64)
-    matrix = "stack" if len(shape) > 2 else None
-    pieces_of = lambda t: t.reshape(-1, *shape[-2:])  # noqa: E731
-    references = [reference(W, scale, in_out=True) for W in pieces_of(param.detach())]
-    assert_follows(param, references, pieces_of, scale=scale, transposed=True, matrix=matrix)
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "axis"),
-    [
-        ((12, 5), {}, 0),
-        ((5, 12), {"split_dim": 1}, 1),
-        ((5, 12), {"transposed": True}, 1),
-        ((12, 5), {"transposed": True, "split_dim": 1}, 0),
-    ],
-)
-def test_heads_are_separate_matrices(shape, options, axis):
-    """Three heads along out, which is the last axis where the weight is stored as (in, out)."""
-    (param,) = matrices(shape, dtype=torch.float64)
-    pieces_of = lambda t: t.split(4, axis)  # noqa: E731
-    in_out = options.get("transposed", False)
-    references = [reference(W, "spectral", in_out=in_out) for W in pieces_of(param.detach())]
-    assert_follows(param, references, pieces_of, scale="spectral", heads=3, **options)
-
-
-def test_a_grouped_convolution_is_its_groups():
-    """Four groups of two filters each train as four convolutions side by side."""
-    (conv,) = matrices((8, 3, 2, 2), dtype=torch.float64)
-    pieces_of = lambda t: [part.reshape(2, 12) for part in t.split(2)]  # noqa: E731
-    assert_follows(conv, [reference(W) for W in pieces_of(conv.detach())], pieces_of, matrix="flatten", heads=4)
-
-
-def test_a_transposed_convolution_is_a_matrix_of_in_and_the_rest():
-    (conv,) = matrices((6, 3, 2, 2), dtype=torch.float64)
-    pieces_of = lambda t: [t.reshape(6, 12)]  # noqa: E731
-    references = [reference(W, "original", in_out=True) for W in pieces_of(conv.detach())]
-    assert_follows(conv, references, pieces_of, scale="original", matrix="flatten", transposed=True)
-
-
-@pytest.mark.parametrize(
-    ("shape", "sizes", "dim", "matrix"),
-    [
-        ((3, 10, 4), (5, 5), 0, "stack"),
-        ((3, 4, 10), (4, 6), 1, "stack"),
-        ((8, 3, 2, 2), (3, 5), 0, "flatten"),
-        ((4, 6, 2, 2), (2, 4), 1, "flatten"),
-    ],
-)
-def test_a_fused_projection_is_its_parts(shape, sizes, dim, matrix):
-    """In stacks and convolutions; `tests/family` has plain matrices, with every rule."""
-    (fused,) = matrices(shape, dtype=torch.float64)
-    axis = dim if matrix == "flatten" else len(shape) - 2 + dim
-    parts = [nn.Parameter(p.clone()) for p in fused.detach().split(sizes, axis)]
-    together = MuonSW([fused], **FLOAT64, matrix=matrix, split_sizes=sizes, split_dim=dim)
-    apart = MuonSW(parts, **FLOAT64, matrix=matrix)
-    for step in range(5):
-        set_gradients([fused], step)
-        for part, grad in zip(parts, fused.grad.split(sizes, axis), strict=True):
-            part.grad = grad.clone()
-        together.step()
-        apart.step()
-    expected = torch.cat([p.detach() for p in parts], axis)
-    torch.testing.assert_close(fused.detach(), expected, rtol=1e-12, atol=1e-14)
 
 
 FLOAT32 = {"lr": PEAK, "weight_decay": LAM, "ns_dtype": "float32"}
