@@ -1,4 +1,4 @@
-"""timm: `--opt muonsw` in its scripts, and layer decay, rates that shrink towards the input, on top of routing."""
+"""timm: `--opt muonsw` in its scripts, and layer decay (learning rates that shrink towards the input) with routing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from muonsw.options import require_model
 from muonsw.routing.facts import unwrapped
 from muonsw.variants import SGDSW, AdamWSW, MuonSW
 
-# The names under which timm finds them, and which of its own arguments each takes. timm passes momentum 0.9 unless
-# asked for another, which is not Muon's usual one.
+# Their names in timm, and which of timm's arguments each takes. timm passes momentum 0.9 by default, which is not
+# Muon's.
 NAMES: dict[str, tuple[type[ScaledDecayOptimizer], dict[str, bool]]] = {
     "muonsw": (MuonSW, {"has_eps": False}),
     "adamwsw": (AdamWSW, {"has_betas": True}),
@@ -26,11 +26,11 @@ NAMES: dict[str, tuple[type[ScaledDecayOptimizer], dict[str, bool]]] = {
 def register(model: torch.nn.Module) -> None:
     """Let timm's `create_optimizer_v2(model, opt="muonsw")` build `MuonSW.for_model`, and so `--opt muonsw`.
 
-    `adamwsw` and `sgdsw` are registered too. timm hands parameters to an optimizer, not the model that tells their
-    roles; so a script calls this once it has its model. Layer decay is timm's own, and decay goes by roles.
+    `adamwsw` and `sgdsw` are registered too. timm gives an optimizer only parameters, so a script calls this once it
+    has the model, from which roles follow. Layer decay is timm's, and weight decay follows roles.
 
     Args:
-        model: the model that `create_optimizer_v2` will be called with, compiled or not.
+        model: the model that `create_optimizer_v2` will get, compiled or not.
     """
     from timm.optim import OptimInfo
     from timm.optim._optim_factory import default_registry  # timm exports no other way to reach it
@@ -50,14 +50,14 @@ def _from_timm(
     weight_decay: float = 0.0,
     **options: Any,
 ) -> ScaledDecayOptimizer:
-    """The optimizer for a registered model; of timm's groups it takes the decay and the scales of layers."""
+    """Build the optimizer for a registered model, with the decay and layer scales of timm's groups."""
     groups = [group for group in params if isinstance(group, dict)]
     scales = {id(param): float(group.get("lr_scale", 1.0)) for group in groups for param in group["params"]}
     registered = model()
     if registered is None or scales.keys() != {id(p) for p in registered.parameters() if p.requires_grad}:
         raise ValueError("timm builds an optimizer for another model: call muonsw.integrations.timm.register with it")
     weight_decay = max((group.get("weight_decay", 0.0) for group in groups), default=weight_decay)
-    return _built(optimizer, registered, scales, set(), lr=lr, weight_decay=weight_decay, **options)
+    return _built(optimizer, registered, scales, lr=lr, weight_decay=weight_decay, **options)
 
 
 def layer_decay(
@@ -77,7 +77,7 @@ def layer_decay(
     Args:
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
         model: a model of timm, or any that has its `group_matcher`.
-        lr: the peak of the learning rate, of the layers next to the output.
+        lr: the peak learning rate of the layers next to the output.
         weight_decay: lambda of the decayed groups.
         layer_decay: by how much the rate shrinks from one layer to the one before it.
         **options: what `MuonSW.for_model` takes, such as `decay`, `patterns` and `adamw`.
@@ -85,39 +85,33 @@ def layer_decay(
     from timm.optim import param_groups_layer_decay
 
     require_model(model, "layer_decay")
-    model = unwrapped(model)  # timm tells depths by names, in which wrappers have words
-    spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
-    theirs = param_groups_layer_decay(
-        model, weight_decay=weight_decay, no_weight_decay_list=tuple(spared), layer_decay=layer_decay
-    )
+    model = unwrapped(model)  # timm reads depths from names, which wrappers change
+    theirs = param_groups_layer_decay(model, layer_decay=layer_decay)
     scales = {id(param): group["lr_scale"] for group in theirs for param in group["params"]}
-    return _built(optimizer, model, scales, spared, lr=lr, weight_decay=weight_decay, **options)
+    return _built(optimizer, model, scales, lr=lr, weight_decay=weight_decay, **options)
 
 
 def _built(
     cls: type[ScaledDecayOptimizer],
     model: torch.nn.Module,
     scales: dict[int, float],
-    spared: set[str],
     **options: Any,
 ) -> ScaledDecayOptimizer:
-    """The optimizer of `for_model`, its groups cut by the scales of their parameters."""
+    """Build the optimizer of `for_model`, with one group for each role and scale."""
     optimizer = cls.for_model(model, **options)
-    if not spared and set(scales.values()) == {1.0}:
+    if set(scales.values()) == {1.0}:
         return optimizer
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:  # one group for each scale, the layers next to the output first
-        parts: dict[tuple[float, bool], list[tuple[str, torch.Tensor]]] = {}
+        parts: dict[float, list[tuple[str, torch.Tensor]]] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
-            parts.setdefault((scales[id(param)], name in spared), []).append((name, param))
-        for (scale, undecayed), members in sorted(parts.items(), reverse=True):
+            parts.setdefault(scales[id(param)], []).append((name, param))
+        for scale, members in sorted(parts.items(), reverse=True):
             names, params = map(list, zip(*members, strict=True))
-            label = f"{group['name']} x{scale:.3g}" + (" undecayed" if undecayed else "")
+            label = f"{group['name']} x{scale:.3g}"
             part = {**group, "params": params, "param_names": names, "lr_scale": scale, "name": label}
             if isinstance(group["peak_lr"], float):
                 part["peak_lr"] = group["peak_lr"] * scale
-            if undecayed:
-                part["weight_decay"] = 0.0
             groups.append(part)
     optimizer.param_groups[:] = groups  # there is no state yet
     return optimizer

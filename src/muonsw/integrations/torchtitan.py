@@ -1,8 +1,8 @@
-"""torchtitan: an optimizer container that its configuration can name, and checkpoints that later releases load.
+"""torchtitan: an optimizer container for its configuration, and checkpoints that later releases load.
 
-torchtitan saves every option of a param group under a key of its own, and refuses a checkpoint that lacks one of them:
-a release that adds an option could not go on from a checkpoint of the release before. So the options of a group are one
-entry here, a line of JSON, and what it does not say comes from the configuration, as `load_state_dict` does everywhere.
+torchtitan saves every option of a param group under its own key, and refuses a checkpoint that lacks one, so a release
+with a new option could not resume from an older checkpoint. Here all options of a group are one entry, a line of JSON;
+options that it lacks come from the configuration.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OPTIMIZERS: dict[str, type[ScaledDecayOptimizer]] = {"MuonSW": MuonSW, "AdamWSW"
 class ScaledDecayOptimizers(OptimizersContainer):
     """One optimizer of this library for each part of the model, routed by role.
 
-    `for_model` makes its configuration. With `param_groups` in the configuration torchtitan's own patterns decide
-    instead of roles, and `optimizer_name` may be "MuonSW", "AdamWSW" or "SGDSW" as well as torchtitan's own names.
+    `for_model` makes its configuration. With `param_groups` in it, torchtitan's patterns decide instead of roles, and
+    `optimizer_name` may be "MuonSW", "AdamWSW" or "SGDSW" besides torchtitan's names.
     """
 
     optimizers: list[torch.optim.Optimizer]
@@ -99,7 +99,7 @@ class ScaledDecayOptimizers(OptimizersContainer):
         return factory
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, flat, for distributed checkpoints; asking for it changes nothing."""
+        """State by parameter name, flat, for distributed checkpoints."""
         flat: dict[str, Any] = {}
         for optimizer in self.optimizers:
             _make_state(optimizer)
@@ -159,7 +159,7 @@ def for_model(
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that a checkpoint is read into; torchtitan's own way is a step at rate 0, which ours count."""
+    """Create the state that a checkpoint is read into; torchtitan takes a step at rate 0, which ours would count."""
     if isinstance(optimizer, ScaledDecayOptimizer):
         allocate(optimizer)
     else:
