@@ -1,4 +1,4 @@
-"""What the rules know about a model: its layers, experts and repeated blocks, what it declares, what names tell."""
+"""What the rules know about a model: its layers, experts, repeated blocks and declarations, and patterns for names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase, nn.LocalRespon
 RECURRENT = nn.RNNBase | nn.RNNCellBase
 TABLES = nn.Embedding | nn.EmbeddingBag
 LISTS = nn.ModuleList | nn.ModuleDict
-# Parametrizations of torch that only rescale the trained tensor: it is still the layer's matrix.
+# Parametrizations of torch that only rescale the trained tensor, which is still the layer's matrix.
 RESCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
 
-# What names tell; the rules look at them last, after structure.
+# Patterns for names; the rules use them last, after structure.
 
 # Words that torch.compile, FSDP, activation checkpointing and Lightning put into names.
 WRAPPER_WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
-# Classes that keep the wrapped model in `module`, a word that other classes use for parts of their own.
+# Classes that keep the wrapped model in `module`, a name that other classes use for parts of theirs.
 WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"})
 # What PEFT puts into names: the model it wraps, the layer it adapts, the copy that it trains.
 PEFT_PREFIX = "base_model.model."
@@ -70,7 +70,7 @@ class Subject(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The parts of its name that the model's author chose: not PEFT's, and not the adapter names after them."""
+        """The parts of its name that the model's author chose, without PEFT's words and the adapter names after them."""
         path = self.path.split(".") if self.path else []
         pairs = zip(["", *path], path, strict=False)
         chosen = [word for before, word in pairs if word not in PEFT_WORDS and before != "modules_to_save"]
@@ -97,10 +97,10 @@ class Layer(NamedTuple):
 
 
 class ModelFacts:
-    """Everything that the rules look up. Wrappers such as torch.compile's appear neither in paths nor in names."""
+    """Everything that the rules look up; paths and names leave out wrappers such as torch.compile's."""
 
     def __init__(self, model: nn.Module) -> None:
-        # A wrapper and its content have the same clean name; the content comes later and stays.
+        # A wrapper and its content have the same clean name; the content comes later and replaces it.
         self.modules = {clean_name(model, path): module for path, module in model.named_modules()}
         self.subjects: list[Subject] = []  # every parameter once, under its first name
         self.owners: dict[Tensor, list[nn.Module]] = {}
@@ -121,7 +121,7 @@ class ModelFacts:
         self._find_declarations()
 
     def _place(self, path: str, key: str) -> tuple[str, str]:
-        """The layer a parameter belongs to and its name there, looking through torch's lists and parametrizations."""
+        """The layer of a parameter and its name there, seen through torch's lists and parametrizations."""
         while path and isinstance(self.modules[path], nn.ParameterList | nn.ParameterDict):
             path, _, key = path.rpartition(".")
         module = self.modules[path]
@@ -136,7 +136,7 @@ class ModelFacts:
         return path, key
 
     def _find_layers(self, weights: dict[str, Tensor]) -> None:
-        """List the layers in order, with bare matrices oriented by the widths that the others read."""
+        """List the layers in order, with bare matrices oriented by the widths that other layers read."""
         # Not PEFT's modules: a frozen original, or a factor that no other layer reads.
         paths = [p for p in self.modules if "original_module" not in p.split(".") and not ADAPTER.search(p)]
         sizes = {path: _declared_sizes(self.modules[path]) for path in paths}
@@ -171,7 +171,7 @@ class ModelFacts:
                 self.reading.setdefault(size, []).append(layer)
 
     def stored_in_out(self, path: str, key: str, weight: Tensor) -> bool:
-        """Whether a module's own matrix is (in, out): its class or bias tells, or the widths read around it."""
+        """Whether a bare matrix is (in, out), by its class, its bias or the widths that are read around it."""
         module, (rows, columns) = self.modules[path], weight.shape[-2:]
         if hasattr(module, "nf") and hasattr(module, "nx"):  # the Conv1D of GPT-2
             return True
@@ -187,7 +187,7 @@ class ModelFacts:
         return False
 
     def _find_experts(self) -> None:
-        """Find routed experts, by name or by the attribute that counts them, and where their router can be."""
+        """Find routed experts, by name or by the attribute that counts them, and where their router may be."""
         self.experts: dict[str, set[int]] = {}  # by the path of a list or stack, how many there may be
         self.choices: dict[str, set[int]] = {}  # under each path, how many experts a router may choose among
         for path, module in self.modules.items():
@@ -205,7 +205,7 @@ class ModelFacts:
                 self.choices.setdefault(holder_of(path), set()).update(counts)
 
     def experts_around(self, path: str) -> str | None:
-        """The path of the closest experts that hold this one: a list of modules, or the module with the stack."""
+        """The path of the closest experts around: a list of modules, or the module with the stack."""
         around = (outer for outer in outwards(path) if outer in self.experts)
         return next((outer for outer in around if outer == path or isinstance(self.modules[outer], LISTS)), None)
 
@@ -222,7 +222,7 @@ class ModelFacts:
         self.given_outside = {layer.gives for layer in self.maps if not self.in_block(layer.path)}
 
     def _find_declarations(self) -> None:
-        """Ask the model for its outputs, its input tables and what it wants without decay."""
+        """Ask the model for its outputs, its input tables and the parameters that it wants without decay."""
         outputs: list[Any] = [m for m in self.modules.values() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
         tables = []
         self.without_decay = {s.name for s in self.subjects if getattr(s.param, "_no_weight_decay", False)}

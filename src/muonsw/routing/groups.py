@@ -1,4 +1,4 @@
-"""Param groups for a whole model: roles, patterns, one group for each set of options, and the table that shows them."""
+"""Param groups for a whole model: roles, patterns, one group for each set of options, and tables that show them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
 
 
 def _options(entry: RoutedParameter, algorithm: str, pattern: Group, adamw: Group) -> Group:
-    """The options of one parameter: what its role gives, then `adamw` if it ends there, then its pattern."""
+    """The options of one parameter: its role's, then `adamw` if it goes to AdamW, then its pattern's."""
     usual = ADAMW if _needs_matrices(algorithm) and entry.role not in MATRIX_ROLES else algorithm
     final = pattern.get("algorithm", usual)
     options: Group = {"role": entry.role, "algorithm": usual}
@@ -100,7 +100,7 @@ def _options(entry: RoutedParameter, algorithm: str, pattern: Group, adamw: Grou
 
 
 def _takes_adamw(role: str, final: str, algorithm: str) -> bool:
-    """Whether the options for AdamW apply: to everything that ends there, except the matrices of AdamW's own class."""
+    """Whether `adamw` applies: to everything that goes to AdamW, except the matrices of `AdamWSW`."""
     return final == ADAMW and not (algorithm == ADAMW and role in MATRIX_ROLES)
 
 

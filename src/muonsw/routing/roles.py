@@ -1,4 +1,4 @@
-"""The rules by which a parameter gets its role, in the order in which they are asked. Structure first, names last."""
+"""The rules that give a parameter its role, in order: structure first, names last."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ROLES = (*MATRIX_ROLES, *OTHER_ROLES)
 
 # Blocks in the weights of torch's recurrent layers, one for each gate, as torch documents them.
 GATES = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
-# Libraries whose `qkv` keeps all queries, then all keys, then all values, and the files of timm that go head by head.
+# Libraries whose `qkv` holds all queries, then all keys, then all values, and timm's exceptions, which go head by head.
 QKV_LIBRARIES = frozenset({"timm", "torchvision", "transformers"})
 HEAD_BY_HEAD = frozenset(f"timm.models.{file}" for file in ("efficientformer", "levit", "maxxvit", "tiny_vit"))
-# The most coordinates that a network of positions reads.
+# The most coordinates that a position network reads.
 COORDINATES = 3
 
 
@@ -36,7 +36,7 @@ class RoutedParameter(NamedTuple):
     decayed: bool
 
 
-# A role, the reason in one sentence, and how Muon must see the parameter if it is to.
+# A role, the reason in one sentence, and the matrix view under Muon.
 Decision = tuple[str, str, View]
 Rule = Callable[[Subject, ModelFacts], Decision | None]
 
@@ -54,7 +54,7 @@ def classify(model: nn.Module) -> Iterator[RoutedParameter]:
 
 
 def adapter(subject: Subject, model: ModelFacts) -> Decision | None:
-    """Low-rank factors beside a frozen weight; what PEFT trains whole has the role that it has without PEFT."""
+    """Low-rank factors of an adapter; parameters that PEFT trains in full keep their usual role."""
     around = (model.modules[path] for path in outwards(subject.path))
     whole = bool(facts.PEFT_WORDS & set(subject.path.split(".")) or facts.TABLE.search(subject.key))
     inside = not whole and any(hasattr(module, "adapter_layer_names") for module in around)
@@ -83,7 +83,7 @@ def norm(subject: Subject, _: ModelFacts) -> Decision | None:
 
 
 def embedding(subject: Subject, model: ModelFacts) -> Decision | None:
-    """Tables that are looked up, also if the head shares them."""
+    """Lookup tables, even if the head shares them."""
     if any(isinstance(owner, facts.TABLES) for owner in model.owners[subject.param]):
         return "embedding", "rows are looked up in it", {}
     if isinstance(subject.owner, nn.Linear | _ConvNd) or subject.long_axes != 2:
@@ -112,7 +112,7 @@ def position(subject: Subject, model: ModelFacts) -> Decision | None:
 
 
 def router(subject: Subject, model: ModelFacts) -> Decision | None:
-    """Matrices that choose among experts, by name or because they give a number for each of the experts near them."""
+    """Matrices that choose among experts, by name or because they have one output for each expert nearby."""
     shape, reason, layer = subject.param.shape, None, model.layer_of.get(subject.param)
     if len(shape) != 2 or subject.long_axes < 2:
         return None
@@ -131,7 +131,7 @@ def router(subject: Subject, model: ModelFacts) -> Decision | None:
 
 
 def head(subject: Subject, model: ModelFacts) -> Decision | None:
-    """Outputs: maps whose result the model gives away instead of reading it again."""
+    """Output layers: nothing in the model reads their features."""
     layer = model.layer_of.get(subject.param)
     if layer is None or model.experts_around(subject.path) is not None:
         return None
@@ -179,7 +179,7 @@ def experts(subject: Subject, model: ModelFacts) -> Decision | None:
 
 
 def table(subject: Subject, model: ModelFacts) -> Decision | None:
-    """A module's own parameters that are learned inputs or act elementwise, as the model or their names say."""
+    """Bare parameters that are learned inputs or act elementwise, as the model or their names say."""
     if isinstance(subject.owner, nn.Linear | _ConvNd | nn.MultiheadAttention | facts.RECURRENT):
         return None
     if facts.TABLE.search(subject.key.lower()):
@@ -322,7 +322,7 @@ def _stacks_queries_keys_values(subject: Subject, model: ModelFacts) -> bool:
 
 
 def _plain_view(subject: Subject, model: ModelFacts) -> View:
-    """How Muon sees a matrix or kernel of its own, should a pattern send it there."""
+    """The view under Muon, if a pattern sends the parameter there."""
     if isinstance(subject.owner, _ConvNd):
         return _kernel_view(subject.owner)
     layer = model.layer_of.get(subject.param)
