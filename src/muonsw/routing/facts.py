@@ -70,7 +70,7 @@ class Subject(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The parts of its name that the model's author chose, without PEFT's words and the adapter names after them."""
+        """The parts of its name that the model's author chose: not PEFT's words, nor the adapter names after them."""
         path = self.path.split(".") if self.path else []
         pairs = zip(["", *path], path, strict=False)
         chosen = [word for before, word in pairs if word not in PEFT_WORDS and before != "modules_to_save"]
