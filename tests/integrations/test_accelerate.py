@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR
 
-from muonsw import MuonSW, Telemetry, clip_optimizer_grads_
+from muonsw import MuonSW, clip_optimizer_grads_
 from tests.common.problems import assert_same
 from tests.integrations.models import MODELS, Tokens
 
@@ -103,13 +103,6 @@ def test_a_compiled_model_trains_as_the_plain_one_and_its_state_goes_on(tmp_path
     resumed = Run(other)
     other.load_state(str(tmp_path))
     assert_same(resumed.go(3, STEPS), found)
-
-
-def test_telemetry_takes_the_wrapper(accelerator):
-    run = Run(accelerator)
-    with Telemetry(run.optimizer, every=2) as telemetry:
-        run.go(0, 4)
-    assert [record["step"] for record in telemetry.records] == [1, 2, 4]
 
 
 def test_both_ways_of_clipping(accelerator):

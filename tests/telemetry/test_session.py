@@ -89,14 +89,14 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped():
         params = matrices((6, 4), (3, 4, 4))
         groups = [{"params": params[:1]}, {"params": params[1:], "matrix": "stack"}]
         optimizer = MuonSW(groups, lr=0.02, ns_dtype="float32")
-        telemetry = Telemetry(optimizer, every=2)
+        telemetry = Telemetry(optimizer, every=2, spectral_norm=True)
         run(optimizer, params, stop)
         found = telemetry.records
         if stop < 9:
             other = MuonSW(copy.deepcopy(groups), lr=0.02, ns_dtype="float32")
             other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             resumed = [p for group in other.param_groups for p in group["params"]]
-            telemetry = Telemetry(other, every=2, start_step=stop)
+            telemetry = Telemetry(other, every=2, start_step=stop, spectral_norm=True)
             run(other, resumed, 9 - stop, start=stop)
             found += telemetry.records
         return found
