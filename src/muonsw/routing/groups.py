@@ -34,8 +34,8 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
     """Param groups for a model, one for each set of options that its parameters end up with."""
     check_adamw(adamw)
     _require_options("patterns", patterns)
-    for key, options in patterns.items():
-        _require_options(f"patterns[{key!r}]", options)
+    for key, given in patterns.items():
+        _require_options(f"patterns[{key!r}]", given)
     _refuse_shapeless(model)
     routed = list(classify(model))
     if not routed:
@@ -45,9 +45,23 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
     identities: list[Group] = []
     reasons: dict[str, str] = {}
     used: set[str | None] = set()
+    adamw_applies = False
     for entry in routed:
         pattern = next((pattern for pattern in patterns if _matches(pattern, entry)), None)
-        options = _options(entry, algorithm, {} if pattern is None else patterns[pattern], adamw)
+        chosen = {} if pattern is None else patterns[pattern]
+        is_matrix = entry.role in MATRIX_ROLES
+        usual = algorithm if is_matrix or not _needs_matrices(algorithm) else ADAMW
+        final = chosen.get("algorithm", usual)
+        # its role's options, then `adamw` if it goes to AdamW, then its pattern's
+        options: Group = {"role": entry.role, "algorithm": usual}
+        if not entry.decayed:
+            options["weight_decay"] = 0.0
+        if is_matrix or _needs_matrices(final):
+            options |= {"matrix": None, **entry.view}
+        if final == ADAMW and not (is_matrix and algorithm == ADAMW):  # the matrices of AdamWSW have its options
+            options |= adamw
+            adamw_applies = True
+        options |= chosen
         # A tensor equals only itself, because its value may change later.
         identity = {key: id(value) if isinstance(value, Tensor) else value for key, value in options.items()}
         if identity not in identities:
@@ -56,52 +70,39 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
         groups[identities.index(identity)]["params"].append((entry.name, entry.param))
         reasons[entry.name] = entry.reason + ("" if pattern is None else f"; options from the pattern {pattern!r}")
         used.add(pattern)
+
     if unused := [pattern for pattern in patterns if pattern not in used]:
         raise ValueError(
             f"pattern {unused[0]!r} matches no parameter that an earlier pattern has not claimed; names look "
             f"like {', '.join(entry.name for entry in routed[:3])} and roles are {', '.join(ROLES)}"
         )
-    if adamw and not any(_takes_adamw(group["role"], group["algorithm"], algorithm) for group in groups):
+    if adamw and not adamw_applies:
         raise ValueError(
             f"adamw={adamw!r} applies to nothing: no parameter of this model goes to AdamW; leave it out, or give the "
             f"options to the class itself or in patterns"
         )
     if _needs_matrices(algorithm) and not any(_needs_matrices(group["algorithm"]) for group in groups):
         roles = sorted({group["role"] for group in groups})
-        lora = (
-            " Low-rank factors get Muon with patterns={'role:lora': {'algorithm': 'muon'}}." if "lora" in roles else ""
-        )
+        lora = " Low-rank factors get Muon with patterns={'role:lora': {'algorithm': 'muon'}}."
         warnings.warn(
             f"MuonSW.for_model found no matrix to orthogonalize: every parameter goes to another algorithm (roles: "
-            f"{', '.join(roles)}). Look at optimizer.routing(reasons=True).{lora}",
+            f"{', '.join(roles)}). Look at optimizer.routing(reasons=True).{lora if 'lora' in roles else ''}",
             stacklevel=users_line(),
         )
     groups.sort(key=lambda group: group["role"] not in MATRIX_ROLES)
+    _name(groups)
+    return Routing(groups, reasons)
+
+
+def _name(groups: list[Group]) -> None:
+    """Give each group a name of its own, by which loggers tell groups apart."""
     taken: Counter[str] = Counter()
-    for group in groups:  # loggers tell groups apart by their names
+    for group in groups:
         name = wanted = str(group.get("name") or group["role"])
         while name in taken:
             taken[wanted] += 1
             name = f"{wanted}-{taken[wanted]}"
         taken[name], group["name"] = 1, name
-    return Routing(groups, reasons)
-
-
-def _options(entry: RoutedParameter, algorithm: str, pattern: Group, adamw: Group) -> Group:
-    """The options of one parameter: its role's, then `adamw` if it goes to AdamW, then its pattern's."""
-    usual = ADAMW if _needs_matrices(algorithm) and entry.role not in MATRIX_ROLES else algorithm
-    final = pattern.get("algorithm", usual)
-    options: Group = {"role": entry.role, "algorithm": usual}
-    if not entry.decayed:
-        options["weight_decay"] = 0.0
-    if entry.role in MATRIX_ROLES or _needs_matrices(final):
-        options |= {"matrix": None, **entry.view}
-    return options | (adamw if _takes_adamw(entry.role, final, algorithm) else {}) | pattern
-
-
-def _takes_adamw(role: str, final: str, algorithm: str) -> bool:
-    """Whether `adamw` applies: to everything that goes to AdamW, except the matrices of `AdamWSW`."""
-    return final == ADAMW and not (algorithm == ADAMW and role in MATRIX_ROLES)
 
 
 def _needs_matrices(algorithm: str) -> bool:
