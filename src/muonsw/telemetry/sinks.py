@@ -12,6 +12,9 @@ from typing import Any, Self
 
 from muonsw.telemetry.record import Record
 
+# Records of a training loop go to the same places, each kind under its own name.
+KINDS = ("telemetry", "train", "eval")
+
 
 class JsonlSink:
     r"""Appends each record to a file, one JSON object a line, flushed at once.
@@ -75,11 +78,13 @@ class WandbSink:
     def __init__(self, run: Any, *, parameters: bool = False) -> None:
         self.run, self.parameters = run, parameters
         if hasattr(run, "define_metric"):
-            run.define_metric("telemetry/step")
-            run.define_metric("telemetry/*", step_metric="telemetry/step")
+            for kind in KINDS:
+                run.define_metric(f"{kind}/step")
+                run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
 
     def __call__(self, record: Record) -> None:
-        self.run.log({"telemetry/step": record["step"], **dict(scalars(record, parameters=self.parameters))})
+        step = {f"{record.get('kind', KINDS[0])}/step": record["step"]}
+        self.run.log({**step, **dict(scalars(record, parameters=self.parameters))})
 
 
 class MlflowSink:
@@ -98,7 +103,7 @@ class MlflowSink:
 
 
 def scalars(record: Record, *, parameters: bool = False) -> Iterator[tuple[str, float]]:
-    """The numbers of a record under flat names; those that are None are left out.
+    """The numbers of a record under flat names that start with its kind; those that are None are left out.
 
     Examples:
         >>> roles = {"hidden": {"decay": None, "lr": 0.1}}
@@ -106,12 +111,16 @@ def scalars(record: Record, *, parameters: bool = False) -> Iterator[tuple[str, 
         [('telemetry/all/weight_rms', 0.5), ('telemetry/roles/hidden/lr', 0.1), ('telemetry/skipped', 0)]
     """
     left_out = {"kind", "step", "groups"} | (set() if parameters else {"parameters"})
-    yield from _leaves("telemetry", {key: value for key, value in record.items() if key not in left_out})
+    numbers = {key: value for key, value in record.items() if key not in left_out}
+    yield from _leaves(record.get("kind", KINDS[0]), numbers)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{name}/{key}", item)
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _leaves(f"{name}/{place}", item)
     elif isinstance(value, int | float):
         yield name, value
