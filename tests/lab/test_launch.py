@@ -16,7 +16,6 @@ from rich.console import Console
 
 from muonsw import machine
 from muonsw.lab import launch
-from muonsw.lab.cli import main
 from muonsw.lab.commands.compare import Compare
 from muonsw.lab.commands.reproduce import Reproduce
 from muonsw.lab.errors import Interrupted, MachineError, UsageError, stop_requests
@@ -262,11 +261,6 @@ def test_options_that_slurm_cannot_take_are_refused_before_anything_is_prepared(
         with pytest.raises(UsageError, match=message):
             replace(command, cluster=Cluster(**options), device=device, out=tmp_path / "out").run()
     assert not list(tmp_path.iterdir())
-
-
-def test_the_command_line_takes_the_options_without_a_prefix(capsys):
-    assert main(["compare", "--cluster", "slurm", "--slurm", "constraint=h100", "exclusive", "--setup", "a b"]) == 2
-    assert "--cluster slurm needs --time" in capsys.readouterr().err
 
 
 def test_what_sbatch_is_asked_for():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import library
-from torch.nn import functional
 
 from muonsw.lab.model import Decoder, layers, loss
 from tests.lab.model.small_models import small, tokens
@@ -59,8 +58,6 @@ def test_the_way_to_the_experts_and_back():
 @pytest.mark.parametrize("parts", [1, 4])
 def test_gradients_of_grouped_experts(sizes, parts, monkeypatch):
     """In bfloat16, as on a GPU: torch has a slow form of the same product for CPUs."""
-    if not hasattr(functional, "grouped_mm"):
-        pytest.skip("this torch has no grouped product")
     monkeypatch.setattr(layers, "row_parts", lambda _: parts)
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
     inputs = [torch.randn(sum(sizes), 16), torch.randn(4, 48, 16) / 4, torch.randn(4, 16, 24) / 5]
@@ -84,8 +81,6 @@ def gradients(model, ids, *, autocast):
 
 
 def test_the_whole_model_with_operators_is_as_near_to_float32_as_without(monkeypatch):
-    if not hasattr(functional, "grouped_mm"):
-        pytest.skip("this torch has no grouped product")
     config = small(width=32, head_dim=16, ff=48)
     ids = tokens(config, batch=4)
     _, expected = gradients(Decoder(config), ids, autocast=False)

@@ -286,7 +286,6 @@ def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -
         x_RD.is_cuda
         and dtype == torch.bfloat16
         and all(size * dtype.itemsize % ALIGNMENT_BYTES == 0 for w in weights_EFD for size in w.shape[1:])
-        and hasattr(functional, "grouped_mm")
     )
 
 
