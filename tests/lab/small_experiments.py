@@ -8,7 +8,7 @@ SIZES = {
     "scalar": {"steps": 2000, "chains": 5, "freeze_steps": 500},
     "scalar-figure": {"steps": 2000, "chains": 5, "points": 40},
     "matrix": {"rows": 6, "columns": 12, "steps": 200, "chains": 2, "betas": (0.0, 0.9)},
-    "matrix-figure": {"rows": 6, "columns": 12, "steps": 300, "chains": 3, "bins": 30},
+    "matrix-figure": {"rows": 6, "columns": 12, "steps": 300, "chains": 3, "points": 40},
     "sgd-nonconvex": {"steps": 2000, "chains": 200},
     "sgd-strongly-convex": {"steps": 2000, "chains": 400},
     "muon-noise": {"steps": 500, "chains": 4, "betas": (0.0, 0.9), "batches": (1, 16), "ranks": (4,)},

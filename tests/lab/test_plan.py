@@ -14,7 +14,7 @@ import torch
 from muonsw.distributed.exchange import share_by_cost
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig, count, layers, preset
-from muonsw.lab.paper import RECIPES
+from muonsw.lab.paper import ROWS
 from muonsw.lab.plan import (
     ADAMW_PASSES,
     H200,
@@ -29,7 +29,6 @@ from muonsw.lab.plan import (
     plan,
     plan_update,
 )
-from muonsw.lab.studies.frontier import plan_recipe
 from muonsw.lab.train.config import OptimizerConfig, preset_run
 from muonsw.lab.train.state import build_optimizer
 
@@ -63,22 +62,12 @@ def test_the_memory_of_one_gpu_is_as_it_was_measured(name, sequences):
 
 @pytest.mark.parametrize(("width", "gflop"), [(256, 0.219), (512, 0.646), (768, 1.195), (1024, 2.009)])
 def test_the_papers_rows(width, gflop):
-    recipe = RECIPES[f"paper-w{width}"]
-    result = plan(preset(f"w{width}"), recipe.steps)
-    assert result.parameters == pytest.approx(recipe.total, abs=5e4)
-    assert result.active == pytest.approx(recipe.active, abs=5e4)
-    assert result.tokens == pytest.approx(recipe.tokens, rel=5e-3)
-    assert result.tokens / result.active == pytest.approx(recipe.tokens_per_active, abs=5.0)
+    row = ROWS[width]
+    result = plan(preset(f"w{width}"), row.steps)
+    assert result.parameters == pytest.approx(row.parameters, abs=5e4)
+    assert result.active == pytest.approx(row.active, abs=5e4)
+    assert result.tokens == pytest.approx(row.tokens, rel=5e-3)
     assert result.flops_per_token / 1e9 == pytest.approx(gflop, abs=6e-4)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_consistent_with_themselves(name):
-    recipe = RECIPES[name]
-    assert recipe.tokens / recipe.active == pytest.approx(recipe.tokens_per_active, rel=0.02)
-    assert recipe.final_fraction == pytest.approx(0.1)
-    assert (recipe.batch_tokens is None) == (recipe.steps is None)
-    assert plan_recipe(recipe).scaled_over_constant == pytest.approx(0.734, abs=0.01)
 
 
 def test_memory_is_what_tensors_take():

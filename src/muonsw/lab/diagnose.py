@@ -29,7 +29,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.files import plain, prepare_folder, write_atomically
 from muonsw.lab.report.charts import Axis, Chart, Curve, LegendEntry, Sheet
 from muonsw.lab.runs import Columns, Run, load_runs, norm_history, unique_names
-from muonsw.lab.theory.hypotheses import HypothesisError
+from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
 from muonsw.telemetry.record import Record
 from muonsw.text import counted

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
 
 TABLE = "main table"
 HEADLINE = "figure 1, width 1024"
@@ -17,19 +15,25 @@ FIGURES = {512: "appendix, figure of width 512", 768: "appendix, figure of width
 class Row:
     """What is printed about one width."""
 
+    parameters: float
+    active: float  # parameters that one token uses
+    steps: int
+    tokens: float  # of the whole run
+    peak_lr: float
     constant: float  # best validation loss with constant decay
     scaled: float  # the same with scaled decay
-    saved: float  # the share of updates that scaled decay saves until it has the other's best loss
+    saved: float  # the share of steps that scaled decay saves until it has the other's best loss
     constant_norm: float | None = None  # weight RMS at the end; None where none is printed
     scaled_norm: float | None = None  # the same with scaled decay
 
 
 ROWS: Mapping[int, Row] = {
-    256: Row(3.350, 3.297, 0.217),
-    512: Row(2.971, 2.915, 0.275, 0.05, 0.20),
-    768: Row(2.799, 2.754, 0.265, 0.04, 0.17),
-    1024: Row(2.675, 2.630, 0.294, 0.029, 0.16),
+    256: Row(72.7e6, 30.2e6, 35_000, 18.4e9, 1.0e-2, 3.350, 3.297, 0.217),
+    512: Row(264.9e6, 95.0e6, 110_000, 57.7e9, 7.0e-3, 2.971, 2.915, 0.275, 0.05, 0.20),
+    768: Row(520.0e6, 180.3e6, 223_000, 116.9e9, 5.6e-3, 2.799, 2.754, 0.265, 0.04, 0.17),
+    1024: Row(932.4e6, 309.6e6, 376_000, 197.1e9, 4.8e-3, 2.675, 2.630, 0.294, 0.029, 0.16),
 }
+PAPER_BATCH_TOKENS = 524_288  # tokens in a step
 
 BOUNDARY = 300_000
 FALL_FROM_PEAK = -0.6
@@ -37,7 +41,7 @@ DEFECT = 0.88
 SCALED_SLOPE = 20.8
 CONSTANT_OFFSET, CONSTANT_SLOPE = 7.40e-3, 40.5
 
-# The sweep table of the paper's source, where it is commented out: validation loss after 5,000 updates.
+# The sweep table of the paper's source, where it is commented out: validation loss after 5,000 steps.
 SWEEP_RATES = (1e-3, 2e-3, 3e-3, 6e-3, 1e-2, 2e-2, 3e-2, 5e-2)
 SWEEP: Mapping[int, tuple[float, ...]] = {
     128: (3.948, 3.877, 3.856, 3.840, 3.835, 3.835, 3.845, 3.896),
@@ -68,65 +72,3 @@ FIT = Tolerance(0.25, "a fit to noisy samples of one run, over a learning rate t
 SWEEP_LOSS = Tolerance(0.04, "another part of FineWeb, other validation windows and one seed")
 # What the transferred rate may cost, in nats.
 TRANSFERRED = (0.01, Tolerance(0.0, "the paper calls it at or near the minimum"))
-
-
-PAPER_BATCH_TOKENS = 524_288
-FRONTIER = "appendix on frontier models, table of recipes"
-OWN = "table of main results"
-
-
-@dataclass(frozen=True)
-class PrintedRecipe:
-    """What is printed about one pre-training run; None is not printed."""
-
-    title: str  # the model
-    total: float  # parameters
-    active: float  # parameters that one token uses
-    tokens: float  # of the whole run
-    peak_lr: float  # highest learning rate, before any factor of a parameter group
-    final_lr: float  # learning rate at the end
-    weight_decay: float  # lambda of the matrices that Muon moves
-    tokens_per_active: float  # as printed, rounded
-    reference: str  # where in the paper
-    batch_tokens: int | None = None  # tokens in an update
-    steps: int | None = None  # updates
-    preset: str | None = None  # the lab's model of this shape
-
-    @property
-    def final_fraction(self) -> float:
-        """What is left of the peak at the end.
-
-        Examples:
-            >>> round(RECIPES["kimi-k2"].final_fraction, 6)
-            0.1
-        """
-        return self.final_lr / self.peak_lr
-
-
-def _recipe(
-    title: str, total: float, active: float, tokens: float, peak_lr: float, per_active: float, **more: Any
-) -> PrintedRecipe:
-    """A row of a table of recipes; all end on a tenth of the peak with lambda 0.1."""
-    source = {"reference": FRONTIER}
-    return PrintedRecipe(title, total, active, tokens, peak_lr, peak_lr / 10, 0.1, per_active, **(source | more))
-
-
-def _own(
-    width: int, total: float, active: float, steps: int, tokens: float, per_active: float, peak_lr: float
-) -> PrintedRecipe:
-    """One of the paper's own runs."""
-    run = {"reference": OWN, "batch_tokens": PAPER_BATCH_TOKENS, "steps": steps, "preset": f"w{width}"}
-    return _recipe(f"the paper's width {width}", total, active, tokens, peak_lr, per_active, **run)
-
-
-RECIPES: Mapping[str, PrintedRecipe] = MappingProxyType(
-    {
-        "glm-4.5": _recipe("GLM-4.5", 355e9, 32e9, 22e12, 2.5e-4, 700),
-        "kimi-k2": _recipe("Kimi K2", 1e12, 32e9, 15.5e12, 2.0e-4, 480),
-        "deepseek-v4-pro": _recipe("DeepSeek-V4-Pro", 1.6e12, 49e9, 32e12, 2.0e-4, 650),
-        "paper-w256": _own(256, 72.7e6, 30.2e6, 35_000, 18.4e9, 610, 1.0e-2),
-        "paper-w512": _own(512, 264.9e6, 95.0e6, 110_000, 57.7e9, 610, 7.0e-3),
-        "paper-w768": _own(768, 520.0e6, 180.3e6, 223_000, 116.9e9, 650, 5.6e-3),
-        "paper-w1024": _own(1024, 932.4e6, 309.6e6, 376_000, 197.1e9, 640, 4.8e-3),
-    }
-)

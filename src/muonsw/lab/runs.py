@@ -33,7 +33,7 @@ from muonsw.lab.config import flatten
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import parse_json, read_object
 from muonsw.lab.model import enters_norm
-from muonsw.lab.theory.hypotheses import HypothesisError
+from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, predict_norms
 from muonsw.lab.train.checkpoint import CONFIG, ENVIRONMENT, METRICS, RESULT
 from muonsw.lab.train.config import RunConfig

@@ -8,7 +8,7 @@ from rich.console import Console
 from muonsw.lab.arms import Arm, Comparison, Key
 from muonsw.lab.model import MuP
 from muonsw.lab.studies.scales import Scale, adamw_sweep
-from muonsw.lab.studies.workshop import ByArm, BySettings, Workshop
+from muonsw.lab.studies.study import ByArm, BySettings, Workshop
 from muonsw.lab.train.config import DataConfig, OptimizerConfig
 from tests.lab.train.small_runs import MODEL, small_run, tokens
 
@@ -49,17 +49,10 @@ def tiny_scale(**changes):
         "rows": {16: row, 32: replace(row, model=replace(narrow, width=32))},
         "headline": 16,
         "sweep": adamw_sweep(row, 10),
-        "sweep_widths": (16,),
-        "widths": (16, 32),
-        "drift_steps": 10,
+        "widths": (16,),
         "rates": (0.005, 0.01, 0.02),
         "horizons": (5, 10),
-        "map_run": replace(row, batch=4),
-        "maps": {4: (0.5, 1.0), 8: (0.5, 1.0)},
         "seeds": 2,
-        "sweep_seeds": 1,
         "tflops": 1.0,
-        "workers": 1,
-        "tokens": lambda: Path(tokens()),
     }
     return Scale(**(settings | changes))

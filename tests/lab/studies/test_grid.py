@@ -6,12 +6,28 @@ from dataclasses import replace
 
 import pytest
 
+from muonsw.lab import paper
 from muonsw.lab.arms import Key
-from muonsw.lab.studies.catalogue import GRIDS, best_rules, over_lambda, rate_drift, regret
-from muonsw.lab.studies.grid import at_edge, best_gaps, best_of_means, grid_charts, grid_table, judge_cell, vertex
-from muonsw.lab.studies.scales import MINI
+from muonsw.lab.stats import ONE_SEED
+from muonsw.lab.studies.catalogue import best_rules, rate_drift, regret
+from muonsw.lab.studies.grid import (
+    at_edge,
+    best_gaps,
+    best_of_means,
+    grid,
+    grid_charts,
+    grid_table,
+    horizon_cells,
+    judge_cell,
+    judge_horizons,
+    judge_widths,
+    over_lambda,
+    vertex,
+    width_cells,
+)
+from muonsw.lab.studies.scales import MINI, PAPER
 from tests.lab.studies.made_runs import parabola, runs_of
-from tests.lab.studies.small_comparisons import by_settings, tiny_scale
+from tests.lab.studies.small_comparisons import by_settings, tiny_run, tiny_scale
 
 
 def test_the_best_is_that_of_means():
@@ -29,7 +45,7 @@ def test_the_vertex_ignores_what_runs_far_from_the_best_do():
 
 
 def test_an_edge_is_marked_and_its_total_is_not_judged():
-    cell = regret(MINI)[0]
+    cell = regret()[0]
     runs = runs_of(cell, lambda rule, lam: parabola(lam, 0.2 if rule == "scaled" else 5.0))
     assert [at_edge(own) for own in cell.losses(runs).values()] == [True, False]
     ids = {claim.id for claim in judge_cell(cell, runs)}
@@ -41,7 +57,7 @@ def test_an_edge_is_marked_and_its_total_is_not_judged():
 @pytest.mark.parametrize(("better", "verdict"), [("scaled", "holds"), ("constant", "fails")])
 def test_claims_tell_a_rule_that_ends_lower_from_its_opposite(better, verdict):
     """The better rule ends lower at its best and forgives a large lambda; with the rules swapped both claims fail."""
-    cell = regret(MINI)[1]
+    cell = regret()[1]
     total = cell.total("constant", 0.1) / 0.1
 
     def loss(rule, lam):
@@ -58,7 +74,7 @@ def test_claims_tell_a_rule_that_ends_lower_from_its_opposite(better, verdict):
 
 
 def test_a_best_lambda_with_another_total_fails():
-    cell = regret(MINI)[1]
+    cell = regret()[1]
     unit = cell.total("scaled", 0.1) / 0.1
     claims = {c.id: c for c in judge_cell(cell, runs_of(cell, lambda _, lam: parabola(lam, 5 / unit)))}
     assert claims["1600-steps-scaled-total"].fails
@@ -67,7 +83,7 @@ def test_a_best_lambda_with_another_total_fails():
 
 
 def test_rules_over_rates_are_held_against_constant_decay():
-    cell = rate_drift(MINI)[0]
+    cell = rate_drift()[0]
     claims = judge_cell(cell, runs_of(cell, lambda rule, lr: parabola(lr, 0.02) + 0.1 * (rule == "hyperball")))
     assert {claim.id: str(claim.verdict) for claim in claims} == {
         "width-64-scaled-best": "undecided",
@@ -76,7 +92,7 @@ def test_rules_over_rates_are_held_against_constant_decay():
 
 
 def test_a_rule_without_a_known_total_and_one_without_lambda_are_shown():
-    (cell,) = best_rules(MINI)
+    (cell,) = best_rules()
     runs = runs_of(cell, lambda _, value: parabola(value or 1.0, 0.1))
     shown = {row[1]: row for row in grid_table([cell], {cell.key: runs}).rows}
     assert shown["gradient_norm"][3] is None
@@ -85,30 +101,89 @@ def test_a_rule_without_a_known_total_and_one_without_lambda_are_shown():
 
 
 def test_a_grid_from_training_to_page(tmp_path):
-    study = next(study for study in GRIDS if study.name == "regret").at(tiny_scale())
+    cells = [over_lambda(Key(steps=steps), tiny_run(steps=steps), (0.5, 1.0)) for steps in (4, 8)]
+    study, scale = grid("tiny", "a tiny grid", lambda _scale: cells), tiny_scale(seeds=1)
     (tmp_path / "out").mkdir()
-    report = study.conduct(by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
+    report = study.conduct(by_settings(tmp_path / "runs"), tmp_path / "out", scale, images=False)
     runs = sorted((tmp_path / "runs").iterdir())
     assert len(runs) == 2 * 2 * 2
     data = json.loads((tmp_path / "out" / "claims.json").read_text(encoding="utf-8"))
-    assert data["claims_total"] == len(report.claims["regret"]) == 2 * 2
+    assert data["claims_total"] == len(report.claims["tiny"]) == 2 * 2
     first = data["comparisons"][0]
     losses = {arm["name"]: arm["final"][0] for arm in first["arms"]}
     lowest = [min(loss for name, loss in losses.items() if name.startswith(rule)) for rule in ("scaled", "constant")]
-    gap = next(claim for claim in data["claims"] if claim["id"] == "4-steps-scaled-best")
+    gap = next(claim for claim in data["claims"]["tiny"] if claim["id"] == "4-steps-scaled-best")
     assert gap["measured"] == pytest.approx(lowest[0] - lowest[1])
     assert "Each rule at its best" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     stamps = {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs}
-    again = study.conduct(by_settings(tmp_path / "runs"), tmp_path / "out", images=False)
+    again = study.conduct(by_settings(tmp_path / "runs"), tmp_path / "out", scale, images=False)
     assert {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs} == stamps
     assert again.claims == report.claims
 
 
 def test_a_run_that_diverged_counts_as_worst():
-    run = regret(MINI)[0].run
+    run = regret()[0].run
     cell = over_lambda(Key("x"), run, (0.1, 0.2))
     runs = runs_of(cell, lambda _rule, lam: 3.0 + lam)
     name = next(iter(runs))
     runs[name] = [replace(one, result={"diverged": 7}) for one in runs[name]]
     assert cell.losses(runs)["constant"][0.1] == [math.inf, math.inf]
     assert best_of_means(cell.losses(runs)["constant"]) == 0.2
+
+
+# The paper's sweeps of AdamW's learning rate.
+
+
+def swept(cells, optima, seeds=2, shift=0.1):
+    """Runs of a sweep whose best rates are known, by the key of each cell."""
+    found = {}
+    for cell in cells:
+        runs = runs_of(cell, lambda _, lr, best=optima[cell.key]: parabola(lr, best), seeds)
+        for own in runs.values():
+            for seed, run in enumerate(own):
+                run.result["final_loss"] += shift * seed
+        found[cell.key] = runs
+    return found
+
+
+def verdicts(claims):
+    return {claim.id: claim.holds for claim in claims}
+
+
+def test_width_transfer_is_told_from_its_absence():
+    first, second, _ = width_cells(MINI)
+    cells = [first, second]
+
+    def judged(last, seeds=2):
+        return judge_widths(cells, swept(cells, {first.key: 0.02, second.key: last}, seeds), MINI)
+
+    assert all(claim.holds for claim in judged(0.02))
+    assert all(ONE_SEED in claim.limits for claim in judged(0.02, seeds=1))
+    moved = verdicts(judged(0.0035))
+    assert not moved["same-rate"]
+    assert not moved["width-256-cost"]
+    assert not verdicts(judged(0.5))["width-256-inside"]
+    alone = judge_widths([first], swept([first], {first.key: 0.02}), MINI)
+    assert verdicts(alone) == {"width-128-inside": True}
+
+
+def test_the_printed_sweep_judges_itself_true():
+    cells = width_cells(PAPER)
+    runs = {}
+    for cell in cells:
+        printed = dict(zip(paper.SWEEP_RATES, paper.SWEEP[cell.key.width], strict=True))
+        runs[cell.key] = runs_of(cell, lambda _, lr, printed=printed: printed[lr], seeds=1)
+    claims = judge_widths(cells, runs, PAPER)
+    assert all(claim.holds for claim in claims), [claim.id for claim in claims if not claim.holds]
+    assert sum("lr" in claim.id for claim in claims) == 24
+
+
+@pytest.mark.parametrize(("power", "holds"), [(-1 / 3, True), (0.0, False), (-1.0, False)])
+def test_the_cube_root_rule_is_told_from_others(power, holds):
+    cells = horizon_cells(MINI)
+    runs = swept(cells, {cell.key: 0.02 * (cell.key.steps / 1000) ** power for cell in cells})
+    claim = {claim.id: claim for claim in judge_horizons(cells, runs, MINI)}["cube-root"]
+    assert claim.measured == pytest.approx(power, abs=1e-6)
+    assert claim.holds is holds
+    assert [claim.id for claim in judge_horizons(cells[:1], runs, MINI)] == ["400-steps-inside"]
+    assert grid_table(cells, runs).rows[0][1] == "adamw"

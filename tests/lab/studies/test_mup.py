@@ -14,7 +14,6 @@ from muonsw.lab.studies.mup import (
     COORDINATES,
     EXPERIMENTS,
     MATRICES,
-    TOLERANCE,
     CoordinateSettings,
     activations,
     chain_tokens,
@@ -64,15 +63,6 @@ def test_the_seed_fixes_every_bit():
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_rules_for_muon_agree_at_the_base_width():
-    setting = CoordinateSettings(algorithm="muon", widths=(256,), seeds=1, steps=1, batch=2, experts=2, layers=1)
-    sizes = [
-        measure_widths(replace(setting, muon_lr=rule), torch.Generator().manual_seed(0))
-        for rule in ("sqrt", "adam", "none")
-    ]
-    assert all(torch.equal(sizes[0][name], other[name]) for other in sizes[1:] for name in other)
-
-
 def test_the_first_update_of_muon_has_the_size_of_its_spectral_norm():
     """Inputs lie in the span of the update, so `||dW x||` is its singular values (0.68 to 1.14) times `||x||`."""
     setting = CoordinateSettings(algorithm="muon", muon_lr="sqrt")
@@ -101,12 +91,8 @@ def test_sizes_are_those_of_the_forward_pass():
     assert {name.partition("/")[0] for name in seen.outputs} == set(COORDINATES)
 
 
-def test_every_arm_has_a_name_and_a_look():
-    assert list(ARMS) == list(WIDTH_ARMS) == [experiment.settings.name for experiment in EXPERIMENTS]
-    assert 0 < TOLERANCE.size < 0.5
-
-
 def test_the_figure_is_drawn_from_the_curves(tmp_path):
+    assert list(ARMS) == list(WIDTH_ARMS)
     paths = draw_coordinates({name: outcome(name) for name in ("muon-sqrt", "standard")}, tmp_path)
     assert [path.name for path in paths] == ["coordinates.png", "coordinates.svg"]
     assert all(path.stat().st_size > 10_000 for path in paths)

@@ -1,20 +1,26 @@
-"""Training studies: runs that diverge, and tokens that do not fit."""
+"""Studies: every run once, the same bits in any number of processes, runs that diverge, and tokens that do not fit."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from muonsw.lab.errors import UsageError
+from muonsw.lab.stats import Evidence
+from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
-from muonsw.lab.studies.main_table import all_rows
-from muonsw.lab.studies.scales import GPT2_VOCAB, SCALES, find_data
-from tests.lab.studies.small_comparisons import WILD, by_settings, tiny_scale
+from muonsw.lab.studies.scales import SCALES, find_data
+from muonsw.lab.studies.study import Workshop
+from muonsw.lab.theory.experiment import Experiment
+from muonsw.lab.train.state import Training, with_fingerprint
+from tests.lab.small_experiments import SMALL
+from tests.lab.studies.small_comparisons import QUIET, WILD, by_settings, tiny_run, tiny_scale
 from tests.lab.train.small_runs import tokens
 
 
 def test_paper_scale_refuses_other_tokens():
-    assert SCALES["paper"].vocab == GPT2_VOCAB
     with pytest.raises(UsageError, match="needs GPT-2 tokens"):
         find_data(SCALES["paper"], Path(tokens()))
     assert find_data(SCALES["cpu"], Path(tokens())) == Path(tokens())
@@ -24,16 +30,70 @@ def test_paper_scale_refuses_other_tokens():
 def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_worst(tmp_path):
     scale = tiny_scale(rates=(0.01, 0.02, 9.0), seeds=1)
     scale = replace(scale, sweep=replace(scale.sweep, diverged=1.0))
-    report = STUDIES["width-transfer"].at(scale).conduct(by_settings(tmp_path / "runs"), tmp_path, images=False)
-    assert "'adamw, lr 9' diverged at update" in report.sentence
-    assert [row[-1].text for row in report.tables[0].rows][-1] == "diverged"
-    wild = replace(STUDIES["main-table"], comparisons=lambda scale: [with_wild(one) for one in all_rows(scale)[:1]])
-    scale = tiny_scale(seeds=1)
-    scale = replace(scale, rows={width: replace(run, diverged=1.0) for width, run in scale.rows.items()})
-    report = wild.at(scale).conduct(by_settings(tmp_path / "runs"), tmp_path, images=False)
+    report = STUDIES["width-transfer"].conduct(by_settings(tmp_path / "runs"), tmp_path, scale, images=False)
+    assert "'adamw, lr 9' diverged at step" in report.sentence
+    assert report.tables[0].rows[0][2] != "9"
+    first = main_table.row(tiny_scale(seeds=1), 16)
+    arms = tuple(replace(WILD, name="scaled") if arm.name == "scaled" else arm for arm in first.arms)
+    wild = replace(first, base=replace(first.base, diverged=1.0), arms=arms)
+    study = replace(STUDIES["main-table"], comparisons=lambda _scale: [wild])
+    report = study.conduct(by_settings(tmp_path / "runs"), tmp_path, scale, images=False)
     assert report.claims == {"main-table": []}
-    assert report.sentence.startswith("No claim is made. 'scaled' diverged at update")
+    assert report.sentence.startswith("No claim is made. 'scaled' diverged at step")
 
 
-def with_wild(one):
-    return replace(one, arms=tuple(replace(WILD, name="scaled") if arm.name == "scaled" else arm for arm in one.arms))
+def test_equal_runs_are_one_job_and_different_data_or_settings_another(tmp_path):
+    shop, scale = by_settings(tmp_path), tiny_scale()
+    table = STUDIES["main-table"].comparisons(scale)
+    jobs = shop.jobs([*main_table.sampled_row(scale), *table])
+    assert len(jobs) == len(shop.jobs(table)) == (3 + 5) * 2
+    assert len({job.name for job in jobs.values()}) == len(jobs)
+    first = table[0]
+    job = shop.places.job(first, first.arms[0], 0)
+    assert (job.config.data.path, job.config.threads) == (tokens(), 1)
+    assert job.config.arm in job.folder.name
+    other = replace(first, base=replace(first.base, eval_every=3))
+    assert shop.places.job(other, first.arms[0], 0).folder != job.folder
+
+
+@pytest.mark.slow
+def test_experiments_do_not_depend_on_the_number_of_processes():
+    fixed, scalar = SMALL["fixed-rate"], SMALL["scalar-figure"]
+    experiments = [
+        replace(fixed, settings=replace(fixed.settings, steps=10, fixed_steps=5)),
+        replace(scalar, settings=replace(scalar.settings, steps=50, points=5)),
+    ]
+    together, alone = (Workshop(QUIET, workers).experiment(experiments, seed=3) for workers in (2, 1))
+    assert list(together) == list(alone) == [experiment.name for experiment in experiments]
+    assert {name: own for name, (own, _) in together.items()} == {name: own for name, (own, _) in alone.items()}
+
+
+def test_the_longest_experiment_starts_first():
+    order: list[str] = []
+
+    def note(setting, _generator):
+        order.append(setting)
+        return Evidence([])
+
+    experiments = [Experiment(name, "", name, note, cost) for name, cost in (("a", 1.0), ("b", 3.0), ("c", 2.0))]
+    assert list(Workshop(QUIET, 1).experiment(experiments, seed=0)) == ["a", "b", "c"]
+    assert order == ["b", "c", "a"]
+
+
+@pytest.mark.slow
+# the compiler of torch makes an instance of our autograd function, which torch itself warns about
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_runs_of_one_model_in_one_process_share_their_compiled_code(monkeypatch):
+    """The compiler sees the model once for all arms and seeds, and again for a model of another shape."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: real(model, backend="eager"))
+    graphs = []
+    for seed, width in ((0, 16), (1, 16), (2, 16), (0, 32)):
+        config = tiny_run(compile="on", seed=seed, steps=1)
+        training = Training(with_fingerprint(replace(config, model=replace(config.model, width=width))))
+        counters.clear()
+        training.forward_backward(next(training.batches()))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1:3] == [0, 0]
+    assert graphs[0] > 0
+    assert graphs[3] > 0

@@ -9,37 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muonsw.lab.theory import norm
-from muonsw.lab.theory.hypotheses import HypothesisError
+from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.norm import (
     NormHistory,
     constant_decay_norm_limit,
-    next_norm,
     predict_norms,
-    relaxation_times,
     scaled_decay_norm_limit,
     steady_state_norm,
     steady_state_norm_with_memory,
     target_norms,
     track,
 )
-from tests.lab.theory.brute_force import EPS, matrix, polar
 
-BETA = 0.9
+EPS, BETA = torch.finfo(torch.float64).eps, 0.9
 
 
 def leading_order(r, s, phi, a):
     """The recursion without products of phi with phi or s."""
     return math.sqrt((1 - 2 * phi) * r**2 - 2 * s * a * r + s**2)
-
-
-def test_the_recursion_follows_real_matrices():
-    W, phi, eta = matrix(6, 4), 0.01, 0.3
-    direction = polar(matrix(6, 4, seed=1))
-    s = eta * 0.2  # 0.2 sqrt(max(m, n)) makes the RMS of an orthogonal update 0.2
-    a = ((W * direction).sum() / W.norm() / direction.norm()).item()
-    after = (1 - phi) * W - 0.2 * math.sqrt(6) * eta * direction
-    predicted = next_norm(W.norm().item() / math.sqrt(24), s=s, phi=phi, a=a)
-    assert predicted == pytest.approx(after.norm().item() / math.sqrt(24), rel=1e-13)
 
 
 @given(s=st.floats(1e-5, 1e-2), phi=st.floats(1e-8, 1e-2), a=st.floats(-0.7, 0.7))
@@ -54,26 +41,6 @@ def test_a_strong_inward_push_does_not_cancel():
     s, phi, a = 1e-3, 1e-20, 0.5
     assert steady_state_norm(s=s, phi=phi, a=a) == pytest.approx(s / (2 * a), rel=4 * EPS)
     assert s / (2 * phi) * (-a + math.sqrt(a * a + 2 * phi)) == 0.0  # the textbook root
-
-
-@pytest.mark.parametrize("a", [-0.02, 0.0, 0.02])
-def test_both_relaxation_times_are_those_of_the_recursion(a):
-    s, phi = 1e-3, 5e-4
-    r_star = steady_state_norm(s=s, phi=phi, a=a)
-
-    def measured(alignment):
-        """Steps per e-fold of a small displacement."""
-        r = first = r_star * (1 + 1e-6)
-        for _ in range(100):
-            r = leading_order(r, s, phi, alignment(r))
-        return 100 / math.log((first - r_star) / (r - r_star))
-
-    following, fixed = measured(lambda r: a * r_star / r), measured(lambda _: a)
-    tau, tau_fixed = relaxation_times(s=s, phi=phi, r_star=r_star)
-    # A step of a recursion with multiplier 1 - x decays by -log(1 - x) = x + x^2/2.
-    assert following == pytest.approx(tau, rel=phi + 1e-4)
-    assert fixed == pytest.approx(tau_fixed, rel=1 / tau_fixed + 1e-4)
-    assert (tau_fixed > following * 1.1, tau_fixed < following / 1.1) == (a < 0, a > 0)
 
 
 @pytest.mark.parametrize("eta", [4.8e-3, 4.8e-8])
@@ -181,9 +148,8 @@ def test_a_walk_with_momentum_has_the_memory_of_its_average():
     assert float(history.r[500:].mean()) == pytest.approx(settled, rel=0.06)
 
 
-@pytest.mark.parametrize("every", [1, 100])
-def test_prediction_from_sparse_samples_follows_a_smooth_run(every):
-    steps = 4001
+def test_prediction_from_sparse_samples_follows_a_smooth_run():
+    steps, every = 4001, 100
     coefficients = [(2e-3 * cosine(t, steps), 5e-3 * cosine(t, steps), -0.1 * cosine(t, steps)) for t in range(steps)]
     history = history_of(recursion(coefficients, start=0.05), every)
     predicted = predict_norms(history)
@@ -191,15 +157,6 @@ def test_prediction_from_sparse_samples_follows_a_smooth_run(every):
     # is (pi k/T)^2 * 0.45/(8 * 0.1), and the norm is at most linear in each of three coefficients.
     bound = 3 * (math.pi * every / steps) ** 2 * 0.45 / 0.8 + 1e-12
     assert predicted.tolist() == pytest.approx(history.r.tolist(), rel=bound)
-
-
-def test_the_recursion_is_replayed_in_blocks_that_change_nothing(monkeypatch):
-    """Samples inside blocks, at their borders, and a gap of several."""
-    samples = {"r": [1.0, 0.9, 0.9, 0.8, 0.7], "s": [0.1, 0.2, 0.1, 0.3, 0.1], "phi": [0.1] * 5, "a": [-0.1] * 5}
-    history = NormHistory.of([1, 2, 4, 5, 21], **samples)
-    whole = predict_norms(history)
-    monkeypatch.setattr(norm, "BLOCK", 3)
-    assert predict_norms(history).equal(whole)
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.2])
@@ -213,19 +170,6 @@ def test_ratio_and_lag_of_an_exponential_target_are_exact(ratio):
     lag = 0.5 * math.log(2.0 * phi / (math.exp(-2.0 * rate) - (1.0 - phi) ** 2))
     assert float(tracking.lag[-1]) == pytest.approx(lag, abs=1e-9)
     assert lag == pytest.approx(ratio, abs=2.0 * ratio**2 + phi)
-
-
-def test_tracking_breaks_where_the_target_begins_to_run_away():
-    phi, turn = 0.01, 1000
-    sizes = [0.01 * math.exp(-0.03 * max(t - turn, 0)) for t in range(1400)]
-    tracking = track(history_of(recursion([(s, phi, 0.0) for s in sizes], start=0.07), 5))
-    # The ratio is 1.5 from the turn on; its window of 140 steps sees that up to half its length too early.
-    steps = torch.arange(1, 1401, 5)
-    assert tracking.ratio[steps < turn - 70].max() < 1e-6
-    assert tracking.ratio[steps > turn + 70].tolist() == pytest.approx([1.5] * 66, rel=1e-9)
-    # The target gains 0.03 a step on a norm that closes 0.02 of the lag: 0.2 is reached within 10 steps.
-    assert tracking.broke_at is not None
-    assert turn - 70 <= tracking.broke_at <= turn + 20
 
 
 def test_a_target_that_stops_ends_the_ratio_but_not_the_lag():

@@ -24,14 +24,6 @@ from muonsw.lab.train.config import ScheduleConfig
 
 ROUNDING = 4 * torch.finfo(torch.float64).eps
 
-SCHEDULES = [
-    partial(warmup_cosine, total_steps=40, warmup_steps=7),
-    partial(warmup_cosine, total_steps=40, warmup_steps=7, warmup_shape="cosine"),
-    partial(warmup_cosine, total_steps=40, final_fraction=0.0),
-    partial(warmup_stable_decay, total_steps=40, warmup_steps=7),
-    partial(warmup_stable_decay, total_steps=40, decay_fraction=1.0),
-]
-
 
 def sgd(*peaks):
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": peak} for peak in peaks]
@@ -46,15 +38,6 @@ def advance(optimizer, scheduler, steps):
         optimizer.step()
         scheduler.step()
     return used
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.func.__name__)
-def test_every_schedule_stays_in_the_unit_interval_and_takes_its_peak(schedule):
-    values = [schedule(step) for step in range(100)]
-    assert all(0.0 <= value <= 1.0 for value in values)
-    assert max(values) == 1.0
-    with pytest.raises(ValueError, match="step must not be negative"):
-        schedule(-1)
 
 
 def test_warmup_is_the_fraction_of_steps_taken_or_half_a_cosine():
@@ -97,15 +80,8 @@ def test_wsd_holds_the_peak_and_decays_only_at_the_end(total, fraction, final):
     decaying = min(max(1, round(fraction * total)), total - 1)
     assert set(values[: total - decaying]) == {1.0}
     assert values[total - 1 :] == [final] * 4
-    assert all(a >= b - ROUNDING for a, b in pairwise(values))
-    if final < 0.99:
-        assert sum(value < 1.0 for value in values[:total]) == decaying
-
-
-def test_wsd_falls_in_a_straight_line():
-    for k in range(1, 21):
-        value = warmup_stable_decay(79 + k, total_steps=100, final_fraction=0.0)
-        assert value == pytest.approx(1 - k / 20, abs=ROUNDING)
+    falls = [a - b for a, b in pairwise(values[total - decaying - 1 : total])]
+    assert falls == pytest.approx([(1 - final) / decaying] * decaying, abs=ROUNDING)
 
 
 def test_the_optimizer_sees_the_schedule_at_every_step_and_group():
@@ -157,18 +133,11 @@ def test_wrong_settings_are_refused_at_once_and_leave_the_optimizer_alone(schedu
     assert optimizer.state_dict() == before
 
 
-@pytest.mark.parametrize(
-    ("steps", "printed"),
-    [(35_000, "1.05e-02"), (110_000, "7.1e-03"), (223_000, "5.6e-03"), (376_000, "4.7e-03")],
-)
-def test_peaks_of_the_papers_horizons(steps, printed):
-    digits = len(printed.split("e", maxsplit=1)[0]) - 2
-    assert f"{peak_lr_for_horizon(steps):.{digits}e}" == printed
-
-
 def test_the_horizon_rule_is_a_cube_root_capped_at_the_tuned_peak():
     assert peak_lr_for_horizon(27 * 700, base_lr=0.3, base_steps=700) == pytest.approx(0.1, rel=ROUNDING)
     assert {peak_lr_for_horizon(steps) for steps in (1, 600, 4999, 5000)} == {0.02}
+    printed = {35_000: 1.05e-2, 110_000: 7.1e-3, 223_000: 5.6e-3, 376_000: 4.7e-3}  # the paper's horizons
+    assert {steps: float(f"{peak_lr_for_horizon(steps):.2e}") for steps in printed} == pytest.approx(printed, rel=0.01)
 
 
 def test_warmup_length_is_a_hundredth_within_its_limits():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonsw.lab.theory.hypotheses import HypothesisError
+from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.sgd import (
     NonconvexSettings,
     first_contracting_step,

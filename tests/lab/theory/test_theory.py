@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from muonsw.lab.theory.hypotheses import HypothesisError
+from muonsw.lab.theory.experiment import HypothesisError
 from tests.lab.small_experiments import SMALL, smaller
 
 # What does not depend on which rule is which: facts about matrices and recursions, inequalities that hold for any

@@ -25,7 +25,7 @@ from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.report.page import PAGE, check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.stats import Verdict, claims_table
-from muonsw.lab.studies.workshop import ByArm, Workshop
+from muonsw.lab.studies.study import ByArm, Workshop
 from muonsw.lab.train.checkpoint import RESULT
 from muonsw.lab.train.config import RunConfig, changed_run, with_data
 from muonsw.presets import PRESETS

@@ -17,7 +17,7 @@ CONVERGENCE_TITLE = "Constant decay stops at its bound, scaled decay does not"
 CONVERGENCE_NOTE = (
     "Learning rate η₀/(1 + t), starts W₀ ~ N(0, 0.02²). The loss is divided by its mean initial value. Dashed: the "
     "analytic lower bound for constant decay. Thin lines are single starts, the thick line is their median. Steps "
-    "are thinned on a logarithmic scale, extremes kept; every point is a value of the run."
+    "are thinned on a logarithmic scale; every point is a value of the run."
 )
 QUADRATICS = {
     "scalar-figure": "SGD on ½a(w \N{MINUS SIGN} c)²",

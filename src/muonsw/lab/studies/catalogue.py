@@ -3,59 +3,63 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from muonsw.decay import convert_weight_decay
 from muonsw.lab.arms import RULES, Key, decay_factors, lr_multiples, multiples
+from muonsw.lab.model import preset
 from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup
-from muonsw.lab.studies.dynamics import DIAGNOSTICS, STEADY_STATE
-from muonsw.lab.studies.frontier import RECIPES_STUDY
-from muonsw.lab.studies.grid import Cell, grid, over_lambda, over_rate
-from muonsw.lab.studies.main_table import MAIN_TABLE
-from muonsw.lab.studies.scales import NEVER, Scale, at_horizon, at_width, lean, of_same_total
-from muonsw.lab.studies.study import ExperimentStudy, TrainingStudy
-from muonsw.lab.studies.transfer import HORIZON_TRANSFER, WIDTH_TRANSFER
-from muonsw.lab.theory.matrix import FIXED_RATE, MATRIX, MATRIX_FIGURE
-from muonsw.lab.theory.muon import DETERMINISTIC, MUON
-from muonsw.lab.theory.noise_equilibrium import EQUILIBRIUM
-from muonsw.lab.theory.scalar import SCALAR, SCALAR_FIGURE
-from muonsw.lab.theory.sgd import NONCONVEX, STRONGLY_CONVEX
-from muonsw.lab.train.config import RunConfig, ScheduleConfig
+from muonsw.lab.studies.grid import HORIZON_TRANSFER, WIDTH_TRANSFER, GridCell, grid, over_lambda, over_rate
+from muonsw.lab.studies.main_table import DIAGNOSTICS, MAIN_TABLE, STEADY_STATE
+from muonsw.lab.studies.scales import MINI, NEVER, NO_DATA, at_width, lean
+from muonsw.lab.studies.study import Study
+from muonsw.lab.theory import matrix, muon, noise_equilibrium, scalar, sgd
+from muonsw.lab.theory.schedule import peak_lr_for_horizon
+from muonsw.lab.train.config import RunConfig, ScheduleConfig, preset_run
 from muonsw.registry import Registry
 
-THEORY = ExperimentStudy(
+THEORY = Study(
     name="theory",
     title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
+    reference="section 3",
     experiments=(
-        SCALAR,
-        SCALAR_FIGURE,
-        MATRIX,
-        MATRIX_FIGURE,
-        NONCONVEX,
-        STRONGLY_CONVEX,
-        MUON,
-        DETERMINISTIC,
-        FIXED_RATE,
-        EQUILIBRIUM,
+        scalar.SCALAR,
+        scalar.SCALAR_FIGURE,
+        matrix.MATRIX,
+        matrix.MATRIX_FIGURE,
+        sgd.NONCONVEX,
+        sgd.STRONGLY_CONVEX,
+        muon.MUON,
+        muon.DETERMINISTIC,
+        matrix.FIXED_RATE,
+        noise_equilibrium.EQUILIBRIUM,
     ),
     picture=draw_convergence,
+    notes={"": "Finite runs on these objectives agree with the theory, and cannot prove its limits."},
 )
-COORDINATES = ExperimentStudy(
+COORDINATES = Study(
     name="coordinates",
     title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
+    reference=mup.REFERENCE,
     experiments=mup.EXPERIMENTS,
     picture=draw_coordinates,
 )
 
+# ---- Grids beyond the paper, at the size of docs/evidence.md.
+
 OCTAVES = (0.25, 0.5, 1.0, 2.0, 4.0)
+LAMBDAS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 # Where Muon's weights end under a well-chosen constant decay, as the root mean square of their elements.
 TARGET = 0.2
 BOTH: dict[str, dict[str, Any]] = {rule: {"decay": rule} for rule in RULES}
 ADAMC: dict[str, Any] = {"decay": "scaled", "unnormalized": "constant"}
 HYPERBALL: dict[str, Any] = {"norm": "hyperball", "target_norm": TARGET}
 EPOCHS = 16
+WIDTHS = (64, 128, 256, 512)
+DRIFT_STEPS = 1_600  # at half of it, while loss falls steeply, seeds differ by more than lambdas do
 ADAMW_RATE = 1e-2
 # By member of the family, its best learning rate over that of the run, from a search in 200 steps on another seed.
 MEMBERS = {
@@ -67,142 +71,147 @@ MEMBERS = {
     "kl_shampoo": 8.0,
     "lion": 0.1,
 }
+# The run of most grids, at the smallest width that trains stably.
+RUN = replace(preset_run("mini", NO_DATA, model=replace(preset("mini"), width=128)), batch=16)
 
 
-def middle_run(scale: Scale) -> RunConfig:
-    """The run of the regret map at its second length, with a lambda that suits constant decay."""
-    steps, lambdas = list(scale.maps.items())[1]
-    run = at_horizon(scale.map_run, steps)
-    return replace(run, optimizer=replace(run.optimizer, weight_decay=lambdas[len(lambdas) // 2]))
+def at_horizon(steps: int, run: RunConfig = RUN) -> RunConfig:
+    """The run at another length, its peak by the horizon rule; evaluated four times, saved at the end alone."""
+    optimizer = replace(run.optimizer, lr=min(run.optimizer.lr, peak_lr_for_horizon(steps)))
+    every = max(1, steps // 4)
+    return replace(
+        run, optimizer=optimizer, steps=steps, eval_every=every, checkpoint_every=steps, telemetry_every=every, keep=1
+    )
 
 
-def half_batch(scale: Scale, steps: int) -> RunConfig:
-    """The run of the regret map with half its batch, evaluated ten times."""
-    return replace(lean(at_horizon(scale.map_run, steps)), batch=scale.map_run.batch // 2, log_every=20)
+def middle_run() -> RunConfig:
+    """The run at 1,600 steps, with a lambda that suits constant decay."""
+    run = at_horizon(1_600)
+    return replace(run, optimizer=replace(run.optimizer, weight_decay=0.1))
+
+
+def half_batch(steps: int) -> RunConfig:
+    """The run with half its batch, evaluated ten times."""
+    return replace(lean(at_horizon(steps)), batch=8, log_every=20)
+
+
+def of_same_total(run: RunConfig, steps: int) -> RunConfig:
+    """The run at another length with a lambda of the same total decay; evaluated at the end alone."""
+    optimizer = replace(run.optimizer, weight_decay=run.optimizer.weight_decay * run.steps / steps)
+    return replace(at_horizon(steps, replace(run, optimizer=optimizer)), eval_every=steps, log_every=20)
 
 
 def with_totals(run: RunConfig, totals: tuple[float, ...]) -> list[float]:
     """The lambdas with which constant decay at the run's rate has these totals.
 
     Examples:
-        >>> from muonsw.lab.studies.scales import MINI
-        >>> with_totals(at_width(half_batch(MINI, 34_800), 64), (0.6, 1.3, 4.0, 10.0, 20.0))
+        >>> with_totals(at_width(half_batch(34_800), 64), (0.6, 1.3, 4.0, 10.0, 20.0))
         [0.003, 0.0065, 0.02, 0.05, 0.1]
     """
     unit = math.fsum(decay_factors(run, replace(run.optimizer, decay="constant", weight_decay=1.0)))
     return [float(f"{total / unit:.2g}") for total in totals]
 
 
-def regret(scale: Scale) -> list[Cell]:
-    """Every lambda at every length."""
-    return [over_lambda(Key(steps=n), at_horizon(scale.map_run, n), lambdas) for n, lambdas in scale.maps.items()]
+def regret() -> list[GridCell]:
+    """Every lambda at every length; long runs want less decay, so that the longest has one lambda more."""
+    maps = {400: LAMBDAS, 1_600: LAMBDAS, 6_400: (0.00625, *LAMBDAS)}
+    return [over_lambda(Key(steps=steps), at_horizon(steps), lambdas) for steps, lambdas in maps.items()]
 
 
-def long(scale: Scale) -> list[Cell]:
-    """The longest runs of the regret map with half the batch, and runs four times as long.
-
-    Examples:
-        >>> from muonsw.lab.studies.scales import MINI
-        >>> [(cell.run.steps, list(cell.arms["scaled"])) for cell in long(MINI)][1]
-        (25600, [0.005, 0.01, 0.02, 0.04, 0.08])
-    """
-    steps, lambdas = list(scale.maps.items())[-1]
-    middle = lambdas[(len(lambdas) - 1) // 2]
-    grids = {steps: multiples(middle, (0.125, *OCTAVES)), 4 * steps: multiples(0.4 * middle, OCTAVES)}
-    return [over_lambda(Key(steps=length), half_batch(scale, length), values) for length, values in grids.items()]
+def long() -> list[GridCell]:
+    """The longest runs of the regret map with half the batch, and runs four times as long."""
+    maps = {6_400: (0.00625, 0.0125, 0.025, 0.05, 0.1, 0.2), 25_600: (0.005, 0.01, 0.02, 0.04, 0.08)}
+    return [over_lambda(Key(steps=steps), half_batch(steps), lambdas) for steps, lambdas in maps.items()]
 
 
-def tokens_per_parameter(scale: Scale) -> list[Cell]:
-    """The narrowest model for so long that it has 300 tokens per active parameter at scale mini."""
-    steps = 34_800 if scale.name == "mini" else list(scale.maps)[-1] // 2
-    run = at_width(half_batch(scale, steps), scale.widths[0])
-    run = replace(run, eval_every=max(1, steps // 40))  # to see at which step one rule reaches the other's loss
-    return [over_lambda(Key(steps=steps), run, with_totals(run, (0.6, 1.3, 4.0, 10.0, 20.0)))]
+def tokens_per_parameter() -> list[GridCell]:
+    """The narrowest model for so long that it has 300 tokens per active parameter."""
+    run = at_width(half_batch(34_800), 64)
+    run = replace(run, eval_every=870)  # to see at which step one rule reaches the other's loss
+    return [over_lambda(Key(steps=run.steps), run, (0.003, 0.0065, 0.02, 0.05, 0.1))]
 
 
-def adamw_lambda(scale: Scale) -> list[Cell]:
+def adamw_lambda() -> list[GridCell]:
     """AdamW at six lambdas and the best of three rates (0.005, 0.01, 0.02), searched in shorter runs."""
-    steps = list(scale.maps)[-1]
-    run = replace(half_batch(scale, steps), eval_every=max(1, steps // 40))
+    run = replace(half_batch(6_400), eval_every=160)
     run = replace(run, optimizer=replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE))
     return [over_lambda(Key("adamw"), run, with_totals(run, (0.35, 0.7, 1.4, 2.8, 5.6, 11.2)))]
 
 
-def adamw_forms(scale: Scale) -> list[Cell]:
+def adamw_forms() -> list[GridCell]:
     """AdamW: constant decay, scaled decay, and AdamC's own form, which scales on normalized layers alone."""
-    run = scale.rows.get(256, scale.rows[scale.headline])
+    run = MINI.rows[256]
     run = replace(run, optimizer=replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE, peak="group"))
-    return [over_lambda(Key("adamw", width=run.decoder.width), run, (0.1, 0.5), {**BOTH, "adamc": ADAMC})]
+    return [over_lambda(Key("adamw", width=256), run, (0.1, 0.5), {**BOTH, "adamc": ADAMC})]
 
 
-def lambda_scaling(scale: Scale) -> list[Cell]:
+def drift_run() -> RunConfig:
+    """The middle run with half its batch and a lambda of the same total; nothing is divided by the width."""
+    run = of_same_total(middle_run(), DRIFT_STEPS)
+    return replace(run, optimizer=replace(run.optimizer, muon_lr="none", peak="group"), batch=run.batch // 2)
+
+
+def lambda_scaling() -> list[GridCell]:
     """Along the width, along the batch at the same tokens, and along the size at the same tokens per weight."""
-    run, widths = drift_run(scale), scale.widths[1:]
+    run, lr = drift_run(), RUN.optimizer.lr
     # At half the rate each width ends near its best, which falls with the width.
-    slower = replace(run, optimizer=replace(run.optimizer, lr=0.5 * run.optimizer.lr, adam_lr=run.optimizer.lr))
-    points = {Key("width", width=width): at_width(slower, width) for width in widths}
-    shared = at_width(run, widths[0])
+    slower = replace(run, optimizer=replace(run.optimizer, lr=0.5 * lr, adam_lr=lr))
+    points = {Key("width", width=width): at_width(slower, width) for width in WIDTHS[1:]}
+    shared = at_width(run, WIDTHS[1])
     for factor in (0.5, 1.0, 2.0):
         batch = int(factor * run.batch)
         points[Key(f"batch {batch}")] = of_same_total(replace(shared, batch=batch), round(run.steps / factor))
     for factor in (0.5, 1.5):
-        width = int(factor * widths[0])
+        width = int(factor * WIDTHS[1])
         points[Key("size", width=width)] = of_same_total(at_width(shared, width), round(run.steps * factor**2))
-    return [over_lambda(key, one, multiples(one.optimizer.weight_decay, OCTAVES)) for key, one in points.items()]
+    return [over_lambda(key, point, multiples(point.optimizer.weight_decay, OCTAVES)) for key, point in points.items()]
 
 
-def drift_run(scale: Scale) -> RunConfig:
-    """The middle run with half its batch and a lambda of the same total; nothing is divided by the width."""
-    run = of_same_total(middle_run(scale), scale.drift_steps)
-    return replace(run, optimizer=replace(run.optimizer, muon_lr="none", peak="group"), batch=run.batch // 2)
-
-
-def rate_drift(scale: Scale) -> list[Cell]:
+def rate_drift() -> list[GridCell]:
     """The same learning rates at every width; half of the lowest too at the widest, where that was the best."""
-    rates, found = scale.rates[-5:], []
-    for width in scale.widths:
-        own = (rates[0] / 2, *rates) if width == max(scale.widths) else rates
-        run = at_width(drift_run(scale), width)
-        found.append(over_rate(Key(width=width), run, own, {**BOTH, "hyperball": HYPERBALL}))
-    return found
+    run = drift_run()
+    run = replace(run, optimizer=replace(run.optimizer, adam_lr=run.optimizer.lr))
+    cells = []
+    for width in WIDTHS:
+        rates = (0.0025, *MINI.rates) if width == max(WIDTHS) else MINI.rates
+        cells.append(over_rate(Key(width=width), at_width(run, width), rates, {**BOTH, "hyperball": HYPERBALL}))
+    return cells
 
 
-def family(scale: Scale) -> list[Cell]:
+def family() -> list[GridCell]:
     """Every member at its best rate, with total decays a factor of four apart."""
-    run = at_horizon(scale.map_run, next(iter(scale.maps)))
-    run = replace(run, batch=max(1, run.batch // 2), eval_every=run.steps, telemetry_every=0, diverged=NEVER)
-    base, found = replace(run.optimizer, muon_lr="none", peak="group", adam_lr=run.optimizer.lr), []
+    run = replace(at_horizon(400), batch=8, eval_every=400, telemetry_every=0, diverged=NEVER)
+    lr, cells = run.optimizer.lr, []
+    base = replace(run.optimizer, muon_lr="none", peak="group", adam_lr=lr)
     for member, factor in MEMBERS.items():
-        optimizer = replace(base, preset="" if member == "muon" else member, lr=factor * base.lr)
-        own = replace(run, optimizer=optimizer)
-        found.append(over_lambda(Key(member), own, with_totals(own, (0.25, 1.0, 4.0, 16.0))))
-    return found
+        optimizer = replace(base, preset="" if member == "muon" else member, lr=factor * lr)
+        tried = replace(run, optimizer=optimizer)
+        cells.append(over_lambda(Key(member), tried, with_totals(tried, (0.25, 1.0, 4.0, 16.0))))
+    return cells
 
 
 def little_text(run: RunConfig) -> RunConfig:
     """The run on so little text that it is seen `EPOCHS` times."""
-    return replace(run, data=replace(run.tokens, train_windows=max(run.batch, run.steps * run.batch // EPOCHS)))
+    return replace(run, data=replace(run.tokens, train_windows=run.steps * run.batch // EPOCHS))
 
 
-def repeated_text(scale: Scale) -> list[Cell]:
+def repeated_text() -> list[GridCell]:
     """Both rules at lambdas above the best one of fresh text."""
-    run = little_text(middle_run(scale))
-    return [over_lambda(Key("repeated text"), run, multiples(run.optimizer.weight_decay, (4, 8, 16, 32, 64)))]
+    return [over_lambda(Key("repeated text"), little_text(middle_run()), (0.4, 0.8, 1.6, 3.2, 6.4))]
 
 
-def hard_cases(scale: Scale) -> list[Cell]:
+def hard_cases() -> list[GridCell]:
     """Little text, a flat rate and bfloat16 weights at the best lambda of fresh text."""
-    run = middle_run(scale)
+    run = middle_run()
     wsd = replace(run, schedule=ScheduleConfig(shape="wsd", decay_fraction=0.1, final_fraction=0.0))
     cases = {"little text": little_text(run), "wsd": wsd, "bfloat16 weights": replace(run, weights="bfloat16")}
     return [over_lambda(Key(name), case, (run.optimizer.weight_decay,)) for name, case in cases.items()]
 
 
-def schedules(scale: Scale) -> list[Cell]:
+def schedules() -> list[GridCell]:
     """Cosine, a straight line and WSD, to a tenth and to zero; a flat rate wants less decay."""
-    run = at_horizon(middle_run(scale), scale.horizons[1])
+    run, cells = middle_run(), []
     lam, warmup = run.optimizer.weight_decay, run.schedule.warmup(run.steps)
-    found = []
     for final in (0.1, 0.0):
         straight = ScheduleConfig(shape="wsd", final_fraction=final, decay_fraction=(run.steps - warmup) / run.steps)
         shapes = {
@@ -212,13 +221,13 @@ def schedules(scale: Scale) -> list[Cell]:
         }
         for shape, (schedule, factors) in shapes.items():
             key = Key(f"{shape} to {final:g}")
-            found.append(over_lambda(key, replace(run, schedule=schedule), multiples(lam, factors)))
-    return found
+            cells.append(over_lambda(key, replace(run, schedule=schedule), multiples(lam, factors)))
+    return cells
 
 
-def best_rules(scale: Scale) -> list[Cell]:
+def best_rules() -> list[GridCell]:
     """Every decay and norm rule at three strengths; where a rule has no lambda, at three learning rates."""
-    run, three = middle_run(scale), OCTAVES[1:4]
+    run, three = middle_run(), OCTAVES[1:4]
     base = replace(run.optimizer, peak="group")
     lam, rates = base.weight_decay, [base.lr * multiple for multiple in lr_multiples(run)]
     changes: dict[str, tuple[dict[str, Any], float, tuple[float, ...]]] = {
@@ -234,72 +243,53 @@ def best_rules(scale: Scale) -> list[Cell]:
         "target": ({"decay": "constant", "norm": "target", "target_norm": TARGET}, lam, three),
     }
     arms = {
-        rule: {one: replace(base, **{**own, "weight_decay": one}) for one in multiples(middle, factors)}
-        for rule, (own, middle, factors) in changes.items()
+        rule: {strength: replace(base, **change, weight_decay=strength) for strength in multiples(middle, factors)}
+        for rule, (change, middle, factors) in changes.items()
     }
     for rule, target in (("hyperball", None), ("hyperball_target", TARGET)):
         held = replace(base, norm="hyperball", target_norm=target, adam_lr=base.lr)
         arms[rule] = {lr: replace(held, lr=lr) for lr in multiples(base.lr, three)}
     arms["none"] = {0.0: replace(base, decay="none", weight_decay=0.0)}
-    return [Cell(Key("strengths"), run, arms)]
+    return [GridCell(Key("strengths"), run, arms)]
 
 
-def gradient_growth(scale: Scale) -> list[Cell]:
+def gradient_growth() -> list[GridCell]:
     """AdamW and Muon without clipping at three peak rates, sampled often; lambda as in the main table."""
-    run = scale.rows[min(scale.rows)]
-    run = replace(run, telemetry_every=scale.sampled_every or run.telemetry_every)
-    muon = replace(run.optimizer, peak="group", clip=0.0)
+    run = replace(MINI.rows[128], telemetry_every=10)
+    with_muon = replace(run.optimizer, peak="group", clip=0.0)
     # AdamW with the decay that Muon has in a step at its peak.
-    lam = float(f"{muon.weight_decay * muon.lr / ADAMW_RATE:.3g}")
-    found = []
-    for optimizer in (replace(muon, algorithm="adamw", lr=ADAMW_RATE, weight_decay=lam), muon):
+    lam = float(f"{with_muon.weight_decay * with_muon.lr / ADAMW_RATE:.3g}")
+    adamw = replace(with_muon, algorithm="adamw", lr=ADAMW_RATE, weight_decay=lam)
+    cells = []
+    for optimizer in (adamw, with_muon):
         for lr in multiples(optimizer.lr, OCTAVES[1:4]):
-            one = replace(run, optimizer=replace(optimizer, lr=lr))
-            found.append(over_lambda(Key(f"{one.optimizer.algorithm} lr {lr:g}"), one, (optimizer.weight_decay,)))
-    return found
+            tried = replace(run, optimizer=replace(optimizer, lr=lr))
+            cells.append(over_lambda(Key(f"{optimizer.algorithm} lr {lr:g}"), tried, (optimizer.weight_decay,)))
+    return cells
 
 
-SHORT = {"cpu": "So short that decay hardly acts."}
+def beyond(name: str, title: str, cells: Callable[[], Sequence[GridCell]]) -> Study:
+    """A grid of one size."""
+    return grid(name, title, lambda _scale: cells())
+
+
 GRIDS = (
-    grid("regret", "what a wrong lambda costs under each rule, at several lengths", regret, SHORT),
-    grid("long", "long runs on fresh text: does the gain of scaled decay grow with the length?", long, SHORT),
-    grid("tokens-per-parameter", "300 tokens per parameter: where is the best total decay?", tokens_per_parameter),
-    grid("adamw-lambda", "AdamW: constant and scaled decay, each at its best of six lambdas", adamw_lambda),
-    grid("adamw", "AdamW with constant decay, with scaled decay, and with AdamC's own form", adamw_forms),
-    grid("lambda-scaling", "how the best lambda follows width, batch and size", lambda_scaling, SHORT),
-    grid("rate-drift", "how far Muon's best learning rate moves with the width", rate_drift, SHORT),
-    grid("family", "each member of the family at its best rate, under both rules", family, SHORT),
-    grid("repeated-text", "constant and scaled decay on text that is seen 16 times", repeated_text),
-    grid("hard-cases", "little text, a flat learning rate, bfloat16 weights", hard_cases),
-    grid("schedules", "cosine, linear and WSD, to zero and to a tenth", schedules, SHORT),
-    grid("best-rules", "every decay and norm rule at its best of three strengths", best_rules),
-    grid("gradient-growth", "both rules without clipping, gradients sampled often (AdamC's claim)", gradient_growth),
-)
-TRAINING_STUDIES: tuple[TrainingStudy, ...] = (
-    MAIN_TABLE,
-    STEADY_STATE,
-    DIAGNOSTICS,
-    RECIPES_STUDY,
-    WIDTH_TRANSFER,
-    HORIZON_TRANSFER,
-    *GRIDS,
+    beyond("regret", "what a wrong lambda costs under each rule, at several lengths", regret),
+    beyond("long", "long runs on fresh text: does the gain of scaled decay grow with the length?", long),
+    beyond("tokens-per-parameter", "300 tokens per parameter: where is the best total decay?", tokens_per_parameter),
+    beyond("adamw-lambda", "AdamW: constant and scaled decay, each at its best of six lambdas", adamw_lambda),
+    beyond("adamw", "AdamW with constant decay, with scaled decay, and with AdamC's own form", adamw_forms),
+    beyond("lambda-scaling", "how the best lambda follows width, batch and size", lambda_scaling),
+    beyond("rate-drift", "how far Muon's best learning rate moves with the width", rate_drift),
+    beyond("family", "each member of the family at its best rate, under both rules", family),
+    beyond("repeated-text", "constant and scaled decay on text that is seen 16 times", repeated_text),
+    beyond("hard-cases", "little text, a flat learning rate, bfloat16 weights", hard_cases),
+    beyond("schedules", "cosine, linear and WSD, to zero and to a tenth", schedules),
+    beyond("best-rules", "every decay and norm rule at its best of three strengths", best_rules),
+    beyond("gradient-growth", "both rules without clipping, gradients sampled often (AdamC's claim)", gradient_growth),
 )
 
-STUDIES: Registry[ExperimentStudy | TrainingStudy] = Registry("study")
-ALL: tuple[ExperimentStudy | TrainingStudy, ...] = (THEORY, COORDINATES, *TRAINING_STUDIES)
-for _study in ALL:
+STUDIES: Registry[Study] = Registry("study")
+PAPERS_OWN = (MAIN_TABLE, STEADY_STATE, DIAGNOSTICS, WIDTH_TRANSFER, HORIZON_TRANSFER)
+for _study in (THEORY, COORDINATES, *PAPERS_OWN, *GRIDS):
     STUDIES.register(_study.name, _study)
-
-
-def find_study(name: str) -> ExperimentStudy | TrainingStudy:
-    """The study of that name, or `STUDY/PART` for one of its experiments or settings.
-
-    Raises:
-        ValueError: If there is none, with what there is.
-
-    Examples:
-        >>> [experiment.name for experiment in find_study("theory/matrix").experiments]
-        ['matrix']
-    """
-    study, _, part = name.partition("/")
-    return STUDIES[study].select(part) if part else STUDIES[study]

@@ -1,7 +1,8 @@
 """A grid: settings x rules x values of lambda (or of the learning rate) x seeds, judged and shown in one way.
 
 The best value of a rule is the one with the lowest mean loss over seeds (best of means). A best value at an edge of
-what was tried is marked: a better one may lie beyond.
+what was tried is marked: a better one may lie beyond. The paper's own two sweeps of AdamW's learning rate are grids
+with claims of their own.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import linear_regression
 from typing import Any
 
+from muonsw.lab import paper
 from muonsw.lab.arms import CONSTANT, RULES, SCALED, Arm, Comparison, Key, Results, Runs, decay_factors
-from muonsw.lab.console import Cell as TableCell
-from muonsw.lab.console import Column, Table, Value
+from muonsw.lab.console import Cell, Column, Table, Value
 from muonsw.lab.outcome import swept_loss, with_interval
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.report.charts import Axis, Chart, Curve
-from muonsw.lab.stats import Claim, Source, below, over_seeds, within
-from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.study import TrainingStudy
+from muonsw.lab.stats import Claim, Source, at_least, at_most, below, from_means, over_seeds, within
+from muonsw.lab.studies.scales import SCALES, Scale, adamw_sweep, at_width
+from muonsw.lab.studies.study import Findings, Study
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
 BEYOND = Source("beyond the paper; claims written before the runs", "each rule at its best value")
@@ -32,60 +34,59 @@ Losses = Mapping[float, Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One setting of a grid."""
+class GridCell:
+    """One setting of a grid, with all that is tried in it."""
 
     key: Key
     run: RunConfig  # what all its runs share but the optimizer
     arms: Mapping[str, Mapping[float, OptimizerConfig]]  # by rule, by the value that is tried
-    over: str = "weight_decay"  # what the values are of: lambda or the learning rate
+    over: str = "lambda"  # what the values are of: "lambda", or "lr" for the learning rate
 
     def comparison(self, seeds: int) -> Comparison:
         """Its runs."""
-        arms = [Arm(name, one) for own in self._names().values() for name, one in own.values()]
+        arms = [
+            Arm(self.arm(rule, value), tried[value]) for rule, tried in self.arms.items() for value in sorted(tried)
+        ]
         return Comparison(self.key, self.run, tuple(arms), tuple(range(seeds)), paired=False)
+
+    def arm(self, rule: str, value: float) -> str:
+        return f"{rule}, {self.over} {value:g}"
 
     def losses(self, runs: Runs) -> dict[str, dict[float, list[float]]]:
         """By rule, the final losses of each value."""
         return {
-            rule: {value: [swept_loss(run) for run in runs[name]] for value, (name, _) in own.items()}
-            for rule, own in self._names().items()
+            rule: {value: [swept_loss(run) for run in runs[self.arm(rule, value)]] for value in sorted(tried)}
+            for rule, tried in self.arms.items()
         }
 
     def total(self, rule: str, value: float) -> float:
         """Total decay of a rule at one of its values."""
         return math.fsum(decay_factors(self.run, self.arms[rule][value]))
 
-    def _names(self) -> dict[str, dict[float, tuple[str, OptimizerConfig]]]:
-        word = "lr" if self.over == "lr" else "lambda"
-        return {
-            rule: {value: (f"{rule}, {word} {value:g}", own[value]) for value in sorted(own)}
-            for rule, own in self.arms.items()
-        }
-
 
 def over_lambda(
     key: Key, run: RunConfig, lambdas: Sequence[float], rules: Mapping[str, Mapping[str, Any]] | None = None
-) -> Cell:
+) -> GridCell:
     """A cell in which each rule, given as changes of the optimizer, is tried at these lambdas."""
-    chosen = rules or {rule: {"decay": rule} for rule in RULES}
+    rules = rules or {rule: {"decay": rule} for rule in RULES}
     arms = {
         rule: {lam: replace(run.optimizer, **{**changes, "weight_decay": lam}) for lam in lambdas}
-        for rule, changes in chosen.items()
+        for rule, changes in rules.items()
     }
-    return Cell(key, run, arms)
+    return GridCell(key, run, arms)
 
 
-def over_rate(key: Key, run: RunConfig, rates: Sequence[float], rules: Mapping[str, Mapping[str, Any]]) -> Cell:
-    """The same over learning rates of the matrices; what AdamW owns keeps the rate of the run."""
-    base = replace(run.optimizer, adam_lr=run.optimizer.adam_lr or run.optimizer.lr)
-    arms = {rule: {lr: replace(base, **{**changes, "lr": lr}) for lr in rates} for rule, changes in rules.items()}
-    return Cell(key, run, arms, over="lr")
+def over_rate(key: Key, run: RunConfig, rates: Sequence[float], rules: Mapping[str, Mapping[str, Any]]) -> GridCell:
+    """A cell in which each rule is tried at these learning rates."""
+    arms = {
+        rule: {lr: replace(run.optimizer, **{**changes, "lr": lr}) for lr in rates} for rule, changes in rules.items()
+    }
+    return GridCell(key, run, arms, over="lr")
 
 
 def means(losses: Losses) -> dict[float, float]:
     """The mean over seeds of each value."""
-    return {value: math.fsum(own) / len(own) for value, own in losses.items()}
+    return {value: math.fsum(ends) / len(ends) for value, ends in losses.items()}
 
 
 def best_of_means(losses: Losses) -> float:
@@ -95,8 +96,8 @@ def best_of_means(losses: Losses) -> float:
         >>> best_of_means({0.1: [3.0, 3.3], 0.2: [3.1, 3.1]})
         0.2
     """
-    found = means(losses)
-    return min(found, key=found.__getitem__)
+    mean = means(losses)
+    return min(mean, key=mean.__getitem__)
 
 
 def at_edge(losses: Losses) -> bool:
@@ -115,21 +116,21 @@ def vertex(losses: Losses) -> float:
         >>> vertex({0.01: [1.0], 0.02: [2.0]})
         0.01
     """
-    found, best = means(losses), best_of_means(losses)
-    values = sorted(found)
+    mean, best = means(losses), best_of_means(losses)
+    values = sorted(mean)
     place = values.index(best)
     near = values[max(0, place - 1) : place + 2]
-    if len(near) < 3 or math.inf in map(found.__getitem__, near):
+    if len(near) < 3 or math.inf in map(mean.__getitem__, near):
         return best
-    x, y = [math.log(value) for value in near], [found[value] for value in near]
+    x, y = [math.log(value) for value in near], [mean[value] for value in near]
     left, right = ((y[i + 1] - y[i]) / (x[i + 1] - x[i]) for i in (0, 1))
     return math.exp((x[0] + x[1]) / 2 - left * (x[2] - x[0]) / 2 / (right - left)) if right > left else best
 
 
 def by_seed(losses: Losses) -> list[dict[float, list[float]]]:
     """The losses of each seed alone."""
-    seeds = min(len(own) for own in losses.values())
-    return [{value: [own[seed]] for value, own in losses.items()} for seed in range(seeds)]
+    seeds = min(len(ends) for ends in losses.values())
+    return [{value: [ends[seed]] for value, ends in losses.items()} for seed in range(seeds)]
 
 
 def best_gaps(ours: Losses, theirs: Losses) -> list[float]:
@@ -137,7 +138,7 @@ def best_gaps(ours: Losses, theirs: Losses) -> list[float]:
     return [a - b for a, b in zip(ours[best_of_means(ours)], theirs[best_of_means(theirs)], strict=False)]
 
 
-def judge_cell(cell: Cell, runs: Runs) -> list[Claim]:
+def judge_cell(cell: GridCell, runs: Runs) -> list[Claim]:
     """Best against best, the largest lambda, and the total decay of the best lambda."""
     losses, slug, claims = cell.losses(runs), cell.key.slug, []
     constant = losses[CONSTANT]
@@ -145,7 +146,7 @@ def judge_cell(cell: Cell, runs: Runs) -> list[Claim]:
         words = f"{cell.key}: {rule} minus constant decay, each at its best, in nats"
         gap = over_seeds(best_gaps(losses[rule], constant))
         claims.append(below(f"{slug}-{rule}-best", words, BEYOND, gap, 0.0, EXACT))
-    if cell.over != "weight_decay":
+    if cell.over == "lr":
         return claims
     if SCALED in losses and len(shared := sorted(losses[SCALED].keys() & constant.keys())) > 1:
         words = f"{cell.key}: scaled minus constant decay at lambda {shared[-1]:g}, the largest of both, in nats"
@@ -155,31 +156,29 @@ def judge_cell(cell: Cell, runs: Runs) -> list[Claim]:
         best = best_of_means(losses[rule])
         if len(losses[rule]) > 2 and not at_edge(losses[rule]):
             unit = cell.total(rule, best) / best
-            octaves = [math.log2(vertex(own) * unit / WANTED) for own in by_seed(losses[rule])]
+            octaves = [math.log2(vertex(seed) * unit / WANTED) for seed in by_seed(losses[rule])]
             words = f"{cell.key}: total decay of {rule} decay's best lambda, in octaves from {WANTED:g}"
             claims.append(within(f"{slug}-{rule}-total", words, BEYOND, over_seeds(octaves), 0.0, OCTAVE))
     return claims
 
 
-def grid_table(cells: Sequence[Cell], results: Results) -> Table:
+def grid_table(cells: Sequence[GridCell], results: Results) -> Table:
     """One row for each setting and rule: its best value, total decay, loss, and how far it ends from constant decay."""
     heads = ("best", "total decay", "loss at the best", "minus constant decay", "cost of the largest", "tried")
     columns = [Column("setting"), Column("rule"), *(Column(head, number=True) for head in heads)]
-    rows: list[list[Value | TableCell]] = []
+    rows: list[list[Value | Cell]] = []
     for cell in cells:
         losses = cell.losses(results[cell.key])
-        for rule, own in losses.items():
-            best, mark = best_of_means(own), "*" * at_edge(own)
-            total = cell.total(rule, best) * (vertex(own) / best if cell.over == "weight_decay" and best else 1.0)
-            gap = with_interval(best_gaps(own, losses[CONSTANT])) if rule != CONSTANT else None
-            cost = (
-                with_interval([a - b for a, b in zip(own[max(own)], own[best], strict=True)])
-                if best < max(own)
-                else None
-            )
-            shown = f"{vertex(own):.3g}{mark}", None if math.isnan(total) else f"{total:.2f}{mark}"
-            tried = ", ".join(f"{value:.3g}" for value in own)
-            rows.append([str(cell.key), rule, *shown, with_interval(own[best]), gap, cost, tried])
+        for rule, ends in losses.items():
+            best, mark, gap, cost = best_of_means(ends), "*" * at_edge(ends), None, None
+            total = cell.total(rule, best) * (vertex(ends) / best if cell.over == "lambda" and best else 1.0)
+            if rule != CONSTANT and CONSTANT in losses:
+                gap = with_interval(best_gaps(ends, losses[CONSTANT]))
+            if best < max(ends):
+                cost = with_interval([a - b for a, b in zip(ends[max(ends)], ends[best], strict=True)])
+            shown = f"{vertex(ends):.3g}{mark}", None if math.isnan(total) else f"{total:.2f}{mark}"
+            tried = ", ".join(f"{value:.3g}" for value in ends)
+            rows.append([str(cell.key), rule, *shown, with_interval(ends[best]), gap, cost, tried])
     note = (
         "Best: the vertex of a parabola through the lowest mean and its neighbours; a star marks an edge of what was "
         "tried. Loss and differences are at the best value tried, paired by seed, ± half a 95% t interval."
@@ -187,42 +186,183 @@ def grid_table(cells: Sequence[Cell], results: Results) -> Table:
     return Table("grid", "Each rule at its best", columns, rows, note)
 
 
-def grid_charts(cells: Sequence[Cell], results: Results) -> list[Chart]:
+def grid_charts(cells: Sequence[GridCell], results: Results) -> list[Chart]:
     """Mean loss of every rule over the values, above the lowest of all, one panel for each setting."""
     charts = []
     for cell in cells:
-        found = {rule: means(own) for rule, own in cell.losses(results[cell.key]).items()}
-        lowest = min(min(own.values()) for own in found.values())
+        found = {rule: means(ends) for rule, ends in cell.losses(results[cell.key]).items() if len(ends) > 1}
+        if not found:
+            continue
+        lowest = min(min(losses.values()) for losses in found.values())
         curves = [
-            Curve(rule, rule, list(own), [loss - lowest if loss < math.inf else math.nan for loss in own.values()])
-            for rule, own in found.items()
-            if len(own) > 1
+            Curve(rule, rule, list(mean), [loss - lowest if loss < math.inf else math.nan for loss in mean.values()])
+            for rule, mean in found.items()
         ]
         x = Axis("learning rate" if cell.over == "lr" else "lambda", log=2)
         y, note = Axis("above the lowest", "nats"), "Mean final loss over seeds minus the lowest of all rules."
-        charts += (
-            [Chart(f"grid-{cell.key.slug}", str(cell.key), curves, x=x, y=y, note=note, points=True)] if curves else []
-        )
+        charts.append(Chart(f"grid-{cell.key.slug}", str(cell.key), curves, x=x, y=y, note=note, points=True))
     return charts
 
 
+def judge_cells(cells: Sequence[GridCell], results: Results, _scale: Scale) -> list[Claim]:
+    return [claim for cell in cells for claim in judge_cell(cell, results[cell.key])]
+
+
 def grid(
-    name: str, title: str, cells: Callable[[Scale], Sequence[Cell]], notes: Mapping[str, str] | None = None
-) -> TrainingStudy:
-    """The study of a grid."""
+    name: str,
+    title: str,
+    cells: Callable[[Scale], Sequence[GridCell]],
+    *,
+    judge: Callable[[Sequence[GridCell], Results, Scale], list[Claim]] = judge_cells,
+    reference: str = BEYOND.reference,
+    scales: tuple[str, ...] = ("mini",),
+    notes: Mapping[str, str] | None = None,
+) -> Study:
+    """The study of a grid; those beyond the paper have one size, that of the evidence."""
 
-    def own(results: Results, scale: Scale) -> list[Cell]:
-        return [cell for cell in cells(scale) if cell.key in results]
+    def findings(results: Results, scale: Scale) -> Findings:
+        known = [cell for cell in cells(scale) if cell.key in results]
+        claims = judge(known, results, scale)
+        return Findings(claims, [grid_table(known, results)], grid_charts(known, results))
 
-    return TrainingStudy(
+    return Study(
         name=name,
         title=title,
-        reference=BEYOND.reference,
-        comparisons=lambda scale: [cell.comparison(scale.sweep_seeds) for cell in cells(scale)],
-        claims=lambda results, scale: [
-            claim for cell in own(results, scale) for claim in judge_cell(cell, results[cell.key])
-        ],
-        own_tables=lambda results, scale: [grid_table(own(results, scale), results)],
-        charts=lambda results, scale: grid_charts(own(results, scale), results),
+        reference=reference,
+        comparisons=lambda scale: [cell.comparison(scale.seeds) for cell in cells(scale)],
+        judge=findings,
+        scales=scales,
         notes=notes or {},
     )
+
+
+# ---- The paper's sweeps of AdamW's peak learning rate: does its best value transfer over widths, and how does it
+# follow the horizon?
+
+ADAMW = "AdamW for all parameters, constant decay"
+WIDTH_FIGURE = Source("appendix on muP, figure on width and the table commented out in the source", ADAMW)
+HORIZON_FIGURE = Source("appendix on muP, figure on the horizon", ADAMW)
+INSIDE = Tolerance(0.0, "at an edge of the grid a better rate may lie beyond, and nothing can be said of transfer")
+ONE_STEP = Tolerance(0.0, "one step of the grid: basins are flat, and a parabola over a grid says no more")
+TRANSFER = Tolerance(0.0, "a quarter: by the paper's own table the best rate of width 128 costs 0.14 at width 256")
+TRANSFER_COST = 0.25
+
+
+def width_cells(scale: Scale) -> list[GridCell]:
+    """The same learning rates at every width."""
+    rule: dict[str, dict[str, Any]] = {"adamw": {}}
+    return [over_rate(Key(width=width), at_width(scale.sweep, width), scale.rates, rule) for width in scale.widths]
+
+
+def horizon_cells(scale: Scale) -> list[GridCell]:
+    """The same learning rates for every number of steps."""
+    rule: dict[str, dict[str, Any]] = {"adamw": {}}
+    return [over_rate(Key(steps=steps), adamw_sweep(scale.sweep, steps), scale.rates, rule) for steps in scale.horizons]
+
+
+def sweeps_of(cells: Sequence[GridCell], results: Results) -> dict[Key, Losses]:
+    return {cell.key: cell.losses(results[cell.key])["adamw"] for cell in cells}
+
+
+def grid_step(rates: Sequence[float]) -> float:
+    """The mean distance of neighbours, in logarithms.
+
+    Examples:
+        >>> round(math.exp(grid_step([0.01, 0.02, 0.08])), 6)
+        2.828427
+    """
+    return math.log(rates[-1] / rates[0]) / max(1, len(rates) - 1) or 1.0
+
+
+def judge_widths(cells: Sequence[GridCell], results: Results, scale: Scale) -> list[Claim]:
+    """The best rate is the same at every width, within a step of the grid; taking the narrowest's costs little."""
+    sweeps = sweeps_of(cells, results)
+    claims = [_inside(key, losses, WIDTH_FIGURE) for key, losses in sweeps.items()]
+    (narrow, first), *wider = sweeps.items()
+    seeds = min(len(ends) for losses in sweeps.values() for ends in losses.values())
+    if wider:
+        best = [vertex(losses) for losses in sweeps.values()]
+        moved = from_means(math.log(max(best) / min(best)) / grid_step(sorted(first)), seeds)
+        same = "steps of the grid between the best learning rates of the widths"
+        claims.append(at_most("same-rate", same, WIDTH_FIGURE, moved, 1.0, ONE_STEP))
+    for key, losses in wider:
+        costs = f"{key}: what the best learning rate of {narrow} costs, over what the worst of the grid costs"
+        share = from_means(transfer_cost(means(first), means(losses)), seeds)
+        claims.append(at_most(f"{key.slug}-cost", costs, WIDTH_FIGURE, share, TRANSFER_COST, TRANSFER))
+    if not scale.printed:
+        return claims
+    for key, losses in sweeps.items():
+        assert key.width is not None
+        costs = f"{key}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats"
+        lowest = [min(seed[rate][0] for rate in seed) for seed in by_seed(losses)]
+        cost = over_seeds([a - b for a, b in zip(losses[paper.TRANSFERRED_RATE], lowest, strict=True)])
+        claims.append(at_most(f"{key.slug}-transferred", costs, WIDTH_FIGURE, cost, *paper.TRANSFERRED))
+        for rate, printed in zip(paper.SWEEP_RATES, paper.SWEEP[key.width], strict=True):
+            ends, loss = f"{key}: loss after 5,000 steps at learning rate {rate:g}", over_seeds(losses[rate])
+            claims.append(within(f"{key.slug}-lr-{rate:g}", ends, WIDTH_FIGURE, loss, printed, paper.SWEEP_LOSS))
+    return claims
+
+
+def transfer_cost(narrow: Mapping[float, float], wide: Mapping[float, float]) -> float:
+    """What the best rate of one width costs at another, as a share of what the worst rate that trains costs there.
+
+    Examples:
+        >>> transfer_cost({0.01: 1.0, 0.02: 2.0}, {0.005: 3.0, 0.01: 1.5, 0.02: 1.0})
+        0.25
+    """
+    taken, lowest = min(narrow, key=narrow.__getitem__), min(wide.values())
+    highest = max((loss for loss in wide.values() if loss < math.inf), default=math.inf)
+    return (wide[taken] - lowest) / (highest - lowest) if highest > lowest else 0.0
+
+
+def _inside(key: Key, losses: Losses, source: Source) -> Claim:
+    rates, best = sorted(losses), vertex(losses)
+    inside = f"{key}: steps of the grid from the best learning rate to the nearest edge"
+    steps = min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates)
+    seeds = min(len(ends) for ends in losses.values())
+    return at_least(f"{key.slug}-inside", inside, source, from_means(steps, seeds), 0.5, INSIDE)
+
+
+def judge_horizons(cells: Sequence[GridCell], results: Results, scale: Scale) -> list[Claim]:
+    """The best learning rate falls with the horizon as its cube root."""
+    sweeps = sweeps_of(cells, results)
+    claims = [_inside(key, losses, HORIZON_FIGURE) for key, losses in sweeps.items()]
+    horizons = [math.log(key.steps) for key in sweeps if key.steps is not None]
+    if len(horizons) < 2:
+        return claims
+    # By seed, the power of the horizon that the best rate follows.
+    best = [[math.log(vertex(seed)) for seed in by_seed(losses)] for losses in sweeps.values()]
+    slope = over_seeds([linear_regression(horizons, rates).slope for rates in zip(*best, strict=False)])
+    limits = "" if scale.printed else "validated by the paper for 5,000 to 20,000 steps only"
+    # An optimum is known to a quarter of a step of the grid at either end.
+    size = 0.5 * grid_step(sorted(next(iter(sweeps.values())))) / (max(horizons) - min(horizons))
+    slack = Tolerance(size, "a quarter of a step of the grid at either end")
+    falls = "power of the horizon that the best learning rate follows"
+    return [*claims, within("cube-root", falls, HORIZON_FIGURE, slope, paper.HORIZON_POWER, slack, limits=limits)]
+
+
+WIDTH_TRANSFER = grid(
+    "width-transfer",
+    "muP: the best learning rate of AdamW at three widths",
+    width_cells,
+    judge=judge_widths,
+    reference=WIDTH_FIGURE.reference,
+    scales=tuple(SCALES),
+    notes={
+        "cpu": "At so few tokens the best rate is set by the length of the run as much as by the model.",
+        "paper": "The paper does not print the decay of these runs; constant decay with lambda 0.1 is assumed.",
+    },
+)
+HORIZON_TRANSFER = grid(
+    "horizon-transfer",
+    "the best learning rate of AdamW against the horizon, and the cube-root rule",
+    horizon_cells,
+    judge=judge_horizons,
+    reference=HORIZON_FIGURE.reference,
+    scales=tuple(SCALES),
+    notes={
+        "cpu": "The rule is the paper's for 5,000 to 20,000 steps; a tenth of so short a run is warmup.",
+        "mini": "The rule is the paper's for 5,000 to 20,000 steps.",
+        "paper": "The paper does not print its rates here; those of its width sweep are taken.",
+    },
+)

@@ -1,6 +1,7 @@
 """The paper's main table: the same run with constant and with scaled decay at every width, and controls.
 
-`main-table/width-256` is one width of it, as the paper's figures show them.
+`main-table/width-256` is one width of it, as the paper's figures show them. The telemetry of the headline runs is
+judged twice more: steady state, and diagnostics (alignment, orthogonality, late fits).
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+
+import numpy as np
 
 from muonsw.lab import paper
 from muonsw.lab.arms import (
@@ -26,10 +28,8 @@ from muonsw.lab.arms import (
     rule_arm,
 )
 from muonsw.lab.compare import LOWER, MOVED, SAME_LAMBDA, kept_norm, lower_loss
-from muonsw.lab.console import Table
-from muonsw.lab.diagnose import diagnose, draw
+from muonsw.lab.diagnose import late_fits, open_history
 from muonsw.lab.outcome import (
-    Measure,
     against_constant,
     last_loss,
     log_end_norm,
@@ -40,10 +40,12 @@ from muonsw.lab.outcome import (
     pairs_table,
     steps_to_match,
 )
+from muonsw.lab.paper import Tolerance
+from muonsw.lab.report.charts import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
-from muonsw.lab.stats import Claim, Source, above, below, over_seeds, within, within_share
-from muonsw.lab.studies.scales import Scale
-from muonsw.lab.studies.study import TrainingStudy
+from muonsw.lab.stats import Claim, Source, above, at_least, at_most, below, over_seeds, within, within_share
+from muonsw.lab.studies.scales import SCALES, Scale
+from muonsw.lab.studies.study import Findings, Study
 
 GROUP_CONTROL = "constant, group peak's total"
 CONTROLS = {SCALED: CONTROL, GROUP: GROUP_CONTROL}
@@ -63,45 +65,48 @@ def row(scale: Scale, width: int) -> Comparison:
     return Comparison(Key(width=width), run, (*arms, *near), tuple(range(scale.seeds)))
 
 
-def all_rows(scale: Scale) -> list[Comparison]:
-    """Every width of the main table."""
-    return [row(scale, width) for width in scale.rows]
-
-
 def sampled_row(scale: Scale) -> list[Comparison]:
     """Both rules at the width of the figures, sampled by telemetry as often as the scale asks for."""
-    one = row(scale, scale.headline)
-    every = scale.sampled_every or one.base.telemetry_every
-    arms = tuple(arm for arm in one.arms if arm.name in RULES)
-    return [replace(one, base=replace(one.base, telemetry_every=every), arms=arms)]
+    headline = row(scale, scale.headline)
+    every = scale.sampled_every or headline.base.telemetry_every
+    arms = tuple(arm for arm in headline.arms if arm.name in RULES)
+    return [replace(headline, base=replace(headline.base, telemetry_every=every), arms=arms)]
 
 
 def judge_rows(results: Results, scale: Scale) -> list[Claim]:
-    """Loss and norm at every width that was run, and what the paper prints about it."""
+    """Loss and norm at every width that was run, controls, and what the paper prints."""
     claims: list[Claim] = []
     for key, arms in results.items():
         width = key.width
         assert width is not None
-        claims += judge_pair(f"w{width}", str(key), arms, paper.TABLE, limits_at(scale))
-        if GROUP in arms:
-            claims += judge_group(f"w{width}", str(key), arms, limits_at(scale))
+        limits = "" if scale.printed else SMALLER
+        claims += judge_pair(f"w{width}", str(key), arms, limits)
+        if GROUP in arms:  # the same where decay divides by the group's own peak, so that rules agree at the peak
+            constant, group = arms[CONSTANT], arms[GROUP]
+            source = Source(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
+            form = "scaled decay by the group's own peak"
+            lower = f"{key}: {form} ends at a lower validation loss than constant decay"
+            larger = f"{key}: the weights end larger under {form} (logarithm of the ratio)"
+            claims += [
+                lower_loss(f"w{width}-group-loss", lower, constant, group, source=source, limits=limits),
+                larger_norm(f"w{width}-group-norm", larger, constant, group, source),
+            ]
         for arm, control in CONTROLS.items():
-            if control in arms:
-                claims.append(judge_control(f"w{width}", str(key), arms, arm, control))
+            if control in arms:  # later decay is better where less decay is ruled out
+                words = f"{key}: {arm} minus constant decay of the same total, in nats"
+                gap = over_seeds(paired(arms[arm], arms[control], last_loss))
+                source = Source(BEYOND, "the same weights, batches, learning rate and total decay")
+                id = f"w{width}-{'group-' if arm == GROUP else ''}control"
+                claims.append(below(id, words, source, gap, 0.0, LOWER))
         if scale.printed:
             claims += judge_printed(width, arms[CONSTANT], arms[SCALED])
     return claims
 
 
-def limits_at(scale: Scale) -> str:
-    """What a loss at this scale cannot show."""
-    return "" if scale.printed else SMALLER
-
-
-def judge_pair(id: str, where: str, arms: Runs, reference: str, limits: str) -> list[Claim]:
+def judge_pair(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
     """Scaled decay ends lower and keeps its weights."""
     constant, scaled = arms[CONSTANT], arms[SCALED]
-    table, figure = Source(reference, SAME_LAMBDA), Source(paper.HEADLINE, SAME_LAMBDA)
+    table, figure = Source(paper.TABLE, SAME_LAMBDA), Source(paper.HEADLINE, SAME_LAMBDA)
     lower = f"{where}: scaled decay ends at a lower validation loss than constant decay"
     larger = f"{where}: the weights end larger under scaled decay (logarithm of the ratio of their RMS)"
     keeps = f"{where}: scaled decay keeps more of the largest norm while the learning rate falls"
@@ -112,31 +117,9 @@ def judge_pair(id: str, where: str, arms: Runs, reference: str, limits: str) -> 
     ]
 
 
-def larger_norm(
-    id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Source, measure: Measure = log_end_norm
-) -> Claim:
+def larger_norm(id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Source) -> Claim:
     """The weights of one arm end larger than those of another, seed by seed."""
-    return above(id, statement, source, over_seeds(paired(large, small, measure)), 0.0, MOVED)
-
-
-def judge_group(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
-    """The same where decay divides by the group's own peak, so that both rules decay alike at the peak."""
-    constant, group = arms[CONSTANT], arms[GROUP]
-    source = Source(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
-    lower = f"{where}: scaled decay by the group's own peak ends at a lower validation loss than constant decay"
-    larger = f"{where}: the weights end larger under scaled decay by the group's own peak (logarithm of the ratio)"
-    return [
-        lower_loss(f"{id}-group-loss", lower, constant, group, source=source, limits=limits),
-        larger_norm(f"{id}-group-norm", larger, constant, group, source),
-    ]
-
-
-def judge_control(id: str, where: str, arms: Runs, arm: str, control: str) -> Claim:
-    """Later decay is better where less decay is ruled out."""
-    words = f"{where}: {arm} minus constant decay of the same total, in nats"
-    gap = over_seeds(paired(arms[arm], arms[control], last_loss))
-    source = Source(BEYOND, "the same weights, batches, learning rate and total decay")
-    return below(f"{id}-{'group-' if arm == GROUP else ''}control", words, source, gap, 0.0, LOWER)
+    return above(id, statement, source, over_seeds(paired(large, small, log_end_norm)), 0.0, MOVED)
 
 
 def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:
@@ -167,8 +150,8 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
     return claims
 
 
-def row_tables(results: Results, _scale: Scale) -> list[Table]:
-    """Every arm beside constant decay of its settings; then each form of scaled decay against its control."""
+def row_findings(results: Results, scale: Scale) -> Findings:
+    """The claims, every arm beside constant decay of its settings, and each form of scaled decay beside its control."""
     pairs = [
         replace(pair_outcome(arms[control], arms[arm]), arm=f"{key}: {arm}")
         for key, arms in results.items()
@@ -176,16 +159,155 @@ def row_tables(results: Results, _scale: Scale) -> list[Table]:
         if control in arms
     ]
     table = replace(pairs_table(pairs), name="control", title="Scaled decay against constant decay of the same total")
-    return [against_constant(results), table]
+    return Findings(judge_rows(results, scale), [against_constant(results), table])
 
 
-def draw_figures(results: Results, folder: Path) -> list[Path]:
-    """Draw the two rules of each comparison, the first seed, as one figure."""
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
-    paths = []
-    for key, arms in results.items():
-        paths += draw([diagnose(arms[rule][0]) for rule in RULES], folder / "figures" / key.slug)
-    return paths
+# ---- The telemetry of the headline runs
+
+NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
+STEADY_FIGURE = Source(paper.STEADY, SAME_RUNS)
+DEFECT_FIGURE = Source("appendix, figure on Newton-Schulz", SAME_RUNS)
+GRADIENT_FIGURE = Source("appendix, figure on gradient and momentum", SAME_RUNS)
+LATE_FIGURE = Source("appendix, figure on late alignment", SAME_RUNS)
+
+
+def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
+    """Negative alignment, the recursion, who holds its norm, and at paper scale where tracking ends."""
+    (arms,) = results.values()
+    predicted = Source(paper.STEADY, "measured update size, decay and alignment")
+    interpolated = Tolerance(
+        0.1, "alignment is sampled every few steps and interpolated between, and the error adds up"
+    )
+    claims = []
+    for rule in RULES:
+        outward = f"{rule} decay: updates push weights outward (late cosine of weight and update)"
+        follows = f"{rule} decay: end norm that the recursion predicts from the first one, over the observed"
+        cosine = over_runs(arms[rule], lambda run: typical(run, "alignment_update", late=True))
+        ratio = over_runs(arms[rule], recursion_ratio)
+        claims += [
+            below(f"{rule}-alignment", outward, STEADY_FIGURE, cosine, 0.0, NEGATIVE),
+            within_share(f"{rule}-recursion", follows, predicted, ratio, 1.0, interpolated),
+        ]
+    larger = "the norm ends higher under scaled than under constant decay (logarithm of the ratio)"
+    claims.append(larger_norm("separation", larger, arms[CONSTANT], arms[SCALED], STEADY_FIGURE))
+    if not scale.printed:
+        return claims
+
+    printed = paper.ROWS[1024]
+    assert printed.scaled_norm is not None
+    assert printed.constant_norm is not None
+    tracked = Source(paper.STEADY, "a norm follows while it is within a fifth of its target")
+    breaks = over_seeds([min(map(tracking_end, pair)) for pair in zip(*(arms[rule] for rule in RULES), strict=True)])
+    fall = over_runs(arms[CONSTANT], lambda run: run.norm_change)
+    ends = over_seeds([math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)])
+    printed_ends = printed.scaled_norm / printed.constant_norm
+    boundary = "the step from which the first of the two norms no longer follows its steady state"
+    shrinks = "constant decay: change of the norm since its largest value"
+    apart = "end norm under scaled over that under constant decay"
+    return [
+        *claims,
+        within_share("boundary", boundary, tracked, breaks, paper.BOUNDARY, paper.TRACKING),
+        within("fall", shrinks, STEADY_FIGURE, fall, paper.FALL_FROM_PEAK, paper.FALL),
+        within_share("ratio", apart, STEADY_FIGURE, ends, printed_ends, paper.NORM_RATIO),
+    ]
+
+
+def norm_charts(results: Results) -> list[Chart]:
+    """Weight RMS beside what the recursion makes of the first one, and the alignment of weights and updates."""
+    norms, alignments = [], []
+    for rule, run in ((rule, arms[rule][0]) for arms in results.values() for rule in RULES):
+        (steps, seen), (known, predicted) = run.norms, run.predicted_norms
+        norms += [
+            Curve(rule, rule, steps.tolist(), seen.tolist()),
+            Curve(f"{rule}, recursion", rule, known.tolist(), predicted.tolist(), dashed=True),
+        ]
+        at, alignment = run.recorded("alignment_update")
+        alignments.append(Curve(rule, rule, at.tolist(), alignment.tolist()))
+    key = [("solid", "observed"), ("dashed", "by the recursion")]
+    return [
+        Chart("recursion", "Weight RMS", norms, y=Axis("RMS of the entries"), key=key),
+        Chart("outward", "cos(weights, update)", alignments, y=Axis("alignment"), levels=[Level(0.0)]),
+    ]
+
+
+def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
+    """The three figures of the appendix: orthogonality, gradient and momentum, late alignment."""
+    (arms,) = results.values()
+    singular = Tolerance(0.0, "five Newton-Schulz steps leave singular values between about 0.7 and 1.13")
+    twentieth = Tolerance(0.0, "a twentieth: a cosine at which a gradient is all but orthogonal to its weight")
+    claims: list[Claim] = []
+    for rule in RULES:
+        size = f"{rule} decay: normalized size of Muon's direction"
+        low, high = f"{size} is not far below that of a rotation", f"{size} stays below one"
+        orthogonal = f"{rule} decay: gradients are nearly orthogonal to weights (size of the cosine)"
+        against = f"{rule} decay: momentum is aligned against the weights"
+        defect = over_runs(arms[rule], lambda run: typical(run, "defect"))
+        gradient = over_runs(arms[rule], lambda run: abs(typical(run, "alignment_gradient")))
+        momentum = over_runs(arms[rule], lambda run: typical(run, "alignment_momentum"))
+        claims += [
+            at_least(f"{rule}-defect-low", low, DEFECT_FIGURE, defect, 0.8, singular),
+            at_most(f"{rule}-defect-high", high, DEFECT_FIGURE, defect, 1.0, singular),
+            at_most(f"{rule}-gradient", orthogonal, GRADIENT_FIGURE, gradient, 0.05, twentieth),
+            below(f"{rule}-momentum", against, GRADIENT_FIGURE, momentum, 0.0, NEGATIVE),
+        ]
+    if not scale.printed:
+        # What carries over of the late fits: scaled decay's alignment falls with the learning rate.
+        shrinks = "scaled decay: late alignment over its size at the peak of the learning rate"
+        limits = "too few late samples for the paper's fits; only that the alignment falls with the learning rate"
+        half = Tolerance(0.0, "less than half as much")
+        ratio = over_runs(arms[SCALED], late_over_peak)
+        return [*claims, at_most("late-alignment", shrinks, LATE_FIGURE, ratio, 0.5, half, limits=limits)]
+
+    parts = "the last 50 of 376 parts of the run; learning rates are those of the matrices, as muP divides them"
+    figure = Source(LATE_FIGURE.reference, parts)
+    size, slope = "scaled decay: normalized size of Muon's direction", "scaled decay: k of the late fit a = -k eta"
+    line = "constant decay: {} of the late fit a = -a0 - k eta"
+    defect = over_runs(arms[SCALED], lambda run: typical(run, "defect"))
+    k_scaled = over_runs(arms[SCALED], lambda run: late_fit(run, "k"))
+    a0 = over_runs(arms[CONSTANT], lambda run: late_fit(run, "offset"))
+    k = over_runs(arms[CONSTANT], lambda run: late_fit(run, "slope"))
+    return [
+        *claims,
+        within("defect", size, DEFECT_FIGURE, defect, paper.DEFECT, paper.DEFECT_TOLERANCE),
+        within_share("scaled-slope", slope, figure, k_scaled, paper.SCALED_SLOPE, paper.FIT),
+        within_share("constant-offset", line.format("a0"), figure, a0, paper.CONSTANT_OFFSET, paper.FIT),
+        within_share("constant-slope", line.format("k"), figure, k, paper.CONSTANT_SLOPE, paper.FIT),
+    ]
+
+
+def typical(run: Run, key: str, *, late: bool = False) -> float:
+    """The median of a column from the peak of the learning rate on, or over the last part of the run."""
+    seen = open_history(run)
+    return seen.typical(seen.column(key), seen.late if late else None)
+
+
+def late_over_peak(run: Run) -> float:
+    """The alignment late in the run over that while the learning rate is above nine tenths of its peak."""
+    seen = open_history(run)
+    alignment, lr = seen.column("alignment_update"), seen.column("lr")
+    high = (lr >= 0.9 * seen.highest("lr")) & np.isfinite(lr)
+    return seen.typical(alignment, seen.late) / seen.typical(alignment, high)
+
+
+def recursion_ratio(run: Run) -> float:
+    """The end norm that the recursion gives, over the one that was observed; not a number without telemetry for it."""
+    seen = open_history(run)
+    if seen.tracking is None or seen.norm is None:
+        return math.nan
+    return float(seen.tracking.predicted[-1] / seen.norm.r[-1])
+
+
+def tracking_end(run: Run) -> float:
+    """The step from which the norm no longer follows its target; infinite where it follows to the end."""
+    tracking = open_history(run).tracking
+    if tracking is None:
+        return math.nan
+    return math.inf if tracking.broke_at is None else float(tracking.broke_at)
+
+
+def late_fit(run: Run, key: str) -> float:
+    fits = late_fits(open_history(run))
+    return math.nan if fits is None else float(getattr(fits, key))
 
 
 RELAXED = (
@@ -199,13 +321,30 @@ NOTES = {
     "paper": "Nothing is scaled; above width 256 scaled decay is run with both readings of eta_max, each beside "
     "constant decay of the same total, which the paper does not have.",
 }
-MAIN_TABLE = TrainingStudy(
+MAIN_TABLE = Study(
     name="main-table",
     title="constant against scaled decay at every width, both readings of eta_max, and controls of the same total",
     reference=paper.TABLE,
-    comparisons=all_rows,
-    claims=judge_rows,
-    own_tables=row_tables,
-    figures=draw_figures,
+    comparisons=lambda scale: [row(scale, width) for width in scale.rows],
+    judge=row_findings,
+    scales=tuple(SCALES),
+    notes=NOTES,
+)
+STEADY_STATE = Study(
+    name="steady-state",
+    title="the steady-state figure: alignment, and the norm beside its target and its recursion",
+    reference=paper.STEADY,
+    comparisons=sampled_row,
+    judge=lambda results, scale: Findings(judge_steady_state(results, scale), charts=norm_charts(results)),
+    scales=tuple(SCALES),
+    notes=NOTES,
+)
+DIAGNOSTICS = Study(
+    name="diagnostics",
+    title="the three diagnostic figures: orthogonality, gradient and momentum, late alignment",
+    reference="appendix with additional data",
+    comparisons=sampled_row,
+    judge=lambda results, scale: Findings(judge_diagnostics(results, scale)),
+    scales=tuple(SCALES),
     notes=NOTES,
 )

@@ -97,7 +97,7 @@ def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generat
 
 
 def measure_widths(setting: CoordinateSettings, generator: torch.Generator) -> dict[str, Tensor]:
-    """Sizes by name, each (seeds, widths)."""
+    """Measure sizes by name, each (seeds, widths)."""
     rows: list[dict[str, float]] = []
     shape = (setting.seeds, len(setting.widths))
     for _ in range(setting.seeds):
@@ -112,31 +112,39 @@ def measure_widths(setting: CoordinateSettings, generator: torch.Generator) -> d
 def measure(model: Decoder, optimizer: Optimizer, tokens: Tensor, steps: int) -> dict[str, float]:
     """Train a model for some steps on one batch of tokens (B, T + 1), and return sizes (RMS) by name.
 
-    `initial X` is the size of coordinate X before training, `change X` that of its change over all updates, `update W`
-    that of the change which the first update makes to the output of matrix W while its input stays as it was.
+    `initial X` is the size of coordinate X before training, `change X` that of its change over all steps, `update W`
+    that of the change which the first step makes to the output of matrix W while its input stays as it was.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     start = activations(model, inputs)
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
     sizes = {f"initial {name}": rms(value) for name, value in start.outputs.items()}
     for step in range(steps):
         optimizer.zero_grad()
         model(inputs, targets).total.backward()
         optimizer.step()
-        if step == 0:
-            sizes |= update_sizes(start, weights, model)
+        if step > 0:
+            continue
+        for number, ends in enumerate(start.ends):
+            for matrix in MATRICES:
+                attention = matrix in ("qkv", "out")
+                name = f"layers.{number}." + (f"attention.{matrix}.weight" if attention else f"moe.{matrix}")
+                rows = start.inputs[f"{matrix}/{number}"]
+                change = model.get_parameter(name).detach() - before[name]
+                moved = functional.linear(rows, change) if attention else grouped_linear(rows, change, ends)
+                sizes[f"update {matrix}/{number}"] = rms(moved)
     end = activations(model, inputs)
     return sizes | {f"change {name}": rms(value - start.outputs[name]) for name, value in end.outputs.items()}
 
 
 def rms(x: Tensor) -> float:
-    """Root mean square of the elements, added up in float64."""
+    """Root mean square of the elements, summed in float64."""
     return float(x.double().square().mean().sqrt())
 
 
 @torch.no_grad()
 def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
-    """One forward pass, watched."""
+    """Watch one forward pass."""
     seen_in: dict[str, Tensor] = {}
     seen_out: dict[str, Tensor] = {}
 
@@ -153,34 +161,16 @@ def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
     outputs = {key: value for key, value in seen_out.items() if key.partition("/")[0] in COORDINATES}
     ends = []
     for number, layer in enumerate(model.layers):
+        # The rows that the two stacks of expert matrices multiply, sorted by expert, and where each expert's end.
         moe = layer.get_submodule("moe")
         assert isinstance(moe, MoE)
-        inputs[f"gate_up/{number}"], inputs[f"down/{number}"], end = _expert_inputs(moe, seen_in[f"experts/{number}"])
-        ends.append(end)
+        x_ND, top_k = seen_in[f"experts/{number}"].flatten(0, 1), moe.config.top_k
+        routes = plan_routes(moe.router_logits(x_ND).topk(top_k, dim=-1).indices, moe.config.experts)
+        rows_RD = x_ND.index_select(0, routes.order // top_k)
+        gate, up = grouped_linear(rows_RD, moe.gate_up, routes.ends).chunk(2, dim=-1)
+        inputs[f"gate_up/{number}"], inputs[f"down/{number}"] = rows_RD, functional.silu(gate) * up
+        ends.append(routes.ends)
     return Activations({**outputs, "logits": logits}, inputs, ends)
-
-
-def _expert_inputs(moe: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows that the two stacks of expert matrices multiply, sorted by expert, and where each expert's end."""
-    x_ND, top_k = x_BTD.flatten(0, 1), moe.config.top_k
-    routes = plan_routes(moe.router_logits(x_ND).topk(top_k, dim=-1).indices, moe.config.experts)
-    rows_RD = x_ND.index_select(0, routes.order // top_k)
-    gate, up = grouped_linear(rows_RD, moe.gate_up, routes.ends).chunk(2, dim=-1)
-    return rows_RD, functional.silu(gate) * up, routes.ends
-
-
-@torch.no_grad()
-def update_sizes(start: Activations, before: Mapping[str, Tensor], model: Decoder) -> dict[str, float]:
-    """The size of `(W - W_before) x` for every hidden matrix, with the inputs x of the start."""
-    sizes, after = {}, dict(model.named_parameters())
-    for number, ends in enumerate(start.ends):
-        for matrix in MATRICES:
-            attention = matrix in ("qkv", "out")
-            name = f"layers.{number}." + (f"attention.{matrix}.weight" if attention else f"moe.{matrix}")
-            rows, change = start.inputs[f"{matrix}/{number}"], after[name] - before[name]
-            moved = functional.linear(rows, change) if attention else grouped_linear(rows, change, ends)
-            sizes[f"update {matrix}/{number}"] = rms(moved)
-    return sizes
 
 
 TOLERANCE = Tolerance(0.25, "the rules that are compared are half a power of the width apart; this is half of that")
@@ -212,7 +202,7 @@ Judge = Callable[[CoordinateSettings, Sizes], list[Claim]]
 
 
 def run(judge: Judge, setting: CoordinateSettings, generator: torch.Generator) -> Evidence:
-    """Measure all widths, and judge; the series are every size over the widths, one curve for each seed."""
+    """Measure all widths and judge; the series are every size over the widths, one curve per seed."""
     sizes = measure_widths(setting, generator)
     curves = [Series(name, setting.name, list(setting.widths), values.tolist()) for name, values in sizes.items()]
     return Evidence(judge(setting, sizes), curves)
@@ -299,25 +289,19 @@ def source(setting: CoordinateSettings) -> Source:
     return Source(REFERENCE, f"{setting.algorithm} under muP, {rate} for hidden matrices")
 
 
-def experiment(settings: CoordinateSettings, title: str, judge: Judge, cost: float) -> Experiment:
-    return Experiment(settings.name, title, settings, partial(run, judge), cost)
-
-
 def muon(rule: str, seeds: int) -> CoordinateSettings:
     return CoordinateSettings(algorithm="muon", muon_lr=rule, seeds=seeds)
 
 
 FLAT, SHRINK = "nothing depends on the width", "Adam's lr/width, the paper's rule: its updates shrink"
 # AdamW scatters more than Muon, so it has more seeds.
-EXPERIMENTS: tuple[Experiment, ...] = (
-    experiment(CoordinateSettings(seeds=8), f"AdamW under muP: {FLAT}", judge_adamw, 18.0),
-    experiment(muon("sqrt", 4), f"Muon under muP with lr/sqrt(width): {FLAT}", judge_flat, 15.0),
-    experiment(muon("adam", 3), f"Muon under muP with {SHRINK}", judge_misscaled, 15.0),
-    experiment(muon("none", 3), "Muon under muP with one lr for all widths: its updates grow", judge_misscaled, 15.0),
-    experiment(
-        CoordinateSettings(mup=False),
-        "AdamW in the standard parametrization: sizes and changes grow",
-        judge_standard,
-        8.0,
-    ),
+EXPERIMENTS = tuple(
+    Experiment(settings.name, title, settings, partial(run, judge), cost)
+    for settings, title, judge, cost in (
+        (CoordinateSettings(seeds=8), f"AdamW under muP: {FLAT}", judge_adamw, 18.0),
+        (muon("sqrt", 4), f"Muon under muP with lr/sqrt(width): {FLAT}", judge_flat, 15.0),
+        (muon("adam", 3), f"Muon under muP with {SHRINK}", judge_misscaled, 15.0),
+        (muon("none", 3), "Muon under muP with one lr for all widths: its updates grow", judge_misscaled, 15.0),
+        (CoordinateSettings(mup=False), "AdamW, standard parametrization: sizes and changes grow", judge_standard, 8.0),
+    )
 )

@@ -1,4 +1,4 @@
-"""Finished runs as rows of one flat JSONL table: settings, seed, losses, norms, total decay, and sampled curves."""
+"""Finished runs as rows of a flat JSONL table: settings, seed, losses, norms, total decay, and sampled curves."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ COLUMNS = {
     "text": "data.fingerprint",
 }
 USUAL = flatten(RunConfig(ModelConfig(width=64), DataConfig("")).as_data())
-# How a run was watched and where it lay: no part of what it found.
+# How a run was watched and where it was stored, which changes no result.
 HOUSEKEEPING = {
     *("version", "data.path", "device", "threads", "log_every", "checkpoint_every", "checkpoint_seconds", "keep"),
     *("eval_every", "tensorboard", "wandb", "compile", "graphs", "skipped", "diverged", "telemetry_every"),
 }
 RESULTS = ("epochs", "final_loss", "best_loss", "skipped", "diverged", "seconds", "state_bytes")
 MADE_WITH = ("device", "torch", "muonsw", "transformers", "timm")
-# Curves are kept of runs with at least this many evaluations or samples.
+# Only runs with at least this many evaluations or samples keep their curves.
 EVALUATIONS, SAMPLES = 10, 100
 SAMPLED = ("weight_rms", "update_rms", "decay", "lr")
 SAMPLED_DECAYED = (*SAMPLED, "alignment_update", "alignment_gradient", "alignment_momentum", "defect")
@@ -58,45 +58,40 @@ SAMPLED_NORMALIZED = (*SAMPLED, "gradient_rms")
 
 
 def row(run: Run, **about: Any) -> dict[str, Any]:
-    """A run as one flat row; other settings than `COLUMNS` have their dotted name, where they are not the default."""
-    settings = flatten(run.settings)
-    named = {name: settings.get(path) for name, path in COLUMNS.items()}
-    known = {*COLUMNS.values(), *HOUSEKEEPING}
-    others = {path: value for path, value in settings.items() if path not in known and value != USUAL.get(path)}
-    result = {name: (run.result or {}).get(name) for name in RESULTS}
-    norms = {"end_norm": short(run.final_norm), "highest_norm": short(run.highest_norm)}
-    total = short(math.fsum(decay_factors(run.config, run.config.optimizer)), 6)
-    metrics = {f"final.{name}": short(run.final_metric(name)) for name in run.metrics}
-    made_with = {name: run.environment.get(name) for name in MADE_WITH}
-    found = {"total_decay": total, **result, **norms, **metrics, **made_with, **_curves(run)}
-    flat = {**about, **named, **others, **found} | about
-    return {name: value for name, value in flat.items() if value not in (None, "", [])}
+    """Flatten a run into one row; a setting without a column has its dotted name, if it is not the default."""
+    settings, result = flatten(run.settings), run.result or {}
+    columns = {*COLUMNS.values(), *HOUSEKEEPING}
+    flat: dict[str, Any] = {name: settings.get(path) for name, path in COLUMNS.items()}
+    flat |= {path: value for path, value in settings.items() if path not in columns and value != USUAL.get(path)}
+    flat["total_decay"] = short(math.fsum(decay_factors(run.config, run.config.optimizer)), 6)
+    flat |= {name: result.get(name) for name in RESULTS}
+    flat |= {"end_norm": short(run.final_norm), "highest_norm": short(run.highest_norm)}
+    flat |= {f"final.{name}": short(run.final_metric(name)) for name in run.metrics}
+    flat |= {name: run.environment.get(name) for name in MADE_WITH}
 
-
-def _curves(run: Run) -> dict[str, list[float | None]]:
-    """Losses over steps, and telemetry of the weights that decay and of those that a normalization follows."""
-    found: dict[str, list[float | None]] = {}
+    # Losses over steps, and telemetry of the weights that decay and of those that a normalization follows.
     if run.evals.records >= EVALUATIONS:
-        found |= {"eval.step": run.evals.step.tolist(), "eval.loss": [short(one, 6) for one in run.evals["loss"]]}
-    for name, scope, columns in (
+        flat |= {"eval.step": run.evals.step.tolist(), "eval.loss": [short(loss, 6) for loss in run.evals["loss"]]}
+    for name, scope, keys in (
         ("decayed", run.telemetry.scope("decayed"), SAMPLED_DECAYED),
         ("normalized", run.normalized if run.config.task is None else Columns(), SAMPLED_NORMALIZED),
     ):
         if scope.records >= SAMPLES:
-            found[f"{name}.step"] = scope.step.tolist()
-            found |= {f"{name}.{key}": [short(one) for one in scope[key]] for key in columns if key in scope}
-    return found
+            flat[f"{name}.step"] = scope.step.tolist()
+            flat |= {f"{name}.{key}": [short(value) for value in scope[key]] for key in keys if key in scope}
+    flat = {**about, **flat} | about
+    return {name: value for name, value in flat.items() if value not in (None, "", [])}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a table.
+    """Read the rows of a table.
 
     Raises:
         UsageError: If the file is not one.
     """
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if all(isinstance(one, dict) and {"steps", "seed", "decay"} <= set(one) for one in rows):
+        if all(isinstance(record, dict) and {"steps", "seed", "decay"} <= set(record) for record in rows):
             return rows
         raise ValueError("a line is not a run")
     except (OSError, ValueError) as error:
@@ -104,22 +99,22 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, runs: Sequence[Run], **about: Any) -> int:
-    """Add runs to a table, those that it has already left out, and return how many were added."""
+    """Add the runs that a table does not have yet; return how many were added."""
+
+    def identity(record: dict[str, Any]) -> str:
+        # Settings but for the names of arm and text, and the final loss.
+        names = {*COLUMNS, "final_loss"} - {"arm", "text"}
+        return json.dumps({name: record[name] for name in sorted(names & record.keys())})
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    busy = f"another process is writing {path}: wait for it, then run the same command again"
+    busy = f"another process is writing {path}: wait for it, then rerun the same command"
     with locked(path.parent, busy, wait=60.0):
         written = path.read_text(encoding="utf-8") if path.exists() else ""
-        known = {_key(one) for one in (read(path) if written else [])}
-        new = [made for run in runs if _key(made := row(run, **about)) not in known]
-        lines = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in new)
+        known = {identity(record) for record in (read(path) if written else [])}
+        new = [record for record in (row(run, **about) for run in runs) if identity(record) not in known]
+        lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in new)
         write_atomically(path, written + lines)
     return len(new)
-
-
-def _key(one: dict[str, Any]) -> str:
-    """What sets a run apart: its settings but for the names of arm and text, and the loss that it ended at."""
-    names = {*COLUMNS, "final_loss"} - {"arm", "text"}
-    return json.dumps({name: one[name] for name in sorted(names & one.keys())})
 
 
 def short(value: float, digits: int = 5) -> float | None:

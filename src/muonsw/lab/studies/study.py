@@ -1,37 +1,161 @@
-"""Studies: a question with the work that answers it.
+"""A study: a question, the work that answers it, and the claims that were written before the work.
 
-All have `select`, which returns the study with one of its parts, and `conduct`, which runs it to the end, judges the
-claims, and writes numbers, figures and a page into a folder that exists.
+A study computes experiments here in minutes, or trains comparisons at a scale. Runs are kept, so that rerunning a study
+resumes it.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from muonsw.lab.arms import Comparison, Results
+from rich.console import Console
+
+from muonsw.lab import launch
+from muonsw.lab.arms import RULES, Arm, Comparison, Key, Results
 from muonsw.lab.compare import write_numbers
-from muonsw.lab.console import Table, say
-from muonsw.lab.files import plain, refuse_folder, write_atomically
+from muonsw.lab.console import Table, say, showing
+from muonsw.lab.data.loader import read_record
+from muonsw.lab.diagnose import diagnose, draw
+from muonsw.lab.files import refuse_folder
+from muonsw.lab.launch import Cluster, Job
 from muonsw.lab.outcome import arms_table, compare, completed, divergences, pairs_table
-from muonsw.lab.report.charts import Chart
 from muonsw.lab.report.page import PAGE, write_report
-from muonsw.lab.stats import Claim, Claims, Evidence, Verdict, any_failed, count_verdicts, failed_first
-from muonsw.lab.studies.scales import CPU, Scale
-from muonsw.lab.studies.workshop import Workshop
-from muonsw.lab.theory.experiment import Experiment
-from muonsw.lab.train.checkpoint import environment
+from muonsw.lab.runs import Run, load_runs
+from muonsw.lab.stats import Claim, Claims, Evidence, Verdict, count_verdicts, failed_first
+from muonsw.lab.train.checkpoint import environment, identity
 from muonsw.lab.train.config import RunConfig
+from muonsw.lab.train.loop import torch_threads
+from muonsw.lab.train.state import with_fingerprint
 from muonsw.registry import Registry
 
+if TYPE_CHECKING:
+    from muonsw.lab.report.charts import Chart
+    from muonsw.lab.studies.scales import Scale
+    from muonsw.lab.theory.experiment import Experiment
+
 NUMBERS = "claims.json"
+
+
+@dataclass(frozen=True)
+class ByArm:
+    """Runs named after their arms: one comparison in one folder, which refuses other settings."""
+
+    folder: Path
+
+    def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
+        config = replace(comparison.config(arm, seed), arm=arm.name)
+        letters = (letter if letter.isalnum() or letter in "._=" else "-" for letter in arm.name)
+        folder = self.folder / f"{''.join(letters).replace('--', '-')}-seed{seed}"
+        return Job(f"{arm.name}, seed {seed}", config, folder)
+
+
+@dataclass(frozen=True)
+class BySettings:
+    """Runs named after a hash of all their settings, so that studies share equal runs."""
+
+    folder: Path  # of all runs
+    data: Path  # prepared tokens
+    device: str  # "cpu" or "cuda"
+
+    def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
+        config = comparison.config(arm, seed)
+        config = replace(
+            config,
+            model=replace(config.decoder, vocab=read_record(self.data).padded_vocab),
+            data=replace(config.tokens, path=str(self.data)),
+            device=self.device,
+            threads=1 if self.device == "cpu" else config.threads,  # so that the number of workers changes nothing
+            arm="",
+        )
+        config = with_fingerprint(config)
+        # A name that the settings alone decide, whatever a study calls the arm.
+        chosen, dense = config.optimizer, "-dense" if config.decoder.experts == 1 else ""
+        rule = f"{chosen.algorithm}-{chosen.decay}-lr{chosen.lr:.4g}-wd{chosen.weight_decay:.4g}"
+        config = replace(config, arm=f"w{config.decoder.width}{dense}-{rule}-T{config.steps}")
+        folder = self.folder / f"{config.arm}-seed{config.seed}-{identity(config)}"
+        return Job(f"{comparison.key}: {arm.name}, seed {seed}", config, folder)
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Trains runs and computes experiments; the number of workers changes only the time."""
+
+    console: Console  # where progress is shown
+    workers: int  # runs, or experiments, at a time
+    places: ByArm | BySettings = ByArm(Path("runs"))  # where runs are kept; experiments keep nothing
+    retry_diverged: bool = False  # whether runs that diverged in an earlier call are trained again
+    cluster: Cluster = field(default_factory=Cluster)  # Slurm, or this machine
+
+    def train(self, comparisons: Sequence[Comparison]) -> Results:
+        """Train every run of comparisons that has not ended; return all by comparison, arm and seed.
+
+        Raises:
+            UsageError: If a run cannot start, or a folder holds a run with other settings.
+            Interrupted: If the process was asked to stop; all runs were saved.
+        """
+        jobs = self.jobs(comparisons)
+        launch.run(
+            list(jobs.values()),
+            console=self.console,
+            workers=self.workers,
+            cluster=self.cluster,
+            retry_diverged=self.retry_diverged,
+        )
+        loaded = dict(zip(jobs, load_runs(jobs), strict=True))
+        results: dict[Key, dict[str, list[Run]]] = {}
+        for comparison in comparisons:
+            arms = results[comparison.key] = {arm.name: [] for arm in comparison.arms}
+            for arm, seed in comparison.members():
+                arms[arm.name].append(loaded[self.places.job(comparison, arm, seed).folder].named(arm.name))
+        return results
+
+    def jobs(self, comparisons: Sequence[Comparison]) -> dict[Path, Job]:
+        """Plan the runs of comparisons by folder, equal ones once, seed by seed."""
+        members = [(comparison, *member) for comparison in comparisons for member in comparison.members()]
+        jobs: dict[Path, Job] = {}
+        for member in sorted(members, key=lambda member: member[-1]):
+            job = self.places.job(*member)
+            jobs.setdefault(job.folder, job)
+        return jobs
+
+    def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, tuple[Evidence, float]]:
+        """Run experiments, the longest first; return the evidence and seconds of each in the given order.
+
+        Every experiment runs on one thread and draws from a generator of its own, so that neither the number of
+        processes nor their order changes a bit of the result.
+        """
+        evidence: dict[str, tuple[Evidence, float]] = {}
+        by_cost = {one.name: one for one in sorted(experiments, key=lambda one: -one.cost)}
+        with showing(self.console, {name: one.cost for name, one in by_cost.items()}, what="experiments") as view:
+
+            def done(name: str, result: tuple[Evidence, float]) -> None:
+                evidence[name], claims = result, result[0].claims
+                held = sum(claim.holds for claim in claims)
+                view.finish(name, f"{held} of {len(claims)} claims hold ({result[1]:.1f} s)")
+
+            launch.each(partial(_run_experiment, seed=seed), by_cost, done, workers=self.workers, saves=False)
+        return {experiment.name: evidence[experiment.name] for experiment in experiments}
+
+
+def _run_experiment(experiment: Experiment, *, seed: int) -> tuple[Evidence, float]:
+    start = time.perf_counter()
+    with torch_threads(1):
+        evidence = experiment.run(seed)
+    return evidence, time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a study concludes from its runs, besides the tables that every study has."""
+
+    claims: Sequence[Claim] = ()
+    tables: Sequence[Table] = ()
+    charts: Sequence[Chart] = ()  # for the page
 
 
 @dataclass(frozen=True)
@@ -39,201 +163,132 @@ class Conclusion:
     """What came out of a study."""
 
     sentence: str
-    claims: Claims  # by the experiment that makes them, those that failed first
+    claims: Claims  # by experiment, or by study; those that failed first
     tables: Sequence[Table]  # the most telling one first
     paths: Sequence[Path]  # what was written, the numbers first
     seconds: float
 
-    @property
-    def failed(self) -> bool:
-        """Whether a claim fails; one that is undecided does not."""
-        return any_failed(self.claims)
-
-
-def counts(claims: Iterable[Claim]) -> dict[str, int]:
-    """How many claims there are, and how many failed or are undecided."""
-    verdicts = [claim.verdict for claim in claims]
-    numbers = {"failed": verdicts.count(Verdict.FAILS), "undecided": verdicts.count(Verdict.UNDECIDED)}
-    return {f"claims_{name}": number for name, number in {"total": len(verdicts), **numbers}.items()}
-
 
 @dataclass(frozen=True)
-class ExperimentStudy:
-    """Experiments that train no run, and the picture drawn from them."""
+class Study:
+    """A question with the work that answers it: experiments that judge themselves, or runs that are judged together."""
 
     name: str
     title: str
-    experiments: tuple[Experiment, ...]  # in the order in which they are shown
-    # Writes figures from the evidence into a folder and returns their paths.
-    picture: Callable[[Mapping[str, Evidence], Path], list[Path]]
-    seed: int = 0  # of every random number
+    reference: str = ""  # where the paper has it
+    experiments: tuple[Experiment, ...] = ()
+    # Writes figures from the evidence of experiments into a folder and returns their paths.
+    picture: Callable[[Mapping[str, Evidence], Path], list[Path]] = lambda _evidence, _folder: []
+    comparisons: Callable[[Scale], Sequence[Comparison]] = lambda _scale: ()  # the runs, given a scale
+    judge: Callable[[Results, Scale], Findings] = lambda _results, _scale: Findings()
+    scales: tuple[str, ...] = ()  # at which runs are trained; none where nothing is
+    notes: Mapping[str, str] = field(default_factory=dict)  # by scale, what a reader should know
 
-    def select(self, part: str) -> ExperimentStudy:
+    def select(self, part: str) -> Study:
+        """The study with one of its experiments, or with one of its comparisons, such as `width-256`."""
+        if not self.experiments:
+            every = self.comparisons
+            return replace(self, comparisons=lambda scale: [each for each in every(scale) if each.key.slug == part])
         known: Registry[Experiment] = Registry(f"experiment of {self.name}")
         for experiment in self.experiments:
             known.register(experiment.name, experiment)
         return replace(self, experiments=(known[part],))
 
-    def conduct(self, workshop: Workshop, folder: Path) -> Conclusion:
+    def runs(self, scale: Scale) -> list[RunConfig]:
+        """Every run at a scale, those that comparisons share once."""
+        comparisons = self.comparisons(scale)
+        return list(dict.fromkeys(config for comparison in comparisons for config in comparison.configs()))
+
+    def conduct(
+        self, workshop: Workshop, folder: Path, scale: Scale, *, seed: int = 0, images: bool = True
+    ) -> Conclusion:
+        """Do all work that is missing, judge it, and write numbers, figures and a page into an existing folder."""
         refuse_folder(folder / NUMBERS)
-        start = time.perf_counter()
-        found = workshop.experiment(self.experiments, seed=self.seed)
-        seconds = time.perf_counter() - start
-        evidence = {name: own for name, (own, _) in found.items()}
-        claims = {name: failed_first(own.claims) for name, own in evidence.items()}
-        every = list(chain.from_iterable(claims.values()))
-        sentence = count_verdicts(every)
-        if not any_failed(claims):
-            sentence += " Finite runs on these objectives agree with the theory, and cannot prove its limits."
-        numbers = {
-            "study": self.name,
-            "title": self.title,
-            "seed": self.seed,
-            **counts(every),
-            "experiments": [
-                {
-                    "name": experiment.name,
-                    "title": experiment.title,
-                    "settings": asdict(experiment.settings),
-                    "claims": [claim.as_data() for claim in claims[experiment.name]],
-                }
-                for experiment in self.experiments
-            ],
-            "seconds": {name: round(own, 2) for name, (_, own) in found.items()} | {"total": round(seconds, 2)},
-            "environment": environment(),
-        }
-        paths = [write_numbers(folder / NUMBERS, numbers, partial(say, workshop.console))]
-        if curves := [asdict(series) for one in evidence.values() for series in one.series]:
-            text = json.dumps(seven_digits(plain(curves)), separators=(",", ":"), allow_nan=False)
-            paths.append(write_atomically(folder / "series.json", text + "\n"))
-        return Conclusion(sentence, claims, (), [*paths, *self.picture(evidence, folder)], seconds)
+        start, planned = time.perf_counter(), self.comparisons(scale)
+        computed = workshop.experiment(self.experiments, seed=seed) if self.experiments else {}
+        results = workshop.train(planned) if planned else {}
 
-
-def seven_digits(value: Any) -> Any:
-    """Floats at seven significant digits, which no picture can tell from more."""
-    if isinstance(value, Mapping):
-        return {key: seven_digits(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [seven_digits(item) for item in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def nothing(_results: Results, _where: Scale | Path) -> Sequence[Any]:
-    """No claim, table or figure besides those that every study has."""
-    return ()
-
-
-@dataclass(frozen=True)
-class TrainingStudy:
-    """One table or figure of the paper, or a question next to it, answered by training."""
-
-    name: str
-    title: str
-    reference: str  # where the paper has it
-    comparisons: Callable[[Scale], Sequence[Comparison]]  # the runs, given a scale
-    claims: Callable[[Results, Scale], Sequence[Claim]] = nothing  # the claims that they allow
-    own_tables: Callable[[Results, Scale], Sequence[Table]] = nothing
-    charts: Callable[[Results, Scale], Sequence[Chart]] = nothing  # figures of its own, for the page
-    figures: Callable[[Results, Path], Sequence[Path]] = nothing  # figures of its own, as files in a folder
-    notes: Mapping[str, str] = field(default_factory=dict)  # by scale, what a reader should know, in sentences
-    scale: Scale = CPU  # at which size it is run
-
-    def at(self, scale: Scale) -> TrainingStudy:
-        return replace(self, scale=scale)
-
-    def select(self, part: str) -> TrainingStudy:
-        """The study with one of its comparisons only, such as `width-256`; none where the scale lacks it."""
-        own = self.comparisons
-        return replace(self, comparisons=lambda scale: [one for one in own(scale) if one.key.slug == part])
-
-    def planned(self) -> list[Comparison]:
-        """All comparisons at its scale."""
-        return list(self.comparisons(self.scale))
-
-    def runs(self) -> list[RunConfig]:
-        """Every run, those that comparisons share once."""
-        return list(dict.fromkeys(config for one in self.planned() for config in one.configs()))
-
-    @property
-    def how_scaled(self) -> str:
-        """What is run at its scale, in words, and what a reader should know of it."""
-        planned = self.planned()
-        if not planned:
-            return "Nothing is trained, so nothing is scaled."
-
-        def listed(sizes: Iterable[int]) -> str:
-            return ", ".join(f"{size:,}" for size in sorted(set(sizes)))
-
-        names = ("model.width", "model.layers", "steps", "tokens_per_step")
-        widths, layers, steps, tokens = (listed(attrgetter(name)(one.base) for one in planned) for name in names)
-        arms, seeds = listed(len(one.arms) for one in planned), listed(len(one.seeds) for one in planned)
-        sizes = f"Widths {widths}; layers {layers}; steps {steps}, of {tokens} tokens; arms {arms}; seeds {seeds}. "
-        return (sizes + self.notes.get(self.scale.name, "")).strip()
-
-    def conduct(self, workshop: Workshop, folder: Path, *, images: bool = True) -> Conclusion:
-        """Train everything that is missing, judge the runs that did not diverge, and write numbers and a page."""
-        refuse_folder(folder / NUMBERS)
-        start, planned = time.perf_counter(), self.planned()
-        found = workshop.train(planned)
         # A sweep keeps runs that diverged, as bad ones; a paired comparison that lost an arm is not judged.
-        usable = {
-            one.key: {arm: completed(runs) if one.paired else runs for arm, runs in found[one.key].items()}
-            for one in planned
-        }
-        usable = {key: arms for key, arms in usable.items() if all(arms.values())}
-        claims = failed_first(self.claims(usable, self.scale)) if usable or not found else []
+        usable = {}
+        for comparison in planned:
+            arms = results[comparison.key]
+            arms = {name: completed(runs) for name, runs in arms.items()} if comparison.paired else arms
+            if all(arms.values()):
+                usable[comparison.key] = arms
+        findings = self.judge(usable, scale) if usable else Findings()
+        evidence = {name: result for name, (result, _) in computed.items()}
+        claims = {name: failed_first(result.claims) for name, result in evidence.items()}
+        if planned:
+            claims[self.name] = failed_first(findings.claims)
         seconds = time.perf_counter() - start
 
-        lost = divergences(found)
-        sentence = count_verdicts(claims)
-        sentence += f" {'; '.join(lost)}: claims are about the runs that were completed." if lost else ""
-        if planned and max(len(one.seeds) for one in planned) == 1:
+        sentence = count_verdicts([claim for group in claims.values() for claim in group])
+        if lost := divergences(results):
+            sentence += f" {'; '.join(lost)}: claims are about the runs that were completed."
+        if planned and max(len(comparison.seeds) for comparison in planned) == 1:
             sentence += " One seed for each arm: chance is not excluded."
-        sentence += f" Scale {self.scale.name}: {self.how_scaled}"
+        sentence = f"{sentence} {self.notes.get(scale.name if planned else '', '')}".strip()
 
-        outcomes = {key: compare(arms) for key, arms in found.items()}
+        # Numbers, figures, and for runs a page: the study's tables, then losses and norms of every arm.
+        outcomes = {key: compare(arms) for key, arms in results.items()}
         numbers = {
             "study": self.name,
             "title": self.title,
             "reference": self.reference,
-            "scale": self.scale.name,
-            "scaled": self.how_scaled,
-            **counts(claims),
-            "claims": [claim.as_data() for claim in claims],
+            "scale": scale.name if planned else None,
+            "seed": seed,
+            **claims_data(claims),
+            "experiments": [
+                {"name": one.name, "title": one.title, "settings": asdict(one.settings)} for one in self.experiments
+            ],
             "comparisons": [
                 {
-                    "name": str(one.key),
-                    "seeds": one.seeds,
-                    "runs": {arm: [run.name for run in runs] for arm, runs in found[one.key].items()},
-                    **outcomes[one.key].as_data(),
+                    "name": str(comparison.key),
+                    "seeds": comparison.seeds,
+                    "runs": {arm: [run.name for run in runs] for arm, runs in results[comparison.key].items()},
+                    **outcomes[comparison.key].as_data(),
                 }
-                for one in planned
+                for comparison in planned
             ],
+            "seconds": {name: round(taken, 2) for name, (_, taken) in computed.items()} | {"total": round(seconds, 2)},
             "environment": environment(),
         }
         paths = [write_numbers(folder / NUMBERS, numbers, partial(say, workshop.console))]
+        paths += self.picture(evidence, folder)
+        tables = [*findings.tables]
+        for place, comparison in enumerate(planned):
+            key, outcome = comparison.key, outcomes[comparison.key]
+            for table in (arms_table(outcome), pairs_table(outcome.pairs))[: 2 if comparison.paired else 1]:
+                tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {key}"))
+            if comparison.paired and key in usable:  # the first seed of the two rules as one figure
+                (folder / "figures").mkdir(parents=True, exist_ok=True)
+                paths += draw([diagnose(usable[key][rule][0]) for rule in RULES], folder / "figures" / key.slug)
+        if planned:
+            runs = [
+                run.named(f"{key}: {arm}" if len(results) > 1 else arm)
+                for key, arms in results.items()
+                for arm, members in arms.items()
+                for run in members
+            ]
+            paths += write_report(
+                folder / PAGE,
+                self.title,
+                runs,
+                verdict=sentence,
+                claims=claims,
+                tables=tables,
+                figures=findings.charts,
+                images=images,
+            )
+        return Conclusion(sentence, claims, tables, paths, seconds)
 
-        # Its own tables, then losses and norms of every arm, and of pairs where there is a baseline.
-        tables = [*self.own_tables(found, self.scale)]
-        for place, one in enumerate(planned):
-            outcome = outcomes[one.key]
-            for table in (arms_table(outcome), pairs_table(outcome.pairs))[: 2 if one.paired else 1]:
-                tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {one.key}"))
-        paths += self.figures(usable, folder)
-        shown = [
-            run.named(f"{key}: {arm}" if len(found) > 1 else arm)
-            for key, arms in found.items()
-            for arm, runs in arms.items()
-            for run in runs
-        ]
-        paths += write_report(
-            folder / PAGE,
-            self.title,
-            shown,
-            verdict=sentence,
-            claims={self.name: claims},
-            tables=tables,
-            figures=self.charts(found, self.scale),
-            images=images,
-        )
-        return Conclusion(sentence, {self.name: claims}, tables, paths, seconds)
+
+def claims_data(claims: Claims) -> dict[str, Any]:
+    """Claims as JSON data, with how many there are, failed, or are undecided."""
+    verdicts = [claim.verdict for group in claims.values() for claim in group]
+    return {
+        "claims_total": len(verdicts),
+        "claims_failed": verdicts.count(Verdict.FAILS),
+        "claims_undecided": verdicts.count(Verdict.UNDECIDED),
+        "claims": {name: [claim.as_data() for claim in group] for name, group in claims.items()},
+    }

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +23,22 @@ from muonsw.lab.theory.experiment import (
     CONSTANT,
     SCALED,
     Experiment,
+    Steps,
     chain,
+    check_rates,
     gaussian,
     gradient,
     log_spaced,
     march,
     muon,
+    require,
+    require_at_least,
+    require_positive,
     sgd,
 )
-from muonsw.lab.theory.hypotheses import Steps, check_rates, require, require_at_least, require_positive
-from muonsw.lab.theory.muon_chains import (
+from muonsw.lab.theory.muon import (
     HOVERING,
     POLAR,
-    Key,
     MuonRun,
     Stack,
     descend,
@@ -104,7 +108,7 @@ class MatrixFigureSettings(MuonRun):
     rows: int = 32
     columns: int = 64
     beta: float = 0.9
-    bins: int = 120
+    points: int = 300
 
 
 @dataclass
@@ -120,9 +124,9 @@ TRAPPED = "0 < eta lambda <= 1, sum eta = infinity"
 ROBBINS_MONRO = "sum eta = infinity, sum eta^2 < infinity, iterates bounded"
 
 
-def observe(stacks: Mapping[Key, Stack], s: MuonRun, generator: torch.Generator) -> dict[Key, Observations]:
+def observe(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) -> dict[Any, Observations]:
     """Run the stacks together; follow their losses, the edge of their ball, and how near they come to the target."""
-    observed, bounds, looks = dict[Key, Observations](), dict[Key, list[float]](), set(log_spaced(s.steps, 50))
+    observed, bounds, looks = dict[Any, Observations](), dict[Any, list[float]](), set(log_spaced(s.steps, 50))
     for key, stack in stacks.items():
         observed[key] = Observations(stack.starts.new_empty(s.steps + 1, len(stack.starts)))
         observed[key].losses[0] = stack.loss(stack.starts)
@@ -163,7 +167,7 @@ def run_matrix(s: MatrixSettings, generator: torch.Generator) -> Evidence:
 
 
 def run_matrix_figure(s: MatrixFigureSettings, generator: torch.Generator) -> Evidence:
-    """Many starts at one momentum; losses are kept for the right panel, thinned to the extremes of bins of steps."""
+    """Many starts at one momentum; losses at log-spaced steps are kept for the right panel."""
     A, starts = s.draw(s.chains, s.rows, s.columns, generator)
     observed = observe({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator)
     constant, sigmas = observed[CONSTANT], torch.linalg.svdvals(A)
@@ -180,9 +184,10 @@ def run_matrix_figure(s: MatrixFigureSettings, generator: torch.Generator) -> Ev
         at_least("floor-from-above", stays, started, float(constant.losses.min()), floor, POLAR),
         *limit_claims("", observed, A, s.beta, s),
     ]
-    levels = {CONSTANT: floor / initial}
-    curves = {rule: log_extremes(result.losses.T / initial, s.bins) for rule, result in observed.items()}
-    return Evidence(claims, [Series(f"matrix/{rule}", rule, *curves[rule], levels.get(rule)) for rule in curves])
+    levels, times = {CONSTANT: floor / initial}, log_spaced(s.steps + 1, s.points)
+    places = torch.tensor(times) - 1
+    curves = {rule: (result.losses[places].T / initial).tolist() for rule, result in observed.items()}
+    return Evidence(claims, [Series(f"matrix/{rule}", rule, times, curves[rule], levels.get(rule)) for rule in BOTH])
 
 
 def radius_claim(observed: Iterable[Observations], where: str) -> Claim:
@@ -245,21 +250,6 @@ def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> l
         within_share("clip-optimal", optimal, proof, attained, most, equal),
         at_least("clip-rivals", farther, proof, nearest, distance, svd),
     ]
-
-
-def log_extremes(values: Tensor, bins: int) -> tuple[list[int], list[list[float]]]:
-    """Thin curves, (curves, steps), to the steps at which some curve is extreme within a log-spaced bin.
-
-    All curves share their steps, which count from 1, and every value is one of the run, never an average.
-    """
-    count = values.shape[1]
-    low, high = values.amin(0), values.amax(0)
-    chosen = {1, count}
-    for start, end in pairwise(log_spaced(count, bins + 1)):
-        inside = slice(start - 1, end)
-        chosen |= {start, start + int(low[inside].argmin()), start + int(high[inside].argmax())}
-    steps = sorted(chosen)
-    return steps, values[:, torch.tensor(steps) - 1].tolist()
 
 
 MATRIX = Experiment(

@@ -26,9 +26,10 @@ from muonsw.lab.theory.experiment import (
     gradient,
     march,
     muon,
+    require,
+    require_positive,
     sgd,
 )
-from muonsw.lab.theory.hypotheses import require, require_positive
 from muonsw.optimizer import ScaledDecayOptimizer
 
 

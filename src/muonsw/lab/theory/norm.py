@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from muonsw.lab.theory.hypotheses import Number, require, require_at_least, require_positive
+from muonsw.lab.theory.experiment import Number, require, require_at_least, require_positive
 
 Samples: TypeAlias = Sequence[float] | Tensor
 
@@ -25,7 +26,6 @@ WINDOW, MIN_SAMPLES = 0.1, 3  # share of the run that a window covers; samples t
 # A norm follows its target while it is within a fifth of it. To first order ln r lags ln r* by the adiabatic ratio,
 # so this is the size at which "far below 1" ends.
 LAG = 0.2
-BLOCK = 2**16  # steps whose coefficients are in memory at a time
 
 
 def next_norm(r: Number, *, s: Number, phi: Number, a: Number) -> Number:
@@ -64,15 +64,6 @@ def steady_state_norm(*, s: Number, phi: Number, a: Number) -> Number:
     if isinstance(a, Tensor):
         return torch.where(a > 0.0, inward, outward)
     return inward if a > 0.0 else outward
-
-
-def relaxation_times(*, s: Number, phi: Number, r_star: Number) -> tuple[Number, Number]:
-    """Steps in which the norm closes most of its distance to r*: `1/(2 phi)`, and `1/(phi + s^2/(2 r*^2))`.
-
-    The first holds if a follows the relative update, proportional to s/r, the second if a stays as it is. Both agree
-    where a = 0; an outward push makes the second longer, an inward push shorter.
-    """
-    return 1.0 / (2.0 * phi), 1.0 / (phi + s**2 / (2.0 * r_star**2))
 
 
 def scaled_decay_norm_limit(*, lam: float, eta_max: float, k: float, update: float = 0.2) -> float:
@@ -182,7 +173,7 @@ def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
         width = max(window * float(steps[-1] - steps[0]), 4.0 * float(steps.diff().double().median()))
     smooth, slope = windowed_line(steps, target.log(), width)
     # Where decay or update is zero, the slope and the ratios are not a number.
-    tau, _ = relaxation_times(s=history.s, phi=history.phi, r_star=target)
+    tau = 1.0 / (2.0 * history.phi)  # steps in which the norm closes most of its distance to r*, if a follows s/r
     lag = history.r.log() - smooth
 
     # During warmup, which ends where decay is at its peak, the target moves by design. The lag must have lasted for
@@ -216,15 +207,14 @@ def predict_norms(history: NormHistory) -> Tensor:
 
     Only the first observed norm enters, so an error of the recursion adds up instead of being forgiven.
     """
-    sampled, last = set(history.steps.tolist()), int(history.steps[-1])
-    norms, norm = [], float(history.r[0])
-    for begin in range(int(history.steps[0]), last, BLOCK):
-        steps = torch.arange(begin, min(begin + BLOCK, last), dtype=torch.int64, device=history.steps.device)
-        coefficients = (interpolate(history.steps, x, steps).tolist() for x in (history.s, history.phi, history.a))
-        for now, s, phi, a in zip(steps.tolist(), *coefficients, strict=True):
-            if now in sampled:
-                norms.append(norm)
-            norm = next_norm(norm, s=s, phi=phi, a=a)
+    seen = history.steps.numpy()
+    steps = np.arange(seen[0], seen[-1])
+    coefficients = (np.interp(steps, seen, x.numpy()).tolist() for x in (history.s, history.phi, history.a))
+    sampled, norms, norm = set(seen.tolist()), [], float(history.r[0])
+    for step, s, phi, a in zip(steps.tolist(), *coefficients, strict=True):
+        if step in sampled:
+            norms.append(norm)
+        norm = next_norm(norm, s=s, phi=phi, a=a)
     return history.r.new_tensor([*norms, norm])
 
 
@@ -254,12 +244,3 @@ def windowed_line(steps: Tensor, values: Tensor, window: float) -> tuple[Tensor,
     height = mean(v) + slope * (at - mean(u)) + y.mean()
     enough = known & (high - low >= MIN_SAMPLES)
     return torch.where(enough, height, nothing), torch.where(enough, slope / (x[-1] - x[0]), nothing)
-
-
-def interpolate(steps: Tensor, values: Tensor, at: Tensor) -> Tensor:
-    """Values at further steps between the first and the last, along straight lines."""
-    if len(steps) == 1:
-        return values.expand(len(at))
-    right = torch.searchsorted(steps, at, right=True).clamp(1, len(steps) - 1)
-    share = (at - steps[right - 1]).double() / (steps[right] - steps[right - 1]).double()
-    return torch.lerp(values[right - 1].double(), values[right].double(), share)

@@ -20,23 +20,21 @@ from muonsw.lab.theory.experiment import (
     CONSTANT,
     SCALED,
     Experiment,
+    Number,
     Settings,
+    Steps,
     chain,
+    check_rates,
     farthest,
     gaussian,
     gradient,
     log_spaced,
     march,
-    sgd,
-)
-from muonsw.lab.theory.hypotheses import (
-    Number,
-    Steps,
-    check_rates,
     require,
     require_at_least,
     require_positive,
     robbins_monro,
+    sgd,
 )
 
 

@@ -33,25 +33,23 @@ from muonsw.lab.stats import (
 from muonsw.lab.theory.experiment import (
     BOTH,
     CONSTANT,
+    ROUNDING,
     SCALED,
     Experiment,
     Settings,
+    Steps,
     chain,
+    check_rates,
     farthest,
     gaussian,
     gradient,
     log_spaced,
     march,
-    sgd,
-)
-from muonsw.lab.theory.hypotheses import (
-    ROUNDING,
-    Steps,
-    check_rates,
     require,
     require_at_least,
     require_positive,
     robbins_monro,
+    sgd,
 )
 
 

@@ -16,7 +16,7 @@ from muonsw.lab.data.loader import read_record
 from muonsw.lab.data.prepare import SMALL_SHARE, matching_files, prepare_default
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, preset
-from muonsw.lab.paper import PAPER_BATCH_TOKENS, RECIPES
+from muonsw.lab.paper import PAPER_BATCH_TOKENS, ROWS
 from muonsw.lab.tasks import Checked, DataConfig, TaskConfig, with_tokens
 from muonsw.lab.theory.schedule import SHAPES, peak_lr_for_horizon, schedule_of, warmup_steps_for_horizon
 from muonsw.orthogonalize import ORTHOGONALIZERS
@@ -263,7 +263,7 @@ DEFAULT_DATA = Path("out/data")
 LONG_TOKEN = 4
 
 
-def _paper(steps: int | None, lr: float) -> dict[str, Any]:
+def _paper(steps: int, lr: float) -> dict[str, Any]:
     """One of the paper's runs; micro-batches are chosen for the memory of one large GPU."""
     return {"steps": steps, "batch": PAPER_BATCH, "accumulation": 8, "optimizer": replace(PAPER_OPTIMIZER, lr=lr)}
 
@@ -273,7 +273,7 @@ SHARED: Mapping[str, Any] = {"eval_every": 250, "checkpoint_every": 1000, "telem
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     # The paper prints no run of width 128.
     "w128": _paper(5_000, 2.0e-2),
-    **{printed.preset: _paper(printed.steps, printed.peak_lr) for printed in RECIPES.values() if printed.preset},
+    **{f"w{width}": _paper(row.steps, row.peak_lr) for width, row in ROWS.items()},
     # lambda * lr * steps = 35, the paper's row at width 256, with the decay of a step at its cap of 0.01.
     "mini": {
         "steps": 3_500,

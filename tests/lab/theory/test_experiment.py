@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from muonsw.lab.theory.hypotheses import HypothesisError, check_rates, robbins_monro
+from muonsw.lab.theory.experiment import HypothesisError, check_rates, robbins_monro
 from muonsw.lab.theory.matrix import clip_projection, muon_loss_floor, muon_norm_bounds
 from muonsw.lab.theory.muon import noise_floor
 from muonsw.lab.theory.noise_equilibrium import noise_equilibrium
