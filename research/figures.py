@@ -25,11 +25,11 @@ def panels(count, columns, size=(3.4, 2.9)):
 
 def basin(ax, losses, rule, lowest=None):
     """Mean loss over lambda or rate, above the lowest."""
-    own = means(losses)
-    lowest = min(own.values()) if lowest is None else lowest
-    ax.plot(list(own), [loss - lowest for loss in own.values()], "o-", color=COLOURS[rule], label=rule, ms=4)
+    mean = means(losses)
+    lowest = min(mean.values()) if lowest is None else lowest
+    ax.plot(list(mean), [loss - lowest for loss in mean.values()], "o-", color=COLOURS[rule], label=rule, ms=4)
     ax.set_xscale("log"), ax.minorticks_off()
-    ax.set_xticks(list(own), [f"{value:g}" for value in own], fontsize=7, rotation=45)
+    ax.set_xticks(list(mean), [f"{value:g}" for value in mean], fontsize=7, rotation=45)
 
 
 def forest(name, lines, label):
@@ -43,15 +43,15 @@ def forest(name, lines, label):
 
 
 def tuned_figure():
-    cells = [rows for own in tables.tuned().values() for rows in own]
+    cells = [rows for group in tables.tuned().values() for rows in group]
     cells += tables.settings("adamw-lambda", steps=6400).values()
     lines = [(tables.describe(rows[0]), tables.gap(rows)) for rows in cells]
     return forest("tuned", lines, "scaled minus constant decay, each at its best lambda (nats)")
 
 
 def family_figure():
-    lines = [(name, tables.at_best(own["scaled"]) - tables.at_best(own["constant"]))
-             for name, own in tables.members().items()]  # fmt: skip
+    lines = [(name, tables.at_best(entry["scaled"]) - tables.at_best(entry["constant"]))
+             for name, entry in tables.members().items()]  # fmt: skip
     return forest("family", lines, "scaled minus constant decay, each at its best rate and lambda (nats)")
 
 
@@ -97,8 +97,8 @@ def dynamics_figures():
 def rate_figure():
     figure, axes = panels(4, 4)
     for ax, width in zip(axes, (64, 128, 256, 512), strict=True):
-        for name, own in tables.rates().items():
-            basin(ax, own[width], name)
+        for name, by_width in tables.rates().items():
+            basin(ax, by_width[width], name)
         ax.set_title(f"width {width}", fontsize=9)
         ax.set_xlabel("learning rate"), ax.set_ylabel("above its best (nats)")
     axes[0].legend()

@@ -47,21 +47,23 @@ def of(study, **where):
 
 def settings(study, **where):
     """By setting, the runs of a study."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for row in of(study, **where):
-        found[tuple(row.get(name) for name in SETTING)].append(row)
-    return found
+        groups[tuple(row.get(name) for name in SETTING)].append(row)
+    return groups
 
 
 def by(rows, name="weight_decay", rule=None):
     """Losses by the value of a column, ascending, each one loss a seed; values that lack seeds are left out."""
-    found = defaultdict(dict)
+    losses = defaultdict(dict)
     for row in rows:
         if rule in (None, row["decay"]):
             loss = math.inf if "diverged" in row else row["final_loss"]
-            found[row[name]][row["seed"]] = loss
-    seeds = max(map(len, found.values()), default=0)
-    return {value: np.array([own[s] for s in sorted(own)]) for value, own in sorted(found.items()) if len(own) == seeds}
+            losses[row[name]][row["seed"]] = loss
+    seeds = max(map(len, losses.values()), default=0)
+    return {
+        value: np.array([ends[s] for s in sorted(ends)]) for value, ends in sorted(losses.items()) if len(ends) == seeds
+    }
 
 
 def per_lambda(rows, rule):
@@ -93,18 +95,18 @@ def at_best(losses):
 def vertices(losses):
     """The vertex of each seed."""
     seeds = len(next(iter(losses.values())))
-    return [vertex({value: [own[seed]] for value, own in losses.items()}) for seed in range(seeds)]
+    return [vertex({value: [ends[seed]] for value, ends in losses.items()}) for seed in range(seeds)]
 
 
 def between(losses, value):
     """The loss at a value by lines over its logarithm; beyond those tried, that of the last."""
     seeds, x = zip(*losses.values(), strict=True), np.log(list(losses))
-    return np.array([np.interp(math.log(value), x, own) for own in seeds])
+    return np.array([np.interp(math.log(value), x, ends) for ends in seeds])
 
 
-def gap(rows, one="scaled", other="constant"):
+def gap(rows, rule="scaled", other="constant"):
     """By seed, one rule at its best lambda minus another at its own."""
-    ours, theirs = by(rows, rule=one), by(rows, rule=other)
+    ours, theirs = by(rows, rule=rule), by(rows, rule=other)
     return at_best(ours) - at_best(theirs)
 
 
@@ -116,15 +118,15 @@ def paired(rows, others, column="final_loss"):
 
 def steps_saved(constant, scaled):
     """By seed, the share of steps that scaled decay needs less to constant decay's best loss, in percent."""
-    found = []
-    for one, other in zip(*(sorted(rows, key=lambda row: row["seed"]) for rows in (constant, scaled)), strict=True):
-        place = int(np.argmin(one["eval.loss"]))
-        level, step = one["eval.loss"][place], one["eval.step"][place]
-        for (x0, y0), (x1, y1) in pairwise(zip(other["eval.step"], other["eval.loss"], strict=True)):
+    saved = []
+    for baseline, run in zip(*(sorted(rows, key=lambda row: row["seed"]) for rows in (constant, scaled)), strict=True):
+        place = int(np.argmin(baseline["eval.loss"]))
+        level, step = baseline["eval.loss"][place], baseline["eval.step"][place]
+        for (x0, y0), (x1, y1) in pairwise(zip(run["eval.step"], run["eval.loss"], strict=True)):
             if y1 <= level:
-                found.append(100 - 100 * (x0 + (y0 - level) / (y0 - y1) * (x1 - x0)) / step)
+                saved.append(100 - 100 * (x0 + (y0 - level) / (y0 - y1) * (x1 - x0)) / step)
                 break
-    return found if len(found) == len(constant) else []
+    return saved if len(saved) == len(constant) else []
 
 
 def geometric(values, digits=1):
@@ -136,7 +138,7 @@ def geometric(values, digits=1):
 
 def slopes(grown, values):
     """By seed, the power of what grew that the values follow."""
-    return [np.polyfit(np.log(grown), np.log(own), 1)[0] for own in zip(*values, strict=True)]
+    return [np.polyfit(np.log(grown), np.log(seed), 1)[0] for seed in zip(*values, strict=True)]
 
 
 def percent(values):
@@ -175,22 +177,22 @@ def describe(row):
 
 def one_lambda():
     """Settings at one large lambda: label, constant, scaled, and constant decay of scaled decay's total."""
-    found, grid = [], of("main-table which-peak")
+    cases, grid = [], of("main-table which-peak")
     for width, lam in ((128, 1.09), (256, 2.19), (512, 4.38)):
-        own = [row for row in grid if row["width"] == width]
-        constant = near([row for row in own if row["decay"] == "constant"], "weight_decay", lam)
+        rows = [row for row in grid if row["width"] == width]
+        constant = near([row for row in rows if row["decay"] == "constant"], "weight_decay", lam)
         for peak, words in (("base", "undivided peak"), ("group", "group's own peak")):
-            scaled = near([row for row in own if (row["decay"], row["peak"]) == ("scaled", peak)], "weight_decay", lam)
+            scaled = near([row for row in rows if (row["decay"], row["peak"]) == ("scaled", peak)], "weight_decay", lam)
             if not constant or not scaled:
                 continue
             total = scaled[0]["total_decay"]
-            control = [row for row in near(own, "total_decay", total) if row["decay"] == "constant"]
+            control = [row for row in near(rows, "total_decay", total) if row["decay"] == "constant"]
             label = f"width {width}, {words}" if width > 128 else f"width {width}"
-            found.append((label, constant, scaled, control))
+            cases.append((label, constant, scaled, control))
     for study, steps, lam in (("long", 25_600, 0.08), ("tokens-per-parameter", 34_800, 0.1)):
         arms = [of(study, steps=steps, weight_decay=lam, decay=rule) for rule in RULES]
-        found.append((f"width {arms[0][0]['width']}, {steps:,} steps, lambda {lam:g}", *arms, []))
-    return found
+        cases.append((f"width {arms[0][0]['width']}, {steps:,} steps, lambda {lam:g}", *arms, []))
+    return cases
 
 
 def one_lambda_table():
@@ -228,9 +230,9 @@ def tuned_table():
     every = [rows for cells in kinds.values() for rows in cells]
     lines = []
     for kind, cells in {**kinds, "all": every}.items():
-        own = pooled(cells)
+        gaps = pooled(cells)
         beyond = sum(abs(np.mean(gap(rows))) > half(gap(rows)) for rows in cells)
-        lines.append([kind, len(own), f"{min(own):+.3f} to {max(own):+.3f}", shown(own, 4, "+"), beyond])
+        lines.append([kind, len(gaps), f"{min(gaps):+.3f} to {max(gaps):+.3f}", shown(gaps, 4, "+"), beyond])
     heads = ["settings of Muon", "number", "gaps, nats", "their mean, ± over settings", "with intervals without zero"]
     return table(heads, lines)
 
@@ -240,12 +242,14 @@ def adamw_table():
     lines = []
     for rows in settings("adamw-lambda", steps=6400).values():
         for rule in RULES:
-            own = by(rows, rule=rule)
-            mark = "*" * at_edge(own)
-            total = vertex(own) * per_lambda(rows, rule)
-            costs = own[max(own)] - at_best(own)
+            losses = by(rows, rule=rule)
+            mark = "*" * at_edge(losses)
+            total = vertex(losses) * per_lambda(rows, rule)
+            costs = losses[max(losses)] - at_best(losses)
             first = f"{rule}, best lambda"
-            lines.append([first, f"{vertex(own):.3g}{mark}", f"{total:.2f}{mark}", f"{np.mean(at_best(own)):.4f}"])
+            lines.append(
+                [first, f"{vertex(losses):.3g}{mark}", f"{total:.2f}{mark}", f"{np.mean(at_best(losses)):.4f}"]
+            )
             lines[-1].append(shown(costs))
         lines.append(["scaled minus constant, each at its best", None, None, shown(gap(rows), 3, "+"), None])
     return table(
@@ -259,9 +263,9 @@ def length_table():
         row = rows[0]
         cells = []
         for rule in RULES:
-            own = by(rows, rule=rule)
-            total = vertex(own) * per_lambda(rows, rule)
-            cells += [f"{vertex(own):.2g}", f"{total:.2f}", shown(own[max(own)] - at_best(own))]
+            losses = by(rows, rule=rule)
+            total = vertex(losses) * per_lambda(rows, rule)
+            cells += [f"{vertex(losses):.2g}", f"{total:.2f}", shown(losses[max(losses)] - at_best(losses))]
         start = f"{row['steps']:,} steps, width {row['width']}, {row['text'].removeprefix('enwiki-')} tokens"
         lines.append([start, f"{row['epochs']:.1f}", *cells, f"{max(by(rows)):g}"])
     heads = ["run", "epochs", "best lambda, constant", "its total", "cost of the largest"]
@@ -270,16 +274,16 @@ def length_table():
 
 def prices(cells):
     """By rule and choice of lambda, its cost in each setting: nats by seed above the better rule at its best."""
-    found = defaultdict(list)
+    costs = defaultdict(list)
     for rows in cells:
         losses = {rule: by(rows, rule=rule) for rule in RULES}
-        lowest = min((at_best(own) for own in losses.values()), key=np.mean)
-        for rule, own in losses.items():
+        lowest = min((at_best(tried) for tried in losses.values()), key=np.mean)
+        for rule, tried in losses.items():
             for choice, lam in (("0.1", 0.1), ("0.01", 0.01), ("total decay 1", 1 / per_lambda(rows, rule))):
-                reached = min(max(lam, min(own)), max(own))
+                reached = min(max(lam, min(tried)), max(tried))
                 if abs(math.log2(lam / reached)) <= 1:  # further away nothing is known
-                    found[rule, choice].append((between(own, reached) - lowest, reached != lam, rows[0]))
-    return found
+                    costs[rule, choice].append((between(tried, reached) - lowest, reached != lam, rows[0]))
+    return costs
 
 
 def price_cells():
@@ -289,13 +293,13 @@ def price_cells():
 
 
 def price_table():
-    found, lines = prices(price_cells()), []
-    for (rule, choice), own in found.items():
-        costs, beyond, row = max(own, key=lambda one: np.mean(one[0]))
-        median = float(np.median([np.mean(costs) for costs, *_ in own]))
+    choices, lines = prices(price_cells()), []
+    for (rule, choice), known in choices.items():
+        costs, beyond, row = max(known, key=lambda entry: np.mean(entry[0]))
+        median = float(np.median([np.mean(costs) for costs, *_ in known]))
         where = f"width {row['width']}, {row['steps']:,} steps"
         highest = f"{'≥ ' if beyond else ''}{shown(costs)} ({where})"
-        lines.append([f"{choice if choice.startswith('total') else 'lambda ' + choice}, {rule}", len(own)])
+        lines.append([f"{choice if choice.startswith('total') else 'lambda ' + choice}, {rule}", len(known)])
         lines[-1] += [f"{median:.3f}", highest]
     return table(["lambda for every run", "settings", "median cost, nats", "highest cost"], sorted(lines))
 
@@ -309,8 +313,8 @@ AXES = {
 
 def grown(column, where, rule):
     """By what grows, the losses of settings whose best lambda has others on both sides."""
-    own = {rows[0][column]: by(rows, rule=rule) for rows in settings("lambda-scaling", **where).values()}
-    return {value: losses for value, losses in sorted(own.items()) if not at_edge(losses)}
+    cells = {rows[0][column]: by(rows, rule=rule) for rows in settings("lambda-scaling", **where).values()}
+    return {value: losses for value, losses in sorted(cells.items()) if not at_edge(losses)}
 
 
 def totals_by_tokens(rule):
@@ -325,33 +329,33 @@ def scaling_table():
     for words, (column, where, published) in AXES.items():
         powers = []
         for rule in RULES:
-            own = grown(column, where, rule)
-            powers.append(shown(slopes(list(own), [vertices(losses) for losses in own.values()]), 2))
+            tried = grown(column, where, rule)
+            powers.append(shown(slopes(list(tried), [vertices(losses) for losses in tried.values()]), 2))
         lines.append([f"best lambda over {words}", published, *powers])
-    powers = [shown(slopes(list(own), own.values()), 2) for own in map(totals_by_tokens, RULES)]
+    powers = [shown(slopes(list(tried), tried.values()), 2) for tried in map(totals_by_tokens, RULES)]
     lines.append(["best total over tokens per parameter, 16 to 300", "0.53 (Power Lines)", *powers])
     return table(["power of", "published", "constant", "scaled"], lines)
 
 
 def rules():
     """Every rule at its strengths, from their settings: by rule, losses by strength."""
-    found = defaultdict(list)
+    runs = defaultdict(list)
     for row in of("best-rules"):
         name = "adamc" if row.get("optimizer.unnormalized") else row["decay"]
         if row["norm"] != "free":
             name = row["norm"] + ("_target" if row["norm"] == "hyperball" and "optimizer.target_norm" in row else "")
-        found[name].append(row)
-    return {name: by(rows, "lr" if name.startswith("hyperball") else "weight_decay") for name, rows in found.items()}
+        runs[name].append(row)
+    return {name: by(rows, "lr" if name.startswith("hyperball") else "weight_decay") for name, rows in runs.items()}
 
 
 def rules_table():
-    found, lines = rules(), []
-    constant = at_best(found["constant"])
-    for name, own in found.items():
+    tried, lines = rules(), []
+    constant = at_best(tried["constant"])
+    for name, losses in tried.items():
         word = "rate" if name.startswith("hyperball") else "lambda"
-        strength = None if name == "none" else f"{word} {best(own):g}{'*' * at_edge(own)}"
-        difference = None if name == "constant" else shown(at_best(own) - constant, 3, "+")
-        lines.append([f"`{name}`", strength, f"{np.mean(at_best(own)):.3f}", difference])
+        strength = None if name == "none" else f"{word} {best(losses):g}{'*' * at_edge(losses)}"
+        difference = None if name == "constant" else shown(at_best(losses) - constant, 3, "+")
+        lines.append([f"`{name}`", strength, f"{np.mean(at_best(losses)):.3f}", difference])
     return table(["rule", "best strength", "loss, two seeds", "minus constant decay"], lines)
 
 
@@ -360,22 +364,22 @@ def members():
     rates = defaultdict(list)
     for row in of("family", steps=400):
         rates[row.get("preset", "muon"), row["decay"], row["lr"]].append(row)
-    found = defaultdict(dict)
+    entries = defaultdict(dict)
     for (name, rule, _), rows in rates.items():
-        own = by(rows)
-        if rule not in found[name] or np.mean(at_best(own)) < np.mean(at_best(found[name][rule])):
-            found[name] |= {rule: own, "state": rows[0]["state_bytes"]}
-    return found
+        losses = by(rows)
+        if rule not in entries[name] or np.mean(at_best(losses)) < np.mean(at_best(entries[name][rule])):
+            entries[name] |= {rule: losses, "state": rows[0]["state_bytes"]}
+    return entries
 
 
 def family_table():
-    found, lines = members(), []
-    muon = {rule: at_best(found["muon"][rule]) for rule in RULES}
-    for name, own in found.items():
-        ends = {rule: at_best(own[rule]) for rule in RULES}
+    entries, lines = members(), []
+    muon = {rule: at_best(entries["muon"][rule]) for rule in RULES}
+    for name, entry in entries.items():
+        ends = {rule: at_best(entry[rule]) for rule in RULES}
         others = [None if name == "muon" else shown(ends[rule] - muon[rule], 3, "+") for rule in RULES]
-        mark = "*" * any(at_edge(own[rule]) for rule in RULES)
-        state = f"{own['state'] / 2**20:.0f}"
+        mark = "*" * any(at_edge(entry[rule]) for rule in RULES)
+        state = f"{entry['state'] / 2**20:.0f}"
         lines.append([name + mark, shown(ends["scaled"] - ends["constant"], 3, "+"), *others, state])
     heads = ["member", "scaled minus constant", "minus Muon, constant", "minus Muon, scaled", "state, MiB"]
     return table(heads, lines)
@@ -384,9 +388,9 @@ def family_table():
 def repeated_table():
     rows, lines = of("repeated-text"), []
     for rule, words in (("constant", "constant"), ("scaled", "scaled"), ("piecewise", "falling, then rising")):
-        own = by(rows, rule=rule)
+        losses = by(rows, rule=rule)
         difference = None if rule == "constant" else shown(gap(rows, rule), 3, "+")
-        lines.append([words, f"{best(own):g}{'*' * at_edge(own)}", shown(at_best(own)), difference])
+        lines.append([words, f"{best(losses):g}{'*' * at_edge(losses)}", shown(at_best(losses)), difference])
     return table(["16 epochs of 1.6M tokens", "best lambda", "loss", "minus constant decay"], lines)
 
 
@@ -395,8 +399,8 @@ def schedule_table():
     for rows in settings("schedules").values():
         totals = []
         for rule in RULES:
-            own = by(rows, rule=rule)
-            totals.append(f"{vertex(own) * per_lambda(rows, rule):.2f}{'*' * at_edge(own)}")
+            losses = by(rows, rule=rule)
+            totals.append(f"{vertex(losses) * per_lambda(rows, rule):.2f}{'*' * at_edge(losses)}")
         lines.append([schedule(rows[0]), *totals, shown(gap(rows), 4, "+")])
     return table(["schedule", "best total, constant", "best total, scaled", "scaled minus constant"], lines)
 
@@ -417,19 +421,19 @@ def recursion(row):
 def dynamics_table():
     lines = []
     for rule in RULES:
-        found = defaultdict(list)
+        columns = defaultdict(list)
         for row in of("steady-state", decay=rule):
             step, lr = (np.array(row[f"decayed.{name}"], dtype=float) for name in ("step", "lr"))
             late = step > step[-1] - 0.133 * (step[-1] - step[0])
             falling = np.arange(len(step)) >= np.flatnonzero(lr >= lr.max() * (1 - 1e-9))[-1]
             _, seen, predicted = recursion(row)
-            found["norm"].append(row["end_norm"])
-            found["kept"].append(row["end_norm"] / row["highest_norm"])
-            found["ratio"].append(predicted[-1] / seen[-1])
-            found["late"].append(median(row, "decayed", "alignment_update", late))
+            columns["norm"].append(row["end_norm"])
+            columns["kept"].append(row["end_norm"] / row["highest_norm"])
+            columns["ratio"].append(predicted[-1] / seen[-1])
+            columns["late"].append(median(row, "decayed", "alignment_update", late))
             for name in ("alignment_gradient", "defect"):
-                found[name].append(median(row, "decayed", name, falling))
-        lines.append([rule, *(shown(found[name], 3) for name in found)])
+                columns[name].append(median(row, "decayed", name, falling))
+        lines.append([rule, *(shown(columns[name], 3) for name in columns)])
     heads = ["width 256", "end norm (RMS)", "of the highest", "recursion / observed", "late cos(weight, update)"]
     return table([*heads, "cos(weight, gradient)", "size of Muon's direction"], lines)
 
@@ -443,14 +447,14 @@ def growth(row):
 
 
 def gradient_runs():
-    found = {}
+    arms = {}
     for algorithm in ("adamw", "muon"):
         for lr in sorted({row["lr"] for row in of("gradient-growth", algorithm=algorithm)}):
-            own = of("gradient-growth", algorithm=algorithm, lr=lr)
-            found[f"{'AdamW' if algorithm == 'adamw' else 'Muon'}, rate {lr:g}"] = {
-                rule: [row for row in own if row["decay"] == rule] for rule in RULES
+            rows = of("gradient-growth", algorithm=algorithm, lr=lr)
+            arms[f"{'AdamW' if algorithm == 'adamw' else 'Muon'}, rate {lr:g}"] = {
+                rule: [row for row in rows if row["decay"] == rule] for rule in RULES
             }
-    return found
+    return arms
 
 
 def gradient_table():
@@ -465,20 +469,20 @@ def gradient_table():
 
 def rates():
     """By rule and width, losses by learning rate."""
-    found = defaultdict(dict)
+    runs = defaultdict(dict)
     for row in of("rate-drift"):
-        found["hyperball" if row["norm"] == "hyperball" else row["decay"]].setdefault(row["width"], []).append(row)
-    return {name: {width: by(own[width], "lr") for width in sorted(own)} for name, own in found.items()}
+        runs["hyperball" if row["norm"] == "hyperball" else row["decay"]].setdefault(row["width"], []).append(row)
+    return {name: {width: by(widths[width], "lr") for width in sorted(widths)} for name, widths in runs.items()}
 
 
 def rate_table():
     lines = []
-    for name, own in rates().items():
-        seeds = zip(*(vertices(losses) for losses in own.values()), strict=True)
-        moves = [math.log(max(seed) / min(seed)) / math.log(max(own) / min(own)) for seed in seeds]
-        found = [f"{vertex(losses):.3g}" for losses in own.values()]
-        lines.append([name, *found, shown(moves, 2), f"{np.mean(at_best(own[max(own)])):.3f}"])
-    widths = [f"width {width}" for width in own]
+    for name, by_width in rates().items():
+        seeds = zip(*(vertices(losses) for losses in by_width.values()), strict=True)
+        moves = [math.log(max(seed) / min(seed)) / math.log(max(by_width) / min(by_width)) for seed in seeds]
+        best_rates = [f"{vertex(losses):.3g}" for losses in by_width.values()]
+        lines.append([name, *best_rates, shown(moves, 2), f"{np.mean(at_best(by_width[max(by_width)])):.3f}"])
+    widths = [f"width {width}" for width in by_width]
     return table(["best rate", *widths, "power of the width", "loss at the widest"], lines)
 
 
@@ -489,13 +493,13 @@ def tasks():
         pairs = (option.partition("=") for option in row.get("options", []))
         options = [f"{name}={Path(value).name}" for name, _, value in pairs if value != "out/tasks/new.txt"]
         named[" ".join([Path(row["task"]).name, *options])].append(row)
-    found = {}
+    cases = {}
     for name, rows in named.items():
         for lam in sorted({row["weight_decay"] for row in rows if row["arm"] == "scaled"}):
             arms = [[row for row in rows if (row["arm"], row["weight_decay"]) == (rule, lam)] for rule in RULES]
             controls = [row for row in rows if row["arm"] == "constant, same total"]
-            found[name, lam] = (*arms, near(controls, "total_decay", arms[1][0]["total_decay"]))
-    return found
+            cases[name, lam] = (*arms, near(controls, "total_decay", arms[1][0]["total_decay"]))
+    return cases
 
 
 def signed(values, name=""):
@@ -522,7 +526,7 @@ def answer_table():
     saved = {words: percent(steps_saved(constant, scaled)) for words, constant, scaled, _ in one_lambda()}
     long = of("long", steps=25_600)
     ends = {rule: by(long, rule=rule) for rule in RULES}
-    costs = [shown(own[0.08] - own[0.01]) for own in ends.values()]
+    costs = [shown(losses[0.08] - losses[0.01]) for losses in ends.values()]
     both = shown(ends["scaled"][0.08] - ends["constant"][0.01])
     fewer = {"data.train_windows": 1600, "weight_decay": 0.1}
     little = shown(paired(*(of("hard-cases", decay=rule, **fewer) for rule in ("scaled", "constant"))))
@@ -587,11 +591,11 @@ def facts():
     for rows in every:
         scaled, constant = by(rows, rule="scaled"), by(rows, rule="constant")
         for lam in (lam for lam in scaled if lam in constant and lam > max(best(scaled), best(constant))):
-            costs = [np.mean(own[lam] - at_best(own)) for own in (scaled, constant)]
+            costs = [np.mean(losses[lam] - at_best(losses)) for losses in (scaled, constant)]
             shares += [costs[0] / costs[1]] if costs[1] > 0.02 else []
-        for rule, own in (("scaled", scaled), ("constant", constant)):
-            totals[rule] += [] if at_edge(own) else [vertex(own) * per_lambda(rows, rule)]
-    arms = {words: own for words, *own in one_lambda()}
+        for rule, losses in (("scaled", scaled), ("constant", constant)):
+            totals[rule] += [] if at_edge(losses) else [vertex(losses) * per_lambda(rows, rule)]
+    arms = {words: rows for words, *rows in one_lambda()}
     less = [1 - np.mean(paired(scaled, control)) / np.mean(paired(scaled, constant))
             for constant, scaled, control in (arms[words] for words in ("width 128", BASE_256, BASE_512))]  # fmt: skip
     both = ((arms[BASE_256], arms[GROUP_256]), (arms[BASE_512], arms[GROUP_512]))
@@ -606,7 +610,7 @@ def facts():
     pairs = defaultdict(dict)
     for row in (row for row in of("adamw gradient-growth", algorithm="adamw") if "optimizer.unnormalized" not in row):
         pairs[row["width"], row["lr"], row["weight_decay"], row["seed"]][row["decay"]] = row["final_loss"]
-    gains = [own["constant"] - own["scaled"] for own in pairs.values()]
+    gains = [pair["constant"] - pair["scaled"] for pair in pairs.values()]
     more = [vertex(by(of("repeated-text"), rule=rule)) / best_lambdas[1_600, rule] for rule in RULES]
     ratios = [np.mean([settled(row) for row in rows]) for arms in gradient_runs().values() for rows in arms.values()]
     held = {name: rates()[name][512] for name in ("hyperball", "constant")}
@@ -624,16 +628,18 @@ def facts():
         "peaks, same total": peaks[1],
         "a tenth of lambda": shown(paired(arms[BASE_256][1], tenth)),
         "AdamW, totals": " and ".join(
-            f"{geometric(own)} under {rule}" for own, rule in zip(adamw_totals, RULES, strict=True)
+            f"{geometric(seeds)} under {rule}" for seeds, rule in zip(adamw_totals, RULES, strict=True)
         ),
         "AdamW, steps": percent(steps_saved(at["constant", 0.08], at["scaled", 0.08])),
         "AdamW, lower": f"ends {lower[0]} and {lower[1]} lower",
         "best lambda": f"factor of {best_lambdas[400, 'constant'] / best_lambdas[25_600, 'constant']:.0f} ",
-        "best totals": " and ".join(f"{min(own):.2f} to {max(own):.2f} under {rule}" for rule, own in totals.items()),
+        "best totals": " and ".join(
+            f"{min(values):.2f} to {max(values):.2f} under {rule}" for rule, values in totals.items()
+        ),
         "lambda 0.1 at 300 tokens, scaled": shown(longest["scaled"][0.1] - longest["scaled"][0.02]),
         "lambda 0.1 at 300 tokens, constant": shown(longest["constant"][0.1] - longest["constant"][0.0065]),
         "constant at 0.0065": shown(longest["scaled"][0.1] - longest["constant"][0.0065]),
-        "AdamW": f"{sum(one > 0 for one in gains)} of {len(gains)} pairs",
+        "AdamW": f"{sum(gain > 0 for gain in gains)} of {len(gains)} pairs",
         "AdamW, gains": f"by {min(gains):.2f} to {max(gains):.2f} nats",
         "repeated": f"about {more[0]:.0f} times the lambda of fresh text, scaled decay about {more[1]:.0f} times",
         "gradients": f"{min(ratios):.2f} to {max(ratios):.2f} times",
@@ -651,13 +657,13 @@ def facts():
 
 def grids():
     """Every arm of every study as CSV: means over seeds."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for row in ROWS:
         arm = tuple(row.get(name) for name in (*SETTING, "peak", "decay", "weight_decay", "task", "options", "arm"))
-        found[row["study"], str(arm)].append(row)
+        groups[row["study"], str(arm)].append(row)
     names = ("study", *SETTING, "peak", "decay", "weight_decay", "total_decay", "end_norm")
     lines = [",".join((*names, "seeds", "loss", "half_interval"))]
-    for rows in found.values():
+    for rows in groups.values():
         losses, row = [row["final_loss"] for row in rows], {"text": rows[0].get("task"), **rows[0]}
         settings = ("" if row.get(name) is None else str(row[name]) for name in names)
         lines.append(",".join((*settings, str(len(rows)), f"{np.mean(losses):.4f}", f"{half(losses):.4f}")))
@@ -670,7 +676,7 @@ def page(text):
         block, new = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.S), make()
         if len(block.findall(text)) != 1:
             raise SystemExit(f"{PAGE} needs one block <!-- table: {name} --> ... <!-- end -->")
-        text = block.sub(lambda found, new=new: f"{found[1]}\n{new}\n\n{found[2]}", text)
+        text = block.sub(lambda match, new=new: f"{match[1]}\n{new}\n\n{match[2]}", text)
     return text
 
 
