@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from muonsw.variants import SGDSW as SGDSW
     from muonsw.variants import AdamWSW as AdamWSW
     from muonsw.variants import MuonSW as MuonSW
-else:  # a type checker would take every name for one that exists
+else:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         home = f"muonsw.{_HOMES.get(name, name)}"
@@ -76,9 +76,9 @@ else:  # a type checker would take every name for one that exists
             if error.name != home:
                 raise
             raise AttributeError(f"module 'muonsw' has no attribute {name!r}") from None
-        found = getattr(module, name) if name in _HOMES else module
-        globals()[name] = found
-        return found
+        value = getattr(module, name) if name in _HOMES else module
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

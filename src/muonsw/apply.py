@@ -18,8 +18,8 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
     if has_kernels(group, weights[0].device):
         from muonsw.kernels.move import move as move_by_kernel
 
-        given = kernel_weights(group, update.parts, weights)
-        if move_by_kernel(given, update.directions, update.scale, group["cautious"], ctx, update.factors):
+        prepared = kernel_weights(group, update.parts, weights)
+        if move_by_kernel(prepared, update.directions, update.scale, group["cautious"], ctx, update.factors):
             return
     eta, phi = ctx.applied(weights[0].dtype)
     move = eta * update.scale

@@ -74,8 +74,8 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
     expected = [(group["constructor_lr"], group["resolved_peak_lr"] or peak.expected_peak(group)) for group in groups]
     translated: StateDict = {}
 
-    def before(_: Optimizer, given: StateDict) -> StateDict:
-        translated.update(translated_state(given, groups))
+    def before(_: Optimizer, state_dict: StateDict) -> StateDict:
+        translated.update(translated_state(state_dict, groups))
         return translated
 
     def after(_: Optimizer) -> None:
@@ -149,7 +149,7 @@ def _fill_tensors(groups: list[Group], before: list[Group]) -> None:
 def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
     """A copy of a saved state in the groups of this optimizer, each parameter with the options it was saved with.
 
-    Options that the saved groups lack are those of this optimizer; a peak that they lack is found as in a new run.
+    Options that the saved groups lack are those of this optimizer; a missing peak is found as in a new run.
     """
     if not {"state", "param_groups"} <= saved.keys() or any("params" not in group for group in saved["param_groups"]):
         raise ValueError(
@@ -161,9 +161,9 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
         key: {name: value for name, value in (state or {}).items() if value is not None}
         for key, state in saved["state"].items()
     }
-    theirs = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
+    saved_groups = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
     completed = []
-    for number, (old, here) in enumerate(zip(_matched(theirs, groups), groups, strict=True)):
+    for number, (old, here) in enumerate(zip(_matched(saved_groups, groups), groups, strict=True)):
         # Equal names of state may mean other averages. A group of ours may change its algorithm if its state fits.
         if old["params"] and "peak_lr" not in old and old.get("algorithm") != here["algorithm"]:
             source = f"torch's {old['algorithm']}" if "algorithm" in old else f"another kind, with {listed(list(old))}"
@@ -248,8 +248,8 @@ def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
 
 def _matched_by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
     """The saved groups one by one, as torch matches them; names that both sides know must not contradict it."""
-    theirs, ours = ([len(group["params"]) for group in side] for side in (saved, groups))
-    if theirs != ours:
+    sizes, sizes_here = ([len(group["params"]) for group in side] for side in (saved, groups))
+    if sizes != sizes_here:
         remedy = "build it with the same groups"
         classes = dict(_OF_TORCH.values())
         if len(saved) == 1 and "peak_lr" not in saved[0] and saved[0].get("algorithm") in classes:
@@ -258,15 +258,15 @@ def _matched_by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
                 f"the parameters in the same order; to train with these groups, start without the saved state"
             )
         raise ValueError(
-            f"the saved state has {counted(len(theirs), 'param group')} of {listed(list(map(str, theirs)))} parameters "
-            f"and this optimizer {len(ours)} of {listed(list(map(str, ours)))}; {remedy}"
+            f"the saved state has {counted(len(sizes), 'param group')} of {listed(list(map(str, sizes)))} parameters "
+            f"and this optimizer {len(sizes_here)} of {listed(list(map(str, sizes_here)))}; {remedy}"
         )
     known, wanted = ({name for group in side for name in _names(group)} for side in (saved, groups))
     for old, here in zip(saved, groups, strict=True):
-        for name, own in zip(_names(old), _names(here), strict=False):
-            if name != own and (name in wanted or own in known):
+        for name, name_here in zip(_names(old), _names(here), strict=False):
+            if name != name_here and (name in wanted or name_here in known):
                 raise ValueError(
-                    f"{own} would get what was saved for {name}: the names of the saved state are not all known "
+                    f"{name_here} would get what was saved for {name}: the names of the saved state are not all known "
                     f"here, and those that are have changed places; write today's names into param_names of its groups"
                 )
     return saved
@@ -320,9 +320,9 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def required_optimizer(given: Any, caller: str) -> Optimizer:
-    """The innermost optimizer of what a caller was given; anything else, such as a model, is a TypeError."""
-    optimizer = unwrap_optimizer(given)
+def required_optimizer(optimizer: Any, caller: str) -> Optimizer:
+    """Unwrap an optimizer; anything else, such as a model, is a TypeError."""
+    optimizer = unwrap_optimizer(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{caller} needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; of a wrapper, pass the "

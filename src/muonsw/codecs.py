@@ -1,7 +1,7 @@
-"""State in another form than a step computes with: 8 bits by block, bfloat16, or in host memory.
+"""State stored in 8 bits, in bfloat16 or in host memory.
 
-State is decoded before the update of its parameters and encoded after it, some parameters at a time, so that only those
-are there in full. Where an algorithm has a kernel that does both on its way (`Algorithm.in_place`), nothing is decoded.
+State is decoded before an update and encoded after it, a few parameters at a time, so that only these take full memory.
+Kernels that read and write the stored form (`Algorithm.in_place`) need neither.
 
 **8 bits.** The first axis of a parameter counts rows, and each row is cut into blocks of about 256 elements. A block
 keeps its largest magnitude s as float32, under `<key>_scale`; an element is `s (c / 127)^4` with a code c in int8, or
@@ -12,7 +12,7 @@ their first axis have the same codes on any number of ranks.
 
 Rounding is stochastic, by a hash of seed, step and position: averages that move by less than half the distance between
 two codes would never move. Rounded to the nearest code, the root of an average of squares with beta2=0.999 was still 4
-times too large 2,500 steps after gradients had become 10 times smaller, as against 0.97 times.
+times too large 2,500 steps after gradients had become 10 times smaller; with noise it was 0.97 times.
 
 **Host memory.** Copies to the device run ahead of the step on a stream of their own, copies back on another, so that
 both directions of the bus are used while the device computes.
@@ -73,13 +73,13 @@ def block_length(shape: tuple[int, ...]) -> int | None:
 
 
 def refuse_shards(name: str, group: Group, param: Tensor) -> None:
-    """Refuse a parameter whose shards cannot have their state in the form that its group asks for.
+    """Refuse a sharded parameter whose state cannot be stored as its group asks.
 
-    Blocks that are cut through could be saved for this number of ranks alone.
+    A block that spans two shards could only be loaded by the same number of ranks.
     """
     if group["offload"] and is_dtensor(param):
         raise ValueError(
-            f"offload=True keeps state in host memory, where that of {name}, a DTensor, cannot be; use FSDP's own, "
+            f"offload=True cannot keep the state of {name}, a DTensor, in host memory; use FSDP's own, "
             f"fully_shard(offload_policy=CPUOffloadPolicy())"
         )
     length = block_length(tuple(param.shape)) if group["state_dtype"] == INT8 and is_dtensor(param) else None
@@ -100,13 +100,13 @@ def refuse_shards(name: str, group: Group, param: Tensor) -> None:
 
 
 def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[Item]:
-    """Update parameters by kernels that read and write encoded state; return those for which there is none."""
+    """Update parameters by kernels that read and write encoded state; return the parameters that no kernel takes."""
     in_place = ALGORITHMS[group["algorithm"]].in_place
     if in_place is None or group["fused"] is False or not kernels.available(items[0].param.device):
         return items
     keys = _encoded_keys(group)
     forms: dict[int, list[Item]] = {}  # by how many elements share a scale, 0 without scales
-    others: list[Item] = []  # whose state a kernel cannot read as it lies
+    others: list[Item] = []
     for item in items:
         param, state = item.param, [item.state[key] for key in keys]
         ready = param.numel() and param.is_contiguous() and all(value.device == param.device for value in state)
@@ -118,14 +118,14 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
         has_scales = is_code(state[0])
         block = state[0].numel() // item.state[f"{keys[0]}{SCALE}"].numel() if has_scales else 0
         forms.setdefault(block, []).append(item)
-    for block, alike in forms.items():
+    for block, same_form in forms.items():
         encoded = {}
         for number, key in enumerate(keys):
-            scales = [item.state[f"{key}{SCALE}"] for item in alike] if block else []
-            noises = [noise for item in alike if (noise := _noise(group, item, number)) is not None]
-            encoded[key] = Kept([item.state[key] for item in alike], scales, noises)
-        if not in_place(group, whole_parts(alike), encoded, ctx):
-            others += alike
+            scales = [item.state[f"{key}{SCALE}"] for item in same_form] if block else []
+            noises = [noise for item in same_form if (noise := _noise(group, item, number)) is not None]
+            encoded[key] = Kept([item.state[key] for item in same_form], scales, noises)
+        if not in_place(group, whole_parts(same_form), encoded, ctx):
+            others += same_form
     return others
 
 
@@ -158,11 +158,11 @@ def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
     for item in items:
         state, param = dict(item.state), item.param
         for key in [key for key in keys if _is_rounded(group, item.state[key])]:
-            kept = item.state[key]
-            if is_code(kept):
-                value = decode(kept, item.state[f"{key}{SCALE}"], fused=group["fused"] is not False)
+            value = item.state[key]
+            if is_code(value):
+                value = decode(value, item.state[f"{key}{SCALE}"], fused=group["fused"] is not False)
             else:
-                value = kept.float()
+                value = value.float()
             if param.dtype == torch.float64:
                 value = value.double()
             if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
@@ -176,11 +176,11 @@ def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], o
     fused = group["fused"] is not False
     for item, computed in zip(items, decoded, strict=True):
         for number, key in enumerate(_encoded_keys(group)):
-            kept, noise = item.state[key], _noise(group, item, number)
-            if is_code(kept):
-                encode(computed.state[key], kept, item.state[f"{key}{SCALE}"], noise, ok, fused=fused)
-            elif noise is not None and kept.dtype == torch.bfloat16:
-                round_bfloat16(computed.state[key], kept, noise, ok, fused=fused)
+            target, noise = item.state[key], _noise(group, item, number)
+            if is_code(target):
+                encode(computed.state[key], target, item.state[f"{key}{SCALE}"], noise, ok, fused=fused)
+            elif noise is not None and target.dtype == torch.bfloat16:
+                round_bfloat16(computed.state[key], target, noise, ok, fused=fused)
 
 
 def _encoded_keys(group: Group) -> list[str]:
@@ -189,8 +189,8 @@ def _encoded_keys(group: Group) -> list[str]:
     return [key for key, spec in specs.items() if spec.shape is None and not spec.counter]
 
 
-def _is_rounded(group: Group, kept: Tensor) -> bool:
-    return is_code(kept) or (kept.dtype == torch.bfloat16 and rounds_state(group))
+def _is_rounded(group: Group, value: Tensor) -> bool:
+    return is_code(value) or (value.dtype == torch.bfloat16 and rounds_state(group))
 
 
 def _noise(group: Group, item: Item, number: int) -> Noise | None:

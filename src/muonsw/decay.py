@@ -88,7 +88,7 @@ def needs_peak(group: Group) -> bool:
 
 
 def own_weight_decay(group: Group) -> Any:
-    """A group's lambda, scaled or not: a `weight_decay` that differs from the one set last was set by the user.
+    """Return a group's lambda: a `weight_decay` that differs from the last one we set is the user's.
 
     A tensor that was filled once is ours and is not read again, which would wait for a GPU.
     """
@@ -246,9 +246,9 @@ def convert_weight_decay(
     for rule in (from_rule, to_rule):
         if schedule is None and DECAY_RULES[rule].uses_step:
             raise ValueError(f"decay rule {rule!r} follows the step; pass schedule=, the learning rate of every step")
-    given, wanted = (sum(decay_factors(rule, 1.0, etas, peak_lr)) for rule in (from_rule, to_rule))
-    if value * given == 0:
+    total_from, total_to = (sum(decay_factors(rule, 1.0, etas, peak_lr)) for rule in (from_rule, to_rule))
+    if value * total_from == 0:
         return 0.0
-    if wanted == 0:
+    if total_to == 0:
         raise ValueError(f"decay rule {to_rule!r} takes nothing away over this schedule; no value can match")
-    return value * given / wanted
+    return value * total_from / total_to

@@ -66,17 +66,17 @@ class Region(NamedTuple):
         return torch.Size(lengths)
 
     def within(self, outer: Region) -> Region:
-        """What both parts have in common, in the coordinates of `outer`; of length 0 along an axis where nothing is.
+        """The intersection with `outer`, in its coordinates; of length 0 along an axis where it is empty.
 
         Examples:
             >>> Region(((0, 2, 4),)).within(Region(((0, 3, 8),)))
             Region(cuts=((0, 0, 3),), flat=False)
         """
-        mine, theirs = ({axis: cut for axis, *cut in region.cuts} for region in (self, outer))
+        inner_cuts, outer_cuts = ({axis: cut for axis, *cut in region.cuts} for region in (self, outer))
         cuts = []
-        for axis in sorted({*mine, *theirs}):
-            begin, length = mine.get(axis, (0, _ALL))
-            start, size = theirs.get(axis, (0, _ALL))
+        for axis in sorted({*inner_cuts, *outer_cuts}):
+            begin, length = inner_cuts.get(axis, (0, _ALL))
+            start, size = outer_cuts.get(axis, (0, _ALL))
             last = min(max(begin + length - start, 0), size)
             first = min(max(begin - start, 0), last)
             cuts.append((axis, first, last - first))
@@ -237,15 +237,15 @@ def matrix_chunks(view: MatrixView, items: list[Item], chunk_bytes: int) -> list
 def _planned_chunks(
     shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], view: MatrixView, chunk_bytes: int
 ) -> list[tuple[Bucket, list[tuple[int, Region]]]]:
-    """Which regions of which parameters are batched together: it follows from shapes and settings alone."""
+    """Which regions of which parameters form each batch; depends on shapes and settings alone."""
     buckets: dict[Bucket, list[tuple[int, StackRun]]] = {}
     for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         for run in runs(shape, view, chunk_bytes):
             buckets.setdefault(Bucket(run.cell.rows, run.cell.columns, dtype), []).append((index, run))
     planned: list[tuple[Bucket, list[tuple[int, Region]]]] = []
-    for bucket, found in buckets.items():
+    for bucket, members in buckets.items():
         room = 0  # as many runs together as fit
-        for index, run in found:
+        for index, run in members:
             if run.matrices > room:
                 planned.append((bucket, []))
                 room = _capacity(bucket.rows, bucket.columns, chunk_bytes)

@@ -1,8 +1,8 @@
-"""Gradients that are not finite: found before a step changes anything, without waiting for the device.
+"""Find non-finite gradients before a step changes anything, without waiting for the device.
 
-Where only the device knows, the result stays there as a `Flag`, and what the step writes depends on it. The device is
-never read during a step. It counts skipped steps in a tensor that is written in place, because a captured graph writes
-to this very tensor; the host reads it where it waits anyway, in `state_dict` and in telemetry.
+On a GPU the result stays on the device as a `Flag`, which every write of the step respects. Skipped steps are counted
+in one tensor on the device, because captured graphs write to it; the host reads it only where it waits anyway, in
+`state_dict` and in telemetry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NonFiniteGradientWarning(RuntimeWarning):
 
 
 class Flag:
-    """A scalar on the device, in the forms that kernels ask for; each form is computed once, when it is first used."""
+    """A scalar on the device in the forms that kernels need, each computed when it is first used."""
 
     def __init__(self, bad: Tensor) -> None:
         self.bad = bad  # 1 where a gradient is not finite and nothing may change, else 0, as fused kernels take it
@@ -74,13 +74,13 @@ def finite_flag(work: Sequence[Batch], captured: bool = False) -> Flag | bool:
     by_device: dict[torch.device, list[Tensor]] = {}
     for batch in work:
         by_device.setdefault(batch.device, []).extend(batch.grads)
-    found = [_bad_on_device(device, grads, captured) for device, grads in by_device.items()]
-    home = found[0].device
-    return Flag(found[0] if len(found) == 1 else torch.stack([copied_to(bad, home) for bad in found]).amax())
+    flags = [_bad_on_device(device, grads, captured) for device, grads in by_device.items()]
+    home = flags[0].device
+    return Flag(flags[0] if len(flags) == 1 else torch.stack([copied_to(bad, home) for bad in flags]).amax())
 
 
 def _finite_on_host(grads: Sequence[Tensor]) -> bool:
-    """By norms, which are finite only if every element is, and element by element only where a norm has overflowed."""
+    """Check norms, which are finite only if every element is, and elements only if a norm has overflowed."""
     sums = [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(grads)]
     return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
 

@@ -92,8 +92,8 @@ class ScaledDecayOptimizer(Optimizer):
             model: the model; frozen parameters are left out, tied ones are seen once.
             lr: learning rate of every group that has none of its own; there is no default.
             weight_decay: lambda of the decayed groups.
-            preset: options of a member of the family as its authors have them, a name of `PRESETS` ("normuon", "soap",
-                ...); what is given beside it wins.
+            preset: a name from `PRESETS` ("normuon", "soap", ...), which has the options of a method's authors; options
+                that you pass override it.
             patterns: options for parameters by name (`"layers.*.attn.qkv.weight"`, shell wildcards, without the words
                 that torch.compile and other wrappers add) or by role (`"role:embedding"`). The first match wins; one
                 that matches nothing is an error.
@@ -139,7 +139,7 @@ class ScaledDecayOptimizer(Optimizer):
         return optimizer
 
     def routing(self, *, reasons: bool = False) -> str:
-        """A table of which parameters are in which group, and how much their state will take on this rank, to print.
+        """A table of the param groups, to print, and the memory that their state takes on this rank.
 
         Args:
             reasons: one line for each parameter instead of each group, with how Muon sees it and why it has its role.
@@ -149,7 +149,7 @@ class ScaledDecayOptimizer(Optimizer):
         return f"{routing_table(self.param_groups)}\n{state_line(state_bytes(self.param_groups))}"
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters with options of their own; what they leave open comes from the constructor.
+        """Add parameters with options of their own; the others come from the constructor.
 
         In the middle of a run, give the group its `peak_lr` if its learning rate is not at its peak.
         """
@@ -185,7 +185,7 @@ class ScaledDecayOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step, as `muonsw.step` describes; nothing is changed when it refuses.
+        """Take one step, as `muonsw.step` describes; invalid input raises before anything has changed.
 
         Step hooks run after the closure, when there are gradients.
         """
@@ -270,8 +270,8 @@ class ScaledDecayOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`.
 
-        It raises nothing: it warns of skipped steps and of state that no param group has any more, since a checkpoint
-        with a flaw is worth more than none.
+        It never raises. Skipped steps, and state of parameters that are in no group any more, give warnings: a flawed
+        checkpoint is better than none.
         """
         self._counters.warn_of_skips()
         self._wait_for_host()
@@ -309,8 +309,8 @@ class ScaledDecayOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             defaults = algorithm_defaults(group["algorithm"])
             always = dict.fromkeys(("lr", "weight_decay", *(["decay"] if decays(group) else [])))
-            given = {key: group.get(key, default) for key, default in defaults.items()}
-            shown = differing_options(given, {**defaults, **always}, ignored=("algorithm", "role"))
+            current = {key: group.get(key, default) for key, default in defaults.items()}
+            shown = differing_options(current, {**defaults, **always}, ignored=("algorithm", "role"))
             options = [f"{key}={shown[key][0]!r}" for key in [*always, *sorted(shown.keys() - always)]]
             parts = [group["algorithm"], counted(len(group["params"]), "tensor"), *options]
             lines.append(f"{label_of(group, number)}: {', '.join(parts)}")
@@ -331,7 +331,7 @@ class ScaledDecayOptimizer(Optimizer):
         self._counters = Counters()
         self._last: LastStep = []
         self._last_skipped: bool | Flag = False
-        # by module: torch swaps no tensor that has a weak reference, as `model.to` does with tensor subclasses
+        # modules, because torch cannot swap tensors that have weak references, as `model.to` does with subclasses
         self._left_out: list[tuple[str, weakref.ref[torch.nn.Module], str]] = []
         self._reasons: dict[str, str] = {}
         self._ranks = Ranks()

@@ -276,10 +276,10 @@ CHECKS: dict[str, Check] = {
     "replay": _or_none(_flag),
 }
 
-# Written into groups by schedulers and by other libraries, and near enough to an option of ours to be taken for a typo.
+# Keys of schedulers and other libraries that look like misspelt options.
 _KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
-# Words that people will try: our name of the option, or what to do where it is set.
+# Words that people try: our name for the option, or what to do instead.
 _INSTEAD = {
     "wd": "weight_decay",
     "learning_rate": "lr",
@@ -301,8 +301,8 @@ _INSTEAD = {
 def validate_option(key: str, value: Any) -> Any:
     """The value as a group stores it, or an error that names the option and the values that it takes.
 
-    A key that is not an option stays, as in torch: frameworks write names, scales and hints into groups. Refused are
-    only misspelt options, and options of torch that ask for something else than is done here.
+    Unknown keys stay, as in torch: frameworks write names, scales and hints into groups. Only misspelt options and
+    options of torch that are not supported are refused.
     """
     if key in CHECKS:
         return _checked(key, value, CHECKS[key])
@@ -349,17 +349,17 @@ def require_model(model: Any, caller: str) -> None:
 
 
 def refuse_parameter(name: str, param: Tensor) -> None:
-    """Refuse what no algorithm here can optimize: integers, complex and 8-bit numbers, flat and expanded weights."""
+    """Refuse what no algorithm can optimize: integers, complex and 8-bit numbers, flat and expanded weights."""
     if param.dtype not in DTYPES.values():
         raise ValueError(
             f"{name} has dtype {param.dtype}; weights must be one of {', '.join(DTYPES)}. Optimize a copy of quantized "
             f"weights in bfloat16 or float32"
         )
     if any(size > 1 and not stride for size, stride in zip(param.shape, param.stride(), strict=True)):
-        raise ValueError(f"{name} is expanded: several of its elements are one in memory; optimize what was expanded")
+        raise ValueError(f"{name} is expanded, so elements share memory; optimize the tensor that was expanded")
     if getattr(param, "_is_flat_param", False):
         raise ValueError(
-            f"{name} is a flattened parameter of FullyShardedDataParallel, in which matrices are no longer matrices; "
+            f"{name} is a flattened parameter of FullyShardedDataParallel, which hides its matrices; "
             f"use fully_shard (FSDP2) or DistributedDataParallel instead"
         )
 
@@ -430,9 +430,9 @@ def completed(group: Group, defaults: Group) -> Group:
     return filled
 
 
-def refuse_options_of_others(given: Iterable[str], algorithm: str, allowed: Iterable[str] = ()) -> None:
+def refuse_options_of_others(keys: Iterable[str], algorithm: str, allowed: Iterable[str] = ()) -> None:
     known = {*own_options(algorithm), *_OF_VIEWS, *allowed}
-    for key in given:
+    for key in keys:
         if key not in known and (owners := _owners(key)):
             raise ValueError(
                 f"{key!r} is an option of {listed(owners)}, not of {algorithm}; set it in a param group with that "

@@ -20,13 +20,13 @@ DTYPES = {
 
 AUTO = "auto"
 
-# A name of no dtype in which anything is computed: state in 8 bits by block (`muonsw.codecs`).
+# State in 8 bits by block (`muonsw.codecs`), which is no dtype to compute in.
 INT8 = "int8"
 
-# The values of `state_dtype` with which state is kept in another form than a step computes with.
+# Values of `state_dtype` whose stored form is not the one that a step computes with.
 STORED = (INT8, "bfloat16")
 
-# What the key of its scales has behind the key of a tensor of state in 8 bits.
+# Suffix of the key of the scales of 8-bit state.
 SCALE = "_scale"
 
 

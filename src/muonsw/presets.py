@@ -1,7 +1,7 @@
-"""Members of the family as their authors have them: options of `for_model` by name.
+"""The options of each method's authors, by name, for `for_model`.
 
-A preset says how directions are found. Learning rate, weight decay and its rule stay the caller's, and an option that
-is given beside it wins. Sources are in `docs/guide/family.md`.
+A preset sets how directions are computed. Learning rate, weight decay and decay rule stay the caller's, and options
+that are passed beside it override it. Sources are in `docs/guide/family.md`.
 """
 
 from __future__ import annotations

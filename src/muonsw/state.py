@@ -1,4 +1,4 @@
-"""The state of parameters: which tensors there are, where they lie, and how they begin.
+"""Which tensors the state of a parameter has, where they are, and how they begin.
 
 An algorithm declares a `StateSpec` for each tensor. Keys are torch's own (`momentum_buffer`, `exp_avg`, `exp_avg_sq`,
 `step`), so that states of torch's optimizers load. State is allocated for all trainable parameters at once, with or

@@ -1,4 +1,4 @@
-"""What users read: plain-text tables, counts and lists in grammar, and the line at which a warning points."""
+"""Text for users: tables, counts, lists, and the line at which a warning points."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def users_line() -> int:
     return level if frame is not None else 1
 
 
-def counted(number: int, one: str, more: str = "") -> str:
-    """A number of things, in the singular where it is one.
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """A number of things in words.
 
     Examples:
         >>> counted(1, "matrix", "matrices"), counted(1200, "run")
         ('1 matrix', '1,200 runs')
     """
-    return f"{number:,} {one if number == 1 else more or one + 's'}"
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def listed(names: Sequence[str]) -> str:
