@@ -75,7 +75,7 @@ test-again: install  ## the same tests as on another machine and in a random ord
 	  ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK)
 
 test-browser: install  ## the pages of reports in a real Chromium
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m browser tests/lab/report
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m browser tests/lab/test_report_in_browser.py
 
 test-slow: install  ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -p no:randomly -m slow

@@ -9,7 +9,7 @@ import pytest
 
 import muonsw
 from muonsw import DECAY_RULES
-from muonsw.lab.cli import COMMANDS, load, main
+from muonsw.lab.cli import COMMANDS, main
 
 PAGES = [[name] for name in COMMANDS]
 PAGES += [["data", name] for name in ("prepare", "verify", "info")] + [["task", name] for name in ("check", "new")]
@@ -30,7 +30,7 @@ def test_help_says_first_what_the_command_does(words, capsys, monkeypatch):
     assert usage.startswith(f"usage: muonsw {' '.join(words)}")
     assert empty == ""
     assert answer[0].isupper()
-    assert [line for line in shown.splitlines() if line.startswith(" ") and len(line.rstrip()) > 80] == []
+    assert [line for line in shown.splitlines() if len(line.rstrip()) > 80] == []
 
 
 def test_help_lists_every_decay_rule(capsys, monkeypatch):
@@ -47,7 +47,6 @@ def test_the_list_of_commands_is_short_and_names_them_all(capsys):
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if len(line) > 80] == []
     assert all(re.search(rf"^  {name} +[a-z]", shown, re.MULTILINE) for name in COMMANDS)
-    assert all(callable(load(name).run) for name in COMMANDS)
 
 
 @pytest.mark.parametrize(

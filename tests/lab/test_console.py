@@ -2,22 +2,20 @@
 
 import io
 import re
-from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
 from muonsw.lab import console
-from muonsw.lab.console import Cell, Column, Table, View, fitting, plain_text, print_table, say, showing
+from muonsw.lab.console import Cell, Column, Table, View, plain_text, print_table, say, showing, side_by_side
 
 NUMBERS = ("0.1", "5.2345 ± 0.0123", "5.1234 ± 0.0321", "0.123 ± 0.004", "-60 %", "0.0456", "12.345")
 HEADINGS = ("lambda", "final loss", "best loss", "weight RMS at the end", "change since largest", "update at peak", "N")
-RANKS = (1, 1, 2, 1, 1, 3, 2)
 PROGRESS = {"step": "12,345/110,000", "loss": "5.2345", "validation": "5.3456", "weight RMS": "0.1234"}
 
 
 def wide_table(arm="constant"):
-    columns = [Column(title, number=True, rank=rank) for title, rank in zip(HEADINGS, RANKS, strict=True)]
+    columns = [Column(title, number=True) for title in HEADINGS]
     return Table("arms", "Arms", ("arm", *columns), [(arm, *NUMBERS), ("scaled", *NUMBERS)], note="Means over seeds.")
 
 
@@ -26,38 +24,25 @@ def printed(table, width, capsys, **options):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("width", [40, 80])
-@pytest.mark.parametrize("verbose", [False, True])
-def test_no_number_is_cut_and_no_line_is_too_long(width, verbose, capsys):
-    text = printed(wide_table("constant lambda=0.1 eta=0.02"), width, capsys, verbose=verbose)
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_every_number_is_shown_and_no_line_is_too_long(width, capsys):
+    table = wide_table("constant lambda=0.1 eta=0.02")
+    text = printed(table, width, capsys)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
-    shown, left_out = fitting(wide_table("constant lambda=0.1 eta=0.02"), width)
-    for place in shown if not verbose else range(len(NUMBERS) + 1):
-        if place:
-            assert len(re.findall(rf"(?<!\S){re.escape(NUMBERS[place - 1])}(?!\S)", text)) == 2
-    assert ("Not shown" in text) == bool(left_out and not verbose)
+    for number in NUMBERS:
+        assert len(re.findall(rf"(?<!\S){re.escape(number)}(?!\S)", text)) == 2
+    rows = side_by_side(table, width)
+    assert all(places[0] == 0 for places in rows), "each row of columns begins with the name"
+    assert [place for places in rows for place in places[1:]] == [1, 2, 3, 4, 5, 6, 7]
+    assert text.count("scaled") == len(rows)
+    assert (len(rows) == 1) == (width == 200)
 
 
-def test_columns_come_by_rank_and_what_is_left_out_is_named(capsys):
-    text = printed(wide_table(), 80, capsys)
-    assert all(word in text for word in ("lambda", "final loss", "RMS", "change"))
-    assert "Not shown at this width: update at peak, N (--verbose shows them)" in " ".join(text.split())
-    assert "--verbose" not in printed(wide_table(), 80, capsys, hint="")
-
-
-def test_more_room_never_shows_less():
-    shown = [set(fitting(wide_table(), width)[0]) for width in range(10, 140)]
-    assert all(less <= more for less, more in pairwise(shown))
-    assert shown[0] == {0, 1}
-    assert len(shown[-1]) == len(NUMBERS) + 1
-
-
-def test_verbose_repeats_the_name_of_the_row_and_shows_notes(capsys):
+def test_verbose_shows_notes(capsys):
     table = Table("t", "T", ("name", "verdict"), [(Cell("one", note="because"), Cell("holds", tone="holds"))])
     assert "because" not in printed(table, 80, capsys)
     assert "because" in printed(table, 80, capsys, verbose=True)
-    assert printed(wide_table(), 60, capsys, verbose=True).count("scaled") > 1
 
 
 def test_a_pipe_gets_every_column_as_plain_text(capsys):
@@ -67,6 +52,7 @@ def test_a_pipe_gets_every_column_as_plain_text(capsys):
     assert all(heading in lines[2] for heading in HEADINGS)
     assert all(number in lines[3] for number in NUMBERS)
     assert lines[-1] == "Means over seeds."
+    assert plain_text(Table("t", "T", ("", "", ""), [("steps", "10", "given")])) == "steps  10  given"
 
 
 def test_markup_is_shown_as_it_is_and_nothing_in_a_table_steers_the_terminal(capsys):
@@ -77,11 +63,6 @@ def test_markup_is_shown_as_it_is_and_nothing_in_a_table_steers_the_terminal(cap
     text = printed(table, 80, capsys, verbose=True)
     assert not set(text) & {"\x1b", "\x07", "\x9b"}
     assert "\\x1b[2J" in text
-
-
-def test_a_table_without_headings_has_no_header():
-    table = Table("t", "T", ("", "", ""), [("steps", "10", "given")])
-    assert plain_text(table) == "steps  10  given"
 
 
 def said(text):

@@ -21,13 +21,11 @@ LADDER = (
     "task_template",
     "tasks",
     "train",
-    "run",
     "launch",
     "plan",
     "runs",
+    "charts",
     "report",
-    "arms",
-    "outcome",
     "compare",
     "diagnose",
     "studies",
@@ -71,7 +69,7 @@ def test_an_import_upwards_is_seen_in_all_its_forms(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
         "import muonsw.lab.studies.study\nfrom muonsw.lab import report\n"
-        "def late():\n    from muonsw.lab.commands.train import Train\n",
+        "def late():\n    from muonsw.lab.commands.training import Train\n",
         encoding="utf-8",
     )
     assert set(folders_imported_by(path)) == {"studies", "report", "commands"}

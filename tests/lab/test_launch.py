@@ -16,8 +16,8 @@ from rich.console import Console
 
 from muonsw import machine
 from muonsw.lab import launch
-from muonsw.lab.commands.compare import Compare
 from muonsw.lab.commands.reproduce import Reproduce
+from muonsw.lab.commands.training import Compare
 from muonsw.lab.errors import Interrupted, MachineError, UsageError, stop_requests
 from muonsw.lab.launch import VISIBLE, Cluster, Job, each, gpus_for, last_records, saved_step
 from muonsw.lab.train.config import OptimizerConfig

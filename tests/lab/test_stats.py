@@ -116,8 +116,8 @@ def test_failures_come_first_then_what_is_undecided_and_the_rest_keeps_its_order
     good, bad = claim(Criterion.ABSOLUTE, 0.0, 0.0), claim(Criterion.ABSOLUTE, 0.0, 1.0)
     unsure = claim(Criterion.AT_MOST, 0.0, 0.0, interval=Interval(-1.0, 1.0, "t"))
     assert failed_first([good, unsure, bad, good]) == [bad, unsure, good, good]
-    table = claims_table({"a": [good, unsure], "b": [bad]}, named=True)
-    assert [(row[1].text, row[-1].tone) for row in table.rows] == [
+    table = claims_table({"a": [good, unsure], "b": [bad]})
+    assert [(row[1], row[-1].tone) for row in table.rows] == [
         ("b/id", "fails"),
         ("a/id", "undecided"),
         ("a/id", "holds"),

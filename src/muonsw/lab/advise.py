@@ -62,7 +62,7 @@ class Advice:
 class Advise:
     """Say before a run whether decay matters in it, and which lambda to try.
 
-    Nothing is trained: lambda is chosen so that total decay is about 1, which was best in our runs.
+    Nothing is trained: the lambda aims at total decay 1, the best in our runs.
     """
 
     steps: int

@@ -6,30 +6,27 @@ entry in `COMMANDS`. Only the command that runs is imported, so `muonsw --help` 
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
-from typing import Any, Protocol, cast
 
 from muonsw import __version__
-from muonsw.lab.console import enduring, harmless
+from muonsw.lab.console import harmless, print_any_character
 from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, end, needed, report_error
 from muonsw.registry import unknown
 
 # The module and class of each command, and what `muonsw --help` says about it.
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
-    "compare": ("commands.compare", "Compare", "train a model under several decay rules and compare the results"),
+    "compare": ("commands.training", "Compare", "train a model under several decay rules and compare the results"),
     "reproduce": ("commands.reproduce", "Reproduce", "run a study of the paper and check its claims"),
     "plan": ("plan", "Plan", "compute size, FLOPs, memory, hours and traffic of a run"),
     "advise": ("advise", "Advise", "say whether decay matters in a run, and which lambda to try"),
     "data": ("commands.data", "Data", "prepare training data, verify it, or describe it"),
-    "train": ("commands.train", "Train", "train a model, or continue a run that was stopped"),
-    "task": ("commands.task", "TaskCommand", "check a task of your own, or write a file to begin with"),
-    "report": ("report.page", "Report", "write one page about one or several runs"),
+    "train": ("commands.training", "Train", "train a model, or continue a run that was stopped"),
+    "task": ("commands.training", "TaskCommand", "check a task of your own, or write a file to start from"),
+    "report": ("report", "Report", "write one page about one or several runs"),
     "diagnose": ("diagnose", "Diagnose", "show what decay does to the weights of runs, and what is wrong"),
-    "export": ("commands.export", "Export", "write the model of a run as safetensors"),
-    "sample": ("commands.export", "Sample", "let a trained model continue a text"),
+    "export": ("commands.data", "Export", "write the model of a run as safetensors"),
+    "sample": ("commands.data", "Sample", "let a trained model continue a text"),
 }
 ABOUT = """
 Muon-SW and its paper: train, compare, measure, and reproduce with claims
@@ -46,19 +43,13 @@ it was stopped (130 for Ctrl-C).
 TASK_PREFIX = "--task."
 
 
-class Command(Protocol):
-    """What `muonsw` can run."""
-
-    def run(self) -> int: ...
-
-
-@enduring
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0 is done, 1 a claim that failed or damage that was found, 2 something that cannot be done as asked, 3 a fault of
     the machine. A command that was stopped by a signal returns 128 plus the signal, as shells do.
     """
+    print_any_character()
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         return run(words)
@@ -93,19 +84,10 @@ def run(words: Sequence[str]) -> int:
             option = word.rstrip("=") or before
             raise UsageError(f"an argument is empty after {option}: give a value, or leave it out")
     tyro = needed("tyro", "the lab needs", "lab")
-    kind, errors = load(name), io.StringIO()
-    try:
-        with redirect_stderr(errors):
-            command: Command = tyro.cli(kind, prog=f"muonsw {name}", args=with_task_options(options))
-    finally:
-        # A usage error repeats what was typed, which may be text that steers a terminal.
-        print(harmless(errors.getvalue()), file=sys.stderr, end="")
-    return command.run()
-
-
-def load(name: str) -> type[Any]:
     module, kind, _ = COMMANDS[name]
-    return cast("type[Any]", getattr(needed(f"muonsw.lab.{module}", "the lab needs", "lab"), kind))
+    command = getattr(needed(f"muonsw.lab.{module}", "the lab needs", "lab"), kind)
+    code: int = tyro.cli(command, prog=f"muonsw {name}", args=with_task_options(options)).run()
+    return code
 
 
 def with_task_options(words: Sequence[str]) -> list[str]:

@@ -7,18 +7,16 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table as RichTable
 
-Given = ParamSpec("Given")
 Value = str | float | int | bool | None
 MISSING = "\N{EN DASH}"
 GAP = 2  # blanks between columns
@@ -54,17 +52,11 @@ def paragraph(console: Console, text: str) -> None:
         say(console, text)
 
 
-def enduring(main: Callable[Given, int]) -> Callable[Given, int]:
-    """Let a program print any character, with a question mark where the stream's encoding has none."""
-
-    @wraps(main)
-    def run(*args: Given.args, **kwargs: Given.kwargs) -> int:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")
-        return main(*args, **kwargs)
-
-    return run
+def print_any_character() -> None:
+    """Let this process print any character, with a question mark where the stream's encoding has none."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -83,12 +75,11 @@ class Column:
     title: str
     number: bool = False  # numbers are set to the right and never broken
     digits: int = 5  # significant ones of floats
-    rank: int = 1  # where room is short, columns of the highest rank are left out first
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; the first column names the row and is always shown."""
+    """A table; the first column names the row."""
 
     name: str  # its id on a page: letters, digits, hyphens
     title: str
@@ -158,11 +149,11 @@ def change_text(change: float) -> str:
     return f"{whole:+d}%" if whole else "0%"
 
 
-def print_table(console: Console, table: Table, *, verbose: bool = False, hint: str = "--verbose shows them") -> None:
-    """Print a table under its title, with its note.
+def print_table(console: Console, table: Table, *, verbose: bool = False) -> None:
+    """Print a table under its title, with its note; with `verbose` cells show their notes.
 
-    A terminal shows the columns that fit into its width, and a line that names the others and gives the hint; with
-    `verbose` the others follow as further tables, and cells show their notes. A file or a pipe gets all columns.
+    Columns that do not fit into the width of a terminal follow below, beside the first column. A file or a pipe gets
+    all columns in one table.
     """
     from rich.text import Text  # the lab's other packages may be missing where only `harmless` is needed
 
@@ -170,43 +161,37 @@ def print_table(console: Console, table: Table, *, verbose: bool = False, hint: 
         parts = (table.title, plain_text(table, notes=verbose), table.note)
         say(console, "\n" + "\n".join(part for part in parts if part))
         return
-    chosen, left_out = fitting(table, console.width)
     console.print()
     if table.title:
         console.print(Text(harmless(table.title), style="bold"))
-    console.print(_drawn(table, chosen, notes=verbose), crop=False)
-    while verbose and left_out:
-        chosen, left_out = fitting(table, console.width, among=[0, *left_out])
-        console.print()
-        console.print(_drawn(table, chosen), crop=False)
+    for number, places in enumerate(side_by_side(table, console.width)):
+        if number:
+            console.print()
+        console.print(_drawn(table, places, notes=verbose), crop=False)
     if table.note:
         console.print(Text(harmless(table.note), style="dim"))
-    if left_out:
-        names = ", ".join(table.headings()[place].title for place in left_out)
-        shown = f"Not shown at this width: {names}{f' ({hint})' if hint else ''}."
-        console.print(Text(harmless(shown), style="dim"))
 
 
-def fitting(table: Table, width: int, among: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
-    """Which columns of a table fit into a width, and which do not, as places in the table.
-
-    Columns are taken by rank until one does not fit; the first column and one more are always taken.
+def side_by_side(table: Table, width: int) -> list[list[int]]:
+    """Which columns stand side by side, as places in the table; the first one begins each row of columns.
 
     Examples:
-        >>> columns = ("arm", Column("seeds", rank=2), Column("final loss", number=True))
+        >>> columns = ("arm", "seeds", Column("final loss", number=True))
         >>> table = Table("arms", "Arms", columns, [("scaled", "3", 5.2345), ("constant", "3", 5.3456)])
-        >>> fitting(table, 23), fitting(table, 22)
-        (([0, 1, 2], []), ([0, 2], [1]))
+        >>> side_by_side(table, 23), side_by_side(table, 22)
+        ([[0, 1, 2]], [[0, 1], [0, 2]])
     """
     columns, cells = table.headings(), table.cells()
-    places = list(range(len(columns)) if among is None else among)
-    taken, room = [places[0]], width - _least_width(columns, cells, places[0])
-    for place in sorted(places[1:], key=lambda place: columns[place].rank):
-        room -= GAP + _least_width(columns, cells, place)
-        if room < 0 and len(taken) > 1:
-            break
-        taken.append(place)
-    return sorted(taken), [place for place in places if place not in taken]
+    least = [_least_width(columns, cells, place) for place in range(len(columns))]
+    rows: list[list[int]] = [[0]]
+    room = width - least[0]
+    for place in range(1, len(columns)):
+        if room < GAP + least[place] and len(rows[-1]) > 1:
+            rows.append([0])
+            room = width - least[0]
+        rows[-1].append(place)
+        room -= GAP + least[place]
+    return rows
 
 
 def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: int) -> int:

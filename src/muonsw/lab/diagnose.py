@@ -24,11 +24,12 @@ from rich.text import Text
 from tyro.conf import Positional, arg
 
 from muonsw.lab.advise import IDLE
+from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry
+from muonsw.lab.charts import draw as draw_charts
 from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import plain, prepare_folder, write_atomically
-from muonsw.lab.report.charts import Axis, Chart, Curve, LegendEntry, Sheet
-from muonsw.lab.runs import Columns, Run, load_runs, norm_history, unique_names
+from muonsw.lab.runs import Columns, Run, load_runs, unique_names
 from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
 from muonsw.telemetry.record import Record
@@ -52,6 +53,8 @@ UNEXPLAINED = 0.1
 DEFECT_RANGE = (0.68, 1.21)  # five Newton-Schulz steps map singular values above 1.5e-3 of the largest into this range
 SLOW, TOO_FAST = 0.2, 0.4  # phi as a share of 1 - beta; theory assumes that decay is slow against momentum
 ROUNDING, NEARLY_ALWAYS, MANY_SKIPPED = 0.05, 0.9, 0.01
+MEASURED = ("weight_rms", "update_rms", "decay", "alignment_update")  # what the recursion of the norm needs
+MOST_STEPS = 10_000_000  # the norm is predicted step by step; a damaged record could ask for all memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +95,18 @@ class History:
 
     @cached_property
     def norm(self) -> NormHistory | None:
-        """The samples with everything that the theory of the norm needs."""
-        return norm_history(self.run.telemetry.scope(self.scope))
+        """The samples with everything that the theory of the norm needs; None where there are none."""
+        columns = self.run.telemetry.scope(self.scope)
+        if not all(key in columns for key in MEASURED):
+            return None
+        r, s, phi, a = (columns[key] for key in MEASURED)
+        # A cosine in float32 may exceed 1 a little.
+        known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (phi >= 0) & (np.abs(a) < 1.0 + 1e-5)
+        known &= columns.step <= MOST_STEPS
+        if not known.any():
+            return None
+        r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
+        return NormHistory.of(columns.step[known].tolist(), r=r, s=s, phi=phi, a=a)
 
     @property
     def complete(self) -> int:
@@ -604,7 +617,7 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     ]
     titles = ("norm", "of its peak", "r*", "lr left", "2Σφ", "update/weight", "late cosine")
     columns = [Column("weights"), *(Column(title, number=True, digits=3) for title in titles)]
-    print_table(console, Table("norms", "Weight norms", columns, rows, NOTE), hint="diagnose.json has them")
+    print_table(console, Table("norms", "Weight norms", columns, rows, NOTE))
 
 
 def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
@@ -612,8 +625,6 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
 
     The diagnostic figures of the paper are among its panels.
     """
-    from muonsw.lab.report.figures import write_sheet  # training needs nothing that draws
-
     histories = [diagnosis.history for diagnosis in diagnoses]
     names = unique_names(f"{history.run.name} ({history.run.rule or 'unknown'})" for history in histories)
     panels: dict[str, list[Curve]] = {}
@@ -651,7 +662,7 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
         for title, curves in panels.items()
     ]
     arms = [LegendEntry(name, history.run.rule) for name, history in zip(names, histories, strict=True)]
-    return write_sheet(Sheet(stem.name, "", charts, columns=3), arms, stem.parent) if charts else []
+    return draw_charts(stem, charts, arms, columns=3) if charts else []
 
 
 # The command.
@@ -661,8 +672,9 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
 class Diagnose:
     """Show what decay does to the weights of runs, and what is wrong.
 
-    Prints findings in plain words and a table of norms beside theory. Writes
-    every number to diagnose.json, and one figure.
+    Prints findings in plain words, and a table of norms beside theory.
+
+    Writes every number to diagnose.json, and one figure.
     """
 
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()

@@ -20,7 +20,6 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,9 +31,6 @@ from numpy.typing import NDArray
 from muonsw.lab.config import flatten
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import parse_json, read_object
-from muonsw.lab.model import enters_norm
-from muonsw.lab.theory.experiment import HypothesisError
-from muonsw.lab.theory.norm import NormHistory, predict_norms
 from muonsw.lab.train.checkpoint import CONFIG, ENVIRONMENT, METRICS, RESULT
 from muonsw.lab.train.config import RunConfig
 
@@ -47,13 +43,9 @@ Values = NDArray[np.float64]
 Points = tuple[NDArray[np.int64], Values]
 NAN = float("nan")
 NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
-NORMALIZED = "normalized"  # the scope of matrices whose output enters a normalization, in the record of a run
 SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
 SPLIT = {"roles": "role", "layers": "layer", "parameters": "parameter"}  # keys of telemetry with one scope per entry
-LARGEST_STEP, DEPTH = float(1 << 53), 8  # no record of ours comes near these
-RECURSION = ("weight_rms", "update_rms", "decay", "alignment_update")
-ROUNDING = 1e-5  # by how much a cosine in float32 may exceed 1
-MOST_STEPS = 10_000_000  # the norm is predicted step by step; a damaged record could ask for all memory
+LARGEST_STEP = float(1 << 53)
 # How exactly phi/lr (or phi/lr^2) must stay the same for a run to have decayed by that rule, and how much the
 # learning rate must change before the two can be told apart.
 SAME_RATIO, VARIES = 0.01, 1.1
@@ -115,9 +107,7 @@ class _Cells:
         self.records = 0
         self.scopes: dict[str, dict[str, tuple[array[int], array[float]]]] = {"": {}}
 
-    def add(self, scope: str, values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> None:
-        if depth > DEPTH:
-            raise ValueError(f"{prefix[:60]!r} is nested more than {DEPTH} deep")
+    def add(self, scope: str, values: Mapping[str, Any], prefix: str = "") -> None:
         columns = self.scopes.setdefault(scope, {})
         for key, value in values.items():
             name = prefix + key
@@ -126,9 +116,9 @@ class _Cells:
                 places.append(self.records)
                 numbers.append(value)
             elif isinstance(value, list):
-                self.add(scope, {str(place): item for place, item in enumerate(value)}, f"{name}.", depth + 1)
+                self.add(scope, {str(place): item for place, item in enumerate(value)}, f"{name}.")
             elif isinstance(value, dict):
-                self.add(scope, value, f"{name}.", depth + 1)
+                self.add(scope, value, f"{name}.")
 
     def columns(self) -> dict[str, Columns]:
         """The columns of all scopes, with those of the whole record; of several records of a step the last counts."""
@@ -199,51 +189,28 @@ class Scopes:
         self._details = details
 
     @cached_property
-    def _whole(self) -> Mapping[str, Columns]:
+    def _every(self) -> Mapping[str, Columns]:
         return self._pooled if self._details is None else self._details()
+
+    def scopes(self) -> list[str]:
+        return [scope for scope in self._every if scope]
+
+    def scope(self, scope: str) -> Columns:
+        """Everything recorded of a scope, with `step`; without columns where it is not known."""
+        return (self._pooled if scope in ("", *SCOPES) else self._every).get(scope, Columns())
 
     @property
     def step(self) -> NDArray[np.int64]:
         return self.scope("").step
 
     @property
-    def skipped(self) -> Values:
-        """How many steps had been skipped by then; NaN where that was not recorded."""
-        return self.scope("").get("skipped", np.full(self.records, np.nan))
-
-    @property
     def records(self) -> int:
         return len(self.step)
 
-    def scopes(self) -> list[str]:
-        return [scope for scope in self._whole if scope]
-
-    def scope(self, scope: str) -> Columns:
-        """Everything recorded of a scope, with `step`; without columns where it is not known."""
-        return (self._pooled if scope in ("", *SCOPES) else self._whole).get(scope, Columns())
-
-
-def pooled(parts: Sequence[Columns]) -> Columns:
-    """Columns of several parameters pooled over their elements: roots of mean squares, and means.
-
-    Examples:
-        >>> one = Columns(step=np.array([1.0]), numel=np.array([3.0]), weight_rms=np.array([2.0]), lr=np.array([0.1]))
-        >>> two = Columns(step=np.array([1.0]), numel=np.array([1.0]), weight_rms=np.array([6.0]), lr=np.array([0.5]))
-        >>> both = pooled([one, two])
-        >>> round(float(both["weight_rms"][0]) ** 2, 6), round(float(both["lr"][0]), 6)
-        (12.0, 0.2)
-    """
-    if not parts:
-        return Columns()
-    sizes = np.array([part["numel"] for part in parts])
-
-    def mean(key: str, power: int) -> Values:
-        values = np.array([part[key] for part in parts]) ** power
-        found: Values = ((sizes * values).sum(axis=0) / sizes.sum(axis=0)) ** (1.0 / power)
-        return found
-
-    keys = [key for key in parts[0] if key.endswith("_rms") or key in ("decay", "lr")]
-    return Columns({"step": parts[0]["step"], **{key: mean(key, 2 if key.endswith("_rms") else 1) for key in keys}})
+    @property
+    def skipped(self) -> Values:
+        """How many steps had been skipped by then; NaN where that was not recorded."""
+        return self.scope("").get("skipped", np.full(self.records, np.nan))
 
 
 @dataclass(frozen=True)
@@ -312,8 +279,7 @@ class Run:
     @property
     def planned_steps(self) -> int | None:
         """How many steps the run was to take; None if unknown."""
-        steps = self.settings.get("steps")
-        return steps if isinstance(steps, int) else None
+        return self.settings.get("steps")
 
     @property
     def in_progress(self) -> bool:
@@ -351,21 +317,8 @@ class Run:
         return missing if missing > np.diff(seen).max() else 0
 
     @property
-    def tokens(self) -> float:
-        return self._result("tokens", last(self.train.known("tokens")))
-
-    @property
-    def epochs(self) -> float:
-        return self._result("epochs")
-
-    @property
     def seconds(self) -> float:
         return self._result("seconds")
-
-    @property
-    def state_bytes(self) -> float:
-        """Bytes of optimizer state on a rank."""
-        return self._result("state_bytes")
 
     @property
     def losses(self) -> Points:
@@ -383,18 +336,24 @@ class Run:
         return int((~np.isfinite(self.train["loss"])).sum()) if "loss" in self.train else 0
 
     @property
+    def diverged(self) -> int | None:
+        """The step at which the run diverged; None if it did not."""
+        step = (self.result or {}).get("diverged")
+        return step if isinstance(step, int) else None
+
+    @property
     def final_loss(self) -> float:
-        """The last validation loss: the result's, or the latest so far."""
-        return self._result("final_loss", last(self.losses))
+        """The last validation loss: the result's, or the latest so far; NaN of a run that diverged."""
+        return self._result("final_loss", last(self.losses)) if self.diverged is None else NAN
 
     @property
     def best_loss(self) -> float:
-        return self._result("best_loss", min(self.losses[1].tolist(), default=NAN))
+        return self._result("best_loss", min(self.losses[1].tolist(), default=NAN)) if self.diverged is None else NAN
 
     def recorded(self, key: str) -> Points:
         """Steps and values that telemetry has of the weights that decay, or of all where none do."""
-        found = (self.telemetry.scope(scope).known(key) for scope in SCOPES)
-        return next((points for points in found if len(points[0])), NOTHING)
+        scopes = (self.telemetry.scope(scope).known(key) for scope in SCOPES)
+        return next((points for points in scopes if len(points[0])), NOTHING)
 
     @property
     def norms(self) -> Points:
@@ -402,39 +361,18 @@ class Run:
         return self.recorded("weight_rms")
 
     @property
-    def normalized(self) -> Columns:
-        """Telemetry of the decoder's matrices whose output enters a normalization, pooled over their elements.
-
-        A run folder has it parameter by parameter, the record of an exported run pooled.
-        """
-        if recorded := self.telemetry.scope(NORMALIZED):
-            return recorded
-        names = (scope for scope in self.telemetry.scopes() if scope.startswith("parameter:"))
-        return pooled([self.telemetry.scope(name) for name in names if enters_norm(name.partition(":")[2])])
-
-    @property
     def final_norm(self) -> float:
-        """The last norm, of the record of an exported run or of telemetry."""
-        return self._result("end_norm", last(self.norms))
+        return last(self.norms)
 
     @property
     def highest_norm(self) -> float:
-        """The largest norm, of the record or of telemetry."""
-        return self._result("highest_norm", max(self.norms[1].tolist(), default=NAN))
+        return max(self.norms[1].tolist(), default=NAN)
 
     @property
     def norm_change(self) -> float:
+        """The last norm relative to the largest, minus one."""
         largest = self.highest_norm
         return self.final_norm / largest - 1.0 if largest > 0 else NAN
-
-    @property
-    def predicted_norms(self) -> Points:
-        """The norms that the recursion gives from the first one and the measured updates; empty where not recorded."""
-        for samples in map(norm_history, map(self.telemetry.scope, SCOPES)):
-            if samples is not None and len(samples) > 1:
-                with suppress(HypothesisError, OverflowError):  # numbers that no training can have measured
-                    return samples.steps.numpy(), predict_norms(samples).numpy()
-        return NOTHING
 
     def _result(self, key: str, otherwise: float = NAN) -> float:
         value = (self.result or {}).get(key, otherwise)  # null where it was not finite
@@ -443,19 +381,6 @@ class Run:
 
 def last(points: Points) -> float:
     return float(points[1][-1]) if len(points[1]) else NAN
-
-
-def norm_history(columns: Columns) -> NormHistory | None:
-    """The samples with everything that the recursion of the norm needs; None where there are none."""
-    if not all(key in columns for key in RECURSION):
-        return None
-    r, s, phi, a = (columns[key] for key in RECURSION)
-    known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (phi >= 0) & (np.abs(a) < 1.0 + ROUNDING)
-    known &= columns.step <= MOST_STEPS
-    if not known.any():
-        return None
-    r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
-    return NormHistory.of(columns.step[known].tolist(), r=r, s=s, phi=phi, a=a)
 
 
 def load_run(path: str | Path) -> Run:
@@ -513,8 +438,8 @@ def _require_folder(folder: Path) -> None:
 
 def runs_below(folder: Path) -> list[Path]:
     """The run folders inside a folder, or inside its `runs`, where `compare` has them."""
-    found = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/{CONFIG}") if path.is_file()]
-    return sorted(path.parent for path in found)
+    configs = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/{CONFIG}") if path.is_file()]
+    return sorted(path.parent for path in configs)
 
 
 def _tables(path: Path, *, details: bool = False) -> dict[str, dict[str, Columns]]:
@@ -522,7 +447,7 @@ def _tables(path: Path, *, details: bool = False) -> dict[str, dict[str, Columns
         return read_metrics(path, details=details)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         reason = str(error) if str(path) in str(error) else f"{path}: {getattr(error, 'strerror', None) or error}"
         raise UsageError(f"cannot read the metrics of a run: {reason}; delete that line, or the file") from error
 
@@ -554,8 +479,8 @@ def name_arms(runs: Sequence[Run]) -> list[str]:
 
     Runs that differ in their seed alone share a name.
     """
-    found = differences([run.settings for run in runs])
-    between = {key: values for key, values in found.items() if key.rpartition(".")[2] not in WITHIN_ARM}
+    changed = differences([run.settings for run in runs])
+    between = {key: values for key, values in changed.items() if key.rpartition(".")[2] not in WITHIN_ARM}
     names = []
     for place, run in enumerate(runs):
         words = [run.rule] if run.rule else []

@@ -224,16 +224,17 @@ def count_verdicts(claims: Sequence[Claim]) -> str:
         >>> count_verdicts([claim, claim])
         '2 of 2 claims FAILED their stated tolerance; they are shown first.'
     """
-    failed, undecided = (sum(claim.verdict is one for claim in claims) for one in (Verdict.FAILS, Verdict.UNDECIDED))
+    verdicts = [claim.verdict for claim in claims]
+    failed, undecided = verdicts.count(Verdict.FAILS), verdicts.count(Verdict.UNDECIDED)
     if not claims:
         return "No claim is made."
     if not failed and not undecided:
         return f"All {len(claims)} claims hold within their stated tolerances."
-    open_ones = f"{undecided} of {len(claims)} claims {'is' if undecided == 1 else 'are'} undecided"
+    rest = f"{undecided} of {len(claims)} claims {'is' if undecided == 1 else 'are'} undecided"
     if not failed:
-        return f"No claim failed; {open_ones}: their intervals reach across the bound."
-    rest = f" {open_ones}." if undecided else ""
-    return f"{failed} of {len(claims)} claims FAILED their stated tolerance; they are shown first.{rest}"
+        return f"No claim failed; {rest}: their intervals reach across the bound."
+    text = f"{failed} of {len(claims)} claims FAILED their stated tolerance; they are shown first."
+    return f"{text} {rest}." if undecided else text
 
 
 def student_t_cdf(t: float, freedom: int) -> float:
@@ -309,19 +310,13 @@ def log_log_slope(x: Tensor, y: Tensor) -> Tensor:
     return slopes
 
 
-def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours"), *, named: bool = False) -> Table:
-    """Claims with what was said and what was found under these headings, those that failed first; `named` adds ids."""
-    owners = {id(claim): name for name, those in claims.items() for claim in those}
-    columns = [
-        Column("claim"),
-        *([Column("name", rank=3)] if named else []),
-        Column(headings[0], number=True, rank=2),
-        Column(headings[1], number=True, rank=1),
-        Column("verdict", rank=0),
-    ]
+def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours")) -> Table:
+    """Claims with what was predicted and what was measured under these headings, those that failed first."""
+    names = {id(claim): f"{owner}/{claim.id}" for owner, members in claims.items() for claim in members}
+    numbers = [Column(heading, number=True) for heading in headings]
+    columns = [Column("claim"), Column("name"), *numbers, Column("verdict")]
     rows = []
-    for claim in failed_first(claim for those in claims.values() for claim in those):
-        name, word = f"{owners[id(claim)]}/{claim.id}", str(claim.verdict)
+    for claim in failed_first(claim for members in claims.values() for claim in members):
         # Where it is made, what it assumes, how it is judged and what it cannot show, in sentences.
         parts = [
             claim.reference,
@@ -331,10 +326,10 @@ def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours"), 
             claim.limits,
         ]
         details = " ".join(f"{text[0].upper()}{text[1:]}." for text in parts if text)
-        statement = Cell(claim.statement, note=f"{name} · {details}")
+        word = str(claim.verdict)
         verdict = Cell(f"{word}, one seed" if ONE_SEED in claim.limits else word, tone=word)
-        numbers = Cell(predicted_text(claim)), Cell(measured_text(claim)), verdict
-        rows.append((statement, *([Cell(name)] if named else []), *numbers))
+        statement = Cell(claim.statement, note=details)
+        rows.append((statement, names[id(claim)], predicted_text(claim), measured_text(claim), verdict))
     return Table("claims", "Claims", columns, rows)
 
 

@@ -10,10 +10,10 @@ import muonsw.lab.commands.reproduce  # noqa: F401 (before anything in it is rep
 from muonsw.lab.cli import main
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.plan import cost
-from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.stats import Estimate, Evidence, Interval, Source, at_most
 from muonsw.lab.studies import records
 from muonsw.lab.studies.catalogue import STUDIES
+from muonsw.lab.studies.figures import draw_convergence
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.study import Study
 from muonsw.lab.theory.experiment import Experiment
@@ -62,18 +62,6 @@ def test_a_study_is_run_written_and_printed(tmp_path, capsys):
     for claim in claims:
         assert f"/{claim['id']}" in printed
     assert "\x1b" not in printed
-
-
-@pytest.mark.usefixtures("studies")
-def test_the_claims_of_a_whole_study_outlast_one_of_its_experiments(tmp_path, capsys):
-    for name in ("theory", "theory/scalar", "theory/scalar"):
-        assert main(["reproduce", name, "--out", str(tmp_path), "--workers", "1"]) == 0
-    studies = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("claims*")}
-    assert {name: len(data["experiments"]) for name, data in studies.items()} == {
-        "claims.json": 1,
-        "claims.json.1": 4,
-    }
-    assert capsys.readouterr().out.count(f"they are now {tmp_path / 'claims.json.1'}") == 1
 
 
 @pytest.mark.usefixtures("studies")
@@ -159,7 +147,7 @@ class Settings:
 def test_the_default_folder_is_named_after_the_study(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "theory/fixed-rate", "--workers", "1"]) == 0
-    assert (Path("out") / "theory" / "claims.json").exists()
+    assert (Path("out") / "theory-fixed-rate" / "claims.json").exists()
 
 
 @pytest.mark.parametrize(("name", "scale"), [("regret", "mini"), ("width-transfer", "paper")])

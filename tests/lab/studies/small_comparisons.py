@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from muonsw.lab.arms import Arm, Comparison, Key
+from muonsw.lab.compare import Arm, Comparison, Key
 from muonsw.lab.model import MuP
 from muonsw.lab.studies.scales import Scale, adamw_sweep
-from muonsw.lab.studies.study import ByArm, BySettings, Workshop
+from muonsw.lab.studies.study import BySettings, Workshop
 from muonsw.lab.train.config import DataConfig, OptimizerConfig
 from tests.lab.train.small_runs import MODEL, small_run, tokens
 
@@ -27,10 +27,6 @@ def tiny_run(**settings):
 
 def comparison(arms=ARMS, seeds=(0, 1, 2), **settings):
     return Comparison(KEY, tiny_run(**settings), tuple(arms), tuple(seeds))
-
-
-def by_arm(folder, workers=1, **settings):
-    return Workshop(QUIET, workers, ByArm(folder), **settings)
 
 
 def by_settings(folder, workers=1, **settings):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muonsw.lab.arms import decay_factors, lr_multiples
+from muonsw.lab.compare import decay_factors, lr_multiples
 from muonsw.lab.plan import cost
 from muonsw.lab.studies.catalogue import (
     RUN,

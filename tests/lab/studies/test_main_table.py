@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from muonsw.lab import paper
-from muonsw.lab.arms import Key, decay_arms, decay_factors
+from muonsw.lab.compare import Key, decay_factors
 from muonsw.lab.model import count, preset
 from muonsw.lab.plan import cost
 from muonsw.lab.studies import main_table
@@ -46,7 +46,7 @@ def test_the_control_decays_as_much_in_total_as_the_scaled_arm_under_either_peak
     for peak in ("base", "group"):
         run = MINI.rows[512]
         run = replace(run, optimizer=replace(run.optimizer, peak=peak))
-        arms = {arm.name: math.fsum(decay_factors(run, arm.optimizer)) for arm in decay_arms(run)}
+        arms = {arm.name: math.fsum(decay_factors(run, arm.optimizer)) for arm in main_table.decay_arms(run)}
         assert arms["constant, same total"] == pytest.approx(arms["scaled"], rel=1e-12)
         # A cosine to a tenth takes 0.73 of it; the undivided peak four times less at four times the base width.
         assert arms["scaled"] / arms["constant"] == pytest.approx(0.73 / (4 if peak == "base" else 1), rel=0.02)
@@ -55,7 +55,7 @@ def test_the_control_decays_as_much_in_total_as_the_scaled_arm_under_either_peak
     assert arms["constant, group peak's total"] == pytest.approx(arms["scaled, group peak"], rel=1e-12)
     for scale, cap in ((CPU, 0.02), (MINI, 0.022)):
         for run in scale.rows.values():
-            assert all(max(decay_factors(run, arm.optimizer)) <= cap * (1 + 1e-9) for arm in decay_arms(run))
+            assert all(max(decay_factors(run, arm.optimizer)) <= cap * (1 + 1e-9) for arm in main_table.decay_arms(run))
 
 
 def test_costs_follow_closed_forms():
@@ -109,7 +109,7 @@ def test_each_form_of_scaled_decay_is_judged_and_shown_beside_its_control(better
     claims = {claim.id: str(claim.verdict) for claim in judged}
     assert (claims["w64-control"], claims["w64-group-control"]) == (verdict, verdict)
     assert claims["w64-group-loss"] == verdict
-    _, table = main_table.row_findings({Key(width=64): arms}, CPU).tables
+    (table,) = main_table.row_findings({Key(width=64): arms}, CPU).tables
     gap = "-0.0500" if better == "scaled" else "+0.0500"
     assert [row[:3] for row in table.rows] == [
         ("width 64: scaled", "constant, same total", gap),
@@ -173,7 +173,7 @@ def test_the_same_runs_serve_both_studies_and_their_figures(tmp_path):
     scale, shop = tiny_scale(seeds=1), by_settings(tmp_path / "runs")
     for name in ("steady-state", "diagnostics"):
         (tmp_path / name).mkdir()
-        report = STUDIES[name].conduct(shop, tmp_path / name, scale, images=False)
+        report = STUDIES[name].conduct(shop, tmp_path / name, scale)
         (claims,) = report.claims.values()
         assert len({claim.id for claim in claims}) == len(claims)
         assert any(path.suffix == ".svg" and "figures" in path.parts for path in report.paths)

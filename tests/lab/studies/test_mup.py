@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from muonsw.lab.model import Decoder
-from muonsw.lab.report.study_figures import WIDTH_ARMS, draw_coordinates
 from muonsw.lab.stats import Criterion
+from muonsw.lab.studies.figures import WIDTH_ARMS, draw_coordinates
 from muonsw.lab.studies.mup import (
     COORDINATES,
     EXPERIMENTS,

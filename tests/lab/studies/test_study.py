@@ -30,14 +30,14 @@ def test_paper_scale_refuses_other_tokens():
 def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_worst(tmp_path):
     scale = tiny_scale(rates=(0.01, 0.02, 9.0), seeds=1)
     scale = replace(scale, sweep=replace(scale.sweep, diverged=1.0))
-    report = STUDIES["width-transfer"].conduct(by_settings(tmp_path / "runs"), tmp_path, scale, images=False)
+    report = STUDIES["width-transfer"].conduct(by_settings(tmp_path / "runs"), tmp_path, scale)
     assert "'adamw, lr 9' diverged at step" in report.sentence
     assert report.tables[0].rows[0][2] != "9"
     first = main_table.row(tiny_scale(seeds=1), 16)
     arms = tuple(replace(WILD, name="scaled") if arm.name == "scaled" else arm for arm in first.arms)
     wild = replace(first, base=replace(first.base, diverged=1.0), arms=arms)
     study = replace(STUDIES["main-table"], comparisons=lambda _scale: [wild])
-    report = study.conduct(by_settings(tmp_path / "runs"), tmp_path, scale, images=False)
+    report = study.conduct(by_settings(tmp_path / "runs"), tmp_path, scale)
     assert report.claims == {"main-table": []}
     assert report.sentence.startswith("No claim is made. 'scaled' diverged at step")
 

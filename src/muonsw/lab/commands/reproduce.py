@@ -11,13 +11,13 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from muonsw import machine
-from muonsw.lab.commands.shared import print_conclusion, require_at_least_one
+from muonsw.lab.commands.training import print_conclusion, require_at_least_one
 from muonsw.lab.console import Column, Table, Value, paragraph, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.plan import Cost, amount, cost
-from muonsw.lab.report.page import PAGE, check_target
+from muonsw.lab.report import PAGE, check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.stats import any_failed, claims_table
 from muonsw.lab.studies.catalogue import STUDIES
@@ -31,8 +31,9 @@ from muonsw.text import counted
 class Reproduce:
     """Run a study of the paper and print claim, prediction, measurement and verdict.
 
-    Exits with 1 when a claim fails, else with 0; an undecided claim does not fail. Rerun the same command to resume
-    a training study. Studies of one scale share their runs.
+    Exits with 1 when a claim fails; an undecided claim does not fail.
+
+    Studies of one scale share their runs. Rerun the same command to resume.
     """
 
     name: Annotated[str, Positional, arg(metavar="NAME")] = ""
@@ -110,12 +111,13 @@ class Reproduce:
             paragraph(console, f"{study.name}, scale {scale.name} ({scale.title}); {study.reference}")
             paragraph(console, study.notes.get(scale.name, ""))
             table = cost_table(study, scale, self.tflops or scale.tflops, self.workers or usual)
-            print_table(console, table, hint="a pipe shows them, as in | cat")
+            print_table(console, table)
             return 0
 
-        folder = self.out or Path("out") / (f"{study.name}-{scale.name}" if planned else study.name)
+        name = self.name.replace("/", "-")
+        folder = self.out or Path("out") / (f"{name}-{scale.name}" if planned else name)
         if planned:
-            check_target(folder / PAGE, images=True)
+            check_target(folder / PAGE)
             data = find_data(scale, self.data)
             places = BySettings(folder.parent / f"runs-{scale.name}", data, self.cluster.device_type(self.device))
             workers = self.workers or (len(runs) if self.cluster.cluster else runs_at_once(self.device))
@@ -127,7 +129,7 @@ class Reproduce:
         if self.record is not None and planned:
             added = append(self.record, load_runs(workshop.jobs(planned)), study=study.name, arm=None)
             say(console, f"added {counted(added, 'run')} to {self.record}")
-        claims = claims_table(conclusion.claims, ("predicted", "measured"), named=not planned)
+        claims = claims_table(conclusion.claims, ("predicted", "measured"))
         kept = f"; runs are in {places.folder}" if planned else ""
         tables = [claims, *conclusion.tables]
         print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
@@ -172,9 +174,9 @@ def cost_table(study: Study, scale: Scale, tflops: float, workers: int) -> Table
         text = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 1 else f"{hours:.2g}"
         return total.runs, amount(total.tokens), f"{total.flops:.3g}", text
 
-    columns = [Column("comparison"), Column("arms", rank=2)]
+    columns = [Column("comparison"), Column("arms")]
     for name in ("seeds", "steps", "runs", "tokens", "FLOPs", "hours"):
-        columns.append(Column(name, number=True, rank=0 if name in ("runs", "hours") else 1))
+        columns.append(Column(name, number=True))
     rows: list[Sequence[Value]] = []
     for comparison in study.comparisons(scale):
         arms = "; ".join(arm.name for arm in comparison.arms)

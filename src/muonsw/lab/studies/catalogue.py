@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from muonsw.decay import convert_weight_decay
-from muonsw.lab.arms import RULES, Key, decay_factors, lr_multiples, multiples
+from muonsw.lab.compare import RULES, Key, decay_factors, lr_multiples, multiples
 from muonsw.lab.model import preset
-from muonsw.lab.report.study_figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies import mup
+from muonsw.lab.studies.figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies.grid import HORIZON_TRANSFER, WIDTH_TRANSFER, GridCell, grid, over_lambda, over_rate
 from muonsw.lab.studies.main_table import DIAGNOSTICS, MAIN_TABLE, STEADY_STATE
 from muonsw.lab.studies.scales import MINI, NEVER, NO_DATA, at_width, lean

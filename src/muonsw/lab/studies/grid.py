@@ -14,11 +14,22 @@ from statistics import linear_regression
 from typing import Any
 
 from muonsw.lab import paper
-from muonsw.lab.arms import CONSTANT, RULES, SCALED, Arm, Comparison, Key, Results, Runs, decay_factors
+from muonsw.lab.charts import Axis, Chart, Curve
+from muonsw.lab.compare import (
+    CONSTANT,
+    RULES,
+    SCALED,
+    Arm,
+    Comparison,
+    Key,
+    Results,
+    Runs,
+    decay_factors,
+    swept_loss,
+    with_interval,
+)
 from muonsw.lab.console import Cell, Column, Table, Value
-from muonsw.lab.outcome import swept_loss, with_interval
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.charts import Axis, Chart, Curve
 from muonsw.lab.stats import Claim, Source, at_least, at_most, below, from_means, over_seeds, within
 from muonsw.lab.studies.scales import SCALES, Scale, adamw_sweep, at_width
 from muonsw.lab.studies.study import Findings, Study

@@ -9,49 +9,79 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from muonsw.lab import paper
-from muonsw.lab.arms import (
+from muonsw.lab.charts import Axis, Chart, Curve, Level
+from muonsw.lab.compare import (
     CONSTANT,
     CONTROL,
-    GROUP,
     RULES,
     SCALED,
+    Arm,
     Comparison,
     Key,
+    Measure,
     Results,
     Runs,
-    control_arm,
-    decay_arms,
-    rule_arm,
-)
-from muonsw.lab.compare import LOWER, MOVED, SAME_LAMBDA, kept_norm, lower_loss
-from muonsw.lab.diagnose import late_fits, open_history
-from muonsw.lab.outcome import (
-    against_constant,
-    last_loss,
-    log_end_norm,
-    lowest_loss,
-    over_runs,
     pair_outcome,
     paired,
     pairs_table,
+    same_total,
     steps_to_match,
 )
+from muonsw.lab.diagnose import late_fits, open_history
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.report.charts import Axis, Chart, Curve, Level
 from muonsw.lab.runs import Run
-from muonsw.lab.stats import Claim, Source, above, at_least, at_most, below, over_seeds, within, within_share
+from muonsw.lab.stats import (
+    Claim,
+    Estimate,
+    Source,
+    above,
+    at_least,
+    at_most,
+    below,
+    over_seeds,
+    within,
+    within_share,
+)
 from muonsw.lab.studies.scales import SCALES, Scale
 from muonsw.lab.studies.study import Findings, Study
+from muonsw.lab.train.config import RunConfig
 
+GROUP = "scaled, group peak"
 GROUP_CONTROL = "constant, group peak's total"
 CONTROLS = {SCALED: CONTROL, GROUP: GROUP_CONTROL}
 BEYOND = "beyond the paper"
 SMALLER = "a short run with raised lambda: its gain need not be the paper's"
 SAME_RUNS = "the same weights and batches for every arm"
+SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
+LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
+# Norms that differ by less than this did not move, whatever the interval.
+MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie above a hundredth: less is no movement")
+
+
+@cache
+def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
+    """Constant decay, scaled decay, and constant decay of the same total.
+
+    Where muP divides the group's learning rate, also scaled decay with the group's own peak.
+    """
+    scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
+    arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]
+    if run.decoder.relative_width != 1.0 and run.optimizer.peak == "base":
+        arms.append(Arm(GROUP, replace(scaled.optimizer, peak="group")))
+    return (*arms, same_total(run, scaled))
+
+
+def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
+    """A rule at one lambda, with every group's own peak: all rules decay alike where the learning rate is highest."""
+    by_group = rule == CONSTANT or run.decoder.relative_width != 1.0
+    peak = "group" if by_group else run.optimizer.peak
+    optimizer = replace(run.optimizer, decay=rule, weight_decay=weight_decay, peak=peak)
+    return Arm(f"{rule}, lambda {weight_decay:g}", optimizer)
 
 
 def row(scale: Scale, width: int) -> Comparison:
@@ -59,7 +89,7 @@ def row(scale: Scale, width: int) -> Comparison:
     run = scale.rows[width]
     arms = list(decay_arms(run))
     if group := next((arm for arm in arms if arm.name == GROUP), None):
-        arms.append(replace(control_arm(run, group), name=GROUP_CONTROL))
+        arms.append(replace(same_total(run, group), name=GROUP_CONTROL))
     lambdas = [factor * run.optimizer.weight_decay for factor in scale.near_best]
     near = (rule_arm(run, rule, lam) for lam in lambdas for rule in RULES)
     return Comparison(Key(width=width), run, (*arms, *near), tuple(range(scale.seeds)))
@@ -88,13 +118,13 @@ def judge_rows(results: Results, scale: Scale) -> list[Claim]:
             lower = f"{key}: {form} ends at a lower validation loss than constant decay"
             larger = f"{key}: the weights end larger under {form} (logarithm of the ratio)"
             claims += [
-                lower_loss(f"w{width}-group-loss", lower, constant, group, source=source, limits=limits),
+                lower_loss(f"w{width}-group-loss", lower, constant, group, source, limits),
                 larger_norm(f"w{width}-group-norm", larger, constant, group, source),
             ]
         for arm, control in CONTROLS.items():
             if control in arms:  # later decay is better where less decay is ruled out
                 words = f"{key}: {arm} minus constant decay of the same total, in nats"
-                gap = over_seeds(paired(arms[arm], arms[control], last_loss))
+                gap = over_seeds(paired(arms[arm], arms[control], final_loss))
                 source = Source(BEYOND, "the same weights, batches, learning rate and total decay")
                 id = f"w{width}-{'group-' if arm == GROUP else ''}control"
                 claims.append(below(id, words, source, gap, 0.0, LOWER))
@@ -111,10 +141,39 @@ def judge_pair(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
     larger = f"{where}: the weights end larger under scaled decay (logarithm of the ratio of their RMS)"
     keeps = f"{where}: scaled decay keeps more of the largest norm while the learning rate falls"
     return [
-        lower_loss(f"{id}-loss", lower, constant, scaled, source=table, limits=limits),
+        lower_loss(f"{id}-loss", lower, constant, scaled, table, limits),
         larger_norm(f"{id}-norm", larger, constant, scaled, figure),
-        kept_norm(f"{id}-kept", keeps, constant, scaled),
+        above(f"{id}-kept", keeps, figure, over_seeds(paired(scaled, constant, norm_change)), 0.0, MOVED),
     ]
+
+
+def final_loss(run: Run) -> float:
+    return run.final_loss
+
+
+def best_loss(run: Run) -> float:
+    return run.best_loss
+
+
+def norm_change(run: Run) -> float:
+    return run.norm_change
+
+
+def log_end_norm(run: Run) -> float:
+    """The logarithm of the last norm, so that differences are ratios; NaN where none was recorded."""
+    return math.log(run.final_norm) if run.final_norm > 0 else math.nan
+
+
+def over_runs(runs: Sequence[Run], measure: Measure) -> Estimate:
+    return over_seeds([measure(run) for run in runs])
+
+
+def lower_loss(
+    id: str, statement: str, constant: Sequence[Run], scaled: Sequence[Run], source: Source, limits: str
+) -> Claim:
+    """The scaled arm's final validation loss is lower, seed by seed."""
+    differences = over_seeds(paired(scaled, constant, final_loss))
+    return below(id, statement, source, differences, 0.0, LOWER, limits=limits)
 
 
 def larger_norm(id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Source) -> Claim:
@@ -126,7 +185,7 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
     """What the paper prints about a width: losses, gain, steps saved, end norms."""
     printed, name = paper.ROWS[width], f"w{width}"
     table, figure = Source(paper.TABLE, SAME_RUNS), Source(paper.FIGURES.get(width, ""), SAME_RUNS)
-    gain = over_seeds(paired(scaled, constant, lowest_loss))
+    gain = over_seeds(paired(scaled, constant, best_loss))
     matches = (steps_to_match(*pair) for pair in zip(constant, scaled, strict=True))
     saved = over_seeds([math.nan if match is None else 1.0 - match for match in matches])
     lower = f"width {width}: difference of the best losses, scaled minus constant"
@@ -142,7 +201,7 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
     }
     for arm, (runs, loss, norm) in arms.items():
         best = f"width {width}: best validation loss, {arm} decay"
-        claims.append(within(f"{name}-{arm}-loss", best, table, over_runs(runs, lowest_loss), loss, paper.LOSS))
+        claims.append(within(f"{name}-{arm}-loss", best, table, over_runs(runs, best_loss), loss, paper.LOSS))
         if norm is not None:
             end = f"width {width}: weight RMS at the end, {arm} decay"
             norms = over_runs(runs, lambda run: run.final_norm)
@@ -151,7 +210,7 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
 
 
 def row_findings(results: Results, scale: Scale) -> Findings:
-    """The claims, every arm beside constant decay of its settings, and each form of scaled decay beside its control."""
+    """The claims, and each form of scaled decay beside its control."""
     pairs = [
         replace(pair_outcome(arms[control], arms[arm]), arm=f"{key}: {arm}")
         for key, arms in results.items()
@@ -159,7 +218,7 @@ def row_findings(results: Results, scale: Scale) -> Findings:
         if control in arms
     ]
     table = replace(pairs_table(pairs), name="control", title="Scaled decay against constant decay of the same total")
-    return Findings(judge_rows(results, scale), [against_constant(results), table])
+    return Findings(judge_rows(results, scale), [table])
 
 
 # ---- The telemetry of the headline runs
@@ -198,7 +257,7 @@ def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
     assert printed.constant_norm is not None
     tracked = Source(paper.STEADY, "a norm follows while it is within a fifth of its target")
     breaks = over_seeds([min(map(tracking_end, pair)) for pair in zip(*(arms[rule] for rule in RULES), strict=True)])
-    fall = over_runs(arms[CONSTANT], lambda run: run.norm_change)
+    fall = over_runs(arms[CONSTANT], norm_change)
     ends = over_seeds([math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)])
     printed_ends = printed.scaled_norm / printed.constant_norm
     boundary = "the step from which the first of the two norms no longer follows its steady state"
@@ -216,11 +275,11 @@ def norm_charts(results: Results) -> list[Chart]:
     """Weight RMS beside what the recursion makes of the first one, and the alignment of weights and updates."""
     norms, alignments = [], []
     for rule, run in ((rule, arms[rule][0]) for arms in results.values() for rule in RULES):
-        (steps, seen), (known, predicted) = run.norms, run.predicted_norms
-        norms += [
-            Curve(rule, rule, steps.tolist(), seen.tolist()),
-            Curve(f"{rule}, recursion", rule, known.tolist(), predicted.tolist(), dashed=True),
-        ]
+        (steps, seen), history = run.norms, open_history(run)
+        norms.append(Curve(rule, rule, steps.tolist(), seen.tolist()))
+        if history.norm is not None and history.tracking is not None:
+            known, predicted = history.norm.steps.tolist(), history.tracking.predicted.tolist()
+            norms.append(Curve(f"{rule}, recursion", rule, known, predicted, dashed=True))
         at, alignment = run.recorded("alignment_update")
         alignments.append(Curve(rule, rule, at.tolist(), alignment.tolist()))
     key = [("solid", "observed"), ("dashed", "by the recursion")]

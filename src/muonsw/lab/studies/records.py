@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from muonsw.lab.arms import decay_factors
+import numpy as np
+
+from muonsw.lab.compare import decay_factors
 from muonsw.lab.config import flatten
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import locked, write_atomically
-from muonsw.lab.model import ModelConfig
+from muonsw.lab.model import ModelConfig, enters_norm
 from muonsw.lab.runs import Columns, Run
 from muonsw.lab.tasks import DataConfig
 from muonsw.lab.train.config import RunConfig
@@ -74,13 +76,30 @@ def row(run: Run, **about: Any) -> dict[str, Any]:
         flat |= {"eval.step": run.evals.step.tolist(), "eval.loss": [short(loss, 6) for loss in run.evals["loss"]]}
     for name, scope, keys in (
         ("decayed", run.telemetry.scope("decayed"), SAMPLED_DECAYED),
-        ("normalized", run.normalized if run.config.task is None else Columns(), SAMPLED_NORMALIZED),
+        ("normalized", normalized(run), SAMPLED_NORMALIZED),
     ):
         if scope.records >= SAMPLES:
             flat[f"{name}.step"] = scope.step.tolist()
             flat |= {f"{name}.{key}": [short(value) for value in scope[key]] for key in keys if key in scope}
     flat = {**about, **flat} | about
     return {name: value for name, value in flat.items() if value not in (None, "", [])}
+
+
+def normalized(run: Run) -> Columns:
+    """Telemetry of the decoder's matrices whose output enters a normalization, pooled over their elements."""
+    names = (scope for scope in run.telemetry.scopes() if scope.startswith("parameter:"))
+    parts = [run.telemetry.scope(name) for name in names if enters_norm(name.partition(":")[2])]
+    if run.config.task is not None or not parts:
+        return Columns()
+    shares = np.array([part["numel"] for part in parts])
+    shares = shares / shares.sum(axis=0)
+    columns = {"step": parts[0]["step"]}
+    for key in parts[0]:
+        if key.endswith("_rms"):
+            columns[key] = np.sqrt((shares * np.array([part[key] for part in parts]) ** 2).sum(axis=0))
+        elif key in ("decay", "lr"):
+            columns[key] = (shares * np.array([part[key] for part in parts])).sum(axis=0)
+    return Columns(columns)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -16,16 +16,26 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from muonsw.lab import launch
-from muonsw.lab.arms import RULES, Arm, Comparison, Key, Results
-from muonsw.lab.compare import write_numbers
-from muonsw.lab.console import Table, say, showing
+from muonsw.lab.compare import (
+    RULES,
+    Arm,
+    Comparison,
+    Conclusion,
+    Results,
+    arms_table,
+    compare,
+    completed,
+    describe_divergence,
+    jobs_of,
+    pairs_table,
+    train_all,
+)
+from muonsw.lab.console import Table, showing
 from muonsw.lab.data.loader import read_record
 from muonsw.lab.diagnose import diagnose, draw
-from muonsw.lab.files import refuse_folder
+from muonsw.lab.files import refuse_folder, write_json
 from muonsw.lab.launch import Cluster, Job
-from muonsw.lab.outcome import arms_table, compare, completed, divergences, pairs_table
-from muonsw.lab.report.page import PAGE, write_report
-from muonsw.lab.runs import Run, load_runs
+from muonsw.lab.report import PAGE, write_report
 from muonsw.lab.stats import Claim, Claims, Evidence, Verdict, count_verdicts, failed_first
 from muonsw.lab.train.checkpoint import environment, identity
 from muonsw.lab.train.config import RunConfig
@@ -34,24 +44,11 @@ from muonsw.lab.train.state import with_fingerprint
 from muonsw.registry import Registry
 
 if TYPE_CHECKING:
-    from muonsw.lab.report.charts import Chart
+    from muonsw.lab.charts import Chart
     from muonsw.lab.studies.scales import Scale
     from muonsw.lab.theory.experiment import Experiment
 
 NUMBERS = "claims.json"
-
-
-@dataclass(frozen=True)
-class ByArm:
-    """Runs named after their arms: one comparison in one folder, which refuses other settings."""
-
-    folder: Path
-
-    def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
-        config = replace(comparison.config(arm, seed), arm=arm.name)
-        letters = (letter if letter.isalnum() or letter in "._=" else "-" for letter in arm.name)
-        folder = self.folder / f"{''.join(letters).replace('--', '-')}-seed{seed}"
-        return Job(f"{arm.name}, seed {seed}", config, folder)
 
 
 @dataclass(frozen=True)
@@ -87,41 +84,26 @@ class Workshop:
 
     console: Console  # where progress is shown
     workers: int  # runs, or experiments, at a time
-    places: ByArm | BySettings = ByArm(Path("runs"))  # where runs are kept; experiments keep nothing
+    places: BySettings | None = None  # where runs are kept; experiments keep nothing
     retry_diverged: bool = False  # whether runs that diverged in an earlier call are trained again
     cluster: Cluster = field(default_factory=Cluster)  # Slurm, or this machine
 
     def train(self, comparisons: Sequence[Comparison]) -> Results:
-        """Train every run of comparisons that has not ended; return all by comparison, arm and seed.
-
-        Raises:
-            UsageError: If a run cannot start, or a folder holds a run with other settings.
-            Interrupted: If the process was asked to stop; all runs were saved.
-        """
-        jobs = self.jobs(comparisons)
-        launch.run(
-            list(jobs.values()),
-            console=self.console,
-            workers=self.workers,
+        """Train every run of comparisons that has not ended; return all by comparison, arm and seed."""
+        assert self.places is not None
+        return train_all(
+            comparisons,
+            self.places.job,
+            self.console,
+            self.workers,
             cluster=self.cluster,
             retry_diverged=self.retry_diverged,
         )
-        loaded = dict(zip(jobs, load_runs(jobs), strict=True))
-        results: dict[Key, dict[str, list[Run]]] = {}
-        for comparison in comparisons:
-            arms = results[comparison.key] = {arm.name: [] for arm in comparison.arms}
-            for arm, seed in comparison.members():
-                arms[arm.name].append(loaded[self.places.job(comparison, arm, seed).folder].named(arm.name))
-        return results
 
     def jobs(self, comparisons: Sequence[Comparison]) -> dict[Path, Job]:
-        """Plan the runs of comparisons by folder, equal ones once, seed by seed."""
-        members = [(comparison, *member) for comparison in comparisons for member in comparison.members()]
-        jobs: dict[Path, Job] = {}
-        for member in sorted(members, key=lambda member: member[-1]):
-            job = self.places.job(*member)
-            jobs.setdefault(job.folder, job)
-        return jobs
+        """The runs of comparisons by folder."""
+        assert self.places is not None
+        return jobs_of(comparisons, self.places.job)
 
     def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, tuple[Evidence, float]]:
         """Run experiments, the longest first; return the evidence and seconds of each in the given order.
@@ -159,17 +141,6 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Conclusion:
-    """What came out of a study."""
-
-    sentence: str
-    claims: Claims  # by experiment, or by study; those that failed first
-    tables: Sequence[Table]  # the most telling one first
-    paths: Sequence[Path]  # what was written, the numbers first
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Study:
     """A question with the work that answers it: experiments that judge themselves, or runs that are judged together."""
 
@@ -199,9 +170,7 @@ class Study:
         comparisons = self.comparisons(scale)
         return list(dict.fromkeys(config for comparison in comparisons for config in comparison.configs()))
 
-    def conduct(
-        self, workshop: Workshop, folder: Path, scale: Scale, *, seed: int = 0, images: bool = True
-    ) -> Conclusion:
+    def conduct(self, workshop: Workshop, folder: Path, scale: Scale, *, seed: int = 0) -> Conclusion:
         """Do all work that is missing, judge it, and write numbers, figures and a page into an existing folder."""
         refuse_folder(folder / NUMBERS)
         start, planned = time.perf_counter(), self.comparisons(scale)
@@ -223,14 +192,20 @@ class Study:
         seconds = time.perf_counter() - start
 
         sentence = count_verdicts([claim for group in claims.values() for claim in group])
-        if lost := divergences(results):
+        outcomes = {key: compare(arms) for key, arms in results.items()}
+        lost = [
+            f"{(f'{key}: {arm.name}' if len(results) > 1 else arm.name)!r} diverged {describe_divergence(arm.diverged)}"
+            for key, outcome in outcomes.items()
+            for arm in outcome.arms
+            if arm.diverged
+        ]
+        if lost:
             sentence += f" {'; '.join(lost)}: claims are about the runs that were completed."
         if planned and max(len(comparison.seeds) for comparison in planned) == 1:
             sentence += " One seed for each arm: chance is not excluded."
         sentence = f"{sentence} {self.notes.get(scale.name if planned else '', '')}".strip()
 
         # Numbers, figures, and for runs a page: the study's tables, then losses and norms of every arm.
-        outcomes = {key: compare(arms) for key, arms in results.items()}
         numbers = {
             "study": self.name,
             "title": self.title,
@@ -253,7 +228,7 @@ class Study:
             "seconds": {name: round(taken, 2) for name, (_, taken) in computed.items()} | {"total": round(seconds, 2)},
             "environment": environment(),
         }
-        paths = [write_numbers(folder / NUMBERS, numbers, partial(say, workshop.console))]
+        paths = [write_json(folder / NUMBERS, numbers)]
         paths += self.picture(evidence, folder)
         tables = [*findings.tables]
         for place, comparison in enumerate(planned):
@@ -270,7 +245,7 @@ class Study:
                 for arm, members in arms.items()
                 for run in members
             ]
-            paths += write_report(
+            page = write_report(
                 folder / PAGE,
                 self.title,
                 runs,
@@ -278,9 +253,9 @@ class Study:
                 claims=claims,
                 tables=tables,
                 figures=findings.charts,
-                images=images,
             )
-        return Conclusion(sentence, claims, tables, paths, seconds)
+            paths.append(page)
+        return Conclusion(sentence, tables, paths, seconds, claims)
 
 
 def claims_data(claims: Claims) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from muonsw.lab.report.study_figures import draw_convergence
 from muonsw.lab.stats import Evidence
-from tests.lab.report.pages import data_of
+from muonsw.lab.studies.figures import draw_convergence
 from tests.lab.small_experiments import SMALL
+from tests.lab.test_report import data_of
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from muonsw.lab.report.charts import RULE_NAMES, Axis, Chart, Curve, Document, LegendEntry, Level, Sheet
-from muonsw.lab.report.figures import write_sheet
-from muonsw.lab.report.page import write_page
-from muonsw.lab.stats import Evidence, Series, any_failed, claims_table, count_verdicts
+from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry, Level, draw
+from muonsw.lab.report import write_report
+from muonsw.lab.stats import Evidence, Series, count_verdicts
 
 CONVERGENCE_TITLE = "Constant decay stops at its bound, scaled decay does not"
 CONVERGENCE_NOTE = (
@@ -52,19 +51,18 @@ def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
     if not shown:
         return []
     charts = [_convergence_chart(name, series) for name, series in shown.items()]
-    arms = [LegendEntry(name, rule) for rule, name in RULE_NAMES.items()]
     claims = {name: outcome.claims for name, outcome in outcomes.items()}
-    table = claims_table(claims, headings=("predicted", "measured"))
-    summary = f"{CONVERGENCE_TITLE}. {count_verdicts([claim for those in claims.values() for claim in those])}"
-    document = Document("Convergence", [*charts, table], verdict=summary, failed=any_failed(claims), arms=arms)
-    paths = write_sheet(Sheet("convergence", CONVERGENCE_TITLE, charts), arms, folder)
-    return [*paths, write_page(folder / "convergence.html", document)]
+    verdict = f"{CONVERGENCE_TITLE}. {count_verdicts([claim for each in claims.values() for claim in each])}"
+    arms = [LegendEntry(rule, rule) for rule in ("constant", "scaled")]
+    paths = draw(folder / "convergence", charts, arms, title=CONVERGENCE_TITLE)
+    page = folder / "convergence.html"
+    return [*paths, write_report(page, "Convergence", [], verdict=verdict, figures=charts, claims=claims)]
 
 
 def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
     curves, levels = [], []
     for those in series:
-        arm = RULE_NAMES[those.rule]
+        arm = those.rule
         curves += [Curve(f"start {n}", arm, those.steps, values) for n, values in enumerate(those.values)]
         middle = [median(column) for column in zip(*those.values, strict=True)]
         curves.append(Curve("median", arm, those.steps, middle, middle=True))
@@ -90,7 +88,7 @@ def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
     charts = [_width_chart(size, shown) for size in SIZES]
     charts = [chart for kind in LABELS for chart in _with_equal_axes(charts, kind)]
     arms = [LegendEntry(label, name) for name, label in WIDTH_ARMS.items()]
-    return write_sheet(Sheet("coordinates", COORDINATES_TITLE, charts, columns=4), arms, folder)
+    return draw(folder / "coordinates", charts, arms, title=COORDINATES_TITLE, columns=4)
 
 
 def _width_chart(size: str, outcomes: Mapping[str, Evidence]) -> Chart:

@@ -10,6 +10,7 @@ import numpy as np
 from muonsw.lab.theory.norm import next_norm
 
 PEAK, WIDTH = 0.01, 256
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1> \"'&λ 日本 $x^2$ <b>"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,273 @@
+"""Charts as data, their look, and how they are drawn as PNG and SVG; `report` draws the same charts on a page.
+
+Constant decay is blue and scaled decay is vermillion in every figure of the project. The hues are those of Okabe and
+Ito, which readers with any common colour blindness can tell apart.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from muonsw.lab.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis as DrawnAxis
+    from matplotlib.lines import Line2D
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a chart."""
+
+    label: str = ""
+    unit: str = ""
+    log: int = 0  # the base of a logarithmic axis; 0 for a linear one
+    limits: tuple[float, float] | None = None  # the range that is shown first
+    ticks: Sequence[float] = ()  # where it is labelled; chosen automatically unless given
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} ({self.unit})" if self.unit and self.label else self.label or self.unit
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve over steps, or points over anything."""
+
+    label: str  # which run it is of; shown on hover
+    arm: str  # the entry of the legend that it belongs to
+    x: Sequence[float]  # ascending
+    y: Sequence[float]  # gaps where not finite
+    dashed: bool = False  # predicted or published values
+    middle: bool = False  # the middle of an arm's runs, drawn thick; the single ones are then drawn thin
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line: a thin one, or a dashed bound with its name."""
+
+    y: float
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One panel."""
+
+    name: str  # its id on the page and the stem of its files
+    title: str
+    curves: Sequence[Curve]  # in the order in which they are drawn
+    x: Axis = Axis("step")
+    y: Axis = Axis()
+    note: str = ""
+    points: bool = False  # whether each value is marked
+    levels: Sequence[Level] = ()
+    key: Sequence[tuple[str, str]] = ()  # what "solid" and "dashed" lines mean, in words
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """An arm as the legend shows it."""
+
+    name: str
+    rule: str = ""  # the decay rule, which fixes its hue; any other word gets one of the further colours
+    runs: int = 1  # how many it stands for
+
+
+# ---- The look
+
+FONT_SIZE = 12.0
+SANS = ("DejaVu Sans", "Helvetica Neue", "Arial", "sans-serif")
+TEXT, MUTED, GRID = "#1B1F24", "#57606A", "#E3E6EA"
+HUES = {"constant": "#0072B2", "scaled": "#D55E00"}
+FURTHER = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", MUTED)
+RULE_NAMES = {"constant": "constant (λη)", "scaled": "scaled (λη²/ηₘₐₓ)"}
+# Arms of one rule: how far the hue is moved towards the text, and plotly's word for the dashes of the line.
+SHADES = ((0.0, "solid"), (0.45, "dashdot"), (0.2, "dot"), (0.65, "longdashdot"))
+MARKERS = "os^vD"  # so that colour is not all there is
+
+
+class ArmStyle(NamedTuple):
+    """How one arm is drawn: its colour, its dashes (plotly's words), its markers (matplotlib's)."""
+
+    colour: str
+    dash: str
+    marker: str
+
+
+def arm_styles(arms: Sequence[LegendEntry]) -> dict[str, ArmStyle]:
+    """A style for each arm: the rule fixes the hue, further arms of the same rule are shaded and dashed.
+
+    Examples:
+        >>> arm_styles([LegendEntry("a", "scaled"), LegendEntry("b", "scaled")])["b"]
+        ArmStyle(colour='#814210', dash='dashdot', marker='s')
+    """
+    rules = [arm.rule for arm in arms]
+    others = list(dict.fromkeys(rule for rule in rules if rule not in HUES))
+    styles = {}
+    for place, (arm, rule) in enumerate(zip(arms, rules, strict=True)):
+        hue = HUES[rule] if rule in HUES else FURTHER[others.index(rule) % len(FURTHER)]
+        share, dash = SHADES[rules[:place].count(rule) % len(SHADES)]
+        parts = [(int(hue[k : k + 2], 16), int(TEXT[k : k + 2], 16)) for k in (1, 3, 5)]
+        mixed = "".join(f"{round((1.0 - share) * a + share * b):02X}" for a, b in parts)
+        styles[arm.name] = ArmStyle(f"#{mixed}", dash, MARKERS[place % len(MARKERS)])
+    return styles
+
+
+# ---- PNG and SVG
+
+# Inches of a panel: one alone, one of two, and one of many.
+PANELS = {1: (8.0, 4.9), 2: (5.75, 4.6)}
+SMALL = (3.5, 3.2)
+LETTER, HANDLE = 0.083, 0.55  # width of a letter and of what stands before an entry of the legend
+LONGEST_TEXT = 120  # characters
+FEW = 15  # values of a curve below which each is marked
+LARGEST = 1e100  # far beyond it margins and ticks of an axis overflow
+DASHES: Mapping[str, Any] = {  # plotly's words for dashes
+    "solid": "-",
+    "dashdot": (0, (5, 2, 1, 2)),
+    "dot": (0, (1, 1.5)),
+    "longdashdot": (0, (8, 2, 1, 2)),
+    "dashed": (0, (5, 2.5)),
+}
+STYLE: Any = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), TEXT),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
+    "grid.color": GRID,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "font.family": "sans-serif",
+    "font.sans-serif": list(SANS[:-1]),
+    "font.size": FONT_SIZE,
+    "legend.frameon": False,
+    "svg.hashsalt": "muonsw",
+}
+
+
+def draw(
+    stem: Path, charts: Sequence[Chart], arms: Sequence[LegendEntry], *, title: str = "", columns: int = 2
+) -> list[Path]:
+    """Draw charts on one picture, row by row, with the legend below them, and write it as PNG and SVG."""
+    import matplotlib  # takes a second, and training draws nothing
+    from matplotlib.figure import Figure
+
+    styles, columns = arm_styles(arms), min(columns, len(charts))
+    rows = math.ceil(len(charts) / columns)
+    width, height = PANELS.get(columns, SMALL) if rows == 1 else SMALL
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+        for place, chart in enumerate(charts, start=1):
+            _draw_chart(figure.add_subplot(rows, columns, place), chart, styles, small=(width, height) == SMALL)
+        if title:
+            figure.suptitle(_text(title), x=0.01, ha="left", fontsize=15, weight="bold")
+        if entries := _legend_entries(charts, styles):
+            longest = max(len(str(entry.get_label())) for entry in entries)
+            across = max(1, min(len(entries), int((columns * width - 0.4) / (HANDLE + LETTER * longest))))
+            figure.legend(handles=entries, loc="outside lower left", ncols=across, fontsize=10.5)
+        written = []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # letters that the font lacks show as boxes
+            for suffix in ("png", "svg"):
+                # Without a date two equal runs give equal files.
+                metadata = {"Date": None} if suffix == "svg" else {}
+                figure.savefig(buffer := io.BytesIO(), format=suffix, dpi=160, metadata=metadata)
+                written.append(write_atomically(stem.with_name(f"{stem.name}.{suffix}"), buffer.getvalue()))
+    return written
+
+
+def _draw_chart(axes: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, small: bool) -> None:
+    for arm in dict.fromkeys(curve.arm for curve in chart.curves):
+        _draw_arm(axes, [curve for curve in chart.curves if curve.arm == arm], styles[arm], chart.points)
+    for level in chart.levels:
+        look: dict[str, Any] = {"color": MUTED, "linewidth": 1.0}
+        if level.label:
+            look = {"color": TEXT, "linestyle": DASHES["dashed"], "linewidth": 1.4, "zorder": 3}
+        axes.axhline(level.y, **look)
+    title, label, tick = (12, 11, 10.5) if small else (13, 12, 11)
+    axes.set_title(_text(chart.title), fontsize=title)
+    axes.set_xlabel(_text(chart.x.title), fontsize=label)
+    axes.set_ylabel(_text(chart.y.title), fontsize=label, wrap=True)
+    axes.tick_params(labelsize=tick)
+    axes.margins(x=0.02)
+    axes.set_xscale("log", base=chart.x.log) if chart.x.log else axes.set_xscale("linear")
+    axes.set_yscale("log", base=chart.y.log) if chart.y.log else axes.set_yscale("linear")
+    _set_ticks(axes.xaxis, chart.x, most=4 if small else 6)
+    _set_ticks(axes.yaxis, chart.y, most=5 if small else 7)
+    axes.set(xlim=chart.x.limits, ylim=chart.y.limits)
+
+
+def _draw_arm(axes: Axes, curves: Sequence[Curve], style: ArmStyle, marked: bool) -> None:
+    """Curves that look alike as one collection, which draws hundreds at once; thin where there is a middle."""
+    from matplotlib.collections import LineCollection
+
+    has_middle, single = any(curve.middle for curve in curves), sum(not curve.middle for curve in curves)
+    groups: dict[tuple[bool, bool], list[Any]] = {}
+    for curve in curves:
+        y = np.asarray(curve.y, dtype=float)
+        points = np.column_stack([curve.x, np.where(np.abs(y) < LARGEST, y, np.nan)])  # gaps where axes would overflow
+        groups.setdefault((curve.dashed, curve.middle), []).append(points)
+    for (dashed, middle), lines in groups.items():
+        look: dict[str, Any] = {"linewidths": 1.6, "linestyles": [DASHES["dashed" if dashed else style.dash]]}
+        if middle:
+            look["linewidths"] = 2.4
+        elif has_middle and not dashed:
+            look = {"linewidths": 0.8, "alpha": min(0.4, max(0.06, 6.0 / single))}
+        axes.add_collection(LineCollection(lines, colors=style.colour, zorder=2, **look))
+        for points in lines:
+            few = len(points) < FEW and not has_middle
+            if not dashed and (few or (marked and middle == has_middle)):
+                size = 6 if marked else 4
+                axes.plot(*points.T, style.marker, color=style.colour, markersize=size, markeredgewidth=0)
+    axes.autoscale_view()
+
+
+def _set_ticks(drawn: DrawnAxis, axis: Axis, most: int) -> None:
+    """Ticks: the given ones, powers, or round numbers, thousands of steps as `20k`."""
+    from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    if axis.ticks or axis.log:
+        places = FixedLocator(list(axis.ticks)) if axis.ticks else LogLocator(base=axis.log, numticks=6)
+        drawn.set_major_locator(places)
+        drawn.set_minor_locator(NullLocator())
+    else:
+        drawn.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
+    if axis.ticks or axis.log == 2:
+        drawn.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif axis.label.startswith("step"):
+        drawn.set_major_formatter(EngFormatter(sep=""))
+
+
+def _legend_entries(charts: Sequence[Chart], styles: Mapping[str, ArmStyle]) -> list[Line2D]:
+    """What tells the curves apart: the arms where there are several, then what kinds of lines mean."""
+    from matplotlib.lines import Line2D
+
+    arms = dict.fromkeys(curve.arm for chart in charts for curve in chart.curves)
+    marked = any(chart.points for chart in charts)
+    entries = []
+    for arm in arms if len(arms) > 1 else ():
+        colour, dash, marker = styles[arm]
+        look: dict[str, Any] = {"marker": marker if marked else None, "markersize": 6}
+        entries.append(Line2D([], [], color=colour, linestyle=DASHES[dash], label=_text(arm), **look))
+    for kind, word in dict.fromkeys(pair for chart in charts for pair in chart.key):
+        entries.append(Line2D([], [], color=MUTED, label=_text(word), linestyle=DASHES[kind]))
+    for label in dict.fromkeys(level.label for chart in charts for level in chart.levels if level.label):
+        entries.append(Line2D([], [], color=TEXT, linestyle=DASHES["dashed"], label=_text(label)))
+    return entries
+
+
+def _text(text: str) -> str:
+    """A text for matplotlib, which takes dollars for formulas and leaves no room for a chart beside a long name."""
+    return (text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…").replace("$", r"\$")

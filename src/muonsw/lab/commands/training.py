@@ -1,0 +1,600 @@
+"""`muonsw compare`, `muonsw train` and `muonsw task`: what they share is how a run is described."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
+
+import torch
+from rich.console import Console
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
+
+from muonsw.decay import DECAY_RULES
+from muonsw.lab.compare import (
+    FACTORS,
+    RULES,
+    Arm,
+    Conclusion,
+    advise_arm,
+    by_arm,
+    conduct,
+    parse_arm,
+    refuse_too_much_decay,
+    train_all,
+)
+from muonsw.lab.console import Table, harmless, paragraph, print_table, say, showing
+from muonsw.lab.data.loader import SPLITS, DataRecord, read_record
+from muonsw.lab.errors import FAILED, OK, Diverged, Interrupted, UsageError, report_error
+from muonsw.lab.files import prepare_folder, require_writable, write_atomically
+from muonsw.lab.launch import Cluster, runs_at_once
+from muonsw.lab.report import PAGE, check_target
+from muonsw.lab.runs import load_runs
+from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
+from muonsw.lab.train.checkpoint import RESULT, read_config_file, recorded_code
+from muonsw.lab.train.config import RunConfig, changed_run, task_run, with_data
+from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.ranks import joined, known_to_all, speaker
+from muonsw.lab.train.records import Record, numbers_of, require_sinks
+from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve_device
+from muonsw.presets import PRESETS
+from muonsw.text import counted
+
+TASK_HELP = (
+    "Train this instead of a preset: a Python file, which is executed as you; `muonsw task new FILE` writes one."
+)
+ARMS_HELP = (
+    "What is compared, the baseline first: decay rules, presets of other optimizers, or both (scaled, normuon, "
+    "soap/constant), each perhaps with settings (scaled,weight_decay=0.5 or soap,lr=0.01,adam_lr=0.02). "
+    f"Decay rules: {', '.join(DECAY_RULES)}. Presets: {', '.join(PRESETS)}."
+)
+WITH_CONFIG = ("--config", "--out", "--strategy")
+NAME = "training"
+# Dense bfloat16 TFLOP/s by a part of the device's name, from the makers' data sheets.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0, "4090": 165.0}
+
+# ---- Options
+
+
+def changed(command: Any) -> list[str]:
+    """The options of a command that differ from their defaults, those of its groups of options included.
+
+    Examples:
+        >>> changed(Train(seed=3, own=TaskOptions(eval_every=5)))
+        ['--eval-every', '--seed']
+    """
+    names = []
+    for option in fields(command):
+        value = getattr(command, option.name)
+        if is_dataclass(value):
+            names += changed(value)
+        elif value != option.default:
+            names.append(f"--{option.name.replace('_', '-')}")
+    return names
+
+
+def given(command: Any, *names: str) -> dict[str, Any]:
+    """Options of a command by their names, without those that were left out."""
+    return {name: value for name in names if (value := getattr(command, name)) is not None}
+
+
+def require_at_least_one(command: Any, *names: str) -> None:
+    for name, value in given(command, *names).items():
+        if value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """How a user's task is called and evaluated."""
+
+    task_options: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")] = ()
+    """Options of the task; `--task.depth 6` is the same as `--task-options depth=6`."""
+    eval_batches: Annotated[int | None, arg(metavar="N")] = None
+    """Validation batches of a task. Default: all of a list, 16 of anything without a length."""
+    eval_every: Annotated[int | None, arg(metavar="N")] = None
+    """Steps between evaluations of a task. Default: a twentieth of the run."""
+
+    def run_config(
+        self, path: str, runs: Iterable[Path] = (), seed: int = 0, **chosen: Any
+    ) -> tuple[RunConfig, Checked]:
+        """The run of the task, and what its check found.
+
+        Raises:
+            UsageError: If it cannot be trained; or if its file has changed since one of `runs` began, before any of the
+                file runs.
+        """
+        try:
+            task = TaskConfig(path, tuple(sorted(self.task_options)), None, self.eval_batches)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        for folder in runs:
+            with_file(replace(task, fingerprint=recorded_code(folder, task)))
+        task = with_file(task)
+        checked = check_task(task, seed)
+        return task_run(task, checked, seed=seed, **chosen, **given(self, "eval_every")), checked
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What to train, on what, and how."""
+
+    preset: str = "demo"
+    """Model and recipe: demo, mini, w128, w256, w512, w768, w1024, each also with -dense."""
+    task: Annotated[str | None, arg(metavar="FILE", help=TASK_HELP)] = None
+    data: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Prepared tokens. Default: --text, or else the Python standard library, prepared in out/data."""
+    text: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
+    """Your own text instead: files, folders or quoted globs (.txt, .md, .jsonl, .parquet); prepared in out/data."""
+    steps: int | None = None
+    """Optimizer steps, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
+    lr: float | None = None
+    """Peak learning rate, instead of the preset's, before muP multiplies it."""
+    weight_decay: float | None = None
+    """Lambda. Default: the preset's or the task's; for text, `muonsw compare` takes that of `muonsw advise`."""
+    accumulation: int | None = None
+    """Micro-batches in a step: more take less memory."""
+    checkpoint_every: Annotated[int | None, arg(metavar="N")] = None
+    """Steps between checkpoints, instead of the preset's; a run is also saved every three minutes."""
+    telemetry_every: Annotated[int | None, arg(metavar="N")] = None
+    """Steps between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
+    device: str = "auto"
+    """cpu, cuda or auto."""
+    precision: str | None = None
+    """float32, bfloat16 (autocast), or auto for bfloat16 on a GPU."""
+    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
+    """For a task of your own."""
+
+    def run_config(
+        self,
+        console: Console,
+        runs: Iterable[Path],
+        check: Callable[[RunConfig], object],
+        optimizer: dict[str, Any],
+        **changes: Any,
+    ) -> RunConfig:
+        """The run that is described; `check` is called before tokens are prepared, which may take long."""
+        changes |= given(self, "accumulation", "checkpoint_every", "telemetry_every", "device", "precision")
+        optimizer |= given(self, "lr", "weight_decay")
+        if self.task is not None:
+            for option in changed(self):
+                if option in ("--preset", "--data", "--text", "--config", "--batch"):
+                    raise UsageError(f"give --task or {option}, not both: the file says what is trained, and on what")
+            config, checked = self.own.run_config(self.task, runs, **changes, **optimizer, **given(self, "steps"))
+            check(config)
+            introduce(console, config, checked)
+            return config
+        for option in changed(self.own):
+            raise UsageError(f"{option} needs a task: give --task FILE")
+        config = changed_run(self.preset, self.steps, optimizer, **changes)
+        check(config)
+        if self.data is None and not self.text:
+            say(console, "tokens: the Python standard library, prepared once in out/data")
+        config = with_data(config, self.data, self.text)
+        if self.text:
+            record = read_record(Path(config.tokens.path))
+            share = record.tokens("validation") / sum(map(record.tokens, SPLITS))
+            held_out = f"({share:.1%} held out for validation), vocabulary of {record.vocab_size:,}"
+            say(console, f"tokens: {contents(record)} {held_out}, in {config.tokens.path}")
+        return config
+
+
+def contents(record: DataRecord) -> str:
+    """Say what a folder of prepared tokens holds."""
+    size = sum(group.bytes for group in record.groups)
+    text = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    tokens = " and ".join(f"{record.tokens(split):,} {split}" for split in SPLITS)
+    return f"{counted(record.documents, 'document')}, {text} of text, {tokens} tokens"
+
+
+def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
+    """Say what will be trained: batches, warnings, which algorithm moves what, and whether decay acts.
+
+    Raises:
+        UsageError: If the optimizer refuses the model, or the routing of the file.
+    """
+    assert config.task is not None
+    measured = "".join(f", {name} {value:.4g}" for name, value in checked.metrics.items())
+    paragraph(
+        console, f"{config.task.name}: batches of {checked.batch}; loss {checked.loss:.4g}{measured} at the start"
+    )
+    for note in checked.notes:
+        paragraph(console, f"note: {note}")
+    task = open_task(config)
+    model = task.model(config.seed)
+    try:
+        patterns = task.patterns(model, config.optimizer.weight_decay)
+        say(console, build_optimizer(model, config.optimizer, config.steps, patterns=patterns).routing())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with suppress(ValueError):  # a number makes no sense for the formula
+        advice = {
+            rule: advise_arm(config, Arm(rule, replace(config.optimizer, decay=rule, peak="group")), 1.0)
+            for rule in RULES
+        }
+        totals = " and ".join(f"{part.total:.2g} ({rule})" for rule, part in advice.items())
+        answer = advice["scaled"].answer
+        paragraph(console, f"Total decay is {totals}. For a language model trained from scratch: {answer}")
+
+
+def print_conclusion(
+    console: Console,
+    conclusion: Conclusion,
+    folder: Path,
+    tables: Sequence[Table],
+    *,
+    verbose: bool,
+    more: str = "",
+) -> None:
+    """Print a result: its sentence, these tables, and where its files are, with `more` about files."""
+    say(console, "")
+    paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
+    for table in tables:
+        print_table(console, table, verbose=verbose)
+    # Files to open by name, figures by number.
+    named = [path.name for path in conclusion.paths if path.suffix in (".json", ".html")]
+    figures = len(conclusion.paths) - len(named)
+    parts = [", ".join(named)] + ([counted(figures, "figure")] if figures else [])
+    say(console, f"\nwrote {' and '.join(parts)} to {folder}{more}")
+
+
+# ---- Compare
+
+
+@dataclass(frozen=True)
+class Compare(RunOptions):
+    """Compare decay rules on your text, your task or a demo.
+
+    Every rule trains the same model from the same weights on the same batches.
+
+    Rerun the same command to resume.
+    """
+
+    out: Annotated[Path, arg(metavar="DIR")] = Path("out/compare")
+    """Folder for the runs and the report."""
+    arms: Annotated[tuple[str, ...], arg(help=ARMS_HELP)] = ("constant", "scaled")
+    seeds: int = 3
+    """How many seeds; one gives no error bar, and two a very wide one."""
+    control: FlagCreatePairsOff[bool] = False
+    """Add constant decay with the total decay of the scaled arm, to tell less decay from later decay."""
+    tune_lambda: FlagCreatePairsOff[bool] = False
+    """Find the best lambda of each arm on a separate seed, and compare those."""
+    retry_diverged: FlagCreatePairsOff[bool] = False
+    """Try runs again that diverged in an earlier call."""
+    workers: Annotated[int | None, arg(metavar="N")] = None
+    """Runs at a time, on one thread each. Default: one for each core or GPU; on a cluster, all."""
+    record: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Append the runs to this JSONL table; run folders can then be deleted."""
+    verbose: FlagCreatePairsOff[bool] = False
+    """Print all tables, with all their columns."""
+    cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
+    """Training as jobs of a cluster."""
+
+    def run(self) -> int:
+        require_at_least_one(self, "seeds", "workers")
+        self.cluster.check(self.device)
+        check_target(self.out / PAGE)
+        console, epochs = Console(), 1.0
+        # One thread for each run: the number of workers then changes nothing but the time.
+        threads = {"threads": 1} if self.cluster.device_type(self.device) == "cpu" else {}
+        begun = sorted((self.out / "runs").glob("*"))
+        base = self.run_config(console, begun, self._arms, {}, **threads)
+        if self.task is not None:
+            subject, seen = Path(self.task).name, counted(base.batch, "sample")
+        else:
+            names = [Path(path).name or path for path in self.text]
+            prepared = "Python's standard library" if self.data is None else str(self.data)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            subject = f"{names[0]}{more}" if names else prepared
+            epochs = base.steps * base.tokens_per_step / read_record(Path(base.tokens.path)).tokens("train")
+            base = self._with_lambda(console, base, epochs)
+            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.tokens.path})"
+        arms = self._arms(base)
+        compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
+        runs = self.seeds * (len(arms) + self.control)
+        workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
+        prepare_folder(self.out)
+        names = [*(arm.name for arm in arms), *["constant decay of the same total"] * self.control]
+        length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'step')} of {seen}"
+        paragraph(console, f"{' and '.join(names)}, {length}, {workers} at a time, in {self.out}")
+
+        train_runs = partial(
+            train_all,
+            place=by_arm(self.out / "runs"),
+            console=console,
+            workers=workers,
+            cluster=self.cluster,
+            retry_diverged=self.retry_diverged,
+        )
+        conclusion = conduct(
+            base,
+            arms,
+            train_runs,
+            self.out,
+            seeds=self.seeds,
+            title=f"{compared} on {subject}",
+            control=self.control,
+            tune_lambda=self.tune_lambda,
+            epochs=epochs,
+        )
+        tables = conclusion.tables if self.verbose else conclusion.tables[:1]
+        print_conclusion(console, conclusion, self.out, tables, verbose=self.verbose)
+        if self.record is not None:
+            from muonsw.lab.studies.records import append  # which most comparisons do not need
+
+            ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
+            count = append(self.record, load_runs(ended), study="tasks" if self.task else "compare")
+            say(console, f"added {counted(count, 'run')} to {self.record}")
+        return 0
+
+    def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
+        """The run at the formula's lambda, unless one was given; says whether a given one suits the run."""
+        advice = advise_arm(base, Arm("scaled", replace(base.optimizer, decay="scaled")), epochs)
+        given_lambda = base.optimizer.weight_decay
+        if advice.low is None or advice.high is None:
+            say(console, f"lambda {given_lambda:g}: {advice.answer}")
+        elif self.weight_decay is None:
+            # Two digits are as many as the formula knows; of a range, its middle.
+            lam = float(f"{math.sqrt(advice.low * advice.high):.2g}")
+            base = replace(base, optimizer=replace(base.optimizer, weight_decay=lam))
+            say(console, f"lambda {lam:g}, by the formula of muonsw advise")
+        elif advice.verdict != "fine":
+            size = "large" if advice.verdict == "large" else "small"
+            say(console, f"lambda {given_lambda:g}, as given, is {size} for this run. {advice.answer}")
+        return base
+
+    def _arms(self, base: RunConfig) -> tuple[Arm, ...]:
+        arms = tuple(parse_arm(text, base.optimizer) for text in self.arms)
+        if len({arm.name for arm in arms}) < max(len(arms), 2):
+            raise UsageError(f"--arms must name at least two different arms, got {', '.join(self.arms)}")
+        scaled = [arm for arm in arms if arm.optimizer.decay == "scaled"]
+        if self.control and not scaled:
+            raise UsageError("--control needs a scaled arm, whose total it takes")
+        if self.control and not scaled[0].optimizer.weight_decay:
+            raise UsageError("--control needs decay to take the total of: give --weight-decay above zero")
+        for arm in arms:
+            tried = arm.optimizer.weight_decay * (min(FACTORS) if self.tune_lambda else 1.0)
+            refuse_too_much_decay(base, replace(arm.optimizer, weight_decay=tried))
+        if self.tune_lambda and not any(arm.optimizer.weight_decay for arm in arms):
+            raise UsageError("--tune-lambda tries multiples of lambda: give --weight-decay above zero")
+        return arms
+
+
+# ---- Train
+
+
+@dataclass(frozen=True)
+class Train(RunOptions):
+    """Train a model; rerun the same command to resume.
+
+    Exit codes: 0 complete, 1 diverged, 130 or 143 stopped and saved.
+    """
+
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Folder of the run; default out/train/ with the name of the preset, the task or the config."""
+    config: Annotated[Path | None, arg(metavar="FILE")] = None
+    """A complete config file, such as a run's config.json, instead of all other settings but --out and --strategy; a
+    task that it names is executed as you."""
+    algorithm: str | None = None
+    """muon (with AdamW for everything but hidden matrices) or adamw."""
+    decay: Annotated[str | None, arg(help=f"Decay rule: {', '.join(DECAY_RULES)}.")] = None
+    muon_lr: str | None = None
+    """How muP scales Muon's learning rate with the width: adam, sqrt or none."""
+    peak: str | None = None
+    """What scaled decay divides by: group for the group's own peak, base for the base peak."""
+    batch: int | None = None
+    """Sequences in a step, instead of the preset's; a task sets its own batch size."""
+    seed: int = 0
+    """Seed of the initial weights and the order of the data."""
+    strategy: Literal["ddp", "fsdp"] | None = None
+    """How ranks of torchrun share the work: ddp (default) keeps the model on each, fsdp divides it."""
+    tensorboard: FlagCreatePairsOff[bool] = False
+    """Also write TensorBoard events into the run's folder."""
+    wandb: str = ""
+    """Also log to this Weights & Biases project."""
+
+    def run(self) -> int:
+        folder = self.out or Path("out/train") / Path(self.config or self.task or self.preset).stem
+        if self.config and self.task is None:
+            for option in changed(self):
+                if option not in WITH_CONFIG:
+                    wrong = f"{option} does not go with --config, whose file has all settings"
+                    raise UsageError(f"{wrong}: change it there")
+            require_writable(folder)
+            config = read_config_file(self.config)
+        else:
+            console = Console(quiet=speaker() is not None)  # rank 0 alone speaks
+            changes = given(self, "batch", "seed", "tensorboard", "wandb")
+            optimizer = given(self, "algorithm", "decay", "muon_lr", "peak")
+
+            def check(config: RunConfig) -> None:
+                require_writable(folder)
+                if config.task is None:
+                    refuse_too_much_decay(config, config.optimizer)
+                resolve_device(config.device)
+                require_sinks(config)
+
+            config = self.run_config(console, [folder], check, optimizer, **changes)
+        if self.strategy is not None:
+            config = replace(config, parallel=replace(config.parallel, strategy=self.strategy))
+        return run(config, folder)
+
+
+def run(config: RunConfig, folder: Path) -> int:
+    """Train on all ranks that were started, with progress on the console of the first; print how it ended."""
+    console = Console()
+    try:
+        with joined(config.parallel.timeout) as world, watching(console) if world.leads else nullcontext() as watch:
+            result = train(config, folder, watch, world)
+    except (Diverged, Interrupted, UsageError) as error:
+        # Rank 0 alone reports what all ranks know.
+        rank = speaker()
+        report_error(f"muonsw: {harmless(error)}")
+        if rank is None or not known_to_all(error):
+            print(f"muonsw: {rank or ''}{harmless(error)}", file=sys.stderr)
+        return FAILED if isinstance(error, Diverged) else error.exit_code
+    if world.leads:
+        best = f"best {result['best_loss']:.4f} after {result['best_step']:,}"
+        ended = f"validation loss {result['final_loss']:.4f} after {counted(result['steps'], 'step')} ({best})"
+        if skipped := result["skipped"]:
+            ended += f", {skipped:,} of them skipped because their gradients were not finite"
+        say(console, f"{ended}, {result['seconds']:.0f} s, in {folder}")
+    return OK
+
+
+@contextmanager
+def watching(console: Console) -> Iterator[Watch]:
+    """Show loss, speed and the time left while the block runs."""
+    steps, unit, share_of_peak = 0, "", 0.0
+    with showing(console, {NAME: None}) as view:
+
+        def started(training: Training) -> None:
+            nonlocal steps, unit, share_of_peak
+            task, device = training.task, training.device
+            steps, unit = training.config.steps, task.unit
+            if device.type == "cuda" and task.flops:
+                name = torch.cuda.get_device_name(device)
+                peak = next((value for part, value in PEAK_TFLOPS.items() if part in name), None)
+                # What one token a second is of the peak of all ranks' devices.
+                share_of_peak = task.flops / (training.world.size * peak * 1e12) if peak else 0.0
+            parameters = sum(parameter.numel() for parameter in training.model.parameters())
+            size = f"{counted(steps, 'step')} of {task.per_step:,} {unit}, {task.data(steps)}"
+            view.say(f"{parameters:,} parameters, {size}, on {device}")
+            order = ("step", "loss", "validation", "weight RMS", f"{unit}/s", "MFU")
+            view.update(NAME, training.step, dict.fromkeys(order, ""), total=steps)
+
+        def record(record: dict[str, Any]) -> None:
+            numbers = numbers_of(record, steps)
+            if record["kind"] == "eval":
+                metrics = [name for name in record if name not in ("kind", "step", "loss")]
+                more = "".join(f", {name} {record[name]:.4g}" for name in metrics)
+                view.log(f"step {record['step']:,} of {steps:,}: validation {numbers['validation']}{more}")
+            if speed := record.get(f"{unit}_per_second"):
+                numbers[f"{unit}/s"] = f"{speed:,.0f}"
+                if share_of_peak:
+                    numbers["MFU"] = f"{100 * share_of_peak * speed:.1f}%"
+            view.update(NAME, record["step"] if record["kind"] == "train" else None, numbers)
+
+        yield Watch(started=started, record=record, note=view.say)
+
+
+# ---- Task
+
+
+class EnoughError(Exception):
+    """Stop a run that is only timed."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check every function of a task, and say how long a comparison takes here."""
+
+    file: Annotated[str, Positional, arg(metavar="FILE")]
+    """Python file, which is executed as you."""
+    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
+    """Options of the task."""
+    steps: int | None = None
+    """Steps, instead of the task's own."""
+    seeds: int = 3
+    """Seeds of the comparison."""
+    device: str = "auto"
+    """cpu, cuda or auto."""
+
+    def run(self) -> int:
+        require_at_least_one(self, "seeds")
+        console = Console()
+        config, checked = self.own.run_config(self.file, **given(self, "device", "steps"))
+        config = replace(config, threads=1 if resolve_device(self.device).type == "cpu" else 0)
+        introduce(console, config, checked)
+        # Time the first seconds of a real run, which is then deleted.
+        fewest_steps, enough_seconds = 3, 5.0
+        times: list[float] = []
+        evaluations: list[float] = []
+
+        def started(_training: Training) -> None:
+            evaluations.append(time.perf_counter())
+
+        def record(record: Record) -> None:
+            if record["kind"] == "eval":
+                evaluations.append(time.perf_counter())
+            elif record["kind"] == "train":
+                times.append(time.perf_counter())
+            if len(times) > fewest_steps and times[-1] - times[0] > enough_seconds:
+                raise EnoughError
+
+        steps = max(config.steps, fewest_steps)
+        timed = replace(config, steps=steps, eval_every=steps)  # no evaluation between the steps that are timed
+        try:
+            with TemporaryDirectory() as folder, suppress(EnoughError):
+                train(timed, Path(folder) / "run", Watch(started, record))
+        except Diverged as error:
+            print(f"muonsw: {harmless(error.__cause__)}", file=sys.stderr)  # without the checkpoint that was deleted
+            return FAILED
+        except Interrupted as error:
+            raise Interrupted("stopped; a check saves nothing", error.signal) from error
+        step, evaluation = (times[-1] - times[0]) / max(1, len(times) - 1), evaluations[1] - evaluations[0]
+        seconds = config.steps * step + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
+        workers = runs_at_once(self.device)
+        compared, searched = (
+            in_words(math.ceil(runs / workers) * seconds)
+            for runs in (len(RULES) * self.seeds, len(RULES) * len(FACTORS))
+        )
+        runs = f"{counted(config.steps, 'step')}, {len(RULES)} arms, {counted(self.seeds, 'seed')}"
+        parts = f"{1e3 * step:,.1f} ms a step, {1e3 * evaluation:,.0f} ms an evaluation, {workers} runs at a time"
+        paragraph(console, f"{runs}: about {compared} here ({parts}); --tune-lambda adds {searched} or more")
+        return 0
+
+
+def in_words(seconds: float) -> str:
+    """A duration, roughly.
+
+    Examples:
+        >>> in_words(0.2), in_words(4.2), in_words(400), in_words(9000)
+        ('1 second', '4 seconds', '7 minutes', '2.5 hours')
+    """
+    if seconds < 90:
+        return counted(max(1, round(seconds)), "second")
+    return f"{round(seconds / 60)} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+@dataclass(frozen=True)
+class New:
+    """Write a task that runs, with comments on what to replace."""
+
+    file: Annotated[Path, Positional, arg(metavar="FILE")]
+    """Python file to write; an existing file is never overwritten."""
+
+    def run(self) -> int:
+        if self.file.suffix != ".py":
+            raise UsageError(f"{self.file} must end in .py")
+        text = files("muonsw.lab").joinpath("task_template.py").read_text(encoding="utf-8")
+        if os.path.lexists(self.file):
+            raise UsageError(f"{self.file} exists already: choose another name")
+        prepare_folder(self.file.parent)
+        write_atomically(self.file, text)
+        named = shlex.quote(str(self.file))
+        say(Console(), f"wrote {self.file}; next, `muonsw task check {named}`, then `muonsw compare --task {named}`")
+        return 0
+
+
+@dataclass(frozen=True)
+class TaskCommand:
+    """Check a task of your own, or write a file to start from."""
+
+    action: Annotated[
+        Annotated[Check, subcommand("check", prefix_name=False)] | Annotated[New, subcommand("new", prefix_name=False)],
+        arg(name=""),
+    ]
+
+    def run(self) -> int:
+        return self.action.run()

@@ -1,0 +1,468 @@
+"""`muonsw report`: verdict, tables and curves on one interactive page that loads nothing.
+
+`report.html` is the template; it escapes whatever is not ours. Charts become plotly figures here, and `report.js` draws
+them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from muonsw.lab.charts import (
+    FONT_SIZE,
+    GRID,
+    MUTED,
+    SANS,
+    TEXT,
+    ArmStyle,
+    Axis,
+    Chart,
+    Curve,
+    LegendEntry,
+    arm_styles,
+)
+from muonsw.lab.config import flatten
+from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, loss_text, norm_text, say
+from muonsw.lab.errors import UsageError, needed
+from muonsw.lab.files import prepare_folder, require_writable, write_atomically
+from muonsw.lab.runs import Points, Run, differences, load_runs, name_arms, runs_below, unique_names
+from muonsw.lab.stats import Claims, any_failed, claims_table
+from muonsw.lab.train.checkpoint import CONFIG
+from muonsw.text import counted
+
+PAGE = "report.html"  # where comparisons and studies write theirs
+MARK = '<meta name="generator" content="muonsw">'  # a page replaces only pages that have it
+HEAD_BYTES = 4096
+DIGITS = 6  # significant digits of a value on the page
+SHORT = 28  # characters up to which the text of a cell is not broken
+MOST_COLUMNS = 4  # of the table about models and machines
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one self-contained interactive page about runs.
+
+    A run that is still in progress is shown as far as it has got.
+    """
+
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()
+    """Run folders, folders that hold run folders, such as those of `muonsw compare`, or files of JSON lines that
+    `muonsw.Telemetry` wrote."""
+
+    out: Annotated[Path, arg(aliases=("-o",), metavar="FILE")] = Path("report.html")
+    """The page."""
+
+    title: str = ""
+    """Heading of the page; made from the runs' names unless given."""
+
+    def run(self) -> int:
+        if not self.runs:
+            raise UsageError("missing run: muonsw report RUN [RUN ...] -o report.html")
+        check_target(self.out)
+        folders: list[Path] = []
+        for path in self.runs:  # a folder that is not a run stands for the runs inside it or its `runs`
+            single = path.is_file() or (path / CONFIG).is_file()
+            folders += [path] if single else runs_below(path) or [path]
+        loaded = load_runs(dict.fromkeys(folders))
+        title = self.title or (f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs")
+        say(Console(), f"wrote {write_report(self.out, title, loaded)}")
+        return 0
+
+
+def check_target(path: Path) -> None:
+    """Refuse before the work a page that cannot be written there."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"the report {path} must end in .html")
+    if path.is_dir():
+        raise UsageError(f"the report {path} is a folder; name a file such as {path / PAGE}")
+    if path.is_file() and MARK.encode() not in path.read_bytes()[:HEAD_BYTES]:
+        raise UsageError(f"{path} was not written by muonsw: delete it, or choose another name")
+    require_writable(path.parent)
+
+
+def write_report(
+    path: Path,
+    title: str,
+    runs: Sequence[Run],
+    *,
+    verdict: str = "",
+    tables: Sequence[Table] = (),
+    figures: Sequence[Chart] = (),
+    details: Sequence[Table] = (),
+    claims: Claims | None = None,
+) -> Path:
+    """Write one HTML file that works offline, and return its path.
+
+    Args:
+        path: Where to; the name ends in `.html`.
+        title: Its heading.
+        runs: What is shown; none for a page of claims, tables and charts alone.
+        verdict: The sentences on top; unless given, how many runs there are and how they ended.
+        tables: Shown before the charts.
+        figures: Shown before the charts of the runs; their curves name arms as `name_arms` does.
+        details: Tables shown after the charts.
+        claims: By who makes them; shown last, those that failed first.
+    """
+    check_target(path)
+    # Plotly is imported here, so that everything else of a report works where it is not installed.
+    library = str(needed("plotly.offline", "an interactive page needs", "lab").get_plotlyjs())
+    group = Group(runs)
+    sections: list[Table | Chart] = [*tables, *figures, *run_charts(group), *details]
+    if runs:
+        sections += [runs_table(group), *differences_table(group), *origin_table(group)]
+    if claims:
+        sections.append(claims_table(claims))
+    names = dict.fromkeys(curve.arm for chart in figures for curve in chart.curves)
+    arms = [*group.arms, *(LegendEntry(name, name) for name in names if name not in group.arm_of)]
+    styles, code = arm_styles(arms), _resource("report.js")
+    data = {
+        "figures": [_figure(section, styles) for section in sections if isinstance(section, Chart)],
+        "arms": [{"name": arm.name, "runs": arm.runs, **styles[arm.name]._asdict()} for arm in arms],
+    }
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, code))
+    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.filters["anchor"] = anchor
+    text = environment.from_string(_resource("report.html")).render(
+        title=title,
+        verdict=verdict or (summary(group) if runs else ""),
+        failed=any_failed(claims or {}),
+        # Charts that follow each other share a grid and a legend.
+        groups=[(are_charts, list(members)) for are_charts, members in groupby(sections, _is_chart)],
+        contents=dict(
+            ("figures", "Curves") if isinstance(section, Chart) else (anchor(section.name), section.title)
+            for section in sections
+        ),
+        short=SHORT,
+        mark=MARK,
+        policy=f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:",
+        style=_resource("report.css"),
+        # A name could otherwise end the script element.
+        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        library=library,
+        code=code,
+    )
+    prepare_folder(path.parent)
+    return write_atomically(path, text)
+
+
+def _is_chart(section: Table | Chart) -> bool:
+    return isinstance(section, Chart)
+
+
+def _resource(name: str) -> str:
+    return files("muonsw.lab").joinpath(name).read_text(encoding="utf-8")
+
+
+class Group:
+    """Runs that are shown together, with their names and arms."""
+
+    def __init__(self, runs: Sequence[Run]):
+        self.runs = list(runs)
+        self.labels = unique_names(run.name for run in self.runs)
+        self.arm_of = name_arms(self.runs)
+        first = dict(reversed(list(zip(self.arm_of, self.runs, strict=True))))
+        self.arms = [LegendEntry(arm, first[arm].rule, count) for arm, count in Counter(self.arm_of).items()]
+
+
+# ---- The charts of runs
+
+TOTAL_POINTS, MOST, LEAST = 240_000, 1500, 100  # points of a page, and of one curve
+SMOOTH = 100  # points of a training loss: each is the mean over a hundredth of the run
+BEGINNING = 0.1  # share of the steps whose losses may leave the chart at the top
+
+
+class Panel(NamedTuple):
+    """A chart of one measure."""
+
+    name: str
+    title: str
+    measure: Callable[[Run], Points]
+    y: Axis
+    note: str
+
+
+LOSS = Axis("loss")
+TRAINED = "training-loss"
+EVALUATED = "On what is held out. Thick: the median over the runs of an arm, where it has several."
+PANELS = (
+    Panel("validation-loss", "Validation loss", lambda run: run.losses, LOSS, EVALUATED),
+    Panel(TRAINED, "Training loss", lambda run: run.training_losses, LOSS,
+          f"Means over a {SMOOTH}th of the records. Thick: the median over the runs of an arm."),
+    Panel("weight-norm", "Weight norm", lambda run: run.norms, Axis("weight RMS"),
+          "Root mean square over all elements of the weights that decay, before each recorded step."),
+    Panel("alignment", "Alignment", lambda run: run.recorded("alignment_update"), Axis("cosine of weight and update"),
+          "Cosine between the weights that decay and their update, pooled over all elements; negative grows the norm."),
+    Panel("relative-update", "Relative update", lambda run: run.recorded("relative_update"),
+          Axis("update RMS / weight RMS", log=10),
+          "Root mean square of the update over that of the weights that decay."),
+    Panel("learning-rate", "Learning rate",
+          lambda run: logged if len((logged := run.train.known("lr"))[0]) else run.recorded("lr"),
+          Axis("η"), "Base learning rate of each step."),
+    Panel("decay", "Decay", lambda run: run.recorded("decay"), Axis("φ", "share per step"),
+          "Share φ by which a step shrinks the weights that decay: W ← (1 \N{MINUS SIGN} φ) W \N{MINUS SIGN} u."),
+)  # fmt: skip
+
+
+def run_charts(group: Group) -> list[Chart]:
+    """Every chart for which something was recorded: a curve for each run, and the median of arms with several."""
+
+    def metric(name: str, run: Run) -> Points:
+        return run.evals.known(name)
+
+    names = dict.fromkeys(name for run in group.runs for name in run.metrics)
+    metrics = [Panel(f"metric-{name}", name, partial(metric, name), Axis(name), EVALUATED) for name in names]
+    points = int(np.clip(TOTAL_POINTS / (8 * max(1, len(group.runs))), LEAST, MOST))
+    charts = []
+    for panel in (PANELS[0], *metrics, *PANELS[1:]):
+        most = SMOOTH if panel.name == TRAINED else points
+        measured = zip(group.labels, group.arm_of, map(panel.measure, group.runs), strict=True)
+        shown = [(label, arm, thinned(values, most)) for label, arm, values in measured if len(values[0])]
+        curves = [_curve(label, arm, values) for label, arm, values in shown]
+        for entry in group.arms:
+            parts = [values for _, arm, values in shown if arm == entry.name]
+            if len(parts) > 1 and len((middle := median_curve(parts))[0]):
+                curves.append(_curve("median", entry.name, middle, middle=True))
+        axis = loss_axis(curves, group.runs) if panel.y is LOSS else panel.y
+        charts.append(Chart(panel.name, panel.title, curves, y=axis, note=panel.note))
+    return [chart for chart in charts if chart.curves]
+
+
+def _curve(label: str, arm: str, points: Points, *, middle: bool = False) -> Curve:
+    return Curve(label, arm, points[0].tolist(), points[1].tolist(), middle=middle)
+
+
+def anchor(name: str) -> str:
+    """A name as an id on the page and in the name of a file.
+
+    Examples:
+        >>> anchor('weight norm"')
+        'weight-norm-'
+    """
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)
+
+
+def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
+    """An axis for losses on which each run is seen from the first tenth of its steps on.
+
+    The fall before that may be ten times as high as everything after it, and would flatten the rest.
+    """
+    # The loss of a user's own task or loop may have any unit.
+    unit = "nats per token" if runs and all(run.unit for run in runs) else ""
+    late: list[float] = []
+    for curve in curves:
+        begin = BEGINNING * curve.x[-1]
+        late += [y for x, y in zip(curve.x, curve.y, strict=True) if x >= begin]
+        late.append(float(np.interp(begin, curve.x, curve.y)))
+    if not late or max(late) >= max(y for curve in curves for y in curve.y):
+        return Axis("loss", unit)
+    low, high = min(late), max(late)
+    margin = 0.04 * (high - low) or 0.01
+    return Axis("loss", unit, limits=(low - margin, high + margin))
+
+
+def median_curve(parts: Sequence[Points]) -> Points:
+    """The median over curves at the steps that all of them have.
+
+    Examples:
+        >>> one, two = np.array([1, 2, 3]), np.array([2, 3, 4])
+        >>> steps, middle = median_curve([(one, np.array([9.0, 1.0, 1.0])), (two, np.array([2.0, 4.0, 9.0]))])
+        >>> steps.tolist(), middle.tolist()
+        ([2, 3], [1.5, 2.5])
+    """
+    steps = parts[0][0]
+    for other, _ in parts[1:]:
+        steps = np.intersect1d(steps, other, assume_unique=True)
+    return steps, np.median(np.stack([values[np.isin(at, steps)] for at, values in parts]), axis=0)
+
+
+def thinned(points: Points, most: int) -> Points:
+    """At most so many points: the means over equally many steps each, at the last of them.
+
+    Examples:
+        >>> steps, means = thinned((np.arange(1, 6), np.array([5.0, 4.0, 9.0, 3.0, 1.0])), most=3)
+        >>> steps.tolist(), means.tolist()
+        ([2, 4, 5], [4.5, 6.0, 1.0])
+    """
+    steps, values = points
+    starts = np.arange(0, len(steps), -(-len(steps) // most))
+    ends = np.append(starts[1:], len(steps))
+    return steps[ends - 1], np.add.reduceat(values, starts) / (ends - starts)
+
+
+# ---- The tables of runs
+
+
+def summary(group: Group) -> str:
+    """How many runs there are, and the final loss, or else norm, of each arm."""
+    several = len(group.runs) > 1
+    text = f"{len(group.runs)} runs in {counted(len(group.arms), 'arm')}" if several else group.labels[0]
+    if running := sum(run.in_progress for run in group.runs):
+        text += f", {running} not complete" if several else ", not complete"
+    for what, measure, shown in (("validation loss", "final_loss", loss_text), ("weight RMS", "final_norm", norm_text)):
+        values: dict[str, list[float]] = {}
+        for arm, run in zip(group.arm_of, group.runs, strict=True):
+            if math.isfinite(value := getattr(run, measure)):
+                values.setdefault(arm, []).append(value)
+        if values:
+            middle = "median " if any(arm.runs > 1 for arm in group.arms) else ""
+            medians = sorted((median(numbers), arm) for arm, numbers in values.items())
+            return f"{text}; {middle}final {what}: {', '.join(f'{shown(value)} ({arm})' for value, arm in medians)}."
+    return f"{text}."
+
+
+def runs_table(group: Group) -> Table:
+    numbers = ("final loss", "best loss", "weight RMS", "change since largest", "steps", "seconds")
+    columns = [Column("run"), Column("arm"), *(Column(name, number=True) for name in numbers), Column("state")]
+    rows = []
+    for label, arm, run in zip(group.labels, group.arm_of, group.runs, strict=True):
+        lost, diverged = run.lost_losses, run.diverged is not None
+        state = "diverged" if diverged else "complete"
+        if not run.complete:
+            state = f"{run.steps:,} of {run.planned_steps:,} steps" if run.in_progress else counted(run.steps, "step")
+        note = f"{counted(lost, 'loss', 'losses')} not finite" if lost else ""
+        tone = "fails" if diverged or (lost and run.complete) else ""
+        losses = loss_text(run.final_loss), loss_text(run.best_loss)
+        norms = norm_text(run.final_norm), change_text(run.norm_change)
+        seconds = round(run.seconds, 1) if math.isfinite(run.seconds) else None
+        rows.append((label, arm, *losses, *norms, run.steps or None, seconds, Cell(state, note, tone)))
+    nats = all(run.unit for run in group.runs)
+    note = (
+        f"Losses: {'validation cross-entropy in nats per token' if nats else 'on validation batches'}. Weight RMS: of "
+        "the weights that decay, at the last sample."
+    )
+    return Table("runs", "Runs", columns, rows, note)
+
+
+def differences_table(group: Group) -> list[Table]:
+    """The settings that are not the same in all runs; no table where all agree."""
+    settings = differences([run.settings for run in group.runs])
+    if not settings:
+        return []
+    columns = [[_setting(value) for value in values] for values in settings.values()]
+    rows = list(zip(group.labels, *columns, strict=True))
+    return [Table("differences", "What differs between the runs", ("run", *settings), rows, folded=True)]
+
+
+def origin_table(group: Group) -> list[Table]:
+    """What was trained and on which machine; runs with the same facts share a column, no table where none says so."""
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for label, run in zip(group.labels, group.runs, strict=True):
+        # The command differs between runs on one machine.
+        facts = flatten({key: value for key, value in run.environment.items() if key != "command"})
+        if facts:
+            groups.setdefault(json.dumps(facts, sort_keys=True, default=str), (facts, []))[1].append(label)
+    shown = list(groups.values())[:MOST_COLUMNS]
+    if not shown:
+        return []
+    keys = dict.fromkeys(key for facts, _ in shown for key in facts)
+    rows = [(key, *(_setting(facts.get(key)) for facts, _ in shown)) for key in keys]
+    hidden = len(groups) - len(shown)
+    note = f"Not shown: {counted(hidden, 'further combination')}." if hidden else ""
+    several = [f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0] for _, labels in shown]
+    headings = several if len(groups) > 1 else ["all runs"]
+    return [Table("origin", "Model, data and machine", ("", *headings), rows, note, folded=True)]
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return MISSING if value is None else json.dumps(value, default=str, ensure_ascii=False)
+
+
+# ---- Figures for plotly
+
+
+def _figure(chart: Chart, styles: Mapping[str, ArmStyle]) -> dict[str, Any]:
+    middles = {curve.arm for curve in chart.curves if curve.middle}
+    curves = sorted(chart.curves, key=lambda curve: curve.middle)  # thick lines above thin ones
+    levels = [
+        {
+            "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level.y, "y1": level.y,
+            "line": {"color": MUTED, "width": 1.4, "dash": "dash" if level.label else "solid"},
+            "label": {"text": html.escape(level.label), "textposition": "end", "font": {"size": 11}},
+        }
+        for level in chart.levels
+    ]  # fmt: skip
+    layout = {
+        "xaxis": _axis(chart.x, chart.x.title),
+        "yaxis": _axis(chart.y, ""),  # its title stands above the chart
+        "shapes": levels,
+        "hovermode": "closest",
+        "showlegend": False,
+        "margin": {"l": 8, "r": 26, "t": 14, "b": 8},
+        "font": {"family": ", ".join(SANS), "size": FONT_SIZE + 1, "color": TEXT},
+    }
+    traces = [_trace(curve, styles[curve.arm], curve.arm in middles, chart.points) for curve in curves]
+    return {"name": anchor(chart.name), "data": traces, "layout": layout}
+
+
+def _trace(curve: Curve, style: ArmStyle, has_middle: bool, points: bool) -> dict[str, Any]:
+    """A curve as plotly's trace; `meta` tells the legend which arm it belongs to."""
+    line: dict[str, Any] = {"color": style.colour, "width": 1.7, "dash": style.dash}
+    if curve.middle:
+        line["width"] = 2.6
+    elif curve.dashed:
+        line["dash"] = "dash"
+    elif has_middle:
+        line |= {"width": 0.9, "dash": "solid"}
+    label, arm = html.escape(curve.label), html.escape(curve.arm)  # plotly reads a few tags in its texts
+    predicted = " predicted" if curve.dashed else ""
+    return {
+        "x": [_number(value) for value in curve.x],
+        "y": [_number(value) for value in curve.y],
+        "mode": "lines+markers" if points else "lines",
+        "line": line,
+        "opacity": 0.4 if has_middle and not (curve.middle or curve.dashed) else 1.0,
+        "meta": curve.arm,
+        "name": arm,
+        "hovertemplate": f"<b>{label}</b>{predicted}<br>%{{x:,}} · %{{y:.5g}}<extra>{arm}</extra>",
+    }
+
+
+def _axis(axis: Axis, title: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "type": "log" if axis.log else "linear",
+        "title": {"text": html.escape(title), "standoff": 6, "font": {"size": 13}},
+        "automargin": True,
+        "exponentformat": "power",
+        "nticks": 4 if axis.log else 7,  # more would label every digit between two powers of ten
+        "gridcolor": GRID,
+        "linecolor": MUTED,
+        "showline": True,
+        "zeroline": False,
+        "ticks": "outside",
+    }
+    if axis.limits and not (axis.log and axis.limits[0] <= 0):
+        settings["range"] = [math.log10(limit) if axis.log else limit for limit in axis.limits]
+    return settings
+
+
+def _number(value: float) -> float | int | None:
+    """A number in as few characters as its digits need; steps stay whole."""
+    if not math.isfinite(value):
+        return None
+    if value == int(value) and abs(value) < 1e15:
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")
