@@ -33,7 +33,9 @@ VIEWS = [
 
 
 @pytest.mark.parametrize("scale", ["match_rms_adamw", "original", "spectral"])
-@pytest.mark.parametrize(("shape", "options", "pieces_of"), VIEWS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options", "pieces_of"), VIEWS, ids=lambda value: None if callable(value) else str(value)
+)
 def test_a_view_moves_as_the_matrices_that_it_stands_for(shape, options, pieces_of, scale):
     (param,) = matrices(shape, dtype=torch.float64)
     listing = {"nesterov": True, "heavy_ball": False, "orthogonalize": ns5, "stretch": SHAPE_SCALES[scale]}

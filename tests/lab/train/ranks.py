@@ -21,12 +21,12 @@ import torch.distributed.fsdp  # once, in the server of children
 
 from muonsw import machine
 from muonsw.lab.cli import main
-from muonsw.lab.commands import train
+from muonsw.lab.commands import training
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 from tests.common.children import start_child
 
 assert torch.distributed.fsdp
-assert train
+assert training
 
 # Ranks send themselves signals and limit their disks; with a GPU they would train on it.
 NEEDED = [
