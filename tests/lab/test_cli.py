@@ -8,7 +8,6 @@ import sys
 import pytest
 
 import muonsw
-from muonsw import DECAY_RULES
 from muonsw.lab.cli import COMMANDS, main
 
 PAGES = [[name] for name in COMMANDS]
@@ -33,15 +32,6 @@ def test_help_says_first_what_the_command_does(words, capsys, monkeypatch):
     assert [line for line in shown.splitlines() if len(line.rstrip()) > 80] == []
 
 
-def test_help_lists_every_decay_rule(capsys, monkeypatch):
-    assert ", ".join(DECAY_RULES) in " ".join(help_of(["train"], capsys, monkeypatch).split())
-
-
-@pytest.mark.parametrize("words", [["train"], ["compare"], ["task", "check"]], ids=" ".join)
-def test_help_says_that_a_task_file_is_executed(words, capsys, monkeypatch):
-    assert "which is executed as you" in " ".join(help_of(words, capsys, monkeypatch).split())
-
-
 def test_the_list_of_commands_is_short_and_names_them_all(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
@@ -61,13 +51,6 @@ def test_the_list_of_commands_is_short_and_names_them_all(capsys):
 def test_a_wrong_command_line_is_a_usage_error(words, message, capsys):
     assert main(words) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["train", "compare", "advise"])
-def test_learning_rate_and_decay_have_one_name(command, capsys, monkeypatch):
-    shown = help_of([command], capsys, monkeypatch)
-    assert re.search(r"^ +--lr ", shown, re.MULTILINE)
-    assert re.search(r"^ +--weight-decay ", shown, re.MULTILINE)
 
 
 def test_output_that_is_ascii_gets_what_can_be_printed(monkeypatch):

@@ -131,12 +131,3 @@ def test_the_time_left_follows_from_the_pace_since_the_beginning(monkeypatch):
     assert view.summary() == "0 of 3 runs complete, about 2:50 left"  # 170 units at a second each
     view.finish("b", "done")
     assert view.summary() == "1 of 3 runs complete, about 0:06 left"
-
-
-def test_only_tasks_that_move_are_shown():
-    view = view_of(*(f"run {number}" for number in range(6)))
-    view.finish("run 0", "done")
-    view.numbers["run 5"].clear()
-    text = drawn(view)
-    assert [f"run {number} " in text for number in range(6)] == [False, True, True, True, True, False]
-    assert "1 of 6 runs complete" in text

@@ -266,8 +266,3 @@ def test_hostile_names_stay_text(runs, tmp_path):
     assert len(tags.scripts) == 3
     assert HOSTILE in html.unescape(text)
     assert HOSTILE in [arm["name"] for arm in data_of(text)["arms"]]
-
-
-def test_many_runs_stay_a_page_of_bounded_size(runs, tmp_path):
-    page = write_report(tmp_path / "many.html", "many", [runs[0]] * 200)
-    assert page.stat().st_size < 15_000_000

@@ -7,16 +7,12 @@ import pytest
 import torch
 
 from muonsw.lab.files import plain
-from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import (
     Claim,
     Criterion,
-    Estimate,
     Interval,
-    Source,
     Verdict,
     any_failed,
-    at_most,
     claims_table,
     count_verdicts,
     failed_first,
@@ -102,14 +98,6 @@ def test_an_effect_is_not_there_because_nothing_moved(criterion):
 
 def test_a_prediction_is_covered_only_by_an_interval():
     assert claim(Criterion.COVERED, 1.0, 1.0).fails
-
-
-def test_a_constructor_keeps_all_that_it_is_given():
-    measured = Estimate(1.0, Interval(0.5, 1.5, "t"), "few samples")
-    made = at_most("id", "words", Source("here", "if"), measured, 2.0, Tolerance(0.1, "why"), limits="x")
-    assert made == Claim(
-        "id", "words", "here", "if", 2.0, 1.0, Criterion.AT_MOST, 0.1, "why", measured.interval, "x; few samples"
-    )
 
 
 def test_failures_come_first_then_what_is_undecided_and_the_rest_keeps_its_order():

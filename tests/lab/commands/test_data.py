@@ -7,7 +7,6 @@ import pytest
 
 from muonsw.lab.cli import main
 from muonsw.lab.data.loader import read_record
-from muonsw.lab.data.prepare import prepare_default
 
 SMALL = ["--source", "synthetic", "--limit-characters", "70000", "--vocab", "300", "--group-characters", "20000"]
 
@@ -43,12 +42,6 @@ def test_the_options_reach_the_record(tmp_path):
     assert record.recipe["corpus"]["files"] == files[1:]
     assert record.recipe["made_with"] == {"kind": "bytes"}
     assert (record.validation_fraction, record.group_characters) == (0.0, 1)
-
-
-def test_the_command_and_the_function_agree(folder, tmp_path):
-    settings = {"limit_characters": 70_000, "vocab": 300, "group_characters": 20_000}
-    prepare_default(tmp_path / "function", source="synthetic", **settings)
-    assert (folder / "data.json").read_bytes() == (tmp_path / "function" / "data.json").read_bytes()
 
 
 def test_verify_names_every_bad_shard_and_prepare_repairs_it(folder, capsys):

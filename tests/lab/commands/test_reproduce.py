@@ -112,11 +112,6 @@ def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-def test_a_name_cannot_steer_the_terminal_through_an_error(capsys):
-    assert main(["reproduce", "theory\x1b]52;c;aGk=\x07"]) == 2
-    assert "\x1b" not in capsys.readouterr().err
-
-
 def test_an_unwritable_folder_is_refused_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("", encoding="utf-8")
     assert main(["reproduce", "theory", "--out", str(tmp_path / "file" / "below")]) == 2
