@@ -76,7 +76,7 @@ RUN = replace(preset_run("mini", NO_DATA, model=replace(preset("mini"), width=12
 
 
 def at_horizon(steps: int, run: RunConfig = RUN) -> RunConfig:
-    """The run at another length, its peak by the horizon rule; evaluated four times, saved at the end alone."""
+    """The run at another length, its peak by the horizon rule; evaluated four times, saved only at the end."""
     optimizer = replace(run.optimizer, lr=min(run.optimizer.lr, peak_lr_for_horizon(steps)))
     every = max(1, steps // 4)
     return replace(
@@ -96,7 +96,7 @@ def half_batch(steps: int) -> RunConfig:
 
 
 def of_same_total(run: RunConfig, steps: int) -> RunConfig:
-    """The run at another length with a lambda of the same total decay; evaluated at the end alone."""
+    """The run at another length with a lambda of the same total decay; evaluated only at the end."""
     optimizer = replace(run.optimizer, weight_decay=run.optimizer.weight_decay * run.steps / steps)
     return replace(at_horizon(steps, replace(run, optimizer=optimizer)), eval_every=steps, log_every=20)
 
@@ -113,7 +113,7 @@ def with_totals(run: RunConfig, totals: tuple[float, ...]) -> list[float]:
 
 
 def regret() -> list[GridCell]:
-    """Every lambda at every length; long runs want less decay, so that the longest has one lambda more."""
+    """Every lambda at every length; long runs want less decay, so the longest tries one more lambda."""
     maps = {400: LAMBDAS, 1_600: LAMBDAS, 6_400: (0.00625, *LAMBDAS)}
     return [over_lambda(Key(steps=steps), at_horizon(steps), lambdas) for steps, lambdas in maps.items()]
 
@@ -125,7 +125,7 @@ def long() -> list[GridCell]:
 
 
 def tokens_per_parameter() -> list[GridCell]:
-    """The narrowest model for so long that it has 300 tokens per active parameter."""
+    """The narrowest model, trained to 300 tokens per active parameter."""
     run = at_width(half_batch(34_800), 64)
     run = replace(run, eval_every=870)  # to see at which step one rule reaches the other's loss
     return [over_lambda(Key(steps=run.steps), run, (0.003, 0.0065, 0.02, 0.05, 0.1))]
@@ -139,7 +139,7 @@ def adamw_lambda() -> list[GridCell]:
 
 
 def adamw_forms() -> list[GridCell]:
-    """AdamW: constant decay, scaled decay, and AdamC's own form, which scales on normalized layers alone."""
+    """AdamW: constant decay, scaled decay, and AdamC's own form, which scales only on normalized layers."""
     run = MINI.rows[256]
     run = replace(run, optimizer=replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE, peak="group"))
     return [over_lambda(Key("adamw", width=256), run, (0.1, 0.5), {**BOTH, "adamc": ADAMC})]
@@ -168,7 +168,7 @@ def lambda_scaling() -> list[GridCell]:
 
 
 def rate_drift() -> list[GridCell]:
-    """The same learning rates at every width; half of the lowest too at the widest, where that was the best."""
+    """The same learning rates at every width; the widest also tries half of the lowest, which was its best."""
     run = drift_run()
     run = replace(run, optimizer=replace(run.optimizer, adam_lr=run.optimizer.lr))
     cells = []
@@ -191,7 +191,7 @@ def family() -> list[GridCell]:
 
 
 def little_text(run: RunConfig) -> RunConfig:
-    """The run on so little text that it is seen `EPOCHS` times."""
+    """The run on so little text that it repeats `EPOCHS` times."""
     return replace(run, data=replace(run.tokens, train_windows=run.steps * run.batch // EPOCHS))
 
 
@@ -233,12 +233,12 @@ def best_rules() -> list[GridCell]:
     changes: dict[str, tuple[dict[str, Any], float, tuple[float, ...]]] = {
         **{rule: ({"decay": rule}, lam, three) for rule in ("constant", "scaled", "cosine")},
         "adamc": (ADAMC, lam, three),
-        # As much over the run as constant decay.
+        # With the total decay of constant decay.
         **{
             rule: ({"decay": rule}, convert_weight_decay(lam, "constant", rule, base.lr, schedule=rates), three)
             for rule in ("fixed", "log_time")
         },
-        # The size of gradients is not known beforehand: a factor of four apart, around what short runs showed.
+        # Gradient norms are not known in advance: factors of four around what short runs showed.
         "gradient_norm": ({"decay": "gradient_norm"}, 1e-4 * lam, (0.25, 1.0, 4.0)),
         "target": ({"decay": "constant", "norm": "target", "target_norm": TARGET}, lam, three),
     }

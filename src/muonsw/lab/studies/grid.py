@@ -46,7 +46,7 @@ Losses = Mapping[float, Sequence[float]]
 
 @dataclass(frozen=True)
 class GridCell:
-    """One setting of a grid, with all that is tried in it."""
+    """One setting of a grid, with every rule and value tried in it."""
 
     key: Key
     run: RunConfig  # what all its runs share but the optimizer
@@ -119,7 +119,7 @@ def at_edge(losses: Losses) -> bool:
 def vertex(losses: Losses) -> float:
     """The best value: the vertex of the parabola over its logarithm through the lowest mean and its neighbours.
 
-    A basin rises more steeply towards large values, so that points far out would pull a parabola through all of them.
+    A basin rises more steeply towards large values, so a parabola through all points would be biased.
 
     Examples:
         >>> round(vertex({0.01: [1.0], 0.02: [0.5], 0.04: [1.0]}), 6)

@@ -85,7 +85,7 @@ def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
 
 
 def row(scale: Scale, width: int) -> Comparison:
-    """The arms of one width; each form of scaled decay has constant decay of its own total beside it."""
+    """The arms of one width; each form of scaled decay is paired with constant decay of the same total."""
     run = scale.rows[width]
     arms = list(decay_arms(run))
     if group := next((arm for arm in arms if arm.name == GROUP), None):
@@ -231,7 +231,7 @@ LATE_FIGURE = Source("appendix, figure on late alignment", SAME_RUNS)
 
 
 def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
-    """Negative alignment, the recursion, who holds its norm, and at paper scale where tracking ends."""
+    """Negative alignment, the recursion, which rule keeps its norm, and at paper scale where tracking ends."""
     (arms,) = results.values()
     predicted = Source(paper.STEADY, "measured update size, decay and alignment")
     interpolated = Tolerance(
@@ -272,7 +272,7 @@ def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
 
 
 def norm_charts(results: Results) -> list[Chart]:
-    """Weight RMS beside what the recursion makes of the first one, and the alignment of weights and updates."""
+    """Weight RMS, observed and by the recursion, and the alignment of weights and updates."""
     norms, alignments = [], []
     for rule, run in ((rule, arms[rule][0]) for arms in results.values() for rule in RULES):
         (steps, seen), history = run.norms, open_history(run)
@@ -310,7 +310,7 @@ def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
             below(f"{rule}-momentum", against, GRADIENT_FIGURE, momentum, 0.0, NEGATIVE),
         ]
     if not scale.printed:
-        # What carries over of the late fits: scaled decay's alignment falls with the learning rate.
+        # The part of the late fits that holds in short runs: scaled decay's alignment falls with the learning rate.
         shrinks = "scaled decay: late alignment over its size at the peak of the learning rate"
         limits = "too few late samples for the paper's fits; only that the alignment falls with the learning rate"
         half = Tolerance(0.0, "less than half as much")
@@ -349,7 +349,7 @@ def late_over_peak(run: Run) -> float:
 
 
 def recursion_ratio(run: Run) -> float:
-    """The end norm that the recursion gives, over the one that was observed; not a number without telemetry for it."""
+    """The end norm that the recursion gives, over the one that was observed; NaN without the telemetry."""
     seen = open_history(run)
     if seen.tracking is None or seen.norm is None:
         return math.nan

@@ -58,7 +58,7 @@ class CoordinateSettings:
         return f"muon-{self.muon_lr}" if self.algorithm == "muon" else "adamw"
 
     def model(self, width: int) -> ModelConfig:
-        """The decoder at one width; everything but the width and what is proportional to it stays."""
+        """The decoder at one width; only the width and sizes proportional to it change."""
         return ModelConfig(
             width=width,
             layers=self.layers,
@@ -79,7 +79,7 @@ class CoordinateSettings:
 
 @dataclass(frozen=True)
 class Activations:
-    """What one forward pass shows."""
+    """Tensors seen in one forward pass."""
 
     outputs: Mapping[str, Tensor]  # by coordinate: the stream after each block, what its branches add, the logits
     inputs: Mapping[str, Tensor]  # by matrix: the rows that it multiplies
@@ -216,7 +216,7 @@ def judge_flat(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
 
 
 def judge_adamw(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
-    """AdamW under muP: flat, and flatter the wider.
+    """AdamW under muP: flat, and flatter at larger widths.
 
     The sign of a gradient agrees a little with each of the batch's inputs, which adds up as the width; the rest of it
     is noise to them, which adds up as its square root. Where the width is not far above the number of different
@@ -251,7 +251,7 @@ def judge_standard(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
 
 
 def power_claim(setting: CoordinateSettings, sizes: Sizes, name: str, power: float) -> Claim:
-    """The size follows this power of the width, in the layer where that is least true."""
+    """The size follows this power of the width, judged at the layer that deviates most."""
     slopes = max(slopes_of(setting, sizes, name), key=lambda slope: abs(float(slope.mean()) - power))
     behaviour = "does not depend on the width" if power == 0.0 else f"goes as width^{power:g}"
     statement, stated = f"{describe(name)} {behaviour}", source(setting)
@@ -294,7 +294,7 @@ def muon(rule: str, seeds: int) -> CoordinateSettings:
 
 
 FLAT, SHRINK = "nothing depends on the width", "Adam's lr/width, the paper's rule: its updates shrink"
-# AdamW scatters more than Muon, so it has more seeds.
+# AdamW is noisier than Muon, so it gets more seeds.
 EXPERIMENTS = tuple(
     Experiment(settings.name, title, settings, partial(run, judge), cost)
     for settings, title, judge, cost in (

@@ -16,13 +16,13 @@ from muonsw.lab.train.config import DEFAULT_DATA, RunConfig, default_data, prese
 # Filled in once the tokens are known.
 NO_DATA = ""
 GPT2_VOCAB = 50_257
-# A sweep of the learning rate goes where training is unstable: only a loss that is not finite ends its runs.
+# A sweep includes rates at which training is unstable: only a non-finite loss ends its runs.
 NEVER = 1e9
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What the paper's studies leave open."""
+    """Everything that a study of the paper takes from the scale."""
 
     name: str  # what `--scale` is given
     title: str  # what it is, for lists and reports
@@ -36,7 +36,7 @@ class Scale:
     tflops: float  # FLOPs that one run sustains in a second, in units of 1e12; a guess for planning
     workers: int = 1  # runs at a time that the times are given for
     near_best: tuple[float, ...] = ()  # further lambdas of the main table, as multiples of its own
-    # Steps between samples where telemetry is what is studied; None is as in all other runs.
+    # Steps between samples in the studies of telemetry; None keeps the setting of the rows.
     sampled_every: int | None = None
 
     @property
@@ -69,7 +69,7 @@ def adamw_sweep(run: RunConfig, steps: int) -> RunConfig:
 
 
 def lean(run: RunConfig) -> RunConfig:
-    """Evaluated and sampled by telemetry ten times, saved at the end alone."""
+    """Evaluate and sample telemetry ten times; save only at the end."""
     tenth = max(1, run.steps // 10)
     return replace(run, eval_every=tenth, checkpoint_every=run.steps, telemetry_every=tenth, log_every=tenth, keep=1)
 
@@ -80,7 +80,7 @@ def at_width(run: RunConfig, width: int) -> RunConfig:
 
 
 def widened(model: ModelConfig, width: int) -> ModelConfig:
-    """The same model at another width; an expert width that was given grows with it."""
+    """The same model at another width; an explicit expert width grows with it."""
     ff = None if model.ff is None else model.ff * width // model.width
     return replace(model, width=width, ff=ff)
 
@@ -141,10 +141,10 @@ SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)
 
 
 def find_data(scale: Scale, given: Path | None) -> Path:
-    """The tokens of a scale, prepared if need be.
+    """The tokens of a scale, prepared if necessary.
 
     Raises:
-        UsageError: If scale paper is given none, or tokens of another vocabulary.
+        UsageError: If scale paper gets no tokens, or those of another vocabulary.
     """
     if given is not None:
         size = read_record(given).vocab_size

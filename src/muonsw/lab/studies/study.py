@@ -70,7 +70,7 @@ class BySettings:
             arm="",
         )
         config = with_fingerprint(config)
-        # A name that the settings alone decide, whatever a study calls the arm.
+        # The name follows from the settings, whatever a study calls the arm.
         chosen, dense = config.optimizer, "-dense" if config.decoder.experts == 1 else ""
         rule = f"{chosen.algorithm}-{chosen.decay}-lr{chosen.lr:.4g}-wd{chosen.weight_decay:.4g}"
         config = replace(config, arm=f"w{config.decoder.width}{dense}-{rule}-T{config.steps}")
@@ -89,7 +89,7 @@ class Workshop:
     cluster: Cluster = field(default_factory=Cluster)  # Slurm, or this machine
 
     def train(self, comparisons: Sequence[Comparison]) -> Results:
-        """Train every run of comparisons that has not ended; return all by comparison, arm and seed."""
+        """Train every unfinished run of the comparisons; return all runs by comparison, arm and seed."""
         assert self.places is not None
         return train_all(
             comparisons,
@@ -133,7 +133,7 @@ def _run_experiment(experiment: Experiment, *, seed: int) -> tuple[Evidence, flo
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study concludes from its runs, besides the tables that every study has."""
+    """What a study concludes from its runs, in addition to the tables of every study."""
 
     claims: Sequence[Claim] = ()
     tables: Sequence[Table] = ()
@@ -166,12 +166,12 @@ class Study:
         return replace(self, experiments=(known[part],))
 
     def runs(self, scale: Scale) -> list[RunConfig]:
-        """Every run at a scale, those that comparisons share once."""
+        """Every run at a scale, without duplicates."""
         comparisons = self.comparisons(scale)
         return list(dict.fromkeys(config for comparison in comparisons for config in comparison.configs()))
 
     def conduct(self, workshop: Workshop, folder: Path, scale: Scale, *, seed: int = 0) -> Conclusion:
-        """Do all work that is missing, judge it, and write numbers, figures and a page into an existing folder."""
+        """Do all missing work, judge it, and write numbers, figures and a page into an existing folder."""
         refuse_folder(folder / NUMBERS)
         start, planned = time.perf_counter(), self.comparisons(scale)
         computed = workshop.experiment(self.experiments, seed=seed) if self.experiments else {}
@@ -259,7 +259,7 @@ class Study:
 
 
 def claims_data(claims: Claims) -> dict[str, Any]:
-    """Claims as JSON data, with how many there are, failed, or are undecided."""
+    """Claims as JSON data, with the counts of all, failed and undecided claims."""
     verdicts = [claim.verdict for group in claims.values() for claim in group]
     return {
         "claims_total": len(verdicts),

@@ -21,7 +21,7 @@ from muonsw.optimizer import ScaledDecayOptimizer
 CONSTANT, SCALED = BOTH = ("constant", "scaled")
 Number = TypeVar("Number", float, torch.Tensor)
 Steps: TypeAlias = Iterable[float] | Tensor
-# Relative rounding that a learning rate at its limit may have.
+# Relative rounding allowed to a learning rate at its limit.
 ROUNDING = 1e-12
 
 
@@ -56,7 +56,7 @@ def require_at_least(name: str, value: float, least: float) -> None:
 
 
 def check_rates(etas: Steps, limits: Mapping[str, float] | None = None) -> list[float]:
-    """Return the learning rates as floats; none may be negative or exceed a limit, which is named by its hypothesis.
+    """Return the learning rates as floats; refuse negative ones and those above a limit, which its hypothesis names.
 
     A rate of zero is allowed: such a step changes nothing.
     """
@@ -92,7 +92,7 @@ class Experiment:
     cost: float = 1.0  # rough seconds, so that the longest is started first
 
     def run(self, seed: int = 0) -> Evidence:
-        """Run with random numbers that depend on the seed and the name alone, so that order does not matter."""
+        """Run with random numbers that depend only on the seed and the name, so order does not matter."""
         digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
         number = int.from_bytes(digest[:8], "big") >> 1  # the same on every machine
         return self.function(self.settings, torch.Generator().manual_seed(number))
@@ -109,7 +109,7 @@ class Settings:
 
 
 def chain(start: Tensor) -> torch.nn.Parameter:
-    """A float64 parameter that holds many chains, with room for a gradient that is written by hand."""
+    """A float64 parameter that holds many chains, with room for a gradient written by hand."""
     weight = torch.nn.Parameter(start.to(torch.float64).clone())
     weight.grad = torch.zeros_like(weight)
     return weight

@@ -113,7 +113,7 @@ class MatrixFigureSettings(MuonRun):
 
 @dataclass
 class Observations:
-    """What was measured of a stack."""
+    """Measurements of one stack."""
 
     losses: Tensor  # before the first step and after each, (steps + 1, chains)
     radius_excess: float = -1.0  # of constant decay: the largest `|W_t|_op / bound_t - 1` over all steps
@@ -125,7 +125,7 @@ ROBBINS_MONRO = "sum eta = infinity, sum eta^2 < infinity, iterates bounded"
 
 
 def observe(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) -> dict[Any, Observations]:
-    """Run the stacks together; follow their losses, the edge of their ball, and how near they come to the target."""
+    """Run the stacks together; record their losses, their largest norm and their distance to the target."""
     observed, bounds, looks = dict[Any, Observations](), dict[Any, list[float]](), set(log_spaced(s.steps, 50))
     for key, stack in stacks.items():
         observed[key] = Observations(stack.starts.new_empty(s.steps + 1, len(stack.starts)))
@@ -220,7 +220,7 @@ def limit_claims(suffix: str, observed: Mapping[str, Observations], A: Tensor, b
 
 
 def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> float:
-    """How far above its floor the loss of constant decay still is after a run from near zero.
+    """By how much a run from near zero still misses the floor of constant decay.
 
     A direction of A outside the radius R is pushed outward at every step, so it stands at `R (1 - prod(1 -
     eta lambda))`; those inside the radius have arrived.
@@ -231,7 +231,7 @@ def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> 
 
 
 def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> list[Claim]:
-    """Clipping singular values is the projection onto the ball; certified by duality, and by rivals."""
+    """Clipping singular values projects onto the ball; checked by duality and against random matrices."""
     P = clip_projection(A, radius)
     D = A - P
     rivals = clip_projection(gaussian((1000, *A.shape), generator, std=1e-3 * radius) + P, radius)
@@ -306,9 +306,9 @@ def rule_gap(
     *,
     peak_factor: float = 1.0,
 ) -> float:
-    """How far the rules are apart after a run at a fixed rate.
+    """The largest difference between the rules after a run at a fixed rate.
 
-    The peak is a multiple of that rate, and scaled decay gets as much more lambda.
+    The peak is a multiple of that rate, and lambda of scaled decay the same multiple.
     """
     weights, lams = {rule: chain(starts) for rule in BOTH}, {CONSTANT: s.lam, SCALED: peak_factor * s.lam}
     groups = [
@@ -324,7 +324,7 @@ def rule_gap(
 
 
 def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, generator: torch.Generator) -> list[Claim]:
-    """Constant decay fills the ball of radius 1/lambda, and its gradient stays: what the refuted claim needs, fails."""
+    """Constant decay fills the ball of radius 1/lambda and its gradient stays: the refuted claim's assumption fails."""
     half, largest = s.steps // 2, 0.0
     nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
     for moves in descend({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator):

@@ -1,4 +1,4 @@
-"""Theorems 3.3 and 3.4, Lemmas D.2 and D.3: how far down the gradient comes under Muon with scaled decay.
+"""Theorems 3.3 and 3.4, Lemmas D.2 and D.3: how small the gradient gets under Muon with scaled decay.
 
 The step is `W <- W - eta O - q eta^2 W` with `q = lambda / eta_max`. O is the polar factor of the momentum buffer, `r =
 min(m, n)` bounds its rank, and the gradient's noise satisfies `E|xi|_F^2 <= sigma^2 / B` for the batch size B: sigma
@@ -93,7 +93,7 @@ def descent_bound(
     return f_drop + tracking + second + fourth
 
 
-# ---- Stacks of matrices: the run that the matrix experiments share, and what they measure of it
+# ---- Stacks of matrices: the run that all matrix experiments share, and its measurements
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def descend(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What was measured of a stack; the first axis counts steps, the second chains."""
+    """Measurements of one stack; the first axis counts steps, the second chains."""
 
     stack: Stack
     losses: Tensor  # `f(W_t)`, one more than there are steps
@@ -198,7 +198,7 @@ class Trajectory:
 
 
 def follow(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator) -> dict[Name, Trajectory]:
-    """Run all stacks together and measure what the lemmas of Theorem 3.3 speak of at every step.
+    """Run all stacks together and measure the quantities of Theorem 3.3's lemmas at every step.
 
     The direction O of a step is computed from the weights, so that it is what the optimizer did.
     """
@@ -432,7 +432,7 @@ def run_deterministic(s: DeterministicSettings, generator: torch.Generator) -> E
         falls = f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step"
         claims.append(at_most(f"vanishes-beta{beta:g}", falls, theorem, late, bound, Tolerance(0.0, estimate)))
 
-    # How slowly the average over a whole run falls, once the gradient is gone.
+    # How slowly the average over all steps falls once the gradient is gone.
     nuclear = paths[f"{s.betas[-1]:g}"].nuclear
     weights = nuclear.new_tensor(s.etas).unsqueeze(1)
     sums, totals = (weights * nuclear).cumsum(0).mean(1), weights.cumsum(0).squeeze(1)

@@ -1,8 +1,8 @@
 """Beyond the paper: the equilibrium on pure noise, for SGD with momentum and for Muon.
 
 Gradients are independent of each other and of the weights. SGD's updates are then correlated as `beta^k`, which is what
-the closed forms assume. Muon's are not: the polar factor forgets faster than the momentum that it comes from, so its
-norm lies a little below; with the correlation of its own updates the same sum gives it back.
+the closed forms assume. Muon's are not: the polar factor forgets faster than its momentum, so its norm is a little
+smaller. The same sum over the measured correlation of Muon's updates predicts that norm.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ FORGETS = Tolerance(0.03, "how far the polar factor forgets faster depends a lit
 
 @dataclass(frozen=True)
 class Equilibrium:
-    """What was measured of a stack of chains after it had settled, by chain."""
+    """Measurements of a settled stack, by chain."""
 
     phi: float
     norm: Tensor  # `|W|_F` over the length of an update of RMS 1
@@ -105,7 +105,7 @@ def run_noise(s: NoiseSettings, generator: torch.Generator) -> Evidence:
     for rule, settled in muons.items():
         claims += closed_form_claims(f"muon-{rule}", f"muon, {rule} decay", settled, s.beta, BELOW, FORGETS)
 
-    # Why Muon lies below: its updates forget faster than its momentum.
+    # Why Muon's norm is smaller: its updates forget faster than its momentum.
     largest = max(float(settled.correlation[1]) for settled in muons.values())
     forgets = "Muon's successive updates have a smaller cosine than its momenta (largest of all runs)"
     cosine = Tolerance(0.0, "the cosine of successive momenta is beta")
@@ -159,7 +159,7 @@ def settle(
 def closed_form_claims(
     id: str, where: str, settled: Equilibrium, beta: float, expected: float = 1.0, slack: Tolerance = SAMPLED
 ) -> list[Claim]:
-    """Norm, alignment and rotation over their closed forms; a smaller norm is turned further."""
+    """Norm, alignment and rotation over their closed forms; a smaller norm rotates further."""
     measured = (settled.norm, settled.alignment, settled.rotation)
     predicted = noise_equilibrium(phi=settled.phi, beta=beta)
     norm, cosine, turned = (mean_of(value / form) for value, form in zip(measured, predicted, strict=True))

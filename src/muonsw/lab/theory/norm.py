@@ -1,4 +1,4 @@
-"""Section 5: how the norm of a weight matrix evolves under decay, where it settles, and how a measured norm follows.
+"""Section 5: how the norm of a weight matrix evolves under decay, where it settles, and how a measured norm compares.
 
 Throughout, r is the RMS of the weight's elements, s that of an update (0.2 eta for Muon with an exactly orthogonal
 direction, less with Newton-Schulz: use the measured one), phi the decay factor of the step (`lambda eta` for constant
@@ -172,12 +172,12 @@ def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
     if len(steps) > 1:  # wide enough for five samples
         width = max(window * float(steps[-1] - steps[0]), 4.0 * float(steps.diff().double().median()))
     smooth, slope = windowed_line(steps, target.log(), width)
-    # Where decay or update is zero, the slope and the ratios are not a number.
+    # Where decay or update is zero, the slope and the ratios are NaN.
     tau = 1.0 / (2.0 * history.phi)  # steps in which the norm closes most of its distance to r*, if a follows s/r
     lag = history.r.log() - smooth
 
     # During warmup, which ends where decay is at its peak, the target moves by design. The lag must have lasted for
-    # half a window of the fit: windows of neighbours overlap, so a few noisy samples at the end are no break.
+    # half a window of the fit: windows of neighbours overlap, so a few noisy samples at the end are not a break.
     warm = int(steps[history.phi >= history.phi.max() * (1.0 - 1e-3)][0])
     counts = lag.isfinite() & (steps > warm)
     later, above = steps[counts], lag[counts].abs() > LAG
@@ -195,7 +195,7 @@ def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
 
 
 def target_norms(history: NormHistory) -> Tensor:
-    """The quasi-steady norm r* at every sample, not a number where decay or update is zero."""
+    """The quasi-steady norm r* at every sample, NaN where decay or update is zero."""
     defined = (history.phi > 0.0) & (history.s > 0.0)
     targets = torch.full_like(history.r, torch.nan)
     targets[defined] = steady_state_norm(s=history.s[defined], phi=history.phi[defined], a=history.a[defined])

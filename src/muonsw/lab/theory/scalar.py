@@ -191,7 +191,7 @@ def run_scalar(s: ScalarSettings, generator: torch.Generator) -> Evidence:
 
 
 def freeze_claims(s: ScalarSettings, p: float, starts: Tensor) -> list[Claim]:
-    """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of all steps is finite, so w stops on its way."""
+    """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of all steps is finite, so w stops before the end."""
     wbar = constant_decay_fixed_point(**s.constants)
     etas = [s.freeze_eta0 * (1.0 + t) ** -p for t in range(s.freeze_steps)]
     # One more start, which the product carries exactly to c.
