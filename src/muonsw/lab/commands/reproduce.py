@@ -109,7 +109,8 @@ class Reproduce:
                 raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
             usual = scale.workers if self.cluster.cluster is None else len(runs)
             paragraph(console, f"{study.name}, scale {scale.name} ({scale.title}); {study.reference}")
-            paragraph(console, study.notes.get(scale.name, ""))
+            if note := study.notes.get(scale.name):
+                paragraph(console, note)
             table = cost_table(study, scale, self.tflops or scale.tflops, self.workers or usual)
             print_table(console, table)
             return 0
