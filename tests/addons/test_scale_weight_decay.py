@@ -217,8 +217,8 @@ SCHEDULES = {
 }
 
 
-def scheduled(schedule, params):
-    optimizer = torch.optim.AdamW(params, lr=PEAK, weight_decay=0.3)
+def scheduled(kind, schedule, params):
+    optimizer = kind(params, lr=PEAK, weight_decay=0.3)
     return optimizer, SCHEDULES[schedule](optimizer)
 
 
@@ -231,12 +231,13 @@ def assert_decayed_to_the_end(optimizer, scheduler, params, joined):
         scheduler.step()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
 @pytest.mark.parametrize("order", ["scaled after the load", "scaled before the load", "scaled before the save"])
 @pytest.mark.parametrize("joined", [0, 5, 20])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_it_joins_a_resumed_run(schedule, joined, order):
+def test_it_joins_a_resumed_run(schedule, joined, order, kind):
     params = matrices((4, 4))
-    optimizer, scheduler = scheduled(schedule, params)
+    optimizer, scheduler = scheduled(kind, schedule, params)
     run(optimizer, params, joined // 2, scheduler=scheduler)
     if order == "scaled before the save":
         scale_weight_decay(optimizer)
@@ -244,7 +245,7 @@ def test_it_joins_a_resumed_run(schedule, joined, order):
     saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
 
     resumed = clones(params)
-    other, other_scheduler = scheduled(schedule, resumed)
+    other, other_scheduler = scheduled(kind, schedule, resumed)
     if order == "scaled before the load":
         scale_weight_decay(other)
     other.load_state_dict(saved[0])

@@ -111,7 +111,7 @@ class ScaledWeightDecay:
                 group.pop(key, None)
 
     def _join(self, group: dict[str, Any]) -> None:
-        """Add the keys that a group needs; those that a loaded state brought along stay."""
+        """Add the keys that a group needs and does not have from a loaded state."""
         group["decay"] = self.decay
         if "step_count" in group:
             return
@@ -127,11 +127,11 @@ class ScaledWeightDecay:
             "step_count": int(max([*others, *counts], default=0)),
         }
         group.update({key: value for key, value in defaults.items() if key not in group})
-        # A run under way may be past its peak: that its rate is lower now says nothing against it.
-        group["highest_lr"] = peak.expected_peak(group) if counts else None
+        # A run may have passed its peak before, so a lower rate now is no reason for a warning.
+        group["highest_lr"] = peak.expected_peak(group) if _has_stepped(self.optimizer) else None
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Keep this optimizer's peak if the state was not scaled and so knows none."""
+        """Keep this optimizer's peak if the saved one was not scaled, and so has none."""
         groups = []
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
             known = {key: group[key] for key in _PEAK_KEYS if key in group and "constructor_lr" not in saved}
