@@ -188,7 +188,6 @@ OURS_AND_TORCHS: Mapping[str, Contender] = MappingProxyType(
         "equalize": ours(precondition="equalize"),
         "soap_muon": ours(precondition="soap"),
         "aurora": ours("aurora"),
-        "aurora polar_express": ours("aurora", aurora_polar="polar_express"),
         **{name: ours(own={"algorithm": name}) for name in ("soap", "shampoo", "kl_shampoo", "asgo", "dion2", "lion")},
         "hyperball": ours(norm="hyperball"),
         "muonsw bfloat16": ours(state_dtype="bfloat16"),

@@ -14,7 +14,6 @@ from torch import Tensor
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import MOMENTUM_FORMS
-from muonsw.algorithms.muon import AURORA
 from muonsw.algorithms.shampoo import GRAFTINGS
 from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES
@@ -69,7 +68,7 @@ class GroupOptions(TypedDict, total=False):
 
 
 class MuonOptions(GroupOptions, total=False):
-    """Options of the members of Muon's slots and of its orthogonalizer; None is the default."""
+    """Options of the members of Muon's slots; None is the default."""
 
     precondition_beta2: float | None
     """decay rate of the averages of squared gradients."""
@@ -79,12 +78,6 @@ class MuonOptions(GroupOptions, total=False):
     """steps from one change of bases to the next, of SOAP and Shampoo."""
     precondition_max_dim: int | None
     """the longest side that SOAP rotates."""
-    aurora_iterations: int | None
-    """calls of the orthogonalizer inside Aurora."""
-    aurora_beta: float | None
-    """how far each of them corrects the lengths of rows."""
-    aurora_polar: str | None
-    """the orthogonalizer inside."""
     normalize_beta2: float | None
     """decay rate of the averages of squared directions."""
     normalize_eps: float | None
@@ -178,12 +171,6 @@ def _peak_lr(value: Any) -> Any:
     return _number(above=True)(value)
 
 
-def _polar(name: Any) -> Any:
-    if name == "aurora":
-        raise ValueError("is the orthogonalizer inside Aurora; leave it out for that of its authors, 'simple_quintic'")
-    return _name_in(ORTHOGONALIZERS)(name)
-
-
 _flag = _check("True or False", lambda value: isinstance(value, bool))
 _fraction = _number(0, 1, below=True)
 
@@ -218,7 +205,7 @@ _OF_VIEWS: dict[str, tuple[Any, Check]] = {
     "heads": (None, _or_none(_whole(1))),
     "transposed": (False, _flag),
 }
-_OF_MUON: Group = dict.fromkeys(("block_period", *AURORA, *PRECONDITION.option_names(), *NORMALIZE.option_names()))
+_OF_MUON: Group = dict.fromkeys(("block_period", *PRECONDITION.option_names(), *NORMALIZE.option_names()))
 
 COMMON: Group = {key: default for key, (default, _) in _COMMON.items()}
 
@@ -257,9 +244,6 @@ CHECKS: dict[str, Check] = {
     "ns_dtype": _dtype(),
     "fraction": _number(0, 1, above=True),
     "block_period": _or_none(_whole(1)),
-    "aurora_iterations": _or_none(_whole(1, MOST_STEPS)),
-    "aurora_beta": _or_none(_number()),
-    "aurora_polar": _or_none(_polar),
     "scale": _name_in(SHAPE_SCALES),
     "precondition": _or_none(_name_in(PRECONDITIONERS)),
     "precondition_beta2": _or_none(_fraction),
@@ -295,6 +279,10 @@ _INSTEAD = {
     "adjust_lr_fn": "it is called scale here, with the same names, and spectral for spectral_unclamped",
     "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
+    **dict.fromkeys(
+        ("aurora_iterations", "aurora_beta", "aurora_polar"),
+        "register functools.partial(muonsw.orthogonalize.aurora, ...) and name it in orthogonalizer=",
+    ),
 }
 
 

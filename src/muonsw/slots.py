@@ -62,6 +62,7 @@ class SlotMember(NamedTuple):
         elementwise: treats every element on its own, so that it may run on shards in any shape.
         uses_gradient: `state["grad"]` is the gradient, pointing downhill, in the shape of X; it is not returned.
         counts_steps: `options["step"]` is the number of this step, from 1, on the host.
+        has_kernel: `muonsw.kernels` computes it too.
     """
 
     apply: Callable[[Options, Tensor, State], tuple[Tensor, State]]
@@ -70,10 +71,11 @@ class SlotMember(NamedTuple):
     elementwise: bool = False
     uses_gradient: bool = False
     counts_steps: bool = False
+    has_kernel: bool = False
 
 
 # What stands in an empty slot.
-NO_MEMBER = SlotMember(lambda _, X, __: (X, {}), {})
+NO_MEMBER = SlotMember(lambda _, X, __: (X, {}), {}, has_kernel=True)
 
 
 class Slot(NamedTuple):
@@ -145,7 +147,7 @@ def sign(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:  # 
     return X.sign(), {}
 
 
-SIGN = SlotMember(sign, {}, elementwise=True)
+SIGN = SlotMember(sign, {}, elementwise=True, has_kernel=True)
 
 
 def muon2(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
@@ -163,7 +165,12 @@ def muon2(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 MUON2 = SlotMember(
-    muon2, {"beta2": 0.95, "eps": 1e-10}, lambda _: {"exp_avg_sq": SQUARES}, elementwise=True, uses_gradient=True
+    muon2,
+    {"beta2": 0.95, "eps": 1e-10},
+    lambda _: {"exp_avg_sq": SQUARES},
+    elementwise=True,
+    uses_gradient=True,
+    has_kernel=True,
 )
 
 
@@ -178,7 +185,7 @@ def equalize(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     return X / torch.where(norms > 0, norms * X.shape[-2] ** 0.5, 1.0), {}
 
 
-EQUALIZE = SlotMember(equalize, {})
+EQUALIZE = SlotMember(equalize, {}, has_kernel=True)
 
 
 @full_float32()
@@ -272,7 +279,9 @@ def _normuon_state(options: Options) -> Specs:
     return {"exp_avg_sq_slice": StateSpec(lambda m, n: (m, 1) if m >= n else (1, n))}
 
 
-NORMUON = SlotMember(normuon, {"beta2": 0.95, "eps": 1e-10, "axis": "rows", "snap": False}, _normuon_state)
+NORMUON = SlotMember(
+    normuon, {"beta2": 0.95, "eps": 1e-10, "axis": "rows", "snap": False}, _normuon_state, has_kernel=True
+)
 
 
 def adamuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
@@ -293,7 +302,9 @@ def adamuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
     return divided * (min(U.shape[-2:]) ** 0.5 / (norm + eps)), {key: average}
 
 
-ADAMUON = SlotMember(adamuon, {"beta2": 0.95, "eps": 1e-8}, lambda _: {"exp_avg_sq_direction": SQUARES})
+ADAMUON = SlotMember(
+    adamuon, {"beta2": 0.95, "eps": 1e-8}, lambda _: {"exp_avg_sq_direction": SQUARES}, has_kernel=True
+)
 
 
 def muon_plus(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
@@ -306,7 +317,7 @@ def muon_plus(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]
     return _rescaled(U, factor), {}
 
 
-MUON_PLUS = SlotMember(muon_plus, {})
+MUON_PLUS = SlotMember(muon_plus, {}, has_kernel=True)
 
 
 def _rescaled(U: Tensor, factor: Tensor) -> Tensor:

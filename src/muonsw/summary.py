@@ -94,13 +94,14 @@ def summarize(groups: Sequence[Group], last: LastStep, skipped: bool, skipped_st
         batches = [(params, lr) for place, params, lr in last if place == number]
         moved = [] if skipped else [param for params, _ in batches for param in params]
         lr = float(batches[0][1] if batches else group["lr"])
+        view = ALGORITHMS[group["algorithm"]].view(group)
         summaries.append(
             GroupSummary(
                 group=number,
                 role=group["role"],
                 algorithm=group["algorithm"],
                 parameters=sum(param.numel() for param in moved),
-                matrices=sum(ALGORITHMS[group["algorithm"]].count_matrices(group, param) for param in moved),
+                matrices=sum(view.count(param.shape) for param in moved) if view else 0,
                 lr=lr,
                 rule=group["decay"] if group["weight_decay"] else "none",
                 norm=group["norm"] if acts(group) else FREE,

@@ -37,8 +37,7 @@ class MuonSW(ScaledDecayOptimizer):
         momentum_form: "ema" (`M <- beta M + (1-beta) G`) or "heavy_ball" (`M <- beta M + G`).
         orthogonalizer: "auto" (Newton-Schulz, the fastest way for each shape), "newton_schulz", "gram_newton_schulz",
             "polar_express", "exact", another set of coefficients ("newton_schulz_you", "polar_express_5",
-            "polar_express_nanochat", "simple_quintic"), "aurora" (with `aurora_iterations`, `aurora_beta`,
-            `aurora_polar`), or a registered name.
+            "polar_express_nanochat", "simple_quintic"), "aurora", or a registered name.
         ns_steps: iterations of the orthogonalizer; None is the number of its authors: 5, or 12 of "simple_quintic".
         ns_dtype: dtype of its products; "auto" is bfloat16 where the hardware multiplies it, float16 on older GPUs
             with tensor cores, else float32. On GPUs all but "newton_schulz" take float16 instead of bfloat16.

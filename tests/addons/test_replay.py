@@ -172,7 +172,6 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
     assert not pays((8, 8), heads=2, block_period=5)
     assert not pays((8, 8), orthogonalizer=waiting)  # or whatever else a user has registered
     assert pays((8, 8), orthogonalizer="aurora", precondition="muon2", normalize="adamuon")
-    assert not pays((8, 8), orthogonalizer="aurora", aurora_polar=waiting)
     assert not pays((8, 8), precondition="soap")
     optimizer = AdamWSW(matrices((4, 4)), lr=0.1)
     assert optimizer.replay is None

@@ -93,7 +93,7 @@ OPTIONS = {
     "polar express": {"orthogonalizer": "polar_express", "ns_steps": 7},
     "exact": {"orthogonalizer": "exact"},
     "simple quintic": {"orthogonalizer": "simple_quintic"},
-    "aurora": {"orthogonalizer": "aurora", "aurora_iterations": 3},
+    "aurora": {"orthogonalizer": "aurora"},
     "maximize": {"maximize": True},
     "scale": {"scale": "spectral"},
     "many rounds": {"chunk_bytes": 256},

@@ -84,11 +84,9 @@ def test_aurora():
     params = matrices((7, 3), (3, 7), (5, 5), dtype=torch.float64)
     listing = {"nesterov": True, "heavy_ball": False}
     references = [
-        ReferenceMuonSW(p.detach(), Decay("scaled", 0.3, PEAK), orthogonalize=lambda M: aurora(M, 3, 0.25), **listing)
-        for p in params
+        ReferenceMuonSW(p.detach(), Decay("scaled", 0.3, PEAK), orthogonalize=aurora, **listing) for p in params
     ]
-    options = {"orthogonalizer": "aurora", "aurora_iterations": 3, "aurora_beta": 0.25, "ns_dtype": "float64"}
-    optimizer = MuonSW(params, lr=PEAK, weight_decay=0.3, **options)
+    optimizer = MuonSW(params, lr=PEAK, weight_decay=0.3, orthogonalizer="aurora", ns_dtype="float64")
     assert follow(optimizer, params, references, 60, cosine(PEAK, 60)) < 1e-9
 
 

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonsw import MuonSW
 from muonsw.orthogonalize import aurora, exact, newton_schulz
-from tests.common.problems import matrices, run
 from tests.family import references
 
 
@@ -74,16 +72,3 @@ def test_an_undefined_entry_stays_in_its_matrix():
     result = aurora(batch)
     assert result[1].isnan().any()
     torch.testing.assert_close(result[[0, 2]], aurora(batch[[0, 2]]), rtol=0, atol=1e-12)
-
-
-def test_the_polar_inside_is_a_choice():
-    def trained(**options):
-        params = matrices((8, 3))
-        options = {"orthogonalizer": "aurora", "ns_dtype": "float32", **options}
-        run(MuonSW(params, lr=0.1, weight_decay=0.0, **options), params, 2)
-        return params[0].detach()
-
-    default = trained()
-    assert torch.equal(default, trained(aurora_polar="simple_quintic", ns_steps=12, aurora_iterations=2))
-    assert (default - trained(aurora_polar="exact")).abs().max() < 1e-5
-    assert (default - trained(aurora_polar="newton_schulz")).abs().max() > 1e-3

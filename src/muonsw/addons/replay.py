@@ -25,15 +25,15 @@ from torch import Tensor
 from muonsw import kernels, machine
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
-from muonsw.algorithms.muon import MUON, in_kernels, polar_name
+from muonsw.algorithms.muon import MUON, slots_have_kernels
 from muonsw.decay import decays
 from muonsw.distributed.shards import local, locals_of
 from muonsw.kernels.graphs import GradientReads, Recording, recorded
 from muonsw.kernels.tables import GraphTables, TooManyEntriesError, aligned, in_graph, lengths
 from muonsw.nonfinite import Flag
 from muonsw.options import algorithm_defaults
-from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration
-from muonsw.slots import NORMALIZE, PRECONDITION, wide_dtype
+from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration, aurora
+from muonsw.slots import wide_dtype
 from muonsw.work import Batch, Group, StepContext, all_contiguous, any_dtensor, elements, items_of
 
 if TYPE_CHECKING:
@@ -328,12 +328,11 @@ def not_replayed(optimizer: ScaledDecayOptimizer, reason: str) -> None:
 
 def has_kernels_throughout(group: Group) -> bool:
     """Whether our own kernels run a group's step; functions that users register may depend on anything."""
-    algorithm = ALGORITHMS[group["algorithm"]]
+    algorithm, polar = ALGORITHMS[group["algorithm"]], ORTHOGONALIZERS.get(group.get("orthogonalizer", "auto"))
     return (
         (algorithm is MUON or algorithm is ADAMW)
-        and in_kernels(NORMALIZE.member(group))
-        and in_kernels(PRECONDITION.member(group))
-        and isinstance(ORTHOGONALIZERS.get(polar_name(group)), Iteration)
+        and slots_have_kernels(group)
+        and (isinstance(polar, Iteration) or polar is aurora)
         and group["fused"] is not False
         and not (algorithm.counts_steps and algorithm.counts_steps(group))
     )

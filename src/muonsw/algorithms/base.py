@@ -99,10 +99,6 @@ class Algorithm(NamedTuple):
     def view(self, group: Group) -> MatrixView | None:
         return None if self.matrices is None else MatrixView.of(group)
 
-    def count_matrices(self, group: Group, param: Tensor) -> int:
-        view = self.view(group)
-        return 0 if view is None else view.count(param.shape)
-
 
 def has_kernels(group: Group, device: torch.device) -> bool:
     return group["fused"] is not False and kernels.available(device)
@@ -244,13 +240,8 @@ class StateBatch:
         """Every tensor as one batch (count, r, c), in float32 or better: a copy, or a view of the only one."""
         batches: State = {}
         for key, tensors in self.views.items():
-            shape = self.shapes[key]
-            if len(tensors) == 1:
-                batch = tensors[0].reshape(-1, *shape)
-            elif False not in [tensor.shape == shape for tensor in tensors]:
-                batch = torch.stack(tensors)
-            else:
-                batch = torch.cat([tensor.reshape(-1, *shape) for tensor in tensors])
+            stacks = [tensor.reshape(-1, *self.shapes[key]) for tensor in tensors]
+            batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
             batches[key] = batch.to(wide_dtype(batch.dtype))
         return batches
 

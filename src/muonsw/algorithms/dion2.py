@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms.base import matrix_algorithm
-from muonsw.algorithms.muon import orthogonalize
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES
+from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.slots import ELEMENTWISE
 from muonsw.work import Group, State
 
@@ -35,7 +35,8 @@ def directions(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     M = state["momentum_buffer"].to(G.dtype) + G
     index = _largest(M, group["fraction"])
     S = M.gather(-2, index)
-    U = orthogonalize(group, S, product_dtype(group["ns_dtype"], S.dtype, S.device)).to(S.dtype)
+    dtype = product_dtype(group["ns_dtype"], S.dtype, S.device)
+    U = ORTHOGONALIZERS[group["orthogonalizer"]](S, steps=group["ns_steps"], dtype=dtype).to(S.dtype)
     kept = M.scatter(-2, index, group["momentum"] * S)
     return torch.zeros_like(M).scatter(-2, index, U), {"momentum_buffer": kept}
 

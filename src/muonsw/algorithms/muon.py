@@ -1,18 +1,15 @@
-"""Muon: momentum, orthogonalized matrix by matrix and scaled by the shape.
+"""Muon: momentum -> precondition -> orthogonalize -> normalize -> scale, matrix by matrix.
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). Unlike the author's code, the caller's
-gradient is never changed, and equal matrices of all parameters are one batch. Two slots, before the orthogonalization
-and after it, turn Muon into its relatives (`muonsw.slots`).
+gradient is never changed, and equal matrices of all parameters are one batch. The two slots around the orthogonalizer
+turn Muon into its relatives (`muonsw.slots`).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from muonsw import slots
 from muonsw.algorithms.base import (
     Algorithm,
     Chunk,
@@ -29,35 +26,33 @@ from muonsw.algorithms.base import (
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES, Part, empty_batch, scatter, views
 from muonsw.nonfinite import Flag
-from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration, aurora
+from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration
 from muonsw.precision import state_dtype
-from muonsw.slots import ELEMENTWISE, NORMALIZE, PRECONDITION, Slot, SlotMember, wide_dtype
+from muonsw.slots import ELEMENTWISE, MUON2, NORMALIZE, PRECONDITION, Slot, wide_dtype
 from muonsw.work import Group, State, StepContext
-
-# The options of orthogonalizer="aurora", by default its authors' choice.
-AURORA: Group = {"aurora_iterations": 2, "aurora_beta": 0.5, "aurora_polar": "simple_quintic"}
 
 
 def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
-    """Directions polar(M) of equal matrices: momentum, precondition, orthogonalize, normalize."""
+    """Directions for a chunk of equal matrices, which are whole on this rank."""
     parts, (rows, columns, dtype) = chunk.parts, chunk.bucket
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    fused, dtype = has_kernels(group, momenta[0].device), product_dtype(group["ns_dtype"], dtype, momenta[0].device)
-    X = _polar_by_kernels(group, chunk, dtype, ctx.flag) if fused else None
-    if X is None:
-        member = PRECONDITION.member(group)
-        X = empty_batch(momenta, rows, columns, wide_dtype(momenta[0].dtype) if member.elementwise else None)
-        advance(group, parts, scatter(X, momenta), ctx.flag)
-        if group["precondition"] is not None and not member.elementwise:
-            X = apply_slot(PRECONDITION, group, chunk, X.to(wide_dtype(X.dtype)), ctx.ok)
-        X = orthogonalize(group, X, dtype)
-    factors = None
-    if group["normalize"] is not None:
-        factors = _factors_by_kernels(group, chunk, X, ctx.flag) if fused else None
-        if factors is None:
-            X = apply_slot(NORMALIZE, group, chunk, X, ctx.ok)
     scale = SHAPE_SCALES[group["scale"]](*chunk.view.out_in(rows, columns))
-    return Update(parts, scatter(X, momenta), scale, factors)
+    dtype = product_dtype(group["ns_dtype"], dtype, momenta[0].device)
+    if has_kernels(group, momenta[0].device):
+        fused = directions_by_kernels(group, chunk, momenta, dtype, ctx)
+        if fused is not None:
+            return Update(parts, scatter(fused[0], momenta), scale, fused[1])
+    # momentum, and a preconditioner that treats every element on its own
+    elementwise, wide = PRECONDITION.member(group).elementwise, wide_dtype(momenta[0].dtype)
+    X = empty_batch(momenta, rows, columns, wide if elementwise else momenta[0].dtype)
+    advance(group, parts, scatter(X, momenta), ctx.flag)
+    # whole matrices
+    if group["precondition"] is not None and not elementwise:
+        X = apply_slot(PRECONDITION, group, chunk, X.to(wide), ctx.ok)
+    X = ORTHOGONALIZERS[group["orthogonalizer"]](X, steps=group["ns_steps"], dtype=dtype)
+    if group["normalize"] is not None:
+        X = apply_slot(NORMALIZE, group, chunk, X, ctx.ok)
+    return Update(parts, scatter(X, momenta), scale)
 
 
 def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
@@ -67,12 +62,12 @@ def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag:
     """
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    member = PRECONDITION.member(group)
-    if has_kernels(group, grads[0].device) and (in_kernels(member) or not member.elementwise):
+    member, options = PRECONDITION.member(group), PRECONDITION.options(group)
+    if has_kernels(group, grads[0].device) and (member.has_kernel or not member.elementwise):
         from muonsw.kernels.momentum import advance_momenta
 
-        options = group if member.elementwise else {**group, "precondition": None}
-        if advance_momenta(options, grads, momenta, _squares(group, parts), targets, flag):
+        kernel_group = group if member.elementwise else {**group, "precondition": None}
+        if advance_momenta(kernel_group, grads, momenta, _squares(group, parts), targets, flag):
             return
     form, beta, ok = group["momentum_form"], group["momentum"], None if flag is None else flag.ok
     grads = clean(grads, momenta, group["maximize"], ok)
@@ -83,16 +78,16 @@ def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag:
         torch._foreach_copy_(targets, momenta)
     if not member.elementwise:
         return
-    for part, X in zip(parts, momenta if targets is None else targets, strict=True):
-        tensors = {key: part.state(key) for key in PRECONDITION.specs(group)}
-        before = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in tensors.items()}
-        ahead = X.to(wide_dtype(X.dtype))
-        (before["grad"],) = clean([part.grad], [ahead], group["maximize"], ok)
-        ahead, after = PRECONDITION.apply({**group, "transposed": False}, ahead, before)
-        for key, tensor in tensors.items():
+    for part, target in zip(parts, momenta if targets is None else targets, strict=True):
+        state = {key: part.state(key) for key in member.state(options)}
+        before = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in state.items()}
+        X = target.to(wide_dtype(target.dtype))
+        (grad,) = clean([part.grad], [X], group["maximize"], ok)
+        X, after = member.apply(options, X, {**before, "grad": grad})
+        for key, tensor in state.items():
             tensor.copy_(after[key] if ok is None else torch.where(ok, after[key], before[key]))
         if targets is not None:
-            X.copy_(ahead)
+            target.copy_(X)
 
 
 def apply_slot(slot: Slot, group: Group, chunk: Chunk, X: Tensor, ok: Tensor | None) -> Tensor:
@@ -104,85 +99,55 @@ def apply_slot(slot: Slot, group: Group, chunk: Chunk, X: Tensor, ok: Tensor | N
     return X
 
 
-def orthogonalize(group: Group, matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    is_aurora = group["orthogonalizer"] == "aurora"
-    polar = ORTHOGONALIZERS[polar_name(group) if is_aurora else group["orthogonalizer"]]
-    steps = group["ns_steps"] or (polar.coefficients.steps if isinstance(polar, Iteration) else 5)
-    if not is_aurora:
-        return polar(matrices, steps=steps, dtype=dtype)
-    iterations, beta = (_aurora_option(group, key) for key in ("aurora_iterations", "aurora_beta"))
-    return aurora(matrices, steps=steps, dtype=dtype, iterations=iterations, beta=beta, polar=polar)
-
-
-def polar_name(group: Group) -> str:
-    name = group.get("orthogonalizer", "auto")
-    return str(_aurora_option(group, "aurora_polar") if name == "aurora" else name)
-
-
-def _aurora_option(group: Group, key: str) -> Any:
-    return AURORA[key] if group.get(key) is None else group[key]
-
-
 def sharded_directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:
     """What follows `advance` where matrices were put together from shards, with the state that travels with them."""
     after: State = {}
     if group["precondition"] is not None and not PRECONDITION.member(group).elementwise:
         X, after = PRECONDITION.apply(group, X.to(wide_dtype(X.dtype)), before)
-    X = orthogonalize(group, X, dtype)
+    X = ORTHOGONALIZERS[group["orthogonalizer"]](X, steps=group["ns_steps"], dtype=dtype)
     if group["normalize"] is not None:
         X, more = NORMALIZE.apply(group, X, before)
-        X, after = X.to(dtype), {**after, **more}
+        after = {**after, **more}
     return X, after
 
 
-# The same by kernels; None where they cannot read the tensors.
-
-
-def in_kernels(member: SlotMember) -> bool:
-    known = (slots.NO_MEMBER, slots.SIGN, slots.MUON2, slots.EQUALIZE, slots.NORMUON, slots.ADAMUON, slots.MUON_PLUS)
-    return any(member is each for each in known)
-
-
-def _polar_by_kernels(group: Group, chunk: Chunk, dtype: torch.dtype, flag: Flag | None) -> Tensor | None:
-    """Momentum, preconditioner and norm in two launches, and then the iteration."""
+def directions_by_kernels(
+    group: Group, chunk: Chunk, momenta: list[Tensor], dtype: torch.dtype, ctx: StepContext
+) -> tuple[Tensor, Tensor | None] | None:
+    """Directions, and the factors that the move multiplies them by; None, and nothing done, if kernels cannot."""
     iteration, parts, (rows, columns, _) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk.parts, chunk.bucket
-    if not isinstance(iteration, Iteration) or not in_kernels(PRECONDITION.member(group)):
+    if not isinstance(iteration, Iteration) or not slots_have_kernels(group):
         return None
     from muonsw.kernels.momentum import normalized_momentum
+    from muonsw.kernels.normalize import slice_factors
 
-    grads = views(parts, [part.item.grad for part in parts])
-    momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    dtype = iteration.inner(dtype, grads[0].device)
-    X = normalized_momentum(group, grads, momenta, _squares(group, parts), (rows, columns), dtype, flag)
+    # momentum, preconditioner and division by the norm in two launches
+    grads, dtype = views(parts, [part.item.grad for part in parts]), iteration.inner(dtype, momenta[0].device)
+    X = normalized_momentum(group, grads, momenta, _squares(group, parts), (rows, columns), dtype, ctx.flag)
     if X is None:
         return None
     steps = group["ns_steps"] or iteration.coefficients.steps
-    return iteration.run(X.mT, steps).mT if rows > columns else iteration.run(X, steps)
+    X = iteration.run(X.mT, steps).mT if rows > columns else iteration.run(X, steps)
+    if group["normalize"] is None:
+        return X, None
+    batch = StateBatch(chunk, NORMALIZE.specs(group))
+    averages = [tensor for tensors in batch.views.values() for tensor in tensors]
+    factors = slice_factors(group, X, averages, next(iter(batch.shapes.values()), (0, 0)), ctx.flag)
+    return (X if factors is not None else apply_slot(NORMALIZE, group, chunk, X, ctx.ok)), factors
+
+
+def slots_have_kernels(group: Group) -> bool:
+    return PRECONDITION.member(group).has_kernel and NORMALIZE.member(group).has_kernel
 
 
 def _squares(group: Group, parts: list[Part]) -> list[Tensor]:
-    if PRECONDITION.member(group) is not slots.MUON2:
+    """Muon^2's average squares, which its kernel advances beside the momentum."""
+    if PRECONDITION.member(group) is not MUON2:
         return []
     return views(parts, [part.item.state["exp_avg_sq"] for part in parts])
 
 
-def _factors_by_kernels(group: Group, chunk: Chunk, directions: Tensor, flag: Flag | None) -> Tensor | None:
-    if not in_kernels(NORMALIZE.member(group)):
-        return None
-    from muonsw.kernels.normalize import slice_factors
-
-    batch = StateBatch(chunk, NORMALIZE.specs(group))
-    averages = [tensor for tensors in batch.views.values() for tensor in tensors]
-    return slice_factors(group, directions, averages, next(iter(batch.shapes.values()), (0, 0)), flag)
-
-
 def validate(group: Group, name: str, param: Tensor) -> None:
-    for key in AURORA:
-        if group.get(key) is not None and group["orthogonalizer"] != "aurora":
-            raise ValueError(
-                f"{key}={group[key]!r} is an option of orthogonalizer='aurora', but this group has "
-                f"orthogonalizer={group['orthogonalizer']!r}"
-            )
     for slot in (PRECONDITION, NORMALIZE):
         slot.refuse_options_of_others(group)
     validate_matrices(group, name, param)
@@ -194,8 +159,8 @@ def validate(group: Group, name: str, param: Tensor) -> None:
     for slot in (PRECONDITION, NORMALIZE):
         if any(spec.shape for spec in slot.specs(group).values()):
             raise ValueError(
-                f"{period} and {slot.name}={group[slot.name]!r} do not go together: what is kept of a block means "
-                f"nothing to the whole matrix"
+                f"{period} and {slot.name}={group[slot.name]!r} do not go together: the state of a block means nothing "
+                f"to the whole matrix"
             )
 
 

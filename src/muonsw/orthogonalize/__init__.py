@@ -28,16 +28,14 @@ class Orthogonalizer(Protocol):
     It does not modify its input, treats each matrix on its own and maps zero to zero.
     """
 
-    def __call__(self, matrices: Tensor, *, steps: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Orthogonalize in `dtype`, the input's unless given."""
+    def __call__(self, matrices: Tensor, *, steps: int | None, dtype: torch.dtype | None = None) -> Tensor:
+        """Orthogonalize in `dtype`, the input's unless given; `steps` is `ns_steps=`, None for its own number."""
 
 
 ORTHOGONALIZERS: Registry[Orthogonalizer] = Registry("orthogonalizer")
 ORTHOGONALIZERS.register("auto", auto)
-ORTHOGONALIZERS.register("newton_schulz", newton_schulz)
 ORTHOGONALIZERS.register("gram_newton_schulz", gram_newton_schulz)
 for _name, _coefficients in COEFFICIENT_SETS.items():
-    if _name not in ORTHOGONALIZERS:
-        ORTHOGONALIZERS.register(_name, Iteration(_coefficients))
+    ORTHOGONALIZERS.register(_name, newton_schulz if _name == "newton_schulz" else Iteration(_coefficients))
 ORTHOGONALIZERS.register("exact", exact)
 ORTHOGONALIZERS.register("aurora", aurora)

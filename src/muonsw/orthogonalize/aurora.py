@@ -48,14 +48,11 @@ def aurora(
     if rows < columns:
         return aurora(matrices.mT, steps=steps, dtype=dtype, iterations=iterations, beta=beta, polar=polar).mT
     X = normalize(matrices)
-    X = X / _or_one(torch.linalg.vector_norm(X, dim=-1, keepdim=True))
+    lengths = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
+    X = X / torch.where(lengths > 0, lengths, 1.0)  # rows of zeros stay as they are
     U = polar(X, steps=steps, dtype=dtype)
     for _ in range(iterations - 1):
         excess = U.to(X.dtype).square().sum(-1, keepdim=True) * (rows / columns)
-        X = X / _or_one(excess) ** beta
+        X = X / torch.where(excess > 0, excess, 1.0) ** beta
         U = polar(X, steps=steps, dtype=dtype)
     return U
-
-
-def _or_one(lengths: Tensor) -> Tensor:
-    return torch.where(lengths > 0, lengths, 1.0)  # rows of zeros stay as they are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 Coefficients: TypeAlias = tuple[float, float, float]
@@ -77,21 +77,22 @@ class CoefficientSet(NamedTuple):
     divisor: float = 1.0
     restarts: tuple[int, ...] = (1,)
 
-    @lru_cache(maxsize=256)  # noqa: B019 - the sets are few, and immutable
     def schedule(self, steps: int) -> Schedule:
         """The polynomials of this many steps for matrices of norm one: the first one divides by `divisor`."""
         first, *rest = self.polynomials
-        listed = (rescaled(first, self.divisor), *rest)
-        return (*listed, *(self.polynomials[-1] for _ in range(steps - len(listed))))[:steps]
+        repeated = [self.polynomials[-1]] * (steps - len(self.polynomials))
+        return (rescaled(first, self.divisor), *rest, *repeated)[:steps]
 
-    @lru_cache(maxsize=256)  # noqa: B019
+    @cache  # noqa: B019 - the sets are few, and immutable
     def segments(self, steps: int) -> list[Schedule]:
         """The same polynomials, cut where the Gram form restarts."""
-        schedule, found = self.schedule(steps), []
-        for length in (*self.restarts, *(self.restarts[-1] for _ in range(steps))):
-            found.append(schedule[:length])
+        schedule = self.schedule(steps)
+        segments: list[Schedule] = []
+        while schedule:
+            length = self.restarts[min(len(segments), len(self.restarts) - 1)]
+            segments.append(schedule[:length])
             schedule = schedule[length:]
-        return [segment for segment in found if segment]
+        return segments
 
 
 # What `orthogonalizer=` takes, with the normalization of the authors less their epsilon, which makes the update depend

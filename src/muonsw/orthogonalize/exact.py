@@ -11,7 +11,7 @@ from muonsw.orthogonalize.iterations import check_matrices, normalize
 _SMALLEST_EIGENVALUE_RATIO = 1e-6
 
 
-def exact(matrices: Tensor, *, steps: int = 0, dtype: torch.dtype | None = None) -> Tensor:  # noqa: ARG001
+def exact(matrices: Tensor, *, steps: int | None = None, dtype: torch.dtype | None = None) -> Tensor:  # noqa: ARG001
     """Give the polar factor `U V^T` of matrices `U S V^T` of shape `(..., m, n)`, computed in float64.
 
     Singular values below the rounding error of float64 (`max(m, n) * eps` of the largest, as in

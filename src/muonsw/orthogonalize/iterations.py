@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, Coefficients, CoefficientSet, Schedule
+from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, Coefficients, CoefficientSet
 
 # The slowest polynomial in use, 1.5 s - 0.5 s^3, multiplies what is small by 1.5, and so lifts the least float64 to one
 # in 1074 / log2(1.5) = 1837 steps: no matrix needs more.
@@ -79,7 +79,7 @@ class Iteration:
         """Push the singular values of matrices `(..., m, n)` towards one; no gradient flows through.
 
         `steps` is the authors' number unless given; `dtype`, that of the products (see `inner`) and of the result, is
-        the input's. Matrices are normalised in float32 or better either way. Zero matrices stay exactly zero.
+        the input's. Matrices are normalized in float32 or better either way. Zero matrices stay exactly zero.
         """
         steps = self.coefficients.steps if steps is None else steps
         dtype = check_matrices(matrices, dtype, steps=steps)
@@ -87,20 +87,19 @@ class Iteration:
             return torch.zeros(matrices.shape, dtype=dtype, device=matrices.device)
         rows, columns = matrices.shape[-2:]
         flat, inner = matrices.reshape(-1, rows, columns), self.inner(dtype, matrices.device)
-        wide = flat.mT if rows > columns else flat
-        if not wide.is_cpu:
-            result = self.run(normalize(wide, inner), steps)
-        else:
-            # A batch is cut so that the working set of a piece stays near a core. Measured with 0.5 MiB of L2: between
-            # 1 and 4 MiB is flat; one matrix at a time and the whole batch at once are 1.3 to 1.6 times slower.
+        wide, piece = flat.mT if rows > columns else flat, len(flat)
+        if wide.is_cpu:
+            # The working set of a piece stays near a core. Measured with 0.5 MiB of L2: between 1 and 4 MiB is flat;
+            # one matrix at a time and the whole batch at once are 1.3 to 1.6 times slower.
             bytes_per_matrix = 2 * inner.itemsize * min(rows, columns) * (rows + columns)
-            pieces = torch.split(wide, torch.get_num_threads() * max(1, _CPU_PIECE_BYTES // bytes_per_matrix))
-            found = [self.run(normalize(piece.squeeze(0), inner), steps).view_as(piece) for piece in pieces]
-            result = found[0] if len(found) == 1 else torch.cat(found, out=torch.empty_like(wide, dtype=inner))
+            piece = torch.get_num_threads() * max(1, _CPU_PIECE_BYTES // bytes_per_matrix)
+        results = [self.run(normalize(X, inner), steps) for X in torch.split(wide, piece)]
+        # in the memory order of the input, also where that is transposed
+        result = results[0] if len(results) == 1 else torch.cat(results, out=torch.empty_like(wide, dtype=inner))
         return (result.mT if rows > columns else result).reshape(matrices.shape).to(dtype)
 
     def inner(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """The dtype of the products where the caller asks for one.
+        """The dtype of the products where the caller asks for `dtype`.
 
         The Gram form never uses bfloat16: float16 costs the same on GPUs and rounds eight times less. Elsewhere it
         takes float32, except that "auto" stays with bfloat16, and the plain form, on CPUs.
@@ -110,20 +109,21 @@ class Iteration:
         return torch.float16 if device.type == "cuda" else torch.float32
 
     def run(self, X: Tensor, steps: int) -> Tensor:
-        """Iterate on wide matrices of Frobenius norm one, `(batch, m, n)`, or `(m, n)` on CPUs."""
+        """Iterate on wide matrices `(batch, m, n)` of Frobenius norm one."""
         segments = self.coefficients.segments(steps)
-        short, long = X.shape[-2:]
-        saved = gram_saves(short, long) * (X.numel() // (short * long)) * (steps - len(segments))
+        batch, short, long = X.shape
+        saved = gram_saves(short, long) * batch * (steps - len(segments))
         launches_matter = self.form == "auto" and not X.is_cpu and saved < WORTH_MORE_LAUNCHES
         if self.form == "plain" or X.dtype == torch.bfloat16 or saved <= 0 or launches_matter:
-            return iterate_plain(X, self.coefficients.schedule(steps))
-        for schedule in segments:
-            if len(schedule) == 1:
-                X = iterate_plain(X, schedule)
-                continue
+            segments = [(polynomial,) for segment in segments for polynomial in segment]
+        for first, *others in segments:
             R = symmetric(X, X)
-            Q = Z = polynomial(R, schedule[0])  # all matrices but X are symmetric and commute
-            for coefficients in schedule[1:]:
+            if not others and X.is_cpu:  # one addition less; GPUs would copy X before they add to it
+                a, b, c = first
+                X = torch.baddbmm(X, torch.baddbmm(R, R, R, beta=b, alpha=c), X, beta=a)
+                continue
+            Q = Z = polynomial(R, first)  # all matrices but X are symmetric and commute
+            for coefficients in others:
                 R = symmetric(symmetric(Z, R), Z)
                 Z = polynomial(R, coefficients)
                 Q = symmetric(Q, Z)
@@ -144,17 +144,6 @@ auto = Iteration(COEFFICIENT_SETS["newton_schulz"])
 polar_express = Iteration(COEFFICIENT_SETS["polar_express"])
 
 
-def iterate_plain(X: Tensor, schedule: Schedule) -> Tensor:
-    """Apply polynomials to the singular values of wide matrices, one step at a time."""
-    for a, b, c in schedule:
-        R = symmetric(X, X)
-        if X.is_cpu:  # one addition less; GPUs would copy X before they add to it
-            X = multiply_add(X, multiply_add(R, R, R, beta=b, alpha=c), X, beta=a)
-        else:
-            X = multiply(polynomial(R, (a, b, c)), X)
-    return X
-
-
 # The products, each by whatever was measured to be fastest for it.
 
 # Rows from which computing one triangle in Triton beats the vendor's dense product, in half precision: on one H200
@@ -168,7 +157,7 @@ def symmetric(left: Tensor, right: Tensor) -> Tensor:
         from muonsw.kernels.symmetric import symmetric_product
 
         return symmetric_product(left, right)
-    return _matmul(left, right.mT)
+    return torch.bmm(left, right.mT)
 
 
 def polynomial(R: Tensor, coefficients: Coefficients) -> Tensor:
@@ -178,44 +167,29 @@ def polynomial(R: Tensor, coefficients: Coefficients) -> Tensor:
         from muonsw.kernels.symmetric import symmetric_product
 
         return symmetric_product(R, R, alpha=c, term=R, beta=b, diagonal=a)
-    Z = multiply_add(R, R, R, beta=b, alpha=c)
+    Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
     Z.diagonal(dim1=-2, dim2=-1).add_(a)
     return Z
 
 
 def multiply(Q: Tensor, X: Tensor) -> Tensor:
     """`Q X`, in the memory order of `X` on accelerators, so that a transposed view stays one."""
-    if not X.is_cpu and not X.is_contiguous():
-        return torch.bmm(Q, X, out=torch.empty_like(X))
-    return _matmul(Q, X)
-
-
-def multiply_add(addend: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
-    """`beta * addend + alpha * left @ right` in one call, in the memory order of `addend` on accelerators."""
-    if not addend.is_cpu and not addend.is_contiguous():
-        return torch.baddbmm(addend, left, right, beta=beta, alpha=alpha, out=torch.empty_like(addend))
-    fused = torch.addmm if left.ndim == 2 else torch.baddbmm
-    return fused(addend, left, right, beta=beta, alpha=alpha)
+    if X.is_cpu or X.is_contiguous():
+        return torch.bmm(Q, X)
+    return torch.bmm(Q, X, out=torch.empty_like(X))
 
 
 def _kernel_pays(left: Tensor) -> bool:
     return (
-        left.ndim == 3
-        and left.dtype in (torch.float16, torch.bfloat16)
+        left.dtype in (torch.float16, torch.bfloat16)
         and left.shape[-2] >= KERNEL_ROWS
         and left.shape[-2] * left.shape[-1] < 2**31  # the kernel counts in int32
         and kernels.available(left.device)
     )
 
 
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    return torch.bmm(left, right) if left.ndim == 3 else left @ right  # `@` would think about broadcasting first
-
-
-# Checks, scale and batches, before an iteration.
-
-
 def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps: int = 1) -> torch.dtype:
+    """The dtype of the result; an error where matrices, dtype or steps cannot be taken."""
     if matrices.ndim < 2:
         raise ValueError(f"expected matrices (..., m, n), got a tensor of shape {tuple(matrices.shape)}")
     result = matrices.dtype if dtype is None else dtype
@@ -235,10 +209,10 @@ _SAFE_NORM = 1e-12
 def normalize(matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Divide each matrix by its Frobenius norm, in float32 or better, whatever its scale.
 
-    No epsilon is needed: where squares would over- or underflow, the matrices are first multiplied by powers of
-    two, which changes no bit of the result. Zero matrices stay zero; a matrix with an infinite or undefined element
-    keeps an undefined element. On accelerators, where looking would mean waiting, the powers of two are left out:
-    there a norm below 1e-18 counts as zero, and one above 1e18 as infinite.
+    Zero matrices stay zero; a matrix with an infinite or undefined element keeps an undefined element. No epsilon is
+    needed: where squares would over- or underflow, matrices are first multiplied by powers of two, which changes no bit
+    of the result. On accelerators, where looking would mean waiting, a norm below 1e-18 counts as zero, and one above
+    1e18 as infinite.
 
     Examples:
         >>> normalize(torch.tensor([[3e-30, 4e-30]]))
@@ -257,5 +231,5 @@ def normalize(matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             limit = 1022 if X.dtype == torch.float64 else 126
             X = X * torch.exp2(-torch.frexp(largest).exponent.clamp(-limit, limit).to(X.dtype))
             norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
-    divisor = torch.where(norm > 0, norm, torch.ones_like(norm))
+    divisor = torch.where(norm > 0, norm, 1.0)
     return torch.div(X, divisor, out=torch.empty_like(X, dtype=dtype))  # division and cast in one pass
