@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from muonsw import ALGORITHMS
 from tests.distributed import test_checkpoint as checkpoints
 from tests.distributed.problems import (
     GROUPS,
@@ -18,11 +17,9 @@ from tests.distributed.problems import (
 )
 from tests.distributed.test_replicated import divided
 from tests.distributed.test_sharded import along
-from tests.family import toy
 from tests.family.members import OPTIONS, WITH_FACTORS
 
 CLOSE = 1e-9
-TOY = {"algorithm": "matrix_toy"}
 # Shape and axes of each, and how much is sent at once.
 MESHES = {
     "4 ranks, rows": ([4], [0], None),
@@ -59,12 +56,11 @@ def by_patterns(options):
 
 SAVED = {**OPTIONS, **{name: by_patterns(own) for name, own in WITH_FACTORS.items()}}
 every_member = pytest.mark.parametrize("options", cases(OPTIONS))
-every_rule = pytest.mark.parametrize("options", cases({**OPTIONS, **WITH_FACTORS}, toy=TOY, dion2=DION2))
+every_rule = pytest.mark.parametrize("options", cases({**OPTIONS, **WITH_FACTORS}, dion2=DION2))
 
 
 def every_mesh(options):
     """One case for each, in one go: starting a case on every rank costs more than its steps."""
-    ALGORITHMS.register("matrix_toy", toy.TOY, replace=True)
     found = {}
     for name, (mesh_shape, axes, chunk_bytes) in MESHES.items():
         mesh, chosen = mesh_of(*mesh_shape), {**options, "chunk_bytes": chunk_bytes}
@@ -78,15 +74,10 @@ def test_sharded_matrices_take_the_steps_of_one_process(pool, options):
         assert {name: value for name, value in answers.items() if not value < CLOSE} == {}
 
 
-def divided_work(ranks, **options):
-    ALGORITHMS.register("matrix_toy", toy.TOY, replace=True)
-    return divided(ranks, **options)
-
-
 @every_rule
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_divided_work_gives_the_steps_of_one_process(pool, options, ranks):
-    assert max(pool.run(divided_work, ranks, absent=(2, 8), **options)) < CLOSE
+    assert max(pool.run(divided, ranks, absent=(2, 8), **options)) < CLOSE
 
 
 @pytest.mark.parametrize("options", cases(SAVED, algorithms={"patterns": PATTERNS}))

@@ -4,21 +4,19 @@ import pytest
 import torch
 
 from muonsw import MuonSW
-from muonsw.orthogonalize import COEFFICIENT_SETS, ORTHOGONALIZERS, POLAR_EXPRESS
+from muonsw.orthogonalize import COEFFICIENT_SETS, ORTHOGONALIZERS
 from tests.common.problems import matrices, run
-from tests.family.references import SETS, orthogonalize, recorded
+from tests.family.references import recorded
 from tests.orthogonalize.spectra import mapped
 
 RECORD = recorded("coefficients")
 INPUTS = [torch.tensor(matrix, dtype=torch.float64) for matrix in RECORD["inputs"]]
-every = pytest.mark.parametrize("name", COEFFICIENT_SETS)
 SIGMA = torch.logspace(-2.8239, 0, 200_001, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", RECORD["sets"])
 def test_equal_to_the_authors(name):
     """In float64, and in their dtype, where both round at other places: another draw of about as many roundings."""
-    assert name in SETS
     dtype = torch.float32 if name == "polar_express" else torch.bfloat16
     results = RECORD["sets"][name]
     for matrix, wide, narrow in zip(INPUTS, results["float64"], results["own_dtype"], strict=True):
@@ -27,15 +25,6 @@ def test_equal_to_the_authors(name):
         found = ORTHOGONALIZERS[name](matrix.float(), dtype=dtype).double()
         theirs = (torch.tensor(narrow, dtype=torch.float64) - expected).norm()
         assert (found - expected).norm() < 3 * theirs + torch.finfo(dtype).eps * expected.norm()
-
-
-@every
-@pytest.mark.parametrize("shape", [(5, 5), (4, 9), (9, 4)], ids=str)
-@pytest.mark.parametrize("steps", [None, 1, 3, 7])
-def test_equal_to_the_reference(name, shape, steps):
-    matrix = torch.randn(shape, dtype=torch.float64)
-    expected = orthogonalize(name, matrix, steps)
-    torch.testing.assert_close(ORTHOGONALIZERS[name](matrix, steps=steps), expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -59,22 +48,13 @@ def test_documented_interval_and_slope(name, steps, low, high, slope):
     assert mapped(COEFFICIENT_SETS[name], steps, 1e-12) / 1e-12 == pytest.approx(slope, abs=0.05)
 
 
-@every
+@pytest.mark.parametrize("name", COEFFICIENT_SETS)
 @pytest.mark.parametrize("steps", [1, 2, 5, 8, 20])
 def test_the_whole_range_stays_bounded_however_many_steps(name, steps):
     values = mapped(COEFFICIENT_SETS[name], steps, torch.linspace(0, 1, 20_001).double())
     assert values[0] == 0
     assert (values[1:] > 0).all()
     assert values.max() < 2.0
-
-
-@pytest.mark.parametrize("steps", [5, 8, 20])
-def test_polar_express_forgives_rounding_past_the_end_of_its_interval(steps):
-    overshoot = unsafe = torch.linspace(1, 1.02, 2001, dtype=torch.float64)
-    assert mapped(COEFFICIENT_SETS["polar_express"], steps, overshoot).abs().max() < 1.2
-    for a, b, c in (POLAR_EXPRESS * 3)[:steps]:
-        unsafe = a * unsafe + b * unsafe**3 + c * unsafe**5
-    assert not bool((unsafe.abs() < 1.5).all())
 
 
 def test_the_optimizer_takes_the_authors_number_of_steps():
@@ -89,5 +69,3 @@ def test_the_optimizer_takes_the_authors_number_of_steps():
     assert torch.equal(simple, trained(orthogonalizer="simple_quintic", ns_steps=12))
     polar, short = trained(orthogonalizer="exact"), trained(orthogonalizer="simple_quintic", ns_steps=3)
     assert (simple - polar).abs().max() < 1e-4 < (short - polar).abs().max()
-    with pytest.raises(ValueError, match="did you mean 'simple_quintic'"):
-        trained(orthogonalizer="simple_quintics")
