@@ -11,7 +11,6 @@ import triton.language as tl
 from muonsw.kernels import finite
 from muonsw.kernels.common import DTYPES, stochastic_round
 from muonsw.kernels.move import Weights, move
-from muonsw.kernels.tables import runs
 from muonsw.precision import mix
 from muonsw.precision import stochastic_round as rounded
 from muonsw.work import StepContext
@@ -38,19 +37,6 @@ def test_stochastic_rounding_makes_the_same_bits(dtype, device):
     assert torch.equal(out.to(dtype).nan_to_num(1.5), expected.nan_to_num(1.5))
     assert torch.equal(out.to(dtype).isnan(), x.isnan())
     assert not torch.equal(expected, x.to(dtype))
-
-
-def test_runs_cover_a_tensor_in_order():
-    base = torch.arange(4 * 64 * 32.0).view(4, 64, 32)
-    for tensor in (base, base[:, 16:48], base[1:3, :, :]):
-        flat = tensor.reshape(-1)
-        found = runs([tensor])
-        assert set(found.owners) == {0}
-        assert sum(found.sizes) == tensor.numel()
-        for address, size, position in zip(found.addresses, found.sizes, found.positions, strict=True):
-            start = (address - base.data_ptr()) // 4
-            assert torch.equal(base.view(-1)[start : start + size], flat[position : position + size])
-    assert runs([base.mT]) is None
 
 
 def test_many_small_decays_are_not_rounded_to_one_side(device):

@@ -47,53 +47,43 @@ def muon(params, **options):
     return MuonSW(groups, lr=0.05, weight_decay=0.3, matrix="stack", ns_dtype="float16", **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"momentum_form": "heavy_ball", "nesterov": False},
-        {"maximize": True},
-        {"orthogonalizer": "polar_express"},
-        {"orthogonalizer": "simple_quintic"},
-        {"orthogonalizer": "aurora"},
-        {"orthogonalizer": "newton_schulz", "nonfinite": "propagate"},
-        {"orthogonalizer": "exact"},
-        {"chunk_bytes": 20_000},
-    ],
-    ids=str,
-)
-def test_muon(options, dtype, device, kernels_on):
-    # Directions differ by rounding in float16, 2^-11 of moves that are 0.06 of the weights, grown by the iteration;
-    # stochastically rounded weights differ where the noise falls between the two, by 2^-8 in that share of entries.
-    bound = 5e-4 if dtype == torch.float32 else 4e-3
-    assert largest_difference(lambda p: muon(p, **options), device, dtype, kernels_on) < bound
+# Directions differ by rounding in float16, 2^-11 of moves that are 0.06 of the weights, grown by the iteration.
+MUON = [
+    {},
+    {"momentum_form": "heavy_ball", "nesterov": False},
+    {"maximize": True},
+    {"orthogonalizer": "polar_express"},
+    {"orthogonalizer": "newton_schulz", "nonfinite": "propagate"},
+    {"orthogonalizer": "exact", "normalize": "normuon"},
+    {"chunk_bytes": 20_000},
+    {"normalize": "normuon"},
+    {"normalize": "normuon", "normalize_axis": "longer", "normalize_snap": True},
+    {"normalize": "normuon", "transposed": True, "split_dim": 1},
+    {"normalize": "muon_plus"},
+    {"normalize": "adamuon", "precondition": "sign"},
+    {"precondition": "muon2"},
+    {"precondition": "equalize"},
+    {"precondition": "equalize", "transposed": True, "split_dim": 1},
+    {"precondition": "muon2", "orthogonalizer": "aurora"},
+    {"normalize": "normuon", "chunk_bytes": 20_000, "norm": "hyperball"},
+]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"normalize": "normuon"},
-        {"normalize": "normuon", "normalize_axis": "longer", "normalize_snap": True},
-        {"normalize": "normuon", "transposed": True, "split_dim": 1},
-        {"normalize": "muon_plus"},
-        {"normalize": "adamuon", "precondition": "sign"},
-        {"precondition": "muon2"},
-        {"precondition": "equalize"},
-        {"precondition": "equalize", "transposed": True, "split_dim": 1},
-        {"precondition": "muon2", "orthogonalizer": "aurora"},
-        {"normalize": "normuon", "chunk_bytes": 20_000, "norm": "hyperball"},
-    ],
-    ids=str,
-)
-def test_members(options, device, kernels_on):
-    # the bound of `test_muon`; a small element of a row is divided by the root of its own square, twice
+@pytest.mark.parametrize("options", MUON, ids=str)
+def test_muon(options, device, kernels_on):
+    # a small element of a row is divided by the root of its own square, twice
     bound = 5e-4 if options.get("normalize") != "adamuon" else 3e-3
     assert largest_difference(lambda p: muon(p, **options), device, torch.float32, kernels_on) < bound
 
 
+@pytest.mark.parametrize("options", [{}, {"normalize": "normuon", "precondition": "muon2"}], ids=str)
+def test_muon_in_low_precision(options, device, kernels_on):
+    # stochastically rounded weights differ where the noise falls between the two, by 2^-8 in that share of entries
+    assert largest_difference(lambda p: muon(p, **options), device, torch.bfloat16, kernels_on) < 4e-3
+
+
 @pytest.mark.parametrize("split_dim", [0, 1])
-@pytest.mark.parametrize("slot", [{}, {"normalize": "normuon"}, {"normalize": "muon_plus"}], ids=str)
+@pytest.mark.parametrize("slot", [{}, {"normalize": "normuon"}, {"normalize": "adamuon"}], ids=str)
 def test_blocks_of_one_matrix(slot, split_dim, device, kernels_on):
     """Those along the second axis have gaps between their rows."""
 
@@ -101,7 +91,8 @@ def test_blocks_of_one_matrix(slot, split_dim, device, kernels_on):
         options = {"split_sizes": (12, 12), "split_dim": split_dim, "ns_dtype": "float16"}
         return MuonSW([{"params": params[:2], **options, **slot}], lr=0.05, weight_decay=0.3)
 
-    assert largest_difference(build, device, torch.float32, kernels_on) < 5e-4
+    bound = 5e-4 if slot.get("normalize") != "adamuon" else 3e-3
+    assert largest_difference(build, device, torch.float32, kernels_on) < bound
 
 
 @pytest.mark.parametrize(

@@ -45,18 +45,18 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
 
 
 def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
-    """Take the whole step with one kernel, ours or torch's."""
+    """Take the whole step with one kernel, ours or torch's, whichever is faster and takes these tensors."""
     lists = columns(parts, KEYS)
     weights, _, averages, squares = lists
     if not has_kernels(group, weights[0].device):
         return _by_torch(group, parts, lists, ctx)
     # Steps on encoded state are ours (`in_place`), and so are those of the same groups on float32 state.
     is_small = weights[0].is_cuda and elements(weights) < kernels.TORCH_BELOW and group["state_dtype"] not in STORED
-    if is_small and _by_torch(group, parts, lists, ctx):
-        return True
-    if in_place(group, parts, {"exp_avg": Kept(averages), "exp_avg_sq": Kept(squares)}, ctx):
-        return True
-    return not is_small and _by_torch(group, parts, lists, ctx)
+    return (
+        (is_small and _by_torch(group, parts, lists, ctx))
+        or in_place(group, parts, {"exp_avg": Kept(averages), "exp_avg_sq": Kept(squares)}, ctx)
+        or _by_torch(group, parts, lists, ctx)
+    )
 
 
 def in_place(group: Group, parts: list[Part], kept: dict[str, Kept], ctx: StepContext) -> bool:

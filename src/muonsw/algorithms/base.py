@@ -16,7 +16,7 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.matrices import WHOLE, Bucket, MatrixView, Part, Region, empty_batch, scatter, views
 from muonsw.precision import LOW_PRECISION, Kept
-from muonsw.slots import Specs, StateSpec, no_state, oriented, wide_dtype
+from muonsw.slots import Specs, StateSpec, oriented, wide_dtype
 from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_of, elements
 
 if TYPE_CHECKING:
@@ -49,23 +49,23 @@ class MatrixRule(NamedTuple):
     """A rule of whole matrices in two halves, between which the matrices of sharded parameters are exchanged.
 
     Attributes:
-        sent_dtype: the dtype of what is to be orthogonalized.
-        result_dtype: the dtype of directions.
-        advance: moves the state of parts one step on unless the flag forbids it, and writes what is to be
-            orthogonalized to targets, if any.
+        advance: advances the state of parts unless the flag forbids it, and writes what is to be orthogonalized to
+            targets, if any.
         directions: the directions for matrices (count, rows, columns) and their state, in a dtype; and the new state.
         scale: how far matrices of a shape (out, in) move.
-        state: what `directions` keeps of each matrix, by key; it travels with the matrix.
+        state: the state of each matrix that `directions` reads and returns; it travels with the matrix.
         sends_gradient: whether `directions` also wants the gradient, as `state["grad"]`.
+        sent_dtype: the dtype of what is to be orthogonalized.
+        result_dtype: the dtype of directions.
     """
 
-    sent_dtype: Callable[[Group, torch.dtype], torch.dtype]
-    result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype]
     advance: Callable[[Group, list[Part], list[Tensor] | None, Flag | None], None]
     directions: Callable[[Group, Tensor, State, torch.dtype], tuple[Tensor, State]]
     scale: Callable[[Group, int, int], float]
-    state: Callable[[Group], Specs] = no_state
+    state: Callable[[Group], Specs]
     sends_gradient: Callable[[Group], bool] = lambda _: False
+    sent_dtype: Callable[[Group, torch.dtype], torch.dtype] = lambda _, dtype: wide_dtype(dtype)
+    result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype] = lambda _, dtype, __: wide_dtype(dtype)
 
 
 class Algorithm(NamedTuple):
@@ -345,14 +345,7 @@ def matrix_algorithm(
         state=state,
         update=update,
         validate=validate,
-        matrices=MatrixRule(
-            sent_dtype=lambda _, dtype: wide_dtype(dtype),
-            result_dtype=lambda _, dtype, __: wide_dtype(dtype),
-            advance=advance,
-            directions=oriented_directions,
-            scale=scale,
-            state=state,
-        ),
+        matrices=MatrixRule(advance, oriented_directions, scale, state),
         scale_free=scale_free,
         counts_steps=(lambda _: True) if counts_steps else None,
     )

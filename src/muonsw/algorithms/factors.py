@@ -97,33 +97,30 @@ def finite_or(X: Tensor, otherwise: Tensor) -> Tensor:
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors; a matrix that fails is tried again in float64, and is NaN if that fails too."""
-    found = _eigh_or_none(A)
-    if found is not None:
-        return found
-    values, vectors = torch.full_like(A[..., 0], torch.nan), torch.full_like(A, torch.nan)
-    for place, one in enumerate(A):
-        found = _eigh_or_none(one) or _eigh_or_none(one.double())
-        if found is not None:
-            values[place], vectors[place] = found
-        else:
-            warnings.warn(
-                f"no eigendecomposition of a {A.shape[-1]} x {A.shape[-1]} factor was found, not even in float64: what "
-                f"was made of an earlier one stays in use. Look for gradients that have exploded",
-                stacklevel=users_line(),
-            )
-    return values, vectors
+    """Eigenvalues and eigenvectors of a batch; the host waits for them, as in torch's own function.
 
-
-def _eigh_or_none(A: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The host waits for it; torch's `eigh` does so too."""
+    Matrices that fail are tried one by one and then in float64; what fails there too is NaN.
+    """
     try:
         values, vectors = torch.linalg.eigh(A)
+        if values.isfinite().all():
+            return values, vectors
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # torch's LinAlgError is one, and so are errors of cuSOLVER
-        return None
-    return (values, vectors) if values.isfinite().all() else None
+        pass
+    if len(A) > 1:
+        pairs = [eigh(matrix) for matrix in torch.split(A, 1)]
+        return torch.cat([values for values, _ in pairs]), torch.cat([vectors for _, vectors in pairs])
+    if A.dtype != torch.float64:
+        values, vectors = eigh(A.double())
+        return values.to(A.dtype), vectors.to(A.dtype)
+    warnings.warn(
+        f"no eigendecomposition of a {A.shape[-1]} x {A.shape[-1]} factor was found, not even in float64: what was "
+        f"made of an earlier one stays in use. Look for gradients that have exploded",
+        stacklevel=users_line(),
+    )
+    return torch.full_like(A[..., 0], torch.nan), torch.full_like(A, torch.nan)
 
 
 # Symmetric matrices in less memory.

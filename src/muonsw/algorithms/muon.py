@@ -181,8 +181,6 @@ MUON = Algorithm(
     update=update,
     validate=validate,
     matrices=MatrixRule(
-        sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
-        result_dtype=lambda group, dtype, device: product_dtype(group["ns_dtype"], dtype, device),
         advance=advance,
         directions=sharded_directions,
         scale=lambda group, m, n: SHAPE_SCALES[group["scale"]](m, n),
@@ -191,6 +189,8 @@ MUON = Algorithm(
             **NORMALIZE.specs(group),
         },
         sends_gradient=lambda group: (first := PRECONDITION.member(group)).uses_gradient and not first.elementwise,
+        sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
+        result_dtype=lambda group, dtype, device: product_dtype(group["ns_dtype"], dtype, device),
     ),
     scale_free=True,
     counts_steps=lambda group: bool(group.get("block_period")) or PRECONDITION.member(group).counts_steps,
