@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, cast
 from unittest import mock
@@ -19,19 +19,22 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from muonsw import MuonSW, slots
-from muonsw import codecs as codes
+from muonsw import MuonSW, codecs
 from muonsw.addons.replay import SETTLED
-from muonsw.algorithms import base, muon
+from muonsw.algorithms import base
 from muonsw.apply import shrink_and_move
+from muonsw.kernels import normalize
 from muonsw.kernels.adamw import adamw
 from muonsw.kernels.finite import find_bad
 from muonsw.kernels.momentum import normalized_momentum
-from muonsw.kernels.move import Motion, Weights, move
+from muonsw.kernels.move import Weights, move
 from muonsw.kernels.symmetric import symmetric_product
 from muonsw.nonfinite import all_finite
-from muonsw.orthogonalize import NS5, normalize
+from muonsw.orthogonalize import NS5
+from muonsw.orthogonalize import normalize as divide_by_norm
 from muonsw.precision import Kept
+from muonsw.slots import PRECONDITIONERS
+from muonsw.work import StepContext
 
 Matrices = list[tuple[tuple[int, ...], dict[str, Any]]]
 
@@ -47,7 +50,7 @@ GPT2: Matrices = [
     ((768, 3072), {}),
 ] * 12
 
-# Members of the slots, and the function whose kernel is switched off.
+# Members of the slots, whose kernels are switched off for comparison.
 MEMBERS = {
     "NorMuon": {"normalize": "normuon"},
     "AdaMuon": {"precondition": "sign", "normalize": "adamuon"},
@@ -80,53 +83,54 @@ def distance(result: Tensor, expected: Tensor) -> float:
     return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
+def compare(name: str, ours: Callable[[], object], torchs: Callable[[], object], changed: list[Tensor]) -> None:
+    """Time both after a call of each from the same start, and show how far apart they leave the first tensor."""
+    start = [tensor.clone() for tensor in changed]
+    torchs()
+    expected = changed[0].clone()
+    torch._foreach_copy_(changed, start)
+    ours()
+    error = distance(changed[0], expected)
+    show(name, milliseconds(ours), milliseconds(torchs), error)
+
+
 def time_kernels() -> None:
-    """Each kernel alone, after one call that is compared with torch's."""
+    """Each kernel alone."""
     shape, count = (8, 1024, 2816), 5
     grads, momenta, weights, squares = (
         [torch.rand(shape, device="cuda") for _ in range(count)] for _ in range(4)
     )  # fmt: skip
     steps = [torch.ones((), device="cuda") for _ in range(count)]
     group = MuonSW(weights, lr=0.1, matrix="stack").param_groups[0]
+    X = torch.empty(8 * count, *shape[1:], dtype=torch.float16, device="cuda")
 
-    def ours_momentum() -> Tensor:
-        return cast("Tensor", normalized_momentum(group, grads, momenta, (), shape[1:], torch.float16, None))
+    def ours_momentum() -> None:
+        X.copy_(cast("Tensor", normalized_momentum(group, grads, momenta, (), shape[1:], X.dtype, None)))
 
-    def torchs_momentum() -> Tensor:
+    def torchs_momentum() -> None:
         base.advance_momentum("ema", momenta, grads, 0.95, None)
         ahead = [torch.empty_like(m) for m in momenta]
         base.look_ahead("ema", momenta, grads, 0.95, out=ahead)
-        return normalize(torch.cat(ahead), torch.float16)
+        X.copy_(divide_by_norm(torch.cat(ahead), X.dtype))
 
-    before = [m.clone() for m in momenta]
-    expected = torchs_momentum()
-    torch._foreach_copy_(momenta, before)
-    X = ours_momentum()
-    show("momentum", milliseconds(ours_momentum), milliseconds(torchs_momentum), distance(X, expected))
+    compare("momentum", ours_momentum, torchs_momentum, [X, *momenta])
 
-    motion, directions = Motion(1e-3, 1e-4, None, 1.0, False), list(X.split(8))
-    moved = [w.clone() for w in weights]
-    shrink_and_move(moved, [direction.float() for direction in directions], 1e-3, 1e-4, False)
-    move(Weights(weights), directions, motion)
-    error = distance(weights[0], moved[0])
-    theirs = milliseconds(lambda: shrink_and_move(weights, [d.float() for d in directions], 1e-3, 1e-4, False))
-    show("move", milliseconds(lambda: move(Weights(weights), directions, motion)), theirs, error)
+    ctx, directions = StepContext(1e-3, 1e-4, 2**30), list(X.split(8))
+    compare(
+        "move",
+        lambda: move(Weights(weights), directions, 1.0, False, ctx),
+        lambda: shrink_and_move(weights, [d.float() for d in directions], 1e-3, 1e-4, False),
+        weights,
+    )
 
     def ours_adamw() -> None:
-        adamw(Weights(weights), grads, Kept(momenta), Kept(squares), steps, (0.9, 0.95), 1e-8, False, motion)
+        adamw(Weights(weights), grads, Kept(momenta), Kept(squares), steps, (0.9, 0.95), 1e-8, False, False, ctx)
 
     def torchs_adamw() -> None:
         hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
         torch._fused_adamw_(weights, grads, momenta, squares, [], steps, **hyper, amsgrad=False, maximize=False)
 
-    start = [[t.clone() for t in tensors] for tensors in (weights, momenta, squares)]
-    torchs_adamw()
-    expected = weights[0].clone()
-    for tensors, old in zip((weights, momenta, squares), start, strict=True):
-        torch._foreach_copy_(tensors, old)
-    ours_adamw()
-    error = distance(weights[0], expected)
-    show("adamw", milliseconds(ours_adamw), milliseconds(torchs_adamw), error)
+    compare("adamw", ours_adamw, torchs_adamw, [*weights, *momenta, *squares])
 
     bad = torch.zeros((), device="cuda")
     show("finite", milliseconds(lambda: find_bad(grads, bad)), milliseconds(lambda: all_finite(grads)), float(bad))
@@ -148,17 +152,14 @@ def time_kernels() -> None:
     show("a I + b R + c R^2", *times, distance(ours_polynomial(), torchs_polynomial()))
 
     x = torch.randn(8192, 2816, device="cuda")
-    stored = [
-        (
-            torch.empty_like(x, dtype=torch.int8),
-            torch.empty(x.shape[0], x.shape[1] // codes.block_length(tuple(x.shape)), device="cuda"),
-        )
-        for _ in "ab"
-    ]
-    ours, theirs = (
-        milliseconds(lambda s=stored[k], f=fused: codes.encode(x, *s, fused=f)) for k, fused in enumerate((True, False))
+    codes = torch.empty_like(x, dtype=torch.int8)
+    scale = torch.empty(x.shape[0], x.shape[1] // cast("int", codecs.block_length(tuple(x.shape))), device="cuda")
+    compare(
+        "8-bit codes",
+        lambda: codecs.encode(x, codes, scale),
+        lambda: codecs.encode(x, codes, scale, fused=False),
+        [codes],
     )
-    show("8-bit codes", ours, theirs, distance(stored[0][0], stored[1][0]))
 
 
 def time_members(name: str, matrices: Matrices, replay: bool) -> None:
@@ -176,8 +177,11 @@ def time_members(name: str, matrices: Matrices, replay: bool) -> None:
         optimizer = MuonSW(
             [dict(group) for group in groups.values()], lr=1e-3, weight_decay=0.1, replay=replay, **options
         )
-        without = mock.patch.object(muon, "in_kernels", lambda member: member is slots.NO_MEMBER)
-        with nullcontext() if kernels else without:
+        with ExitStack() as without:
+            if not kernels:
+                without.enter_context(mock.patch.object(normalize, "slice_factors", return_value=None))
+                members = {key: member._replace(has_kernel=False) for key, member in PRECONDITIONERS.items()}
+                without.enter_context(mock.patch.dict(PRECONDITIONERS, members))
             optimizer.step()
             moved = last.detach() - start
             time = milliseconds(optimizer.step, warming=SETTLED + 3)
