@@ -1,4 +1,4 @@
-"""Every member of the family in float64, one matrix at a time and mostly one element at a time.
+"""Every member of the family in float64, one matrix at a time.
 
 `recorded.json` holds what the authors' own code did, in float64 wherever it casts to something narrower. Each entry
 names the repository, commit and file.
@@ -31,10 +31,6 @@ def start(shape):
     return 0.1 * gradient(shape, -1)
 
 
-def norm(x):
-    return math.sqrt(sum(float(element) ** 2 for element in x.flatten()))
-
-
 def zeros(size):
     return torch.zeros(size, size, dtype=torch.float64)
 
@@ -55,12 +51,12 @@ def aurora(M, K=2, beta=0.5):
         return orthogonalize("simple_quintic", M)
     if m < n:
         return aurora(M.T, K, beta).T
-    D = [1 / float(M[i].norm()) if M[i].any() else 1.0 for i in range(m)]
+    D = torch.stack([1 / row.norm() if row.any() else torch.ones(()).double() for row in M])
     for k in range(K):
-        U = orthogonalize("simple_quintic", torch.stack([D[i] * M[i] for i in range(m)]))
+        U = orthogonalize("simple_quintic", D[:, None] * M)
         if k < K - 1:
-            squares = [float((U[i] ** 2).sum()) for i in range(m)]
-            D = [D[i] * ((n / m) / squares[i]) ** beta if squares[i] else D[i] for i in range(m)]
+            squares = (U**2).sum(1)
+            D = torch.where(squares > 0, D * ((n / m) / squares) ** beta, D)
     return U
 
 
@@ -101,18 +97,11 @@ class NorMuon(Member):
 
     def after(self, U):
         if self.snap:
-            U = U * math.sqrt(min(U.shape)) / norm(U)
-        if self.longer and U.shape[0] < U.shape[1]:
-            return self.normalized(U.T, self.V.T).T
-        return self.normalized(U, self.V)
-
-    def normalized(self, U, V):
-        rows = []
-        for i, row in enumerate(U):
-            V[i] = self.beta2 * V[i] + (1 - self.beta2) * sum(float(u) ** 2 for u in row) / len(row)
-            rows.append(row / (math.sqrt(V[i, 0]) + self.eps))
-        divided = torch.stack(rows)
-        return divided * norm(U) / (norm(divided) + self.eps)
+            U = U * math.sqrt(min(U.shape)) / U.norm()
+        along = 0 if self.longer and U.shape[0] < U.shape[1] else 1
+        self.V = self.beta2 * self.V + (1 - self.beta2) * (U**2).mean(along, keepdim=True)
+        divided = U / (self.V.sqrt() + self.eps)
+        return divided * U.norm() / (divided.norm() + self.eps)
 
 
 class Muon2(Member):
@@ -121,11 +110,8 @@ class Muon2(Member):
     beta2, eps = 0.95, 1e-10
 
     def before(self, ahead, G):
-        for i in range(G.shape[0]):
-            for j in range(G.shape[1]):
-                self.V[i, j] = self.beta2 * self.V[i, j] + (1 - self.beta2) * G[i, j] ** 2
-                ahead[i, j] /= math.sqrt(self.V[i, j]) + self.eps
-        return ahead
+        self.V = self.beta2 * self.V + (1 - self.beta2) * G**2
+        return ahead / (self.V.sqrt() + self.eps)
 
 
 class Signs(Member):
@@ -140,12 +126,9 @@ class Adapted(Member):
     eps = 1e-8
 
     def after(self, U):
-        divided = torch.zeros_like(U)
-        for i in range(U.shape[0]):
-            for j in range(U.shape[1]):
-                self.V[i, j] = self.beta * self.V[i, j] + (1 - self.beta) * U[i, j] ** 2
-                divided[i, j] = U[i, j] / (math.sqrt(self.V[i, j]) + self.eps)
-        return divided * math.sqrt(min(U.shape)) / (norm(divided) + self.eps)
+        self.V = self.beta * self.V + (1 - self.beta) * U**2
+        divided = U / (self.V.sqrt() + self.eps)
+        return divided * math.sqrt(min(U.shape)) / (divided.norm() + self.eps)
 
 
 class AdaMuon(Signs, Adapted):
@@ -157,15 +140,14 @@ class Equalized(Member):
 
     def before(self, ahead, G):
         del G
-        target = norm(ahead) / math.sqrt(len(ahead))
-        return torch.stack([row * target / norm(row) for row in ahead])
+        return ahead * ahead.norm() / math.sqrt(len(ahead)) / ahead.norm(dim=1, keepdim=True)
 
 
 class Snapped(Member):
     """Muon+: the norm of an orthogonal matrix after it."""
 
     def after(self, U):
-        return U * math.sqrt(min(U.shape)) / norm(U)
+        return U * math.sqrt(min(U.shape)) / U.norm()
 
 
 class SoapMuon(Member):
