@@ -119,62 +119,39 @@ def test_gradients_of_zero_leave_all_to_decay(name, cautious):
         torch.testing.assert_close(param, first * (1 - 0.3 * 0.05) ** 5, rtol=1e-14, atol=0)
 
 
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def trained(name, values, grads, **options):
-    """Parameters after a step with each of `grads`, a list for each step."""
-    params = [nn.Parameter(value.clone()) for value in values]
-    optimizer = build(name, params, **options)
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-    return [param.detach() for param in params]
-
-
-def close(left, right):
-    """Up to rounding: SOAP in the null space of a singular factor depends on how it is rounded."""
-    return float((left - right).norm() / right.norm()) < 1e-9
+# A shape, the options that say which matrices it holds, and these matrices.
+LAYOUTS = {
+    "stack": ((3, 2, 4, 4), {"matrix": "stack"}, lambda x: x.reshape(-1, 4, 4).unbind()),
+    "stack in chunks": ((6, 4, 4), {"matrix": "stack", "chunk_bytes": 64}, lambda x: x.unbind()),
+    "blocks of rows": ((10, 4), {"split_sizes": (4, 2, 4)}, lambda x: x.split([4, 2, 4])),
+    "blocks of columns": ((4, 10), {"split_sizes": (4, 2, 4), "split_dim": 1}, lambda x: x.split([4, 2, 4], 1)),
+    "heads of rows": ((10, 4), {"heads": 5}, lambda x: x.split(2)),
+    "heads of columns": ((4, 10), {"heads": 5, "split_dim": 1}, lambda x: x.split(2, 1)),
+    "transposed": ((8, 5), {"transposed": True}, lambda x: [x.mT]),
+    "convolution": ((8, 2, 2, 2), {"matrix": "flatten"}, lambda x: [x.flatten(1)]),
+}
 
 
 @every_rule_of_matrices
-@pytest.mark.parametrize("chunk_bytes", [None, 64])
-def test_a_stack_is_its_matrices(name, chunk_bytes):
-    value, grads = drawn(3, 2, 4, 4), [drawn(3, 2, 4, 4, seed=step) for step in range(1, 7)]
-    (together,) = trained(name, [value], [[grad] for grad in grads], matrix="stack", chunk_bytes=chunk_bytes)
-    alone = trained(name, value.reshape(-1, 4, 4).unbind(), [grad.reshape(-1, 4, 4).unbind() for grad in grads])
-    assert close(together, torch.stack(alone).view_as(value))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_parameter_is_its_matrices(name, layout):
+    """Up to rounding; that decides what SOAP does in the null space of a singular factor, so its matrix is square."""
+    shape, options, of = LAYOUTS[layout]
+    shape = (5, 5) if layout == "transposed" and name.startswith("algorithm=") else shape
+    drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(7)]
 
+    def trained(split, **options):
+        params = [nn.Parameter(value.clone()) for value in split(drawn[0])]
+        optimizer = build(name, params, **options)
+        for grad in drawn[1:]:
+            for param, part in zip(params, split(grad), strict=True):
+                param.grad = part.clone()
+            optimizer.step()
+        return [param.detach() for param in params]
 
-@every_rule_of_matrices
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("sizes", [{"split_sizes": (4, 2, 4)}, {"heads": 5}], ids=str)
-def test_a_fused_projection_is_its_parts(name, axis, sizes):
-    shape = (10, 4) if axis == 0 else (4, 10)
-    parts = list(sizes.get("split_sizes", (2,) * 5))
-    value, grads = drawn(*shape), [drawn(*shape, seed=step) for step in range(1, 7)]
-    (together,) = trained(name, [value], [[grad] for grad in grads], split_dim=axis, **sizes)
-    alone = trained(name, value.split(parts, axis), [grad.split(parts, axis) for grad in grads])
-    assert close(together, torch.cat(alone, axis))
-
-
-@every_rule_of_matrices
-def test_transposed_storage_is_the_same_matrix(name):
-    shape = (5, 5) if name.startswith("algorithm=") else (5, 8)
-    value, grads = drawn(*shape), [drawn(*shape, seed=step) for step in range(1, 7)]
-    (together,) = trained(name, [value], [[grad] for grad in grads])
-    (stored,) = trained(name, [value.mT.contiguous()], [[grad.mT.contiguous()] for grad in grads], transposed=True)
-    assert close(stored.mT, together)
-
-
-@every_rule_of_matrices
-def test_a_convolution_is_one_matrix(name):
-    value, grads = drawn(8, 2, 2, 2), [drawn(8, 2, 2, 2, seed=step) for step in range(1, 7)]
-    (together,) = trained(name, [value], [[grad] for grad in grads], matrix="flatten")
-    (flat,) = trained(name, [value.flatten(1)], [[grad.flatten(1)] for grad in grads])
-    assert close(together.flatten(1), flat)
+    (together,) = trained(lambda x: [x], **options)
+    for found, expected in zip(of(together), trained(of), strict=True):
+        assert (found - expected).norm() < 1e-9 * expected.norm()
 
 
 @every_rule
