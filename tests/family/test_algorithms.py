@@ -6,7 +6,7 @@ from torch import nn
 
 from muonsw import MuonSW
 from muonsw.algorithms import factors, kl_shampoo
-from muonsw.algorithms.factors import cholesky_qr, eigenbasis, finite_or, inverse_root
+from muonsw.algorithms.factors import cholesky_qr, eigenbasis, finite_or, inverse_root, power_iteration
 from muonsw.machine import full_float32
 from tests.family.references import gradient
 
@@ -89,6 +89,7 @@ def test_a_factor_that_cannot_be_decomposed_keeps_its_basis_and_the_others_get_t
         basis = eigenbasis(bad, old)
     torch.testing.assert_close(basis[0].abs(), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
     assert torch.equal(basis[1], old[1])
+    assert torch.equal(power_iteration(bad, old)[0][1], old[1])
 
 
 def with_condition(number, count=3, d=96):
