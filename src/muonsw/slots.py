@@ -28,10 +28,10 @@ class StateSpec(NamedTuple):
     """One tensor of a parameter's state; it begins at zero.
 
     Attributes:
-        shape: of a tensor that each matrix has, its two axes for a matrix of m outputs and n inputs, such as
-            `lambda m, n: (m, 1)`. None is a tensor laid out like the parameter.
-        squares: it is never negative, so that 8 bits need no sign.
-        counter: it is one number, the steps that the parameter has taken.
+        shape: where each matrix has a tensor, its two axes for m outputs and n inputs, such as `lambda m, n: (m, 1)`.
+            None is a tensor laid out like the parameter.
+        squares: never negative, so 8 bits need no sign.
+        counter: one number, the steps that the parameter has taken.
     """
 
     shape: Callable[[int, int], tuple[int, int]] | None = None
@@ -56,10 +56,10 @@ class SlotMember(NamedTuple):
     """A function for a slot.
 
     Attributes:
-        apply: options, matrices X (count, m, n) and state to the new X and the new state. It changes nothing in place.
+        apply: from options, matrices X (count, m, n) and state to the new X and state; changes nothing in place.
         defaults: its options by name. A group has them as `<slot>_<name>` where they are set.
         state: the tensors of its state, by key.
-        elementwise: treats every element on its own, so that it may run on shards in any shape.
+        elementwise: treats every element on its own, so it may run on shards of any shape.
         uses_gradient: `state["grad"]` is the gradient, pointing downhill, in the shape of X; it is not returned.
         counts_steps: `options["step"]` is the number of this step, from 1, on the host.
         has_kernel: `muonsw.kernels` computes it too.
@@ -90,33 +90,32 @@ class Slot(NamedTuple):
 
     def options(self, group: Group) -> Options:
         member = self.member(group)
-        given = {key: group.get(f"{self.name}_{key}") for key in member.defaults}
+        values = {key: group.get(f"{self.name}_{key}") for key in member.defaults}
         step = {"step": group["update_count"]} if member.counts_steps else {}
-        return {key: member.defaults[key] if value is None else value for key, value in given.items()} | step
+        return {key: member.defaults[key] if value is None else value for key, value in values.items()} | step
 
     def specs(self, group: Group) -> Specs:
         return self.member(group).state(self.options(group))
 
     def apply(self, group: Group, X: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run the group's member on matrices as they are stored, with the tensors of the state that are its own."""
+        """Run the group's member on matrices as they are stored, with the state that it declares."""
         member, options = self.member(group), self.options(group)
         specs = member.state(options)
-        own = {key: state[key] for key in (*specs, *(("grad",) if member.uses_gradient else ()))}
-        return oriented(partial(member.apply, options), specs, X, own, transposed=group.get("transposed", False))
+        inputs = {key: state[key] for key in (*specs, *(("grad",) if member.uses_gradient else ()))}
+        return oriented(partial(member.apply, options), specs, X, inputs, transposed=group.get("transposed", False))
 
     def option_names(self) -> list[str]:
         keys = dict.fromkeys(key for member in self.members.values() for key in member.defaults)
         return [f"{self.name}_{key}" for key in keys]
 
     def refuse_options_of_others(self, group: Group) -> None:
-        own = {f"{self.name}_{key}" for key in self.member(group).defaults}
         for option in self.option_names():
-            if group.get(option) is not None and option not in own:
-                key = option.removeprefix(f"{self.name}_")
-                owners = [repr(name) for name, other in self.members.items() if key in other.defaults]
+            key = option.removeprefix(f"{self.name}_")
+            if group.get(option) is not None and key not in self.member(group).defaults:
+                owners = [repr(name) for name, member in self.members.items() if key in member.defaults]
                 raise ValueError(
                     f"{option}={group[option]!r} is an option of {self.name}={' and '.join(owners)}, but this group "
-                    f"has {self.name}={group[self.name]!r}" + (f", which takes {', '.join(sorted(own))}" if own else "")
+                    f"has {self.name}={group[self.name]!r}"
                 )
 
 
@@ -135,15 +134,15 @@ def oriented(
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of norms, of inner products, and of state that has a shape of its own."""
+    """The dtype of norms, inner products, and state of whole matrices."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# Members of `precondition`: what becomes of momentum before it is orthogonalized.
+# Members of `precondition`, which act on momentum before it is orthogonalized.
 
 
 def sign(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
-    """The sign of momentum, as AdaMuon orthogonalizes it (Si et al., 2025): every element counts alike."""
+    """The sign of momentum, which AdaMuon orthogonalizes (Si et al., 2025)."""
     return X.sign(), {}
 
 
@@ -235,7 +234,7 @@ SOAP = SlotMember(
 )
 
 
-# Members of `normalize`: what becomes of directions after they are orthogonalized.
+# Members of `normalize`, which act on the orthogonalized directions.
 
 # NorMuon's averages: one for each output, or one for each place along the longer axis (rows of tall matrices, columns
 # of wide ones).
@@ -321,7 +320,7 @@ MUON_PLUS = SlotMember(muon_plus, {}, has_kernel=True)
 
 
 def _rescaled(U: Tensor, factor: Tensor) -> Tensor:
-    """Directions times factors of float32 or better, computed in that; stored as the directions are on accelerators."""
+    """Directions times factors, computed in the wider dtype; on accelerators stored in that of the directions."""
     if U.device.type == "cpu":  # CPUs are slow where operands differ in dtype, here and when weights move
         return U.to(factor.dtype) * factor
     return torch.mul(U, factor, out=torch.empty_like(U))

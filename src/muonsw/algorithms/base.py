@@ -1,7 +1,7 @@
 """What an update rule is: it turns gradients and state into directions, and never touches a weight.
 
 The step subtracts `eta * scale * direction` in one shared place (`muonsw.apply`), where decay, masks and rounding live
-too. An algorithm is given one chunk at a time, so its temporary memory is bounded whatever the size of the model.
+too. An algorithm gets one chunk at a time, which bounds temporary memory for models of any size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """Parts that are updated together; a rule of matrices gets equal ones, which `bucket` describes."""
+    """Parts that are updated together; for a rule of matrices these have one shape and dtype, `bucket`."""
 
     parts: list[Part]
     view: MatrixView = MatrixView()
@@ -35,8 +35,8 @@ class Chunk(NamedTuple):
 class Update(NamedTuple):
     """Directions for some parts: each part moves by `-eta * scale * direction`.
 
-    `factors` still multiply the directions if they are given: one for each row or column of the matrices, expanded to
-    the whole batch (count, rows, columns). The kernel that moves weights does it as it reads.
+    `factors`, if any, still multiply the directions: one for each row or column of the matrices, expanded to the whole
+    batch (count, rows, columns). The kernel that moves weights multiplies as it reads.
     """
 
     parts: list[Part]
@@ -74,16 +74,16 @@ class Algorithm(NamedTuple):
     A rule without `matrices` treats every element on its own: on many ranks it is given shards.
 
     Attributes:
-        defaults: its own options.
+        defaults: its options.
         state: the tensors of a parameter's state, by key.
-        update: the directions for one chunk; it advances the state in place.
+        update: returns the directions for one chunk and advances the state in place.
         validate: refuses a parameter or options that the rule cannot take.
         matrices: the same rule in two halves, where it needs whole matrices.
-        fused: the whole step of some parts by one kernel; False, and nothing done, where there is none for them.
-        in_place: the same on encoded state; it makes the bits that `update` makes of decoded state.
-        scale_free: the size of a gradient does not reach the update, so that clipping it has no point.
+        fused: takes the whole step of some parts in one kernel; False, and nothing done, if it cannot.
+        in_place: the same on encoded state, with the bits that `update` makes of decoded state.
+        scale_free: the size of a gradient does not reach the update, so clipping it has no effect.
         counts_steps: whether a group's rule does something else every few steps. Then `update_count` is the number of
-            the step, from 1. Skipped steps count, but for those before the first that is taken.
+            the step, from 1. Skipped steps count, except those before the first that is taken.
     """
 
     defaults: dict[str, Any]
@@ -122,8 +122,8 @@ def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> We
 def suits_torch(group: Group, ctx: StepContext, *lists: Sequence[Tensor]) -> bool:
     """Whether torch's fused kernels take these tensors: one dtype that needs no rounding, no gaps.
 
-    They divide by the learning rate on the host and know no cautious decay. In lower precision torch 2.12 and 2.13
-    skip updates silently on CPUs.
+    They divide by the learning rate on the host and have no cautious decay. In lower precision torch 2.12 and 2.13
+    silently skip steps on CPUs.
     """
     first = lists[0][0]
     if group["cautious"] or first.device.type not in ("cpu", "cuda") or isinstance(ctx.eta, Tensor) or ctx.eta == 0:
@@ -199,7 +199,7 @@ def columns(parts: Sequence[Part], keys: Sequence[str]) -> list[list[Tensor]]:
 def elementwise_chunks(items: list[Item], chunk_bytes: int) -> list[list[Part]]:
     """Chunks for rules that treat every element alike: small tensors together, large ones cut.
 
-    Chunks that fit in a CPU's cache make several passes over them cost little more than one.
+    In a CPU's cache several passes over a chunk cost little more than one.
     """
     if elements([item.param for item in items]) * items[0].param.element_size() <= chunk_bytes:
         return [whole_parts(items)]
@@ -252,7 +252,7 @@ class StateBatch:
 
 
 def _state_views(chunk: Chunk, key: str, spec: StateSpec) -> list[Tensor]:
-    """A tensor of the state of each part; of one with a shape of its own, that of the part's cell and stack."""
+    """One state tensor of each part: its region or, of state with its own shape, what belongs to its matrices."""
     if spec.shape is None:
         return [part.state(key) for part in chunk.parts]
     view, keys = chunk.view, chunk.view.cell_keys(key)
@@ -311,8 +311,8 @@ def matrix_algorithm(
     """An algorithm from a pure function of gradients and state of whole matrices.
 
     Args:
-        defaults: its own options.
-        state: the tensors of state of a matrix, for a group's options.
+        defaults: its options.
+        state: the tensors of a matrix's state, by key.
         directions: group, gradients (count, m, n) of m outputs and n inputs that point downhill, and state (count, r,
             c) by key, to directions and the new state; all in float32, or float64 for such parameters.
         scale: how far a matrix of m outputs and n inputs moves along its direction.

@@ -33,19 +33,15 @@ def directions(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
         U, new = directions(group, G.mT, {"momentum_buffer": state["momentum_buffer"].mT})
         return U.mT, {"momentum_buffer": new["momentum_buffer"].mT}
     M = state["momentum_buffer"].to(G.dtype) + G
-    index = _largest(M, group["fraction"])
+    count = max(1, math.ceil(group["fraction"] * M.shape[-2]))
+    index = torch.linalg.vector_norm(M, ord=1, dim=-1).topk(count, sorted=False).indices
+    index = index.unsqueeze(-1).expand(-1, -1, M.shape[-1])
     S = M.gather(-2, index)
     dtype = product_dtype(group["ns_dtype"], S.dtype, S.device)
     U = ORTHOGONALIZERS[group["orthogonalizer"]](S, steps=group["ns_steps"], dtype=dtype).to(S.dtype)
-    kept = M.scatter(-2, index, group["momentum"] * S)
-    return torch.zeros_like(M).scatter(-2, index, U), {"momentum_buffer": kept}
-
-
-def _largest(M: Tensor, fraction: float) -> Tensor:
-    rows, columns = M.shape[-2:]
-    count = max(1, math.ceil(fraction * rows))
-    chosen: Tensor = torch.linalg.vector_norm(M, ord=1, dim=-1).topk(count, sorted=False).indices
-    return chosen.unsqueeze(-1).expand(-1, -1, columns)
+    return torch.zeros_like(M).scatter(-2, index, U), {
+        "momentum_buffer": M.scatter(-2, index, group["momentum"] * S)  # only what moved is forgotten
+    }
 
 
 DION2 = matrix_algorithm(

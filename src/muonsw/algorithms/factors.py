@@ -27,7 +27,7 @@ def rotate_back(X: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def eigenbasis(A: Tensor, otherwise: Tensor) -> Tensor:
-    """Eigenvectors of symmetric matrices, those of large eigenvalues first; `otherwise` where none are found."""
+    """Eigenvectors of symmetric matrices, largest eigenvalue first; `otherwise` where the decomposition fails."""
     return finite_or(eigh(A)[1].flip(-1), otherwise)
 
 
@@ -82,7 +82,7 @@ def cholesky_qr(X: Tensor, basis: Tensor) -> Tensor:
 
 
 def inverse_root(A: Tensor, power: float, eps: float, otherwise: Tensor) -> Tensor:
-    """`(A + eps I)^-power` of symmetric matrices; `otherwise` where none is found.
+    """`(A + eps I)^-power` of symmetric matrices; `otherwise` where the decomposition fails.
 
     Where rounding has left an eigenvalue below eps, all are raised until the smallest is eps.
     """
@@ -116,8 +116,8 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = eigh(A.double())
         return values.to(A.dtype), vectors.to(A.dtype)
     warnings.warn(
-        f"no eigendecomposition of a {A.shape[-1]} x {A.shape[-1]} factor was found, not even in float64: what was "
-        f"made of an earlier one stays in use. Look for gradients that have exploded",
+        f"the eigendecomposition of a {A.shape[-1]} x {A.shape[-1]} factor failed, in float64 too; the last good basis "
+        f"or root stays in use. Look for exploding gradients",
         stacklevel=users_line(),
     )
     return torch.full_like(A[..., 0], torch.nan), torch.full_like(A, torch.nan)

@@ -141,11 +141,11 @@ def _multiply_add(C: Tensor, beta: float, A: Tensor, B: Tensor, alpha: float) ->
 def _ceilings() -> list[tuple[float, float, float]]:
     """The largest Y, Z and P before each step, and at the end, for eigenvalues of S/L in [0, 1]."""
     grid = [(i / 4096, 1.0) for i in range(4097)]
-    found = []
+    ceilings = []
     for a, b in (*CANS, (1.0, 0.0)):
-        found.append((max(y for y, _ in grid), max(z for _, z in grid), max(y * z for y, z in grid)))
+        ceilings.append((max(y for y, _ in grid), max(z for _, z in grid), max(y * z for y, z in grid)))
         grid = [(y * (a + b * y * z), (a + b * y * z) * z) for y, z in grid]
-    return found
+    return ceilings
 
 
 def _above_eigenvalues(S: Tensor) -> Tensor:

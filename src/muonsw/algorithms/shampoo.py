@@ -89,18 +89,14 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
         roots.append(root)
     direction, graft = roots[0] @ grid.cut(momentum) @ roots[1], grid.cut(graft)
     if group["grafting"] is not None:
-        direction = direction * (_norm(graft) / (_norm(direction) + _TINY))
+        length = torch.linalg.matrix_norm(graft, keepdim=True)
+        direction = direction * (length / (torch.linalg.matrix_norm(direction, keepdim=True) + _TINY))
     begun = roots[0][..., :1, :1] != 0  # a positive definite matrix has no zero on its diagonal
     return grid.join(torch.where(begun, direction, graft), m, n), after
 
 
-def _norm(X: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.matrix_norm(X, keepdim=True)
-    return norm
-
-
 def _correction(beta: float, moves: Tensor) -> Tensor:
-    """What an average that began at zero has reached of its gradients; one for a sum."""
+    """The share of its gradients that an average which began at zero holds by now; one for a sum."""
     return (1 - beta ** moves.double()).to(moves.dtype) if beta < 1 else torch.ones_like(moves)
 
 

@@ -14,7 +14,7 @@ NS5: Coefficients = (3.4445, -4.7750, 2.0315)
 
 # Amsel, Persson, Musco and Gower, "The Polar Express" (2025, arXiv:2505.16932): the minimax-optimal quintic
 # of each step for singular values in [1e-3, 1], as published, before its safety factor. The last entry
-# is the limit of the sequence and repeats for ever.
+# is the limit of the sequence and repeats.
 POLAR_EXPRESS: Schedule = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
