@@ -95,8 +95,7 @@ def make_plan(
     groups = [dict(group) for group in optimizer.param_groups]
     counters = optimizer._counters
     for group in groups:
-        counts_steps = ALGORITHMS[group["algorithm"]].counts_steps
-        if counts_steps is not None and counts_steps(group):
+        if ALGORITHMS[group["algorithm"]].counts_steps(group):
             group["update_count"] = int(group["update_count"]) + 1
         if "max_momentum" in group and group["momentum"] and "betas" not in ALGORITHMS[group["algorithm"]].defaults:
             counters.warn_once(

@@ -334,7 +334,7 @@ def has_kernels_throughout(group: Group) -> bool:
         and slots_have_kernels(group)
         and (isinstance(polar, Iteration) or polar is aurora)
         and group["fused"] is not False
-        and not (algorithm.counts_steps and algorithm.counts_steps(group))
+        and not algorithm.counts_steps(group)
     )
 
 

@@ -89,12 +89,12 @@ class Algorithm(NamedTuple):
     defaults: dict[str, Any]
     state: Callable[[Group], Specs]
     update: Callable[[Group, Chunk, StepContext], Update]
-    validate: Callable[[Group, str, Tensor], None]
+    validate: Callable[[Group, str, Tensor], None] = lambda *_: None
     matrices: MatrixRule | None = None
     fused: Callable[[Group, list[Part], StepContext], bool] | None = None
     in_place: Callable[[Group, list[Part], dict[str, Kept], StepContext], bool] | None = None
     scale_free: bool = False
-    counts_steps: Callable[[Group], bool] | None = None
+    counts_steps: Callable[[Group], bool] = lambda _: False
 
     def view(self, group: Group) -> MatrixView | None:
         return None if self.matrices is None else MatrixView.of(group)
@@ -347,5 +347,5 @@ def matrix_algorithm(
         validate=validate,
         matrices=MatrixRule(advance, oriented_directions, scale, state),
         scale_free=scale_free,
-        counts_steps=(lambda _: True) if counts_steps else None,
+        counts_steps=lambda _: counts_steps,
     )

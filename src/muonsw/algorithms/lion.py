@@ -28,6 +28,5 @@ LION = Algorithm(
     defaults={"betas": (0.9, 0.99)},
     state=lambda _: {"exp_avg": ELEMENTWISE},
     update=update,
-    validate=lambda *_: None,
     scale_free=True,
 )
