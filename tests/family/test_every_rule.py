@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from muonsw import ALGORITHMS, MuonSW, NonFiniteGradientWarning, Telemetry
-from muonsw.addons.replay import supports
-from muonsw.step import make_plan
 from muonsw.text import sized
 from tests.common.problems import assert_same, clones, flag_on_device, matrices, run, set_gradients
 from tests.family.members import OPTIONS, WITH_FACTORS
@@ -263,15 +261,6 @@ def test_a_first_gradient_may_come_late(name):
         optimizer.step()
     moved = (params[1].detach() - before).square().mean().sqrt()
     assert 0 < moved < 0.05 * 7 * 2
-
-
-@every_algorithm_with_factors
-def test_only_a_rule_that_counts_no_steps_may_be_captured(name):
-    params = matrices((4, 6))
-    optimizer = build(name, params)
-    set_gradients(params, 0)
-    batch = make_plan(optimizer).batches[0]._replace(device=torch.device("cuda"))
-    assert ("every few steps" in supports(optimizer, [batch])) == (name != "algorithm=asgo")
 
 
 def test_parameters_that_were_flattened_are_shown_and_refused():
