@@ -263,6 +263,12 @@ CHECKS: dict[str, Check] = {
 # Keys of schedulers and other libraries that look like misspelt options.
 _KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
+# Options of earlier versions, which saved groups may hold, and what to do instead.
+REMOVED = dict.fromkeys(
+    ("aurora_iterations", "aurora_beta", "aurora_polar"),
+    "register functools.partial(muonsw.orthogonalize.aurora, ...) and name it in orthogonalizer=",
+)
+
 # Words that people try: our name for the option, or what to do instead.
 _INSTEAD = {
     "wd": "weight_decay",
@@ -279,10 +285,7 @@ _INSTEAD = {
     "adjust_lr_fn": "it is called scale here, with the same names, and spectral for spectral_unclamped",
     "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
-    **dict.fromkeys(
-        ("aurora_iterations", "aurora_beta", "aurora_polar"),
-        "register functools.partial(muonsw.orthogonalize.aurora, ...) and name it in orthogonalizer=",
-    ),
+    **REMOVED,
 }
 
 
