@@ -34,7 +34,7 @@ from muonsw.lab.train.state import Training
 from tests.faults.commands import CommandResult, assert_good, refused, run_command
 from tests.faults.folders import LONG, NEWER, config, digest, ending, fill_data, folders
 from tests.faults.killing import in_child, killed_at, killed_at_size, limit_files, mount_disk, operations
-from tests.lab.train.ranks import NEEDED, free_port, on_ranks, run, run_well, start, write_config
+from tests.lab.train.ranks import NEEDED, on_ranks, run, run_well, start, write_config
 from tests.lab.train.ranks import training as training_words
 from tests.lab.train.small_runs import small_run
 
@@ -556,17 +556,6 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     assert code == 0, said
     assert "resuming after step" in said
     assert rank_ending(folder) == undisturbed()
-
-
-@pytest.mark.slow
-def test_two_nodes(tmp_path):
-    """Two launchers with one rank each, which find each other as on two machines; one rank is killed."""
-    options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=two")
-    given = ("tests.lab.train.faulty_trainer", "kill", *training_words(write_config(ranks_config()), tmp_path / "run"))
-    launchers = [torchrun(*given, options=(*options, "--max-restarts=2"), ranks=1) for _ in range(2)]
-    answers = [finished(launcher) for launcher in launchers]
-    assert [code for code, _ in answers] == [0, 0], answers
-    assert rank_ending(tmp_path / "run") == undisturbed()
 
 
 @pytest.mark.slow

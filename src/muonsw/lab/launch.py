@@ -77,7 +77,7 @@ def run(
         jobs: The runs, with different names and folders.
         console: Where progress is shown.
         workers: Runs at a time; one is trained in this process, several see one GPU each. On Slurm, jobs in the queue.
-        cluster: Where runs are trained; this machine unless it names Slurm.
+        cluster: Where runs are trained: Slurm, or else this machine.
         retry_diverged: Whether to train runs again that diverged in an earlier call.
 
     Raises:
@@ -232,7 +232,7 @@ def each(
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Put the name of a task before its error."""
+    """Prefix errors with the name of the task."""
     try:
         yield
     except BrokenProcessPool as error:
@@ -243,11 +243,11 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _stop(busy: Mapping[Future[Any], Any]) -> None:
-    """Ask workers to save until they have; a second Ctrl-C kills them."""
+    """Ask workers to save and wait until they have; a second Ctrl-C kills them."""
     try:
         while pending := [future for future in busy if not future.done()]:
             for child in multiprocessing.active_children():
-                child.terminate()  # again and again: a run that is just starting does not listen yet
+                child.terminate()  # repeatedly: a run that is just starting does not listen yet
             wait(pending, RESEND_SECONDS)
     except BaseException:
         for child in multiprocessing.active_children():
@@ -267,7 +267,7 @@ def _start_worker(device: str, saves: bool) -> None:
         os.environ[VISIBLE] = device  # before anything asks CUDA for its devices
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes Ctrl-C on
     if saves:
-        signal.signal(signal.SIGTERM, lambda *_: None)  # training has a handler of its own
+        signal.signal(signal.SIGTERM, lambda *_: None)  # training installs its own handler
     # Else this process would spawn the workers of a DataLoader, too, which cannot import a task's file.
     multiprocessing.set_start_method(None, force=True)
 
@@ -281,7 +281,7 @@ def _start_worker(device: str, saves: bool) -> None:
 
 
 def gpus_for(device: str) -> tuple[str, ...]:
-    """List the GPUs over which runs on this device are spread: all of this machine, unless it names one."""
+    """List the GPUs that runs on this device share: all of this machine, unless the device names one."""
     if ":" in device or resolve_device(device).type != "cuda":
         return ()
     number, visible = machine.gpus(), os.environ.get(VISIBLE, "")
@@ -415,7 +415,7 @@ def _submitter(folder: Path, parameters: Mapping[str, Any]) -> Callable[[Job], s
         order.error.unlink(missing_ok=True)
         executor.update_parameters(job_name=f"muonsw-{job.folder.name}")
         try:
-            with submitit.helpers.clean_env():  # a surrounding job's variables are not for this one
+            with submitit.helpers.clean_env():  # variables of a surrounding job must not leak into this one
                 return str(executor.submit(order).job_id)
         except refused as error:
             reason = " ".join(str(error).split())

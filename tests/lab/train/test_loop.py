@@ -136,15 +136,6 @@ def test_a_decay_that_is_too_strong_anywhere_is_refused_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rate_above_its_peak_is_the_user_s_error(tmp_path):
-    def raise_it(training):
-        for group in training.optimizer.param_groups:
-            group["peak_lr"] = 1e-6
-
-    with pytest.raises(UsageError, match=r"step 1 cannot be taken: .*above its peak"):
-        train(small_run(), tmp_path, Watch(started=raise_it))
-
-
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(tmp_path):
     def poison(training):

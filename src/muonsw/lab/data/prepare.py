@@ -350,7 +350,7 @@ def markov_texts(seed: int) -> Iterator[str]:
 
 
 def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> DataRecord:
-    """Prepare a folder once; an undamaged one with these settings (fields of `Corpus`) is taken as it is.
+    """Prepare a folder once; an undamaged one with these settings (fields of `Corpus`) is reused.
 
     Several processes may ask for the same folder: one prepares it, and the others wait.
     """

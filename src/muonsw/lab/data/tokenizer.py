@@ -30,7 +30,7 @@ GPT2_FILES = ("vocab.bpe", "encoder.json")
 
 
 class Tokenizer(ABC):
-    """What the data and the sampling code know of a tokenizer.
+    """The interface of all tokenizers.
 
     Every id is below `vocab_size`, and the last one is the end of a document. `identity`, 64 hexadecimal digits, is
     equal for two tokenizers exactly if everything that decides their ids is equal.

@@ -170,8 +170,6 @@ def scalings(config: ModelConfig) -> dict[str, Scaling]:
 
 def muon_lr_multiplier(config: ModelConfig, rule: str) -> float:
     """What the base learning rate of hidden and expert matrices is multiplied by under Muon."""
-    if rule not in MUON_LR_POWERS:
-        raise ValueError(f"unknown muP rule {rule!r} for Muon; choose from {', '.join(MUON_LR_POWERS)}")
     return float(config.relative_width ** MUON_LR_POWERS[rule])
 
 

@@ -332,7 +332,7 @@ class _ExpertByExpert(torch.autograd.Function):
             opened = functional.silu(gate)
             torch.mm(grad_out.T, opened * up, out=grad_down[expert])
             grad_gated = grad_out @ down_EDF[expert]
-            # the gradients of gate and up are written side by side: joining them would take a pass of its own
+            # The gradients of gate and up are written side by side, which saves a pass to join them.
             grad_fused = torch.empty_like(fused[expert])
             grad_gate, grad_up = grad_fused.chunk(2, dim=-1)
             torch.mul(opened, grad_gated, out=grad_up)
@@ -391,10 +391,10 @@ def weight_gradient(grad_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def row_parts(tiles: int) -> int:
-    """Into how many parts, added up afterwards, the rows of each group are cut for so many tiles of results.
+    """The number of parts to cut the rows of each group into, by the number of result tiles; products are then summed.
 
-    The sums over rows are long and the results small: with few tiles, or a few more than fill the GPU once or twice,
-    many multiprocessors would wait for some.
+    The sums over rows are long and the results small: with few tiles, or slightly more than fill the GPU once or twice,
+    most multiprocessors would idle.
 
     Examples:
         >>> row_parts(48), row_parts(96), row_parts(704), row_parts(1408)

@@ -199,7 +199,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Everything with a checkpoint's name below a folder, damaged ones included, by step and not by file time."""
+    """All checkpoints below a folder, damaged ones included, ordered by step."""
     named = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     return sorted(named, key=step_of, reverse=True)
 
@@ -290,7 +290,7 @@ def sha256(path: Path) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of tensors; raise an `OSError` for whatever safetensors says when the disk is full."""
+    """Write a file of tensors; errors of safetensors, such as a full disk, become an `OSError`."""
     path.touch()
     mode, saved, places = path.stat().st_mode, {}, set()
     for key, tensor in tensors.items():
@@ -306,7 +306,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> Tensors:
-    """Read a file of tensors; raise an `OSError` if it is something else."""
+    """Read a file of tensors; anything else becomes an `OSError`."""
     try:
         return load_file(path)
     except OSError:
@@ -320,7 +320,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def gather(tensors: Mapping[str, Tensor], *, keep: bool) -> Tensors:
-    """Bring each tensor together from all ranks, and keep it on the host of those that write it."""
+    """Gather each tensor from all ranks; only a rank that writes keeps it, on the host."""
     on_host = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor.detach())
@@ -330,13 +330,13 @@ def gather(tensors: Mapping[str, Tensor], *, keep: bool) -> Tensors:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor brought together from all ranks; a collective if it is sharded."""
+    """The whole of a tensor; a collective if it is sharded."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
 
 
 def sharded_like(param: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that every rank has read, placed like a parameter of its shape; no rank waits for another."""
+    """Shard a tensor that every rank has read like a parameter of its shape; no rank waits for another."""
     if not hasattr(param, "device_mesh") or tensor.shape != param.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor  # slow to import
@@ -355,7 +355,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[Tensors, list[d
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors, groups: list[dict[str, Any]]) -> None:
-    """Give an optimizer the state that `optimizer_tensors` took from one like it."""
+    """Load the state that `optimizer_tensors` returned."""
 
     def by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -27,7 +27,7 @@ from muonsw.registry import unknown
 VERSION = 1
 LARGEST = 1 << 63
 CHECKPOINT_SECONDS = 180.0
-# What a preset says too.
+# Settings that a preset decides.
 MUON_SETTINGS = ("momentum", "nesterov", "orthogonalizer")
 
 
@@ -297,7 +297,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset_run(name: str, data: str, *, model: ModelConfig | None = None) -> RunConfig:
-    """The run of a preset on prepared tokens, perhaps with another model; a dense variant is trained like its mixture.
+    """The run of a preset on prepared tokens; a dense variant is trained like its mixture.
 
     Examples:
         >>> preset_run("w256", "tokens").optimizer.lr, preset_run("w1024-dense", "tokens").steps
@@ -365,8 +365,7 @@ def default_data(vocab: int) -> Path:
     return folder
 
 
-# How a user's task is trained unless its file or the command line says otherwise. Losses of any size are taken for
-# losses: only one that is not finite has diverged.
+# Defaults of a user's task. Its losses may have any size, so that only one that is not finite has diverged.
 TASK_DEFAULTS: Mapping[str, Any] = {"steps": 1000, "lr": 0.003, "weight_decay": 0.1, "diverged": 1e6}
 NOT_OF_A_TASK = ("model", "data", "task", "optimizer", "schedule", "parallel", "batch", "seed", "arm")
 

@@ -88,7 +88,7 @@ class Journal:
             self.training.guard.watch(step, total, norm)
 
     def restart_clock(self) -> None:
-        """Leave time that was not training out of the speed."""
+        """Exclude the time until now from the speed."""
         self._since = time.perf_counter()
 
     def sync(self) -> float:
@@ -100,10 +100,10 @@ class Journal:
 
 
 class MetricsFile:
-    """Appends records to `metrics.jsonl`, each flushed, so that a killed run has all but perhaps half a line.
+    """Appends records to `metrics.jsonl`, each flushed, so that a killed run loses at most part of a line.
 
-    Records of steps after `after` are cut off: the run resumes there and will write them again. At 0 the run begins,
-    and what an earlier start wrote is kept under another name. `note` is called with what was put aside.
+    Records of steps after `after` are removed: the run resumes there and writes them again. At 0 the run begins, and a
+    file of an earlier start is renamed. `note` is called with what was put aside.
     """
 
     def __init__(self, folder: Path, *, after: int, note: Callable[[str], None] = lambda _text: None) -> None:
@@ -150,7 +150,7 @@ def _step_in(line: bytes) -> int | None:
 
 
 def numbers_of(record: Record, steps: int) -> dict[str, str]:
-    """What a view shows of a record, as texts by heading; `steps` is the length of the whole run.
+    """What a view shows of a record, as texts by heading; `steps` is the length of the run.
 
     Examples:
         >>> numbers_of({"kind": "train", "step": 1200, "loss": 3.25}, 5000)

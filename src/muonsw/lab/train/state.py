@@ -56,9 +56,9 @@ PATIENCE = 3
 # What a checkpoint holds of a `LossGuard`; JSON writes an infinite `lowest` as None.
 GUARD_STATE = ("lowest", "strikes", "skipped", "skipped_in_a_row")
 
-# Eager calls before one is captured: kernels are compiled, and states made, on the way.
+# Eager calls before the capture, which compile kernels and allocate state.
 WARM_CALLS = 3
-# A graph holds the activations of a call; beyond this many tokens the launches no longer matter.
+# A graph holds the activations of a call; beyond this many tokens, launches no longer matter.
 MOST_TOKENS = 65_536
 
 Options = dict[str, Any]
@@ -291,7 +291,7 @@ class Training:
         return self.latest
 
     def _blamed(self) -> AbstractContextManager[None]:
-        """Name the user's code in its errors; on several ranks they stay as they are: they may mean a lost rank."""
+        """Name the user's code in its errors, except on several ranks, where an error may mean a lost rank."""
         return self.task.blamed() if self.world.alone else nullcontext()
 
     def score(self, batches: list[Batch]) -> Tensor:
@@ -449,9 +449,9 @@ def with_fingerprint(config: RunConfig) -> RunConfig:
 
 
 class GraphedFunction(Generic[Result]):
-    """A function that is captured once and then replayed on new batches of the same shape.
+    """A function that is captured as a CUDA graph once and then replayed on new batches of the same shape.
 
-    It never waits for the device. The next call overwrites what it returned. Where it cannot be captured it stays
+    It never waits for the device. Each call overwrites the result of the previous one. If capturing fails, it stays
     eager, with a warning.
     """
 
@@ -486,7 +486,7 @@ class GraphedFunction(Generic[Result]):
         return result
 
     def _capture(self, batches: list[Batch]) -> None:
-        """Record a call without making it; the thread that reads batches ahead goes on meanwhile."""
+        """Capture a call without running it; the prefetching thread keeps running."""
         self._batches = [map_tensors(Tensor.clone, batch) for batch in batches]
 
         def program() -> None:
