@@ -84,7 +84,7 @@ def test_a_rule_recognizes_a_broken_run_and_no_healthy_one(tmp_path, rule):
     assert (finding.rule, finding.scope) == (rule, "decayed")
     assert finding.numbers
     assert CHECKS[rule](make_history(tmp_path / "healthy", **LONG | HEALTHY[rule])) is None
-    guide = (Path(__file__).parents[2] / "docs" / "guide" / "diagnose.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "telemetry.md").read_text(encoding="utf-8")
     assert f"**{rule}**" in guide
 
 
