@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,3 +34,10 @@ def one_process(script, what, folder, launcher=()):
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
     return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+
+
+def sections():
+    """The guide's blocks of code by framework."""
+    text = (ROOT / "docs" / "guide" / "frameworks.md").read_text(encoding="utf-8")
+    parts = (part.partition("\n") for part in text.split("\n## ")[1:])
+    return {title: re.findall(r"```python\n(.*?)```", body, re.DOTALL) for title, _, body in parts}

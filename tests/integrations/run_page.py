@@ -1,16 +1,15 @@
-"""Run in a process of its own: the code of a page of the guide, with DeepSpeed on the CPU."""
+"""Run in a process of its own: the guide's code for DeepSpeed and Megatron-Core, with DeepSpeed on the CPU."""
 
 import json
 import os
-import re
 import sys
 import warnings
 from pathlib import Path
 
-from tests.integrations.launching import ROOT
+from tests.integrations.launching import sections
 
 
-def main(stem, folder):
+def main(_, folder):
     warnings.simplefilter("ignore")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update({**alone, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"})
@@ -18,9 +17,8 @@ def main(stem, folder):
 
     sys.modules[TorchBackend.__module__].build_shm_op = lambda: None  # deepspeed.comm.torch is torch itself
     scope = {}
-    page = ROOT / "docs" / "guide" / "frameworks" / f"{stem}.md"
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(code, page.name, "exec"), scope)
+    for code in sections()["DeepSpeed"] + sections()["Megatron-Core"]:
+        exec(compile(code, "frameworks.md", "exec"), scope)
     result = {
         "stage_0": scope["optimizer"].summary().matrices,
         "driven": [group["base_weight_decay"] for group in scope["handle"].optimizer.param_groups],
