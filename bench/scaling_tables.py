@@ -1,4 +1,4 @@
-"""Write the tables of docs/scaling.md and docs/lab/planning.md from the planner's cost model; nothing is measured here.
+"""Write the tables of docs/scaling.md from the planner's cost model; nothing is measured here.
 
     python bench/scaling_tables.py            # write them
     python bench/scaling_tables.py --check    # exit with 1 if a page has others
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab.model import ModelConfig, preset
-from muonsw.lab.plan import H200, ON_PAPER, Setup, UpdateCost, link_rows, parts_of, plan_update
+from muonsw.lab.plan import H200, ON_PAPER, Setup, UpdateCost, parts_of, plan_update
 
 DOCS = Path(__file__).parents[1] / "docs"
 W1024, MOE = preset("w1024"), ON_PAPER["moe-1t"]
@@ -167,12 +167,6 @@ def rates() -> str:
     return table(("rate", "value", "from"), rows)
 
 
-def several() -> str:
-    """What the command beside it prints of links."""
-    setup = Setup(64, "fsdp", tflops=TFLOPS, micro_batch=4)
-    return table(("", "", ""), link_rows(plan_update(W1024, setup, SMALL_BATCH)))
-
-
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "scaling.md": {
         "rates": rates,
@@ -182,7 +176,6 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "one-trillion": one_trillion,
         "batches": batches,
     },
-    DOCS / "lab" / "planning.md": {"several": several},
 }
 
 
