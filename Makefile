@@ -80,7 +80,7 @@ test-browser: install  ## the pages of reports in a real Chromium
 test-slow: install  ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -p no:randomly -m slow
 
-# In one process: kills and full disks happen in forked children. The tables for docs/reliability.md come last.
+# In one process: kills and full disks happen in forked children.
 test-faults: install  ## kill at every file operation, fill the disk and break every file; about half an hour
 	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/lab/test_end_to_end.py
 

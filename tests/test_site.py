@@ -32,7 +32,7 @@ def test_there_is_one_way_to_install():
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
     lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
     assert not [line for line in lines if re.search(r"pip install '?muonsw", line)]
-    assert "pip install '.[lab]'" in (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    assert "pip install '.[lab]'" in (ROOT / "docs/guide/quickstart.md").read_text(encoding="utf-8")
     assert "pip install '.[lab]'" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 

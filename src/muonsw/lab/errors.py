@@ -74,7 +74,7 @@ def needed(name: str, who: str, extra: str) -> Any:
         package = (error.name or name).partition(".")[0]
         if package == "muonsw":
             raise
-        install = f"run pip install '.[{extra}]' in the clone of muonsw"  # as docs/install.md says
+        install = f"run pip install '.[{extra}]' in the clone of muonsw"  # as docs/guide/quickstart.md says
         raise UsageError(f"{who} the package {package}: {install}") from error
 
 
