@@ -1,4 +1,4 @@
-"""What a step sends, against the formulas of docs/scaling.md."""
+"""What a step sends, against the formulas of docs/guide/distributed.md."""
 
 import pytest
 import torch

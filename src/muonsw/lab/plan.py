@@ -1,8 +1,8 @@
 """`muonsw plan`: what a run costs before it is started, on one GPU or thousands.
 
 Bytes are counted, and tests compare them with what tensors take and ranks send. Times are sums over measured rates of
-one GPU and assumed rates of links (docs/scaling.md). Products overlap with the optimizer's exchange, and the passes of
-the model with its own traffic: perfectly, which is optimistic.
+one GPU and assumed rates of links (docs/guide/distributed.md). Products overlap with the optimizer's exchange, and the
+passes of the model with its own traffic: perfectly, which is optimistic.
 """
 
 from __future__ import annotations
