@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonsw import MuonSW
 from muonsw.lab.model import Decoder, ModelConfig
-from muonsw.lab.plan import Setup, plan_update
+from muonsw.lab.plan import Setup, plan_step
 from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
 from tests.distributed.test_bytes import Counter
 
@@ -97,7 +97,7 @@ def test_ranks_hold_and_send_what_was_planned(pool, config, layout):
     """State to the byte, on average over ranks; the exchange to 5%, the bound of `test_bytes`."""
     found = [answer for answer in pool.run(measured, config, layout) if answer]
     assert len(found) == layout.gpus
-    planned = plan_update(config, layout)
+    planned = plan_step(config, layout)
     for name in ("weights", "gradients", "muon_state", "adamw_state"):
         assert mean_of(found, name) == pytest.approx(getattr(planned.memory, name), rel=1e-9), name
     assert mean_of(found, "received") == pytest.approx(planned.optimizer_bytes, rel=0.05)
@@ -111,5 +111,5 @@ def test_where_experts_do_not_divide_the_rank_with_most_of_them_counts(pool):
     layout = Setup(4, "fsdp")
     uneven = ModelConfig(width=48, layers=2, head_dim=16, experts=5, ff=24, vocab=96, sequence=8)
     found = pool.run(measured, uneven, layout)
-    planned = plan_update(uneven, layout)
+    planned = plan_step(uneven, layout)
     assert max(one["muon_state"] for one in found) == planned.memory.muon_state > 1.2 * mean_of(found, "muon_state")

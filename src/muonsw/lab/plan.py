@@ -1,8 +1,8 @@
 """`muonsw plan`: what a run costs before it is started, on one GPU or thousands.
 
 Bytes are counted, and tests compare them with what tensors take and ranks send. Times are sums over measured rates of
-one GPU and assumed rates of links (docs/guide/distributed.md). Products overlap with the optimizer's exchange, and the
-passes of the model with its own traffic: perfectly, which is optimistic.
+one GPU and assumed rates of links (docs/guide/distributed.md). Communication is assumed to overlap perfectly with
+computing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import heapq
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
@@ -25,7 +25,6 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.exchange import ROUNDS, SMALLEST_ROUND
 from muonsw.lab.console import Table, print_table, say
 from muonsw.lab.errors import UsageError
-from muonsw.lab.files import plain
 from muonsw.lab.model import ModelConfig, count, preset, role_of, unallocated
 from muonsw.lab.model.loss import chunk_tokens
 from muonsw.lab.paper import PAPER_BATCH_TOKENS
@@ -36,18 +35,18 @@ from muonsw.step import ACCELERATOR_CHUNK_BYTES
 FLOAT32, BFLOAT16 = 4, 2
 NS_STEPS = 5
 MUON_ROLES = ("hidden", "residual")  # roles in the muP table whose parameters Muon moves
-# Bytes that passes over memory read and write for each parameter (docs/performance.md). Muon: momentum, look-ahead and
-# cast 14, division 4, decay and move 10, finite check 4. AdamW: reads four numbers, writes three, finite check.
-MUON_PASSES, ADAMW_PASSES = 32, 32
-# Bytes of an element on its way to the rank that orthogonalizes it (momentum) and back (product).
+# Bytes that a step reads and writes for each parameter (docs/performance.md). Muon: momentum, look-ahead and cast 14,
+# division 4, decay and move 10, finite check 4. AdamW: reads four numbers, writes three, finite check.
+PASS_BYTES = 32
+# Bytes of an element on its way to the rank that orthogonalizes it (momentum) and back (direction).
 THERE, BACK = FLOAT32, BFLOAT16
 IN_FLIGHT = 8  # buffers of the exchange: sent, received, whole and result, for two rounds
-KEPT = 0.59  # share of autograd's tensors that a compiled model keeps; fitted to three runs on one H200
+COMPILED = 0.59  # share of autograd's tensors that a compiled model keeps; fitted to three runs on one H200
 JOURNEYS = 4  # a token travels to its experts and back, in the forward and in the backward pass
 NODE = 8  # GPUs of one machine
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
-# A model that exists only on paper: about the size and shape of the largest open mixtures.
+# A model that exists only on paper: about the size and shape of the largest open mixtures of experts.
 ON_PAPER: Mapping[str, ModelConfig] = {
     "moe-1t": ModelConfig(
         width=7168, layers=61, head_dim=128, experts=384, top_k=8, ff=2048, vocab=163_840, sequence=4096
@@ -76,11 +75,8 @@ def parse_amount(text: str) -> int:
         >>> parse_amount("197B"), parse_amount("1.5e9"), parse_amount("300M"), parse_amount("524,288")
         (197000000000, 1500000000, 300000000, 524288)
     """
-    match = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmbt]?)", text.strip().replace(",", "").replace("_", ""), re.I)
-    try:
-        number = float(match.group(1)) * UNITS[match.group(2).upper()] if match else 0.0
-    except ValueError:
-        number = 0.0
+    match = re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?)\s*([kmbt]?)", re.sub("[,_]", "", text.strip()), re.IGNORECASE)
+    number = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
     if not 1.0 <= number < math.inf:
         raise ValueError(f"{text!r} is not a number of tokens; write it like 197B, 300M, 1.5e9 or 524288")
     return round(number)
@@ -103,7 +99,7 @@ class ModelPart(NamedTuple):
 
     parameters: int
     stack: int  # how many matrices lie on each other in one tensor; 1 for plain matrices
-    matrices: Mapping[tuple[int, int], int]  # those that Muon orthogonalizes, by short and long side; none for AdamW's
+    matrices: Mapping[tuple[int, int], int]  # how many Muon orthogonalizes of each (short, long) shape
 
 
 class ModelParts(NamedTuple):
@@ -124,22 +120,22 @@ def parts_of(config: ModelConfig) -> ModelParts:
         (56623104, 288, {(256, 256): 48})
     """
     model = unallocated(config)
-    fused, sizes = model.fused_projections(), Counter[str]()
-    matrices: dict[str, Counter[tuple[int, int]]] = {"experts": Counter(), "hidden": Counter()}
+    fused = model.fused_projections()
+    parameters = Counter[str]()
+    matrices: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
     for name, param in model.named_parameters():
         if role_of(name) not in MUON_ROLES:
-            sizes["rest"] += param.numel()
+            parameters["rest"] += param.numel()
             continue
         part = "experts" if param.dim() == 3 and config.experts > 1 else "hidden"
-        sizes[part] += param.numel()
+        parameters[part] += param.numel()
         *stack, rows, columns = param.shape
         for size in next((sizes for pattern, sizes in fused.items() if fnmatchcase(name, pattern)), (rows,)):
             matrices[part][min(size, columns), max(size, columns)] += math.prod(stack)
-    return ModelParts(
-        ModelPart(sizes["experts"], config.experts, dict(matrices["experts"])),
-        ModelPart(sizes["hidden"], 1, dict(matrices["hidden"])),
-        ModelPart(sizes["rest"], 1, {}),
-    )
+    return ModelParts(*(
+        ModelPart(parameters[part], config.experts if part == "experts" else 1, dict(matrices[part]))
+        for part in ModelParts._fields
+    ))  # fmt: skip
 
 
 def newton_schulz_flops(short: int, long: int) -> int:
@@ -153,9 +149,8 @@ def orthogonalizer_flops(config: ModelConfig) -> float:
     return float(sum(number * newton_schulz_flops(*shape) for shape, number in pairs))
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Runs and what they take."""
+class Cost(NamedTuple):
+    """What several runs cost together."""
 
     runs: int
     tokens: int  # trained on
@@ -167,14 +162,14 @@ class Cost:
 
 
 def cost(configs: Iterable[RunConfig]) -> Cost:
-    """Add up runs, equal ones once: three passes a trained token, one a validated token, and Newton-Schulz."""
+    """Add up runs, equal ones once: three passes for a trained token, one for a validated token, and Newton-Schulz."""
     distinct, flops = list(dict.fromkeys(configs)), []
     for config in distinct:
-        each = count(config.decoder).flops_per_token
+        per_token = count(config.decoder).flops_per_token
         evaluations = 1 + math.ceil(config.steps / config.eval_every)
         validated = evaluations * (config.tokens.eval_windows or 0) * config.decoder.sequence
         muon = orthogonalizer_flops(config.decoder) if ALGORITHMS[config.optimizer.matrix_algorithm].matrices else 0.0
-        flops.append(config.steps * (config.tokens_per_step * each + muon) + validated * each / 3.0)
+        flops.append(config.steps * (config.tokens_per_step * per_token + muon) + validated * per_token / 3.0)
     return Cost(len(distinct), sum(config.steps * config.tokens_per_step for config in distinct), math.fsum(flops))
 
 
@@ -191,21 +186,22 @@ class Sharding(NamedTuple):
         return math.ceil(part.stack / self.stack) / part.stack
 
     def held(self, part: ModelPart) -> float:
+        """Parameters on that rank."""
         return self.fullest(part) * part.parameters / self.cut
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The GPUs, all like the H200 that was measured."""
+    """The GPUs; each is like the H200 that was measured."""
 
     gpus: int = 1
-    """How many."""
+    """Number of GPUs."""
 
     strategy: Literal["ddp", "fsdp", "ep"] = "ddp"
-    """ddp: a copy on each; fsdp: everything divided; ep: experts stay on their GPUs and tokens travel."""
+    """ddp: a copy on each; fsdp: everything sharded; ep: experts stay on their GPUs and tokens travel."""
 
     experts: Literal["stack", "rows"] = "stack"
-    """Under fsdp: experts divided along their stack, or each by its rows."""
+    """Under fsdp: shard experts along their stack, or each by its rows."""
 
     replicas: int = 1
     """Copies: under fsdp of the whole model (HSDP), under ep of all but the experts."""
@@ -223,15 +219,16 @@ class Setup:
     """Bytes of a gathered weight; the trainer gathers float32."""
 
     inside: float = 360.0
-    """GB/s that a GPU receives from others of its machine while it sends as many. Assumed, not measured."""
+    """GB/s that a GPU receives from others of its machine while it sends as much. Assumed, not measured."""
 
     outside: float = 40.0
     """The same from other machines. Assumed, not measured."""
 
     def check(self) -> None:
         """Refuse settings that make no sense, with a ValueError that names one."""
-        names = ("micro_batch", "tflops", "gathered_bytes", "inside", "outside")
-        require_positive(**{name: getattr(self, name) for name in names})
+        for name in ("micro_batch", "tflops", "inside", "outside"):
+            if not 0.0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name}={value} must be positive and finite")
         if self.gpus < 1 or self.replicas < 1 or self.gpus % self.replicas:
             raise ValueError(f"gpus={self.gpus} must be a positive multiple of replicas={self.replicas}")
         if self.replicas > 1 and self.strategy == "ddp":
@@ -242,26 +239,19 @@ class Setup:
         """Ranks that share one copy of the model, or under ep of all but its experts."""
         return 1 if self.strategy == "ddp" else self.gpus // self.replicas
 
-    def shardings(self, parts: ModelParts) -> tuple[Sharding, Sharding, Sharding]:
-        """How each part of a model lies."""
-        others, number = Sharding(cut=self.shards, copies=self.gpus // self.shards), parts.experts.stack
-        experts = others
-        if self.strategy == "fsdp" and number > 1 and self.experts == "stack":
-            experts = Sharding(stack=min(self.shards, number), copies=self.replicas)
-        elif self.strategy == "ep" and number > 1:
-            stack = math.gcd(self.gpus, number)
-            experts = Sharding(stack=stack, cut=self.gpus // stack, stride=stack)
-        return experts, others, others
+    def shardings(self, experts: int) -> tuple[Sharding, Sharding]:
+        """How experts lie, and how everything else does."""
+        others = Sharding(cut=self.shards, copies=self.gpus // self.shards)
+        if self.strategy == "fsdp" and experts > 1 and self.experts == "stack":
+            return Sharding(stack=min(self.shards, experts), copies=self.replicas), others
+        if self.strategy == "ep" and experts > 1:
+            stack = math.gcd(self.gpus, experts)
+            return Sharding(stack=stack, cut=self.gpus // stack, stride=stack), others
+        return others, others
 
     def link(self, reach: int) -> float:
-        """Bytes a second among ranks of which the first and the last are this far apart."""
+        """Bytes a second between ranks that are this far apart."""
         return 1e9 * (self.inside if reach <= NODE else self.outside)
-
-
-def require_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be positive and finite")
 
 
 @dataclass(frozen=True)
@@ -282,10 +272,9 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class UpdateCost:
+class StepCost:
     """What one step takes."""
 
-    setup: Setup
     memory: Memory
     model_bytes: float  # that a GPU receives for weights, gradients and tokens
     optimizer_bytes: float  # that a GPU receives for Muon's exchange, on average over ranks
@@ -308,18 +297,16 @@ class UpdateCost:
         return self.optimizer_seconds / self.seconds
 
 
-def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_TOKENS) -> UpdateCost:
+def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_TOKENS) -> StepCost:
     """Predict a step of this many tokens, on all GPUs together.
 
     Examples:
-        >>> update = plan_update(ModelConfig(width=1024), Setup())
-        >>> update.optimizer_bytes, f"{1e3 * update.optimizer_seconds:.0f} ms"
+        >>> step = plan_step(ModelConfig(width=1024), Setup())
+        >>> step.optimizer_bytes, f"{1e3 * step.optimizer_seconds:.0f} ms"
         (0.0, '29 ms')
     """
-    setup.check()
-    require_positive(batch_tokens=batch_tokens)
     parts = parts_of(model)
-    experts, others, _ = shardings = setup.shardings(parts)
+    experts, others = setup.shardings(model.experts)
 
     # Muon's matrices: products on the rank with the most, and the exchange with their owners.
     products = exchange = optimizer_bytes = buffers = 0.0
@@ -342,12 +329,12 @@ def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATC
         optimizer_bytes += received
         exchange += received / setup.link(owners * sharding.stride) + waiting
 
-    # The model's traffic, with how far the ranks are apart: divided weights are gathered in both passes of every
+    # The model's traffic, with how far the ranks are apart: sharded weights are gathered in both passes of every
     # micro-batch, gradients are reduced once, and under ep tokens travel to their experts.
     tokens = batch_tokens / setup.gpus
     micro_batches = max(1, math.ceil(tokens / (setup.micro_batch * model.sequence)))
     traffic: list[tuple[float, int]] = []
-    for part, sharding in zip(parts, shardings, strict=True):
+    for part, sharding in zip(parts, (experts, others, others), strict=True):
         divided = sharding.cut if setup.strategy == "ep" else sharding.cut * sharding.stack
         held = part.parameters / (sharding.cut * sharding.stack)
         reach = setup.shards if setup.strategy == "fsdp" else divided * sharding.stride
@@ -357,19 +344,19 @@ def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATC
         sent = JOURNEYS * BFLOAT16 * tokens * model.top_k * model.width * model.layers
         traffic.append((sent * (experts.stack - 1) / experts.stack, experts.stack))
 
+    # Memory and time of the fullest rank.
     muon, rest = experts.held(parts.experts) + others.held(parts.hidden), others.held(parts.rest)
-    activations = KEPT * activation_bytes(model, setup.micro_batch)
+    activations = COMPILED * activation_bytes(model, setup.micro_batch)
     if setup.recompute:
         inputs = FLOAT32 * setup.micro_batch * model.sequence * model.width * model.layers
-        activations = inputs + KEPT * activation_bytes(replace(model, layers=1), setup.micro_batch)
+        activations = inputs + COMPILED * activation_bytes(replace(model, layers=1), setup.micro_batch)
     gathered: float = BFLOAT16 * sum(part.parameters for part in parts)
-    if setup.shards > 1:  # whole for a while: the layer at work, the next one, and the rest
+    if setup.shards > 1:  # whole for a while: the current layer, the next one, and the rest
         stack = experts.stack if setup.strategy == "ep" else 1
         layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
         gathered = setup.gathered_bytes * (2 * layer + parts.rest.parameters) + BFLOAT16 * layer
     flops = count(model).flops_per_token * (4 / 3 if setup.recompute else 1.0)
-    return UpdateCost(
-        setup=setup,
+    return StepCost(
         memory=Memory(
             weights=FLOAT32 * (muon + rest),
             gradients=FLOAT32 * (muon + rest),
@@ -385,17 +372,12 @@ def plan_update(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATC
         model_link_seconds=math.fsum(size / setup.link(reach) for size, reach in traffic),
         product_seconds=products,
         exchange_seconds=exchange,
-        pass_seconds=(MUON_PASSES * muon + ADAMW_PASSES * rest) / H200.memory,
+        pass_seconds=PASS_BYTES * (muon + rest) / H200.memory,
     )
 
 
 def orthogonalizing(short: int, long: int) -> float:
-    """Seconds of the products of one matrix among many; `muonsw.orthogonalize.iterations` says how many there are.
-
-    Examples:
-        >>> f"{1e6 * orthogonalizing(1024, 2816):.0f} us"
-        '65 us'
-    """
+    """Seconds of the products of one matrix among many; `muonsw.orthogonalize.iterations` says how many there are."""
     if short < H200.triangles:
         return newton_schulz_flops(short, long) / H200.dense
     segments = 2 if gram_saves(short, long) > 0 else NS_STEPS
@@ -405,12 +387,7 @@ def orthogonalizing(short: int, long: int) -> float:
 
 
 def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
-    """The load of the most loaded owner: costs, each with how often it occurs, are given out largest first.
-
-    Examples:
-        >>> heaviest([(1.0, 2), (8.0, 1), (2.0, 1), (4.0, 1)], 2)
-        8.0
-    """
+    """The load of the most loaded owner, where the largest costs are assigned first; each cost comes with its count."""
     loads = [0.0] * owners
     for load, number in sorted(costs, reverse=True):
         for _ in range(number):
@@ -431,63 +408,8 @@ def activation_bytes(config: ModelConfig, sequences: int) -> int:
     return tokens * (config.layers * layer + 12 * width) + logits
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """A run, computed without running it."""
-
-    parameters: int
-    active: int  # parameters that one token uses
-    steps: int
-    batch_tokens: int
-    tokens: int
-    flops_per_token: int  # forward and backward
-    flops: float  # of the whole run, without the orthogonalizer
-    orthogonalizer_share: float  # what Newton-Schulz adds to them
-    update: UpdateCost
-    hours: float
-
-
-def plan(
-    model: ModelConfig, steps: int, *, batch_tokens: int = PAPER_BATCH_TOKENS, setup: Setup | None = None
-) -> RunPlan:
-    """Compute a run of this many steps, on one GPU unless `setup` has more.
-
-    Examples:
-        >>> result = plan(preset("w256"), 35_000)
-        >>> result.parameters, f"{result.flops:.2g}"
-        (72677632, '4e+18')
-    """
-    require_positive(steps=steps, batch_tokens=batch_tokens)
-    sizes, tokens = count(model), steps * batch_tokens
-    flops, update = float(sizes.flops_per_token) * tokens, plan_update(model, setup or Setup(), batch_tokens)
-    return RunPlan(
-        parameters=sizes.total,
-        active=sizes.active,
-        steps=steps,
-        batch_tokens=batch_tokens,
-        tokens=tokens,
-        flops_per_token=sizes.flops_per_token,
-        flops=flops,
-        orthogonalizer_share=orthogonalizer_flops(model) * steps / flops,
-        update=update,
-        hours=steps * update.seconds / 3600.0,
-    )
-
-
 def gib(size: float, digits: int = 2) -> str:
     return f"{size / 2**30:.{digits}f} GiB"
-
-
-def link_rows(update: UpdateCost) -> list[tuple[str, str, str]]:
-    links = (
-        ("optimizer receives", update.optimizer_bytes, update.exchange_seconds, update.product_seconds),
-        ("model receives", update.model_bytes, update.model_link_seconds, update.model_seconds),
-    )
-    rows = []
-    for name, size, seconds, computing in links:
-        overlap = "hidden behind computing" if seconds <= computing else "not hidden behind computing"
-        rows.append((name, f"{size / 1e6:,.1f} MB", f"in {1e3 * seconds:,.1f} ms, {overlap}; links are assumed"))
-    return rows
 
 
 @dataclass(frozen=True)
@@ -515,52 +437,72 @@ class Plan:
     setup: OmitArgPrefixes[FlagCreatePairsOff[Setup]] = field(default_factory=Setup)
 
     def run(self) -> int:
-        result = self.planned()
-        if self.json:
-            print(json.dumps(plain(asdict(result)), indent=2, allow_nan=False))
-            return 0
-        console, update = Console(), result.update
-        memory, setup = update.memory, update.setup
-        time = f"{result.hours:,.1f} hours" if result.hours >= 0.1 else f"{3600 * result.hours:.3g} seconds"
-        gpus = "1 GPU" if setup.gpus == 1 else f"{setup.gpus:,} GPUs ({setup.strategy})"
-        room = "of" if memory.total <= H200.capacity else "which is more than"
-        fullest = f"the fullest holds {gib(memory.total, 1)}, {room} the {gib(H200.capacity, 0)} of an H200"
-        say(console, f"{time} on {gpus}; {fullest}.")
-        state, seconds = memory.muon_state + memory.adamw_state, (update.model_seconds, update.optimizer_seconds)
-        model, optimizer = (f"{1e3 * one:,.1f} ms" for one in seconds)
-        rows = [
-            ("parameters", f"{result.parameters:,}", f"{result.active:,} of them active for a token"),
-            ("steps", f"{result.steps:,}", f"of {result.batch_tokens:,} tokens"),
-            ("tokens", amount(result.tokens, 4), f"{result.tokens / result.active:.0f} for each active parameter"),
-            (
-                "FLOP a token",
-                amount(result.flops_per_token, 4),
-                "forward and backward, causal attention at full length",
-            ),
-            ("FLOP", f"{result.flops:.3g}", f"Newton-Schulz adds {100 * result.orthogonalizer_share:.1f}%"),
-            ("weights", gib(memory.weights), "float32, and as many gradients"),
-            ("optimizer state", gib(state), f"AdamW alone: {gib(2 * memory.weights)}"),
-            ("activations", gib(memory.activations), f"estimate: {setup.micro_batch} sequences at once, compiled"),
-            ("copies of weights", gib(memory.gathered), "bfloat16, or gathered"),
-            ("optimizer's buffers", gib(memory.buffers), "at most"),
-            ("forward and backward", model, f"at {setup.tflops:g} TFLOP/s sustained by each GPU"),
-            ("optimizer", optimizer, f"{100 * update.optimizer_share:.1f}% of a step"),
-            *(link_rows(update) if setup.gpus > 1 else ()),
-        ]
-        print_table(console, Table("plan", "", ("", "", ""), rows))
-        return 0
-
-    def planned(self) -> RunPlan:
         if not self.preset or bool(self.tokens) == (self.steps is not None):
             raise UsageError("give --preset with either --tokens or --steps, such as --preset w1024 --tokens 197B")
+        setup = self.setup
         try:
+            setup.check()
             on_paper = ON_PAPER.get(self.preset)
             batch = PAPER_BATCH_TOKENS if on_paper else preset_run(self.preset, "").tokens_per_step
             batch = parse_amount(self.batch_tokens) if self.batch_tokens else batch
             steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
+            if steps < 1:
+                raise ValueError(f"steps={steps} must be positive")
             model = on_paper or preset(self.preset)
-            return plan(model, steps, batch_tokens=batch, setup=self.setup)
-        except OverflowError as error:
-            raise UsageError("a number is too large to compute with: give a smaller one") from error
         except ValueError as error:
             raise UsageError(str(error)) from error
+
+        sizes, step = count(model), plan_step(model, setup, batch)
+        memory, tokens, hours = step.memory, steps * batch, steps * step.seconds / 3600.0
+        flops = float(sizes.flops_per_token) * tokens
+        newton_schulz = orthogonalizer_flops(model) * steps / flops
+        if self.json:
+            numbers: dict[str, Any] = {
+                "parameters": sizes.total,
+                "active": sizes.active,
+                "steps": steps,
+                "batch_tokens": batch,
+                "tokens": tokens,
+                "flops_per_token": sizes.flops_per_token,
+                "flops": flops,
+                "orthogonalizer_share": newton_schulz,
+                "hours": hours,
+                "setup": asdict(setup),
+                "step": asdict(step),
+            }
+            print(json.dumps(numbers, indent=2))
+            return 0
+
+        console = Console()
+        time = f"{hours:,.1f} hours" if hours >= 0.1 else f"{3600 * hours:.3g} seconds"
+        gpus = "1 GPU" if setup.gpus == 1 else f"{setup.gpus:,} GPUs ({setup.strategy})"
+        needs = f"{'it' if setup.gpus == 1 else 'each'} needs {gib(memory.total, 1)}"
+        fits = " of" if memory.total <= H200.capacity else ", more than"
+        say(console, f"{time} on {gpus}; {needs}{fits} the {gib(H200.capacity, 0)} of an H200.")
+        rows = [
+            ("parameters", f"{sizes.total:,}", f"{sizes.active:,} of them active per token"),
+            ("steps", f"{steps:,}", f"of {batch:,} tokens"),
+            ("tokens", amount(tokens, 4), f"{tokens / sizes.active:.0f} per active parameter"),
+            ("FLOPs per token", amount(sizes.flops_per_token, 4), "forward and backward, full causal attention"),
+            ("FLOPs", f"{flops:.3g}", f"Newton-Schulz adds {100 * newton_schulz:.1f}%"),
+            ("weights", gib(memory.weights), "float32; gradients take the same"),
+            (
+                "optimizer state",
+                gib(memory.muon_state + memory.adamw_state),
+                f"AdamW for everything would take {gib(2 * memory.weights)}",
+            ),
+            ("activations", gib(memory.activations), f"estimate: {setup.micro_batch} sequences at once, compiled"),
+            ("weight copies", gib(memory.gathered), "bfloat16 or gathered weights"),
+            ("optimizer buffers", gib(memory.buffers), "at most"),
+            ("forward and backward", f"{1e3 * step.model_seconds:,.1f} ms", f"at {setup.tflops:g} TFLOP/s per GPU"),
+            ("optimizer", f"{1e3 * step.optimizer_seconds:,.1f} ms", f"{100 * step.optimizer_share:.1f}% of a step"),
+        ]
+        links = (
+            ("optimizer receives", step.optimizer_bytes, step.exchange_seconds, step.product_seconds),
+            ("model receives", step.model_bytes, step.model_link_seconds, step.model_seconds),
+        )
+        for name, size, seconds, computing in links if setup.gpus > 1 else ():
+            overlap = "hidden behind computing" if seconds <= computing else "longer than computing"
+            rows.append((name, f"{size / 1e6:,.1f} MB", f"in {1e3 * seconds:,.1f} ms, {overlap}; assumed link speeds"))
+        print_table(console, Table("plan", "", ("", "", ""), rows))
+        return 0
