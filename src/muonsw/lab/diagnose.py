@@ -1,6 +1,6 @@
-"""What weight decay does to the weights of a run; and live hints while training.
+"""What weight decay does to the weights of a run: `muonsw diagnose`, and hints while training.
 
-Both put the same `RULES` to a `History`: `diagnose` to all records of a run, `Findings` to the records so far.
+Both apply the same `RULES` to a `History`: `diagnose` to all records of a run, `Findings` to the records so far.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry
 from muonsw.lab.charts import draw as draw_charts
 from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, say
 from muonsw.lab.errors import UsageError
-from muonsw.lab.files import plain, prepare_folder, write_atomically
+from muonsw.lab.files import plain, prepare_folder, write_json
 from muonsw.lab.runs import Columns, Run, load_runs, unique_names
 from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
@@ -83,6 +83,14 @@ class History:
         known = _known(self.column(key))
         return float(known.max()) if len(known) else math.nan
 
+    def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
+        """Return the median of the known values, by default from the peak on (all of them while the rate rises)."""
+        if where is None:
+            first = 0 if self.peak_at == len(self.steps) - 1 else self.peak_at
+            where = np.arange(len(self.steps)) >= first
+        known = _known(values[where])
+        return float(np.median(known)) if len(known) else math.nan
+
     def setting(self, name: str) -> Any:
         return (self.run.settings.get("optimizer") or {}).get(name)
 
@@ -107,11 +115,6 @@ class History:
             return None
         r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
         return NormHistory.of(columns.step[known].tolist(), r=r, s=s, phi=phi, a=a)
-
-    @property
-    def complete(self) -> int:
-        """The number of samples in `norm`."""
-        return 0 if self.norm is None else len(self.norm)
 
     @cached_property
     def tracking(self) -> Tracking | None:
@@ -147,16 +150,8 @@ class History:
         first, last = (self.steps[0], self.steps[-1]) if len(self.steps) else (0, 0)
         return np.asarray(self.steps > last - LATE * (last - first))
 
-    def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
-        """Return the median of the known values, by default from the peak on (all of them while the rate rises)."""
-        if where is None:
-            first = 0 if self.peak_at == len(self.steps) - 1 else self.peak_at
-            where = np.arange(len(self.steps)) >= first
-        known = _known(values[where])
-        return float(np.median(known)) if len(known) else math.nan
-
     @cached_property
-    def relaxations_so_far(self) -> Array:
+    def relaxations(self) -> Array:
         """`2 sum(phi)` over all steps up to each sample, with phi interpolated between samples."""
         phi = self.column("decay")
         known = np.isfinite(phi)
@@ -169,8 +164,9 @@ class History:
         return np.asarray(2.0 * np.interp(self.steps, steps, totals, left=0.0))
 
     @property
-    def relaxations(self) -> float:
-        return float(self.relaxations_so_far[-1]) if len(self.steps) else math.nan
+    def total_decay(self) -> float:
+        """The sum of phi so far, or NaN."""
+        return float(self.relaxations[-1]) / 2.0 if len(self.steps) else math.nan
 
     def held_norm(self) -> float:
         """Return the norm that scaled decay would hold at this lambda and peak, or NaN."""
@@ -225,7 +221,7 @@ def late_fits(history: History) -> LateFits | None:
     return LateFits(int(history.steps[where][0]), -float(lr @ alignment / (lr @ lr)), -float(offset), -float(slope))
 
 
-# The rules.
+# The rules. Each looks at a history and returns how serious it is, a sentence or two, and the numbers behind it.
 
 
 class Severity(StrEnum):
@@ -236,83 +232,39 @@ class Severity(StrEnum):
     NOTE = "note"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What a rule found."""
-
-    rule: str  # name of the rule, as in the guide
-    severity: Severity
-    scope: str  # the weights it is about
-    text: str  # what was found, and what to do
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    also: tuple[str, ...] = ()  # roles in which the rule found the same
-
-
 Answer = tuple[Severity, str, Mapping[str, float]] | None
 
 
-class Rule(NamedTuple):
-    """A check of a history."""
-
-    name: str
-    check: Callable[[History], Answer]
-    roles: bool = False  # also check every role
-    live: bool = False  # also check while training
-    samples: int = 0  # fewer samples are not checked
-
-    def find(self, history: History) -> Finding | None:
-        answer = self.check(history) if len(history.steps) >= self.samples else None
-        return answer and Finding(self.name, answer[0], history.scope, *answer[1:])
-
-
-def examine(history: History, roles: Sequence[History] = (), *, live: bool = False) -> list[Finding]:
-    """Apply all rules, or those for live hints; the most serious findings come first.
-
-    What holds for the whole scope is reported once, with the roles it also holds for.
-    """
-    findings: list[Finding] = []
-    for rule in RULES:
-        if live and not rule.live:
-            continue
-        overall = rule.find(history)
-        in_roles = [finding for role in roles if rule.roles and (finding := rule.find(role))]
-        findings += [replace(overall, also=tuple(finding.scope for finding in in_roles))] if overall else in_roles
-    return sorted(findings, key=lambda finding: list(Severity).index(finding.severity))
-
-
-def words(scope: str) -> str:
-    """Name a scope in a sentence."""
-    kind, _, name = scope.partition(":")
-    return f"the weights of {kind} {name}" if name else {"all": "all weights"}.get(scope, f"the {scope} weights")
+def words(history: History) -> str:
+    """Name the weights of a history in a sentence."""
+    kind, _, name = history.scope.partition(":")
+    return f"the weights of {kind} {name}" if name else {"all": "all weights"}.get(kind, f"the {kind} weights")
 
 
 def percent(share: float) -> str:
-    """Write a share with at most two digits."""
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
 def unfinished(history: History) -> Answer:
     step, planned = history.run.steps, history.run.planned_steps or history.run.steps
-    if history.run.in_progress:
-        text = f"The run is not complete: step {step:,} of {planned:,}."
-    elif (lost := history.run.lost_records) > 0:
+    text = f"The run is not complete: step {step:,} of {planned:,}."
+    if (lost := history.run.lost_records) > 0 and not history.run.in_progress:
         step = planned - lost
         text = f"The run is complete, but its records end at step {step:,} of {planned:,}: part of the file is lost."
-    else:
+    elif not history.run.in_progress:
         return None
     return Severity.NOTE, text, {"step": step, "planned": planned}
 
 
 def too_few_samples(history: History) -> Answer:
-    if history.complete >= ENOUGH_SAMPLES:
+    samples = len(history.norm or ())
+    if samples >= ENOUGH_SAMPLES:
         return None
     advice = f"Sample every {counted(max(history.run.steps // 100, 1), 'step')} (--telemetry-every)."
     if not np.isfinite(history.column("decay")).any():
         advice = "The decay is unknown: a norm rule acts, or the optimizer does not report it."
-    elif history.run.steps < ENOUGH_SAMPLES:
-        advice = "The run is too short for more."
-    text = f"Only {counted(history.complete, 'complete telemetry sample')}: some rules cannot be checked. {advice}"
-    return Severity.NOTE, text, {"samples": history.complete}
+    text = f"Some rules cannot be checked with only {counted(samples, 'complete telemetry sample')}. {advice}"
+    return Severity.NOTE, text, {"samples": samples}
 
 
 def skipped(history: History) -> Answer:
@@ -323,11 +275,11 @@ def skipped(history: History) -> Answer:
         return None
     steps = int(history.run.telemetry.step[-1])
     share = number / max(steps, 1)
-    severity = Severity.WARNING if share > MANY_SKIPPED else Severity.NOTE
     text = (
         f"{number:,} of {steps:,} steps ({percent(share)}) were skipped because a gradient was not finite. "
         "Look for overflow (loss scale, data, attention logits), or lower the learning rate."
     )
+    severity = Severity.WARNING if share > MANY_SKIPPED else Severity.NOTE
     return severity, text, {"skipped": number, "share": share}
 
 
@@ -339,8 +291,9 @@ def diverging(history: History) -> Answer:
     if not known[-1]:
         finite = np.flatnonzero(known)
         since = int(steps[finite[-1] + 1]) if len(finite) else int(steps[0])
-        text = f"The training loss is not a number since step {since:,}. Restart from a checkpoint before that step, "
+        text = f"The training loss has been NaN or infinite since step {since:,}. Restart from an earlier checkpoint "
         return Severity.PROBLEM, text + "with a lower learning rate.", {"since": since}
+    # The running average is above its lowest by more than a share of the progress, and by more than noise explains.
     steps, losses = steps[known], losses[known]
     width = max(int(AVERAGED * len(losses)), 5)
     if len(losses) < 2 * width:
@@ -363,7 +316,7 @@ def collapsing(history: History) -> Answer:
     r = history.column("weight_rms")
     halved = np.flatnonzero((history.column("lr") <= HALVED * history.highest("lr")) & np.isfinite(r))
     halved = halved[halved > history.peak_at]
-    forgotten = np.flatnonzero((history.relaxations_so_far >= RELAXED) & np.isfinite(r))
+    forgotten = np.flatnonzero((history.relaxations >= RELAXED) & np.isfinite(r))
     # A fall from the initial norm is no collapse: the start must be forgotten before the learning rate has halved.
     if history.run.rule not in LINEAR or len(halved) < 2 or not len(forgotten) or forgotten[0] > halved[0]:
         return None
@@ -373,30 +326,29 @@ def collapsing(history: History) -> Answer:
         return None
     hope = f" Scaled decay would hold it at about {norm_text(held)}." if held > end else ""
     text = (
-        f"{history.run.rule.capitalize()} decay collapses {words(history.scope)}: they lost {percent(lost)} of their "
-        f"norm since step {history.steps[top]:,} ({norm_text(float(r[top]))} to {norm_text(end)}), and the learning "
-        f'rate is at {percent(history.lr_left)} of its peak.{hope} Try decay="scaled", or a smaller lambda.'
+        f"{history.run.rule.capitalize()} decay collapses {words(history)}: since step {history.steps[top]:,} they "
+        f"lost {percent(lost)} of their norm ({norm_text(float(r[top]))} to {norm_text(end)}), and the learning rate "
+        f'is at {percent(history.lr_left)} of its peak.{hope} Try decay="scaled", or a smaller lambda.'
     )
     numbers = {"lost": lost, "peak_norm": float(r[top]), "peak_step": int(history.steps[top]), "held_norm": held}
     return Severity.WARNING, text, numbers
 
 
 def decay_idle(history: History) -> Answer:
-    total = history.relaxations / 2.0
+    total = history.total_decay
     if not 0.0 <= total < IDLE or history.still_rising or (total > 0.0 and history.run.in_progress):
         return None
-    numbers = {"total_decay": total}
     if total == 0.0:
-        return Severity.NOTE, f"No decay acts on {words(history.scope)}: lambda is 0, or the rule is none.", numbers
-    times = f"{1.0 / total:.0f} times"
+        text = f"No decay acts on {words(history)}: lambda is 0, or the rule is none."
+        return Severity.NOTE, text, {"total_decay": total}
     # Raising lambda is no remedy where decay would then be fast against momentum.
-    fast = history.highest("decay") / (1.0 - history.momentum) / total > SLOW
+    times, fast = f"{1.0 / total:.0f} times", history.highest("decay") / (1.0 - history.momentum) / total > SLOW
     advice = f"train about {times} as long" if fast else f"raise lambda about {times}, or train longer"
     text = (
-        f"Decay does nothing to {words(history.scope)} in this run: the total decay is {total:.2g}, so it does not "
-        f"matter which rule is used. For decay to act, {advice}."
+        f"Decay does nothing to {words(history)} in this run: total decay is {total:.2g}, so the choice of rule does "
+        f"not matter. For decay to act, {advice}."
     )
-    return Severity.WARNING, text, numbers
+    return Severity.WARNING, text, {"total_decay": total}
 
 
 def peak_not_reached(history: History) -> Answer:
@@ -411,8 +363,8 @@ def peak_not_reached(history: History) -> Answer:
     if peaks and all(top >= REACHED * records[key][-1] for top, key in zip(highest, peaks, strict=True)):
         return None
     text = (
-        f"The learning rate of {words(history.scope)} never reached the peak that decay divides by: {used:.3g} of "
-        f"{peak:.3g}, so decay is {percent(used / peak)} of what lambda says. Set peak_lr to the peak of the schedule."
+        f"The learning rate of {words(history)} never reached the peak that decay divides by ({used:.3g} of "
+        f"{peak:.3g}), so decay is {percent(used / peak)} of what lambda says. Set peak_lr to the peak of the schedule."
     )
     return Severity.WARNING, text, {"highest_lr": used, "peak_lr": peak}
 
@@ -427,9 +379,9 @@ def unexplained_norm(history: History) -> Answer:
     if size < UNEXPLAINED:
         return None
     text = (
-        f"The recorded updates of {words(history.scope)} do not add up to their norm: off by {percent(size)} at step "
-        f"{step:,}. Something else changes the weights (a constraint, a cautious mask, rounding, groups with different "
-        "decay), or samples are too sparse."
+        f"The recorded updates of {words(history)} do not explain their norm: off by {percent(size)} at step {step:,}. "
+        "Something else changes the weights (a constraint, a cautious mask, rounding, groups with different decay), or "
+        "samples are too sparse."
     )
     return Severity.WARNING, text, {"error": float(error[worst]), "step": step}
 
@@ -439,8 +391,8 @@ def large_updates(history: History) -> Answer:
     if not size > bound:
         return None
     text = (
-        f"Updates are {percent(size)} of {words(history.scope)}: momentum {history.momentum:g} replaces the weights "
-        f"within the {1.0 / bound:.0f} steps that it remembers. Lower the learning rate, or lower lambda if decay has "
+        f"Each step changes {words(history)} by {percent(size)}, which replaces them within the {1.0 / bound:.0f} "
+        f"steps that momentum {history.momentum:g} remembers. Lower the learning rate, or lower lambda if decay has "
         "made the weights this small."
     )
     return Severity.WARNING, text, {"relative_update": size, "bound": bound}
@@ -452,7 +404,7 @@ def fast_decay(history: History) -> Answer:
     if not speed > SLOW * (1.0 + 1e-6):  # rounding must not decide at the limit itself
         return None
     text = (
-        f"Decay of {words(history.scope)} is fast against momentum: phi reaches {peak:.2g} a step, {percent(speed)} of "
+        f"Decay of {words(history)} is fast against momentum: phi reaches {peak:.2g} a step, {percent(speed)} of "
         f"1 - beta = {forgetting:.2g}. Use a smaller lambda and more steps."
     )
     return Severity.WARNING if speed > TOO_FAST else Severity.NOTE, text, {"phi_peak": peak, "ratio": speed}
@@ -464,8 +416,8 @@ def defect_out_of_range(history: History) -> Answer:
         return None
     cause = "the iteration overshoots; check ns_dtype and the coefficients"
     if defect < low:
-        cause = "the momentum is nearly of low rank, so many directions hardly move (dead experts, unused rows)"
-    text = f"Muon's direction for {words(history.scope)} has size {defect:.2f} (1 is orthogonal): {cause}."
+        cause = "the momentum has nearly low rank, so many directions hardly move (dead experts, unused rows)"
+    text = f"Muon's direction for {words(history)} has size {defect:.2f} (1 is orthogonal): {cause}."
     return Severity.WARNING, text, {"defect": defect}
 
 
@@ -475,7 +427,7 @@ def lost_in_rounding(history: History) -> Answer:
     arrived = history.typical(ratio(history.column("applied_rms"), intended))
     if not abs(arrived - 1.0) > ROUNDING:
         return None
-    moved = f"Steps move {words(history.scope)} by {percent(arrived)} of what decay and update intend"
+    moved = f"Steps move {words(history)} by {percent(arrived)} of what decay and update intend"
     if arrived > 1.0:
         text = f"{moved}: stochastic rounding adds noise that averages out, or decay is cautious."
         return Severity.NOTE, text, {"arrived": arrived}
@@ -502,6 +454,20 @@ def always_clipped(history: History) -> Answer:
     return Severity.WARNING, text, {"share": share}
 
 
+class Rule(NamedTuple):
+    """A check, and where it applies."""
+
+    name: str  # as in docs/guide/diagnose.md
+    check: Callable[[History], Answer]
+    roles: bool = False  # also check every role
+    live: bool = False  # also check while training
+    samples: int = 0  # fewer samples are not checked
+
+    def find(self, history: History) -> Finding | None:
+        answer = self.check(history) if len(history.steps) >= self.samples else None
+        return answer and Finding(self.name, answer[0], history.scope, *answer[1:])
+
+
 RULES = (
     Rule("unfinished", unfinished),
     Rule("too-few-samples", too_few_samples),
@@ -519,7 +485,33 @@ RULES = (
 )
 
 
-# One run, examined.
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found."""
+
+    rule: str
+    severity: Severity
+    scope: str  # the weights it is about
+    text: str  # what was found, and what to do
+    numbers: Mapping[str, float]
+    also: tuple[str, ...] = ()  # roles in which the rule found the same
+
+
+def examine(history: History, roles: Sequence[History] = (), *, live: bool = False) -> list[Finding]:
+    """Apply all rules, or those for live hints; the most serious findings come first.
+
+    What holds for the whole scope is reported once, with the roles it also holds for.
+    """
+    findings: list[Finding] = []
+    for rule in RULES:
+        if rule.live or not live:
+            overall = rule.find(history)
+            in_roles = [finding for role in roles if rule.roles and (finding := rule.find(role))]
+            findings += [replace(overall, also=tuple(finding.scope for finding in in_roles))] if overall else in_roles
+    return sorted(findings, key=lambda finding: list(Severity).index(finding.severity))
+
+
+# The command.
 
 
 @dataclass(frozen=True, eq=False)
@@ -544,8 +536,8 @@ def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
     """
     known = sorted(run.telemetry.scopes())
     history = open_history(run, scope or ("decayed" if "decayed" in known else "all"))
-    whole = history.scope in ("decayed", "all")
-    roles = tuple(History(run, name) for name in known if name.startswith("role:") and whole)
+    pooled = history.scope in ("decayed", "all")
+    roles = tuple(History(run, name) for name in known if name.startswith("role:") and pooled)
     return Diagnosis(history, roles, tuple(examine(history, roles)))
 
 
@@ -557,7 +549,7 @@ def norm_numbers(history: History) -> dict[str, float]:
         "of_peak": last / highest if highest else math.nan,
         "steady_state": math.nan if history.norm is None else float(target_norms(history.norm)[-1]),
         "lr_left": history.lr_left,
-        "relaxations": history.relaxations,
+        "relaxations": 2.0 * history.total_decay,
         "relative_update": history.typical(history.relative_update),
         "late_alignment": history.typical(history.column("alignment_update"), history.late),
     }
@@ -565,34 +557,21 @@ def norm_numbers(history: History) -> dict[str, float]:
 
 def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
     history, run = diagnosis.history, diagnosis.history.run
-    data: dict[str, Any] = plain(
-        {
-            "name": run.name,
-            "path": str(run.path),
-            "rule": run.rule,
-            "complete": run.complete,
-            "samples": history.complete,
-            "findings": [asdict(finding) for finding in diagnosis.findings],
-            "norms": {part.scope: norm_numbers(part) for part in (history, *diagnosis.roles)},
-        }
-    )
-    return data
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "rule": run.rule,
+        "complete": run.complete,
+        "samples": len(history.norm or ()),
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "norms": {part.scope: norm_numbers(part) for part in (history, *diagnosis.roles)},
+    }
 
 
-NORM, RECURSION = "RMS (dashed: steady state)", "RMS (dashed: recursion)"
-LATE_COSINE = "late cos(weight, update) over lr"
-PANELS = {
-    NORM: "weight_rms",
-    RECURSION: "weight_rms",
-    "cos(weight, update)": "alignment_update",
-    "cos(weight, gradient)": "alignment_gradient",
-    "cos(weight, momentum)": "alignment_momentum",
-    "size of Muon's direction": "defect",
-}
 COLOURS = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 NOTE = (
     "norm: RMS of the weights, and as a share of its peak; r*: the norm at which it would settle at the present "
-    "learning rate; 2Σφ: relaxation times so far, with φ the share of a weight that decay takes in a step."
+    "learning rate; 2Σφ: relaxation times so far, with φ the share of a weight that decay removes in a step."
 )
 
 
@@ -618,6 +597,18 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     titles = ("norm", "of its peak", "r*", "lr left", "2Σφ", "update/weight", "late cosine")
     columns = [Column("weights"), *(Column(title, number=True, digits=3) for title in titles)]
     print_table(console, Table("norms", "Weight norms", columns, rows, NOTE))
+
+
+NORM, RECURSION = "RMS (dashed: steady state)", "RMS (dashed: recursion)"
+LATE_COSINE = "late cos(weight, update) over lr"
+PANELS = {
+    NORM: "weight_rms",
+    RECURSION: "weight_rms",
+    "cos(weight, update)": "alignment_update",
+    "cos(weight, gradient)": "alignment_gradient",
+    "cos(weight, momentum)": "alignment_momentum",
+    "size of Muon's direction": "defect",
+}
 
 
 def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
@@ -665,9 +656,6 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
     return draw_charts(stem, charts, arms, columns=3) if charts else []
 
 
-# The command.
-
-
 @dataclass(frozen=True)
 class Diagnose:
     """Show what decay does to the weights of runs, and what is wrong.
@@ -696,7 +684,7 @@ class Diagnose:
             folder = folder if len(diagnoses) == 1 else Path("out/diagnose")
         prepare_folder(folder)
         data = {"version": 1, "scope": self.scope, "runs": [as_data(diagnosis) for diagnosis in diagnoses]}
-        write_atomically(folder / "diagnose.json", json.dumps(data, allow_nan=False) + "\n")
+        write_json(folder / "diagnose.json", data)
         draw(diagnoses, folder / "diagnose")
         console = Console()
         print_diagnosis(console, diagnoses)
@@ -712,6 +700,17 @@ def _with_recorded_settings(run: Run) -> Run:
         first = next((line for line in lines if b'"groups"' in line), b"{}")
         return replace(run, settings=recorded_settings(json.loads(first)))
     return run
+
+
+def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a telemetry record says about the optimizer, as a run's configuration would."""
+    listed = record.get("groups")
+    groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    decaying = {str(group.get("rule")) for group in groups if group.get("decay")}
+    settings: dict[str, Any] = {"decay": decaying.pop()} if len(decaying) == 1 else {}
+    if groups and all(group.get("rounding") == "stochastic" for group in groups):
+        settings["rounding"] = "stochastic"
+    return {"optimizer": settings} if settings else {}
 
 
 # Hints while training.
@@ -749,20 +748,23 @@ class Findings:
         step = record["step"]
         scopes: dict[str, Any] = {scope: record[scope] for scope in ("all", "decayed") if scope in record}
         scopes |= {f"role:{role}": values for role, values in record["roles"].items()}
-        kept = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
-        kept[""] = {key: record.get(key) for key in ("skipped", "clipped")}
-        self._settings = self._settings if self._records else recorded_settings(record)
-        self._records.append({scope: {"step": step, **values} for scope, values in kept.items()})
+        columns = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
+        columns[""] = {key: record.get(key) for key in ("skipped", "clipped")}
+        if not self._records:
+            self._settings = recorded_settings(record)
+        self._records.append({scope: {"step": step, **values} for scope, values in columns.items()})
         if len(self._records) > MOST_SAMPLES:
             del self._records[1:-1:2]
+
         tables = {}
-        for scope, values in kept.items():
-            rows = [one[scope] for one in self._records if scope in one]
+        for scope, values in columns.items():
+            rows = [earlier[scope] for earlier in self._records if scope in earlier]
             keys = ("step", *values)
             tables[scope] = Columns({key: np.array([row[key] for row in rows], dtype=np.float64) for key in keys})
         run = Run("live", Path(), self._settings, {}, None, {"telemetry": tables})
-        history = History(run, "decayed" if "decayed" in kept else "all")
-        roles = [History(run, scope) for scope in sorted(kept) if scope.startswith("role:")]
+        history = History(run, "decayed" if "decayed" in columns else "all")
+        roles = [History(run, scope) for scope in sorted(columns) if scope.startswith("role:")]
+
         hints = []
         for finding in examine(history, roles, live=True):
             topic = finding.rule, finding.scope
@@ -771,14 +773,3 @@ class Findings:
                 hints.append(finding.text)
         self.history += [(step, hint) for hint in hints]
         return hints
-
-
-def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a telemetry record says about the optimizer, as a run's configuration would."""
-    listed = record.get("groups")
-    groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
-    decaying = {str(group.get("rule")) for group in groups if group.get("decay")}
-    settings: dict[str, Any] = {"decay": decaying.pop()} if len(decaying) == 1 else {}
-    if groups and all(group.get("rounding") == "stochastic" for group in groups):
-        settings["rounding"] = "stochastic"
-    return {"optimizer": settings} if settings else {}
