@@ -7,7 +7,6 @@ which draws from them is a function of seed and step without knowing it.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import math
@@ -18,8 +17,8 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
@@ -65,7 +64,7 @@ class DataConfig:
     """Which tokens are trained on and which are validated on."""
 
     path: str  # a folder that `muonsw data prepare` filled
-    # A hash of all its tokens; None takes the folder's, and a run records it and requires it.
+    # A hash of all tokens; None takes the folder's, and a run records it and requires it.
     fingerprint: str | None = None
     eval_windows: int | None = 256  # validation windows, the same for every run; None reads all
     # Train only on the first windows, as if there were no more text; None takes all.
@@ -81,9 +80,9 @@ class DataConfig:
 class TaskConfig:
     """A task of the user's own."""
 
-    path: str  # a Python file, or the dotted name of a module
+    path: str  # a Python file
     options: tuple[str, ...] = ()  # its options that differ from their defaults, as `name=value`
-    # A hash of its code; None takes that of its files, and a run records it and requires it.
+    # A hash of the file; None takes today's, and a run records it and requires it.
     fingerprint: str | None = None
     # Validation batches; None takes all of a list, and the first 16 of anything without a length.
     eval_batches: int | None = None
@@ -229,19 +228,19 @@ def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of a user's file, called with its options."""
+    """The functions of a user's file, with their options filled in."""
 
-    name: str  # of the file, for errors
-    module: ModuleType  # what it defines
-    options: Mapping[str, Mapping[str, Any]]  # by function, the options that were set
+    module: ModuleType
+    calls: Mapping[str, Callable[..., Any]]  # by name, without the optional ones that the file leaves out
 
-    def __call__(self, function: str, *given: Any) -> Any:
+    @property
+    def name(self) -> str:
+        return Path(str(self.module.__file__)).name
+
+    def __call__(self, function: str, *arguments: Any) -> Any:
         """Call a function; raise a `UsageError` with the line if it raises something."""
         with self.blamed(function):
-            return getattr(self.module, function)(*given, **self.options[function])
-
-    def has(self, function: str) -> bool:
-        return hasattr(self.module, function)
+            return self.calls[function](*arguments)
 
     @contextmanager
     def blamed(self, function: str | None = None) -> Iterator[None]:
@@ -264,34 +263,37 @@ class Functions:
 
 
 def load_functions(config: TaskConfig) -> Functions:
-    """Import a task's file or module, once in a process, and give its functions the options that were set.
+    """Import a task's file, once in a process, and fill in the options that were set.
 
     Raises:
         UsageError: If it cannot be imported, lacks a function, or does not know an option.
     """
-    name, module = config.name, _module(config.path)
-    defaults: dict[str, dict[str, Any]] = {}  # by function, the arguments that are options
-    for function, arguments in CALLS.items():
-        called = getattr(module, function, None)
-        if callable(called):
-            extra = list(inspect.signature(called).parameters.values())[len(arguments) :]
-            defaults[function] = {option.name: option.default for option in extra if option.default is not option.empty}
-        elif called is not None or function not in OPTIONAL:
-            call = f"{function}({', '.join(arguments)})"
-            raise UsageError(f"{name} has no {call}; `muonsw task new FILE` writes a file that has everything")
+    module = _module(config.path)
+    functions: dict[str, Callable[..., Any]] = {}
+    defaults: dict[str, dict[str, Any]] = {}  # by function, its options
+    for name, arguments in CALLS.items():
+        function = getattr(module, name, None)
+        if callable(function):
+            extra = list(inspect.signature(function).parameters.values())[len(arguments) :]
+            defaults[name] = {option.name: option.default for option in extra if option.default is not option.empty}
+            functions[name] = function
+        elif function is not None or name not in OPTIONAL:
+            call = f"{name}({', '.join(arguments)})"
+            raise UsageError(f"{config.name} has no {call}; `muonsw task new FILE` writes a file that has everything")
+
     known = {option: default for options in defaults.values() for option, default in options.items()}
     chosen = {}
     for text in config.options:
         option, equals, value = text.partition("=")
         if option not in known or not equals:
-            given = "an option is an argument with a default: def model(seed, depth=6) takes --task.depth 8"
-            raise UsageError(f"{name}: {unknown('option', option, list(known))}; {given}")
+            hint = "an option is an argument with a default: def model(seed, depth=6) takes --task.depth 8"
+            raise UsageError(f"{config.name}: {unknown('option', option, list(known))}; {hint}")
         chosen[option] = convert(value, known[option], f"--task.{option}")
-    options = {
-        function: {option: chosen[option] for option in taken if option in chosen}
-        for function, taken in defaults.items()
+    calls = {
+        name: partial(function, **{option: chosen[option] for option in defaults[name] if option in chosen})
+        for name, function in functions.items()
     }
-    return Functions(name, module, options)
+    return Functions(module, calls)
 
 
 def convert(text: str, default: Any, name: str) -> Any:
@@ -308,79 +310,58 @@ def convert(text: str, default: Any, name: str) -> Any:
         return text
     if kind not in (bool, int, float, str):
         raise UsageError(f"{name} has a default of type {kind.__name__}; options are bool, int, float or str")
-    words: dict[str, Any] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     try:
         return words[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError) as error:
         raise UsageError(f"{name} must be of type {kind.__name__}, not {text!r}") from error
 
 
-def _file(path: str) -> Path | None:
-    """The file that a path names; None if it is the name of a module."""
-    file = Path(path)
-    if file.suffix != ".py" and (file.is_file() or len(file.parts) > 1):
-        raise UsageError(f"{path} is no task: give a Python file, which ends in .py, or a dotted module")
-    if file.suffix != ".py":
-        return None
-    if not file.is_file():
+def _file(path: str) -> Path:
+    if not path.endswith(".py"):
+        raise UsageError(f"{path} is not a task: give a Python file, whose name ends in .py")
+    if not Path(path).is_file():
         write = f"`muonsw task new {shlex.quote(path)}`"
         raise UsageError(f"there is no task file {path}: check the path, or write one with {write}")
-    return file.resolve()
+    return Path(path).resolve()
 
 
 def _module(path: str) -> ModuleType:
-    """Import a file under a name that nothing else has, or a dotted module; files next to it can be imported."""
+    """Import a file under a name that nothing else has; it can import files next to it."""
     file = _file(path)
-    name = path
-    if file is not None:
-        name = f"muonsw_task_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stat().st_mtime_ns}"
+    name = f"muonsw_task_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stat().st_mtime_ns}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     try:
-        if file is None or name in sys.modules:
-            return importlib.import_module(name)
-        if str(file.parent) not in sys.path:
-            sys.path.append(str(file.parent))
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
+        spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the last of a script that runs when it is imported
+        del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         line = f", line {lines[-1]}" if lines else ""
         raise UsageError(f"{path} cannot be imported{line}: {type(error).__name__}: {error}") from error
+    return module
 
 
 def with_file(task: TaskConfig) -> TaskConfig:
-    """The task with the hash of its code, before any of it runs.
+    """The task with the hash of its file, before any of it runs; files that it imports do not count.
 
     Raises:
-        UsageError: If it is not the code that the run was started with.
+        UsageError: If it is not the file that the run was started with.
     """
-    current = fingerprint(task.path)
+    try:
+        current = hashlib.sha256(_file(task.path).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise UsageError(f"{task.path} cannot be read: {error.strerror or error}") from error
     if task.fingerprint not in (None, current):
         other = f"{task.path} has changed since this run was started ({current}, not {task.fingerprint})"
         raise UsageError(f"{other}: put it back, or choose another folder")
     return replace(task, fingerprint=current)
-
-
-def fingerprint(path: str) -> str:
-    """Hash a task's file without executing it; modules that it imports do not count."""
-    file = _file(path)
-    if file is None:
-        try:
-            spec = importlib.util.find_spec(path)
-        except Exception:  # reported when the module is imported
-            spec = None
-        file = Path((spec.origin if spec else None) or "")
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 class Loss(NamedTuple):
@@ -398,22 +379,15 @@ class LossModule(nn.Module):
 
     def forward(self, batch: Batch, *, measured: bool = False) -> Loss | Mapping[str, Tensor]:
         """The loss of a batch; or with `measured` the loss and the metrics by name."""
-        module, options = self.functions.module, self.functions.options
-        loss = module.loss(self.model, batch, **options["loss"])
+        calls = self.functions.calls
+        loss = calls["loss"](self.model, batch)
         if not measured:
             return Loss(loss)
-        metrics = module.metrics(self.model, batch, **options["metrics"]) if "metrics" in options else {}
-        return {"loss": loss, **metrics}
+        return {"loss": loss, **(calls["metrics"](self.model, batch) if "metrics" in calls else {})}
 
 
 class UserTask(Task):
-    """The task of a file or module, in batches of `batch` rows.
-
-    Examples:
-        >>> task = UserTask(TaskConfig("muonsw.lab.task_template"), batch=128, seed=0)
-        >>> rows_of(next(task.micro_batches(3, ranks=2, rank=1, accumulation=1)))
-        64
-    """
+    """The task of a user's file, in batches of `batch` rows."""
 
     def __init__(self, config: TaskConfig, *, batch: int, seed: int) -> None:
         self.config, self.per_step = config, batch
@@ -428,7 +402,7 @@ class UserTask(Task):
         return model
 
     def patterns(self, model: nn.Module, weight_decay: float) -> Mapping[str, dict[str, Any]]:
-        if not self.functions.has("patterns"):
+        if "patterns" not in self.functions.calls:
             return {}
         patterns = self.functions("patterns", model, weight_decay)
         if not isinstance(patterns, Mapping) or not all(isinstance(options, dict) for options in patterns.values()):
@@ -468,78 +442,69 @@ class UserTask(Task):
         return f"{steps * self.per_step:,} samples of {self.config.name}{options}"
 
 
-@dataclass
 class BatchSource:
     """The batches of a split by number, from whatever `batches(split, seed)` returns."""
 
-    functions: Functions
-    split: str
-    seed: int
-    made: Any = field(init=False)
-    _last: tuple[int, Batch] | None = None
-    _iterator: Iterator[Batch] | None = None
-    _next: int = 0
-
-    def __post_init__(self) -> None:
-        self.made = self._make()
-        self._call = f"{self.functions.name}: batches({self.split!r}, {self.seed})"
-        self._indexed = self._length is not None and hasattr(self.made, "__getitem__")
+    def __init__(self, functions: Functions, split: str, seed: int) -> None:
+        self.functions, self.split, self.seed = functions, split, seed
+        self._call = f"{functions.name}: batches({split!r}, {seed})"
+        made = self._make()
+        try:
+            self._length: int | None = len(made)
+        except (TypeError, NotImplementedError):  # as of a DataLoader of data without a length
+            self._length = None
+        # A function of the number; None for what must be iterated.
+        self._numbered: Callable[[int], Batch] | None = made if callable(made) else None
+        if length := hasattr(made, "__getitem__") and self._length:
+            self._numbered = lambda number: made[number % length]
+        # What is iterated: the iterator, the number of its next batch, and the batch before that.
+        self._iterator: Iterator[Batch] | None = None
+        self._next, self._last = 0, None
 
     def batch(self, number: int) -> Batch:
         """Batch `number`; a sequence, and what can be iterated over again, starts over at its end."""
-        if self._last is None or self._last[0] != number:
-            self._last = number, self._drawn(number)
-        return self._last[1]
+        if self._numbered is not None:
+            with self._drawing(number):
+                return self._numbered(number)
+        # An iterator that is past the batch starts over; batches before it are skipped.
+        if self._iterator is None or number < self._next - 1:
+            self._iterator, self._next = _endless(self._make(), self._call), 0
+        while self._next <= number:
+            with self._drawing(self._next):
+                self._last = next(self._iterator)
+            self._next += 1
+        return self._last
 
     def first(self, number: int | None = None) -> Iterator[Batch]:
-        """The first batches: all of a source that has a length unless a number is given."""
+        """The first batches, each once: all of a source that has a length unless a number is given."""
         wanted = min(number or self._length, self._length) if self._length else number or EVAL_BATCHES
-        if self._indexed or callable(self.made):
-            yield from map(self._drawn, range(wanted))
+        if self._numbered is not None:
+            yield from map(self.batch, range(wanted))
             return
-        iterator = iter(self._make())
+        iterator, end = iter(self._make()), object()
         for place in range(wanted):
             with self._drawing(place):
-                batches = list(islice(iterator, 1))
-            if not batches:
+                batch = next(iterator, end)
+            if batch is end:
                 return
-            yield batches[0]
-
-    @property
-    def _length(self) -> int | None:
-        try:
-            return len(self.made)
-        except (TypeError, NotImplementedError):  # as of a DataLoader of data without a length
-            return None
+            yield batch
 
     def _make(self) -> Any:
         with generators_seeded(self.seed, self.split):
             made = self.functions("batches", self.split, self.seed)
-        call = f"{self.functions.name}: batches({self.split!r}, {self.seed}) returned"
         kinds = "a function of i, a sequence of batches, or something to iterate over"
         if isinstance(made, Dataset) or not (callable(made) or isinstance(made, Iterable)):
-            raise UsageError(f"{call} {shown(made)}; expected {kinds}: a Dataset needs a DataLoader around it")
+            raise UsageError(
+                f"{self._call} returned {shown(made)}; expected {kinds}: a Dataset needs a DataLoader around it"
+            )
         if isinstance(made, Sequence) and not made:
-            raise UsageError(f"{call} {shown(made)}, without a batch; expected {kinds}")
+            raise UsageError(f"{self._call} returned {shown(made)}, without a batch; expected {kinds}")
         return made
 
     @contextmanager
     def _drawing(self, number: int) -> Iterator[None]:
         with generators_seeded(self.seed, self.split, number), self.functions.blamed("batches"):
             yield
-
-    def _drawn(self, number: int) -> Batch:
-        if self._indexed or callable(self.made):
-            with self._drawing(number):
-                return self.made[number % len(self.made)] if self._indexed else self.made(number)
-        # An iterator that is past the batch starts over; batches before it are skipped.
-        if self._iterator is None or number < self._next:
-            self._iterator, self._next = _endless(self._make(), self._call), 0
-        for place in range(self._next, number + 1):
-            with self._drawing(place):
-                batch = next(self._iterator)
-        self._next = number + 1
-        return batch
 
 
 def _endless(made: Iterable[Batch], call: str) -> Iterator[Batch]:
@@ -636,7 +601,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     model.eval()
     metrics: Any = {}
     _checked_loss(functions, model, validation, VALIDATION, seed)
-    if functions.has("metrics"):
+    if "metrics" in functions.calls:
         with torch.no_grad(), generators_seeded(seed, "metrics"):
             metrics = functions("metrics", model, map_tensors(Tensor.clone, validation))
     numbers = isinstance(metrics, Mapping) and all(isinstance(v, int | float | Tensor) for v in metrics.values())
