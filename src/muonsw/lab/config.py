@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from muonsw.lab.files import plain
+
 T = TypeVar("T")
-_hints = cache(get_type_hints)  # evaluated from text, which takes longer than all the rest
+_hints = cache(get_type_hints)  # parses annotations, which takes longer than all the rest
 
 
 def as_data(settings: Any) -> dict[str, Any]:
     """A dataclass as plain JSON data, nested ones included."""
-    return {field.name: _plain(getattr(settings, field.name)) for field in fields(settings)}
+    data: dict[str, Any] = plain(asdict(settings))
+    return data
 
 
 def from_data(kind: type[T], data: Any, where: str = "") -> T:
-    """The dataclass that JSON data describes; what is missing takes its default.
+    """The dataclass that JSON data describes; missing settings take their default.
 
     Raises:
-        ValueError: If a key is unknown, a needed one is missing, or a value is of the wrong kind, with its name, which
-            begins with `where`.
+        ValueError: If a key is unknown, a required one is missing, or a value has the wrong type. It names the setting,
+            with the prefix `where`.
 
     Examples:
         >>> from muonsw.lab.model import MuP
@@ -45,9 +48,9 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The settings, by dotted name, in which two nested mappings differ; "missing" where one has none."""
-    one, other = flatten(first), flatten(second)
-    pairs = {name: (one.get(name, "missing"), other.get(name, "missing")) for name in (*one, *other)}
-    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+    old, new = flatten(first), flatten(second)
+    pairs = {name: (old.get(name, "missing"), new.get(name, "missing")) for name in (*old, *new)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -61,12 +64,6 @@ def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
 
 def _dotted(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return as_data(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:

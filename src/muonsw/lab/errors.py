@@ -17,21 +17,21 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 OK, FAILED, USAGE, MACHINE = 0, 1, 2, 3
-INTERRUPTED = 130  # by Ctrl-C, before there was anything to save, or at once by a second one
+INTERRUPTED = 130  # by Ctrl-C before there was anything to save, or by a second Ctrl-C
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-# What torchrun (or anything like it) sets for every rank, and where it looks for the reason of a failure.
+# What torchrun sets for every rank, and where it looks for the reason of a failure.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class UsageError(Exception):
-    """Something the user asked for cannot be done; the message says what to do instead."""
+    """The user asked for something that cannot be done; the message says what to do instead."""
 
     exit_code: ClassVar[int] = USAGE
 
 
 class MachineError(UsageError):
-    """The machine could not do it: no room on the disk, or a process that the system ended."""
+    """The machine could not do it: the disk is full, or the system killed a process."""
 
     exit_code: ClassVar[int] = MACHINE
 
@@ -59,7 +59,7 @@ class Interrupted(Exception):  # noqa: N818 (not a fault: the work was saved and
 
     @property
     def exit_code(self) -> int:
-        """128 plus the signal, as shells say it."""
+        """128 plus the signal, as in a shell."""
         return 128 + self.signal
 
 
@@ -102,8 +102,8 @@ def stop_requests() -> Iterator[StopRequest]:
         yield request  # Python delivers signals to the main thread alone
         return
     # nohup ignores SIGHUP, and the run should too.
-    kept = [one for one in STOP_SIGNALS if one == signal.SIGINT or signal.getsignal(one) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, ask) for number in kept}
+    handled = [s for s in STOP_SIGNALS if s == signal.SIGINT or signal.getsignal(s) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in handled}
     try:
         yield request
     finally:

@@ -21,8 +21,7 @@ from muonsw.lab.errors import MachineError, UsageError
 
 LOCK, UNFINISHED = ".lock", ".unfinished"
 MAKE_ROOM = "make room on the disk, or choose another folder"
-# Errors of the disk; others are about the name of a folder.
-_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @contextmanager
@@ -35,31 +34,29 @@ def reported(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder, and check before the work that files can be written there; raises a `UsageError`."""
+    """Make the folder, after checking that files can be written there; raises a `UsageError`."""
     require_writable(folder)
     with reported(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def require_writable(folder: Path) -> None:
-    """Check the same without making the folder: other input may still be refused."""
+    """Check that files can be written to a folder, or where it will be made, without making it."""
     try:
         # A dangling link counts as existing: no folder can be made in its place.
         existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        message = f"cannot write to the folder {folder}: {error.strerror or error}"
-        if error.errno in _DISK_FAULTS:
-            raise MachineError(f"{message}; {MAKE_ROOM}") from error
-        raise UsageError(f"{message}; choose another") from error
+        kind, remedy = (MachineError, MAKE_ROOM) if error.errno in DISK_FAULTS else (UsageError, "choose another")
+        raise kind(f"cannot write to the folder {folder}: {error.strerror or error}; {remedy}") from error
 
 
 @contextmanager
 def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
-    """Make a folder if it is missing, hold it while the block runs, and delete what killed processes left in it.
+    """Make a folder if it is missing, lock it while the block runs, and delete what killed processes left in it.
 
-    The lock is the system's, so a killed process leaves none behind.
+    The operating system releases the lock of a killed process.
 
     Raises:
         UsageError: With the text `busy`, if another process holds it for longer than `wait` seconds.
@@ -114,9 +111,9 @@ def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
 
 
 def refuse_folder(path: Path) -> None:
-    """Refuse a folder in the place of a file that is to be written."""
+    """Refuse a folder where a file must be written."""
     if path.is_dir():
-        raise UsageError(f"{path} is a folder, and a file of this name is to be written: move it away, or delete it")
+        raise UsageError(f"{path} is a folder, but a file of this name must be written: move it away, or delete it")
 
 
 def sync(path: Path) -> None:
@@ -129,13 +126,13 @@ def sync(path: Path) -> None:
 
 
 def numbered(path: Path) -> Path:
-    """The first of `path.1`, `path.2`, ... that is free, for files that are put aside."""
+    """The first free name of `path.1`, `path.2`, ..., for a file that is moved aside."""
     names = (path.with_name(f"{path.name}.{number}") for number in count(1))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> dict[str, Any]:
-    """The JSON object in a file; a `UsageError` if it cannot be read, or holds something else."""
+    """The JSON object in a file; a `UsageError` if it cannot be read or is not an object."""
     try:
         data = parse_json(path.read_bytes())
     except FileNotFoundError as error:
@@ -148,7 +145,7 @@ def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> 
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Data from JSON text; a `ValueError` if it is not JSON, or has a NaN or an infinity, which Python would accept."""
+    """Data from JSON text; a `ValueError` if it is not JSON or has NaN or an infinity, which Python would accept."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not valid JSON")
@@ -160,7 +157,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Data for JSON: None for what is not finite, lists for arrays, strings for enumerations."""
+    """Data for JSON: None for NaN and infinities, lists for arrays, strings for enumerations."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
