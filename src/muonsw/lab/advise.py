@@ -22,7 +22,7 @@ RULES = ("scaled", "constant")
 WANTED, WANTED_FLAT = 1.0, 0.35
 # Total decay below this removes less than a quarter of a weight: exp(-0.3) = 0.74.
 IDLE = 0.3
-# Text seen 16 times wanted this much more; up to 4 times it wanted no more than fresh text.
+# Text seen 16 times wanted this much more decay; up to 4 times it wanted no more than fresh text.
 REPEATED = {"constant": 20.0, "scaled": 40.0}
 HARMLESS_EPOCHS, REPEATED_EPOCHS = 4.0, 16.0
 # A total within this factor of the wanted one cost at most about 0.01 nats.
@@ -37,7 +37,7 @@ MEASURED = (
     "tokens per parameter) total decay 1 ended 0.002 (constant) and 0.003 nats (scaled) above the best lambda in the "
     "median, and at most 0.05 (400 steps of width 64)."
 )
-FLAT = "A rate that stays flat for most of the run wanted a quarter of the lambda of a cosine, or less, in our runs."
+FLAT = "In our runs, a rate that stays flat for most of the run wanted at most a quarter of the lambda of a cosine."
 NO_LAMBDA = {
     "finetuning": "Decay pulls trained weights towards zero, not towards where they started.",
     "lora": "Decay of low-rank factors pulls the model back to where it started.",
@@ -51,10 +51,10 @@ class Advice:
     """An answer for one run."""
 
     answer: str  # in words
-    verdict: str  # "idle", "small", "fine" or "large" for the given lambda; empty where nothing is known about it
+    verdict: str  # "idle", "small", "fine" or "large" for the given lambda; empty if unknown
     total: float | None  # total decay at the given lambda
-    low: float | None  # the smallest lambda to try; None where there is none to recommend
-    high: float | None  # the largest one, equal to `low` where the formula gives a single one
+    low: float | None  # the smallest lambda to try; None if we recommend none
+    high: float | None  # the largest one, equal to `low` where the formula gives one lambda
     notes: tuple[str, ...]  # what the answer rests on
 
 
@@ -76,7 +76,7 @@ class Advise:
     schedule: str = "cosine"
     """Learning rate after warmup: cosine, wsd or constant."""
     final_fraction: float = 0.1
-    """What is left of the peak at the end."""
+    """The learning rate at the end, as a share of the peak."""
     decay_fraction: float = 0.2
     """The share of the run in which the learning rate falls under wsd."""
     warmup_steps: int | None = None
@@ -86,9 +86,9 @@ class Advise:
     algorithm: Literal["muon", "adamw"] = "muon"
     """What moves these matrices."""
     training: Literal["pretraining", "finetuning", "lora", "dpo", "bert"] = "pretraining"
-    """What kind of run it is; only pretraining has a lambda to recommend."""
+    """What kind of run it is; we recommend a lambda only for pretraining."""
     epochs: float = 1.0
-    """How often the run sees its text."""
+    """How many times the run sees its text."""
     tokens: float | None = None
     """Tokens of the run, such as 2e9."""
     parameters: float | None = None
@@ -125,6 +125,8 @@ class Advise:
                 raise ValueError(f"{name}={value!r}: must be a positive number")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay={self.weight_decay!r}: must be a number of at least 0")
+
+        # Total decay is proportional to lambda; `per` is the total at lambda 1.
         multiple = schedule_of(
             self.schedule,
             self.steps,
@@ -132,29 +134,33 @@ class Advise:
             final_fraction=self.final_fraction,
             decay_fraction=self.decay_fraction,
         )
-        rates = [
-            self.lr * one for one in sampled(multiple, self.steps)
-        ]  # long runs are summed over evenly spaced steps
+        rates = [self.lr * share for share in sampled(multiple, self.steps)]  # a long run at evenly spaced steps
         per_lambda = {
             rule: self.steps / len(rates) * math.fsum(decay_factors(rule, 1.0, rates, self.base_lr or self.lr))
             for rule in RULES
         }
-        total = None if self.weight_decay is None else self.weight_decay * per_lambda[self.decay]
+        per = per_lambda[self.decay]
+        total = None if self.weight_decay is None else self.weight_decay * per
+
         flat = self.schedule == "constant" or (self.schedule == "wsd" and self.decay_fraction < 0.5)
         fresh = WANTED_FLAT if flat else WANTED
-        wanted = fresh * more_decay(self.decay, self.epochs)
-        basis, low, high = FLAT if flat else MEASURED, wanted, wanted
+        low = high = fresh * more_decay(self.decay, self.epochs)
+        basis = FLAT if flat else MEASURED
         if far := self._far_from_ours():
-            basis, low, high = far, RANGE[0] * wanted, RANGE[1] * wanted
+            basis, low, high = far, RANGE[0] * low, RANGE[1] * high
             if self.algorithm == "adamw":
                 mean_multiple = per_lambda["constant"] / (self.steps * self.lr)
                 high = max(high, published_total(self._tokens_per_parameter(), mean_multiple))
-        per = per_lambda[self.decay]
         # A lambda with which a step would remove the whole weight cannot be tried.
         if self.training in NO_LAMBDA or fresh > LARGEST * per or high * self.lr >= per:
             return self._without_lambda(total)
 
-        verdict = "" if total is None else judge_total(total, low, high)
+        # The given lambda, against one wanted total with some slack or against a range.
+        slack = FINE if low == high else 1.0
+        verdict = ""
+        if total is not None:
+            fits = low / slack <= total <= high * slack
+            verdict = "fine" if fits else "large" if total > high else "idle" if total < IDLE else "small"
         totals, lambdas = (
             f"{low / unit:.2g}" if low == high else f"{low / unit:.2g} to {high / unit:.2g}" for unit in (1.0, per)
         )
@@ -166,16 +172,16 @@ class Advise:
         if self.epochs > HARMLESS_EPOCHS:
             notes.append(
                 f"Text seen {REPEATED_EPOCHS:g} times wanted {REPEATED['constant']:g} (constant) and "
-                f"{REPEATED['scaled']:g} (scaled) times the total of fresh text; below that we interpolate, above it "
-                "nothing was measured."
+                f"{REPEATED['scaled']:g} (scaled) times the total decay of fresh text. We interpolate below that, and "
+                "measured nothing above."
             )
         return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
 
     def _far_from_ours(self) -> str:
-        """What a range of lambdas rests on; empty where our runs support a single one."""
+        """What a range of lambdas rests on; empty where our runs support one lambda."""
         if self.algorithm == "adamw":
             return (
-                "A range: our runs searched AdamW's lambda at one size and length (width 128, 6,400 steps), where the "
+                "A range: we searched AdamW's lambda at one size and length only (width 128, 6,400 steps), where the "
                 "best totals were 1.3 (0.5 to 3.2) under constant and 2.4 (1.5 to 3.9) under scaled decay. The upper "
                 "end is at least what Power Lines (arXiv 2505.13738) fitted, given --tokens and --parameters."
             )
@@ -184,33 +190,32 @@ class Advise:
             reasons.append(f"{self.steps:,} steps (ours: {SHORTEST:,} to {LONGEST:,})")
         if (ratio := self._tokens_per_parameter()) > 2 * TOKENS_PER_PARAMETER:
             reasons.append(f"{ratio:,.0f} tokens per parameter (ours: up to {TOKENS_PER_PARAMETER})")
-        where = f"A range, because this run is far from ours: {' and '.join(reasons)}. In ours the best total "
-        grew = "grew with tokens per parameter under scaled decay, from 1.1 at 64 to 2.6 at 300"
-        return f"{where}{grew}; the paper's runs have 19 to 25, not tuned." if reasons else ""
+        if not reasons:
+            return ""
+        return (
+            f"A range, because this run is far from ours: {' and '.join(reasons)}. In ours the best total grew with "
+            "tokens per parameter under scaled decay, from 1.1 at 64 to 2.6 at 300; the paper's runs have 19 to 25, "
+            "not tuned."
+        )
 
     def _tokens_per_parameter(self) -> float:
         return self.tokens / self.parameters if self.tokens and self.parameters else 0.0
 
     def _without_lambda(self, total: float | None) -> Advice:
-        few = "At so few steps and so low a rate no usual lambda removes much of a weight."
-        reason = NO_LAMBDA.get(self.training, few)
+        few = "With so few steps at such a low rate, no usual lambda removes much of a weight."
+        verdict, answer = "idle", "Decay does nothing in this run; leave it."
         if total is not None and total >= IDLE:
-            answer = f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
-            return Advice(answer, "large", total, None, None, (reason,))
-        if total is None and self.training in NO_LAMBDA:
+            verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
+        elif total is None and self.training in NO_LAMBDA:
+            verdict = ""
             answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
-            return Advice(answer, "", None, None, None, (reason,))
-        return Advice("Decay does nothing in this run; leave it.", "idle", total, None, None, (reason,))
+        return Advice(answer, verdict, total, None, None, (NO_LAMBDA.get(self.training, few),))
 
 
 def published_total(tokens_per_parameter: float, mean_multiple: float) -> float:
-    """Power Lines' best total decay for AdamW, summed over a schedule whose mean is this multiple of the peak rate.
+    """Power Lines' best total decay for AdamW, for a schedule whose mean is this multiple of the peak rate.
 
     Their fit (arXiv 2505.13738) is of lambda times the peak rate times the number of steps.
-
-    Examples:
-        >>> [round(published_total(300, multiple)) for multiple in (1.0, 0.54)]
-        [19, 10]
     """
     return mean_multiple * math.pow(tokens_per_parameter, 0.527) / 1.084
 
@@ -224,11 +229,3 @@ def more_decay(rule: str, epochs: float) -> float:
     """
     share = math.log(epochs / HARMLESS_EPOCHS) / math.log(REPEATED_EPOCHS / HARMLESS_EPOCHS)
     return float(REPEATED[rule] ** min(1.0, max(0.0, share)))
-
-
-def judge_total(total: float, low: float, high: float) -> str:
-    """What a total decay is against the wanted one, or against a range of them: idle, small, fine or large."""
-    slack = FINE if low == high else 1.0
-    if low / slack <= total <= high * slack:
-        return "fine"
-    return "large" if total > high else "idle" if total < IDLE else "small"
