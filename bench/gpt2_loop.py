@@ -1,12 +1,12 @@
 """The loop that most people run, with each optimizer in turn: Hugging Face's GPT-2 124M, compiled, bfloat16 autocast.
 
-    PYTHONPATH=src python bench/gpt2_loop.py                # ms an update of the whole loop
+    PYTHONPATH=src python bench/gpt2_loop.py                # ms a step of the whole loop
     PYTHONPATH=src python bench/gpt2_loop.py --fsdp         # the same under FSDP2, over a mesh of one rank
     PYTHONPATH=src python bench/gpt2_loop.py --host         # what one step takes on the host, and where
 
 Gradients are clipped, and freed after every step. Peers take part where they are installed (dion, pytorch-optimizer).
 All begin at the same weights and see the same batches; a contender whose loss is not close to that of its twin in
-torch is not timed. Those that are take turns, some updates each, on one compiled model.
+torch is not timed. Those that are take turns, several steps each, on one compiled model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from timing import chosen_device, environment, in_turn, milliseconds, save, sync
 
 BATCHES = (16, 4)
 LR, LAMBDA, BETAS = 1e-3, 0.1, (0.9, 0.95)
-CHECKED, BLOCKS, UPDATES = 12, 7, 10
+CHECKED, BLOCKS, STEPS = 12, 7, 10
 
-# How far the loss after `CHECKED` updates may be from that of torch's optimizer: kernels round differently, and the
+# How far the loss after `CHECKED` steps may be from that of torch's optimizer: kernels round differently, and the
 # Muons of others scale and route differently.
 CLOSE = {"AdamWSW": 0.05, "MuonSW": 0.3}
 
@@ -47,19 +47,30 @@ Build = Callable[[nn.Module], list[Optimizer]]
 
 
 def main() -> None:
-    args = arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="sequences in a batch")
+    parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
+    parser.add_argument("--host", action="store_true", help="profile one step on the host instead")
+    parser.add_argument("--top", type=int, default=25, help="functions that the profile shows")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
+    parser.add_argument("--json", type=Path, default=Path("out/bench/gpt2_loop.json"))
+    args = parser.parse_args()
     device = chosen_device(args.device)
+    tiny = {"n_embd": 32, "n_head": 2, "vocab_size": 128, "n_positions": 64} if args.small else {}
+    config = GPT2Config(use_cache=False, **tiny)  # GPT-2 124M as Hugging Face configures it
     print(json.dumps(environment(device, ("transformers", "dion", "pytorch-optimizer"))), flush=True)
     chosen = {name: build for name, build in contenders().items() if not args.only or name in args.only}
     if args.host:
         for name, build in chosen.items():
-            model = GPT2LMHeadModel(config(args)).to(device)
+            model = GPT2LMHeadModel(config).to(device)
             profile_host(name, build, sharded(model, device) if args.fsdp else model, device, args.top)
         return
     record = {"environment": environment(device), "results": {}}
     for rows in args.batches:
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(config(args)).to(device)
+        model = GPT2LMHeadModel(config).to(device)
         loop = Loop(sharded(model, device) if args.fsdp else model, rows, device)
         record["results"][rows] = loop.measure(chosen)
         for name, result in record["results"][rows].items():
@@ -82,29 +93,10 @@ def sharded(model: nn.Module, device: torch.device) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="sequences in a batch")
-    parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
-    parser.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
-    parser.add_argument("--host", action="store_true", help="profile one step on the host instead")
-    parser.add_argument("--top", type=int, default=25, help="functions that the profile shows")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
-    parser.add_argument("--json", type=Path, default=Path("out/bench/gpt2_loop.json"))
-    return parser.parse_args()
-
-
-def config(args: argparse.Namespace) -> GPT2Config:
-    """GPT-2 124M as Hugging Face configures it."""
-    tiny = {"n_embd": 32, "n_head": 2, "vocab_size": 128, "n_positions": 64} if args.small else {}
-    return GPT2Config(use_cache=False, **tiny)
-
-
 def contenders() -> dict[str, Build]:
     """Each optimizer with its usual settings, Muon on the matrices that ours is given; absent peers are left out."""
     settings = {"lr": LR, "weight_decay": LAMBDA}
-    found: dict[str, Build] = {
+    builds: dict[str, Build] = {
         "torch AdamW": lambda model: [torch.optim.AdamW(model.parameters(), **settings, betas=BETAS, fused=True)],
         "AdamWSW": lambda model: [AdamWSW.for_model(model, **settings)],
         "AdamWSW eager": lambda model: [AdamWSW.for_model(model, **settings, replay=False)],
@@ -115,19 +107,19 @@ def contenders() -> dict[str, Build]:
     for name, package, build in (("pytorch-optimizer", "pytorch_optimizer", peer_po), ("dion", "dion", peer_dion)):
         try:
             __import__(package)
-            found[name] = build
+            builds[name] = build
         except ImportError as error:
             print(f"{name} is left out: {error}")
-    return found
+    return builds
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices that Muon gets, and the rest."""
-    groups = route(model, "muon", patterns={}, adamw={}).groups
-    by = {True: [], False: []}
-    for group in groups:
-        by[group.get("algorithm", "muon") == "muon"] += [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-    return by[True], by[False]
+    matrices, rest = [], []
+    for group in route(model, "muon", patterns={}, adamw={}).groups:
+        params = matrices if group.get("algorithm", "muon") == "muon" else rest
+        params += [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    return matrices, rest
 
 
 def torch_muon(model: nn.Module) -> list[Optimizer]:
@@ -164,50 +156,43 @@ class Loop:
         is_sharded = isinstance(model, FSDPModule)  # its blocks are compiled already
         self.compiled = torch.compile(model, dynamic=False) if device.type == "cuda" and not is_sharded else model
         self.start = [param.detach().clone() for param in model.parameters()]
-        generator = torch.Generator().manual_seed(1)
-        words = (
-            model.config.vocab_size * torch.rand(8, rows, self.length, generator=generator) ** 3
-        )  # some are frequent
-        self.batches = words.long().to(device)
-        self.losses: dict[str, float] = {}
+        draws = torch.rand(8, rows, self.length, generator=torch.Generator().manual_seed(1))
+        self.batches = (model.config.vocab_size * draws**3).long().to(device)  # some words are frequent
 
     def measure(self, chosen: dict[str, Build]) -> dict[str, dict[str, float | str]]:
-        """Milliseconds of an update with each optimizer whose loss is right."""
+        """Milliseconds of a step of the loop with each optimizer whose loss is right."""
         results: dict[str, dict[str, float | str]] = {}
         trained: dict[str, list[Optimizer]] = {}
+        losses: dict[str, float] = {}
         for name, build in chosen.items():
             try:
-                trained[name] = self.checked(name, build)
+                trained[name], losses[name] = self.begin(build)
+                require_close(name, losses)
             except Exception as error:  # whatever a peer may raise
+                trained.pop(name, None)
                 results[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         times = in_turn({name: partial(self.block, optimizers) for name, optimizers in trained.items()}, BLOCKS, 1)
         for name, optimizers in trained.items():
             replay = getattr(optimizers[0], "_replay", None)
             share = {} if replay is None else {"replayed": replay._replays}
             spread = {"ms": round(statistics.median(times[name]), 2), "least": round(min(times[name]), 2)}
-            results[name] = {**spread, "loss": round(self.losses[name], 3), **share}
+            results[name] = {**spread, "loss": round(losses[name], 3), **share}
         return results
 
-    def checked(self, name: str, build: Build) -> list[Optimizer]:
-        """Optimizers that have taken some steps, and reached the loss that was expected."""
-        optimizers = self.begin(build)
-        for number in range(CHECKED):
-            loss = self.update(optimizers, number)
-        self.losses[name] = float(loss.detach())
-        self.check(name)
-        return optimizers
-
-    def begin(self, build: Build) -> list[Optimizer]:
-        """Optimizers on the model as it was at the start."""
+    def begin(self, build: Build) -> tuple[list[Optimizer], float]:
+        """Optimizers that have taken some steps from the first weights, and the loss that they reached."""
         gc.collect()
         with torch.no_grad():
             for param, start in zip(self.model.parameters(), self.start, strict=True):
                 param.copy_(start)
                 param.grad = None
         torch.manual_seed(2)  # of dropout
-        return build(self.model)
+        optimizers = build(self.model)
+        for number in range(CHECKED):
+            loss = self.step(optimizers, number)
+        return optimizers, float(loss.detach())
 
-    def update(self, optimizers: list[Optimizer], number: int) -> torch.Tensor:
+    def step(self, optimizers: list[Optimizer], number: int) -> torch.Tensor:
         """The loop: forward, backward, clip, step."""
         batch = self.batches[number % len(self.batches)]
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -221,16 +206,17 @@ class Loop:
         return loss
 
     def block(self, optimizers: list[Optimizer]) -> float:
-        """Milliseconds of an update, over some."""
-        return milliseconds(lambda: [self.update(optimizers, n) for n in range(UPDATES)], self.device) / UPDATES
+        """Milliseconds of a step, over several."""
+        return milliseconds(lambda: [self.step(optimizers, n) for n in range(STEPS)], self.device) / STEPS
 
-    def check(self, name: str) -> None:
-        """Refuse a loss that is not what torch's optimizer reaches."""
-        own = self.losses[name]
-        twin = self.losses.get("torch AdamW" if name.startswith("AdamW") else "torch Muon + AdamW", own)
-        bound = next((bound for kind, bound in CLOSE.items() if name.startswith(kind)), 1.0)
-        if not math.isfinite(own) or abs(own - twin) > bound:
-            raise RuntimeError(f"loss {own:.3f} after {CHECKED} updates, torch's {twin:.3f}: not timed")
+
+def require_close(name: str, losses: dict[str, float]) -> None:
+    """Refuse a loss that is not what torch's optimizer reaches."""
+    loss = losses[name]
+    twin = losses.get("torch AdamW" if name.startswith("AdamW") else "torch Muon + AdamW", loss)
+    bound = next((bound for kind, bound in CLOSE.items() if name.startswith(kind)), 1.0)
+    if not math.isfinite(loss) or abs(loss - twin) > bound:
+        raise RuntimeError(f"loss {loss:.3f} after {CHECKED} steps, torch's {twin:.3f}: not timed")
 
 
 def profile_host(name: str, build: Build, model: nn.Module, device: torch.device, top: int) -> None:
@@ -242,50 +228,43 @@ def profile_host(name: str, build: Build, model: nn.Module, device: torch.device
         for optimizer in optimizers:
             optimizer.step()
 
-    def moved() -> None:
-        """Gradients elsewhere, as a loop that frees them finds them."""
+    def new_gradients() -> None:
+        """Put gradients elsewhere, as a loop that frees them does."""
         for param in params:
             param.grad = torch.randn_like(param)
 
-    moved()
+    def host_ms(before: Callable[[], None]) -> float:
+        """Median milliseconds until `step` returns, the device idle when it begins."""
+        times = []
+        for _ in range(30):
+            before()
+            synchronize(device)
+            begin = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+
+    new_gradients()
     for _ in range(8):
         step()
-    settled = host_times(step, device)
-    moving = host_times(step, device, moved)
+    settled, moving = host_ms(lambda: None), host_ms(new_gradients)
+    launches = {}
+    if device.type == "cuda":
+        with torch.profiler.profile() as launched:
+            step()
+            synchronize(device)
+        calls = ("cudaLaunch", "cuLaunch", "cudaGraph", "cudaMemcpy", "cudaMemset")
+        launches = {event.key: event.count for event in launched.key_averages() if event.key.startswith(calls)}
     replays = getattr(getattr(optimizers[0], "_replay", None), "_replays", 0)
     print(f"\n{name}: host ms a step {settled:.2f}, gradients moving {moving:.2f}; {replays} steps replayed")
-    print(f"launches {launches(step, device)}")
+    print(f"launches {launches}")
     if top:
         profiler = cProfile.Profile()
         for _ in range(30):
-            moved()
+            new_gradients()
             synchronize(device)
             profiler.runcall(step)
-        stats = pstats.Stats(profiler)
-        stats.sort_stats("tottime").print_stats(top)
-
-
-def host_times(step: Callable[[], None], device: torch.device, before: Callable[[], None] = lambda: None) -> float:
-    """Median milliseconds until `step` returns, the device idle when it begins."""
-    times = []
-    for _ in range(30):
-        before()
-        synchronize(device)
-        begin = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
-
-
-def launches(step: Callable[[], None], device: torch.device) -> dict[str, int]:
-    """How often one step calls the driver to launch or to copy."""
-    if device.type != "cuda":
-        return {}
-    with torch.profiler.profile() as profiler:
-        step()
-        synchronize(device)
-    calls = ("cudaLaunch", "cuLaunch", "cudaGraph", "cudaMemcpy", "cudaMemset")
-    return {one.key: one.count for one in profiler.key_averages() if one.key.startswith(calls)}
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(top)
 
 
 if __name__ == "__main__":

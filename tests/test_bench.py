@@ -17,14 +17,14 @@ def steps(monkeypatch):
 
 def test_a_wrong_step_is_not_timed(steps, monkeypatch):
     assert steps.check(CPU, [(16, 16), (16, 24)]).keys() == {"muon", "adamw"}
-    pair = steps.PAIRS["adamw"]
-    monkeypatch.setattr(steps, "PAIRS", {"adamw": pair._replace(ours=lambda p: pair.torchs(p[:1]))})
+    _, torchs, bound = steps.PAIRS["adamw"]
+    monkeypatch.setattr(steps, "PAIRS", {"adamw": (lambda p: torchs(p[:1]), torchs, bound)})
     with pytest.raises(SystemExit, match="our adamw step differs from torch's by 100"):
         steps.check(CPU, [(4, 4), (4, 6)])
 
 
 def test_everyone_is_timed_and_a_failure_is_named(steps):
-    def broken(_matrices, _tensors):
+    def broken(_matrices, _make):
         raise ValueError("it cannot")
 
     given = []
@@ -40,7 +40,7 @@ def test_everyone_is_timed_and_a_failure_is_named(steps):
     chosen, missing = steps.contenders(["muonsw", "AdamWSW", "schedule_free"])
     assert missing == []
     chosen |= {"broken": broken, "taker": steps.theirs(lambda params: Taker(params, lr=0.1))}
-    rows = steps.measure(steps.listed([(8, 8), (8, 12)]), steps.MatrixSource(CPU), rounds=1, chosen=chosen)
+    rows = steps.measure(steps.listed([(8, 8), (8, 12)]), steps.maker(CPU), CPU, rounds=1, chosen=chosen)
     assert rows.pop("broken") == {"error": "ValueError: it cannot"}
     assert all(0 < row["ms_min"] <= row["ms"] for row in rows.values())
     assert all(given[:-1]), "the last call is for its memory alone"
