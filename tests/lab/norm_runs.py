@@ -5,8 +5,6 @@ import math
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from muonsw.decay import decay_factor
 from muonsw.lab.diagnose import History
 from muonsw.lab.runs import load_run
@@ -24,36 +22,33 @@ def cosine(step: int, steps: int, warmup: int, final: float) -> float:
 @cache
 def simulate(
     *, rule="scaled", lam=0.1, lr=0.02, steps=4000, warmup=100, final=0.1, start=0.05, update=0.176,
-    memory=MEMORY, noise=0.0, seed=0,
 ):  # fmt: skip
     """Step, norm, update, decay, learning rate and alignment of every update, in float64."""
-    generator = np.random.default_rng(seed)
     r, rows = start, []
     for step in range(1, steps + 1):
         eta = lr * cosine(step, steps, warmup, final)
         s, phi = update * eta, decay_factor(rule, lam, eta, lr)
         # Momentum needs some steps until it remembers.
-        known = 1.0 + (memory - 1.0) * (1.0 - 0.95 ** (step - 1))
-        a = max(-0.5, -(known - 1.0) * s / (2.0 * r)) * (1.0 + noise * generator.standard_normal())
+        remembered = (MEMORY - 1.0) * (1.0 - 0.95 ** (step - 1))
+        a = max(-0.5, -remembered * s / (2.0 * r))
         rows.append({"step": step, "r": r, "s": s, "phi": phi, "lr": eta, "a": a})
         r = next_norm(r, s=s, phi=phi, a=a)
     return rows
 
 
-def scope_record(row, peak, **changes):
+def scope_record(row, peak):
     r, s, phi, a = row["r"], row["s"], row["phi"], row["a"]
     applied = math.sqrt(phi**2 * r**2 + 2.0 * phi * r * s * a + s**2)
-    record = {
+    return {
         "weight_rms": r, "update_rms": s, "relative_update": s / r, "applied_rms": applied, "decay": phi,
         "lr": row["lr"], "peak_lr": peak, "alignment_update": a, "alignment_update_mean": 0.9 * a,
         "alignment_gradient": 0.02 * a, "alignment_momentum": 1.2 * a, "defect": 0.88, "numel": 1000,
     }  # fmt: skip
-    return record | changes
 
 
 def make_run(
-    folder: Path, *, every=20, roles=("experts", "hidden"), layers=0, complete=True, evals=True, losses=None,
-    skipped=0, momentum=0.95, change=None, optimizer=None, peak=None, telemetry=True, grad_norm=0.5,
+    folder: Path, *, every=20, roles=("experts", "hidden"), complete=True, evals=True, losses=None,
+    skipped=0, change=None, optimizer=None, peak=None, telemetry=True, grad_norm=0.5,
     clipped=None, **settings,
 ):  # fmt: skip
     """Write a run folder and return it.
@@ -76,7 +71,7 @@ def make_run(
         "lr": lr,
         "weight_decay": settings.get("lam", 0.1),
         "decay": rule,
-        "momentum": momentum,
+        "momentum": 0.95,
     }
     config = {"version": 1, "steps": steps, "optimizer": chosen | (optimizer or {})}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -87,10 +82,9 @@ def make_run(
         if telemetry and (step - 1) % every == 0:
             pooled = change(None, scope_record(row, peak))
             by_role = {role: change(role, scope_record(row, peak)) for role in roles}
-            by_layer = {str(n): change(None, scope_record(row, peak)) for n in range(layers)}
             lines.append(
                 {"kind": "telemetry", "step": step, "all": pooled, "decayed": pooled, "roles": by_role,
-                 "layers": by_layer, "parameters": {}, "skipped": skipped}
+                 "skipped": skipped}
                 | ({} if clipped is None else {"clipped": clipped})
             )  # fmt: skip
         if (step - 1) % 10 == 0:
