@@ -34,7 +34,7 @@ def recorded():
         seeds = set.intersection(*map(set, by_lambda.values()))
         config = SimpleNamespace(**dict(zip(SETTING, setting, strict=True)))
         if len(by_lambda) >= 3 and seeds and config.steps >= 400:
-            means = {lam: statistics.mean(own[seed] for seed in seeds) for lam, own in sorted(by_lambda.items())}
+            means = {lam: statistics.mean(losses[seed] for seed in seeds) for lam, losses in sorted(by_lambda.items())}
             yield config, epochs, means
 
 
@@ -45,10 +45,10 @@ RECORDED = list(recorded())
 
 def advised(config, epochs):
     """What the formula says about a setting; muP divides the learning rate of some."""
-    own = config.lr * (config.width / 256) ** -1 if config.muon_lr == "adam" else config.lr
+    divided = config.lr * (config.width / 256) ** -1 if config.muon_lr == "adam" else config.lr
     return Advise(
         config.steps,
-        lr=own,
+        lr=divided,
         decay=config.decay,
         schedule=config.schedule,
         final_fraction=config.final_fraction,
@@ -69,14 +69,14 @@ def cost(losses, lam):
 @pytest.mark.parametrize("rule", RULES)
 def test_total_decay_of_one_is_nearly_the_best_in_our_records(rule):
     """As `muonsw advise` says: 0.002 and 0.003 nats in the median, at most 0.05 at learning rates up to 0.02."""
-    found = [
+    regrets = [
         (config.lr, cost(losses, advised(config, epochs).low))
         for config, epochs, losses in RECORDED
         if config.decay == rule and config.schedule == "cosine" and epochs < 5
     ]
-    assert len(found) >= 19
-    assert statistics.median(regret for _, regret in found) < {"constant": 0.0025, "scaled": 0.0035}[rule]
-    assert max(regret for lr, regret in found if lr <= 0.02) < 0.05
+    assert len(regrets) >= 19
+    assert statistics.median(regret for _, regret in regrets) < {"constant": 0.0025, "scaled": 0.0035}[rule]
+    assert max(regret for lr, regret in regrets if lr <= 0.02) < 0.05
     tenfold = [
         cost(losses, 10 * advised(config, epochs).low)
         for config, epochs, losses in RECORDED
@@ -101,7 +101,7 @@ def test_a_flat_rate_wants_a_quarter_of_the_lambda_or_less(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_repeated_text_wants_twenty_times_the_lambda_or_more(rule):
-    ((config, epochs, losses),) = [one for one in RECORDED if round(one[1]) == 16 and one[0].decay == rule]
+    ((config, epochs, losses),) = [s for s in RECORDED if round(s[1]) == 16 and s[0].decay == rule]
     often, once = advised(config, epochs).low, advised(config, 1.0).low
     assert often / once >= 20
     assert cost(losses, often) < 0.1
@@ -118,8 +118,7 @@ def test_only_pretraining_gets_a_lambda(training):
     assert not Advise(2_000, training=training).advice().answer.startswith("Try")
 
 
-def test_no_lambda_is_recommended_that_nobody_would_use():
-    """A DPO run of 200 steps at a rate of 1e-6 was once told to try 14,000."""
+def test_a_run_in_which_no_usual_lambda_acts_gets_none():
     for steps, lr in ((200, 1e-6), (2_000, 1e-5), (20, 0.02)):
         advice = Advise(steps, lr=lr, weight_decay=0.01).advice()
         assert (advice.low, advice.verdict) == (None, "idle")
@@ -181,31 +180,25 @@ def test_the_total_is_the_sum_over_the_schedule(rule, monkeypatch):
 def test_a_lambda_to_try_can_be_tried(steps, lr, lam, shape, algorithm, epochs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "MOST_STEPS", 50)
-        asked = Advise(steps, lr=lr, weight_decay=lam, schedule=shape, algorithm=algorithm, epochs=epochs)
-        advice = asked.advice()
+        run = Advise(steps, lr=lr, weight_decay=lam, schedule=shape, algorithm=algorithm, epochs=epochs)
+        advice = run.advice()
         if advice.low is not None:
-            again = replace(asked, weight_decay=(advice.low * advice.high) ** 0.5).advice()
+            again = replace(run, weight_decay=(advice.low * advice.high) ** 0.5).advice()
             assert again.verdict == "fine"
             assert advice.high * lr < 1
 
 
-def test_the_command_answers_first_in_at_most_ten_more_lines(capsys):
+def test_the_command_answers_first_and_names_bad_numbers(capsys):
     words = ["advise", "--steps", "1600", "--weight-decay", "0.5", "--schedule", "wsd", "--epochs", "8"]
     assert main(words) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("Try lambda ")
     assert len(others) <= 10
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+    for options, message in (
         (["--steps", "0"], "steps=0: must be at least 1"),
-        (["--steps", "100", "--lr", "0"], "lr=0.0: must be a positive number"),
-        (["--steps", "100", "--weight-decay", "-1"], "weight_decay=-1.0: must be a number of at least 0"),
-        (["--steps", "100", "--schedule", "linear"], "schedule='linear' must be one of cosine, wsd, constant"),
-    ],
-)
-def test_bad_numbers_are_named(words, message, capsys):
-    assert main(["advise", *words]) == 2
-    assert message in capsys.readouterr().err
+        (["--lr", "0"], "lr=0.0: must be a positive number"),
+        (["--weight-decay", "-1"], "weight_decay=-1.0: must be a number of at least 0"),
+        (["--schedule", "linear"], "schedule='linear' must be one of cosine, wsd, constant"),
+    ):
+        assert main(["advise", "--steps", "100", *options]) == 2
+        assert message in capsys.readouterr().err

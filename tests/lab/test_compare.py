@@ -256,7 +256,7 @@ def test_text_that_is_replaced_while_arms_are_trained_is_noticed(tmp_path):
     train([replace(comparison(ARMS[:1]), base=base, seeds=(0,))])
     shutil.rmtree(data)
     prepare(islice(markov_texts(seed=1), 60), ByteTokenizer(), data, validation_fraction=0.2)
-    with pytest.raises(UsageError, match="holds other tokens"):
+    with pytest.raises(UsageError, match="holds different tokens"):
         train([replace(comparison(ARMS[1:]), base=base, seeds=(0,))])
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from muonsw.lab.errors import ERROR_FILE, VARIABLES, is_rank, report_error
+from muonsw.lab.errors import ERROR_FILE, VARIABLES, end, is_rank, report_error
 
 # Rank 0 ends while a thread of gloo waits for Python's lock, to let go of a tensor of a collective that is over.
 ENDING = """
@@ -29,7 +29,7 @@ if os.environ["RANK"] == "1":
 dist.all_reduce(torch.ones(8), async_op=True)
 sys.setswitchinterval(1000)
 atexit.register(keep_the_lock)
-atexit.register(print, "said at exit")
+atexit.register(print, "printed at exit")
 print("done", end=" ")
 end(5)
 """
@@ -38,28 +38,19 @@ end(5)
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo's threads, as on Linux")
 def test_a_rank_ends_with_its_code_whatever_threads_of_gloo_still_do():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDING],
-            env={**os.environ, **given, "RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    (said, complained), _ = [rank.communicate(timeout=120) for rank in ranks]
-    assert ranks[0].returncode == 5, complained
-    assert said == "done said at exit\n"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command, pipes = [sys.executable, "-c", ENDING], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [subprocess.Popen(command, env={**env, "RANK": rank}, text=True, **pipes) for rank in "01"]
+    (printed, errors), _ = [rank.communicate(timeout=120) for rank in ranks]
+    assert ranks[0].returncode == 5, errors
+    assert printed == "done printed at exit\n"
 
 
 def test_a_process_on_its_own_ends_as_every_program_does(monkeypatch):
-    from muonsw.lab.errors import end
-
     monkeypatch.delenv(VARIABLES[0], raising=False)
     assert not is_rank()
     with pytest.raises(SystemExit) as ended:

@@ -123,27 +123,25 @@ def test_orthogonalizer_counts_every_expert_and_split_projection():
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_bytes_are_the_formulas_of_the_page(ranks):
     """(N-1)/N of 2 bytes for copies, (4+2)(N-1)/N^2 for shards, none for stacks."""
+
+    def planned(*strategy):
+        return plan_step(preset("w1024"), Setup(ranks, *strategy)).optimizer_bytes
+
     parts = parts_of(preset("w1024"))
-    muon = parts.experts.parameters + parts.hidden.parameters
-    shard = 6 * (ranks - 1) / ranks**2
-    assert plan_step(preset("w1024"), Setup(ranks, "ddp")).optimizer_bytes == pytest.approx(
-        2 * (ranks - 1) / ranks * muon
-    )
-    assert plan_step(preset("w1024"), Setup(ranks, "fsdp", "rows")).optimizer_bytes == pytest.approx(shard * muon)
-    hidden = shard * parts.hidden.parameters
-    assert plan_step(preset("w1024"), Setup(ranks, "fsdp")).optimizer_bytes == pytest.approx(hidden)
-    stack = min(ranks, 8)
-    cut = ranks // stack
+    muon, shard = parts.experts.parameters + parts.hidden.parameters, 6 * (ranks - 1) / ranks**2
+    assert planned("ddp") == pytest.approx(2 * (ranks - 1) / ranks * muon)
+    assert planned("fsdp", "rows") == pytest.approx(shard * muon)
+    assert planned("fsdp") == pytest.approx(shard * parts.hidden.parameters)
+    cut = ranks // (stack := min(ranks, 8))
     experts = 6 * (cut - 1) / cut**2 * parts.experts.parameters / stack
-    assert plan_step(preset("w1024"), Setup(ranks, "ep")).optimizer_bytes == pytest.approx(hidden + experts)
+    assert planned("ep") == pytest.approx(shard * parts.hidden.parameters + experts)
 
 
 def test_parts_add_up_to_the_model():
-    for model in (preset("w256"), preset("w256-dense"), preset("mini"), MOE):
+    for model in (preset("w256"), preset("w256-dense"), MOE):
         parts = parts_of(model)
-        both = (parts.experts, parts.hidden)
-        assert sum(part.parameters for part in (*both, parts.rest)) == count(model).total
-        for part in both:
+        assert sum(part.parameters for part in parts) == count(model).total
+        for part in (parts.experts, parts.hidden):
             assert sum(rows * columns * number for (rows, columns), number in part.matrices.items()) == part.parameters
 
 
@@ -165,14 +163,11 @@ def test_the_strategies_trade_memory_for_traffic_as_they_should():
     assert copies.memory.weights == fsdp.memory.weights
     assert copies.optimizer_bytes == fsdp.optimizer_bytes
     assert copies.product_seconds == fsdp.product_seconds, "copies do not divide the products"
+    recomputed = plan_step(preset("w1024"), Setup(8, "fsdp", recompute=True))
+    assert recomputed.model_seconds == pytest.approx(4 / 3 * fsdp.model_seconds)
+    assert recomputed.memory.activations < fsdp.memory.activations / 4
     assert plan_step(MOE, Setup(1024, "ep", micro_batch=1, recompute=True)).memory.total < H200.capacity
     assert plan_step(MOE, Setup(1024, "ddp", micro_batch=1, recompute=True)).memory.total > H200.capacity
-
-
-def test_recomputing_takes_a_forward_pass_more_and_keeps_little():
-    kept, again = (plan_step(preset("w1024"), Setup(8, "fsdp", recompute=chosen)) for chosen in (False, True))
-    assert again.model_seconds == pytest.approx(4 / 3 * kept.model_seconds)
-    assert again.memory.activations < kept.memory.activations / 4
 
 
 @pytest.mark.parametrize(
@@ -181,7 +176,6 @@ def test_recomputing_takes_a_forward_pass_more_and_keeps_little():
         ({"preset": "w256"}, "either --tokens or --steps"),
         ({"preset": "w257", "steps": 5}, "unknown preset"),
         ({"preset": "w256", "steps": 0}, "steps=0 must be positive"),
-        ({"setup": Setup(tflops=0.0)}, "tflops=0.0 must be positive"),
         ({"setup": Setup(0)}, "gpus=0 must be a positive multiple"),
         ({"setup": Setup(6, "fsdp", replicas=4)}, "multiple of replicas=4"),
         ({"setup": Setup(8, replicas=2)}, "needs strategy fsdp or ep"),
@@ -194,19 +188,18 @@ def test_mistakes_are_named(settings, message):
         Plan(**usual | settings).run()
 
 
-@pytest.mark.parametrize("text", ["", "B", "-3B", "1.2.3", "0", "1e999", "12 Q", "nan"])
+@pytest.mark.parametrize("text", ["", "-3B", "1.2.3", "0", "1e999", "12 Q"])
 def test_a_bad_amount_is_refused(text):
     with pytest.raises(ValueError, match="197B"):
         parse_amount(text)
 
 
-@pytest.mark.parametrize("name", ["demo", "mini", "w256"])
+@pytest.mark.parametrize("name", ["demo", "w256"])
 def test_the_command_plans_a_preset_as_it_is_trained(name, capsys):
     run = preset_run(name, "tokens")
     assert Plan(preset=name, steps=run.steps, json=True).run() == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["batch_tokens"] == run.tokens_per_step
-    assert data["parameters"] == count(run.model).total
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["batch_tokens"], planned["parameters"]) == (run.tokens_per_step, count(run.model).total)
 
 
 def test_the_command_answers_first_and_then_shows_the_links(capsys):

@@ -1,7 +1,7 @@
 """What can be trained: the paper's decoder on tokens, or the functions of a user's file (see `task_template.py`).
 
-Torch's, numpy's and Python's generators are seeded before each batch and each model of a user's file, so that code
-which draws from them is a function of seed and step without knowing it.
+Torch's, numpy's and Python's generators are seeded before each batch and each model of a user's file, so code that
+draws from them depends only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Batch: TypeAlias = Any  # tensors in tuples, lists and dicts, as the loss wants 
 # A NamedTuple of tensors: `total` is minimised; the other scalars, then the other tensors, are recorded.
 LossParts: TypeAlias = Any
 
-# The functions of a user's file, with the arguments that they are called with; further ones are options.
+# The functions of a user's file and the arguments that the lab passes; further arguments are options.
 CALLS = {
     "model": ("seed",),
     "batches": ("split", "seed"),
@@ -213,7 +213,7 @@ def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
     """The data with the hash of its tokens, after checking that model and data fit together.
 
     Raises:
-        UsageError: If the folder holds other tokens than the config says, or more kinds than the model has.
+        UsageError: If the folder holds different tokens from those in the config, or a larger vocabulary than the model.
     """
     record = read_record(Path(data.path))
     if record.vocab_size > model.vocab:
@@ -221,7 +221,9 @@ def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
         raise UsageError(f"{size}, more than model.vocab={model.vocab}: raise model.vocab")
     current = token_fingerprint(record)
     if data.fingerprint not in (None, current):
-        other = f"{data.path} holds other tokens ({current}) than this run was started on ({data.fingerprint})"
+        other = (
+            f"{data.path} holds different tokens ({current}) from those this run was started on ({data.fingerprint})"
+        )
         raise UsageError(f"{other}: give those with --data, or choose another folder for the run")
     return replace(data, fingerprint=current)
 
@@ -279,7 +281,7 @@ def load_functions(config: TaskConfig) -> Functions:
             functions[name] = function
         elif function is not None or name not in OPTIONAL:
             call = f"{name}({', '.join(arguments)})"
-            raise UsageError(f"{config.name} has no {call}; `muonsw task new FILE` writes a file that has everything")
+            raise UsageError(f"{config.name} has no {call}; `muonsw task new FILE` writes a complete example")
 
     known = {option: default for options in defaults.values() for option, default in options.items()}
     chosen = {}
@@ -498,7 +500,7 @@ class BatchSource:
                 f"{self._call} returned {shown(made)}; expected {kinds}: a Dataset needs a DataLoader around it"
             )
         if isinstance(made, Sequence) and not made:
-            raise UsageError(f"{self._call} returned {shown(made)}, without a batch; expected {kinds}")
+            raise UsageError(f"{self._call} returned {shown(made)}, which has no batch; expected {kinds}")
         return made
 
     @contextmanager
@@ -519,7 +521,7 @@ def _endless(made: Iterable[Batch], call: str) -> Iterator[Batch]:
             number += 1
             yield batch
     fix = "yield batches endlessly, or return something that can be iterated over again"
-    raise UsageError(f"{call} ended after {number}: {fix}")
+    raise UsageError(f"{call} ended after {counted(number, 'batch', 'batches')}: {fix}")
 
 
 def seed_generators(*key: object, host_only: bool = False) -> None:
@@ -546,7 +548,7 @@ def generators_seeded(*key: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checked:
-    """What calling the functions of a task showed."""
+    """What a check of a task found."""
 
     rows: int  # of a batch
     batch: str  # shapes and dtypes of a batch
@@ -576,18 +578,22 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
             raise UsageError(f"{call} is {shown(first)}; expected tensors, alone or in tuples, lists and dicts")
     if not all(same(train.batch(number), again.batch(number)) for number in (0, 3)):
         notes.append(
-            "batches are not a function of (seed, i): drawn a second time, they were others. Arms do not see the same "
-            "batches, and a resumed run sees others; draw from torch's generators, or from one that (seed, i) seeds"
+            "batches are not a function of (seed, i): drawing them again gave different ones. Arms will see different "
+            "batches, and so will a resumed run; draw from torch's generators, or from one seeded with (seed, i)"
         )
     if same(batch, validation):
-        notes.append("the first batches of 'train' and 'validation' are equal: the loss would not be of unseen data")
+        notes.append(
+            "the first batches of 'train' and 'validation' are the same: validation would not measure unseen data"
+        )
     elif same(batch, next_batch):
-        notes.append("batches 0 and 1 of 'train' are equal: is i used?")
+        notes.append("batches 0 and 1 of 'train' are the same: does batches() use i?")
 
     model = _checked_model(functions, seed)
     weights, other_weights = model.state_dict(), _checked_model(functions, seed).state_dict()
     if weights.keys() != other_weights.keys() or not same(weights, other_weights):
-        notes.append("model(seed) gives other weights each time: arms do not begin equal; draw from torch's generators")
+        notes.append(
+            "model(seed) gives different weights each time, so arms do not start equal; draw from torch's generators"
+        )
     loss = _checked_loss(functions, model, batch, TRAIN, seed)
     with functions.blamed("loss"):
         loss.backward()  # type: ignore[no-untyped-call]
@@ -606,7 +612,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
             metrics = functions("metrics", model, map_tensors(Tensor.clone, validation))
     numbers = isinstance(metrics, Mapping) and all(isinstance(v, int | float | Tensor) for v in metrics.values())
     if not numbers or any(name in RESERVED for name in metrics):
-        wanted = f"expected a dict of numbers such as {{'accuracy': 0.5}}, with other names than {', '.join(RESERVED)}"
+        wanted = f"expected a dict of numbers such as {{'accuracy': 0.5}}, under names other than {', '.join(RESERVED)}"
         raise UsageError(f"{config.name}: metrics(model, batch) returned {shown(metrics)}; {wanted}")
     with functions.blamed("metrics"):
         measured = {name: float(value) for name, value in metrics.items()}
@@ -621,7 +627,7 @@ def _checked_model(functions: Functions, seed: int) -> nn.Module:
         raise UsageError(f"{call} returned {shown(model)}; expected an nn.Module")
     trained = [param for param in model.parameters() if param.requires_grad]
     if not trained or not all(param.device.type == "cpu" for param in trained):
-        raise UsageError(f"{call} returned a {type(model).__name__} without a parameter to train on the CPU")
+        raise UsageError(f"{call} returned a {type(model).__name__} with no trainable parameters on the CPU")
     for name, value in model.state_dict().items():
         try:
             save({name: value.new_empty(0)})  # as checkpoints will
