@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from rich.console import Console
+from tyro.conf import arg
 
 from muonsw.decay import decay_factors
 from muonsw.lab.console import paragraph
@@ -69,8 +70,8 @@ class Advise:
     """Steps of the run."""
     lr: float = 0.02
     """Peak learning rate of the matrices that decay."""
-    weight_decay: float | None = None
-    """The lambda that you have in mind."""
+    weight_decay: Annotated[float | None, arg(metavar="LAMBDA")] = None
+    """The lambda you plan to use."""
     decay: Literal["scaled", "constant"] = "scaled"
     """The decay rule."""
     schedule: str = "cosine"
@@ -79,19 +80,19 @@ class Advise:
     """The learning rate at the end, as a share of the peak."""
     decay_fraction: float = 0.2
     """The share of the run in which the learning rate falls under wsd."""
-    warmup_steps: int | None = None
-    """Steps of warmup; default: the paper's rule."""
-    base_lr: float | None = None
+    warmup_steps: Annotated[int | None, arg(metavar="N")] = None
+    """Steps of warmup. Default: the paper's rule."""
+    base_lr: Annotated[float | None, arg(metavar="LR")] = None
     """The undivided peak, where muP divides the learning rate and scaled decay divides by it."""
     algorithm: Literal["muon", "adamw"] = "muon"
-    """What moves these matrices."""
+    """The optimizer of these matrices."""
     training: Literal["pretraining", "finetuning", "lora", "dpo", "bert"] = "pretraining"
     """What kind of run it is; we recommend a lambda only for pretraining."""
     epochs: float = 1.0
     """How many times the run sees its text."""
-    tokens: float | None = None
+    tokens: Annotated[float | None, arg(metavar="NUMBER")] = None
     """Tokens of the run, such as 2e9."""
-    parameters: float | None = None
+    parameters: Annotated[float | None, arg(metavar="NUMBER")] = None
     """Active parameters of the model."""
 
     def run(self) -> int:

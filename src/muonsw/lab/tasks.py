@@ -213,7 +213,7 @@ def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
     """The data with the hash of its tokens, after checking that model and data fit together.
 
     Raises:
-        UsageError: If the folder holds different tokens from those in the config, or a larger vocabulary than the model.
+        UsageError: If the folder holds different tokens from those in the config, or too large a vocabulary.
     """
     record = read_record(Path(data.path))
     if record.vocab_size > model.vocab:
