@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with Muon-SW: one argument for the optimizer, one line for telemetry; the rest is as always.
+"""Hugging Face's Trainer with Muon-SW: one argument for the optimizer and one line for telemetry.
 
 Run it: `pip install transformers accelerate`, then `python examples/hugging_face_trainer.py`. The model is a tiny
 Llama with random weights, so nothing is downloaded.
@@ -57,7 +57,7 @@ def main(steps: int = 60) -> tuple[list[float], MuonSW]:
         trainer.add_callback(TelemetryCallback(trainer, every=20))
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at the end")
+    print(f"loss from {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses, trainer.optimizer.optimizer
 
 

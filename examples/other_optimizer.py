@@ -1,7 +1,7 @@
 """Scaled decay for an optimizer that is not ours: `scale_weight_decay` on torch's AdamW.
 
-Run it: `python examples/other_optimizer.py`. The same two lines serve torch's Muon and the decoupled optimizers of timm
-and dion. The optimizer keeps its own step; only the `weight_decay` that it reads is set before each step.
+Run it: `python examples/other_optimizer.py`. It works the same way for torch's Muon and the decoupled optimizers of
+timm and dion. The optimizer keeps its own step; only its `weight_decay` is set before each one.
 """
 
 import torch
@@ -13,7 +13,7 @@ PEAK, LAMBDA = 3e-3, 0.1
 
 
 def main(steps: int = 200) -> list[tuple[float, float]]:
-    """Train, and return the learning rate and the decay of every update."""
+    """Train, and return the learning rate and the decay of every step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, weight_decay=LAMBDA)
@@ -22,18 +22,18 @@ def main(steps: int = 200) -> list[tuple[float, float]]:
 
     inputs = torch.randn(256, 8)
     targets = inputs.square().sum(1, keepdim=True)
-    taken = []
+    decays = []
     for step in range(steps):
         loss = (model(inputs) - targets).square().mean()
         loss.backward()
         optimizer.step()
         (group,) = optimizer.param_groups
-        taken.append((group["lr"], group["lr"] * group["weight_decay"]))
+        decays.append((group["lr"], group["lr"] * group["weight_decay"]))
         scheduler.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == steps - 1:
-            print(f"update {step + 1}: loss {loss.item():7.3f}, lr {taken[-1][0]:.2e}, decay {taken[-1][1]:.2e}")
-    return taken
+            print(f"step {step + 1}: loss {loss.item():7.3f}, lr {decays[-1][0]:.2e}, decay {decays[-1][1]:.2e}")
+    return decays
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A plain training loop: a small model learns to continue this very file, character by character.
 
-Run it: `python examples/plain_loop.py`. It needs torch and muonsw, nothing else, and takes a few seconds.
+Run it: `python examples/plain_loop.py`. It needs only torch and muonsw, and takes a few seconds.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ class Characters(nn.Module):
 
 
 def main(steps: int = 300) -> list[float]:
-    """Train, and return the loss of every update."""
+    """Train, and return the loss of every step."""
     torch.manual_seed(0)
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = text.unfold(0, CONTEXT + 1, 1)
@@ -52,7 +52,7 @@ def main(steps: int = 300) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 100 == 0 or step == steps - 1:
-            print(f"update {step + 1}: loss {losses[-1]:.3f}")
+            print(f"step {step + 1}: loss {losses[-1]:.3f}")
     return losses
 
 

@@ -1,4 +1,4 @@
-"""Watching what decay does to the weights: telemetry in a plain loop, written as JSON lines and drawn.
+"""See what decay does to the weights: telemetry in a plain loop, written as JSON lines and drawn.
 
 Run it: `python examples/telemetry_plot.py`. It needs matplotlib besides torch and muonsw, and writes
 `telemetry-constant.jsonl`, `telemetry-scaled.jsonl` and `weight-norm.png`. With the lab installed,
@@ -16,12 +16,12 @@ from muonsw.telemetry import JsonlSink
 
 
 def train(decay: str, steps: int, path: Path) -> list[dict]:
-    """Train a small model under one decay rule; return what telemetry recorded, which is also in the file."""
+    """Train a small model under one decay rule; return its telemetry, which is also in the file."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=2.0, decay=decay)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps, eta_min=0.002)
-    path.unlink(missing_ok=True)  # a sink appends, as a resumed run wants it
+    path.unlink(missing_ok=True)  # a sink appends, so that a resumed run keeps its records
     with JsonlSink(path) as file, Telemetry(optimizer, every=10, sink=file) as telemetry:
         for _ in range(steps):
             inputs = torch.randn(64, 16)
@@ -34,13 +34,13 @@ def train(decay: str, steps: int, path: Path) -> list[dict]:
 
 
 def draw(runs: dict[str, list[dict]], path: Path) -> None:
-    """The size of the weights that decay, over the updates, for each rule."""
+    """Draw the size of the decayed weights over the steps, for each rule."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     for decay, records in runs.items():
         steps = [record["step"] for record in records]
         axis.plot(steps, [record["decayed"]["weight_rms"] for record in records], label=f"{decay} decay")
-    axis.set(xlabel="update", ylabel="weight RMS", title="What decay does while the learning rate falls")
+    axis.set(xlabel="step", ylabel="weight RMS", title="What decay does while the learning rate falls")
     axis.legend()
     figure.savefig(path)
 
@@ -51,7 +51,7 @@ def main(steps: int = 600, folder: Path = Path()) -> dict[str, list[dict]]:
     draw(runs, folder / "weight-norm.png")
     for decay, records in runs.items():
         norms = [record["decayed"]["weight_rms"] for record in records]
-        print(f"{decay}: weight RMS {norms[-1]:.4f} at the end, {norms[-1] / max(norms) - 1:+.0%} since its largest")
+        print(f"{decay}: weight RMS {norms[-1]:.4f} at the end, {norms[-1] / max(norms) - 1:+.0%} since its peak")
     return runs
 
 

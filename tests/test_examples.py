@@ -1,4 +1,4 @@
-"""The examples run as they stand, on fewer updates, and do what they say."""
+"""The examples run as they are, with fewer steps, and do what they say."""
 
 import json
 import runpy
@@ -20,11 +20,11 @@ def test_the_plain_loop_learns(capsys):
 
 
 def test_decay_of_another_optimizer_follows_the_square_of_its_learning_rate():
-    found = example("other_optimizer")
-    taken = found["main"](steps=20)
-    assert taken[0] == (found["PEAK"], pytest.approx(found["LAMBDA"] * found["PEAK"]))
-    for lr, decay in taken:
-        assert decay == pytest.approx(found["LAMBDA"] * lr**2 / found["PEAK"], rel=1e-9)
+    module = example("other_optimizer")
+    decays = module["main"](steps=20)
+    assert decays[0] == (module["PEAK"], pytest.approx(module["LAMBDA"] * module["PEAK"]))
+    for lr, decay in decays:
+        assert decay == pytest.approx(module["LAMBDA"] * lr**2 / module["PEAK"], rel=1e-9)
 
 
 def test_telemetry_is_written_and_drawn(tmp_path):

@@ -2,7 +2,7 @@
 
     muonsw compare --task examples/tasks/audio.py --task.folder recordings
 
-Files of 16 bits, any rate, are read with the standard library; a tenth of them is held out.
+Reads 16-bit files of any rate with the standard library; a tenth of them is held out.
 """
 
 import wave
@@ -15,7 +15,7 @@ from torch import nn
 
 SETTINGS = {"steps": 600, "lr": 0.003, "weight_decay": 1.0, "ns_dtype": "float32"}
 WINDOW, HOP, MELS = 512, 256, 40
-FRAMES, SPAN = 64, 8  # frames of an example, and of each of the two stretches of it that are masked
+FRAMES, SPAN = 64, 8  # frames of an excerpt, and of each of its two masked spans
 
 
 class Filler(nn.Module):
@@ -42,13 +42,14 @@ def model(seed, width=64, depth=4):
 
 
 def batches(split, seed, folder="", batch=32):
-    """Random stretches of the recordings, two parts of each masked."""
-    recordings = [one for number, one in enumerate(spectrograms(folder)) if (number % 10 == 9) == (split != "train")]
+    """Random excerpts of the recordings, each with two masked spans."""
+    held_out = split != "train"
+    recordings = [frames for place, frames in enumerate(spectrograms(folder)) if (place % 10 == 9) == held_out]
 
     def number(i):
         chosen = [recordings[place] for place in torch.randint(len(recordings), (batch,))]
-        starts = [int(torch.randint(len(one) - FRAMES + 1, ())) for one in chosen]
-        frames = torch.stack([one[start : start + FRAMES] for one, start in zip(chosen, starts, strict=True)])
+        starts = [int(torch.randint(len(frames) - FRAMES + 1, ())) for frames in chosen]
+        frames = torch.stack([frames[start : start + FRAMES] for frames, start in zip(chosen, starts, strict=True)])
         begins = torch.randint(FRAMES - SPAN, (batch, 2, 1))
         masked = ((torch.arange(FRAMES) >= begins) & (torch.arange(FRAMES) < begins + SPAN)).any(1)
         return frames, masked
@@ -60,12 +61,12 @@ def batches(split, seed, folder="", batch=32):
 def spectrograms(folder):
     """The log-mel frames of every file, (frames, MELS), with mean 0 and variance 1 over all of them."""
     paths = sorted(Path(folder).glob("*.wav")) if folder else []
-    found = [one for path in paths if len(one := log_mel(*read(path))) >= FRAMES]
-    if len(found) < 10:
-        long = f"{len(found)} files *.wav of at least {FRAMES} frames (2 seconds at 8 kHz)"
+    recordings = [frames for path in paths if len(frames := log_mel(*read(path))) >= FRAMES]
+    if len(recordings) < 10:
+        long = f"{len(recordings)} files *.wav of at least {FRAMES} frames (2 seconds at 8 kHz)"
         raise ValueError(f"--task.folder {folder!r} has {long}; give a folder with at least 10")
-    everything = torch.cat(found)
-    return [(one - everything.mean()) / everything.std() for one in found]
+    everything = torch.cat(recordings)
+    return [(frames - everything.mean()) / everything.std() for frames in recordings]
 
 
 def read(path):
@@ -77,7 +78,7 @@ def read(path):
 
 
 def log_mel(samples, rate):
-    """The logarithm of the energy in bands that are equally wide on the mel scale, (frames, MELS)."""
+    """The log energy in bands of equal width on the mel scale, (frames, MELS)."""
     spectrum = torch.stft(samples, WINDOW, HOP, window=torch.hann_window(WINDOW), return_complex=True).abs().square()
     tops = 2595 * np.log10(1 + rate / 2 / 700)
     edges = torch.from_numpy(700 * (10 ** (np.linspace(0, tops, MELS + 2) / 2595) - 1))

@@ -2,10 +2,10 @@
 
     muonsw compare --task examples/tasks/bandit.py
 
-The player sees eight tokens and names eight; each is rewarded that is the one at the same place counted from the end.
-There is nothing to imitate: the gradient comes from rewards of moves that were tried. The learning rate is flat after
-its warmup, as it often is here; then both rules decay alike, so expect no difference. With "cosine" in `SETTINGS` it
-falls, and they differ.
+The player sees eight tokens and must name them in reverse; each token in the right place earns a reward. There is
+nothing to imitate: the gradient comes from the rewards of moves that were tried. The learning rate is flat after its
+warmup, as it often is in reinforcement learning. Both rules then decay by the same amount, so expect no difference;
+with "cosine" in `SETTINGS` they differ.
 """
 
 import torch
@@ -33,12 +33,12 @@ class Player(nn.Module):
 
 
 def model(seed, width=64, depth=2):
-    """The player, before it has learned anything."""
+    """The untrained player."""
     return Player(width, depth)
 
 
 def batches(split, seed, batch=128):
-    """Games, and the noise by which moves are drawn: a function of (seed, i), so every arm has the same luck."""
+    """Games, and the noise that draws moves: a function of (seed, i), so every arm has the same luck."""
 
     def number(i):
         return torch.randint(TOKENS, (batch, LENGTH)), torch.rand(batch, LENGTH, TOKENS)
@@ -47,7 +47,7 @@ def batches(split, seed, batch=128):
 
 
 def rewards(tokens, moves):
-    """1 for each move that is right."""
+    """1 for each correct move."""
     return (moves == tokens.flip(1)).float()
 
 
@@ -67,6 +67,6 @@ def loss(model, batch, entropy=0.01):
 
 
 def metrics(model, batch):
-    """The reward of the likeliest moves."""
+    """The reward of the most likely moves."""
     tokens, _ = batch
     return {"reward": rewards(tokens, model(tokens).argmax(-1)).mean()}

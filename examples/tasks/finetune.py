@@ -6,9 +6,9 @@ r"""Fine-tuning: a model that was pre-trained under each rule learns another tex
             --task.text new.txt --out out/tuned-$rule
     done
 
-Four arms in all: does the rule of pre-training leave a model that learns better? `{seed}` in `start` is the seed of the
-run, so that each begins with another model; a folder without it is every run's. `old` is the loss on the text of
-pre-training, which should not be forgotten.
+Four arms in all: does the rule of pre-training leave a model that learns better? `{seed}` in `start` becomes the seed
+of the run, so that each seed starts from its own model. The metric `old` is the loss on the text of pre-training, which
+should not be forgotten.
 """
 
 from functools import cache
@@ -24,18 +24,18 @@ SETTINGS = {"steps": 200, "lr": 0.002, "weight_decay": 1.0, "ns_dtype": "float32
 
 
 def model(seed, start=""):
-    """The model of a run of the decoder."""
+    """The pre-trained decoder."""
     return load_model(folder(start, seed))[0]
 
 
 def folder(start, seed):
-    """The run that the model of a seed comes from."""
+    """The run that a seed starts from."""
     return Path(start.replace("{seed}", str(seed)))
 
 
 @cache
 def encoded(start, text):
-    """The new text as tokens of that model: a tenth at the end is held out."""
+    """The new text as tokens of that model; the last tenth is held out."""
     _, tokenizer = load_model(folder(start, 0))
     tokens = torch.as_tensor(tokenizer.encode(Path(text).read_text(encoding="utf-8"))).long()
     cut = 9 * len(tokens) // 10
@@ -63,7 +63,7 @@ def batches(split, seed, start="", text="", batch=8):
 
 
 def loss(model, batch):
-    """The loss on the new text; on validation without what balances experts."""
+    """The loss on the new text; on validation without the balancing losses of experts."""
     losses = model(*batch["new"])
     return losses.total if model.training else losses.cross_entropy
 

@@ -1,11 +1,11 @@
-r"""Preference tuning (DPO): a pre-trained decoder learns to prefer a text's own continuations to corrupted ones.
+r"""Preference tuning (DPO): a pre-trained decoder learns to prefer a text's real continuations to corrupted ones.
 
     muonsw train --out out/pre
     muonsw compare --task examples/tasks/preferences.py --task.start out/pre --task.text new.txt
     muonsw compare --task examples/tasks/preferences.py --task.start out/pre --task.text new.txt --task.rank 4 \
         --lr 0.01
 
-With `--task.rank` only low-rank factors of the attention are trained, by Muon with decay as `patterns` says; without it
+With `--task.rank` only low-rank factors of the attention are trained, by Muon with decay (see `patterns`); without it
 the whole model is.
 """
 
@@ -26,7 +26,7 @@ PROMPT = 16  # tokens that both continuations share
 
 
 class LowRank(nn.Module):
-    """A weight plus the product of two small factors, of which the second begins at zero."""
+    """A weight plus the product of two small factors; the second starts at zero."""
 
     def __init__(self, weight, rank):
         super().__init__()
@@ -35,12 +35,11 @@ class LowRank(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(rows, rank))
 
     def forward(self, weight):
-        """The sum."""
         return weight + self.lora_B @ self.lora_A
 
 
 class Policy(nn.Module):
-    """A decoder that is tuned, and a frozen copy of it as it was."""
+    """A decoder to tune, and a frozen copy of it."""
 
     def __init__(self, decoder, rank):
         super().__init__()
@@ -52,38 +51,38 @@ class Policy(nn.Module):
             )
 
     def forward(self, tokens):
-        """By how much the tuned model finds the continuations likelier than the reference does, in nats."""
+        """How much more likely the tuned model finds the continuations than the reference does, in nats."""
         with torch.no_grad():
             before = log_likelihood(self.reference, tokens)
         return log_likelihood(self.decoder, tokens) - before
 
 
 def log_likelihood(decoder, tokens):
-    """Of everything after the prompt, for each row."""
+    """Log-likelihood of everything after the prompt, for each row."""
     log_p = decoder.logits(tokens[:, :-1]).float().log_softmax(-1)
     return log_p.gather(-1, tokens[:, 1:, None])[:, PROMPT - 1 :, 0].sum(1)
 
 
 def model(seed, start="", rank=0):
-    """The decoder of a run of `muonsw train`, with its reference; `{seed}` in `start` is the seed."""
+    """The decoder of a run of `muonsw train`, with its reference; `{seed}` in `start` becomes the seed."""
     return Policy(load_model(Path(start.replace("{seed}", str(seed))))[0], rank)
 
 
 def patterns(model, weight_decay, rank=0):
-    """Low-rank factors to Muon with decay, where there are some; by default they go to AdamW without."""
+    """Give low-rank factors to Muon with decay; by default they go to AdamW without decay."""
     return {"role:lora": {"algorithm": "muon", "weight_decay": weight_decay}} if rank else {}
 
 
 @cache
 def encoded(start, text):
-    """The text as tokens of that model, and how many kinds of them there are."""
+    """The text as tokens of that model, and the size of its vocabulary."""
     _, tokenizer = load_model(Path(start.replace("{seed}", "0")))
     return torch.as_tensor(tokenizer.encode(Path(text).read_text(encoding="utf-8"))).long(), tokenizer.vocab_size
 
 
 def batches(split, seed, start="", text="", batch=8, length=48, corrupted=0.15):
-    """Pairs: windows of the text, and the same with some tokens after the prompt drawn anew. A tenth is held out."""
-    tokens, kinds = encoded(start, text)
+    """Pairs of a window and a copy with some tokens after the prompt replaced; the last tenth is held out."""
+    tokens, vocab = encoded(start, text)
     cut = 9 * len(tokens) // 10
     tokens = tokens[:cut] if split == "train" else tokens[cut:]
 
@@ -91,13 +90,13 @@ def batches(split, seed, start="", text="", batch=8, length=48, corrupted=0.15):
         starts = torch.randint(len(tokens) - length, (batch, 1))
         chosen = tokens[starts + torch.arange(length)]
         spoiled = (torch.rand(batch, length) < corrupted) & (torch.arange(length) >= PROMPT)
-        return chosen, torch.where(spoiled, torch.randint(kinds, (batch, length)), chosen)
+        return chosen, torch.where(spoiled, torch.randint(vocab, (batch, length)), chosen)
 
     return number
 
 
 def margins(model, batch):
-    """By how much the preference for the real continuation has grown, for each pair."""
+    """How much the preference for the real continuation has grown, for each pair."""
     chosen, rejected = batch
     both = model(torch.cat([chosen, rejected]))
     return BETA * (both[: len(chosen)] - both[len(chosen) :])
@@ -109,5 +108,5 @@ def loss(model, batch):
 
 
 def metrics(model, batch):
-    """The share of pairs whose real continuation has gained more than the corrupted one."""
+    """The share of pairs whose real continuation gained more than the corrupted one."""
     return {"preferred": (margins(model, batch) > 0).float().mean()}

@@ -5,7 +5,7 @@
     muonsw compare --task examples/tasks/text.py --task.kind mamba2    # a state-space model
     muonsw compare --task examples/tasks/text.py --task.kind deltanet  # gated DeltaNet and attention (Qwen3-Next)
 
-Needs `pip install transformers`. Tokens are prepared once, in out/data; `--task.data DIR` takes others, which `muonsw
+Needs `pip install transformers`. Tokens are prepared once, in out/data; `--task.data DIR` takes a folder that `muonsw
 data prepare` made.
 """
 
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def model(seed, kind="gpt2", data=""):
-    """A small model of the kind, with weights as transformers initialises them, and without dropout."""
+    """A small model with the initial weights of transformers, without dropout."""
     name, sizes = KINDS[kind]
     vocab = read_record(tokens(data)).vocab_size
     config = getattr(transformers, name)(vocab_size=vocab, bos_token_id=None, eos_token_id=None, **sizes)
@@ -48,7 +48,7 @@ def model(seed, kind="gpt2", data=""):
 
 
 def batches(split, seed, sequence=64, batch=16, data=""):
-    """Windows of the text in an order that the seed decides; `batch_at` is a function of the step."""
+    """Windows of the text, shuffled by the seed; `batch_at` is a function of the step."""
     return TokenLoader(open_split(tokens(data), split), sequence, batch, seed).batch_at
 
 
@@ -64,6 +64,6 @@ def loss(model, batch):
 
 
 def metrics(model, batch):
-    """The share of tokens that are guessed right."""
+    """The share of tokens predicted correctly."""
     inputs, targets = batch
     return {"accuracy": (model(input_ids=inputs).logits.argmax(-1) == targets).float().mean()}

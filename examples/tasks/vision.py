@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 SETTINGS = {"steps": 600, "lr": 0.005, "weight_decay": 1.0, "ns_dtype": "float32"}
-VALIDATION = 360  # pictures that are held out, a fifth
+VALIDATION = 360  # held-out pictures, a fifth
 
 
 def model(seed, kind="vit", depth=4):
@@ -29,7 +29,7 @@ def model(seed, kind="vit", depth=4):
 
 
 def batches(split, seed, batch=64):
-    """For training random pictures, moved, stretched and made noisy; for validation all that are held out."""
+    """For training random pictures, distorted and noisy; for validation all held-out pictures."""
     pictures, labels = digits()
     if split == "validation":
         return list(zip(pictures[:VALIDATION].split(90), labels[:VALIDATION].split(90), strict=True))
@@ -43,11 +43,11 @@ def batches(split, seed, batch=64):
 
 
 def digits():
-    """Pictures (1797, 1, 8, 8) with mean 0 and variance 1, and their labels, in an order that mixes the writers."""
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-    pictures = torch.tensor(found.images, dtype=torch.float32)[order, None]
-    return (pictures - pictures.mean()) / pictures.std(), torch.tensor(found.target)[order]
+    """Pictures (1797, 1, 8, 8) with mean 0 and variance 1, and their labels, shuffled to mix the writers."""
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    pictures = torch.tensor(data.images, dtype=torch.float32)[order, None]
+    return (pictures - pictures.mean()) / pictures.std(), torch.tensor(data.target)[order]
 
 
 def augmented(pictures):
@@ -66,6 +66,6 @@ def loss(model, batch):
 
 
 def metrics(model, batch):
-    """The share of digits that are read right."""
+    """The share of digits recognized."""
     pictures, labels = batch
     return {"accuracy": (model(pictures).argmax(1) == labels).float().mean()}
