@@ -98,7 +98,6 @@ class ModelPart(NamedTuple):
     """Parameters that are moved in one way."""
 
     parameters: int
-    stack: int  # how many matrices lie on each other in one tensor; 1 for plain matrices
     matrices: Mapping[tuple[int, int], int]  # how many Muon orthogonalizes of each (short, long) shape
 
 
@@ -132,10 +131,7 @@ def parts_of(config: ModelConfig) -> ModelParts:
         *stack, rows, columns = param.shape
         for size in next((sizes for pattern, sizes in fused.items() if fnmatchcase(name, pattern)), (rows,)):
             matrices[part][min(size, columns), max(size, columns)] += math.prod(stack)
-    return ModelParts(*(
-        ModelPart(parameters[part], config.experts if part == "experts" else 1, dict(matrices[part]))
-        for part in ModelParts._fields
-    ))  # fmt: skip
+    return ModelParts(*(ModelPart(parameters[part], dict(matrices[part])) for part in ModelParts._fields))
 
 
 def newton_schulz_flops(short: int, long: int) -> int:
@@ -180,14 +176,6 @@ class Sharding(NamedTuple):
     cut: int = 1  # ranks over which each matrix is cut
     copies: int = 1  # ranks that hold the same
     stride: int = 1  # how far apart two neighbours of a cut are in the numbering of ranks
-
-    def fullest(self, part: ModelPart) -> float:
-        """The share of a stack on the rank that holds the most of it."""
-        return math.ceil(part.stack / self.stack) / part.stack
-
-    def held(self, part: ModelPart) -> float:
-        """Parameters on that rank."""
-        return self.fullest(part) * part.parameters / self.cut
 
 
 @dataclass(frozen=True)
@@ -307,12 +295,13 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
     """
     parts = parts_of(model)
     experts, others = setup.shardings(model.experts)
+    most = math.ceil(model.experts / experts.stack) / model.experts  # share of a stack on the fullest rank
 
     # Muon's matrices: products on the rank with the most, and the exchange with their owners.
     products = exchange = optimizer_bytes = buffers = 0.0
-    for part, sharding in ((parts.experts, experts), (parts.hidden, others)):
+    for part, sharding, held in ((parts.experts, experts, most), (parts.hidden, others, 1.0)):
         owners = sharding.copies if setup.strategy == "ddp" else sharding.cut
-        here = [(orthogonalizing(*shape), round(n * sharding.fullest(part))) for shape, n in part.matrices.items()]
+        here = [(orthogonalizing(*shape), round(n * held)) for shape, n in part.matrices.items()]
         products += heaviest(here, owners)
         share = FLOAT32 * part.parameters / sharding.stack / owners
         if owners == 1 or not share:
@@ -336,16 +325,17 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
     traffic: list[tuple[float, int]] = []
     for part, sharding in zip(parts, (experts, others, others), strict=True):
         divided = sharding.cut if setup.strategy == "ep" else sharding.cut * sharding.stack
-        held = part.parameters / (sharding.cut * sharding.stack)
+        shard = part.parameters / (sharding.cut * sharding.stack)
         reach = setup.shards if setup.strategy == "fsdp" else divided * sharding.stride
-        traffic.append(((2 * micro_batches * setup.gathered_bytes + FLOAT32) * held * (divided - 1), reach))
-        traffic.append((2 * FLOAT32 * (sharding.copies - 1) / sharding.copies * held, setup.gpus))
+        traffic.append(((2 * micro_batches * setup.gathered_bytes + FLOAT32) * shard * (divided - 1), reach))
+        traffic.append((2 * FLOAT32 * (sharding.copies - 1) / sharding.copies * shard, setup.gpus))
     if setup.strategy == "ep":
         sent = JOURNEYS * BFLOAT16 * tokens * model.top_k * model.width * model.layers
         traffic.append((sent * (experts.stack - 1) / experts.stack, experts.stack))
 
     # Memory and time of the fullest rank.
-    muon, rest = experts.held(parts.experts) + others.held(parts.hidden), others.held(parts.rest)
+    muon = most * parts.experts.parameters / experts.cut + parts.hidden.parameters / others.cut
+    rest = parts.rest.parameters / others.cut
     activations = COMPILED * activation_bytes(model, setup.micro_batch)
     if setup.recompute:
         inputs = FLOAT32 * setup.micro_batch * model.sequence * model.width * model.layers
