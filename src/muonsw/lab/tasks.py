@@ -53,15 +53,15 @@ CALLS = {
 OPTIONAL = ("metrics", "patterns")
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
-# Every run is validated on the same batches, whatever its own seed; on 16 of a source that has no length.
+# Every run is validated on the same batches, whatever its seed: 16 if the source has no length.
 VALIDATION_SEED, EVAL_BATCHES = 0, 16
-# Metrics may not have the names of an evaluation record's own keys.
+# Names that metrics cannot have: keys of an evaluation record.
 RESERVED = ("kind", "step", "loss")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which tokens are trained on and which are validated on."""
+    """The tokens to train and validate on."""
 
     path: str  # a folder that `muonsw data prepare` filled
     # A hash of all tokens; None takes the folder's, and a run records it and requires it.
@@ -97,11 +97,11 @@ class TaskConfig:
 
 
 class Task(ABC):
-    """A model, batches as a function of seed and step, a loss, an evaluation: all that the training loop knows."""
+    """All that the training loop knows: a model, batches as a function of seed and step, a loss, an evaluation."""
 
-    unit: ClassVar[str] = "samples"  # what a step consists of, in the plural
-    per_step: int  # how many of those it has
-    flops: float = 0.0  # of training on one of them; 0 if unknown
+    unit: ClassVar[str] = "samples"  # what a step consists of
+    per_step: int  # units in a step
+    flops: float = 0.0  # of training on one unit; 0 if unknown
     prefetches: bool = False  # whether another thread may draw batches
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Task(ABC):
         """The model with its initial weights."""
 
     def computing_loss(self, model: nn.Module) -> nn.Module:
-        """A module whose forward pass is the loss of a batch: what is replicated, sharded and compiled."""
+        """A module whose forward pass is the loss of a batch; it gets replicated, sharded and compiled."""
         return model
 
     def patterns(self, model: nn.Module, weight_decay: float) -> Mapping[str, dict[str, Any]]:  # noqa: ARG002
@@ -124,27 +124,27 @@ class Task(ABC):
         return forward(batch)
 
     def evaluation(self, forward: Callable[..., Any], batch: Batch) -> Mapping[str, Tensor]:
-        """What is measured on a validation batch, `loss` first, each a mean over its rows."""
+        """Measurements on a validation batch, `loss` first, each a mean over its rows."""
         measured: Mapping[str, Tensor] = forward(batch, measured=True)
         return measured
 
     @abstractmethod
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
-        """What one rank trains on in a step, counted from 0; the data do not depend on how they are divided."""
+        """One rank's part of a step, counted from 0; how a step is divided does not change its data."""
 
     @abstractmethod
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
-        """What one rank evaluates, and how many rows of each batch count; as many batches on every rank."""
+        """One rank's validation batches, each with the number of rows that count; equally many on every rank."""
 
     def blamed(self) -> AbstractContextManager[None]:
-        """Turn errors of a user's code into messages that name it."""
+        """Turn errors of the user's code into messages that name it."""
         return nullcontext()
 
     def epochs(self, steps: int) -> float | None:  # noqa: ARG002
         return None
 
     def record(self, values: Tensor) -> dict[str, Any]:  # noqa: ARG002
-        """What is recorded of the parts of a loss that are not scalars, which come flattened."""
+        """What to record of the parts of a loss that are not scalars, which come flattened."""
         return {}
 
     @abstractmethod
@@ -248,7 +248,7 @@ class Functions:
     def blamed(self, function: str | None = None) -> Iterator[None]:
         """Turn whatever the file's code raises into an error that names the function and the line.
 
-        Without a function it is the one in which the error arose, and errors of other code stay what they are.
+        Without `function`, name the one in which the error arose, and leave errors of other code alone.
         """
         try:
             yield
@@ -373,7 +373,7 @@ class Loss(NamedTuple):
 
 
 class LossModule(nn.Module):
-    """A model and its functions as one module, so that those see the model itself and no wrapper around it."""
+    """A model and its functions as one module, so that the functions see the model and not a wrapper around it."""
 
     def __init__(self, model: nn.Module, functions: Functions) -> None:
         super().__init__()
@@ -445,7 +445,7 @@ class UserTask(Task):
 
 
 class BatchSource:
-    """The batches of a split by number, from whatever `batches(split, seed)` returns."""
+    """The batches of a split by number, whatever `batches(split, seed)` returned."""
 
     def __init__(self, functions: Functions, split: str, seed: int) -> None:
         self.functions, self.split, self.seed = functions, split, seed
@@ -512,7 +512,7 @@ class BatchSource:
 def _endless(made: Iterable[Batch], call: str) -> Iterator[Batch]:
     """Iterate over batches again and again.
 
-    Not a method of a source: the two would hold each other, and the workers of a DataLoader end only with its iterator.
+    Not a method of the source: a reference cycle would keep the iterator alive, and with it a DataLoader's workers.
     """
     number, before = 0, -1
     while number > before:
@@ -555,7 +555,7 @@ class Checked:
     loss: float  # of the first batch, before any step
     metrics: Mapping[str, float]  # of the first validation batch
     settings: Mapping[str, Any]  # the file's own steps, rates and so on
-    notes: tuple[str, ...]  # warnings: randomness that no seed decides, parameters without gradients
+    notes: tuple[str, ...]  # warnings, such as unseeded randomness or parameters without gradients
 
 
 def check_task(config: TaskConfig, seed: int = 0) -> Checked:
@@ -651,7 +651,7 @@ def _checked_loss(functions: Functions, model: nn.Module, batch: Batch, split: s
 
 
 def shown(value: Any) -> str:
-    """A value in an error: its type, and its text if that is short."""
+    """A value as errors show it: its type, and its text if short."""
     text, kind = repr(value), type(value).__name__
     return f"{kind} {text}" if len(text) <= 40 and "\n" not in text else f"a {kind}"
 
@@ -673,7 +673,7 @@ def same(batch: Batch, other: Batch) -> bool:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """A batch with every tensor replaced; what is neither tensor nor container stays.
+    """A batch with every tensor replaced; everything else stays.
 
     Examples:
         >>> map_tensors(lambda x: x + 1, {"x": torch.zeros(2), "names": ("a", torch.ones(1))})
@@ -683,7 +683,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
         return function(batch)
     if isinstance(batch, Mapping):
         changed = {key: map_tensors(function, value) for key, value in batch.items()}
-        # Another kind, such as a BatchEncoding, may have its values as attributes too.
+        # Another mapping, such as a BatchEncoding, may have its values as attributes too.
         return changed if isinstance(batch, dict) else type(batch)(changed)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_make"):
         return batch._make(map_tensors(function, value) for value in batch)
