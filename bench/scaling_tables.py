@@ -75,13 +75,13 @@ def strategies() -> str:
 def links() -> str:
     """How fast a link must be so that dividing the matrices of copies pays."""
     rows = []
-    for label, model in (("w256", preset("w256")), ("w1024", W1024), ("width 7168, dense", DENSE)):
+    for name, model in (("w256", preset("w256")), ("w1024", W1024), ("width 7168, dense", DENSE)):
         alone = plan_step(model, Setup(), SMALL_BATCH).product_seconds
         for gpus in (2, 8, 64):
             cost = plan_step(model, Setup(gpus), SMALL_BATCH)
             products, sent = cost.product_seconds, cost.optimizer_bytes
             pays = f"{sent / (alone - products) / 1e9:.0f}"
-            rows.append((f"{label}, {gpus} GPUs", seconds(alone), seconds(products), f"{sent / MB:,.0f}", pays))
+            rows.append((f"{name}, {gpus} GPUs", seconds(alone), seconds(products), f"{sent / MB:,.0f}", pays))
     return table(("", "products, undivided", "divided", "MB received", "pays above, GB/s"), rows)
 
 
@@ -127,9 +127,9 @@ def sizes() -> str:
     parts = parts_of(MOE)
     labels = {"experts": parts.experts, "attention": parts.hidden, "embedding, norms, routers": parts.rest}
     rows = []
-    for label, part in labels.items():
+    for name, part in labels.items():
         matrices = [f"{number:,} of {short:,} by {long:,}" for (short, long), number in part.matrices.items()]
-        rows.append((label, f"{part.parameters / 1e9:,.1f}B", ", ".join(matrices) or "AdamW"))
+        rows.append((name, f"{part.parameters / 1e9:,.1f}B", ", ".join(matrices) or "AdamW"))
     return table(("part", "parameters", "matrices"), rows)
 
 

@@ -28,8 +28,7 @@ from muonsw.lab.plan import (
     parts_of,
     plan_step,
 )
-from muonsw.lab.train.config import OptimizerConfig, preset_run
-from muonsw.lab.train.state import build_optimizer
+from muonsw.lab.train.config import preset_run
 
 MOE = ON_PAPER["moe-1t"]
 # Milliseconds of Muon's step over hidden matrices, by width and inner size of the experts, one H200,
@@ -64,23 +63,6 @@ def test_the_papers_rows(width, gflop, capsys):
     assert planned["active"] == pytest.approx(row.active, abs=5e4)
     assert planned["tokens"] == pytest.approx(row.tokens, rel=5e-3)
     assert planned["flops_per_token"] / 1e9 == pytest.approx(gflop, abs=6e-4)
-
-
-def test_memory_is_what_tensors_take():
-    config = ModelConfig(width=64, layers=2, head_dim=32, experts=4, ff=128, vocab=256, sequence=32)
-    model = Decoder(config)
-    optimizer = build_optimizer(model, OptimizerConfig())
-    tokens = torch.arange(66).view(2, 33)
-    model(tokens[:, :-1], tokens[:, 1:]).total.backward()
-    optimizer.step()
-    memory = plan_step(config, Setup(micro_batch=2)).memory
-    state = {"momentum_buffer": 0, "exp_avg": 0, "exp_avg_sq": 0}
-    for values in optimizer.state.values():
-        for key in state:
-            state[key] += values[key].nbytes if key in values else 0
-    assert memory.weights == memory.gradients == sum(param.nbytes for param in model.parameters())
-    assert memory.muon_state == state["momentum_buffer"]
-    assert memory.adamw_state == state["exp_avg"] + state["exp_avg_sq"]
 
 
 @pytest.mark.parametrize(("width", "ff", "top_k"), [(64, 256, 2), (128, 128, 4), (128, 384, 1)])
