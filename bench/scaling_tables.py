@@ -47,28 +47,32 @@ def seconds(value: float) -> str:
 
 
 def label(setup: Setup) -> str:
+    if setup.replicas > 1 and setup.strategy == "fsdp":
+        return f"{setup.gpus:,}, hsdp, experts by rows"
     if setup.replicas > 1:
         return f"{setup.gpus:,}, {setup.strategy}, the rest on {setup.shards:,}"
     return f"{setup.gpus:,}, {setup.strategy}{', experts by rows' if setup.experts == 'rows' else ''}"
 
 
 def strategies() -> str:
-    """Width 1024 on more and more GPUs."""
+    """Width 1024 on more and more GPUs; with HSDP each machine of 8 holds a copy."""
     rows = []
-    for gpus in (8, 64, 256):
-        for setup in (Setup(gpus, "ddp"), Setup(gpus, "fsdp"), Setup(gpus, "fsdp", "rows"), Setup(gpus, "ep")):
+    for gpus in (8, 64, 1024):
+        hsdp = [Setup(gpus, "fsdp", "rows", replicas=gpus // 8)] if gpus > 8 else []
+        for setup in (Setup(gpus, "ddp"), Setup(gpus, "fsdp"), Setup(gpus, "fsdp", "rows"), *hsdp, Setup(gpus, "ep")):
             cost = small(setup)
             rows.append((
                 label(setup),
                 f"{cost.memory.total / GIB:.1f}",
                 f"{cost.optimizer_bytes / MB:,.0f}",
+                str(cost.optimizer_collectives),
                 seconds(cost.product_seconds),
                 seconds(cost.exchange_seconds),
                 seconds(cost.optimizer_seconds),
                 seconds(max(cost.model_seconds, cost.model_link_seconds)),
                 f"{100 * cost.optimizer_share:.0f}%",
             ))  # fmt: skip
-    headings = ("GPUs", "GiB a GPU", "MB received", "products", "exchange", "optimizer", "model", "optimizer's share")
+    headings = ("GPUs", "GiB each", "MB received", "collectives", "products", "exchange", "optimizer", "model", "share")
     return table(headings, rows)
 
 

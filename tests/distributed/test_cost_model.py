@@ -42,8 +42,11 @@ def shard_model(model, layout):
 class CounterOfAll(Counter):
     """Counts over several groups of ranks: experts and other matrices may meet in different ones."""
 
+    calls = 0
+
     def _all_to_all(self, *args, **kwargs):
         self.me = dist.get_rank(kwargs["group"])
+        self.calls += 1
         return super()._all_to_all(*args, **kwargs)
 
 
@@ -71,6 +74,7 @@ def measured(config, layout):
         "muon_state": sum(local_bytes(value) for key, value in states if key == "momentum_buffer"),
         "adamw_state": sum(local_bytes(value) for key, value in states if key.startswith("exp_avg")),
         "received": counter.received,
+        "collectives": counter.calls,
     }
 
 
@@ -101,6 +105,7 @@ def test_ranks_hold_and_send_what_was_planned(pool, config, layout):
     for name in ("weights", "gradients", "muon_state", "adamw_state"):
         assert mean_of(found, name) == pytest.approx(getattr(planned.memory, name), rel=1e-9), name
     assert mean_of(found, "received") == pytest.approx(planned.optimizer_bytes, rel=0.05)
+    assert max(answer["collectives"] for answer in found) < planned.optimizer_collectives
 
 
 def mean_of(found, name):

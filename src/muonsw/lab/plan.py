@@ -266,6 +266,7 @@ class StepCost:
     memory: Memory
     model_bytes: float  # that a GPU receives for weights, gradients and tokens
     optimizer_bytes: float  # that a GPU receives for Muon's exchange, on average over ranks
+    optimizer_collectives: int  # of the exchange, at most, and the reduction by which ranks agree
     model_seconds: float  # forward and backward, computing
     model_link_seconds: float  # the model's traffic, which overlaps with computing
     product_seconds: float  # orthogonalizing, on the rank with the most
@@ -299,6 +300,7 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
 
     # Muon's matrices: products on the rank with the most, and the exchange with their owners.
     products = exchange = optimizer_bytes = buffers = 0.0
+    optimizer_collectives = int(setup.gpus > 1)
     for part, sharding, held in ((parts.experts, experts, most), (parts.hidden, others, 1.0)):
         owners = sharding.copies if setup.strategy == "ddp" else sharding.cut
         here = [(orthogonalizing(*shape), round(n * held)) for shape, n in part.matrices.items()]
@@ -314,7 +316,9 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
             received = (THERE + BACK) * (owners - 1) / owners**2 * part.parameters / sharding.stack
         room = min(ACCELERATOR_CHUNK_BYTES, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
         buffers = max(buffers, IN_FLIGHT * room)
-        waiting = math.ceil(share / room) * collectives * (H200.latency + H200.message * (owners - 1))
+        collectives *= math.ceil(share / room)
+        waiting = collectives * (H200.latency + H200.message * (owners - 1))
+        optimizer_collectives += collectives
         optimizer_bytes += received
         exchange += received / setup.link(owners * sharding.stride) + waiting
 
@@ -358,6 +362,7 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
         ),
         model_bytes=math.fsum(size for size, _ in traffic),
         optimizer_bytes=optimizer_bytes,
+        optimizer_collectives=optimizer_collectives,
         model_seconds=flops * batch_tokens / (setup.gpus * setup.tflops * 1e12),
         model_link_seconds=math.fsum(size / setup.link(reach) for size, reach in traffic),
         product_seconds=products,
