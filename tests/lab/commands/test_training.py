@@ -26,7 +26,7 @@ from tests.lab.small_tasks import LOSS, task_file
 from tests.lab.train.small_runs import losses, small_run, tokens
 
 LAB = Path(muonsw.lab.__file__).parent
-MOST_FILES = 26
+MOST_FILES = 28
 SHORT = ["--steps", "2", "--seeds", "2", "--workers", "1"]
 
 
