@@ -1,6 +1,7 @@
 """One look tells whether Muon is Muon: what was orthogonalized, moved and decayed in the last step."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_it_counts_what_the_step_orthogonalized_and_moved():
     text = str(summary)
     assert "10 matrices orthogonalized; moved 164 parameters by muon, 7 parameters by adamw" in text
     assert "hidden" in text
-    json.dumps(summary.as_data(), allow_nan=False)
+    json.dumps(asdict(summary), allow_nan=False)
     assert [group.rule for group in summary.groups] == ["scaled"] * 4 + ["none"], "as routing() says it"
 
 

@@ -1,10 +1,9 @@
-"""What the last step did, in numbers: which algorithm moved how much, and with what decay."""
+"""What the last step did: how many parameters each algorithm moved, and with how much decay."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -27,13 +26,13 @@ class GroupSummary:
     group: int  # its number
     role: str | None
     algorithm: str
-    parameters: int  # how many scalars were moved; those without a gradient are not among them
-    matrices: int  # how many matrices were orthogonalized
+    parameters: int  # scalars moved; excludes parameters without a gradient
+    matrices: int  # matrices orthogonalized
     lr: float  # of the step
     rule: str  # the decay rule
-    norm: str  # the norm rule, "free" where decay acts as it is
-    decay: float  # phi, the fraction of each weight that the step took away
-    peak_lr: float | None  # that the decay was divided by; None where the rule needs none or it is not known yet
+    norm: str  # the norm rule, "free" if none acts
+    decay: float  # phi, the fraction of each weight that decay removed
+    peak_lr: float | None  # the divisor of the decay; None if the rule needs none or it is not known yet
     highest_lr: float | None  # so far
 
 
@@ -44,23 +43,20 @@ class Summary:
     groups: tuple[GroupSummary, ...]
     skipped: bool  # whether that step changed nothing because a gradient was not finite
     skipped_steps: int  # so far
-    state: dict[str, int]  # bytes of optimizer state on this rank by key, whether it is allocated yet or not
+    state: dict[str, int]  # bytes of optimizer state on this rank by key, even before it is allocated
 
     @property
     def matrices(self) -> int:
-        """How many matrices were orthogonalized."""
+        """Matrices orthogonalized."""
         return sum(group.matrices for group in self.groups)
 
     @property
     def parameters(self) -> dict[str, int]:
-        """How many numbers each algorithm moved."""
+        """Scalars moved by each algorithm."""
         moved: dict[str, int] = {}
         for group in self.groups:
             moved[group.algorithm] = moved.get(group.algorithm, 0) + group.parameters
         return moved
-
-    def as_data(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         moved = ", ".join(f"{counted(count, 'parameter')} by {name}" for name, count in self.parameters.items())
@@ -77,7 +73,7 @@ class Summary:
 
 
 def state_line(state: dict[str, int]) -> str:
-    """Bytes of state by key in a sentence, the most first.
+    """Bytes of state by key as a line, largest first.
 
     Examples:
         >>> state_line({"step": 8, "momentum_buffer": 2**20})
