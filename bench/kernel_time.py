@@ -32,7 +32,7 @@ from muonsw.kernels.symmetric import symmetric_product
 from muonsw.nonfinite import all_finite
 from muonsw.orthogonalize import NS5
 from muonsw.orthogonalize import normalize as divide_by_norm
-from muonsw.precision import Kept
+from muonsw.precision import StoredState
 from muonsw.slots import PRECONDITIONERS
 from muonsw.work import StepContext
 
@@ -124,7 +124,18 @@ def time_kernels() -> None:
     )
 
     def ours_adamw() -> None:
-        adamw(Weights(weights), grads, Kept(momenta), Kept(squares), steps, (0.9, 0.95), 1e-8, False, False, ctx)
+        adamw(
+            Weights(weights),
+            grads,
+            StoredState(momenta),
+            StoredState(squares),
+            steps,
+            (0.9, 0.95),
+            1e-8,
+            False,
+            False,
+            ctx,
+        )
 
     def torchs_adamw() -> None:
         hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}

@@ -70,7 +70,7 @@ def test_a_group_that_was_taken_out_is_left_out_of_what_is_saved():
     optimizer = AdamWSW([{"params": [gone]}, {"params": [kept]}], lr=0.05)
     run(optimizer, [gone, kept], 3)
     group = optimizer.param_groups.pop(0)
-    with pytest.warns(UserWarning, match=r"the state of 1 parameters that are in no param group any more is not saved"):
+    with pytest.warns(UserWarning, match=r"not saving the state of 1 parameters that are no longer in a param group"):
         saved = copy.deepcopy(optimizer.state_dict())
     (resumed,) = clones([kept])
     other = AdamWSW([resumed], lr=0.05)
@@ -219,9 +219,9 @@ def state_update(index, shape):
 
 UNFIT = [
     (lambda s: s["param_groups"].append(copy.deepcopy(s["param_groups"][0])), "2 param groups of 3 and 3 parameters"),
-    (lambda s: s["param_groups"][0]["params"].pop(), "1 param group of 2 parameters and this optimizer 1 of 3"),
-    (lambda s: s["param_groups"][0].pop("params"), r"pass what optimizer.state_dict\(\) returned"),
-    (lambda s: s.pop("param_groups"), r"pass what optimizer.state_dict\(\) returned"),
+    (lambda s: s["param_groups"][0]["params"].pop(), "1 param group of 2 parameters and this optimizer has 1 of 3"),
+    (lambda s: s["param_groups"][0].pop("params"), r"pass the result of optimizer.state_dict\(\)"),
+    (lambda s: s.pop("param_groups"), r"pass the result of optimizer.state_dict\(\)"),
     (group_update(orthogonalizer="mine"), "unknown orthogonalizer 'mine'"),
     (group_update(split_sizes=(3, 2)), "split_sizes"),
     (group_update(momentum=1.5), "momentum=1.5"),
@@ -247,16 +247,16 @@ def test_states_that_do_not_fit_are_refused_with_nothing_changed(spoil, message)
 
 
 OF_OTHER_RULES = [
-    (AdamWSW, "Adam", {"weight_decay": 0.1}, r"of Adam with weight_decay=0\.1, which it adds"),
+    (AdamWSW, "Adam", {"weight_decay": 0.1}, r"from Adam with weight_decay=0\.1, added"),
     *((SGDSW, name, {}, "start with fresh state") for name in ("RMSprop", "ASGD", "Adagrad", "Adafactor")),
     (AdamWSW, "RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, "start with fresh state"),
     (AdamWSW, "NAdam", {}, "start with fresh state"),
     (AdamWSW, "AdamW", {"amsgrad": True}, "amsgrad=True, which has no counterpart"),
     (MuonSW, "Muon", {"ns_coefficients": (3.0, -3.0, 1.0)}, "Newton-Schulz coefficients"),
     (SGDSW, "SGD", {"momentum": 0.9, "dampening": 0.5}, "dampening"),
-    (MuonSW, "SGD", {"momentum": 0.9}, "has algorithm='muon', and the saved state is of torch's sgd"),
-    (MuonSW, "AdamW", {}, "has algorithm='muon', and the saved state is of torch's adamw"),
-    (dion2, "Muon", {}, "has algorithm='dion2', and the saved state is of torch's muon"),
+    (MuonSW, "SGD", {"momentum": 0.9}, "has algorithm='muon', but the saved state is from torch's sgd"),
+    (MuonSW, "AdamW", {}, "has algorithm='muon', but the saved state is from torch's adamw"),
+    (dion2, "Muon", {}, "has algorithm='dion2', but the saved state is from torch's muon"),
 ]
 # keys of timm's NAdamW, AdamP, cautious AdamW and Lars
 OF_TIMM = [
@@ -462,13 +462,13 @@ def test_a_state_of_torchs_past_its_peak_has_reached_it():
 
 
 def test_names_that_agree_in_part_must_not_contradict_the_places():
-    """By place, `b` would get what was saved for `a`; nothing but a new name at the same place can be meant."""
+    """By place, `b` would get the state of `a`; nothing but a new name at the same place can be meant."""
     saved = MuonSW(named("abc"), lr=0.05).state_dict()
     b, a, c = named("bac")
     for second in (a, ("other", a[1])):
-        with pytest.raises(ValueError, match="b would get what was saved for a"):
+        with pytest.raises(ValueError, match="b would get the state of a"):
             MuonSW([b, second, ("new", c[1])], lr=0.05).load_state_dict(saved)
-    with pytest.raises(ValueError, match="new would get what was saved for b"):
+    with pytest.raises(ValueError, match="new would get the state of b"):
         MuonSW([a, ("new", b[1]), ("b", c[1])], lr=0.05).load_state_dict(saved)
     renamed = MuonSW([a, b, ("new", c[1])], lr=0.05)
     renamed.load_state_dict(saved)

@@ -1,5 +1,7 @@
 """The finite check and its flag: what is found, what is counted, and that the host does not wait for it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +25,8 @@ def check_by_amp(grads):
 
 
 def check_on_host(grads):
-    return nonfinite._finite_on_host(grads)
+    items = [SimpleNamespace(grad=grad) for grad in grads]
+    return nonfinite.finite_flag([SimpleNamespace(device=torch.device("cpu"), items=items)])
 
 
 def check_exactly(grads):

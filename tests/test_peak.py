@@ -359,7 +359,7 @@ FAST, SLOW = 0.02, 3e-4
 @pytest.mark.parametrize("how", ["constructor", "add_param_group", "set_peak_lr"])
 def test_one_peak_for_groups_of_several_rates_is_refused_with_what_to_write(how):
     groups = [{"params": [weight()]}, {"params": [weight()], "lr": SLOW}]
-    advice = r"learning rates 0\.02 and 0\.0003; give each group its own peak_lr"
+    advice = r"learning rates 0\.02 and 0\.0003; give each group a peak_lr"
 
     def made(groups, **peak):
         return SGDSW(groups, lr=FAST, weight_decay=LAMBDA, **peak)

@@ -75,7 +75,7 @@ def test_an_option_is_kept_even_where_it_is_a_default_of_the_class():
     ("options", "message"),
     [
         ({"preset": "normoun"}, "unknown preset 'normoun' (did you mean 'normuon'?)"),
-        ({"preset": "normuon", "algorithm": "soap"}, "preset='normuon' is of algorithm='muon'; leave out the preset"),
+        ({"preset": "normuon", "algorithm": "soap"}, "preset='normuon' uses algorithm='muon'; leave out the preset"),
         ({"algorithm": "saop"}, "unknown algorithm 'saop' (did you mean 'soap'?)"),
         ({"algorithm": "soap", "nesterovv": True}, "did you mean 'nesterov'"),
     ],

@@ -352,7 +352,7 @@ def test_a_warning_of_a_step_points_at_the_users_line(scheduled):
 REFUSED = {
     "unknown decay rule 'scale'": {"decay": "scale"},
     "above its peak nan": {"peak_lr": math.nan},
-    "ends with the run": {"decay": "cosine"},
+    "depends on the length of the run": {"decay": "cosine"},
     "above its peak": {"lr": 5.0},
     "times the weight": {"weight_decay": 50.0},
 }

@@ -2,7 +2,7 @@
 
     optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.1)
 
-is Muon with scaled weight decay for the hidden matrices of a model and AdamW for the rest, in one optimizer.
+trains the hidden matrices of a model with Muon and the rest with AdamW, in one optimizer with scaled weight decay.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# The public names by module. They are imported when first used: torch takes seconds, which `muonsw --help` can spare.
+# The public names by module. Each is imported on first use, because importing torch would slow down `muonsw --help`.
 _NAMES = {
     "addons.clipping": ["clip_optimizer_grads_"],
     "addons.norm_rules": ["NORM_RULES"],
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from muonsw.variants import SGDSW as SGDSW
     from muonsw.variants import AdamWSW as AdamWSW
     from muonsw.variants import MuonSW as MuonSW
-else:  # with it, a type checker would accept any name
+else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> Any:
         home = f"muonsw.{_HOMES.get(name, name)}"

@@ -1,4 +1,4 @@
-"""`python -m muonsw` is the command `muonsw`, which belongs to the lab."""
+"""`python -m muonsw` runs the command `muonsw`, which is part of the lab."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
         directions = list(torch._foreach_mul(directions, scatter(update.factors, directions)))
     if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
         # Decay and move in one float32 pass, and round once: a thousand bfloat16 decays of 1e-3, each rounded to
-        # nearest, would leave the weight where it was.
+        # nearest, would not change the weight.
         for part, weight, direction in zip(update.parts, weights, directions, strict=True):
             wide = weight.float()
             shrink_and_move([wide], [direction.float()], move, phi, group["cautious"])
@@ -46,7 +46,7 @@ def shrink_and_move(
     phi: float | Tensor,
     cautious: bool,
 ) -> None:
-    """`W <- (1 - phi) W - move * direction`, in place; cautious decay spares elements that move outward."""
+    """`W <- (1 - phi) W - move * direction`, in place; cautious decay skips elements that move away from zero."""
     if isinstance(phi, Tensor) or phi != 0:
         if cautious:
             for weight, direction in zip(weights, directions, strict=True):

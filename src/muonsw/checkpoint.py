@@ -1,7 +1,7 @@
 """Save and load states: this library's, and those of torch's Muon, AdamW and SGD.
 
-A load translates the saved groups, matches them with the groups here, and checks options and shapes, all before torch
-replaces anything. At the end: how to find the optimizer inside what a framework has wrapped around it.
+A load translates the saved groups, matches them with the current ones, and checks options and shapes before torch
+replaces anything. The end of the file unwraps optimizers from frameworks' wrappers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from muonsw import peak
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import is_code, refuse_shards
-from muonsw.decay import LAMBDA_KEYS, decays, needs_peak, own_weight_decay, require_length
+from muonsw.decay import LAMBDA_KEYS, decays, needs_peak, require_length, user_weight_decay
 from muonsw.options import BOOKKEEPING, CHECKS, REMOVED, differing_options, prune, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.precision import SCALE
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 
 StateDict = dict[str, Any]
 
-# What groups are called, which has no effect on training.
+# Labels of groups, without effect on training.
 _LABELS = ("name", "role")
 
 # Earlier names of options.
 _RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
 
-# Options by which groups of torch's optimizers are recognized, with our algorithm and class.
-_OF_TORCH = {"adjust_lr_fn": ("muon", "MuonSW"), "amsgrad": ("adamw", "AdamWSW"), "dampening": ("sgd", "SGDSW")}
+# Options that identify a torch optimizer's groups, with our algorithm and class.
+_TORCH_OPTIMIZERS = {"adjust_lr_fn": ("muon", "MuonSW"), "amsgrad": ("adamw", "AdamWSW"), "dampening": ("sgd", "SGDSW")}
 
-# Keys of torch's groups that mean nothing here once they were checked.
+# Keys of torch's groups to drop after checking them.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
-# Options of torch's and timm's optimizers that make another algorithm of these three where they are set.
-_OF_OTHER_RULES = ("amsgrad", "caution", "delta", "trust_coeff", "dampening")
+# Options of torch's and timm's optimizers that change the update rule if set.
+_UNSUPPORTED = ("amsgrad", "caution", "delta", "trust_coeff", "dampening")
 
 
 def save(optimizer: Optimizer, state_dict: Callable[[], StateDict]) -> StateDict:
-    """Call torch's `state_dict` without state of parameters that are in no group, which would be a KeyError."""
+    """Call torch's `state_dict` without the state of parameters in no group, which would raise a KeyError."""
     members = {id(param) for group in optimizer.param_groups for param in group["params"]}
     strays = {param: state for param, state in optimizer.state.items() if id(param) not in members}
     if strays:
         warnings.warn(
-            f"the state of {len(strays)} parameters that are in no param group any more is not saved; to freeze "
+            f"not saving the state of {len(strays)} parameters that are no longer in a param group; to freeze "
             f"parameters, leave them in their group and call requires_grad_(False)",
             stacklevel=users_line(),
         )
@@ -66,9 +66,9 @@ def save(optimizer: Optimizer, state_dict: Callable[[], StateDict]) -> StateDict
 
 
 def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Callable[[StateDict], None]) -> None:
-    """Translate a saved state and load it by torch's `load_state_dict`; if that fails, put everything back.
+    """Translate a saved state and load it with torch's `load_state_dict`; restore everything on error.
 
-    The state is translated after the user's hooks that run before a load, and settled before those that run after it.
+    The translation runs after the user's pre-hooks, and `restored` before the user's post-hooks.
     """
     groups, state = optimizer.param_groups, optimizer.state
     expected = [(group["constructor_lr"], group["resolved_peak_lr"] or peak.expected_peak(group)) for group in groups]
@@ -81,7 +81,7 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
     def after(_: Optimizer) -> None:
         for old, group in zip(translated["param_groups"], optimizer.param_groups, strict=True):
             for key, param in zip(old["params"], group["params"], strict=True):
-                if loaded := translated["state"].get(key):  # copied, and in its own dtype, which torch has changed
+                if loaded := translated["state"].get(key):  # torch has cast the state to the parameter's dtype
                     optimizer.state[param] = restored(loaded, group, param)
 
     handles = (
@@ -104,21 +104,21 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
 
 
 def _settle_peaks(groups: list[Group], expected: list[tuple[float, float]], saved: StateDict) -> None:
-    """Warn of loaded peaks that this optimizer was not built for, and complete those that were not saved.
+    """Warn if a loaded peak differs from the one this optimizer was built for, and fill in unsaved `highest_lr`.
 
-    `expected` has the constructor's rate and the peak that each group was built for. The same constructor rate on both
-    sides is a resumed run, whose peak a scheduler may have raised since.
+    `expected` has the constructor's rate and the peak that each group was built for. If both sides have the same
+    constructor rate, this is a resumed run, and a scheduler may have raised its peak since.
     """
     for number, (group, (built_with, built_for)) in enumerate(zip(groups, expected, strict=True)):
         setting = group["peak_lr"]
         loaded = group["resolved_peak_lr"] or (setting if isinstance(setting, float) else None)
         is_resumed = setting is None and not peak.differ(built_with, float(group["constructor_lr"]))
-        is_surprise = loaded and setting != peak.RUNNING_MAX and not is_resumed and peak.differ(loaded, built_for)
-        if is_surprise and needs_peak(group):
+        is_unexpected = loaded and setting != peak.RUNNING_MAX and not is_resumed and peak.differ(loaded, built_for)
+        if is_unexpected and needs_peak(group):
             warnings.warn(
                 f"{label_of(group, number)} was built for a peak learning rate of {built_for:.8g} and loaded one of "
-                f"{loaded:.8g}, which is kept; call set_peak_lr({built_for:.8g}, group={number}) if a new run starts "
-                f"here",
+                f"{loaded:.8g}, which it keeps. If a new run starts here, call set_peak_lr({built_for:.8g}, "
+                f"group={number})",
                 peak.PeakLRWarning,
                 stacklevel=users_line(),
             )
@@ -128,9 +128,9 @@ def _settle_peaks(groups: list[Group], expected: list[tuple[float, float]], save
 
 
 def _fill_tensors(groups: list[Group], before: list[Group]) -> None:
-    """Put loaded rates and lambdas into the tensors that this optimizer had, which code outside changes in place.
+    """Write loaded rates and lambdas into the tensors this optimizer had, because user code changes them in place.
 
-    Groups that share a tensor go on sharing it where their values are equal.
+    Groups that share a tensor keep sharing it if their values are equal.
     """
     filled: dict[tuple[int, float], Tensor] = {}
     for key in ("lr", "weight_decay"):
@@ -143,20 +143,20 @@ def _fill_tensors(groups: list[Group], before: list[Group]) -> None:
                 group[key] = held.fill_(value)
 
 
-# translate a saved state, and refuse one that does not fit; nothing here changes the optimizer
+# translate a saved state and refuse one that does not fit, without changing the optimizer
 
 
 def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
-    """A copy of a saved state in the groups of this optimizer, each parameter with the options it was saved with.
+    """Copy a saved state into the groups of this optimizer, each parameter with its saved options.
 
-    Options that the saved groups lack are those of this optimizer; a missing peak is found as in a new run.
+    Options missing from the saved groups come from this optimizer; a missing peak is resolved as in a new run.
     """
     if not {"state", "param_groups"} <= saved.keys() or any("params" not in group for group in saved["param_groups"]):
         raise ValueError(
-            f"a saved state has state and param_groups with params, and this holds "
-            f"{', '.join(map(str, saved)) or 'nothing'}; pass what optimizer.state_dict() returned"
+            f"incomplete state_dict: it needs state and param_groups with params, and has "
+            f"{', '.join(map(str, saved)) or 'nothing'}; pass the result of optimizer.state_dict()"
         )
-    # torch's SGD once saved None for a momentum that it lacked
+    # older versions of torch's SGD save None for a missing momentum
     states = {
         key: {name: value for name, value in (state or {}).items() if value is not None}
         for key, state in saved["state"].items()
@@ -164,12 +164,12 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
     saved_groups = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
     completed = []
     for number, (old, here) in enumerate(zip(_matched(saved_groups, groups), groups, strict=True)):
-        # Equal names of state may mean other averages. A group of ours may change its algorithm if its state fits.
+        # Other libraries' state may have the same names for other averages. Ours may change algorithm if it fits.
         if old["params"] and "peak_lr" not in old and old.get("algorithm") != here["algorithm"]:
             source = f"torch's {old['algorithm']}" if "algorithm" in old else f"another kind, with {listed(list(old))}"
             raise ValueError(
-                f"param group {number} has algorithm={here['algorithm']!r}, and the saved state is of {source}; build "
-                f"the optimizer with the algorithm that was saved, or start with fresh state"
+                f"param group {number} has algorithm={here['algorithm']!r}, but the saved state is from {source}; "
+                f"build the optimizer with the saved algorithm, or start with fresh state"
             )
         group = {key: value for key, value in old.items() if key not in _RENAMED}
         for former, key in _RENAMED.items():
@@ -186,12 +186,14 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
 
 
 def _translated(group: Group) -> Group:
-    for key in [key for key in _OF_OTHER_RULES if group.get(key)]:
-        raise ValueError(f"the saved state is of an optimizer with {key}={group[key]!r}, which has no counterpart here")
+    for key in [key for key in _UNSUPPORTED if group.get(key)]:
+        raise ValueError(
+            f"the saved state is from an optimizer with {key}={group[key]!r}, which has no counterpart here"
+        )
     if group.get("decoupled_weight_decay") is False and float(group["weight_decay"]):
         raise ValueError(
-            f"the saved state is of Adam with weight_decay={float(group['weight_decay']):g}, which it adds to the "
-            f"gradient; here decay is decoupled. To go on from its averages, set weight_decay to 0 in the saved groups"
+            f"the saved state is from Adam with weight_decay={float(group['weight_decay']):g}, added to the gradient; "
+            f"here decay is decoupled. To continue from its averages, set weight_decay to 0 in the saved groups"
         )
     coefficients = group.get("ns_coefficients")
     if coefficients is not None and tuple(coefficients) != NS5:
@@ -200,25 +202,24 @@ def _translated(group: Group) -> Group:
             f"them, and remove ns_coefficients from the saved groups"
         )
     translated = {key: value for key, value in group.items() if key not in (*_TORCH_KEYS, *LAMBDA_KEYS)}
-    for key in _OF_TORCH.keys() & group.keys():
-        translated["algorithm"] = _OF_TORCH[key][0]
+    for key in _TORCH_OPTIMIZERS.keys() & group.keys():
+        translated["algorithm"] = _TORCH_OPTIMIZERS[key][0]
     if "weight_decay" in group:
-        translated["weight_decay"] = own_weight_decay(group)
+        translated["weight_decay"] = user_weight_decay(group)
     if "adjust_lr_fn" in translated:
         scale = translated.pop("adjust_lr_fn")
         translated["scale"] = {None: "original", "spectral_unclamped": "spectral"}.get(scale, scale)
         translated["momentum_form"] = "ema"
-        translated.pop("eps", None)  # torch's floor under the norm, which scale invariance makes unnecessary
+        translated.pop("eps", None)  # a lower bound on the norm in torch's Muon; ours is scale-invariant
     if translated.pop("dampening", None) is not None:
         translated["momentum_form"] = "heavy_ball"
     return translated
 
 
 def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
-    """The saved options and state keys for each group here: by name if both sides have the same names, else by place.
+    """The saved options and state keys for each group: by name if both sides have the same names, else by position.
 
-    torch goes by place alone, so two parameters of equal shape that have changed places would swap their states, and
-    two groups their options.
+    torch matches by position alone, so reordered parameters of equal shape would swap states, and groups options.
     """
     wanted = [_names(group) for group in groups]
     members = {name: (key, group) for group in saved for name, key in zip(_names(group), group["params"], strict=False)}
@@ -233,26 +234,26 @@ def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
             different = differing_options(group, members[name][1], ignored=("params", "param_names", *_LABELS))
             if different:
                 raise ValueError(
-                    f"{names[0]} and {name} are in one param group of this optimizer and were saved with different "
+                    f"{names[0]} and {name} are in one param group of this optimizer but were saved with different "
                     f"options: {'; '.join(f'{key} is {a!r} and {b!r}' for key, (a, b) in different.items())}. Build it "
-                    f"with the groups that were saved"
+                    f"with the saved groups"
                 )
-        # Distributed checkpoint hands over the options of one group where it has joined or divided several.
+        # If groups were merged or split, distributed checkpoint passes the options of just one of them.
         known = {_plain_name(name) for name in group.get("param_names") or names}
         is_checkpoint = bool(names) and isinstance(group["params"][0], str)
         if is_checkpoint and ("lr" not in group or 0 < len(known & set(names)) < len(names)):
-            raise ValueError(f"{names[0]} was saved in another param group; build it with the groups that were saved")
+            raise ValueError(f"{names[0]} was saved in another param group; build the optimizer with the saved groups")
         options = {key: value for key, value in group.items() if not joined or key not in _LABELS}
         matched.append({**options, "params": [members[name][0] for name in names]})
     return matched
 
 
 def _matched_by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
-    """The saved groups one by one, as torch matches them; names that both sides know must not contradict it."""
+    """Match groups by position, as torch does; names known to both sides must agree."""
     sizes, sizes_here = ([len(group["params"]) for group in side] for side in (saved, groups))
     if sizes != sizes_here:
-        remedy = "build it with the same groups"
-        classes = dict(_OF_TORCH.values())
+        remedy = "build the optimizer with the same groups"
+        classes = dict(_TORCH_OPTIMIZERS.values())
         if len(saved) == 1 and "peak_lr" not in saved[0] and saved[0].get("algorithm") in classes:
             remedy = (
                 f"to resume that run, load it into {classes[saved[0]['algorithm']]}(model.parameters(), lr=...) with "
@@ -260,21 +261,21 @@ def _matched_by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
             )
         raise ValueError(
             f"the saved state has {counted(len(sizes), 'param group')} of {listed(list(map(str, sizes)))} parameters "
-            f"and this optimizer {len(sizes_here)} of {listed(list(map(str, sizes_here)))}; {remedy}"
+            f"and this optimizer has {len(sizes_here)} of {listed(list(map(str, sizes_here)))}; {remedy}"
         )
     known, wanted = ({name for group in side for name in _names(group)} for side in (saved, groups))
     for old, here in zip(saved, groups, strict=True):
         for name, name_here in zip(_names(old), _names(here), strict=False):
             if name != name_here and (name in wanted or name_here in known):
                 raise ValueError(
-                    f"{name_here} would get what was saved for {name}: the names of the saved state are not all known "
-                    f"here, and those that are have changed places; write today's names into param_names of its groups"
+                    f"{name_here} would get the state of {name}: parameters were renamed and reordered; write the "
+                    f"current names into param_names of the saved groups"
                 )
     return saved
 
 
 def _names(group: Group) -> list[str]:
-    """The names of a group's parameters, or nothing; distributed checkpoints have them in place of numbers."""
+    """The names of a group's parameters, if it has them; distributed checkpoints have names instead of numbers."""
     params = group["params"]
     named = bool(params) and all(isinstance(param, str) for param in params)
     names = params if named else group.get("param_names") or ()
@@ -286,11 +287,11 @@ def _plain_name(name: str) -> str:
 
 
 def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]) -> None:
-    """Refuse loaded options that could not have been given to this optimizer, and states of other shapes."""
+    """Refuse loaded options that this optimizer would not accept, and states of other shapes."""
     if decays(group):
         require_length(group["decay"], group.get("total_steps"))
     algorithm = ALGORITHMS[group["algorithm"]]
-    needed = algorithm.state({**group, **EMPTY_SLOTS})  # state of slots may be missing
+    needed = algorithm.state({**group, **EMPTY_SLOTS})  # state of preconditioners and normalizers may be missing
     for name, key_of_state, param in zip(names_of(here, number), group["params"], here["params"], strict=True):
         algorithm.validate(group, name, param)
         refuse_shards(name, group, param)
@@ -303,7 +304,7 @@ def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]
             )
         codes = [key for key, value in state.items() if isinstance(value, Tensor) and is_code(value)]
         for key in [key for key in codes if f"{key}{SCALE}" not in state]:
-            raise ValueError(f"the saved {key} of {name} is in 8 bits, and {key}{SCALE}, its scales, is missing")
+            raise ValueError(f"the saved {key} of {name} is in 8 bits, but its scales {key}{SCALE} are missing")
         for key, layout in layouts({**here, **group}, param).items():
             value = state.get(key)
             if isinstance(value, Tensor) and value.shape != layout.shape:
@@ -326,7 +327,7 @@ def required_optimizer(optimizer: Any, caller: str) -> Optimizer:
     optimizer = unwrap_optimizer(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"{caller} needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; of a wrapper, pass the "
+            f"{caller} needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; if it is a wrapper, pass the "
             f"optimizer inside"
         )
     return optimizer

@@ -1,21 +1,20 @@
 """State stored in 8 bits, in bfloat16 or in host memory.
 
-State is decoded before an update and encoded after it, a few parameters at a time, so that only these take full memory.
-Kernels that read and write the stored form (`Algorithm.in_place`) need neither.
+State is decoded before an update and encoded after it, a few parameters at a time to save memory. Kernels that work on
+the stored form (`Algorithm.in_place`) skip both.
 
-**8 bits.** The first axis of a parameter counts rows, and each row is cut into blocks of about 256 elements. A block
-keeps its largest magnitude s as float32, under `<key>_scale`; an element is `s (c / 127)^4` with a code c in int8, or
+**8 bits.** Each row (along the first axis of a parameter) is cut into blocks of about 256 elements. A block stores its
+largest magnitude s in float32, under `<key>_scale`; an element is `s (c / 127)^4` with a code c in int8, or
 `s (c / 255)^4` in uint8 for squares. The fourth power resolves elements down to 1e-9 of s, which the roots of squares
-need, and puts noise of 1.5% on normal numbers; the square would put 1%, and resolve nothing below 1e-5. A square above
-zero never becomes zero, since updates divide by its root. Blocks never cross rows, so parameters that are sharded along
-their first axis have the same codes on any number of ranks.
+need, and adds 1.5% of noise to normally distributed elements; the second power would add 1%, but resolve nothing below
+1e-5. A square above zero never becomes zero, because updates divide by its root. Blocks never cross rows, so parameters
+sharded along their first axis have the same codes on any number of ranks.
 
-Rounding is stochastic, by a hash of seed, step and position: averages that move by less than half the distance between
-two codes would never move. Rounded to the nearest code, the root of an average of squares with beta2=0.999 was still 4
-times too large 2,500 steps after gradients had become 10 times smaller; with noise it was 0.97 times.
+Rounding is stochastic, by a hash of seed, step and position: rounded to nearest, averages that move by less than half
+the distance between two codes would never move. With beta2=0.999, the root of the average square was then still 4
+times too large 2,500 steps after gradients had become 10 times smaller; stochastic rounding gave 0.97 times.
 
-**Host memory.** Copies to the device run ahead of the step on a stream of their own, copies back on another, so that
-both directions of the bus are used while the device computes.
+**Host memory.** Copies to the device and back run on two streams, to use both directions of the bus during compute.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from muonsw import kernels
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import whole_parts
 from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, noise_place, position
-from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Kept, Noise, stochastic_round, uniform_hash
+from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Noise, StoredState, stochastic_round, uniform_hash
 from muonsw.work import Group, Item, StepContext
 
 BLOCK, SHORTEST_BLOCK, LONGEST_BLOCK = 256, 16, 2**13
 
-# Parameters with fewer elements keep float32: norms and biases need it, and have little state.
+# Smaller parameters, such as norms and biases, need float32 and have little state.
 SMALLEST = 4096
 
-# The largest code by dtype; zero is zero.
+# The largest code of each dtype; code 0 is zero.
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 
 
@@ -57,7 +56,7 @@ def is_code(value: Tensor) -> bool:
 
 @cache
 def block_length(shape: tuple[int, ...]) -> int | None:
-    """How many elements of a row share a scale: a divisor of its length near 256; None where state stays in float32.
+    """How many elements of a row share a scale: a divisor of its length near 256; None to keep float32.
 
     Examples:
         >>> block_length((768, 3072)), block_length((512, 512, 3, 3)), block_length((1000, 1009)), block_length((9000,))
@@ -73,13 +72,13 @@ def block_length(shape: tuple[int, ...]) -> int | None:
 
 
 def refuse_shards(name: str, group: Group, param: Tensor) -> None:
-    """Refuse a sharded parameter whose state cannot be stored as its group asks.
+    """Refuse a sharded parameter whose state does not support its group's storage options.
 
-    A block that spans two shards could only be loaded by the same number of ranks.
+    Only the same number of ranks could load a block that spans two shards.
     """
     if group["offload"] and is_dtensor(param):
         raise ValueError(
-            f"offload=True cannot keep the state of {name}, a DTensor, in host memory; use FSDP's own, "
+            f"offload=True does not support DTensors, and {name} is one; use "
             f"fully_shard(offload_policy=CPUOffloadPolicy())"
         )
     length = block_length(tuple(param.shape)) if group["state_dtype"] == INT8 and is_dtensor(param) else None
@@ -91,8 +90,8 @@ def refuse_shards(name: str, group: Group, param: Tensor) -> None:
     even = shape[1] % pieces == 0 and shape[1] // pieces * math.prod(shape[2:]) % length == 0
     if not even or any(axis > 1 for _, axis in axes) or cutting_order(places, mesh) is None:
         raise ValueError(
-            f"state_dtype='int8' keeps {name} in blocks of {length} along its rows, through which {places} on a mesh "
-            f"of {tuple(mesh)} cuts; shard it along its first axis, or give its group state_dtype='bfloat16'"
+            f"state_dtype='int8' stores {name} in blocks of {length} along its rows, and {places} on a mesh of "
+            f"{tuple(mesh)} would cut them; shard it along its first axis, or set state_dtype='bfloat16' in its group"
         )
 
 
@@ -100,18 +99,18 @@ def refuse_shards(name: str, group: Group, param: Tensor) -> None:
 
 
 def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[Item]:
-    """Update parameters by kernels that read and write encoded state; return the parameters that no kernel takes."""
+    """Update parameters by kernels that read and write encoded state; return those that no kernel supports."""
     in_place = ALGORITHMS[group["algorithm"]].in_place
     if in_place is None or group["fused"] is False or not kernels.available(items[0].param.device):
         return items
     keys = _encoded_keys(group)
-    forms: dict[int, list[Item]] = {}  # by how many elements share a scale, 0 without scales
+    forms: dict[int, list[Item]] = {}  # by block length, 0 without scales
     others: list[Item] = []
     for item in items:
         param, state = item.param, [item.state[key] for key in keys]
         ready = param.numel() and param.is_contiguous() and all(value.device == param.device for value in state)
         ready = ready and all(_is_rounded(group, value) and value.is_contiguous() for value in state)
-        # The noise of low-precision weights depends on how large ones are cut, and kernels cut none.
+        # Large low-precision weights are cut into chunks, on which their noise depends; kernels do not cut.
         if not ready or (param.dtype in LOW_PRECISION and param.nbytes > ctx.chunk_bytes):
             others.append(item)
             continue
@@ -123,14 +122,14 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
         for number, key in enumerate(keys):
             scales = [item.state[f"{key}{SCALE}"] for item in same_form] if block else []
             noises = [noise for item in same_form if (noise := _noise(group, item, number)) is not None]
-            encoded[key] = Kept([item.state[key] for item in same_form], scales, noises)
+            encoded[key] = StoredState([item.state[key] for item in same_form], scales, noises)
         if not in_place(group, whole_parts(same_form), encoded, ctx):
             others += same_form
     return others
 
 
 def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update: Callable[[list[Item]], None]) -> None:
-    """Update parameters on decoded state, in pieces about as large as a chunk; equal shapes stay together."""
+    """Update parameters on decoded state, in pieces of about `chunk_bytes`; equal shapes stay together."""
     if not items:
         return
     order = {shape: number for number, shape in enumerate(dict.fromkeys(item.param.shape for item in items))}
@@ -145,12 +144,12 @@ def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update
     device = items[0].param.device
     copies = _HostCopies(device, pieces) if group["offload"] and device.type == "cuda" else None
     for number, piece in enumerate(pieces):
-        near = piece if copies is None else copies.fetch(number)
-        decoded = decode_items(group, near)
+        stored = piece if copies is None else copies.fetch(number)
+        decoded = decode_items(group, stored)
         update(decoded)
-        encode_items(group, near, decoded, ctx.ok)
+        encode_items(group, stored, decoded, ctx.ok)
         if copies is not None:
-            copies.give_back(number, near)
+            copies.give_back(number, stored)
 
 
 def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
@@ -165,7 +164,7 @@ def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
                 value = value.float()
             if param.dtype == torch.float64:
                 value = value.double()
-            if not param.is_contiguous() and value.stride() != param.stride():  # laid out like its parameter
+            if not param.is_contiguous() and value.stride() != param.stride():  # state is laid out like its parameter
                 value = torch.empty_like(param, dtype=value.dtype).copy_(value)
             state[key] = value
         decoded.append(item._replace(state=state))
@@ -184,7 +183,7 @@ def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], o
 
 
 def _encoded_keys(group: Group) -> list[str]:
-    """The keys that may be encoded, in the order in which their noise is numbered."""
+    """The keys that may be encoded; their order numbers their noise."""
     specs = ALGORITHMS[group["algorithm"]].state(group)
     return [key for key, spec in specs.items() if spec.shape is None and not spec.counter]
 
@@ -194,10 +193,10 @@ def _is_rounded(group: Group, value: Tensor) -> bool:
 
 
 def _noise(group: Group, item: Item, number: int) -> Noise | None:
-    """The noise by which one of a parameter's tensors is rounded; None is to nearest."""
+    """The noise that rounds tensor `number` of a parameter's state; None rounds to nearest."""
     if not rounds_state(group):
         return None
-    place = item.position - noise_place(item.parameter)  # a shard has its origin beside it
+    place = item.position - noise_place(item.parameter)  # the noise has the origin of a shard separately
     key = (group["rounding_seed"] * 0x9E3779B1 + place * 0x10001 + number + 1) & 0x7FFFFFFF
     return Noise(item.state["step"], key, position(item.parameter))
 
@@ -210,7 +209,7 @@ def encode(
 ) -> None:
     """Write a float tensor as codes and scales, unless `ok` is false.
 
-    To the nearest code, or with noise up or down with the odds that keep the mean.
+    Rounds to nearest without noise, stochastically (unbiased) with it.
     """
     x = x.float().contiguous()
     if fused and kernels.available(codes.device):
@@ -220,7 +219,7 @@ def encode(
         return
     blocks, levels = _in_blocks(x, scale), _LEVELS[codes.dtype]
     largest = blocks.abs().amax(-1)
-    # Only scales are divided: dividing every element would take as long as a pass.
+    # Take reciprocals of the scales only: dividing every element would cost another pass.
     t = (blocks.abs() * largest[..., None].clamp(min=torch.finfo(torch.float32).tiny).reciprocal()).mul_(levels**4)
     below = t.sqrt().sqrt_().floor_().clamp_(max=levels - 1)
     power, gap = _fourth(below), _fourth(below + 1)
@@ -247,13 +246,13 @@ def decode(codes: Tensor, scale: Tensor, *, fused: bool = True) -> Tensor:
         from muonsw.kernels import stored
 
         return stored.decode(codes, scale, _LEVELS[codes.dtype])
-    x = codes.to(torch.float32).mul_(1 / _LEVELS[codes.dtype])  # 127 and 255 times these are one in float32
+    x = codes.to(torch.float32).mul_(1 / _LEVELS[codes.dtype])  # times 127 or 255 this is exactly 1 in float32
     power = torch.copysign(_fourth(x), x)
     return _in_blocks(power, scale).mul_(scale[:, :, None]).view(codes.shape)
 
 
 def round_bfloat16(x: Tensor, rounded: Tensor, noise: Noise, ok: Tensor | None, *, fused: bool = True) -> None:
-    """Write a float tensor as bfloat16, up or down with the odds that keep the mean, unless `ok` is false."""
+    """Write a float tensor as bfloat16 with unbiased stochastic rounding, unless `ok` is false."""
     x = x.float()
     if not x.numel():
         return
@@ -271,17 +270,17 @@ def round_bfloat16(x: Tensor, rounded: Tensor, noise: Noise, ok: Tensor | None, 
 
 @cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """A stream for copies to the device and one for copies to the host; their order is what keeps a step right."""
+    """The streams for copies to the device and to the host; each copies in order, which the step relies on."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _HostCopies:
-    """Pieces of state on their way between host and device: the next piece is fetched while one is updated."""
+    """Copies state between host and device piece by piece: fetches the next piece during an update."""
 
     def __init__(self, device: torch.device, pieces: list[list[Item]]) -> None:
         self._pieces = pieces
         self._to_device, self._to_host = _streams(device)
-        self._to_device.wait_stream(self._to_host)  # what the last step returned must have arrived
+        self._to_device.wait_stream(self._to_host)  # the last step's copies must have arrived
         self._arriving = [self._send_for(0)]
 
     def fetch(self, number: int) -> list[Item]:

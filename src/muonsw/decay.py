@@ -1,9 +1,9 @@
-"""Decay rules: the fraction `phi` of a weight that one step takes away, `W <- (1 - phi) W - ...`.
+"""Decay rules: the fraction `phi` of a weight that one step removes, `W <- (1 - phi) W - ...`.
 
-With lambda the weight decay, eta the learning rate of the step, eta_max its peak, t the step from 1, T the length of
-the run, and g the root of the mean squared gradient, averaged over steps:
+lambda is the weight decay, eta the learning rate of the step, eta_max its peak, t the number of the step from 1, T the
+number of steps in the run, and g the root of the mean squared gradient, averaged over steps:
 
-| rule            | phi                                     | who means it                                             |
+| rule            | phi                                     | used by                                                  |
 |-----------------|-----------------------------------------|----------------------------------------------------------|
 | `constant`      | lambda eta                              | `torch.optim.AdamW`, `torch.optim.Muon`, most codebases  |
 | `scaled`        | lambda eta^2 / eta_max                  | this library's default; Defazio's AdamC                  |
@@ -11,12 +11,12 @@ the run, and g the root of the mean squared gradient, averaged over steps:
 | `independent`   | lambda eta / eta_max                    | the schedule of the original decoupled-decay paper       |
 | `fixed`         | lambda, and 0 at a learning rate of 0   | what other libraries call independent                    |
 | `cosine`        | lambda eta (1 + cos(pi (t - 1)/T)) / 2  | nanochat                                                 |
-| `log_time`      | (lambda / t) eta / eta_max              | ADANA, with lambda near 4; wants a warmup                |
+| `log_time`      | (lambda / t) eta / eta_max              | ADANA, with lambda near 4; needs a warmup                |
 | `gradient_norm` | lambda eta / g                          | Xie et al.'s scheduled weight decay (SWD)                |
 | `none`          | 0                                       | embeddings, norms, biases                                |
 
-Norm rules (`muonsw.addons.norm_rules`) control the norm of a weight instead of shrinking it. `total_steps` is the
-user's; `step_count` counts calls of `step`, skipped ones included, as a scheduler does. Both are saved in the group.
+Norm rules (`muonsw.addons.norm_rules`) control the norm of a weight instead. The user sets `total_steps`; `step_count`
+counts calls of `step`, including skipped ones, as a scheduler does. The group saves both.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from muonsw.work import Group, label_of
 if TYPE_CHECKING:
     from muonsw.nonfinite import Counters
 
-# Under `scale_weight_decay`: a group's lambda, and the `weight_decay` that was set last.
+# Written by `scale_weight_decay`: a group's lambda, and the last `weight_decay` it set.
 LAMBDA_KEYS = ("base_weight_decay", "driven_weight_decay")
 
 
 class RunPosition(NamedTuple):
-    """Where a run is: everything that phi may depend on, apart from lambda."""
+    """The position in a run: everything that phi depends on, except lambda."""
 
     eta: float
     eta_max: float = 0.0
@@ -50,7 +50,7 @@ class RunPosition(NamedTuple):
 
 
 class DecayRule(NamedTuple):
-    """Phi as a function of lambda, in which it is linear, and of the position in the run; and what it uses of that."""
+    """Phi as a function of lambda (always linear) and the position in the run, and what it reads of the position."""
 
     phi: Callable[[float, RunPosition], float]
     uses_peak: bool = False
@@ -87,32 +87,32 @@ def needs_peak(group: Group) -> bool:
     return DECAY_RULES[group["decay"]].uses_peak and decays(group)
 
 
-def own_weight_decay(group: Group) -> Any:
+def user_weight_decay(group: Group) -> Any:
     """Return a group's lambda: a `weight_decay` that differs from the last one we set is the user's.
 
-    A tensor that was filled once is ours and is not read again, which would wait for a GPU.
+    We never read back a tensor that we fill, because that would wait for the GPU.
     """
-    now = group["weight_decay"]
-    ours = isinstance(now, Tensor) or now == group.get("driven_weight_decay")
-    return group["base_weight_decay"] if ours and "base_weight_decay" in group else now
+    current = group["weight_decay"]
+    is_driven = isinstance(current, Tensor) or current == group.get("driven_weight_decay")
+    return group["base_weight_decay"] if is_driven and "base_weight_decay" in group else current
 
 
 def require_length(rule: str, total_steps: int | None) -> None:
     if DECAY_RULES[rule].uses_length and total_steps is None:
-        raise ValueError(f"decay={rule!r} ends with the run; pass total_steps, the steps of the whole run")
+        raise ValueError(f"decay={rule!r} depends on the length of the run; pass total_steps")
 
 
 def check_rates(group: Group, number: int, counters: Counters) -> str | None:
-    """Refuse invalid rates and bring a group's peak up to date; return the warning of a changed peak.
+    """Refuse invalid rates and update a group's peak; return a warning if a scheduler changed it.
 
-    Rate and lambda become floats: numpy's numbers would compute in their own precision, and a tensor is read once.
+    Rate and lambda become floats: numpy scalars would compute in their precision, and tensors are read only once.
     """
     if any(param.is_cuda and torch.cuda.is_current_stream_capturing() for param in group["params"][:1]):
         raise RuntimeError(
             f"a CUDA graph would freeze the learning rate of {label_of(group, number)}; capture forward and backward, "
-            f"and step outside the graph: small steps are replayed as graphs by themselves"
+            f"and step outside the graph: small steps replay as graphs automatically"
         )
-    # schedules that end at zero may pass it by a rounding error
+    # schedules that end at zero may overshoot by a rounding error
     for key, low in (("lr", -peak.PEAK_TOLERANCE * (group["constructor_lr"] or 0.0)), ("weight_decay", 0.0)):
         try:
             value = float(group[key])
@@ -133,7 +133,7 @@ def check_rates(group: Group, number: int, counters: Counters) -> str | None:
 
 
 def phi_of(group: Group, eta: float, step: int) -> float:
-    """The fraction of each weight that decay takes at a step of this learning rate."""
+    """The fraction of each weight that decay removes at this learning rate."""
     if not decays(group):
         return 0.0
     average = group.get("gradient_average")
@@ -147,7 +147,7 @@ def phi_of(group: Group, eta: float, step: int) -> float:
         gradient=math.sqrt(average[0] / average[1]) if average and average[1] else 0.0,
     )
     if phi > 1:
-        raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
+        raise ValueError(f"decay would remove {phi:g} times the weight in one step; lower lr or weight_decay")
     return phi
 
 
@@ -161,9 +161,9 @@ def decay_factor(
     steps: int | None = None,
     gradient: float | None = None,
 ) -> float:
-    """The fraction of a weight that a step at learning rate `eta` takes away.
+    """The fraction of a weight that a step at learning rate `eta` removes.
 
-    Rules that divide by the peak do not decay before it is known, at the first step with a rate above zero.
+    Rules that divide by the peak give 0 until the peak is known, at the first step with a rate above zero.
 
     Args:
         rule: a name from `DECAY_RULES`.
@@ -171,8 +171,8 @@ def decay_factor(
         eta: the learning rate of the step.
         eta_max: its peak.
         step: the number of the step, from 1, for rules that use it.
-        steps: the length of the run, likewise.
-        gradient: the root of the mean squared gradient, likewise.
+        steps: the number of steps in the run, for rules that use it.
+        gradient: the root of the mean squared gradient, for rules that use it.
 
     Examples:
         >>> decay_factor("constant", 0.1, 0.01, 0.02)
@@ -189,15 +189,17 @@ def decay_factor(
         require_length(rule, steps)
     if (entry.uses_step and step is None) or (entry.uses_gradient and gradient is None):
         raise ValueError(f"decay rule {rule!r} depends on {'step' if entry.uses_step else 'gradient'}; pass it")
-    # what the rule does not use may be missing
+    # any value does for what the rule does not use
     return entry.phi(lam, RunPosition(eta, eta_max or 0.0, step or 1, steps or 1, gradient or 0.0))
 
 
 def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) -> list[float]:
-    """The factor of every step of a run, given the learning rate of each."""
+    """Phi of every step of a run, from the learning rate of each."""
     entry, rates = DECAY_RULES[rule], list(etas)
     if entry.uses_gradient:
-        raise ValueError(f"decay rule {rule!r} depends on the gradients of the run, which no schedule knows")
+        raise ValueError(
+            f"decay rule {rule!r} depends on the gradients of the run, which a schedule does not determine"
+        )
     if entry.uses_peak and not eta_max:
         return [0.0] * len(rates)
     # `decay_factor` would repeat its checks at each of perhaps a million steps
@@ -212,14 +214,14 @@ def convert_weight_decay(
     peak_lr: float,
     schedule: Iterable[float] | None = None,
 ) -> float:
-    """Translate a weight decay from one rule's convention into another's.
+    """Convert a weight decay from one rule's convention to another's.
 
-    By default both rules take the same fraction of a weight at the peak. With a `schedule`, the learning
-    rate of every step, both take the same total `sum(phi_t)` over it; rules that follow the step have no other way.
+    By default both rules remove the same fraction of a weight at the peak. With a `schedule`, the learning rate of
+    every step, both have the same total decay `sum(phi_t)`; rules that depend on the step need one.
 
     Args:
         value: lambda in the convention of `from_rule`.
-        from_rule: the rule that `value` belongs to, a name from `DECAY_RULES`.
+        from_rule: the rule of `value`, a name from `DECAY_RULES`.
         to_rule: the rule to express it in.
         peak_lr: the peak of the schedule, eta_max.
         schedule: learning rates, one for each step, none above `peak_lr`.
@@ -230,8 +232,8 @@ def convert_weight_decay(
         >>> convert_weight_decay(1e-3, "independent", "constant", peak_lr=0.01)
         0.1
 
-        Scaled decay takes less than constant decay over a run that falls linearly to zero, so equal
-        totals need a larger lambda:
+        Scaled decay removes less than constant decay if the rate falls linearly to zero, so equal totals need a
+        larger lambda:
 
         >>> falling = [0.01 * (1 - t / 1000) for t in range(1000)]
         >>> round(convert_weight_decay(0.1, "constant", "scaled", 0.01, schedule=falling), 3)
@@ -245,10 +247,12 @@ def convert_weight_decay(
         raise ValueError(f"the schedule reaches {highest:g}, above peak_lr={peak_lr:g}; pass its true peak")
     for rule in (from_rule, to_rule):
         if schedule is None and DECAY_RULES[rule].uses_step:
-            raise ValueError(f"decay rule {rule!r} follows the step; pass schedule=, the learning rate of every step")
+            raise ValueError(
+                f"decay rule {rule!r} depends on the step; pass schedule=, the learning rate of every step"
+            )
     total_from, total_to = (sum(decay_factors(rule, 1.0, etas, peak_lr)) for rule in (from_rule, to_rule))
     if value * total_from == 0:
         return 0.0
     if total_to == 0:
-        raise ValueError(f"decay rule {to_rule!r} takes nothing away over this schedule; no value can match")
+        raise ValueError(f"decay rule {to_rule!r} removes nothing over this schedule; no value can match")
     return value * total_from / total_to

@@ -1,4 +1,4 @@
-"""What this machine has, and computes in: the only place that asks, so that tests can patch the answers."""
+"""What this machine has and computes in. Nothing else queries the hardware, so tests can patch the answers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from muonsw.precision import AUTO, DTYPES
 
 @cache
 def fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32: by AVX512-BF16 or AMX that oneDNN is allowed to use.
+    """Whether this CPU multiplies bfloat16 faster than float32: with AVX512-BF16 or AMX that oneDNN may use.
 
-    Without them bfloat16 products are emulated, some 25 times slower than float32.
+    Without them bfloat16 products are emulated, about 25 times slower than float32.
     """
     allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
     if allowed not in ("ALL", "DEFAULT") and "BF16" not in allowed and "AMX" not in allowed and "FP16" not in allowed:
@@ -42,12 +42,12 @@ def gpus() -> int:
 
 def gpu_fast_bfloat16(device: torch.device) -> bool:
     """Whether a GPU multiplies bfloat16 without emulation."""
-    with torch.cuda.device(device):  # torch answers for the current one
+    with torch.cuda.device(device):  # torch answers for the current device
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def gpu_capability(device: torch.device) -> int:
-    """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for any other device."""
+    """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -55,7 +55,7 @@ def gpu_capability(device: torch.device) -> int:
 
 
 def product_dtype(setting: str, param_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the orthogonalizer's products: the fastest that this hardware multiplies without emulation."""
+    """The dtype of the orthogonalizer's products: the fastest that needs no emulation on this hardware."""
     if setting != AUTO:
         return DTYPES[setting]
     if param_dtype == torch.float64:
@@ -70,12 +70,12 @@ def _fastest(device: torch.device) -> torch.dtype:
     if device.type != "cuda" or gpu_fast_bfloat16(device):
         return torch.bfloat16
     # V100 and T4 multiply float16 on tensor cores and emulate bfloat16; older GPUs have no tensor cores. The
-    # orthogonalizers normalize first, so float16 neither overflows nor loses anything against bfloat16.
+    # orthogonalizers normalize first, so float16 does not overflow and is at least as precise as bfloat16.
     return torch.float16 if gpu_capability(device) >= 70 else torch.float32
 
 
 def product_settings() -> tuple[Any, ...]:
-    """The settings of torch by which it chooses the kernel of a product on GPUs, which a graph freezes."""
+    """The settings of torch that select matmul kernels on GPUs; a graph freezes them."""
     matmul = torch.backends.cuda.matmul
     reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
     return matmul.fp32_precision, *reduced, matmul.allow_fp16_accumulation, torch.are_deterministic_algorithms_enabled()
@@ -88,7 +88,7 @@ _MATMUL_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  #
 def full_float32() -> Iterator[None]:
     """Multiply float32 in float32, whatever `torch.set_float32_matmul_precision` says.
 
-    After a gradient spike the small eigenvalues of a factor lie below the rounding of TF32.
+    After a gradient spike the small eigenvalues of a factor are below the rounding error of TF32.
     """
     before = [backend.fp32_precision for backend in _MATMUL_BACKENDS]
     try:
@@ -101,5 +101,5 @@ def full_float32() -> Iterator[None]:
 
 
 def has_ranks() -> bool:
-    """Whether processes have met as ranks; some builds of torch know none."""
+    """Whether a process group exists; some builds of torch have no distributed package."""
     return dist.is_available() and dist.is_initialized()

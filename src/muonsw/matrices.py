@@ -1,10 +1,9 @@
-"""How a parameter is seen as matrices, and how matrices are cut into chunks.
+"""View parameters as matrices, and cut matrices into chunks.
 
-The last two axes of a parameter are a matrix and the others count matrices (`matrix="stack"`, experts), or the first
-axis is its rows and the others together its columns (`matrix="flatten"`, convolutions). `split_sizes` and `heads`
-divide each of these along one axis into matrices of their own, such as the projections of a fused QKV. Every matrix is
-orthogonalized by itself; those of equal shape are one batch. One planner cuts batches, for parameters that are whole
-here and for sharded ones.
+`matrix="stack"` (experts): the last two axes of a parameter are a matrix, the others count matrices.
+`matrix="flatten"` (convolutions): the first axis is the rows, the others together are the columns. `split_sizes` and
+`heads` split these along one axis into several matrices, such as the projections of a fused QKV. Each matrix is
+orthogonalized separately, in batches of equal shape. Local and sharded parameters share one planner of batches.
 
 An orthogonal (m, n) matrix has elements of RMS `1/sqrt(max(m, n))`, so without a shape scale large matrices would move
 less than small ones.
@@ -28,14 +27,14 @@ STACK, FLATTEN = "stack", "flatten"
 
 Cut = tuple[int, int, int]
 
-# Longer than any axis: the length of one that is not cut.
+# Longer than any axis: the length along an axis that is not cut.
 _ALL = 2**62
 
 
 class Region(NamedTuple):
-    """A rectangular part of a tensor, cut out of a parameter, its gradient and its state alike.
+    """A rectangular part of a parameter, its gradient or its state.
 
-    `cuts` are (axis, start, length), one for each axis that is cut; `flat` cuts the tensor laid out as a vector.
+    `cuts` are (axis, start, length) for each cut axis; `flat` cuts the tensor flattened to a vector.
     """
 
     cuts: tuple[Cut, ...] = ()
@@ -66,7 +65,7 @@ class Region(NamedTuple):
         return torch.Size(lengths)
 
     def within(self, outer: Region) -> Region:
-        """The intersection with `outer`, in its coordinates; of length 0 along an axis where it is empty.
+        """The intersection with `outer`, in the coordinates of `outer`; length 0 along an axis if empty.
 
         Examples:
             >>> Region(((0, 2, 4),)).within(Region(((0, 3, 8),)))
@@ -99,7 +98,7 @@ def box(starts: Sequence[int], lengths: Sequence[int]) -> Region:
 
 
 class Part(NamedTuple):
-    """A region of one item: the unit that algorithms batch and `apply` writes."""
+    """A region of one item: the unit that algorithms batch and `apply_update` writes."""
 
     item: Item
     region: Region
@@ -117,7 +116,7 @@ def views(parts: Sequence[Part], tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class MatrixCell(NamedTuple):
-    """A region of a parameter that holds matrices of `rows` x `columns`, one for each place in the stack."""
+    """A region of a parameter that holds a stack of `rows` x `columns` matrices."""
 
     region: Region
     rows: int
@@ -125,7 +124,7 @@ class MatrixCell(NamedTuple):
 
 
 class MatrixView(NamedTuple):
-    """The options of a group that say which matrices its parameters hold."""
+    """The options of a group that define the matrices in its parameters."""
 
     matrix: str | None = None
     transposed: bool = False
@@ -156,7 +155,7 @@ class MatrixView(NamedTuple):
         return first + 1 if bool(self.split_dim) != self.transposed else first
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Sizes of the matrices along the split axis, None where it is not split; `heads` means equal parts."""
+        """Sizes of the matrices along the split axis, None without a split; `heads` means equal parts."""
         if self.heads is None:
             return self.split_sizes
         return (shape[self.split_axis(shape)] // self.heads,) * self.heads
@@ -164,8 +163,8 @@ class MatrixView(NamedTuple):
     def cells(self, shape: Sequence[int]) -> Iterator[MatrixCell]:
         if len(shape) < 2:
             raise ValueError(
-                f"a matrix that Muon was built with has become a vector of {math.prod(shape)} elements: something has "
-                f"flattened the parameters since, as DeepSpeed's ZeRO does. Keep them whole (ZeRO stage 0, DDP, FSDP2)"
+                f"a matrix has become a vector of {math.prod(shape)} elements since the optimizer was built: something "
+                f"flattened the parameters, as DeepSpeed's ZeRO does. Use ZeRO stage 0, DDP or FSDP2"
             )
         sizes, axis, start = self.sizes(shape), self.split_axis(shape), 0
         for size in (None,) if sizes is None else sizes:
@@ -174,7 +173,7 @@ class MatrixView(NamedTuple):
             start += size or 0
 
     def rows_columns(self, shape: Sequence[int]) -> tuple[int, int]:
-        """(rows, columns) of unsplit matrices in a tensor, as they are stored."""
+        """(rows, columns) of unsplit matrices in a tensor, as stored."""
         return (shape[0], math.prod(shape[1:])) if self.matrix == FLATTEN else (shape[-2], shape[-1])
 
     def count(self, shape: Sequence[int]) -> int:
@@ -182,7 +181,7 @@ class MatrixView(NamedTuple):
         return stack * sum(cell.rows * cell.columns > 0 for cell in self.cells(shape))
 
     def cell_keys(self, key: str) -> tuple[str, ...]:
-        """The keys of a tensor of state that each cell of a parameter has: one, or one numbered for each cell."""
+        """The keys of per-cell state: `key` for one cell, `key.0`, `key.1`, ... for several."""
         cells = self.heads or (1 if self.split_sizes is None else len(self.split_sizes))
         return (key,) if cells == 1 else tuple(f"{key}.{number}" for number in range(cells))
 
@@ -191,12 +190,12 @@ class MatrixView(NamedTuple):
         return next(number for number, cell in cells if set(cell.region.cuts) <= set(cuts))
 
     def out_in(self, rows: int, columns: int) -> tuple[int, int]:
-        """(out, in) of matrices, which may be stored as (in, out); polar(M^T) = polar(M)^T needs no more."""
+        """(out, in) of matrices that may be stored as (in, out). polar(M^T) = polar(M)^T needs nothing else."""
         return (columns, rows) if self.transposed else (rows, columns)
 
 
 class StackRun(NamedTuple):
-    """Consecutive matrices of one cell: all of its stack, or a cut along the first axis."""
+    """Consecutive matrices of one cell: its whole stack, or a cut along the first axis."""
 
     cell: MatrixCell
     stack: tuple[Cut, ...]
@@ -204,7 +203,7 @@ class StackRun(NamedTuple):
 
 
 def runs(shape: Sequence[int], view: MatrixView, chunk_bytes: int, fewest: int = 1) -> Iterator[StackRun]:
-    """The matrices of a parameter, stacks cut into even runs: at least `fewest` where it can be, none too large."""
+    """The matrices of a parameter in even runs of about `chunk_bytes` or less, at least `fewest` if possible."""
     stack = shape[: view.stack_axes(len(shape))]
     slices, per_slice = stack[0] if stack else 1, math.prod(stack[1:])
     for cell in view.cells(shape):
@@ -220,7 +219,7 @@ def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:
 
 
 class Bucket(NamedTuple):
-    """What matrices must share to be one batch."""
+    """The properties that matrices in one batch share."""
 
     rows: int
     columns: int
@@ -237,14 +236,14 @@ def matrix_chunks(view: MatrixView, items: list[Item], chunk_bytes: int) -> list
 def _planned_chunks(
     shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], view: MatrixView, chunk_bytes: int
 ) -> list[tuple[Bucket, list[tuple[int, Region]]]]:
-    """Which regions of which parameters form each batch; depends on shapes and settings alone."""
+    """The parameters and regions in each batch, from shapes and settings alone."""
     buckets: dict[Bucket, list[tuple[int, StackRun]]] = {}
     for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         for run in runs(shape, view, chunk_bytes):
             buckets.setdefault(Bucket(run.cell.rows, run.cell.columns, dtype), []).append((index, run))
     planned: list[tuple[Bucket, list[tuple[int, Region]]]] = []
     for bucket, members in buckets.items():
-        room = 0  # as many runs together as fit
+        room = 0  # fill each batch with as many runs as fit
         for index, run in members:
             if run.matrices > room:
                 planned.append((bucket, []))
@@ -261,7 +260,7 @@ def empty_batch(tensors: Sequence[Tensor], rows: int, columns: int, dtype: torch
 
 
 def scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a batch (count, rows, columns) in the shapes of tensors that hold as many matrices together."""
+    """Split a batch (count, rows, columns) into tensors of the shapes of `like`, which have as many matrices."""
     if all(t.dim() == 2 for t in like):
         return list(batch.unbind())
     area = batch.shape[-2] * batch.shape[-1]
@@ -272,13 +271,13 @@ def scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 # The RMS of a typical AdamW update (Liu et al. 2025, "Muon is scalable for LLM training").
 ADAMW_RMS = 0.2
 
-# Shape scales: by how much an orthogonal direction of (m, n) = (out, in) is stretched.
+# Shape scales: the factor for an orthogonal direction of (m, n) = (out, in).
 SHAPE_SCALES: Registry[Callable[[int, int], float]] = Registry("shape scale")
-# Elements of RMS 0.2, so that AdamW's learning rate can be used.
+# Elements of RMS 0.2, so AdamW's learning rate fits.
 SHAPE_SCALES.register("match_rms_adamw", lambda m, n: ADAMW_RMS * math.sqrt(max(m, n)))
 # Jordan's Muon and the default of `torch.optim.Muon`.
 SHAPE_SCALES.register("original", lambda m, n: math.sqrt(max(1.0, m / n)))
-# The spectral condition of muP: equal change of activations at every width.
+# muP's spectral condition: activations change equally at every width.
 SHAPE_SCALES.register("spectral", lambda m, n: math.sqrt(m / n))
 # The direction itself, as in the convergence theory.
 SHAPE_SCALES.register("none", lambda *_: 1.0)

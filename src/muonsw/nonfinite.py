@@ -1,8 +1,8 @@
 """Find non-finite gradients before a step changes anything, without waiting for the device.
 
-On a GPU the result stays on the device as a `Flag`, which every write of the step respects. Skipped steps are counted
-in one tensor on the device, because captured graphs write to it; the host reads it only where it waits anyway, in
-`state_dict` and in telemetry.
+On a GPU the result stays on the device as a `Flag` that gates every write of the step. One tensor on the device counts
+skipped steps, because captured graphs write to it; the host reads it only in `state_dict` and telemetry, which wait
+anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Flag:
     """A scalar on the device in the forms that kernels need, each computed when it is first used."""
 
     def __init__(self, bad: Tensor) -> None:
-        self.bad = bad  # 1 where a gradient is not finite and nothing may change, else 0, as fused kernels take it
+        self.bad = bad  # 1 if a gradient is not finite and nothing may change, else 0
 
     @cached_property
     def ok(self) -> Tensor:
@@ -42,11 +42,11 @@ class Flag:
 
     @cached_property
     def taken(self) -> Tensor:
-        """The number of steps that are taken, 1 or 0, in float32."""
+        """1 if the step is taken, else 0, in float32."""
         return 1 - self.bad
 
     def factor(self, dtype: torch.dtype) -> Tensor:
-        """The same number, in float64 for tensors of that precision."""
+        """`taken`, in float64 for float64 tensors."""
         return self.taken.double() if dtype == torch.float64 else self.taken
 
     def to(self, device: torch.device) -> Flag:
@@ -54,9 +54,9 @@ class Flag:
 
 
 def all_finite(grads: Sequence[Tensor]) -> Tensor:
-    """A boolean scalar on the gradients' device: whether every element is finite, by torch's operations.
+    """Whether every element is finite, as a boolean scalar on the gradients' device.
 
-    The Euclidean norm is several times faster on CPUs but overflows for gradients that are large and finite.
+    Uses the maximum norm: the Euclidean norm is faster on CPUs but overflows for large finite gradients.
     """
     flags = [torch.stack(torch._foreach_norm(same, math.inf)).isfinite().all() for same in _by_dtype(grads)]
     if not flags:
@@ -65,12 +65,15 @@ def all_finite(grads: Sequence[Tensor]) -> Tensor:
 
 
 def finite_flag(work: Sequence[Batch], captured: bool = False) -> Flag | bool:
-    """Whether this step may be taken: a bool where the host can know at no cost, else a flag on the device.
+    """Whether all gradients are finite: a bool on CPUs, else a flag on the device.
 
-    A step that is to be captured finds its gradients through tables, so it takes our kernel whatever their size.
+    A captured step finds its gradients through tables, so it uses our kernel at any size.
     """
     if all(batch.device.type == "cpu" for batch in work):
-        return _finite_on_host([item.grad for batch in work for item in batch.items])
+        # Norms are finite only if all elements are; check elements only if a norm overflows.
+        grads = [item.grad for batch in work for item in batch.items]
+        sums = [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(grads)]
+        return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
     by_device: dict[torch.device, list[Tensor]] = {}
     for batch in work:
         by_device.setdefault(batch.device, []).extend(batch.grads)
@@ -79,18 +82,12 @@ def finite_flag(work: Sequence[Batch], captured: bool = False) -> Flag | bool:
     return Flag(flags[0] if len(flags) == 1 else torch.stack([copied_to(bad, home) for bad in flags]).amax())
 
 
-def _finite_on_host(grads: Sequence[Tensor]) -> bool:
-    """Check norms, which are finite only if every element is, and elements only if a norm has overflowed."""
-    sums = [torch.stack(torch._foreach_norm(same, 2)).sum() for same in _by_dtype(grads)]
-    return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
-
-
-# Dtypes of gradients that mixed precision's check reads.
+# Gradient dtypes that mixed precision's check supports.
 _AMP_DTYPES = {torch.float32, torch.float16}
 
 
 def _bad_on_device(device: torch.device, grads: Sequence[Tensor], captured: bool) -> Tensor:
-    """One if an element of these gradients is not finite, else zero."""
+    """1 if an element of these gradients is not finite, else 0."""
     bad = torch.zeros((), dtype=torch.float32, device=device)
     if device.type == "cuda":
         by_dtype = _by_dtype(grads) if elements(grads) < kernels.TORCH_BELOW and not captured else []
@@ -107,7 +104,7 @@ def _bad_on_device(device: torch.device, grads: Sequence[Tensor], captured: bool
 
 def _bad_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
     # The check of torch's mixed precision: few launches, no table of addresses. It multiplies by one in place, which
-    # changes nothing but costs a write, so large sets take our kernel.
+    # costs a write, so large sets use our kernel.
     one = torch.ones((), dtype=torch.float32, device=bad.device)
     for same in by_dtype:
         torch._amp_foreach_non_finite_check_and_unscale_(same, bad, one)
@@ -115,7 +112,7 @@ def _bad_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Gradients that have elements, those of one dtype together."""
+    """Non-empty gradients, grouped by dtype."""
     full = [grad for grad in grads if grad.numel()]
     dtypes = dtypes_of(full)
     return [full if len(dtypes) == 1 else [grad for grad in full if grad.dtype == dtype] for dtype in dtypes]
@@ -131,7 +128,7 @@ def describe_non_finite(items: Sequence[Item]) -> str:
 
 
 class Counters:
-    """Counters and warnings of one optimizer. None of them is saved."""
+    """Counters and warnings of one optimizer; not saved."""
 
     def __init__(self) -> None:
         self._skipped_on_host = 0
@@ -141,17 +138,16 @@ class Counters:
 
     @property
     def address(self) -> int:
-        """Where a captured graph counts the steps that it skips."""
+        """The address at which a captured graph counts skipped steps."""
         return self._skipped_on_device.data_ptr()
 
     def place(self, device: torch.device) -> None:
-        """Bring the count to the device on which a graph will write it."""
+        """Move the count to the device on which a graph will write it."""
         if self._skipped_on_device.device != device:
             self._skipped_on_device = copied_to(self._skipped_on_device, device)
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped for gradients that were not finite; waits for the device."""
         return self._skipped_on_host + int(self._skipped_on_device)
 
     def skip_on_device(self, flag: Flag) -> None:
@@ -163,7 +159,7 @@ class Counters:
         self.warn_of_skips(self._skipped_on_host, items)
 
     def warn_of_skips(self, skipped: int | None = None, items: Sequence[Item] = ()) -> None:
-        """Warn at the first skipped step, and at tenfold numbers of them; counting waits for the device."""
+        """Warn at the first skipped step, then at powers of ten; counting waits for the device."""
         skipped, before = self.skipped_steps if skipped is None else skipped, self._skips_warned_of
         if skipped <= before or (before and skipped < 10 * 10 ** int(math.log10(before))):
             return
@@ -171,7 +167,7 @@ class Counters:
         cause = describe_non_finite(items) if items else "gradients held infinities or NaNs"
         steps = "1 step has" if skipped == 1 else f"{skipped} steps have"
         warnings.warn(
-            f"{steps} been skipped so far: {cause}; weights and state stayed as they were. If it goes on, lower the "
+            f"{steps} been skipped so far: {cause}; weights and state did not change. If this continues, lower the "
             f"learning rate, or find the cause with nonfinite='raise'",
             NonFiniteGradientWarning,
             stacklevel=users_line(),

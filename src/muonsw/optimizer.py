@@ -1,4 +1,4 @@
-"""The one optimizer underneath: groups, state, peaks and the step. Algorithms and decay rules are named parts."""
+"""The engine of all optimizers: param groups, state, peaks and the step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from muonsw.nonfinite import Counters, Flag
 from muonsw.options import (
     SETTINGS,
     algorithm_defaults,
-    completed,
+    complete_group,
     constructor_defaults,
     differing_options,
-    own_options,
+    options_of,
     prune,
     refuse_options_of_others,
     refuse_parameter,
@@ -47,7 +47,7 @@ Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, An
 class ScaledDecayOptimizer(Optimizer):
     """A torch optimizer in which each param group names its algorithm and its decay rule.
 
-    Use it through `MuonSW`, `AdamWSW` or `SGDSW`, which differ in their default algorithm only.
+    Use it through `MuonSW`, `AdamWSW` or `SGDSW`, which differ only in their default algorithm.
     """
 
     algorithm: ClassVar[str]
@@ -59,16 +59,14 @@ class ScaledDecayOptimizer(Optimizer):
         if isinstance(params, torch.nn.Module):
             name = type(self).__name__
             raise TypeError(
-                f"{name} takes parameters, not a model; call {name}.for_model(model, lr=...), which gives each "
-                f"parameter the algorithm that suits it"
+                f"{name} takes parameters, not a model; call {name}.for_model(model, lr=...), which picks an "
+                f"algorithm for each parameter"
             )
-        # the named arguments of a subclass and its further options
         options = {k: v for k, v in arguments.items() if k not in ("self", "params", "options", "__class__")}
         self._reset()
         self._ranks = Ranks(options.pop("process_group", None))
         vars(self).update({key: validate_option(key, options.pop(key)) for key in SETTINGS})
-        listed: Any = params if isinstance(params, Tensor) else list(params)
-        super().__init__(listed, constructor_defaults(options, self.algorithm))
+        super().__init__(params, constructor_defaults(options, self.algorithm))
 
     @classmethod
     def for_model(
@@ -82,25 +80,24 @@ class ScaledDecayOptimizer(Optimizer):
         adamw: Group | None = None,
         **options: Any,
     ) -> Self:
-        """Build one optimizer for a whole model, each parameter in the group that its role asks for.
+        """Build one optimizer for a whole model, with param groups by the role of each parameter.
 
-        Hidden matrices, convolutions and experts get this class's algorithm with decay, in the first groups.
-        Embeddings, heads, routers, norms, biases, other vectors, low-rank factors of adapters and whatever stays
-        unclear get no decay, and AdamW where this class is Muon. `routing(reasons=True)` says why.
+        The first groups hold hidden matrices, convolutions and experts, with this class's algorithm and decay.
+        Embeddings, heads, routers, norms, biases, other vectors, low-rank factors of adapters and anything unclear
+        get no decay, and AdamW if this class is Muon. `routing(reasons=True)` explains each choice.
 
         Args:
-            model: the model; frozen parameters are left out, tied ones are seen once.
-            lr: learning rate of every group that has none of its own; there is no default.
+            model: the model; frozen parameters are left out, tied ones are included once.
+            lr: learning rate of every group that does not set one; there is no default.
             weight_decay: lambda of the decayed groups.
-            preset: a name from `PRESETS` ("normuon", "soap", ...), which has the options of a method's authors; options
-                that you pass override it.
-            patterns: options for parameters by name (`"layers.*.attn.qkv.weight"`, shell wildcards, without the words
-                that torch.compile and other wrappers add) or by role (`"role:embedding"`). The first match wins; one
-                that matches nothing is an error.
-            adamw: options for everything that is routed to AdamW, such as a learning rate of its own; an error where
-                nothing is.
-            **options: options of the class, for all groups. `algorithm` replaces the class's own ("soap", "lion", ...),
-                and options of that algorithm may follow.
+            preset: a name from `PRESETS` ("normuon", "soap", ...), with the options of a method's authors; options that
+                you pass override it.
+            patterns: options for parameters by name (`"layers.*.attn.qkv.weight"`, shell wildcards, without the
+                prefixes that torch.compile and other wrappers add) or by role (`"role:embedding"`). The first match
+                wins; a pattern that matches nothing is an error.
+            adamw: options of the AdamW groups, such as their learning rate; an error if there are none.
+            **options: options of the class, for all groups. `algorithm` replaces the class's default ("soap", "lion",
+                ...) and may be followed by options of that algorithm.
 
         Examples:
             >>> import torch
@@ -120,16 +117,16 @@ class ScaledDecayOptimizer(Optimizer):
         algorithm = validate_option("algorithm", options.pop("algorithm", cls.algorithm))
         if algorithm != known.get("algorithm", algorithm):
             raise ValueError(
-                f"preset={preset!r} is of algorithm={known['algorithm']!r}; leave out the preset or "
+                f"preset={preset!r} uses algorithm={known['algorithm']!r}; leave out the preset or "
                 f"algorithm={algorithm!r}"
             )
         routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
         groups = routing.groups
         if algorithm != cls.algorithm:
-            # Options of this algorithm go into its groups, because the constructor knows those of the class alone.
+            # The constructor accepts only the options of the class's algorithm, so these go into the groups.
             refuse_options_of_others(options, algorithm)
-            own = {key: options.pop(key) for key in own_options(algorithm) if key in options}
-            groups = [{**own, **group} if group["algorithm"] == algorithm else group for group in groups]
+            extra = {key: options.pop(key) for key in options_of(algorithm) if key in options}
+            groups = [{**extra, **group} if group["algorithm"] == algorithm else group for group in groups]
         options |= {"lr": lr, "weight_decay": weight_decay}
         optimizer = cls(groups, **options)
         optimizer._reasons = routing.reasons
@@ -139,26 +136,26 @@ class ScaledDecayOptimizer(Optimizer):
         return optimizer
 
     def routing(self, *, reasons: bool = False) -> str:
-        """A table of the param groups, to print, and the memory that their state takes on this rank.
+        """A printable table of the param groups, and the memory of their state on this rank.
 
         Args:
-            reasons: one line for each parameter instead of each group, with how Muon sees it and why it has its role.
+            reasons: one line per parameter instead, with the matrices that Muon sees in it and the reason for its role.
         """
         if reasons:
             return reasons_table(self.param_groups, self._reasons)
         return f"{routing_table(self.param_groups)}\n{state_line(state_bytes(self.param_groups))}"
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters with options of their own; the others come from the constructor.
+        """Add a param group; options that it does not set come from the constructor.
 
-        In the middle of a run, give the group its `peak_lr` if its learning rate is not at its peak.
+        In the middle of a run, set the group's `peak_lr` unless its learning rate is at its peak.
         """
-        group, number = completed(dict(param_group), self.defaults), len(self.param_groups)
+        group, number = complete_group(dict(param_group), self.defaults), len(self.param_groups)
         if decays(group):
             require_length(group["decay"], group.get("total_steps"))
-        if not group["step_count"]:  # a group that joins a run counts on from where the others are
+        if not group["step_count"]:  # a group that joins a run starts at its step
             group["step_count"] = max((int(other["step_count"]) for other in self.param_groups), default=0)
-        if group["step_count"] and group["highest_lr"] is None:  # and may be past its peak
+        if group["step_count"] and group["highest_lr"] is None:  # and maybe past its peak
             group["highest_lr"] = peak.expected_peak(group)
         super().add_param_group(group)
         prune(group)
@@ -185,7 +182,7 @@ class ScaledDecayOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step, as `muonsw.step` describes; invalid input raises before anything has changed.
+        """Take one step, as `muonsw.step` describes; invalid input raises before anything changes.
 
         Step hooks run after the closure, when there are gradients.
         """
@@ -199,7 +196,7 @@ class ScaledDecayOptimizer(Optimizer):
     _step = Optimizer.profile_hook_step(take_step)
 
     def warn_of_unfrozen(self) -> None:
-        """Warn of a parameter that was frozen when the optimizer was built, is not any more, and is in no group."""
+        """Warn of parameters that were unfrozen after the optimizer was built and are in no group."""
         params = [(name, getattr(module(), key, None)) for name, module, key in self._left_out]
         unfrozen = [(name, param) for name, param in params if param is not None and param.requires_grad]
         trained = {id(param) for group in self.param_groups for param in group["params"]} if unfrozen else set()
@@ -213,16 +210,16 @@ class ScaledDecayOptimizer(Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped for gradients that were not finite; waits for the device. Not saved."""
+        """Steps skipped because of non-finite gradients. Reading it waits for the device; it is not saved."""
         return self._counters.skipped_steps
 
     def set_peak_lr(self, peak_lr: Any, *, group: int | None = None) -> None:
         """Set eta_max: a number, None or "running_max" for all groups or one, or from a scheduler.
 
         Args:
-            peak_lr: the highest learning rate of the run, or a scheduler, whose own `max_lrs` or `base_lrs` are taken
-                for groups without a number of their own. One number needs groups with equal rates.
-            group: the number of the only group to change.
+            peak_lr: the highest learning rate of the run, or a scheduler, whose `max_lrs` or `base_lrs` set
+                the peaks of groups without a `peak_lr`. One number needs groups with equal rates.
+            group: change only the group with this number.
         """
         if group is not None and group not in range(len(self.param_groups)):
             raise ValueError(f"group={group!r}: this optimizer has param groups 0 to {len(self.param_groups) - 1}")
@@ -234,7 +231,7 @@ class ScaledDecayOptimizer(Optimizer):
         if hasattr(scheduler, "step") and hasattr(scheduler, "optimizer"):
             if checkpoint.unwrap_optimizer(scheduler.optimizer) is not self:
                 raise ValueError(
-                    f"this {type(scheduler).__name__} schedules another optimizer; hand over this one's own"
+                    f"this {type(scheduler).__name__} schedules another optimizer; pass one of this optimizer"
                 )
             peaks = peak.scheduler_peaks(scheduler)
             for number, target in zip(numbers, chosen, strict=True):
@@ -250,7 +247,7 @@ class ScaledDecayOptimizer(Optimizer):
     def summary(self) -> Summary:
         """What the last step did: matrices orthogonalized, parameters moved by each algorithm, decay and peak.
 
-        It reads flags from the device.
+        Waits for the device.
 
         Examples:
             >>> import torch
@@ -270,8 +267,8 @@ class ScaledDecayOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`.
 
-        It never raises. Skipped steps, and state of parameters that are in no group any more, give warnings: a flawed
-        checkpoint is better than none.
+        It never raises: it warns of skipped steps and of state whose parameter is no longer in a group, because a
+        flawed checkpoint is better than none.
         """
         self._counters.warn_of_skips()
         self._wait_for_host()
@@ -283,11 +280,10 @@ class ScaledDecayOptimizer(Optimizer):
             wait_for_host(device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer, or of torch's Muon, AdamW or SGD, and go on from there.
+        """Load a state of this optimizer, or of torch's Muon, AdamW or SGD.
 
-        State and options follow the names of the parameters where both sides know them, else their places. The saved
-        peak learning rate wins over this optimizer's own, with a warning where they differ. Nothing is changed when it
-        raises.
+        State and options are matched by parameter name if both sides have names, else by position. The saved peak
+        learning rate replaces the current one, with a warning if they differ. Nothing changes if this raises.
         """
         checkpoint.load(self, state_dict, super().load_state_dict)
         self._replay = Replay()  # its graph would keep the old state alive
@@ -317,9 +313,9 @@ class ScaledDecayOptimizer(Optimizer):
         return "\n  ".join([f"{type(self).__name__} (", *lines]) + "\n)"
 
     def _patch_step_function(self) -> None:
-        """Leave `step` alone, which torch would wrap again in every subclass.
+        """Keep torch from wrapping `step` again in every subclass.
 
-        Its hooks run inside it, so they run once also where a subclass overrides it and calls it.
+        Its hooks run inside `step`, so they also run once if a subclass overrides it and calls `super().step()`.
         """
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
 
@@ -331,10 +327,10 @@ class ScaledDecayOptimizer(Optimizer):
         self._counters = Counters()
         self._last: LastStep = []
         self._last_skipped: bool | Flag = False
-        # modules, because torch cannot swap tensors that have weak references, as `model.to` does with subclasses
+        # modules, not tensors: `model.to` cannot swap tensor subclasses that have weak references
         self._left_out: list[tuple[str, weakref.ref[torch.nn.Module], str]] = []
         self._reasons: dict[str, str] = {}
         self._ranks = Ranks()
         self._replay = Replay()
-        self._allocated: dict[int, Any] = {}  # by group: what its state was allocated for
-        self._addons: set[str] = set()  # whose hooks are registered
+        self._allocated: dict[int, Any] = {}  # by group: the options its state was allocated for
+        self._addons: set[str] = set()  # add-ons whose hooks are registered

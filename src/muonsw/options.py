@@ -1,4 +1,4 @@
-"""The options of optimizers and param groups: which there are, their defaults, and what makes a value wrong."""
+"""Every option of optimizers and param groups, with its default and its check."""
 
 from __future__ import annotations
 
@@ -32,63 +32,62 @@ Check = Callable[[Any], Any]
 
 
 class GroupOptions(TypedDict, total=False):
-    """Further options that mean the same for every algorithm, for all groups or for one."""
+    """Further options that all algorithms share, for all groups or for one."""
 
     total_steps: int | None
-    """steps of the whole run, for rules that end with it."""
+    """steps of the whole run, for rules that depend on its length."""
     norm: str
-    """what becomes of the norm of weights with decay: "free" (the default), "target" (decay pulls it to its target
-    instead of zero), "hyperball" (it stays, nothing decays, and `lr` is the size of an update over that of the weight).
+    """how weights with decay control their norm: "free" (the default), "target" (decay pulls it to a target instead of
+    zero), "hyperball" (constant norm, no decay, and `lr` is the norm of an update relative to that of the weight).
     """
     target_norm: float | None
-    """the root mean square of the elements that a norm rule aims at; None is that of each weight at the first step."""
+    """the root mean square of the elements that a norm rule aims at; None: that of each weight at the first step."""
     cautious: bool
-    """decay only the elements that the update does not move outward."""
+    """decay only the elements that the update does not move away from zero."""
     lr_multiplier: float
-    """by how much this group's learning rate was multiplied, as under muP. A group that sets it and no `lr` gets
+    """the factor in this group's learning rate, as under muP. A group that sets it without `lr` gets
     `lr * lr_multiplier`."""
     state_dtype: torch.dtype | str
     """dtype of the optimizer state; "auto" is float32 for bfloat16 and float16 parameters, else the parameter's own;
-    "bfloat16", and "int8" in 8 bits by block, are rounded stochastically."""
+    "bfloat16" and "int8" (8 bits in blocks) are rounded stochastically."""
     offload: bool
-    """keep state in pinned host memory, from which it is copied to the GPU and back beside the step; nothing is done
-    for parameters on the CPU. Wait for the device before you read `optimizer.state` yourself."""
+    """keep state in pinned host memory and copy it to the GPU and back during the step; no effect on CPU parameters.
+    Synchronize the device before you read `optimizer.state` yourself."""
     rounding: str
-    """how bfloat16 and float16 weights are rounded: "stochastic", or "nearest", which loses decay and warns, and
-    rounds state in less than float32 to nearest as well."""
+    """how bfloat16 and float16 weights are rounded: "stochastic", or "nearest", which loses decay and warns, and also
+    applies to state below float32."""
     rounding_seed: int
     """seed of the stochastic rounding."""
     maximize: bool
-    """climb instead of descend."""
+    """maximize the objective instead of minimizing it."""
     fused: bool | None
-    """False computes with torch's plain operations alone, to compare or to search for an error; None and True take
-    fused kernels wherever there are some."""
+    """False uses only torch's plain operations, to compare or debug; None and True use fused kernels if available."""
     role: str | None
     """a label for tables and telemetry."""
 
 
 class MuonOptions(GroupOptions, total=False):
-    """Options of the members of Muon's slots; None is the default."""
+    """Options of Muon's preconditioners and normalizers; None is the default."""
 
     precondition_beta2: float | None
     """decay rate of the averages of squared gradients."""
     precondition_eps: float | None
-    """added to their root, or the least root."""
+    """added to their root, or a lower bound of it."""
     precondition_frequency: int | None
-    """steps from one change of bases to the next, of SOAP and Shampoo."""
+    """steps between updates of the bases, for SOAP and Shampoo."""
     precondition_max_dim: int | None
-    """the longest side that SOAP rotates."""
+    """the longest side of a matrix that SOAP rotates."""
     normalize_beta2: float | None
     """decay rate of the averages of squared directions."""
     normalize_eps: float | None
     """added to their root."""
     normalize_axis: str | None
-    """what has an average of its own: "rows" (outputs), or "longer" (places along the longer axis)."""
+    """the axis with separate averages: "rows" (outputs), or "longer" (the longer axis)."""
     normalize_snap: bool | None
-    """set the norm of directions to sqrt(min(m, n)) first."""
+    """first set the norm of directions to sqrt(min(m, n))."""
 
 
-# checks: each returns the value as a group stores it, or raises what completes the sentence "lr=-1: must be ..."
+# checks: each returns the value as a group stores it, or raises the end of the message "lr=-1: must be ..."
 
 
 def _check(what: str, accepts: Callable[[Any], bool], stored: Check = lambda value: value) -> Check:
@@ -101,7 +100,7 @@ def _check(what: str, accepts: Callable[[Any], bool], stored: Check = lambda val
 
 
 def _number(low: float = 0.0, high: float = math.inf, *, above: bool = False, below: bool = False) -> Check:
-    """A number from `low` to `high`, the ends included unless it must be above the one or below the other."""
+    """A number from `low` to `high`; `above` and `below` exclude the ends."""
 
     def accepts(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, Real):  # numpy's numbers are Real too
@@ -138,7 +137,7 @@ def _one_of(*values: Any) -> Check:
 
 def _name_in(table: Registry[Any]) -> Check:
     def check(name: Any) -> str:
-        table[str(name)]  # raises for a name that it does not know
+        table[str(name)]  # raises for an unknown name
         return str(name)
 
     return check
@@ -167,14 +166,14 @@ def _peak_lr(value: Any) -> Any:
     if value is None or value == RUNNING_MAX:
         return value
     if isinstance(value, Tensor | str):
-        raise ValueError("must be a float, None or 'running_max'; a peak is read by the host")
+        raise ValueError("must be a float, None or 'running_max'")
     return _number(above=True)(value)
 
 
 _flag = _check("True or False", lambda value: isinstance(value, bool))
 _fraction = _number(0, 1, below=True)
 
-# The options of every param group: default and check.
+# Options of every param group: default and check.
 _COMMON: dict[str, tuple[Any, Check]] = {
     "lr": (1e-3, _number_or_tensor),
     "weight_decay": (0.1, _number_or_tensor),
@@ -192,27 +191,27 @@ _COMMON: dict[str, tuple[Any, Check]] = {
     "role": (None, _or_none(_check("a string", lambda value: isinstance(value, str)))),
 }
 
-# Options that a group has only where they differ from these: of every algorithm, of rules of matrices, of Muon alone.
+# Options that a group stores only if they differ from these defaults: common, of matrix views, of Muon.
 _OPTIONAL: dict[str, tuple[Any, Check]] = {
     "total_steps": (None, _or_none(_whole(1))),
     "norm": (FREE, _name_in(NORM_RULES)),
     "target_norm": (None, _or_none(_number(above=True))),
 }
-_OF_VIEWS: dict[str, tuple[Any, Check]] = {
+_VIEW_OPTIONS: dict[str, tuple[Any, Check]] = {
     "matrix": (None, _one_of(None, STACK, FLATTEN)),
     "split_sizes": (None, _or_none(_sequence(_whole(1), "a sequence of whole numbers"))),
     "split_dim": (0, _one_of(0, 1)),
     "heads": (None, _or_none(_whole(1))),
     "transposed": (False, _flag),
 }
-_OF_MUON: Group = dict.fromkeys(("block_period", *PRECONDITION.option_names(), *NORMALIZE.option_names()))
+_MUON_OPTIONS: Group = dict.fromkeys(("block_period", *PRECONDITION.option_names(), *NORMALIZE.option_names()))
 
 COMMON: Group = {key: default for key, (default, _) in _COMMON.items()}
 
-# In every group, whatever its algorithm: OneCycleLR looks for one of the two in all groups.
+# In every group, whatever its algorithm, because OneCycleLR cycles one of the two in all groups.
 _FOR_SCHEDULERS: Group = {"momentum": 0.0, "betas": (0.9, 0.95)}
 
-# Kept by the optimizer itself in each group; not for the user to set, and saved with the rest.
+# Bookkeeping that the optimizer stores in each group and saves; users do not set it.
 BOOKKEEPING: Group = {
     "resolved_peak_lr": None,
     "peak_record": None,
@@ -225,11 +224,11 @@ BOOKKEEPING: Group = {
 # Options of a whole optimizer.
 SETTINGS = ("nonfinite", "chunk_bytes", "replay")
 
-# The checks of all options; algorithms keep the defaults of their own.
+# The checks of all options; the defaults of algorithms are in their files.
 CHECKS: dict[str, Check] = {
-    **{key: check for options in (_COMMON, _OPTIONAL, _OF_VIEWS) for key, (_, check) in options.items()},
+    **{key: check for options in (_COMMON, _OPTIONAL, _VIEW_OPTIONS) for key, (_, check) in options.items()},
     "algorithm": _name_in(ALGORITHMS),
-    "foreach": _or_none(_flag),  # torch's; equal shapes are always one batch here
+    "foreach": _or_none(_flag),  # torch's, without effect: equal shapes are always batched
     "momentum": _fraction,
     "momentum_form": _one_of(*MOMENTUM_FORMS),
     "nesterov": _flag,
@@ -261,15 +260,15 @@ CHECKS: dict[str, Check] = {
 }
 
 # Keys of schedulers and other libraries that look like misspelt options.
-_KEYS_OF_OTHERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
+_FOREIGN_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
-# Options of earlier versions, which saved groups may hold, and what to do instead.
+# Options of earlier versions that saved groups may hold, and what to do instead.
 REMOVED = dict.fromkeys(
     ("aurora_iterations", "aurora_beta", "aurora_polar"),
     "register functools.partial(muonsw.orthogonalize.aurora, ...) and name it in orthogonalizer=",
 )
 
-# Words that people try: our name for the option, or what to do instead.
+# Names from other libraries: our name for the option, or what to do instead.
 _INSTEAD = {
     "wd": "weight_decay",
     "learning_rate": "lr",
@@ -278,11 +277,11 @@ _INSTEAD = {
     "epsilon": "eps",
     "preset": "pass it to for_model, which routes a whole model",
     "differentiable": "steps are not differentiable",
-    "capturable": "capture forward and backward; small steps are replayed as CUDA graphs by themselves",
+    "capturable": "capture only forward and backward; small steps replay as CUDA graphs automatically",
     "amsgrad": "AdamW here has no AMSGrad variant",
     "dampening": "use momentum_form='ema' for dampening equal to momentum",
     "decoupled_weight_decay": "decay is always decoupled",
-    "adjust_lr_fn": "it is called scale here, with the same names, and spectral for spectral_unclamped",
+    "adjust_lr_fn": "it is called scale here, with the same values, except that spectral_unclamped is spectral",
     "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
     **REMOVED,
@@ -290,10 +289,10 @@ _INSTEAD = {
 
 
 def validate_option(key: str, value: Any) -> Any:
-    """The value as a group stores it, or an error that names the option and the values that it takes.
+    """Return the value as a group stores it, or raise an error with the option and its valid values.
 
-    Unknown keys stay, as in torch: frameworks write names, scales and hints into groups. Only misspelt options and
-    options of torch that are not supported are refused.
+    Unknown keys pass, as in torch, because frameworks write names, scales and hints into groups. Only misspelt options
+    and unsupported options of torch are errors.
     """
     if key in CHECKS:
         return _checked(key, value, CHECKS[key])
@@ -302,15 +301,15 @@ def validate_option(key: str, value: Any) -> Any:
         raise ValueError(unknown_option(key, CHECKS))
     if instead and value:
         raise ValueError(f"{key!r} is not an option: {instead}")
-    if key not in (*_INSTEAD, *_KEYS_OF_OTHERS, *BOOKKEEPING) and not _owners(key):
+    if key not in (*_INSTEAD, *_FOREIGN_KEYS, *BOOKKEEPING) and not _owners(key):
         close = difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
-        if close and abs(len(close[0]) - len(key)) <= 2:  # a longer name is a name of its own
+        if close and abs(len(close[0]) - len(key)) <= 2:  # a much longer name is no typo
             raise ValueError(unknown_option(key, CHECKS))
     return value
 
 
 def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
-    """The message for a key that is not an option: the closest option, or else all of them."""
+    """The message for an unknown option: the closest one, or else all of them."""
     options = sorted(known)
     close = [_INSTEAD[key]] if _INSTEAD.get(key) in CHECKS else difflib.get_close_matches(key, options, n=1)
     return f"unknown {kind} {key!r} (did you mean {close[0]!r}?)" if close else unknown(kind, key, options)
@@ -334,13 +333,13 @@ def require_whole(key: str, value: Any, low: int, high: float = math.inf) -> Non
 def require_model(model: Any, caller: str) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
-            f"{caller} takes the model itself, a torch.nn.Module, not a {type(model).__name__}: roles come from its "
-            f"modules. Pass model, not model.parameters(), and several models as one torch.nn.ModuleList"
+            f"{caller} takes the model itself, not a {type(model).__name__}, because it reads roles from modules. Pass "
+            f"model, not model.parameters(); put several models into one torch.nn.ModuleList"
         )
 
 
 def refuse_parameter(name: str, param: Tensor) -> None:
-    """Refuse what no algorithm can optimize: integers, complex and 8-bit numbers, flat and expanded weights."""
+    """Refuse what no algorithm can optimize: integer, complex, 8-bit, flattened and expanded parameters."""
     if param.dtype not in DTYPES.values():
         raise ValueError(
             f"{name} has dtype {param.dtype}; weights must be one of {', '.join(DTYPES)}. Optimize a copy of quantized "
@@ -358,22 +357,22 @@ def refuse_parameter(name: str, param: Tensor) -> None:
 # which options a group has
 
 
-def own_options(algorithm: str) -> Group:
+def options_of(algorithm: str) -> Group:
     """The options that an algorithm reads and others do not, with their defaults."""
     entry = ALGORITHMS[algorithm]
-    views = {key: default for key, (default, _) in _OF_VIEWS.items()} if entry.matrices is not None else {}
-    return {**views, **(_OF_MUON if "precondition" in entry.defaults else {}), **entry.defaults}
+    views = {key: default for key, (default, _) in _VIEW_OPTIONS.items()} if entry.matrices is not None else {}
+    return {**views, **(_MUON_OPTIONS if "precondition" in entry.defaults else {}), **entry.defaults}
 
 
 def algorithm_defaults(algorithm: str) -> Group:
-    optional = {key: default for key, (default, _) in (_OPTIONAL | _OF_VIEWS).items()}  # norm rules read views too
-    return {**optional, **COMMON, **_FOR_SCHEDULERS, **own_options(algorithm)}
+    optional = {key: default for key, (default, _) in (_OPTIONAL | _VIEW_OPTIONS).items()}  # norm rules also read views
+    return {**optional, **COMMON, **_FOR_SCHEDULERS, **options_of(algorithm)}
 
 
 def prune(group: Group) -> None:
-    """Remove options of other algorithms from a group, and optional ones that are at their defaults."""
+    """Remove options of other algorithms, and optional ones at their defaults."""
     known, required = algorithm_defaults(group["algorithm"]), ALGORITHMS[group["algorithm"]].defaults
-    optional = {*_OPTIONAL, *_OF_VIEWS, *_OF_MUON} - required.keys()
+    optional = {*_OPTIONAL, *_VIEW_OPTIONS, *_MUON_OPTIONS} - required.keys()
     for key in (CHECKS.keys() & group.keys()) - {"algorithm"}:
         if key not in known or (key in optional and group[key] == known[key]):
             del group[key]
@@ -393,12 +392,11 @@ def constructor_defaults(options: Group, algorithm: str) -> Group:
     return defaults
 
 
-def completed(group: Group, defaults: Group) -> Group:
-    """A group with its options validated, and the rest filled in from the constructor's.
+def complete_group(group: Group, defaults: Group) -> Group:
+    """Validate a group's options and fill in the rest.
 
-    Options that mean the same everywhere come from the constructor; those of an algorithm only where the
-    group uses the constructor's algorithm, else from that algorithm's own defaults; those of a member of a slot only
-    where the group has the constructor's member.
+    Common options come from the constructor. So do those of the algorithm if it is the constructor's; otherwise they
+    come from the algorithm's defaults. A group with another preconditioner or normalizer does not inherit its options.
     """
     for key in group.keys() - {"params", "param_names"}:
         if key in (*SETTINGS, "process_group"):
@@ -410,10 +408,10 @@ def completed(group: Group, defaults: Group) -> Group:
     changed = [slot for slot in EMPTY_SLOTS if slot in group and group[slot] != inherited.get(slot)]
     unset = dict.fromkeys(key for slot in changed for key in inherited if key.startswith(f"{slot}_"))
     filled: Group = {**inherited, **unset, **common, **BOOKKEEPING, **group, "algorithm": algorithm}
-    if "lr" not in group and filled["lr_multiplier"] != 1:  # a group's own rate is never multiplied
+    if "lr" not in group and filled["lr_multiplier"] != 1:  # an explicit rate is never multiplied
         filled["lr"] = filled["lr"] * filled["lr_multiplier"]
-    if not BOOKKEEPING.keys() & group.keys():  # a group of another optimizer of ours has momentum and betas
-        # loops that warm momentum up give it to all groups, and one decay rule reads betas
+    if not BOOKKEEPING.keys() & group.keys():  # groups of our optimizers have momentum and betas
+        # loops that warm up momentum set it in all groups, and one decay rule reads betas
         allowed = _FOR_SCHEDULERS if DECAY_RULES[filled["decay"]].uses_gradient else ("momentum",)
         refuse_options_of_others(group, algorithm, allowed)
     if filled["constructor_lr"] is None:
@@ -422,7 +420,7 @@ def completed(group: Group, defaults: Group) -> Group:
 
 
 def refuse_options_of_others(keys: Iterable[str], algorithm: str, allowed: Iterable[str] = ()) -> None:
-    known = {*own_options(algorithm), *_OF_VIEWS, *allowed}
+    known = {*options_of(algorithm), *_VIEW_OPTIONS, *allowed}
     for key in keys:
         if key not in known and (owners := _owners(key)):
             raise ValueError(
@@ -432,11 +430,11 @@ def refuse_options_of_others(keys: Iterable[str], algorithm: str, allowed: Itera
 
 
 def _owners(key: str) -> list[str]:
-    return [name for name in ALGORITHMS if key in own_options(name)]
+    return [name for name in ALGORITHMS if key in options_of(name)]
 
 
 def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """The values of two groups under the keys in which they differ; tensors as numbers."""
+    """Both values of each key in which two groups differ; tensors as numbers."""
     keys = sorted((left.keys() | right.keys()) - set(ignored))
     unequal = [(key, left.get(key), right.get(key)) for key in keys if left.get(key) is not right.get(key)]
     plain = {key: tuple(v.tolist() if isinstance(v, Tensor) else v for v in pair) for key, *pair in unequal}

@@ -1,15 +1,15 @@
-"""Where eta_max comes from, group by group, and the check that no learning rate exceeds it.
+"""Find eta_max of each group, and check that no learning rate exceeds it.
 
-Scaled decay is only right if the peak is. A param group carries:
+Scaled decay is only right if the peak is. A param group has:
 
-- `peak_lr`, the user's setting: a number, None, or `"running_max"`. None means what a scheduler has recorded in the
-  group (`max_lr`, else `initial_lr`), else the rate that the group was made with (`constructor_lr`);
+- `peak_lr`, the user's setting: a number, None, or `"running_max"`. None means the scheduler's record in the group
+  (`max_lr`, else `initial_lr`), else the rate when the group was created (`constructor_lr`);
 - `resolved_peak_lr`, the number in use, or None until the first step with a learning rate above zero;
-- `peak`, whether eta_max is the group's own peak (`"group"`) or the peak before `lr_multiplier` (`"base"`);
-- `peak_record`, what the scheduler had recorded when the peak was resolved, so that a later change is noticed;
-- `highest_lr`, the highest rate so far, so that a schedule that turns down far below its peak is noticed.
+- `peak`, whether eta_max is the group's peak (`"group"`) or the peak before `lr_multiplier` (`"base"`);
+- `peak_record`, the scheduler's record when the peak was resolved, to notice a later change;
+- `highest_lr`, the highest rate so far, to notice a schedule that turns down far below its peak.
 
-All of it is plain data and is saved with the state. Keys that schedulers write are read here, never written.
+All of this is plain data, saved with the state. Keys that schedulers write are only read here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.optim.lr_scheduler import OneCycleLR
 from muonsw.text import users_line
 from muonsw.work import Group, label_of
 
-# LinearLR and others reach the peak with a rounding error. Messages print eight digits, so that it shows.
+# LinearLR and others reach the peak with a rounding error. Messages print eight digits to show it.
 PEAK_TOLERANCE = 1e-6
 
-# A rate that fell to `_TURNED_DOWN` of its highest, which was below `_REACHED` of the peak, will hardly reach the peak.
-# Not at the first fall: under a ChainedScheduler, ConstantLR may hold a rate down that another scheduler lowers.
+# A schedule probably misses its peak if the rate falls to `_TURNED_DOWN` of its highest, and that was below `_REACHED`
+# of the peak. Smaller falls happen earlier: a ChainedScheduler may lower the rate while its ConstantLR holds it down.
 _REACHED, _TURNED_DOWN = 0.9, 0.65
 
 RUNNING_MAX = "running_max"
 
-# What a step changes.
-KEPT = ("resolved_peak_lr", "peak_record", "highest_lr")
+# The keys that a step changes.
+STEP_KEYS = ("resolved_peak_lr", "peak_record", "highest_lr")
 
 
 class PeakLRError(ValueError):
@@ -41,11 +41,11 @@ class PeakLRError(ValueError):
 
 
 class PeakLRWarning(UserWarning):
-    """The peak learning rate was changed, a change to it was ignored, or the schedule never came near it."""
+    """The peak learning rate changed, a change was ignored, or the schedule never came near it."""
 
 
 def scheduler_record(group: Group) -> float | None:
-    """What a scheduler wrote into the group: `max_lr` (OneCycleLR), else `initial_lr`."""
+    """The peak that a scheduler wrote into the group: `max_lr` (OneCycleLR), else `initial_lr`."""
     records = [group[key] for key in ("max_lr", "initial_lr") if group.get(key) is not None]
     return float(records[0]) if records else None
 
@@ -59,46 +59,46 @@ def expected_peak(group: Group) -> float:
 
 
 def _base_rate(group: Group) -> float:
-    """The rate that a schedule multiplies: the scheduler's record, else the rate that the group was made with."""
+    """The rate that a schedule multiplies: the scheduler's record, else the constructor's rate."""
     record, made_with = scheduler_record(group), group.get("constructor_lr")
     return record if record is not None else float(group["lr"] if made_with is None else made_with)
 
 
 def _scaled(group: Group, base: float) -> float:
-    """The peak under `lr_scale`, by which timm's schedulers multiply every rate of a group.
+    """The peak times `lr_scale`, if timm's scheduler is multiplying the group's rates by it.
 
-    torch's schedulers ignore the key: a rate above the scaled peak shows that nothing multiplies.
+    torch's schedulers ignore the key: a rate above the scaled peak shows that it is not in use.
     """
     scaled = base * float(group.get("lr_scale", 1.0))
     return scaled if float(group["lr"]) <= scaled * (1 + PEAK_TOLERANCE) else base
 
 
 def refuse_shared(peak_lr: Any, groups: Sequence[Group]) -> None:
-    """Refuse one number for groups whose rates differ: a schedule multiplies rates, so their peaks differ too."""
+    """Refuse one number for groups with different rates: schedules multiply rates, so their peaks differ too."""
     rates = sorted({_base_rate(group) * float(group.get("lr_scale", 1.0)) for group in groups}, reverse=True)
     if isinstance(peak_lr, float) and len(rates) > 1:
         raise ValueError(
             f"peak_lr={peak_lr:.8g} is one number for param groups with learning rates {rates[0]:.8g} and "
-            f"{rates[1]:.8g}; give each group its own peak_lr, or leave it out to take the scheduler's"
+            f"{rates[1]:.8g}; give each group a peak_lr, or leave it out to use the scheduler's"
         )
 
 
 def eta_max(group: Group) -> float | None:
-    """The eta_max that decay divides by: the group's own peak, or the peak before muP multiplied its rate."""
+    """The eta_max that decay divides by: the group's peak, or the peak before muP's multiplier."""
     peak, is_own = group["resolved_peak_lr"], group["peak"] == "group"
     return None if peak is None else float(peak) / (1.0 if is_own else float(group["lr_multiplier"]))
 
 
 def set_resolved_peak(group: Group, peak: float | None) -> None:
-    """Fix the peak in use, and remember the scheduler's record at this moment."""
+    """Set the peak in use, and store the scheduler's current record."""
     group["resolved_peak_lr"], group["peak_record"] = peak, scheduler_record(group)
 
 
 def update_peak(group: Group, number: int) -> str | None:
-    """Bring `resolved_peak_lr` and `highest_lr` up to date before a step; return a warning if a scheduler changed it.
+    """Update `resolved_peak_lr` and `highest_lr` before a step; return a warning if a scheduler changed the peak.
 
-    The peak is resolved at the first step with a rate above zero: distributed checkpoint steps a fresh optimizer at
-    zero before it loads the real state. A scheduler that starts later may raise the peak; it may not lower it.
+    The peak is resolved at the first step with a rate above zero, because distributed checkpoint steps a fresh
+    optimizer at zero before it loads the real state. A scheduler that starts later may raise the peak, not lower it.
     """
     lr, setting, peak = float(group["lr"]), group["peak_lr"], group["resolved_peak_lr"]
     group["highest_lr"] = max(lr, group["highest_lr"] or 0.0)
@@ -119,21 +119,21 @@ def update_peak(group: Group, number: int) -> str | None:
         )
     if is_new and differ(implied, peak):
         return (
-            f"a scheduler recorded a peak of {implied:.8g} for {label_of(group, number)}, below the {peak:.8g} in use, "
-            f"which is kept; call set_peak_lr({implied:.8g}, group={number}) if a new run starts here"
+            f"a scheduler recorded a peak of {implied:.8g} for {label_of(group, number)}, below the {peak:.8g} in use; "
+            f"ignoring it. If a new run starts here, call set_peak_lr({implied:.8g}, group={number})"
         )
     return None
 
 
 def warn_of_changes(messages: Sequence[str | None]) -> None:
-    """Warn once of all peaks that a scheduler has changed before this step."""
+    """Warn once about all peaks that a scheduler changed before this step."""
     changes = [message for message in messages if message is not None]
     if changes:
         warnings.warn("; ".join(changes), PeakLRWarning, stacklevel=users_line())
 
 
 def check_lr(group: Group, number: int) -> str | None:
-    """Refuse a learning rate above the peak; return a warning if it has turned down well below the peak.
+    """Refuse a learning rate above the peak; return a warning if it turned down well below the peak.
 
     An explicit `peak_lr` is never second-guessed.
     """
@@ -157,12 +157,12 @@ def check_lr(group: Group, number: int) -> str | None:
 
 
 def scheduler_peaks(scheduler: Any) -> list[float]:
-    """The peak of each param group, as a scheduler itself has it: `max_lrs` or `base_lrs`."""
+    """The peak of each param group from a scheduler's `max_lrs` or `base_lrs`."""
     groups: list[Group] = scheduler.optimizer.param_groups
     parts = getattr(scheduler, "_schedulers", None)  # of a SequentialLR or ChainedScheduler
     if parts:
         return [max(peaks) for peaks in zip(*map(scheduler_peaks, parts), strict=True)]
-    if isinstance(scheduler, OneCycleLR):  # its base_lrs are the rates it starts with
+    if isinstance(scheduler, OneCycleLR):  # its base_lrs are the initial rates
         return [float(group["max_lr"]) for group in groups]
     if hasattr(scheduler, "base_values"):  # timm
         scales = [float(group.get("lr_scale", 1.0)) for group in groups]

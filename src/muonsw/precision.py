@@ -10,7 +10,7 @@ from torch import Tensor
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
-# dtypes by the names that param groups store, since groups hold plain data only
+# dtypes by name, because param groups store plain data only
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -20,10 +20,10 @@ DTYPES = {
 
 AUTO = "auto"
 
-# State in 8 bits by block (`muonsw.codecs`), which is no dtype to compute in.
+# State in blocks of 8 bits (`muonsw.codecs`); a storage format, not a dtype to compute in.
 INT8 = "int8"
 
-# Values of `state_dtype` whose stored form is not the one that a step computes with.
+# Values of `state_dtype` that a step decodes before it computes.
 STORED = (INT8, "bfloat16")
 
 # Suffix of the key of the scales of 8-bit state.
@@ -31,10 +31,10 @@ SCALE = "_scale"
 
 
 def state_dtype(setting: str, param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of optimizer state; by default float32 for weights in less, else the weight's own.
+    """The dtype of optimizer state; by default float32 for low-precision weights, else the weight's dtype.
 
-    Rounded to nearest, an average with a small weight on the new value never moves in bfloat16: its steps are under
-    half an ulp. State in 8 bits is computed with as by default.
+    Rounded to nearest in bfloat16, a slow average never moves: its steps are under half an ulp. 8-bit state decodes to
+    the default dtype.
     """
     if setting not in (AUTO, INT8):
         return DTYPES[setting]
@@ -42,10 +42,10 @@ def state_dtype(setting: str, param_dtype: torch.dtype) -> torch.dtype:
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, seed: Tensor, origin: int = 0) -> Tensor:
-    """Round float32 `x` to a neighbour in `dtype`, up or down with the odds that keep the mean.
+    """Round float32 `x` to a neighbour in `dtype`, up or down at random, unbiased.
 
-    The noise is a hash of `seed` (an int32 scalar on x's device) and the position of each element, from `origin` on: it
-    has no state of its own, and is the same on every device. A value that `dtype` holds exactly stays as it is.
+    The noise is a hash of `seed` (an int32 scalar on x's device) and the position of each element, counted from
+    `origin`: it needs no state and is the same on every device. Values that `dtype` represents exactly do not change.
     """
     info = torch.finfo(dtype)
     power = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
@@ -79,15 +79,15 @@ def mix(h: Tensor) -> Tensor:
 
 
 def _shift_right(h: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's own keeps the sign."""
+    """Logical shift; torch's `>>` keeps the sign."""
     return (h >> bits) & ((1 << (32 - bits)) - 1)
 
 
 class Noise(NamedTuple):
-    """Numbers in [0, 1) for each element of a tensor of state at a step."""
+    """The seed of the rounding noise of one tensor of state at one step."""
 
     counter: Tensor  # the number of the step, on the device of the state
-    key: int  # of this tensor of state, whatever the step
+    key: int  # of this tensor of state, the same at every step
     origin: int = 0  # where this rank's shard begins in the whole parameter
 
     @property
@@ -95,9 +95,9 @@ class Noise(NamedTuple):
         return mix(self.counter.to(torch.int32) ^ self.key)
 
 
-class Kept(NamedTuple):
-    """Tensors of state under one key in the form in which they are kept."""
+class StoredState(NamedTuple):
+    """Tensors of state under one key, as stored."""
 
     values: Sequence[Tensor]  # floats, or codes
     scales: Sequence[Tensor] = ()  # of codes, one for each block
-    noises: Sequence[Noise] = ()  # by which they are rounded; none is to nearest
+    noises: Sequence[Noise] = ()  # for rounding; none rounds to nearest

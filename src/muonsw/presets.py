@@ -1,7 +1,7 @@
 """The options of each method's authors, by name, for `for_model`.
 
-A preset sets how directions are computed. Learning rate, weight decay and decay rule stay the caller's, and options
-that are passed beside it override it. Sources are in `docs/guide/family.md`.
+A preset sets how directions are computed. The caller sets learning rate, weight decay and decay rule, and may override
+any option. Sources are in `docs/guide/family.md`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRESETS.register(
     },
 )
 PRESETS.register("aurora", {**_JORDAN, "orthogonalizer": "aurora"})
-# Their defaults are the authors' own.
+# The defaults of these algorithms are their authors' options.
 for _name in ("soap", "shampoo", "kl_shampoo", "asgo", "lion"):
     PRESETS.register(_name, {"algorithm": _name})
 PRESETS.register("dion2", {"algorithm": "dion2", "scale": "spectral"})

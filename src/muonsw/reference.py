@@ -1,7 +1,8 @@
 """The whole optimizer in float64, one tensor at a time, as the paper writes it: read this first.
 
-A step is momentum, a direction U, a fraction phi of decay and `W <- (1 - phi) W - eta_hat U`. The library does the same
-for all parameters at once, in any precision, on many ranks; it is tested against this file and shares no code with it.
+A step updates the momentum, turns it into a direction U, and moves the weight: `W <- (1 - phi) W - eta_hat U`. The
+library does this for all parameters at once, in any precision, on many ranks. Its tests compare it with this file; the
+two share no code.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ def ns5(M: Tensor) -> Tensor:
 
 @dataclass
 class Decay:
-    """The fraction phi_t of each rule, and what becomes of the norm."""
+    """The fraction phi_t of each rule, and the rules that control the norm."""
 
     rule: str = "scaled"
     lam: float = 0.1
     eta_max: float = 1.0
-    T: int = 1  # updates of the whole run
+    T: int = 1  # steps of the whole run
     norm: str = "free"
-    R: float | None = None  # the norm that a norm rule keeps or aims at, by default the first
+    R: float | None = None  # target of the norm rules, by default the initial norm
     beta2: float = 0.95
     t: int = field(default=0, init=False)
     v: float = field(default=0.0, init=False)
 
     def phi(self, eta: float) -> float:
-        """The fraction of the weight taken away at learning rate `eta`."""
+        """The fraction of the weight that decay removes at learning rate `eta`."""
         rules: dict[str, Callable[[], float]] = {
             "constant": lambda: eta,
             "scaled": lambda: eta**2 / self.eta_max,
@@ -59,7 +60,7 @@ class Decay:
         return self.lam * rules[self.rule]()
 
     def move(self, W: Tensor, G: Tensor, U: Tensor, eta: float, eta_hat: float, cautious: bool) -> Tensor:
-        """The next weight, from gradient and direction, at the learning rate before and after the shape scale."""
+        """The next weight; `eta` and `eta_hat` are the learning rate before and after the shape scale."""
         self.t, self.v = self.t + 1, self.beta2 * self.v + (1 - self.beta2) * float((G**2).mean())
         self.R = R = math.sqrt((W**2).sum()) if self.R is None else self.R
         if self.norm == "target":
@@ -67,13 +68,13 @@ class Decay:
         if self.norm == "hyperball":
             V = W - eta * R * U / math.sqrt((U**2).sum())
             return R * V / math.sqrt((V**2).sum())
-        mask = (W * U >= 0).double() if cautious else torch.ones_like(W)  # spares elements that move outward
+        mask = (W * U >= 0).double() if cautious else torch.ones_like(W)  # no decay where the step moves outward
         return W - self.phi(eta) * mask * W - eta_hat * U
 
 
 @dataclass
 class ReferenceMuonSW:
-    """Muon, as the paper's Algorithm 1 (heavy ball) or as its listing (average, Nesterov)."""
+    """Muon as in the paper's Algorithm 1 (heavy ball) or in its code listing (average, Nesterov)."""
 
     W: Tensor
     decay: Decay
@@ -100,7 +101,7 @@ class ReferenceMuonSW:
 
 @dataclass
 class ReferenceSGDSW(ReferenceMuonSW):
-    """SGD: the same along the momentum itself, for a tensor of any shape."""
+    """SGD: the momentum itself is the direction; any shape."""
 
     beta: float = 0.0
     orthogonalize: Callable[[Tensor], Tensor] = lambda ahead: ahead
@@ -109,7 +110,7 @@ class ReferenceSGDSW(ReferenceMuonSW):
 
 @dataclass
 class ReferenceAdamWSW:
-    """AdamW: the average gradient over the root of the average squared gradient."""
+    """AdamW: the average gradient divided by the root of the average squared gradient."""
 
     W: Tensor
     decay: Decay

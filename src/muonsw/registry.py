@@ -1,4 +1,4 @@
-"""A table of named functions that refuses to be overwritten by accident."""
+"""A table of named functions that refuses accidental overwrites."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Named things of one kind, with errors that list what there is.
+    """Functions by name, with errors that list the valid names.
 
-    Param groups store names, never functions, so that a `state_dict` is plain data; this table turns
-    the name back into the function.
+    Param groups store names, never functions, to keep `state_dict` plain data; this table maps names to functions.
 
     Examples:
         >>> rules = Registry[int]("rule")
@@ -29,7 +28,7 @@ class Registry(dict[str, T]):
         self.kind = kind
 
     def register(self, name: str, entry: T, *, replace: bool = False) -> None:
-        """Add `entry` under `name`; a name that is taken needs `replace=True`."""
+        """Add `entry` under `name`; overwriting needs `replace=True`."""
         if name in self and not replace:
             raise ValueError(f"{self.kind} {name!r} is already registered; pass replace=True to replace it")
         self[name] = entry
@@ -39,7 +38,7 @@ class Registry(dict[str, T]):
 
 
 def unknown(kind: str, name: object, known: list[str]) -> str:
-    """The message for a name that is not among `known`, with the closest one that is."""
+    """The message for a name that is not in `known`, with the closest one."""
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown {kind} {name!r}{hint}; known: {', '.join(known) or 'none at all'}"
+    return f"unknown {kind} {name!r}{hint}; known: {', '.join(known) or 'none'}"

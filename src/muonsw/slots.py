@@ -1,10 +1,9 @@
-"""The two slots around the orthogonalizer, and how a rule declares its state.
+"""Preconditioners and normalizers, the two slots around the orthogonalizer; and the specs of optimizer state.
 
     momentum -> precondition -> orthogonalize -> normalize -> shape scale -> decay -> apply
 
-A member of a slot is a pure function on a batch of equal matrices and their state. Gathering the state of many
-parameters, the exchange between ranks, skipped steps and checkpoints are not its business: it declares its state, and
-`algorithms/base.py` and `distributed/` do the rest.
+A member of a slot is a pure function of a batch of equal matrices and their state. It only declares its state;
+`algorithms/base.py` and `distributed/` handle batches, ranks, skipped steps and checkpoints.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Options = dict[str, Any]
 
 
 class StateSpec(NamedTuple):
-    """One tensor of a parameter's state; it begins at zero.
+    """One tensor of a parameter's state; its initial value is zero.
 
     Attributes:
-        shape: where each matrix has a tensor, its two axes for m outputs and n inputs, such as `lambda m, n: (m, 1)`.
-            None is a tensor laid out like the parameter.
-        squares: never negative, so 8 bits need no sign.
-        counter: one number, the steps that the parameter has taken.
+        shape: for one tensor per matrix, its shape for m outputs and n inputs, such as `lambda m, n: (m, 1)`. None for
+            a tensor laid out like the parameter.
+        squares: never negative, so its 8-bit codes need no sign.
+        counter: a scalar that counts the parameter's steps.
     """
 
     shape: Callable[[int, int], tuple[int, int]] | None = None
@@ -44,48 +43,44 @@ SQUARES = StateSpec(squares=True)
 COUNTER = StateSpec(counter=True)
 Specs = Mapping[str, StateSpec]
 
-# A group in which no slot has a member.
+# The options of a group with empty slots.
 EMPTY_SLOTS: Options = {"precondition": None, "normalize": None}
-
-
-def no_state(options: Options) -> Specs:  # noqa: ARG001
-    return {}
 
 
 class SlotMember(NamedTuple):
     """A function for a slot.
 
     Attributes:
-        apply: from options, matrices X (count, m, n) and state to the new X and state; changes nothing in place.
-        defaults: its options by name. A group has them as `<slot>_<name>` where they are set.
+        apply: maps options, matrices X (count, m, n) and state to the new X and state; changes nothing in place.
+        defaults: its options by name. A group stores them as `<slot>_<name>` if they are set.
         state: the tensors of its state, by key.
-        elementwise: treats every element on its own, so it may run on shards of any shape.
-        uses_gradient: `state["grad"]` is the gradient, pointing downhill, in the shape of X; it is not returned.
+        elementwise: computes each element separately, so it may run on shards of any shape.
+        uses_gradient: `state["grad"]` is the descent gradient, in the shape of X; do not return it.
         counts_steps: `options["step"]` is the number of this step, from 1, on the host.
-        has_kernel: `muonsw.kernels` computes it too.
+        has_kernel: `muonsw.kernels` implements it too.
     """
 
     apply: Callable[[Options, Tensor, State], tuple[Tensor, State]]
     defaults: Options
-    state: Callable[[Options], Specs] = no_state
+    state: Callable[[Options], Specs] = lambda _: {}
     elementwise: bool = False
     uses_gradient: bool = False
     counts_steps: bool = False
     has_kernel: bool = False
 
 
-# What stands in an empty slot.
+# The member of an empty slot.
 NO_MEMBER = SlotMember(lambda _, X, __: (X, {}), {}, has_kernel=True)
 
 
 class Slot(NamedTuple):
-    """A place in the pipeline that holds one member of a registry, or none."""
+    """A place in the pipeline for one member of a registry, or none."""
 
     name: str
     members: Registry[SlotMember]
 
     def member(self, group: Group) -> SlotMember:
-        name = group.get(self.name)  # a group that is being put together may lack it
+        name = group.get(self.name)  # an incomplete group may lack it
         return NO_MEMBER if name is None else self.members[name]
 
     def options(self, group: Group) -> Options:
@@ -98,7 +93,7 @@ class Slot(NamedTuple):
         return self.member(group).state(self.options(group))
 
     def apply(self, group: Group, X: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run the group's member on matrices as they are stored, with the state that it declares."""
+        """Run the group's member on matrices as stored, with the state that it declares."""
         member, options = self.member(group), self.options(group)
         specs = member.state(options)
         inputs = {key: state[key] for key in (*specs, *(("grad",) if member.uses_gradient else ()))}
@@ -122,7 +117,7 @@ class Slot(NamedTuple):
 def oriented(
     apply: Callable[[Tensor, State], tuple[Tensor, State]], specs: Specs, X: Tensor, state: State, *, transposed: bool
 ) -> tuple[Tensor, State]:
-    """Call a function that wants (outputs, inputs) with matrices that may be stored the other way."""
+    """Call a function of (outputs, inputs) matrices on matrices that may be stored transposed."""
     if not transposed:
         return apply(X, state)
 
@@ -134,7 +129,7 @@ def oriented(
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of norms, inner products, and state of whole matrices."""
+    """The dtype of norms, inner products, and per-matrix state."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -150,13 +145,13 @@ SIGN = SlotMember(sign, {}, elementwise=True, has_kernel=True)
 
 
 def muon2(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
-    """Muon^2: momentum, in any shape, divided by the root of the average squared gradient, as by Adam.
+    """Muon^2: momentum, in any shape, divided by the root of the average squared gradient, as in Adam.
 
         V <- beta2 V + (1 - beta2) G^2
         M <- M / (sqrt(V) + eps)
 
-    arXiv 2604.09967. No bias correction: a common factor of V is lost in the orthogonalization. The authors' code is
-    not public; the defaults are those of modded-nanogpt's `train_gpt_simple_muonsq.py` (track 3, 2026-05-01).
+    arXiv 2604.09967. No bias correction: orthogonalization cancels a common factor of V. The authors' code is not
+    public; the defaults are those of modded-nanogpt's `train_gpt_simple_muonsq.py` (track 3, 2026-05-01).
     """
     squares = state["grad"].to(state["exp_avg_sq"].dtype).square()
     average = torch.lerp(state["exp_avg_sq"], squares, 1 - options["beta2"])
@@ -177,7 +172,7 @@ def equalize(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     """MuonEq: momentum (count, m, n) as matrices of Frobenius norm one whose rows have equal norms.
 
     arXiv 2603.28254, in the form of nanochat (`nanochat/optim.py`): the polar factor is better conditioned. Unlike
-    nanochat's, it does not depend on the size of the gradient: only rows of exactly zero are left alone.
+    nanochat's, it does not depend on the size of the gradient: it skips only rows of exact zeros.
     """
     X = normalize(X)
     norms = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
@@ -191,27 +186,27 @@ EQUALIZE = SlotMember(equalize, {}, has_kernel=True)
 def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     """SOAP-Muon: momentum whitened in the eigenbases of Shampoo's factors, which then follow the gradient.
 
-        P = Q_l^T U Q_r                                         in the bases of the last step
+        P = Q_l^T U Q_r                                         in the last step's bases
         V <- beta2 V + (1 - beta2) P^2
         U <- Q_l (P / max(sqrt(V), eps)) Q_r^T
         L <- beta2 L + (1 - beta2) G G^T,  R <- beta2 R + (1 - beta2) G^T G,  then Q_l and Q_r as in SOAP
 
-    The precondition of the record of modded-nanogpt's track 3 (2026-06-09, `train_gpt_clean_SOTA.py`), without its
-    blending, floors and brakes by layer. The first step is Muon's, since there are no bases yet. The bases change every
-    `frequency` steps; sides longer than `max_dim` are not rotated.
+    From the record of modded-nanogpt's track 3 (2026-06-09, `train_gpt_clean_SOTA.py`), without its per-layer blending,
+    floors and brakes. The first step is Muon's, because there are no bases yet. The bases change every `frequency`
+    steps; sides longer than `max_dim` are not rotated.
     """
-    from muonsw.algorithms.factors import rotate, rotate_back  # algorithms import this package
+    from muonsw.algorithms.factors import rotate, rotate_back  # algorithms import this file
     from muonsw.algorithms.soap import advance_bases, have_begun
 
     bases, step = (state["basis_left"], state["basis_right"]), options["step"]
-    dtype = bases[0].dtype  # `state_dtype` changes that of squares and momentum only
+    dtype = bases[0].dtype  # `state_dtype` changes only squares and momentum
     X, G, squares = (tensor.to(dtype) for tensor in (X, state["grad"], state[_ROTATED]))
     rotated = rotate(X, *bases)
     squares = squares.lerp(rotated.square(), 1 - options["beta2"])
     whitened = rotate_back(rotated / squares.sqrt().clamp(min=options["eps"]), *bases)
-    kept = {"exp_avg_sq": squares, **{key: state[key] for key in _soap_state(options) if key != _ROTATED}}
+    factors = {key: state[key] for key in _soap_state(options) if key != _ROTATED}
     refresh = (step - 1) % options["frequency"] == 0
-    new = advance_bases(G, kept, options["beta2"], refresh=refresh, first=step == 1)
+    new = advance_bases(G, {"exp_avg_sq": squares, **factors}, options["beta2"], refresh=refresh, first=step == 1)
     X = torch.where(have_begun(max(bases, key=Tensor.numel)), whitened, X)
     return X, {_ROTATED: new.pop("exp_avg_sq"), **new}
 
@@ -236,22 +231,21 @@ SOAP = SlotMember(
 
 # Members of `normalize`, which act on the orthogonalized directions.
 
-# NorMuon's averages: one for each output, or one for each place along the longer axis (rows of tall matrices, columns
-# of wide ones).
+# NorMuon's averages: one per output, or one per slice along the longer axis (rows of tall matrices, columns of wide).
 AXES = ("rows", "longer")
 
 
 def normuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
-    """NorMuon: slices of directions (count, m, n) divided by the root of their average square, the norm kept.
+    """NorMuon: slices of directions (count, m, n) divided by the root of their average square; the norm stays the same.
 
         V <- beta2 V + (1 - beta2) mean_j U_ij^2
         U <- U / (sqrt(V) + eps)
         U <- U c / (||U|| + eps)                                c the Frobenius norm before
 
-    Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), `zichongli5/NorMuon`. With `snap`, U is first
-    scaled to the norm sqrt(min(m, n)), as nanochat does. Norms after the division follow from the mean squares before
-    it, so the matrix is read twice and written once. Unlike the authors' code, statistics are in float32 and a
-    convolution's rows are its output channels.
+    Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), `zichongli5/NorMuon`. `snap` first scales U to
+    the norm sqrt(min(m, n)), as nanochat does. Norms after the division follow from the mean squares before it, so the
+    matrix is read twice and written once. Unlike in the authors' code, statistics are in float32 and a convolution's
+    rows are its output channels.
     """
     ((key, before),), eps = state.items(), options["eps"]  # (count, m, 1) or (count, 1, n)
     along = -2 if before.shape[-1] != 1 else -1
@@ -290,8 +284,8 @@ def adamuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
         U <- U / (sqrt(V) + eps)
         U <- U sqrt(min(m, n)) / (||U|| + eps)
 
-    Si et al., "AdaMuon" (2025), `Chongjie-Si/AdaMuon`. The authors' rule has `precondition="sign"` and
-    `scale="match_rms_adamw"` too, and the momentum's coefficient as beta2.
+    Si et al., "AdaMuon" (2025), `Chongjie-Si/AdaMuon`. The authors also use `precondition="sign"`,
+    `scale="match_rms_adamw"`, and the momentum coefficient as beta2.
     """
     ((key, before),), eps = state.items(), options["eps"]
     wide = U.to(before.dtype)
@@ -320,8 +314,8 @@ MUON_PLUS = SlotMember(muon_plus, {}, has_kernel=True)
 
 
 def _rescaled(U: Tensor, factor: Tensor) -> Tensor:
-    """Directions times factors, computed in the wider dtype; on accelerators stored in that of the directions."""
-    if U.device.type == "cpu":  # CPUs are slow where operands differ in dtype, here and when weights move
+    """Directions times factors, computed in the wider dtype; on accelerators stored in the directions' dtype."""
+    if U.device.type == "cpu":  # CPUs are slow on mixed dtypes, here and when weights move
         return U.to(factor.dtype) * factor
     return torch.mul(U, factor, out=torch.empty_like(U))
 

@@ -1,8 +1,8 @@
-"""Which tensors the state of a parameter has, where they are, and how they begin.
+"""The tensors in a parameter's state: shape, dtype, placement and initial value.
 
-An algorithm declares a `StateSpec` for each tensor. Keys are torch's own (`momentum_buffer`, `exp_avg`, `exp_avg_sq`,
-`step`), so that states of torch's optimizers load. State is allocated for all trainable parameters at once, with or
-without a gradient, so that every rank has the same, as distributed checkpoint needs it.
+An algorithm declares a `StateSpec` for each tensor. Keys are torch's (`momentum_buffer`, `exp_avg`, `exp_avg_sq`,
+`step`), so states of torch's optimizers load. State is allocated for all trainable parameters at once, with or without
+a gradient, because distributed checkpoint needs the same keys on every rank.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class StateLayout(NamedTuple):
-    """How one tensor of a parameter's state is kept."""
+    """The layout of one tensor in a parameter's state."""
 
     shape: torch.Size  # over all ranks
     dtype: torch.dtype
-    own_axis: int | None = None  # the first axis that the parameter lacks; None where it is laid out like the parameter
+    extra_axis: int | None = None  # the first axis that the parameter lacks; None if laid out like the parameter
     on_host: bool = False  # in pinned host memory
 
 
@@ -56,7 +56,7 @@ def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
     for key, spec in ALGORITHMS[group["algorithm"]].state(group).items():
         if spec.counter:
             known[key] = COUNTER_LAYOUT
-        elif spec.shape is not None and param.dim() > 1:  # a vector was a matrix once, which the step refuses
+        elif spec.shape is not None and param.dim() > 1:  # `cells` refuses flattened matrices at the step
             view = MatrixView.of(group)
             stack = param.shape[: view.stack_axes(param.dim())]
             for cell_key, cell in zip(view.cell_keys(key), view.cells(param.shape), strict=True):
@@ -92,16 +92,16 @@ def allocate(optimizer: ScaledDecayOptimizer) -> None:
 
 
 def zeros(layout: StateLayout, param: Tensor) -> Tensor:
-    """One tensor of a parameter's state as it begins; a DTensor placed beside a DTensor."""
+    """One tensor of a parameter's initial state; a DTensor for a DTensor."""
     shard, dtype = local(param), layout.dtype
     if layout is COUNTER_LAYOUT:
         return torch.zeros((), dtype=dtype, device=shard.device)
-    if layout.own_axis is not None and is_dtensor(param):
-        return zeros_like_state(param, layout.shape, layout.own_axis, dtype)
+    if layout.extra_axis is not None and is_dtensor(param):
+        return zeros_like_state(param, layout.shape, layout.extra_axis, dtype)
     device = torch.device("cpu") if layout.on_host else shard.device
-    if layout.own_axis is not None:
+    if layout.extra_axis is not None:
         return torch.zeros(layout.shape, dtype=dtype, device=device, pin_memory=layout.on_host)
-    order = torch.preserve_format if dtype.is_floating_point else torch.contiguous_format  # codes lie in rows
+    order = torch.preserve_format if dtype.is_floating_point else torch.contiguous_format  # codes are in rows
     like = torch.zeros_like(shard, dtype=dtype, device=device, memory_format=order, pin_memory=layout.on_host)
     return shard_like(param, like) if is_dtensor(param) else like
 
@@ -111,10 +111,10 @@ def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
     for group in groups:
         for param in group["params"]:
             for key, layout in layouts(group, param).items():
-                if layout.own_axis is None:
+                if layout.extra_axis is None:
                     count = local(param).numel()
                 elif is_dtensor(param) and layout is not COUNTER_LAYOUT:
-                    count = math.prod(held_state(param, layout.shape, layout.own_axis))
+                    count = math.prod(held_state(param, layout.shape, layout.extra_axis))
                 else:
                     count = layout.shape.numel()
                 base = key.partition(".")[0].removesuffix(SCALE)
@@ -126,18 +126,18 @@ def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
 
 
 def restored(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, Any]:
-    """A copy of a saved state of a parameter in the forms, dtypes and places in which its group keeps it.
+    """Copy a parameter's saved state into the encoding, dtype and placement of its group.
 
-    Tensors of matrices that the group's algorithm does not keep are left out: a member of a slot was changed.
+    Tensors of a preconditioner or normalizer that the group no longer has are dropped.
     """
     known = layouts(group, param)
-    formed = dict(state)  # floats as codes where the group keeps codes, and the reverse
+    formed = dict(state)  # converted between floats and codes, as the group stores them
     for key, value in state.items():
         scale_key = f"{key}{SCALE}"
         if not isinstance(value, Tensor) or key == "step":
             continue
         if is_code(value) and (key not in known or known[key].dtype.is_floating_point) and scale_key in state:
-            formed[key] = decode(whole(value), whole(formed.pop(scale_key)))  # ranks may hold parts of blocks now
+            formed[key] = decode(whole(value), whole(formed.pop(scale_key)))  # blocks may now cross ranks
         elif not is_code(value) and scale_key in known:
             codes, scale = zeros(known[key], param), zeros(known[scale_key], param)
             shard = local(_placed(value, StateLayout(param.shape, torch.float32), param))
@@ -160,10 +160,10 @@ def restored(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, An
 
 
 def _placed(value: Tensor, layout: StateLayout | None, param: Tensor) -> Tensor:
-    """A copy of a saved tensor where its layout says: over ranks, on its device, with the parameter's strides."""
+    """Copy a saved tensor as its layout says: over ranks, on its device, with the parameter's strides."""
     if is_dtensor(param) and (layout is not None or value.shape == param.shape):
-        own_axis = None if layout is None else layout.own_axis
-        places = as_dtensor(param).placements if own_axis is None else state_placements(param, own_axis)
+        extra_axis = None if layout is None else layout.extra_axis
+        places = as_dtensor(param).placements if extra_axis is None else state_placements(param, extra_axis)
         value = put_state(param, value, places)
     else:
         value = whole(value)

@@ -219,7 +219,7 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
     """Allocate missing state, write peaks into the groups, and remember what `summary` shows."""
     allocate(optimizer)  # first: memory may run out
     for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
-        group.update({key: planned[key] for key in peak.KEPT})
+        group.update({key: planned[key] for key in peak.STEP_KEYS})
         if not isinstance(group["lr"], Tensor):
             group["lr"] = planned["lr"]
     for batch in plan.batches:

@@ -1,16 +1,16 @@
-"""Text for users: tables, counts, lists, and the line at which a warning points."""
+"""Text for users: tables, counts, lists, and the line that a warning points at."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
 
-# torch wraps `step` in decorators of its own, and a scheduler or a hook may call it from torch's code.
+# Modules of frames that are not the user's: torch wraps `step` in decorators and calls it from schedulers and hooks.
 PASSED_OVER = ("muonsw", "torch", "contextlib", "functools")
 
 
 def users_line() -> int:
-    """The `stacklevel` with which a warning of the calling function points at the user's line."""
+    """The `stacklevel` that makes the caller's warning point at the user's line."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PASSED_OVER:
         frame, level = frame.f_back, level + 1
@@ -18,7 +18,7 @@ def users_line() -> int:
 
 
 def counted(number: int, singular: str, plural: str = "") -> str:
-    """A number of things in words.
+    """A count with its noun.
 
     Examples:
         >>> counted(1, "matrix", "matrices"), counted(1200, "run")
@@ -38,7 +38,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def sized(count: int) -> str:
-    """A number of bytes in a unit that suits it.
+    """A number of bytes in a suitable unit.
 
     Examples:
         >>> sized(640), sized(3 * 2**19), sized(5 * 2**30)
@@ -51,7 +51,7 @@ def sized(count: int) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, the first one a header, in columns as wide as they need.
+    """Align rows of cells into columns; the first row is the header.
 
     Examples:
         >>> print(text_table([("role", "tensors"), ("hidden", "2")]))

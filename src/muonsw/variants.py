@@ -1,7 +1,7 @@
-"""The optimizers people import: one engine, three default algorithms.
+"""The public optimizers: one engine, three default algorithms.
 
-Each signature begins with the rates and the decay rule, then has what is the algorithm's own; the knobs of kernels,
-graphs and ranks come last. Further options that all of them take (`rounding`, ...) are described at `GroupOptions`.
+Each signature starts with the rates and the decay rule, continues with the options of its algorithm, and ends with
+those of kernels, graphs and ranks. `GroupOptions` describes the options that all of them share (`rounding`, ...).
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ class MuonSW(ScaledDecayOptimizer):
     """Muon with scaled weight decay: orthogonalized momentum, and decay by `lambda lr^2/peak`.
 
     Args:
-        params: parameters, named parameters, or dicts with `params` and options of their own. Any option may
-            be set in a group. For a whole model, see `for_model`.
+        params: parameters, named parameters, or param groups; a group may set any option. For a whole model, see
+            `for_model`.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: lambda.
-        decay: the decay rule: "scaled" (lambda lr^2/peak), "constant" (lambda lr, as torch has it), or another name of
+        decay: the decay rule: "scaled" (lambda lr^2/peak), "constant" (lambda lr, as in torch), or another name in
             `DECAY_RULES`.
-        peak_lr: the highest learning rate of the run. None takes what the scheduler wrote into the group, else `lr`;
-            "running_max" follows the highest so far. A step above the peak is an error. Groups with different rates
-            need a number each.
+        peak_lr: the highest learning rate of the run. None takes it from the scheduler, or else `lr`; "running_max"
+            is the highest rate so far. A step above the peak is an error. Groups with different rates each need a
+            number.
         peak: "group" divides by the group's own peak, "base" by the peak before `lr_multiplier`.
         momentum: beta.
         nesterov: look ahead along the momentum.
         momentum_form: "ema" (`M <- beta M + (1-beta) G`) or "heavy_ball" (`M <- beta M + G`).
-        orthogonalizer: "auto" (Newton-Schulz, the fastest way for each shape), "newton_schulz", "gram_newton_schulz",
+        orthogonalizer: "auto" (Newton-Schulz, the fastest form for each shape), "newton_schulz", "gram_newton_schulz",
             "polar_express", "exact", another set of coefficients ("newton_schulz_you", "polar_express_5",
             "polar_express_nanochat", "simple_quintic"), "aurora", or a registered name.
-        ns_steps: iterations of the orthogonalizer; None is the number of its authors: 5, or 12 of "simple_quintic".
-        ns_dtype: dtype of its products; "auto" is bfloat16 where the hardware multiplies it, float16 on older GPUs
-            with tensor cores, else float32. On GPUs all but "newton_schulz" take float16 instead of bfloat16.
+        ns_steps: iterations of the orthogonalizer; None means 5, or 12 for "simple_quintic", as its authors chose.
+        ns_dtype: dtype of its products; "auto" is bfloat16 if the hardware multiplies it fast, float16 on older GPUs
+            with tensor cores, else float32. On GPUs all but "newton_schulz" use float16 instead of bfloat16.
         scale: shape scale: "match_rms_adamw" (0.2 sqrt(max(m, n))), "original", "spectral" or "none".
-        precondition: what is done to the momentum before it is orthogonalized: "muon2" (divided by the root of the
-            average squared gradient), "sign", "equalize" (rows of equal norm), "soap" (whitened in the eigenbasis of
-            SOAP), or another name of `PRECONDITIONERS`.
-        normalize: what is done to the direction after that: "normuon" (rows of equal size), "adamuon" (elements divided
-            by the root of their average square), "muon_plus" (norm of an orthogonal matrix), or another name of
+        precondition: transform the momentum before it is orthogonalized: "muon2" (divide by the root of the
+            average squared gradient), "sign", "equalize" (rows of equal norm), "soap" (whiten in SOAP's eigenbasis),
+            or another name in `PRECONDITIONERS`.
+        normalize: transform the direction afterwards: "normuon" (rows of equal size), "adamuon" (divide elements by
+            the root of their average square), "muon_plus" (norm of an orthogonal matrix), or another name in
             `NORMALIZERS`.
-        matrix: how parameters with more than two axes are seen: "stack" (the last two are (out, in), the others
-            count matrices) or "flatten" (the first is out, the others are in).
-        split_sizes: sizes of the matrices that a fused projection holds side by side.
-        split_dim: along which axis of the matrix they lie, 0 for out, 1 for in.
-        heads: that many equal parts along `split_dim`, in place of `split_sizes`: one matrix for each head.
-        block_period: orthogonalize these parts at most steps, and the whole matrix at every so many (MuonBP).
-        transposed: matrices are stored as (in, out), as by the Conv1D of GPT-2; `scale` and `split_dim` then take the
-            last axis for out.
-        nonfinite: what to do about infinities and NaNs in gradients: "skip" the whole step, "raise" (waits for
-            the device), or "propagate".
-        chunk_bytes: temporary memory that a batch of matrices may take; 4 MiB on CPUs, 576 MiB elsewhere.
-        replay: capture the step as a CUDA graph and replay it, since steps of small models wait for the host. None
-            does so for up to 537 million parameters on one GPU, where nothing is in the way; True whatever the size,
-            and warns where it cannot; False never. The graph keeps the step's temporary memory.
+        matrix: how to view parameters with more than two axes: "stack" (matrices in the last two axes, (out, in)) or
+            "flatten" (the first axis is out, the others together are in).
+        split_sizes: sizes of the matrices side by side in a fused projection.
+        split_dim: the axis of the matrix to split, 0 for out, 1 for in.
+        heads: split into this many equal parts instead of `split_sizes`: one matrix per head.
+        block_period: orthogonalize the parts, and the whole matrix only every `block_period` steps (MuonBP).
+        transposed: matrices are stored as (in, out), as in the Conv1D of GPT-2; out is then the last axis for `scale`
+            and `split_dim`.
+        nonfinite: on infinities and NaNs in gradients, "skip" the whole step, "raise" (waits for the device), or
+            "propagate".
+        chunk_bytes: temporary memory for a batch of matrices; default 4 MiB on CPUs, 576 MiB elsewhere.
+        replay: capture the step as a CUDA graph and replay it, because small models are CPU-bound. None does so for up
+            to 537 million parameters on one GPU if it can; True at any size, with a warning if it cannot; False never.
+            The graph keeps the step's temporary memory.
         process_group: ranks that hold the same plain parameters, as under DistributedDataParallel: each then
-            orthogonalizes its share. Parameters that are DTensors need no word. None lets every rank do everything.
+            orthogonalizes its share. DTensors need no process group. None: every rank orthogonalizes everything.
         **options: see `MuonOptions`.
 
     Examples:
@@ -115,11 +115,11 @@ class MuonSW(ScaledDecayOptimizer):
 class AdamWSW(ScaledDecayOptimizer):
     """AdamW with scaled weight decay; with `decay="constant"` it is `torch.optim.AdamW`, defaults included.
 
-    The rule was proposed for Adam by Defazio (2025), who applies it to normalized layers only (AdamC). Here it
-    applies to every group whose `weight_decay` is not zero; `for_model` gives zero to norms and embeddings.
+    Defazio (2025) proposed the rule for Adam and applies it to normalized layers only (AdamC). Here it applies to every
+    group whose `weight_decay` is not zero; `for_model` sets zero for norms and embeddings.
 
     Args:
-        params: as for `MuonSW`, like all arguments that are not listed here.
+        params: as for `MuonSW`, like all arguments not listed here.
         betas: decay rates of the average gradient and the average squared gradient.
         eps: added to the root of the average squared gradient.
         **options: see `GroupOptions`.
@@ -157,10 +157,10 @@ class AdamWSW(ScaledDecayOptimizer):
 class SGDSW(ScaledDecayOptimizer):
     """SGD with momentum and scaled, decoupled weight decay.
 
-    `torch.optim.SGD` adds its decay to the gradient; here it is applied to the weight, apart from momentum.
+    `torch.optim.SGD` adds decay to the gradient; here it acts on the weight and bypasses momentum.
 
     Args:
-        params: as for `MuonSW`, like all arguments that are not listed here.
+        params: as for `MuonSW`, like all arguments not listed here.
         momentum: beta; zero keeps no state.
         nesterov: look ahead along the momentum.
         momentum_form: "heavy_ball" (`M <- beta M + G`) or "ema" (`M <- beta M + (1-beta) G`).

@@ -96,7 +96,7 @@ def test_rules_that_cannot_be_followed_are_refused():
         scale_weight_decay(optimizer, "gradient_norm")
     with pytest.raises(ValueError, match="did you mean 'scaled'"):
         scale_weight_decay(optimizer, ["scaled"])
-    with pytest.raises(ValueError, match="'cosine' ends with the run; pass total_steps"):
+    with pytest.raises(ValueError, match="'cosine' depends on the length of the run; pass total_steps"):
         scale_weight_decay(optimizer, "cosine")
 
 

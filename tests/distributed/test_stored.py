@@ -135,7 +135,7 @@ def swapped_in_after_construction():
 @pytest.mark.parametrize("case", [along_the_second_axis, swapped_in_after_construction])
 def test_shards_that_cut_through_blocks_are_refused(pool, case):
     """37 x 128 is one block a row, which ranks would divide."""
-    with pytest.raises(CaseError, match=r"blocks of 128 along its rows, through which .*Shard\(dim=1\).* cuts"):
+    with pytest.raises(CaseError, match=r"blocks of 128 along its rows, and .*Shard\(dim=1\).* would cut"):
         pool.run(case)
 
 

@@ -190,7 +190,7 @@ def test_a_side_that_is_too_long_has_no_factor_and_what_has_no_side_is_refused()
     shapes = {key: tuple(value.shape) for key, value in optimizer.state[param].items()}
     assert shapes["basis_left"] == (3, 3)
     assert shapes["basis_right"] == shapes["factor_right"] == (1, 1)
-    with pytest.raises(ValueError, match=r"precondition_max_dim=2 leaves both sides of .* a matrix of 3 x 12"):
+    with pytest.raises(ValueError, match=r"precondition_max_dim=2 rotates neither side of .* a matrix of 3 x 12"):
         MuonSW([{"params": [param], "algorithm": "soap", "precondition_max_dim": 2}], lr=0.01)
     with pytest.raises(ValueError, match=r"needs matrices, but .* has shape \(3,\)"):
         MuonSW([{"params": [nn.Parameter(torch.ones(3))], "algorithm": "soap"}], lr=0.01)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from muonsw import peak
 from muonsw.checkpoint import required_optimizer
-from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, decay_factor, own_weight_decay, require_length
+from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, decay_factor, require_length, user_weight_decay
 from muonsw.options import validate_option
 from muonsw.text import users_line
 
@@ -106,7 +106,7 @@ class ScaledWeightDecay:
             handle.remove()
         delattr(self.optimizer, _HANDLE)
         for group in self.optimizer.param_groups:
-            _set(group, "weight_decay", own_weight_decay(group))
+            _set(group, "weight_decay", user_weight_decay(group))
             for key in _KEYS:
                 group.pop(key, None)
 
@@ -153,7 +153,7 @@ class ScaledWeightDecay:
     def _plan(self, group: dict[str, Any], number: int) -> str | None:
         """Write into a copy of a group what its next step needs; return a warning if its peak has changed."""
         self._join(group)
-        lam, eta = float(own_weight_decay(group)), float(group["lr"])
+        lam, eta = float(user_weight_decay(group)), float(group["lr"])
         changed = peak.update_peak(group, number)
         uses_peak = DECAY_RULES[self.decay].uses_peak and lam > 0
         if uses_peak:

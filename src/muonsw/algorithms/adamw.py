@@ -1,4 +1,4 @@
-"""AdamW: the average gradient over the root of the average squared gradient, both corrected for their start."""
+"""AdamW: the average gradient divided by the root of the average squared gradient, both bias-corrected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from muonsw.algorithms.base import (
     suits_torch,
 )
 from muonsw.matrices import Part
-from muonsw.precision import STORED, Kept
+from muonsw.precision import STORED, StoredState
 from muonsw.slots import COUNTER, ELEMENTWISE, SQUARES, Specs
 from muonsw.work import Group, StepContext, elements
 
@@ -27,15 +27,15 @@ KEYS = ("exp_avg", "exp_avg_sq")
 
 
 def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
-    """Directions (m / c1) / (sqrt(v / c2) + eps), with c1 and c2 correcting for the start of the averages."""
+    """Directions (m / c1) / (sqrt(v / c2) + eps), with the bias corrections c1 and c2."""
     (beta1, beta2), ok = group["betas"], ctx.ok
     _, grads, averages, squares = columns(chunk.parts, KEYS)
     grads = clean(grads, averages, group["maximize"], ok)
     advance_momentum("ema", averages, grads, beta1, ok)
     decay_average(squares, beta2, ok)
     torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
-    # Both corrections go into the denominator, on the device. A skipped first step counts zero, and its direction must
-    # be finite to be multiplied away.
+    # Both corrections go into the denominator, on the device. If the first step is skipped its count is zero, but its
+    # direction must be finite, because it is multiplied by zero.
     steps = torch.stack([part.item.state["step"] for part in chunk.parts]).double().clamp(min=1)
     c1, c2 = 1 - beta1**steps, 1 - beta2**steps
     denominators = torch._foreach_sqrt(squares)
@@ -45,33 +45,33 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
 
 
 def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
-    """Take the whole step with one kernel, ours or torch's, whichever is faster and takes these tensors."""
+    """Take the whole step with one kernel, ours or torch's, whichever supports it and is faster."""
     lists = columns(parts, KEYS)
     weights, _, averages, squares = lists
     if not has_kernels(group, weights[0].device):
         return _by_torch(group, parts, lists, ctx)
-    # Steps on encoded state are ours (`in_place`), and so are those of the same groups on float32 state.
+    # Groups with encoded state use our kernel, also for their parameters that stay in float32.
     is_small = weights[0].is_cuda and elements(weights) < kernels.TORCH_BELOW and group["state_dtype"] not in STORED
     return (
         (is_small and _by_torch(group, parts, lists, ctx))
-        or in_place(group, parts, {"exp_avg": Kept(averages), "exp_avg_sq": Kept(squares)}, ctx)
+        or in_place(group, parts, {"exp_avg": StoredState(averages), "exp_avg_sq": StoredState(squares)}, ctx)
         or _by_torch(group, parts, lists, ctx)
     )
 
 
-def in_place(group: Group, parts: list[Part], kept: dict[str, Kept], ctx: StepContext) -> bool:
+def in_place(group: Group, parts: list[Part], state: dict[str, StoredState], ctx: StepContext) -> bool:
     """Take the whole step with our kernel, on state that may be encoded."""
     from muonsw.kernels.adamw import adamw
 
     weights, grads = columns(parts, ())
     counters = [part.item.state["step"] for part in parts]
     options = group["betas"], group["eps"], group["maximize"], group["cautious"]
-    averages, squares = (kept[key] for key in KEYS)
+    averages, squares = (state[key] for key in KEYS)
     return adamw(kernel_weights(group, parts, weights), grads, averages, squares, counters, *options, ctx)
 
 
 def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:
-    """Take the step with torch's kernel, which has decay as a number: `weight_decay = phi / eta` makes it ours."""
+    """Take the step with torch's kernel; `weight_decay = phi / eta` makes its decay ours."""
     if not suits_torch(group, ctx, *lists):
         return False
     weights, grads, averages, squares = lists
@@ -98,12 +98,12 @@ def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: S
 def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001
     if group["state_dtype"] == "float16":
         raise ValueError(
-            f"state_dtype='float16' cannot hold the average squared gradient of {name}: whatever is below 6e-8 becomes "
-            f"zero, and the update divides by its root; use 'float32' or 'bfloat16'"
+            f"state_dtype='float16' cannot hold the average squared gradient of {name}: values below 6e-8 become zero, "
+            f"and the update divides by the root; use 'float32' or 'bfloat16'"
         )
 
 
-# Torch's own names, so that its states load.
+# torch's names, so its states load.
 _STATE: Specs = {"exp_avg": ELEMENTWISE, "exp_avg_sq": SQUARES, "step": COUNTER}
 
 ADAMW = Algorithm(

@@ -1,7 +1,7 @@
-"""ASGO: momentum times the inverse square root of one factor, that of the shorter side.
+"""ASGO: momentum times the inverse square root of the factor of its shorter side.
 
-An et al., "ASGO: Adaptive Structured Gradient Optimization" (2025). The rule is that of the authors' asgo.py. Unlike
-there, nothing waits for the device, and a root that is not finite is replaced by the identity without a message.
+An et al., "ASGO: Adaptive Structured Gradient Optimization" (2025). The rule follows the authors' asgo.py. Unlike
+there, nothing waits for the device, and the identity replaces a non-finite root without a message.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ COEFFICIENTS = COEFFICIENT_SETS["polar_express"]._replace(divisor=1.0).schedule(
 def asgo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions of RMS 0.2 for gradients (count, m, n), and the state after them.
 
-    `state` is `exp_avg` (count, m, n), and `factor`, d x d and folded (`factors.py`), of the rows where they are
-    fewer, else of the columns.
+    `state` is `exp_avg` (count, m, n), and `factor`, d x d and folded (`factors.py`), of the rows if they are fewer,
+    else of the columns.
     """
     beta1, beta2 = group["betas"]
     wide = G.shape[-2] < G.shape[-1]
@@ -40,10 +40,10 @@ def asgo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 def inverse_sqrt(V: Tensor, eps: float) -> Tensor:
-    """V^-1/2 of positive semidefinite matrices, by a coupled iteration; the identity where it is not finite.
+    """V^-1/2 of positive semidefinite matrices, by a coupled iteration; the identity if it is not finite.
 
-    `Y = V/L, Z = I`, then `B = b Z Y + c (Z Y)^2, Y <- Y (a + B), Z <- (a + B) Z`. In a direction in which V has
-    nothing Z stays finite: it is the product of all `a`, about 22,000.
+    `Y = V/L, Z = I`, then `B = b Z Y + c (Z Y)^2, Y <- Y (a + B), Z <- (a + B) Z`. On the null space of V, Z stays
+    finite: it is the product of all `a`, about 22,000.
     """
     identity = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
     L = POLAR_EXPRESS_SAFETY * torch.linalg.matrix_norm(V + eps * identity, keepdim=True)

@@ -1,7 +1,7 @@
-"""What an update rule is: it turns gradients and state into directions, and never touches a weight.
+"""The interface of update rules: they turn gradients and state into directions, and never touch weights.
 
-The step subtracts `eta * scale * direction` in one shared place (`muonsw.apply`), where decay, masks and rounding live
-too. An algorithm gets one chunk at a time, which bounds temporary memory for models of any size.
+`muonsw.apply` subtracts `eta * scale * direction`, with decay, masks and rounding. An algorithm gets one chunk at a
+time, which bounds temporary memory for models of any size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonsw import kernels
 from muonsw.matrices import WHOLE, Bucket, MatrixView, Part, Region, empty_batch, scatter, views
-from muonsw.precision import LOW_PRECISION, Kept
+from muonsw.precision import LOW_PRECISION, StoredState
 from muonsw.slots import Specs, StateSpec, oriented, wide_dtype
 from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_of, elements
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """Parts that are updated together; for a rule of matrices these have one shape and dtype, `bucket`."""
+    """Parts to update together; for rules of matrices they share one shape and dtype, `bucket`."""
 
     parts: list[Part]
     view: MatrixView = MatrixView()
@@ -35,8 +35,8 @@ class Chunk(NamedTuple):
 class Update(NamedTuple):
     """Directions for some parts: each part moves by `-eta * scale * direction`.
 
-    `factors`, if any, still multiply the directions: one for each row or column of the matrices, expanded to the whole
-    batch (count, rows, columns). The kernel that moves weights multiplies as it reads.
+    `factors`, if any, are still to be multiplied by the directions: one per row or column, expanded to the batch
+    (count, rows, columns). The kernel that moves weights multiplies as it reads.
     """
 
     parts: list[Part]
@@ -46,16 +46,16 @@ class Update(NamedTuple):
 
 
 class MatrixRule(NamedTuple):
-    """A rule of whole matrices in two halves, between which the matrices of sharded parameters are exchanged.
+    """A rule of whole matrices in two halves; ranks exchange the matrices of sharded parameters in between.
 
     Attributes:
-        advance: advances the state of parts unless the flag forbids it, and writes what is to be orthogonalized to
+        advance: advances the state of parts unless the flag forbids it, and writes the inputs of `directions` to
             targets, if any.
         directions: the directions for matrices (count, rows, columns) and their state, in a dtype; and the new state.
-        scale: how far matrices of a shape (out, in) move.
-        state: the state of each matrix that `directions` reads and returns; it travels with the matrix.
-        sends_gradient: whether `directions` also wants the gradient, as `state["grad"]`.
-        sent_dtype: the dtype of what is to be orthogonalized.
+        scale: the scale of directions for a matrix of shape (out, in).
+        state: the state that `directions` reads and returns; it is sent with the matrix.
+        sends_gradient: whether `directions` also needs the gradient, as `state["grad"]`.
+        sent_dtype: the dtype of the inputs of `directions`.
         result_dtype: the dtype of directions.
     """
 
@@ -71,19 +71,19 @@ class MatrixRule(NamedTuple):
 class Algorithm(NamedTuple):
     """An update rule: its options with their defaults, its state, and its directions.
 
-    A rule without `matrices` treats every element on its own: on many ranks it is given shards.
+    A rule without `matrices` computes each element separately, so it runs on shards.
 
     Attributes:
         defaults: its options.
         state: the tensors of a parameter's state, by key.
         update: returns the directions for one chunk and advances the state in place.
-        validate: refuses a parameter or options that the rule cannot take.
-        matrices: the same rule in two halves, where it needs whole matrices.
-        fused: takes the whole step of some parts in one kernel; False, and nothing done, if it cannot.
-        in_place: the same on encoded state, with the bits that `update` makes of decoded state.
-        scale_free: the size of a gradient does not reach the update, so clipping it has no effect.
-        counts_steps: whether a group's rule does something else every few steps. Then `update_count` is the number of
-            the step, from 1. Skipped steps count, except those before the first that is taken.
+        validate: refuses an unsupported parameter or option.
+        matrices: the same rule in two halves, if it needs whole matrices.
+        fused: takes the whole step of some parts in one kernel; returns False, without side effects, if it cannot.
+        in_place: `fused` on encoded state; bit-equal to `update` on decoded state.
+        scale_free: the update does not depend on the size of the gradient, so clipping has no effect.
+        counts_steps: whether a group's rule acts differently every few steps. `update_count` is then the number of the
+            step, from 1. Skipped steps count, except before the first one taken.
     """
 
     defaults: dict[str, Any]
@@ -92,7 +92,7 @@ class Algorithm(NamedTuple):
     validate: Callable[[Group, str, Tensor], None] = lambda *_: None
     matrices: MatrixRule | None = None
     fused: Callable[[Group, list[Part], StepContext], bool] | None = None
-    in_place: Callable[[Group, list[Part], dict[str, Kept], StepContext], bool] | None = None
+    in_place: Callable[[Group, list[Part], dict[str, StoredState], StepContext], bool] | None = None
     scale_free: bool = False
     counts_steps: Callable[[Group], bool] = lambda _: False
 
@@ -105,7 +105,7 @@ def has_kernels(group: Group, device: torch.device) -> bool:
 
 
 def rounding_key(group: Group, part: Part) -> int:
-    """A number for this part of this parameter, whatever the step."""
+    """A number for this part of this parameter, the same at every step."""
     place = part.item.position * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.cuts)
     return int((group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF)
 
@@ -120,10 +120,10 @@ def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> We
 
 
 def suits_torch(group: Group, ctx: StepContext, *lists: Sequence[Tensor]) -> bool:
-    """Whether torch's fused kernels take these tensors: one dtype that needs no rounding, no gaps.
+    """Whether torch's fused kernels support this: contiguous tensors of one dtype, float32 or float64.
 
-    They divide by the learning rate on the host and have no cautious decay. In lower precision torch 2.12 and 2.13
-    silently skip steps on CPUs.
+    We pass them phi divided by the learning rate, so that must be a nonzero number; they have no cautious decay. In
+    lower precision torch 2.12 and 2.13 silently skip steps on CPUs.
     """
     first = lists[0][0]
     if group["cautious"] or first.device.type not in ("cpu", "cuda") or isinstance(ctx.eta, Tensor) or ctx.eta == 0:
@@ -134,9 +134,9 @@ def suits_torch(group: Group, ctx: StepContext, *lists: Sequence[Tensor]) -> boo
 
 
 def clean(grads: Sequence[Tensor], like: Sequence[Tensor], maximize: bool, ok: Tensor | None) -> list[Tensor]:
-    """Gradients in the dtype of `like`, pointing downhill, and zero throughout where `ok` is false.
+    """Descent gradients in the dtype of `like`, all zero if `ok` is false.
 
-    The caller's gradients are never changed; where nothing has to be done they are returned as they are.
+    Never changes the caller's gradients, but may return them as they are.
     """
     ready = [g if g.dtype == s.dtype else g.to(s.dtype) for g, s in zip(grads, like, strict=True)]
     if maximize:
@@ -155,7 +155,7 @@ def decay_average(averages: list[Tensor], beta: float, ok: Tensor | None) -> Non
 def subtract(weights: list[Tensor], factor: float | Tensor, directions: list[Tensor]) -> None:
     """`W <- W - factor * direction`, in place.
 
-    Decay has weights as their own directions: the factor `1 - phi` would be rounded, to the same side at every step.
+    Decay passes the weights as directions: a factor `1 - phi` would be rounded the same way at every step.
     """
     if isinstance(factor, Tensor):
         torch._foreach_addcmul_(weights, directions, [factor] * len(weights), value=-1)
@@ -163,7 +163,7 @@ def subtract(weights: list[Tensor], factor: float | Tensor, directions: list[Ten
         torch._foreach_add_(weights, directions, alpha=-factor)
 
 
-# Momentum, in the two forms people write, which differ by the factor `1 - beta` that orthogonalization does not see:
+# The two common forms of momentum. They differ by the factor `1 - beta`, which orthogonalization cancels:
 # `ema` (the paper's listing, `torch.optim.Muon`): `M <- beta M + (1 - beta) G`, Nesterov `(1 - beta) G + beta M`;
 # `heavy_ball` (the paper's Algorithm 1, `torch.optim.SGD`): `M <- beta M + G`, Nesterov `G + beta M`.
 MOMENTUM_FORMS = ("ema", "heavy_ball")
@@ -197,7 +197,7 @@ def columns(parts: Sequence[Part], keys: Sequence[str]) -> list[list[Tensor]]:
 
 
 def elementwise_chunks(items: list[Item], chunk_bytes: int) -> list[list[Part]]:
-    """Chunks for rules that treat every element alike: small tensors together, large ones cut.
+    """Chunks for elementwise rules: small tensors together, large ones cut.
 
     In a CPU's cache several passes over a chunk cost little more than one.
     """
@@ -223,12 +223,12 @@ def elementwise_chunks(items: list[Item], chunk_bytes: int) -> list[list[Part]]:
     return chunks
 
 
-# Rules that keep state of whole matrices: a pure function from matrices (count, m, n) and their state to directions and
-# the new state. The state of many parameters is gathered into batches for it, and written back if the step is taken.
+# Rules with per-matrix state: a pure function from matrices (count, m, n) and their state to directions and new state.
+# The state of many parameters is gathered into batches for it, and written back if the step is taken.
 
 
 class StateBatch:
-    """The state of the matrices of a chunk: views of each parameter's tensors, and what they hold as batches."""
+    """The state of the matrices in a chunk: views of each parameter's tensors, gathered into batches."""
 
     def __init__(self, chunk: Chunk, specs: Specs) -> None:
         rows, columns, _ = chunk.bucket
@@ -237,7 +237,7 @@ class StateBatch:
         self.shapes = {key: spec.shape(m, n) if spec.shape else (rows, columns) for key, spec in specs.items()}
 
     def gathered(self) -> State:
-        """Every tensor as one batch (count, r, c), in float32 or better: a copy, or a view of the only one."""
+        """Every tensor as one batch (count, r, c), in float32 or better: a copy, or a view if there is just one."""
         batches: State = {}
         for key, tensors in self.views.items():
             stacks = [tensor.reshape(-1, *self.shapes[key]) for tensor in tensors]
@@ -252,7 +252,7 @@ class StateBatch:
 
 
 def _state_views(chunk: Chunk, key: str, spec: StateSpec) -> list[Tensor]:
-    """One state tensor of each part: its region or, of state with its own shape, what belongs to its matrices."""
+    """One state tensor of each part: its region of elementwise state, or the per-matrix state of its matrices."""
     if spec.shape is None:
         return [part.state(key) for part in chunk.parts]
     view, keys = chunk.view, chunk.view.cell_keys(key)
@@ -275,7 +275,7 @@ def gradients(group: Group, chunk: Chunk, ok: Tensor | None, dtype: torch.dtype)
 
 
 def validate_matrices(group: Group, name: str, param: Tensor) -> None:
-    """Refuse a parameter that can be seen as matrices in no way, or in more than one."""
+    """Refuse a parameter that has no matrix view, or an ambiguous one."""
     shape, view = tuple(param.shape), MatrixView.of(group)
     if param.dim() < 2:
         raise ValueError(
@@ -284,16 +284,16 @@ def validate_matrices(group: Group, name: str, param: Tensor) -> None:
         )
     if param.dim() > 2 and view.matrix is None:
         raise ValueError(
-            f"{name} has shape {shape}, which can be seen as matrices in two ways; say matrix='stack' where the last "
-            f"two axes are (out, in) and the others count matrices (experts), or matrix='flatten' where the first "
-            f"axis is out and the others are in (convolutions), or let MuonSW.for_model route the whole model"
+            f"{name} has shape {shape}, so its matrices are ambiguous; set matrix='stack' if the last two axes are "
+            f"(out, in) and the others count matrices (experts), or matrix='flatten' if the first axis is out and the "
+            f"others are in (convolutions), or let MuonSW.for_model route the whole model"
         )
     heads, sizes, axis = view.heads, view.split_sizes, view.split_axis(shape)
     axis_text = f"{name} of shape {shape} has {shape[axis]} along axis {axis}"
     if heads is not None and sizes is not None:
-        raise ValueError(f"heads={heads} and split_sizes={sizes} both say how to split {name}; give one of them")
+        raise ValueError(f"heads={heads} and split_sizes={sizes} both split {name}; pass one of them")
     if heads is not None and shape[axis] % heads:
-        raise ValueError(f"heads={heads} asks for equal blocks, but {axis_text}")
+        raise ValueError(f"heads={heads} needs equal blocks, but {axis_text}")
     if sizes is not None and sum(sizes) != shape[axis]:
         raise ValueError(f"split_sizes={sizes} add up to {sum(sizes)}, but {axis_text}")
 
@@ -308,17 +308,17 @@ def matrix_algorithm(
     counts_steps: bool = False,
     scale_free: bool = True,
 ) -> Algorithm:
-    """An algorithm from a pure function of gradients and state of whole matrices.
+    """Make an algorithm from a pure function of the gradients and state of whole matrices.
 
     Args:
         defaults: its options.
         state: the tensors of a matrix's state, by key.
-        directions: group, gradients (count, m, n) of m outputs and n inputs that point downhill, and state (count, r,
-            c) by key, to directions and the new state; all in float32, or float64 for such parameters.
-        scale: how far a matrix of m outputs and n inputs moves along its direction.
-        validate: refuses parameters that the rule cannot take.
-        counts_steps: `group["update_count"]` is the number of the step, from 1. Such a rule is not captured.
-        scale_free: whether the size of a gradient does not reach the update.
+        directions: maps group, descent gradients (count, m, n) of m outputs and n inputs, and state (count, r, c) by
+            key to directions and the new state; in float32, or float64 for float64 parameters.
+        scale: the scale of directions for a matrix of m outputs and n inputs.
+        validate: refuses unsupported parameters.
+        counts_steps: `group["update_count"]` is the number of the step, from 1. Such rules are not captured.
+        scale_free: whether the update does not depend on the size of the gradient.
     """
 
     def oriented_directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:

@@ -1,15 +1,15 @@
-"""Dion2: only the largest rows of the momentum are orthogonalized and move, and only they are forgotten.
+"""Dion2: orthogonalize and apply only the largest rows of the momentum, and shrink only those.
 
-`microsoft/dion` at 0a059a4, `dion/dion2.py`. On the shorter side of a matrix (its rows, or its columns where it is
-tall) the slices of largest L1 norm are selected:
+`microsoft/dion` at 0a059a4, `dion/dion2.py`. Along the shorter side of a matrix (rows, or columns if it is tall) it
+selects the slices of largest L1 norm:
 
     M <- M + G
     S = the k = ceil(fraction * size) largest slices of M
     W <- (1 - phi) W;   W[S] <- W[S] - lr * scale * polar(M[S])
     M[S] <- momentum * M[S]
 
-The shape scale is that of the whole matrix, and all of it decays. Unlike the authors' default on many ranks, which
-selects in each shard, the selection is that of whole matrices, whatever the number of ranks.
+The shape scale and weight decay are those of the whole matrix. Unlike the authors' default, which selects in each
+shard, this selects in whole matrices on any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from muonsw.work import Group, State
 
 
 def directions(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
-    """Orthogonalized slices at their places, zero elsewhere, for gradients (count, m, n)."""
+    """Orthogonalized slices in place, zero elsewhere, for gradients (count, m, n)."""
     if G.shape[-2] > G.shape[-1]:
         U, new = directions(group, G.mT, {"momentum_buffer": state["momentum_buffer"].mT})
         return U.mT, {"momentum_buffer": new["momentum_buffer"].mT}
@@ -40,7 +40,7 @@ def directions(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     dtype = product_dtype(group["ns_dtype"], S.dtype, S.device)
     U = ORTHOGONALIZERS[group["orthogonalizer"]](S, steps=group["ns_steps"], dtype=dtype).to(S.dtype)
     return torch.zeros_like(M).scatter(-2, index, U), {
-        "momentum_buffer": M.scatter(-2, index, group["momentum"] * S)  # only what moved is forgotten
+        "momentum_buffer": M.scatter(-2, index, group["momentum"] * S)  # shrink only the selected momentum
     }
 
 

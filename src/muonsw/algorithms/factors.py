@@ -1,7 +1,7 @@
 """Statistics of both sides of matrices: Gram matrices, their eigenbases and inverse roots.
 
-Shared by the algorithms that keep such factors (SOAP, Shampoo and their relatives). Tensors are batches
-of equal matrices, (count, m, n) for gradients and (count, d, d) for factors, in float32 or float64.
+Used by SOAP, Shampoo and their relatives. Tensors are batches of equal matrices, (count, m, n) for gradients and
+(count, d, d) for factors, in float32 or float64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from muonsw.text import users_line
 
 
 def rotate(X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """`left^T X right`; a basis that is shorter than its side leaves that side alone."""
+    """`left^T X right`; a side longer than its basis is not rotated."""
     X = left.mT @ X if left.shape[-1] == X.shape[-2] else X
     return X @ right if right.shape[-1] == X.shape[-1] else X
 
@@ -27,14 +27,14 @@ def rotate_back(X: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def eigenbasis(A: Tensor, otherwise: Tensor) -> Tensor:
-    """Eigenvectors of symmetric matrices, largest eigenvalue first; `otherwise` where the decomposition fails."""
+    """Eigenvectors of symmetric matrices, largest eigenvalue first; `otherwise` if the decomposition fails."""
     return finite_or(eigh(A)[1].flip(-1), otherwise)
 
 
 def power_iteration(A: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A basis nearer to the eigenvectors of A, and the order of the old columns in it, by falling `diag(Q^T A Q)`.
+    """Improve a basis towards the eigenvectors of A; also return the order of its columns by falling `diag(Q^T A Q)`.
 
-    A basis of zeros has not begun, and is taken for the identity.
+    A basis of zeros is uninitialized, and replaced by the identity.
     """
     identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     basis = torch.where(basis.any(-1, keepdim=True).any(-2, keepdim=True), basis, identity)
@@ -45,25 +45,24 @@ def power_iteration(A: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def orthonormal(X: Tensor, basis: Tensor) -> Tensor:
-    """Q of the QR decomposition of matrices, up to the signs of its columns; `basis` is what X is an image of."""
+    """Q of the QR decomposition of X, up to the signs of its columns; X is an image of `basis`."""
     return cholesky_qr(X, basis) if X.is_cuda and X.dtype == torch.float32 else torch.linalg.qr(X).Q
 
 
-# What is added to the diagonal of a Gram matrix of unit columns, for each column: the rounding of its sums in float64.
+# Shift of the diagonal of a Gram matrix of unit columns, per column: the rounding error of its sums in float64.
 _SHIFT = 1e-14
 
-# How far columns of float32 may be from orthonormal: some units in the last place.
+# Tolerance for orthonormal float32 columns: a few units in the last place.
 _NOT_ORTHONORMAL = 1e-6
 
 
 def cholesky_qr(X: Tensor, basis: Tensor) -> Tensor:
-    """`orthonormal` by Cholesky decompositions of Gram matrices: on GPUs these take a batch, and QR one after another.
+    """`orthonormal` by Cholesky decompositions of Gram matrices, which GPUs do in batches, unlike QR.
 
-    Q is `X R^-1`, with R the Cholesky factor of `X^T X`, so float64 has to hold the square of X's condition number. The
-    first of two such passes decomposes a little more than that matrix, and the second mends what this has changed
-    (shifted Cholesky QR, Fukaya et al. 2020). So Q has float32's precision at any condition number, which QR in float32
-    has not. Columns without a direction, zero or NaN, are those of `basis`; matrices that are singular otherwise are
-    left to QR. The host waits for that.
+    Q is `X R^-1`, with R the Cholesky factor of `X^T X`, so float64 must resolve the square of X's condition number. A
+    first pass with a shifted diagonal makes this safe, and a second pass without a shift corrects Q (shifted Cholesky
+    QR, Fukaya et al. 2020). So Q has float32's precision at any condition number, unlike QR in float32. `basis`
+    replaces columns of zeros or NaN; other singular matrices go to QR. The host waits for that check.
     """
     Q = X.double()
     lengths = torch.linalg.vector_norm(Q, dim=-2, keepdim=True)
@@ -82,9 +81,9 @@ def cholesky_qr(X: Tensor, basis: Tensor) -> Tensor:
 
 
 def inverse_root(A: Tensor, power: float, eps: float, otherwise: Tensor) -> Tensor:
-    """`(A + eps I)^-power` of symmetric matrices; `otherwise` where the decomposition fails.
+    """`(A + eps I)^-power` of symmetric matrices; `otherwise` if the decomposition fails.
 
-    Where rounding has left an eigenvalue below eps, all are raised until the smallest is eps.
+    If rounding leaves an eigenvalue below eps, all are shifted up until the smallest is eps.
     """
     values, Q = eigh(A + eps * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
     values = values + (eps - values.amin(-1, keepdim=True)).clamp(min=0)
@@ -92,14 +91,14 @@ def inverse_root(A: Tensor, power: float, eps: float, otherwise: Tensor) -> Tens
 
 
 def finite_or(X: Tensor, otherwise: Tensor) -> Tensor:
-    """Each matrix of X, or that of `otherwise` where X has an element that is not finite."""
+    """X, with each matrix that has a non-finite element replaced from `otherwise`."""
     return torch.where(X.isfinite().all(-1, keepdim=True).all(-2, keepdim=True), X, otherwise)
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a batch; the host waits for them, as in torch's own function.
+    """Eigenvalues and eigenvectors of a batch; the host waits for them, as in torch's function.
 
-    Matrices that fail are tried one by one and then in float64; what fails there too is NaN.
+    On failure, retries the matrices one by one and then in float64; NaN if that fails too.
     """
     try:
         values, vectors = torch.linalg.eigh(A)
@@ -107,7 +106,7 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
             return values, vectors
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # torch's LinAlgError is one, and so are errors of cuSOLVER
+    except RuntimeError:  # includes torch's LinAlgError and errors of cuSOLVER
         pass
     if len(A) > 1:
         pairs = [eigh(matrix) for matrix in torch.split(A, 1)]
@@ -116,8 +115,8 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = eigh(A.double())
         return values.to(A.dtype), vectors.to(A.dtype)
     warnings.warn(
-        f"the eigendecomposition of a {A.shape[-1]} x {A.shape[-1]} factor failed, in float64 too; the last good basis "
-        f"or root stays in use. Look for exploding gradients",
+        f"the eigendecomposition of a {A.shape[-1]} x {A.shape[-1]} factor failed, even in float64; keeping the last "
+        f"good basis or root. Look for exploding gradients",
         stacklevel=users_line(),
     )
     return torch.full_like(A[..., 0], torch.nan), torch.full_like(A, torch.nan)
@@ -125,8 +124,8 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
 
 # Symmetric matrices in less memory.
 #
-# Two in one tensor (count, d, d + 1): the first above the diagonal, the second below. One folded into a rectangle of
-# d (d + 1) / 2 elements: of [[A, B^T], [B, C]], with A of size k = d // 2, the rectangle has d - k rows: the upper
+# `pack` stores two in one tensor (count, d, d + 1): the first above the diagonal, the second below. `fold` stores one,
+# [[A, B^T], [B, C]] with A of size k = d // 2, in a rectangle of d (d + 1) / 2 elements and d - k rows: the upper
 # triangle of A above the lower triangle of C, then B.
 
 
@@ -145,7 +144,7 @@ def unpack_second(packed: Tensor) -> Tensor:
 
 
 def average_first(packed: Tensor, new: Tensor, beta: float, gain: float) -> Tensor:
-    """Packed matrices of which the first has become `beta first + gain new`."""
+    """Packed matrices, with the first replaced by `beta first + gain new`."""
     factors = torch.full_like(packed[0], beta).triu(1) + torch.ones_like(packed[0]).tril()
     return torch.addcmul(gain * pad(new.triu(), (1, 0)), packed, factors)
 
@@ -161,7 +160,7 @@ def folded_shape(size: int) -> tuple[int, int]:
 
 
 def fold(matrix: Tensor) -> Tensor:
-    """Symmetric matrices (..., d, d) as rectangles."""
+    """Fold symmetric matrices (..., d, d) into rectangles."""
     size = matrix.shape[-1]
     k, rows = size // 2, size - size // 2
     above = pad(matrix[..., :k, :k].triu(), (1, 0, 0, rows - k))
@@ -170,7 +169,7 @@ def fold(matrix: Tensor) -> Tensor:
 
 
 def unfold(folded: Tensor) -> Tensor:
-    """Rectangles as symmetric matrices again, exactly."""
+    """Invert `fold`, exactly."""
     rows, k = folded.shape[-2], folded.shape[-1] // 2
     A, C, B = folded[..., :k, 1 : k + 1].triu(), folded[..., :rows].tril(), folded[..., k + 1 :]
     top = torch.cat([A + A.triu(1).mT, B.mT], -1)

@@ -1,9 +1,9 @@
-"""Online KL-Shampoo: momentum between inverse square roots of factors, each learned from the other and fresh each step.
+"""Online KL-Shampoo: momentum between inverse square roots of two coupled factors, recomputed at every step.
 
 The factors minimize the Kullback-Leibler divergence between two Gaussians (Lin et al., "Understanding and Improving
-Shampoo and SOAP via Kullback-Leibler Minimization", 2025). The rule is that of Tilde Research's
-`online-kl-shampoo-release` (OKLS), whose own decay is scaled decay. Unlike there, roots are found in float32 except on
-GPUs, and a matrix whose first gradient comes late begins at a multiple of the identity.
+Shampoo and SOAP via Kullback-Leibler Minimization", 2025). The rule follows Tilde Research's
+`online-kl-shampoo-release` (OKLS), which also uses scaled decay. Unlike there, roots are in float32 except on GPUs, and
+a matrix whose first gradient comes late starts at a multiple of the identity.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from muonsw.precision import AUTO
 from muonsw.slots import ELEMENTWISE, Specs, StateSpec
 from muonsw.work import Group, State
 
-# p(x) = a x + b x^3 that bring singular values from [1e-3, 1] to one: CANS, Grishina et al. (arXiv 2506.10935).
+# Polynomials a x + b x^3 that bring singular values in [1e-3, 1] to one: CANS, Grishina et al. (arXiv 2506.10935).
 CANS = (
     (5.182503604966906, -5.178098480082684),
     (2.586120737395915, -0.6479542005271643),
@@ -36,7 +36,7 @@ CANS = (
     (1.5, -0.5),
 )
 
-# What the largest element of a float16 operand is scaled to: a quarter of what float16 holds.
+# The scale of the largest element of a float16 operand: a quarter of float16's maximum.
 _FLOAT16_TOP = 2.0**14
 
 
@@ -48,7 +48,7 @@ def kl_shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     packed with their roots.
     """
     (beta1, beta2), eps, (_, m, n) = group["betas"], group["eps"], G.shape
-    # Products in roots are float16 on GPUs by default, else in the dtype of the gradients.
+    # By default products in roots are float16 on GPUs, else in the dtype of the gradients.
     fast = group["ns_dtype"] == AUTO and G.is_cuda and G.dtype == torch.float32
     dtype = torch.float16 if fast or group["ns_dtype"] == "float16" else G.dtype
     exp_avg = state["exp_avg"].lerp(G, 1 - beta1)
@@ -62,7 +62,7 @@ def kl_shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     left = _advanced(left, whitened_right @ whitened_right.mT / n, beta2, eps, dtype)
     right = _advanced(right, whitened_left.mT @ whitened_left / m, beta2, eps, dtype)
     direction = left[1] @ ahead @ right[1]
-    # A gradient of zero begins nothing: factors of eps alone would nearly stop the steps that follow.
+    # A zero gradient does not initialize the factors: factors of eps alone would nearly stop later steps.
     begun = (state["factors_left"] != 0).any((-2, -1), keepdim=True) | (G != 0).any((-2, -1), keepdim=True)
     factors = {"factors_left": pack(*left), "factors_right": pack(*right)}
     return direction, {"exp_avg": exp_avg, **{key: torch.where(begun, F, 0.0) for key, F in factors.items()}}
@@ -80,7 +80,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _first(G: Tensor, eps: float, dtype: torch.dtype) -> Pair:
-    """The factor of rows after the first gradient, with a multiple of the identity as large as itself."""
+    """The factor of rows after the first gradient, plus a multiple of the identity of the same norm."""
     _, m, n = G.shape
     factor = G @ G.mT * (m / (n * G.square().sum((-2, -1), keepdim=True) + eps)).sqrt()
     size = torch.linalg.matrix_norm(factor, keepdim=True) / math.sqrt(m)
@@ -89,7 +89,7 @@ def _first(G: Tensor, eps: float, dtype: torch.dtype) -> Pair:
 
 
 def _or_identity(pair: Pair, size: Tensor) -> Pair:
-    """A pair, or `size` times the identity with its root where it is zero; a positive definite root is not."""
+    """A pair, or `size` times the identity with its root if the pair is zero, thus uninitialized."""
     factor, root = pair
     begun, identity = root[..., :1, :1] != 0, torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
     return torch.where(begun, factor, size * identity), torch.where(begun, root, size.rsqrt() * identity)
@@ -104,8 +104,8 @@ def _advanced(pair: Pair, gram: Tensor, beta: float, eps: float, dtype: torch.dt
 def inverse_sqrt(S: Tensor, dtype: torch.dtype) -> Tensor:
     """S^-1/2 of positive definite matrices by ten coupled Newton-Schulz steps, with products of operands in `dtype`.
 
-    `Y = S/L, Z = I`, then `P = Z Y, Y <- Y (a + b P), Z <- (a + b P) Z`, and Z tends to `(S/L)^-1/2`: to 3e-5 where
-    eigenvalues lie within a factor of a million. Y, Z and P are scaled so that no float16 overflows or vanishes.
+    `Y = S/L, Z = I`, then `P = Z Y, Y <- Y (a + b P), Z <- (a + b P) Z`, and Z converges to `(S/L)^-1/2`, to 3e-5 for
+    condition numbers up to a million. Y, Z and P are scaled to keep float16 from overflow and underflow.
     """
     L = 1.01 * _above_eigenvalues(S)
     scales = [(1.0, 1.0, 1.0)] * (len(CANS) + 1)
@@ -113,7 +113,7 @@ def inverse_sqrt(S: Tensor, dtype: torch.dtype) -> Tensor:
         scales = [(_FLOAT16_TOP / y, _FLOAT16_TOP / z, _FLOAT16_TOP / p) for y, z, p in _ceilings()]
     (y, _, _), (y_next, z_next, _), (a, b) = scales[0], scales[1], CANS[0]
     Y, identity = S * (y / L), torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
-    Z = a * z_next * identity + b * z_next / y * Y  # the first step, in which Z is the identity and P is Y
+    Z = a * z_next * identity + b * z_next / y * Y  # the first step: Z is the identity and P is Y
     Y = _multiply_add(Y, a * y_next / y, Y.to(dtype), Y.to(dtype), b * y_next / y**2)
     for (a, b), ((y, z, p), (y_next, z_next, _)) in zip(CANS[1:], pairwise(scales[1:]), strict=True):
         Y_low, Z_low = Y.to(dtype), Z.to(dtype)
@@ -139,7 +139,7 @@ def _multiply_add(C: Tensor, beta: float, A: Tensor, B: Tensor, alpha: float) ->
 
 @cache
 def _ceilings() -> list[tuple[float, float, float]]:
-    """The largest Y, Z and P before each step, and at the end, for eigenvalues of S/L in [0, 1]."""
+    """The largest Y, Z and P before each step and at the end, for eigenvalues of S/L in [0, 1]."""
     grid = [(i / 4096, 1.0) for i in range(4097)]
     ceilings = []
     for a, b in (*CANS, (1.0, 0.0)):
@@ -151,8 +151,8 @@ def _ceilings() -> list[tuple[float, float, float]]:
 def _above_eigenvalues(S: Tensor) -> Tensor:
     """An upper bound of the eigenvalues of positive semidefinite matrices (count, 1, 1).
 
-    The lesser of two: mean and spread of the eigenvalues (Wolkowicz and Styan), and row sums weighted by row sums
-    (Minc). The largest element of such a matrix is on its diagonal; in units of it nothing overflows.
+    The smaller of two: mean plus spread of the eigenvalues (Wolkowicz and Styan), and row sums weighted by row sums
+    (Minc). Dividing by the largest element, which is on the diagonal, avoids overflow.
     """
     d, diagonal = S.shape[-1], S.diagonal(dim1=-2, dim2=-1)
     unit = diagonal.amax(-1).clamp(min=torch.finfo(S.dtype).tiny)[..., None, None]
@@ -175,9 +175,9 @@ STATE: Specs = {
 def validate(group: Group, name: str, param: Tensor) -> None:
     validate_matrices(group, name, param)
     if group["eps"] == 0:
-        raise ValueError("eps=0: KL-Shampoo takes roots of factors that may be singular; give it more than zero")
+        raise ValueError("eps=0: KL-Shampoo takes roots of factors that may be singular; use an eps above zero")
     if group["ns_dtype"] == "bfloat16":
-        raise ValueError("ns_dtype='bfloat16' is too coarse for the roots of KL-Shampoo; say 'float16' or 'float32'")
+        raise ValueError("ns_dtype='bfloat16' is too coarse for the roots of KL-Shampoo; use 'float16' or 'float32'")
 
 
 KL_SHAMPOO = matrix_algorithm(

@@ -1,7 +1,7 @@
-"""Lion: the sign of an average gradient, so that every element moves equally far.
+"""Lion: the sign of an average gradient, so every element moves equally far.
 
 Chen et al., "Symbolic discovery of optimization algorithms" (2023); equal to `lucidrains/lion-pytorch` at 6a74fdc. The
-direction weighs the new gradient by `1 - beta1`, what is remembered by `1 - beta2`.
+direction weights the new gradient by `1 - beta1`, the stored average by `1 - beta2`.
 """
 
 from __future__ import annotations

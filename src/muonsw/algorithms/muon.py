@@ -1,8 +1,8 @@
 """Muon: momentum -> precondition -> orthogonalize -> normalize -> scale, matrix by matrix.
 
-Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). Unlike the author's code, the caller's
-gradient is never changed, and equal matrices of all parameters are one batch. The two slots around the orthogonalizer
-turn Muon into its relatives (`muonsw.slots`).
+Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). Unlike the author's code, this never
+changes gradients, and batches equal matrices of all parameters. The two slots around the orthogonalizer make Muon's
+relatives (`muonsw.slots`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from muonsw.work import Group, State, StepContext
 
 
 def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
-    """Directions for a chunk of equal matrices, which are whole on this rank."""
+    """Directions for a chunk of equal matrices that are whole on this rank."""
     parts, (rows, columns, dtype) = chunk.parts, chunk.bucket
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
     scale = SHAPE_SCALES[group["scale"]](*chunk.view.out_in(rows, columns))
@@ -42,7 +42,7 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
         fused = directions_by_kernels(group, chunk, momenta, dtype, ctx)
         if fused is not None:
             return Update(parts, scatter(fused[0], momenta), scale, fused[1])
-    # momentum, and a preconditioner that treats every element on its own
+    # momentum and elementwise preconditioner
     elementwise, wide = PRECONDITION.member(group).elementwise, wide_dtype(momenta[0].dtype)
     X = empty_batch(momenta, rows, columns, wide if elementwise else momenta[0].dtype)
     advance(group, parts, scatter(X, momenta), ctx.flag)
@@ -56,9 +56,9 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
 
 
 def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
-    """Advance momenta in place, and write what is to be orthogonalized to `targets`, if there are any.
+    """Advance momenta in place, and write the matrices to orthogonalize to `targets`, if any.
 
-    A preconditioner that treats every element on its own acts here, because parts may be shards.
+    Elementwise preconditioners act here, because they work on shards.
     """
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
@@ -100,7 +100,7 @@ def apply_slot(slot: Slot, group: Group, chunk: Chunk, X: Tensor, ok: Tensor | N
 
 
 def sharded_directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:
-    """What follows `advance` where matrices were put together from shards, with the state that travels with them."""
+    """Directions for matrices gathered from shards after `advance`, with the state sent along."""
     after: State = {}
     if group["precondition"] is not None and not PRECONDITION.member(group).elementwise:
         X, after = PRECONDITION.apply(group, X.to(wide_dtype(X.dtype)), before)
@@ -114,7 +114,7 @@ def sharded_directions(group: Group, X: Tensor, before: State, dtype: torch.dtyp
 def directions_by_kernels(
     group: Group, chunk: Chunk, momenta: list[Tensor], dtype: torch.dtype, ctx: StepContext
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Directions, and the factors that the move multiplies them by; None, and nothing done, if kernels cannot."""
+    """Directions, and factors for the move to multiply them by; None, without side effects, if kernels cannot."""
     iteration, parts, (rows, columns, _) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk.parts, chunk.bucket
     if not isinstance(iteration, Iteration) or not slots_have_kernels(group):
         return None
@@ -141,7 +141,7 @@ def slots_have_kernels(group: Group) -> bool:
 
 
 def _squares(group: Group, parts: list[Part]) -> list[Tensor]:
-    """Muon^2's average squares, which its kernel advances beside the momentum."""
+    """Muon^2's average squares, which its kernel advances together with the momentum."""
     if PRECONDITION.member(group) is not MUON2:
         return []
     return views(parts, [part.item.state["exp_avg_sq"] for part in parts])
@@ -155,12 +155,12 @@ def validate(group: Group, name: str, param: Tensor) -> None:
         return
     period = f"block_period={group['block_period']}"
     if group.get("heads") is None and group.get("split_sizes") is None:
-        raise ValueError(f"{period} needs blocks: give heads= or split_sizes=")
+        raise ValueError(f"{period} needs blocks: pass heads= or split_sizes=")
     for slot in (PRECONDITION, NORMALIZE):
         if any(spec.shape for spec in slot.specs(group).values()):
             raise ValueError(
-                f"{period} and {slot.name}={group[slot.name]!r} do not go together: the state of a block means nothing "
-                f"to the whole matrix"
+                f"{period} and {slot.name}={group[slot.name]!r} cannot be combined: the state of blocks does not "
+                f"apply to the whole matrix"
             )
 
 

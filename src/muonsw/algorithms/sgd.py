@@ -43,7 +43,7 @@ def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
 def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
     """Take the whole step with torch's kernel.
 
-    It couples decay to momentum, so with momentum the decay goes first.
+    torch adds decay to the momentum, so with momentum we decay first.
     """
     weights, grads, *rest = columns(parts, tuple(state(group)))
     momenta = rest[0] if rest else []
@@ -53,7 +53,7 @@ def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
     eta, phi, flag = float(ctx.eta), float(ctx.phi), ctx.flag
     if momenta and phi:
         if weights[0].is_cpu and elements(weights) * weights[0].element_size() > ctx.chunk_bytes:
-            return False  # a chunk at a time: the second pass finds it in the cache
+            return False  # in chunks, the second pass hits the cache
         subtract(weights, phi if flag is None else phi * flag.factor(weights[0].dtype), weights)
     torch._fused_sgd_(
         weights,

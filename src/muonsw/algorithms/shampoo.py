@@ -1,9 +1,9 @@
-"""Shampoo: momentum between the inverse fourth roots of its gradients' factors, block by block, with a graft's length.
+"""Shampoo: momentum between the inverse fourth roots of the gradients' factors, in blocks, with grafted norms.
 
-Gupta et al. (2018), with the blocks and the grafting of Anil et al. (2020). The rule is that of Meta's
+Gupta et al. (2018), with the blocks and the grafting of Anil et al. (2020). The rule follows Meta's
 `distributed_shampoo` with bias correction and roots from eigendecompositions. Unlike there, blocks along an axis are
-equally long (1100 rows are 550 and 550, not 1024 and 76), all blocks are decomposed in one batch, and a factor shares
-the room of one square matrix with its root.
+equally long (1100 rows are 550 and 550, not 1024 and 76), all blocks are decomposed in one batch, and a factor and its
+root are packed into one square matrix.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from muonsw.work import Group, State
 
 GRAFTINGS = (None, "adam", "sgd")
 
-# Meta's: keeps the graft of a direction of zeros finite.
+# From Meta's code: keeps the grafted direction finite if it is zero.
 _TINY = 1e-16
 
 
 class Grid(NamedTuple):
-    """How a matrix is cut into blocks of one shape; the last ones are filled up with zeros."""
+    """A matrix cut into blocks of one shape; the last ones are padded with zeros."""
 
     down: int
     across: int
@@ -61,9 +61,9 @@ class Grid(NamedTuple):
 def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions for gradients (count, m, n), and the state after them.
 
-    `state` is `exp_avg` (count, m, n), and `exp_avg_sq` alike where Adam is grafted; `factors_left` and
-    `factors_right` (count, blocks * d, d + 1), factors packed with their roots; `moves` (count, 1, 1), the steps so
-    far. Roots of zeros have not begun: the graft itself is the direction.
+    `state` is `exp_avg` (count, m, n), and `exp_avg_sq` of that shape with Adam grafting; `factors_left` and
+    `factors_right` (count, blocks * d, d + 1), factors packed with their roots; `moves` (count, 1, 1), the number of
+    steps. While roots are zero, thus uninitialized, the graft is the direction.
     """
     (_, m, n), (beta1, beta2), moves = G.shape, group["betas"], state["moves"] + 1
     grid = Grid.of(m, n, group["block_size"])
@@ -73,7 +73,7 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
         after["exp_avg_sq"] = state["exp_avg_sq"].lerp(G.square(), 1 - beta2)
         root = (after["exp_avg_sq"] / _correction(beta2, moves)).sqrt()
         graft = momentum / (root + group["grafting_eps"])
-    # Factors and their roots, packed; the roots are new every so many steps.
+    # Factors packed with their roots, which are recomputed every `precondition_frequency` steps.
     blocks, roots = grid.cut(G), []
     beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
     gain = 1 - beta if beta < 1 else 1.0
@@ -96,7 +96,7 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 def _correction(beta: float, moves: Tensor) -> Tensor:
-    """The share of its gradients that an average which began at zero holds by now; one for a sum."""
+    """The bias correction of an average that started at zero; 1 for a sum."""
     return (1 - beta ** moves.double()).to(moves.dtype) if beta < 1 else torch.ones_like(moves)
 
 

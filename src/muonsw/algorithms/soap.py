@@ -1,8 +1,8 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors.
 
-Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024). Like the authors' code the first gradient only
-begins the bases, and nothing moves. Unlike it, the weights decay in that step as in every other, equal matrices are one
-batch, and momentum returns to the old basis only when the basis changes.
+Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024). As in the authors' code, the first gradient
+initializes the bases and moves nothing. Unlike there, weights decay in the first step too, equal matrices are batched,
+and momentum is rotated only when the basis changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def soap(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
 
     `state` is `exp_avg` and `exp_avg_sq` (count, m, n), in the bases; `basis_left` (count, m, m) and `basis_right`
     (count, n, n), but (count, 1, 1) for a side that is not rotated; `factor_left` and `factor_right`, folded
-    (`factors.py`); `moves` (count, 1, 1), how many gradients there have been. Bases of zeros have not begun.
+    (`factors.py`); `moves` (count, 1, 1), the number of gradients so far. Bases of zeros are uninitialized.
     """
     (beta1, beta2), t = group["betas"], state["moves"]
     bases = _begun(state["basis_left"], t), _begun(state["basis_right"], t)
@@ -42,18 +42,18 @@ def soap(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 def _begun(basis: Tensor, moves: Tensor) -> Tensor:
-    """Bases (count, d, d), the identity in place of zeros; but zeros, by which nothing moves, at a first gradient."""
+    """Bases (count, d, d), with uninitialized ones set to the identity, or to zero if this is the first gradient."""
     identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
     return torch.where(have_begun(basis), basis, identity * (moves > 0))
 
 
 def have_begun(basis: Tensor) -> Tensor:
-    """Whether bases are more than zeros (count, 1, 1): their first columns tell."""
+    """Whether bases (count, d, d) are initialized, by their first column, as (count, 1, 1)."""
     return basis[..., :1].any(-2, keepdim=True)
 
 
 def advance_bases(G: Tensor, state: State, beta: float, *, refresh: bool, first: bool) -> State:
-    """The state after the factors have taken in a gradient and, if they are to be refreshed, their bases have followed.
+    """Add a gradient to the factors and, if `refresh`, update their bases; return the new state.
 
     The first refresh decomposes the factors, later ones improve the bases.
     """
@@ -63,7 +63,7 @@ def advance_bases(G: Tensor, state: State, beta: float, *, refresh: bool, first:
         state = state | {"factor_right": state["factor_right"].lerp(fold(G.mT @ G), 1 - beta)}
     if not refresh:
         return state
-    # Averages lie in the bases: momentum is rotated, squares follow the order of the columns.
+    # Averages are in the old bases: rotate momentum, and reorder squares like the columns.
     bases, squares = {}, state["exp_avg_sq"]
     for side, axis in (("left", -2), ("right", -1)):
         factor, basis = state[f"factor_{side}"], state[f"basis_{side}"]
@@ -82,7 +82,7 @@ def advance_bases(G: Tensor, state: State, beta: float, *, refresh: bool, first:
 
 
 def sides(longest: int) -> Specs:
-    """A factor with its basis for each side; one that is too long keeps an element of each."""
+    """A factor and its basis for each side; a side longer than `longest` has one element of each."""
 
     def size(length: int) -> int:
         return length if length <= longest else 1
@@ -103,12 +103,12 @@ def state(group: Group) -> Specs:
 def validate(group: Group, name: str, param: Tensor) -> None:
     validate_matrices(group, name, param)
     if group["eps"] == 0:
-        raise ValueError("eps=0: SOAP begins with averages of zero and would divide by them; give it more than zero")
+        raise ValueError("eps=0: SOAP would divide by averages that start at zero; use an eps above zero")
     longest = group["precondition_max_dim"]
     for cell in MatrixView.of(group).cells(param.shape):
         if min(cell.rows, cell.columns) > longest:
             raise ValueError(
-                f"precondition_max_dim={longest} leaves both sides of {name} alone, a matrix of {cell.rows} x "
+                f"precondition_max_dim={longest} rotates neither side of {name}, a matrix of {cell.rows} x "
                 f"{cell.columns}; raise it, or give the parameter a group with algorithm='adamw'"
             )
 

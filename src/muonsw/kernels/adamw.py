@@ -28,7 +28,7 @@ from muonsw.kernels.common import (
 from muonsw.kernels.move import BLOCK, WARPS, Weights, choices, rates, write
 from muonsw.kernels.stored import decoded, encoded, tile
 from muonsw.kernels.tables import addresses, block_map, runs, table
-from muonsw.precision import Kept
+from muonsw.precision import StoredState
 from muonsw.work import StepContext, all_contiguous, one_dtype
 
 KEPT = {**DTYPES, torch.int8: tl.int8, torch.uint8: tl.uint8}
@@ -146,8 +146,8 @@ def _adamw(
 def adamw(
     weights: Weights,
     grads: Sequence[Tensor],
-    averages: Kept,
-    squares: Kept,
+    averages: StoredState,
+    squares: StoredState,
     counters: Sequence[Tensor],
     betas: tuple[float, float],
     eps: float,
@@ -170,7 +170,7 @@ def adamw(
     lists = (grads, averages.values, squares.values, counters, *((averages.scales, squares.scales) if coded else ()))
     companions = weights.rounding_rows(stretches)
     if noisy:
-        companions += [[noise.key for noise in kept.noises] for kept in (averages, squares)]
+        companions += [[noise.key for noise in state.noises] for state in (averages, squares)]
         companions += [[noise.origin for noise in averages.noises]]
     row = 1 + len(companions)
     rows = (stretches.addresses, *companions, *map(addresses, lists), stretches.sizes)
@@ -179,7 +179,7 @@ def adamw(
     if coded:
         tiles = tile(averages.values[0].numel() // averages.scales[0].numel())
     blocks = block_map(stretches.sizes, tiles["ROWS"] * tiles["LENGTH"], device)
-    kinds = [KEPT[kept.values[0].dtype] for kept in (averages, squares)]
+    kinds = [KEPT[state.values[0].dtype] for state in (averages, squares)]
     large = [weights.tensors[0], *(tensors[0] for tensors in lists if tensors[0].dim())]  # without counters
     launch_on(
         device,

@@ -1,6 +1,6 @@
 """Orthogonalizers: functions that replace the singular values of matrices by (nearly) one.
 
-They are registered by name, so that settings and checkpoints hold a string and users can add their own.
+A registry names them, so settings and checkpoints hold a string, and users can add new ones.
 """
 
 from typing import Protocol
@@ -11,7 +11,6 @@ from torch import Tensor
 from muonsw.orthogonalize.aurora import aurora as aurora
 from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS as COEFFICIENT_SETS
 from muonsw.orthogonalize.coefficients import NS5 as NS5
-from muonsw.orthogonalize.coefficients import POLAR_EXPRESS as POLAR_EXPRESS
 from muonsw.orthogonalize.exact import exact as exact
 from muonsw.orthogonalize.iterations import Iteration as Iteration
 from muonsw.orthogonalize.iterations import auto as auto
@@ -25,11 +24,11 @@ from muonsw.registry import Registry
 class Orthogonalizer(Protocol):
     """A function that maps matrices `(..., m, n)` to (nearly) orthogonal ones of the same shape.
 
-    It does not modify its input, treats each matrix on its own and maps zero to zero.
+    It does not modify its input, treats each matrix separately and maps zero to zero.
     """
 
     def __call__(self, matrices: Tensor, *, steps: int | None, dtype: torch.dtype | None = None) -> Tensor:
-        """Orthogonalize in `dtype`, the input's unless given; `steps` is `ns_steps=`, None for its own number."""
+        """Orthogonalize in `dtype`, by default the input's; `steps` is `ns_steps=`, None for the default number."""
 
 
 ORTHOGONALIZERS: Registry[Orthogonalizer] = Registry("orthogonalizer")

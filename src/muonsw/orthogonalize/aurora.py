@@ -1,11 +1,11 @@
-"""Aurora: the polar factor of a matrix whose rows were rescaled until all rows of the result are equally long.
+"""Aurora: rescale the rows of a matrix until all rows of its polar factor have equal norms.
 
-Tilde Research (2026), `tilde-research/aurora-release` at 3d79a5c. The rows of a tall orthogonal matrix have squared
-norms that add up to `n` and are as unequal as those of the momentum: a neuron with small gradients hardly moves. Aurora
-looks for the diagonal `D` that makes the rows of `polar(D M)` equal, by `K` rounds of
-`D_i <- D_i ((n/m) / ||U_i||^2)^beta`. In wide matrices it equalizes columns; square ones have nothing to equalize.
+Tilde Research (2026), `tilde-research/aurora-release` at 3d79a5c. The squared row norms of a tall orthogonal matrix add
+up to `n`, but are as unequal as those of the momentum: a neuron with small gradients hardly moves. Aurora finds the
+diagonal `D` that makes the rows of `polar(D M)` equal, by `K` rounds of `D_i <- D_i ((n/m) / ||U_i||^2)^beta`. In wide
+matrices it equalizes columns; in square ones rows are already equal.
 
-Unlike the authors' code there is no epsilon under the norms of rows, so the size of the gradient does not matter.
+Unlike the authors' code it adds no epsilon to row norms, so the size of the gradient does not matter.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def aurora(
     beta: float = 0.5,
     polar: Callable[..., Tensor] = SIMPLE_QUINTIC,
 ) -> Tensor:
-    """Orthogonalize matrices `(..., m, n)` so that their rows (of wide ones: their columns) are equally long.
+    """Orthogonalize matrices `(..., m, n)` to rows (columns if wide) of equal norm.
 
-    `polar` is called `iterations` times, with its own number of steps unless `steps` says another; each round corrects
-    the lengths of rows by the power `beta`. Products and the result are in `dtype`, norms of rows in float32 or better.
-    Zero matrices and zero rows stay exactly zero.
+    Calls `polar` `iterations` times with `steps` (None for its default); each round corrects row norms by the power
+    `beta`. Products and the result are in `dtype`, row norms in float32 or better. Zero matrices and zero rows stay
+    exactly zero.
 
     Examples:
         >>> tall = torch.tensor([[1.0, 2.0], [0.0, 0.1], [3.0, -1.0], [0.2, 0.1]])
@@ -49,7 +49,7 @@ def aurora(
         return aurora(matrices.mT, steps=steps, dtype=dtype, iterations=iterations, beta=beta, polar=polar).mT
     X = normalize(matrices)
     lengths = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
-    X = X / torch.where(lengths > 0, lengths, 1.0)  # rows of zeros stay as they are
+    X = X / torch.where(lengths > 0, lengths, 1.0)  # zero rows stay zero
     U = polar(X, steps=steps, dtype=dtype)
     for _ in range(iterations - 1):
         excess = U.to(X.dtype).square().sum(-1, keepdim=True) * (rows / columns)

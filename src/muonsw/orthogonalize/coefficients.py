@@ -1,4 +1,4 @@
-"""Sets of coefficients: the polynomials that iterations apply to singular values, as their authors give them."""
+"""The polynomials that iterations apply to singular values, as published by their authors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ POLAR_EXPRESS: Schedule = (
     (1.875, -1.25, 0.375),
 )
 
-# The published safety factor: each polynomial but the limit sees its argument divided by it, so that a
-# singular value pushed past the end of its interval by rounding is not thrown away to infinity.
+# The published safety factor: it divides the argument of each polynomial but the last, because a singular value that
+# rounding pushes past the end of its interval would diverge.
 POLAR_EXPRESS_SAFETY = 1.01
 
 # @YouJiacheng, for five steps: `zeropower_via_newtonschulz5` of microsoft/dion, `quintic` of timm, the preset `dion` of
@@ -40,7 +40,7 @@ YOU: Schedule = (
     (2.8366, -3.0525, 1.2012),
 )
 
-# Polar Express computed for exactly five steps with a safety factor of 1.02 and a cushion, all of it in the numbers:
+# Polar Express computed for exactly five steps, with a safety factor of 1.02 and a cushion in the coefficients:
 # modded-nanogpt, microsoft/dion (which divide by 1.02 times the norm), nanochat (by 1.01).
 POLAR_EXPRESS_5: Schedule = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -50,12 +50,12 @@ POLAR_EXPRESS_5: Schedule = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# Flat at one, where it converges; doubles what is small, so it needs many steps (modded-nanogpt's track 3, Aurora).
+# Flat at one, so it converges; only doubles small values, so it needs many steps (modded-nanogpt's track 3, Aurora).
 SIMPLE_QUINTIC: Coefficients = (2.0, -1.5, 0.5)
 
 
 def rescaled(coefficients: Coefficients, scale: float) -> Coefficients:
-    """Give the polynomial `p(s / scale)` of a polynomial `p(s)`."""
+    """The polynomial `p(s / scale)` for a polynomial `p(s)`."""
     a, b, c = coefficients
     return a / scale, b / scale**3, c / scale**5
 
@@ -63,7 +63,7 @@ def rescaled(coefficients: Coefficients, scale: float) -> Coefficients:
 class CoefficientSet(NamedTuple):
     """The polynomials of successive steps, for matrices divided by `divisor` times their Frobenius norm.
 
-    `steps` is how many steps the authors take. `restarts` says how many steps each segment of the Gram form has; one
+    `steps` is the authors' number of steps. `restarts` has the number of steps in each segment of the Gram form; one
     is the plain form. The last polynomial and the last of `restarts` repeat.
 
     Examples:
@@ -78,7 +78,7 @@ class CoefficientSet(NamedTuple):
     restarts: tuple[int, ...] = (1,)
 
     def schedule(self, steps: int) -> Schedule:
-        """The polynomials of this many steps for matrices of norm one: the first one divides by `divisor`."""
+        """The polynomials of this many steps for matrices of norm one; the first includes `divisor`."""
         first, *rest = self.polynomials
         repeated = [self.polynomials[-1]] * (steps - len(self.polynomials))
         return (rescaled(first, self.divisor), *rest, *repeated)[:steps]
@@ -95,8 +95,8 @@ class CoefficientSet(NamedTuple):
         return segments
 
 
-# What `orthogonalizer=` takes, with the normalization of the authors less their epsilon, which makes the update depend
-# on the size of the gradient where its norm is near 1e-7.
+# Values of `orthogonalizer=`, normalized as by the authors but without their epsilon, which makes the update depend on
+# the size of a gradient of norm near 1e-7.
 COEFFICIENT_SETS: dict[str, CoefficientSet] = {
     "newton_schulz": CoefficientSet((NS5,), restarts=(3,)),
     "newton_schulz_you": CoefficientSet(YOU, restarts=(2,)),

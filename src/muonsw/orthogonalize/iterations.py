@@ -7,12 +7,12 @@ polynomial, Polar Express uses another at each step.
 **The plain form** multiplies `X` by `Z = a I + b R + c R^2`, `R = X X^T`, at every step.
 
 **The Gram form** saves long products. The next step's `R` is `Z R Z`, so several steps need only `R` and the product
-`Q` of their `Z`, which are small if `X` is elongated; `X` is touched at the start and at the end of such a segment.
+`Q` of their `Z`, which are small if `X` is elongated; `X` is used only at the start and the end of such a segment.
 
 **Rounding limits a segment.** An eigenvalue of `R` that should be zero is off by the rounding error, possibly
 negative, and each step multiplies it by `a^2`. A restart computes `R` from `X` again, which removes the error. The
 largest distance (spectral norm) to the polynomial in float64, over spectra with condition numbers up to 1e6, each
-product rounded once, decides how many steps a segment of each coefficient set has:
+product rounded once, determines the number of steps in a segment:
 
                                               24 x 96                       256 x 768
     set, steps of segments            float16         float32         float16         float32
@@ -38,32 +38,32 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, Coefficients, CoefficientSet
 
-# The slowest polynomial in use, 1.5 s - 0.5 s^3, multiplies what is small by 1.5, and so lifts the least float64 to one
-# in 1074 / log2(1.5) = 1837 steps: no matrix needs more.
+# The slowest polynomial in use, 1.5 s - 0.5 s^3, multiplies small values by 1.5, so it lifts the smallest float64 to
+# one in 1074 / log2(1.5) = 1837 steps: no matrix needs more.
 MOST_STEPS = 2000
 
-# Below this many rows the errors of a product's elements no longer average out, and nothing is gained.
+# With fewer rows the errors of a product's elements do not average out, and the Gram form is no faster.
 FEWEST_ROWS = 16
 
 # Multiply-adds that the Gram form must save on an accelerator, because it takes more launches. On one H200: 192
-# matrices of 256 x 768 save 3e10 and gain nothing; 48 of 512 x 1408, a batch of a replayed step, save 4.8e10, and their
-# products take 11.2 us a matrix where the plain iteration's take 12.7, by the rates of each kind of product.
+# matrices of 256 x 768 save 3e10 and gain nothing; 48 of 512 x 1408, a batch of a replayed step, save 4.8e10, and
+# their products take 11.2 us a matrix instead of the plain form's 12.7.
 WORTH_MORE_LAUNCHES = 4e10
 
 _CPU_PIECE_BYTES = 2 * 2**20
 
 
 def gram_saves(short: int, long: int) -> int:
-    """Multiply-adds saved by each step that joins a segment: two long products less, three short ones more."""
+    """Multiply-adds saved by each step that joins a segment: two fewer long products, three more short ones."""
     return short**2 * (2 * long - 3 * short) if short >= FEWEST_ROWS else 0
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """An orthogonalizer: a coefficient set, and the form in which it is iterated.
+    """An orthogonalizer: a coefficient set and the form of its iteration.
 
-    `form` is "plain", "gram" (plain for matrices less than 1.5 times longer than wide, where nothing is saved), or
-    "auto", the faster of both.
+    `form` is "plain", "gram" (plain for matrices less than 1.5 times longer than wide, which gain nothing), or "auto",
+    the faster of both.
 
     Examples:
         >>> orthogonal = Iteration(COEFFICIENT_SETS["simple_quintic"])(torch.diag(torch.tensor([1e-20, 3e-20])))
@@ -78,8 +78,8 @@ class Iteration:
     def __call__(self, matrices: Tensor, *, steps: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Push the singular values of matrices `(..., m, n)` towards one; no gradient flows through.
 
-        `steps` is the authors' number unless given; `dtype`, that of the products (see `inner`) and of the result, is
-        the input's. Matrices are normalized in float32 or better either way. Zero matrices stay exactly zero.
+        `steps` defaults to the authors' number; `dtype`, of the products (see `inner`) and of the result, to the
+        input's. Matrices are always normalized in float32 or better. Zero matrices stay exactly zero.
         """
         steps = self.coefficients.steps if steps is None else steps
         dtype = check_matrices(matrices, dtype, steps=steps)
@@ -94,15 +94,15 @@ class Iteration:
             bytes_per_matrix = 2 * inner.itemsize * min(rows, columns) * (rows + columns)
             piece = torch.get_num_threads() * max(1, _CPU_PIECE_BYTES // bytes_per_matrix)
         results = [self.run(normalize(X, inner), steps) for X in torch.split(wide, piece)]
-        # in the memory order of the input, also where that is transposed
+        # in the memory order of the input, even if that is transposed
         result = results[0] if len(results) == 1 else torch.cat(results, out=torch.empty_like(wide, dtype=inner))
         return (result.mT if rows > columns else result).reshape(matrices.shape).to(dtype)
 
     def inner(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """The dtype of the products where the caller asks for `dtype`.
+        """The dtype of the products for a result in `dtype`.
 
-        The Gram form never uses bfloat16: float16 costs the same on GPUs and rounds eight times less. Elsewhere it
-        takes float32, except that "auto" stays with bfloat16, and the plain form, on CPUs.
+        The Gram form never uses bfloat16: float16 costs the same on GPUs and rounds eight times less. Other devices use
+        float32, except that "auto" uses bfloat16 and the plain form on CPUs.
         """
         if dtype != torch.bfloat16 or self.form == "plain" or (self.form == "auto" and device.type == "cpu"):
             return dtype
@@ -118,7 +118,7 @@ class Iteration:
             segments = [(polynomial,) for segment in segments for polynomial in segment]
         for first, *others in segments:
             R = symmetric(X, X)
-            if not others and X.is_cpu:  # one addition less; GPUs would copy X before they add to it
+            if not others and X.is_cpu:  # saves an addition; GPUs would copy X first
                 a, b, c = first
                 X = torch.baddbmm(X, torch.baddbmm(R, R, R, beta=b, alpha=c), X, beta=a)
                 continue
@@ -144,7 +144,7 @@ auto = Iteration(COEFFICIENT_SETS["newton_schulz"])
 polar_express = Iteration(COEFFICIENT_SETS["polar_express"])
 
 
-# The products, each by whatever was measured to be fastest for it.
+# The products, each by the method that measured fastest.
 
 # Rows from which computing one triangle in Triton beats the vendor's dense product, in half precision: on one H200
 # 1.15 (X X^T) and 1.5 times (the square) at 512, 1.4 and 1.7 times at 1024; at 256 it loses the first.
@@ -152,7 +152,7 @@ KERNEL_ROWS = 512
 
 
 def symmetric(left: Tensor, right: Tensor) -> Tensor:
-    """`left right^T`, where that is symmetric: `X X^T`, or the product of two symmetric matrices that commute."""
+    """`left right^T` if that is symmetric: `X X^T`, or the product of two commuting symmetric matrices."""
     if _kernel_pays(left):
         from muonsw.kernels.symmetric import symmetric_product
 
@@ -173,7 +173,7 @@ def polynomial(R: Tensor, coefficients: Coefficients) -> Tensor:
 
 
 def multiply(Q: Tensor, X: Tensor) -> Tensor:
-    """`Q X`, in the memory order of `X` on accelerators, so that a transposed view stays one."""
+    """`Q X`, in the memory order of `X` on accelerators."""
     if X.is_cpu or X.is_contiguous():
         return torch.bmm(Q, X)
     return torch.bmm(Q, X, out=torch.empty_like(X))
@@ -189,15 +189,15 @@ def _kernel_pays(left: Tensor) -> bool:
 
 
 def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps: int = 1) -> torch.dtype:
-    """The dtype of the result; an error where matrices, dtype or steps cannot be taken."""
+    """Check the arguments of an orthogonalizer, and return the dtype of the result."""
     if matrices.ndim < 2:
         raise ValueError(f"expected matrices (..., m, n), got a tensor of shape {tuple(matrices.shape)}")
     result = matrices.dtype if dtype is None else dtype
-    for each in (matrices.dtype, result):
-        if not each.is_floating_point:
-            raise ValueError(f"expected real floating-point matrices, got {each}")
+    for checked in (matrices.dtype, result):
+        if not checked.is_floating_point:
+            raise ValueError(f"expected real floating-point matrices, got {checked}")
     if not 1 <= steps <= MOST_STEPS:
-        raise ValueError(f"expected at least one step and at most {MOST_STEPS}, got steps={steps}")
+        raise ValueError(f"expected 1 to {MOST_STEPS} steps, got steps={steps}")
     return result
 
 
@@ -209,10 +209,9 @@ _SAFE_NORM = 1e-12
 def normalize(matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Divide each matrix by its Frobenius norm, in float32 or better, whatever its scale.
 
-    Zero matrices stay zero; a matrix with an infinite or undefined element keeps an undefined element. No epsilon is
-    needed: where squares would over- or underflow, matrices are first multiplied by powers of two, which changes no bit
-    of the result. On accelerators, where looking would mean waiting, a norm below 1e-18 counts as zero, and one above
-    1e18 as infinite.
+    Zero matrices stay zero; a matrix with an infinity or NaN keeps a NaN. No epsilon is needed: if squares overflow or
+    underflow, matrices are first multiplied by powers of two, which changes no bit of the result. On accelerators,
+    where that check would wait, a norm below 1e-18 counts as zero, and one above 1e18 as infinite.
 
     Examples:
         >>> normalize(torch.tensor([[3e-30, 4e-30]]))
