@@ -9,9 +9,9 @@ import muonsw.lab
 
 LADDER = (
     "errors",
+    "files",
     "config",
     "console",
-    "files",
     "paper",
     "stats",
     "theory",
