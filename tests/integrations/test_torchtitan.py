@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config import ConfigManager, Configurable
 
-from muonsw import AdamWSW, MuonSW
+from muonsw import MuonSW
 from muonsw.integrations.torchtitan import ScaledDecayOptimizers, for_model
 from tests.common.problems import assert_same
 from tests.integrations.launching import two_processes
@@ -146,26 +146,6 @@ def test_its_steps_are_those_of_a_plain_loop():
     assert next(iter(training.schedulers.get_metrics())) == "lr/MuonSW/0"  # the matrices
 
 
-def test_its_own_patterns_may_name_our_classes_beside_its_own():
-    """torchtitan puts `fused` and `foreach` into every group."""
-    config = ScaledDecayOptimizers.Config(
-        implementation="foreach",
-        param_groups=[
-            ParamGroupConfig(pattern=r"\.w[qkvo12]\.", optimizer_name="MuonSW", optimizer_kwargs={"lr": LR}),
-            ParamGroupConfig(pattern=r"norm", optimizer_name="AdamWSW", optimizer_kwargs={"lr": 0.01}),
-            ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.001}),
-        ],
-    )
-    training = Training([llama()], config)
-    training.go(0, 3)
-    ours, norms, theirs = training.optimizers
-    assert (type(ours), type(norms), type(theirs)) == (MuonSW, AdamWSW, torch.optim.AdamW)
-    assert ours.param_groups[0]["fused"] is False
-    saved = training.saved()
-    expected = training.go(3, STEPS)
-    assert_same(expected, Training([llama()], config).resume(*saved, 3).go(3, STEPS))
-
-
 def test_asking_for_the_state_before_the_first_step_changes_nothing():
     """torchtitan makes the state by a step with zero gradients at rate 0, and a first step must stay the first."""
     asked = Training([llama()])
@@ -251,6 +231,8 @@ def test_a_pattern_needs_to_match_in_one_stage_only_and_mistakes_are_reported_at
     assert normuon.param_groups[0]["normalize"] == "normuon"
     with pytest.raises(ValueError, match="must be one of MuonSW, AdamWSW, SGDSW"):
         ScaledDecayOptimizers.Config(name="Muon").build(model_parts=[llama()])
+    with pytest.raises(ValueError, match="use patterns instead"):
+        ScaledDecayOptimizers.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="MuonSW")]).build(model_parts=[llama()])
 
 
 def test_names_are_without_the_word_of_activation_checkpointing():

@@ -1,25 +1,20 @@
-"""torchtitan: an optimizer container for its configuration, and checkpoints that later releases load.
+"""torchtitan: an optimizer container for its configuration, and checkpoints that later releases can load.
 
-torchtitan saves every option of a param group under its own key, and refuses a checkpoint that lacks one, so a release
-with a new option could not resume from an older checkpoint. Here all options of a group are one entry, a line of JSON;
-options that it lacks come from the configuration.
+torchtitan saves each option of a param group under its own key and refuses a checkpoint that lacks one, so a release
+with a new option could not resume from an older checkpoint. This container saves all options of a group as one line of
+JSON; missing options come from the configuration.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.components.optimizer.utils import (
-    get_flat_optim_state_dict,
-    init_optim_state,
-    load_flat_optim_state_dict,
-)
+from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
 from torchtitan.tools.logging import logger
 
 from muonsw.integrations.shared import refuse_wrong_options
@@ -32,23 +27,19 @@ OPTIMIZERS: dict[str, type[ScaledDecayOptimizer]] = {"MuonSW": MuonSW, "AdamWSW"
 
 
 class ScaledDecayOptimizers(OptimizersContainer):
-    """One optimizer of this library for each part of the model, routed by role.
+    """One optimizer per model part, routed by role; `for_model` makes its configuration."""
 
-    `for_model` makes its configuration. With `param_groups` in it, torchtitan's patterns decide instead of roles, and
-    `optimizer_name` may be "MuonSW", "AdamWSW" or "SGDSW" besides torchtitan's names.
-    """
-
-    optimizers: list[torch.optim.Optimizer]
+    optimizers: list[ScaledDecayOptimizer]
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """What `for_model` takes, as torchtitan's configurations hold it."""
+        """The arguments of `for_model`."""
 
         name: str = "MuonSW"
         """MuonSW, AdamWSW or SGDSW."""
 
         lr: float = 1e-3
-        """The peak of the learning rate; torchtitan's schedulers multiply it by at most 1."""
+        """The peak learning rate; torchtitan's schedulers multiply it by at most 1."""
 
         weight_decay: float = 0.1
         """Lambda of the decayed groups."""
@@ -57,22 +48,21 @@ class ScaledDecayOptimizers(OptimizersContainer):
         """Options by parameter name or role, see `MuonSW.for_model`."""
 
         adamw: dict[str, Any] = field(default_factory=dict)
-        """Options for everything that is routed to AdamW."""
+        """Options for all parameters routed to AdamW."""
 
         options: dict[str, Any] = field(default_factory=dict)
         """Options of the class, such as `decay`."""
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         if config.param_groups:
-            super().__init__(config, model_parts=model_parts)
-            return
+            raise ValueError("optimizer.param_groups: parameters are routed by role; use patterns instead")
         self.model_parts = model_parts
         used = {pattern for part in model_parts for pattern in patterns_within(part, config.patterns)}
         if unused := sorted(set(config.patterns) - used):
             message = f"patterns that match nothing in this rank's part of the model: {', '.join(unused)}"
             if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
                 raise ValueError(message)
-            logger.warning(message)  # they may be meant for a pipeline stage of another rank
+            logger.warning(message)  # another rank's pipeline stage may match them
         if config.name not in OPTIMIZERS:
             raise ValueError(f"optimizer.name={config.name!r}: must be one of {', '.join(OPTIMIZERS)}")
         self.optimizers = []
@@ -90,43 +80,30 @@ class ScaledDecayOptimizers(OptimizersContainer):
         self._validate_params(params)
         self._post_init(params)
 
-    @staticmethod
-    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
-        """The class of that name: one of ours, or one that torchtitan knows."""
-        if name in OPTIMIZERS:
-            return OPTIMIZERS[name]
-        factory: Callable[..., torch.optim.Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
-        return factory
-
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, flat, for distributed checkpoints."""
+        """Return a flat state dict, keyed by parameter name, for distributed checkpoints."""
         flat: dict[str, Any] = {}
         for optimizer in self.optimizers:
-            _make_state(optimizer)
-            found = get_flat_optim_state_dict(optimizer)
-            if isinstance(optimizer, ScaledDecayOptimizer):  # one entry for all options of a parameter's group
-                found = {key: value for key, value in found.items() if not key.startswith("param_groups.")}
-                for group in optimizer.param_groups:
-                    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-                    line = json.dumps(options, default=lambda tensor: tensor.squeeze().tolist())  # such as a rate
-                    found |= {f"param_groups.{name}.options": line for name in group["param_names"]}
-            flat |= found
+            allocate(optimizer)  # torchtitan's own way is a step at rate 0, which ours would count
+            state = get_flat_optim_state_dict(optimizer)
+            flat |= {key: value for key, value in state.items() if not key.startswith("param_groups.")}
+            for group in optimizer.param_groups:
+                options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                line = json.dumps(options, default=lambda tensor: tensor.squeeze().tolist())  # such as a rate
+                flat |= {f"param_groups.{name}.options": line for name in group["param_names"]}
         return flat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, also in an earlier release or for other parts of the model."""
+        """Load a result of `state_dict`, also from an earlier release or from other model parts."""
         for optimizer in self.optimizers:
-            _make_state(optimizer)
-            if not isinstance(optimizer, ScaledDecayOptimizer):
-                load_flat_optim_state_dict(optimizer, state_dict)
-                continue
+            allocate(optimizer)
             names = [name for group in optimizer.param_groups for name in group["param_names"]]
             params = [param for group in optimizer.param_groups for param in group["params"]]
             state = {
                 number: {key: state_dict[f"state.{name}.{key}"] for key in optimizer.state[param]}
                 for number, (name, param) in enumerate(zip(names, params, strict=True))
             }
-            # Each parameter is a group by itself, so that loading sees which options it was saved with.
+            # One group per parameter, so that loading compares the options that each was saved with.
             groups = [
                 {**json.loads(state_dict[f"param_groups.{name}.options"]), "params": [number], "param_names": [name]}
                 for number, name in enumerate(names)
@@ -141,26 +118,18 @@ def for_model(
     optimizer: type[ScaledDecayOptimizer] = MuonSW,
     **options: Any,
 ) -> ScaledDecayOptimizers.Config:
-    """What `optimizer=` of torchtitan's `Trainer.Config` takes: Muon-SW for the whole model.
+    """Make the `optimizer=` of torchtitan's `Trainer.Config`: Muon-SW for the whole model.
 
-    A wrong option is an error here, before the model is built.
+    Invalid options raise here, before the model is built.
 
     Args:
-        lr: the peak of the learning rate.
+        lr: the peak learning rate.
         weight_decay: lambda of the decayed groups.
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
-        **options: what `MuonSW.for_model` takes, such as `decay`, `patterns` and `adamw`.
+        **options: options of `MuonSW.for_model`, such as `decay`, `patterns` and `adamw`.
     """
     refuse_wrong_options(optimizer, lr=lr, weight_decay=weight_decay, **options)
     separate = {key: options.pop(key, None) or {} for key in ("patterns", "adamw")}
     return ScaledDecayOptimizers.Config(
         name=optimizer.__name__, lr=lr, weight_decay=weight_decay, options=options, **separate
     )
-
-
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that a checkpoint is read into; torchtitan takes a step at rate 0, which ours would count."""
-    if isinstance(optimizer, ScaledDecayOptimizer):
-        allocate(optimizer)
-    else:
-        init_optim_state(optimizer)
