@@ -41,15 +41,14 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(x))) + torch.einsum("eoi,bi->bo", self.experts, x)
 
 
-def build(mesh=None, process_group=None, decay_at=None, **options):
-    """With `decay_at`, the optimizer is inside Schedule-Free."""
+def build(mesh=None, process_group=None, schedule_free=False, **options):
     torch.manual_seed(3)
     model = Net().double()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
     optimizer = MuonSW.for_model(model, lr=0.05, **{"weight_decay": 0.5, "process_group": process_group, **options})
-    if decay_at is not None:
-        optimizer = ScheduleFree(optimizer, warmup_steps=2, decay_at=decay_at, model=model)
+    if schedule_free:
+        optimizer = ScheduleFree(optimizer, warmup_steps=2, model=model)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 
 
