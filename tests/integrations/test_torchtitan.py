@@ -232,7 +232,9 @@ def test_a_pattern_needs_to_match_in_one_stage_only_and_mistakes_are_reported_at
     with pytest.raises(ValueError, match="must be one of MuonSW, AdamWSW, SGDSW"):
         ScaledDecayOptimizers.Config(name="Muon").build(model_parts=[llama()])
     with pytest.raises(ValueError, match="use patterns instead"):
-        ScaledDecayOptimizers.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="MuonSW")]).build(model_parts=[llama()])
+        ScaledDecayOptimizers.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="MuonSW")]).build(
+            model_parts=[llama()]
+        )
 
 
 def test_names_are_without_the_word_of_activation_checkpointing():

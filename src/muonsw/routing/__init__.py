@@ -1,4 +1,4 @@
-"""Which parameter belongs to which group: decided from the model's structure, overridable by pattern, and explained."""
+"""Assign parameters to groups by the model's structure, with overrides by pattern and a reason for each."""
 
 from muonsw.routing.groups import Routing as Routing
 from muonsw.routing.groups import reasons_table as reasons_table

@@ -1,4 +1,4 @@
-"""What the rules know about a model: its layers, experts, repeated blocks and declarations, and patterns for names."""
+"""Facts about a model that the rules use: layers, experts, repeated blocks, declarations; and patterns for names."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase, nn.LocalRespon
 RECURRENT = nn.RNNBase | nn.RNNCellBase
 TABLES = nn.Embedding | nn.EmbeddingBag
 LISTS = nn.ModuleList | nn.ModuleDict
-# Parametrizations of torch that only rescale the trained tensor, which is still the layer's matrix.
+# torch's parametrizations that only rescale the trained tensor, so it is still the layer's matrix.
 RESCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
-
-# Patterns for names; the rules use them last, after structure.
 
 # Words that torch.compile, FSDP, activation checkpointing and Lightning put into names.
 WRAPPER_WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
-# Classes that keep the wrapped model in `module`, a name that other classes use for parts of theirs.
+# Classes that hold the wrapped model in `module`; in other classes that is an ordinary name.
 WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"})
-# What PEFT puts into names: the model it wraps, the layer it adapts, the copy that it trains.
+# What PEFT adds to names: the wrapped model, the adapted layer, the trained copy.
 PEFT_PREFIX = "base_model.model."
 PEFT_WORDS = frozenset({"base_layer", "modules_to_save"})
 
+# Patterns for names; the rules use them last, after structure.
 EXPERT_COUNT = re.compile(r"^((num|n|moe)_)?(\w+_)?experts?$")
 ROUTER = re.compile(r"(^|_|k)(router|routing)($|_)")
 GATE = re.compile(r"^(gate|gating|gate_network|wg|w_gate|switch|selector)(_weight)?$")
@@ -39,7 +38,7 @@ HEAD = re.compile(
     r"(^|_)(heads?|classifiers?|logits?|scores?|predictors?|predictions?|pred|outputs|class_embed|bbox_(embed|reg))"
     r"(_(dist\w*|aux|\d+))?$|^(output|embed_out|unembed|unembedding|final(_layer)?)$"
 )
-# The queries, keys or values of one attention: q_proj, to_k, wv, value.
+# Queries, keys or values of attention: q_proj, to_k, wv, value.
 QUERY_KEY_VALUE = re.compile(r"(?:^|_|w)(q|k|v)(?:uer(?:y|ies)|eys?|alues?)?(?:$|_)")
 MODULATION = re.compile(r"modulation|ada_?(ln|norm)|film")
 POSITION = re.compile(r"(^|_)(cpb|rel_?pos|pos|position|positional|meta)($|_)")
@@ -70,14 +69,15 @@ class Subject(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The parts of its name that the model's author chose: not PEFT's words, nor the adapter names after them."""
+        """The parts of the name that the model's author chose, without PEFT's words and adapter names."""
         path = self.path.split(".") if self.path else []
         pairs = zip(["", *path], path, strict=False)
-        chosen = [word for before, word in pairs if word not in PEFT_WORDS and before != "modules_to_save"]
-        return [*chosen, self.key]
+        words = [word for before, word in pairs if word not in PEFT_WORDS and before != "modules_to_save"]
+        return [*words, self.key]
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
+        """The word that describes the parameter: its own name, or its layer's if it is just `weight`."""
         return self.words[-2] if self.key == "weight" and len(self.words) > 1 else self.key
 
     @property
@@ -86,21 +86,21 @@ class Subject(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer or bare matrix: how many features it reads, and how many it gives (None for norms)."""
+    """A layer or bare matrix; `out_features` is None for norms and stacks."""
 
     order: int
     path: str
-    reads: tuple[int, ...]
-    gives: int | None
+    in_features: tuple[int, ...]
+    out_features: int | None
     weight: Tensor | None = None
     in_out: bool = False
 
 
 class ModelFacts:
-    """Everything that the rules look up; paths and names leave out wrappers such as torch.compile's."""
+    """Everything that the rules look up, under names without wrappers such as torch.compile's."""
 
     def __init__(self, model: nn.Module) -> None:
-        # A wrapper and its content have the same clean name; the content comes later and replaces it.
+        # A wrapper and its content share a clean name; the content comes later and replaces the wrapper.
         self.modules = {clean_name(model, path): module for path, module in model.named_modules()}
         self.subjects: list[Subject] = []  # every parameter once, under its first name
         self.owners: dict[Tensor, list[nn.Module]] = {}
@@ -108,20 +108,20 @@ class ModelFacts:
         for path, module in self.modules.items():
             for key, param in module._parameters.items():
                 if param is not None:
-                    place, called = self._place(path, key)
+                    layer, layer_key = self._locate(path, key)
                     if param not in self.owners:
                         name = f"{path}.{key}" if path else key
-                        self.subjects.append(Subject(name, param, called, place, self.modules[place]))
-                    self.owners.setdefault(param, []).append(self.modules[place])
-                    if called == "weight":
-                        weights[place] = param
+                        self.subjects.append(Subject(name, param, layer_key, layer, self.modules[layer]))
+                    self.owners.setdefault(param, []).append(self.modules[layer])
+                    if layer_key == "weight":
+                        weights[layer] = param
         self._find_layers(weights)
         self._find_experts()
         self._find_blocks()
         self._find_declarations()
 
-    def _place(self, path: str, key: str) -> tuple[str, str]:
-        """The layer of a parameter and its name there, seen through torch's lists and parametrizations."""
+    def _locate(self, path: str, key: str) -> tuple[str, str]:
+        """Find a parameter's layer and its name there, through torch's lists and parametrizations."""
         while path and isinstance(self.modules[path], nn.ParameterList | nn.ParameterDict):
             path, _, key = path.rpartition(".")
         module = self.modules[path]
@@ -136,15 +136,15 @@ class ModelFacts:
         return path, key
 
     def _find_layers(self, weights: dict[str, Tensor]) -> None:
-        """List the layers in order, with bare matrices oriented by the widths that other layers read."""
-        # Not PEFT's modules: a frozen original, or a factor that no other layer reads.
+        """List the layers in order; orient bare matrices by the widths that other layers read."""
+        # Leave out PEFT's modules: frozen originals, and factors that no other layer reads.
         paths = [p for p in self.modules if "original_module" not in p.split(".") and not ADAPTER.search(p)]
         sizes = {path: _declared_sizes(self.modules[path]) for path in paths}
-        self._widths: dict[str, dict[int, None]] = {}  # what is read under each path, in order
+        self._widths: dict[str, dict[int, None]] = {}  # the input widths under each path, in order
         for path, declared in sizes.items():
             if declared is not None:
-                for around in outwards(path):
-                    self._widths.setdefault(around, {}).update(dict.fromkeys(declared[0]))
+                for outer in enclosing(path):
+                    self._widths.setdefault(outer, {}).update(dict.fromkeys(declared[0]))
         layers: list[Layer] = []
         for order, (path, declared) in enumerate(sizes.items()):
             module = self.modules[path]
@@ -159,19 +159,19 @@ class ModelFacts:
                         layers.append(Layer(order, path, tuple(param.shape[-2:]), None))
                     elif _is_linear(module, key, param):
                         in_out = self.stored_in_out(path, key, param)
-                        gives, reads = reversed(param.shape) if in_out else param.shape
-                        layers.append(Layer(order, path, (reads,), gives, param, in_out))
-        self.maps = [layer for layer in layers if layer.gives is not None]
+                        rows, columns = reversed(param.shape) if in_out else param.shape
+                        layers.append(Layer(order, path, (columns,), rows, param, in_out))
+        self.maps = [layer for layer in layers if layer.out_features is not None]
         self.layer_of = {layer.weight: layer for layer in layers if layer.weight is not None}
-        self.reading: dict[int, list[Layer]] = {}
-        self.beside: dict[str, list[Layer]] = {}
+        self.readers: dict[int, list[Layer]] = {}
+        self.siblings: dict[str, list[Layer]] = {}
         for layer in layers:
-            self.beside.setdefault(holder_of(layer.path), []).append(layer)
-            for size in set(layer.reads):
-                self.reading.setdefault(size, []).append(layer)
+            self.siblings.setdefault(parent_of(layer.path), []).append(layer)
+            for size in set(layer.in_features):
+                self.readers.setdefault(size, []).append(layer)
 
     def stored_in_out(self, path: str, key: str, weight: Tensor) -> bool:
-        """Whether a bare matrix is (in, out), by its class, its bias or the widths that are read around it."""
+        """Whether a bare matrix is (in, out), judged by its class, its bias or the input widths around it."""
         module, (rows, columns) = self.modules[path], weight.shape[-2:]
         if hasattr(module, "nf") and hasattr(module, "nx"):  # the Conv1D of GPT-2
             return True
@@ -180,49 +180,49 @@ class ModelFacts:
             if bias is not None and name != key and rows != columns:
                 return bool(bias.shape[-1] == columns)
         is_down = any(DOWN.search(word.lower()) for word in (key, path.rpartition(".")[2]))
-        for around in outwards(path):
-            for width in self._widths.get(around, ()):
+        for outer in enclosing(path):
+            for width in self._widths.get(outer, ()):
                 if (rows == width) != (columns == width):
                     return (columns == width) == is_down
         return False
 
     def _find_experts(self) -> None:
-        """Find routed experts, by name or by the attribute that counts them, and where their router may be."""
-        self.experts: dict[str, set[int]] = {}  # by the path of a list or stack, how many there may be
-        self.choices: dict[str, set[int]] = {}  # under each path, how many experts a router may choose among
+        """Find routed experts, by name or by the attribute that counts them."""
+        self.experts: dict[str, set[int]] = {}  # possible counts, by the path of a list or stack
+        self.router_choices: dict[str, set[int]] = {}  # the same counts, by the path that contains the router
         for path, module in self.modules.items():
             parts = list(module.children()) if isinstance(module, LISTS) else []
             parts = [part for part in parts if any(True for _ in part.parameters())]
             matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
             kind = type(unwrapped(parts[0]) if parts else module).__name__
-            if not (parts or matrices) or says_router(kind):
+            if not (parts or matrices) or names_router(kind):
                 continue
             declared = expert_counts(module)
             counts = declared or {len(parts), *(p.shape[0] for p in matrices if p.dim() > 2)} - {0, 1}
-            called = any(EXPERT.search(_snake_case(word)) for word in (*path.split(".")[-2:], kind))
-            if counts and (called or declared or MIXTURE.search(path.rpartition(".")[2])):
+            named = any(EXPERT.search(_snake_case(word)) for word in (*path.split(".")[-2:], kind))
+            if counts and (named or declared or MIXTURE.search(path.rpartition(".")[2])):
                 self.experts[path] = counts
-                self.choices.setdefault(holder_of(path), set()).update(counts)
+                self.router_choices.setdefault(parent_of(path), set()).update(counts)
 
     def experts_around(self, path: str) -> str | None:
-        """The path of the closest experts around: a list of modules, or the module with the stack."""
-        around = (outer for outer in outwards(path) if outer in self.experts)
-        return next((outer for outer in around if outer == path or isinstance(self.modules[outer], LISTS)), None)
+        """The path of the innermost enclosing experts: a list of modules, or the module with the stack."""
+        paths = (outer for outer in enclosing(path) if outer in self.experts)
+        return next((outer for outer in paths if outer == path or isinstance(self.modules[outer], LISTS)), None)
 
     def _find_blocks(self) -> None:
-        """Find the repeated parts of the model: elements of lists, and modules whose class is used twice."""
+        """Find repeated modules: elements of lists, and modules whose class occurs twice."""
         classes = Counter(map(type, self.modules.values()))
         self._blocks: set[str] = set()
         for path, module in self.modules.items():
             repeated = classes[type(module)] > 1 and not isinstance(module, nn.Sequential | LISTS)
-            if isinstance(self.modules[holder_of(path)], LISTS):
+            if isinstance(self.modules[parent_of(path)], LISTS):
                 repeated = not isinstance(module, nn.ModuleList)
             if repeated and module._modules and path:
                 self._blocks.add(path)
-        self.given_outside = {layer.gives for layer in self.maps if not self.in_block(layer.path)}
+        self.outer_widths = {layer.out_features for layer in self.maps if not self.in_block(layer.path)}
 
     def _find_declarations(self) -> None:
-        """Ask the model for its outputs, its input tables and the parameters that it wants without decay."""
+        """Ask the model for its output layers, its input tables and the parameters that it excludes from decay."""
         outputs: list[Any] = [m for m in self.modules.values() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
         tables = []
         self.without_decay = {s.name for s in self.subjects if getattr(s.param, "_no_weight_decay", False)}
@@ -241,18 +241,18 @@ class ModelFacts:
         self.vocabulary = max(rows, default=None)
 
     def in_block(self, path: str) -> bool:
-        return any(around in self._blocks for around in outwards(path))
+        return any(outer in self._blocks for outer in enclosing(path))
 
 
-def holder_of(path: str) -> str:
+def parent_of(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def outwards(path: str) -> Iterator[str]:
-    """A path and those around it, up to the model itself."""
+def enclosing(path: str) -> Iterator[str]:
+    """A path and its ancestors, up to the model itself."""
     while path:
         yield path
-        path = holder_of(path)
+        path = parent_of(path)
     yield ""
 
 
@@ -261,7 +261,7 @@ def within(path: str, scope: str) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is one of torch's norms, or its class name ends like theirs."""
+    """Whether a module is one of torch's norms, or a class named like one."""
     return isinstance(module, TORCH_NORMS) or type(module).__name__.lower().rstrip("0123d").endswith("norm")
 
 
@@ -270,23 +270,24 @@ def is_table(module: nn.Module) -> bool:
 
 
 def expert_counts(module: nn.Module) -> set[int]:
-    """How many experts a module's attributes declare; a router declares them too, but has none."""
-    if says_router(type(module).__name__):
+    """The numbers of experts that a module's attributes declare; a router's do not count."""
+    if names_router(type(module).__name__):
         return set()
     counts = (value for key, value in vars(module).items() if EXPERT_COUNT.match(key))
     return {value for value in counts if isinstance(value, int) and value > 1}
 
 
 def _is_linear(module: nn.Module, key: str, weight: Tensor) -> bool:
-    """Whether a bare matrix is a linear map, as its name or class says; of experts it has one flat row for each."""
-    named = bool(LINEAR.search(key)) and not TABLE.search(key)
+    """Whether a bare matrix is a linear map, judged by its name and class."""
     kind = type(module).__name__.lower()
-    called = named or any(word in kind for word in ("linear", "dense", "conv1d"))
-    return called and not is_norm(module) and weight.shape[0] not in expert_counts(module)
+    named = LINEAR.search(key) is not None and not TABLE.search(key)
+    named = named or any(word in kind for word in ("linear", "dense", "conv1d"))
+    # A matrix with one row per expert holds flattened experts.
+    return named and not is_norm(module) and weight.shape[0] not in expert_counts(module)
 
 
 def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | None:
-    """How many features a module of torch or a norm reads and gives; None for anything else."""
+    """The input and output widths of a torch layer or a norm; None for anything else."""
     if isinstance(module, nn.Linear):
         return (module.in_features,), module.out_features
     if isinstance(module, _ConvNd):
@@ -310,13 +311,13 @@ def _ask(module: nn.Module, method: str) -> Any:
 
 
 def clean_name(model: nn.Module, name: str) -> str:
-    """A parameter's name without the words of wrappers, so that patterns and saved names do not depend on them."""
+    """A module's path without the words that wrappers add."""
     module: object = model
     words = []
     for word in name.split("."):
         if not _is_wrappers(module, word):
             words.append(word)
-        module = getattr(module, word, None) if isinstance(module, nn.Module) else None
+        module = getattr(module, word, None)
     return ".".join(words)
 
 
@@ -330,10 +331,10 @@ def _is_wrappers(module: object, word: str) -> bool:
     return word in WRAPPER_WORDS or (word == "module" and bool(classes & WRAPPER_CLASSES))
 
 
-def says_router(word: str) -> bool:
+def names_router(word: str) -> bool:
     return bool(ROUTER.search(_snake_case(word)))
 
 
 def _snake_case(word: str) -> str:
-    """A class name in the form of a module's name, without the prefix of fully_shard: `top_krouter` for TopKRouter."""
+    """A class name in snake case, without fully_shard's prefix: `top_krouter` for TopKRouter."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word.removeprefix("FSDP")).lower()

@@ -1,4 +1,4 @@
-"""Param groups for a whole model: roles, patterns, one group for each set of options, and tables that show them."""
+"""Param groups for a whole model, from roles and patterns, one per set of options; and tables that show them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ADAMW = "adamw"
 
 
 class Routing(NamedTuple):
-    """Param groups, matrices first, and the reason for each parameter's role by its name."""
+    """Param groups, matrices first, and the reason for each role, by parameter name."""
 
     groups: list[Group]
     reasons: dict[str, str]
 
 
 def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw: Group) -> Routing:
-    """Param groups for a model, one for each set of options that its parameters end up with."""
+    """Make a model's param groups, one per distinct set of options."""
     check_adamw(adamw)
     _require_options("patterns", patterns)
-    for key, given in patterns.items():
-        _require_options(f"patterns[{key!r}]", given)
+    for key, options_of_pattern in patterns.items():
+        _require_options(f"patterns[{key!r}]", options_of_pattern)
     _refuse_shapeless(model)
     routed = list(classify(model))
     if not routed:
@@ -48,21 +48,21 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
     adamw_applies = False
     for entry in routed:
         pattern = next((pattern for pattern in patterns if _matches(pattern, entry)), None)
-        chosen = {} if pattern is None else patterns[pattern]
+        overrides = {} if pattern is None else patterns[pattern]
         is_matrix = entry.role in MATRIX_ROLES
-        usual = algorithm if is_matrix or not _needs_matrices(algorithm) else ADAMW
-        final = chosen.get("algorithm", usual)
-        # its role's options, then `adamw` if it goes to AdamW, then its pattern's
-        options: Group = {"role": entry.role, "algorithm": usual}
+        default = algorithm if is_matrix or not _needs_matrices(algorithm) else ADAMW
+        final = overrides.get("algorithm", default)
+        # Later options win: those of the role, `adamw` if the parameter goes to AdamW, those of the pattern.
+        options: Group = {"role": entry.role, "algorithm": default}
         if not entry.decayed:
             options["weight_decay"] = 0.0
         if is_matrix or _needs_matrices(final):
             options |= {"matrix": None, **entry.view}
-        if final == ADAMW and not (is_matrix and algorithm == ADAMW):  # the matrices of AdamWSW have its options
+        if final == ADAMW and not (is_matrix and algorithm == ADAMW):  # matrices of AdamWSW use its options
             options |= adamw
             adamw_applies = True
-        options |= chosen
-        # A tensor equals only itself, because its value may change later.
+        options |= overrides
+        # Equal tensors stay distinct, because their values may change later.
         identity = {key: id(value) if isinstance(value, Tensor) else value for key, value in options.items()}
         if identity not in identities:
             identities.append(identity)
@@ -78,15 +78,15 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
         )
     if adamw and not adamw_applies:
         raise ValueError(
-            f"adamw={adamw!r} applies to nothing: no parameter of this model goes to AdamW; leave it out, or give the "
-            f"options to the class itself or in patterns"
+            f"adamw={adamw!r} applies to nothing: no parameter of this model goes to AdamW; leave it out, or pass the "
+            f"options to the class or in patterns"
         )
     if _needs_matrices(algorithm) and not any(_needs_matrices(group["algorithm"]) for group in groups):
         roles = sorted({group["role"] for group in groups})
         lora = " Low-rank factors get Muon with patterns={'role:lora': {'algorithm': 'muon'}}."
         warnings.warn(
             f"MuonSW.for_model found no matrix to orthogonalize: every parameter goes to another algorithm (roles: "
-            f"{', '.join(roles)}). Look at optimizer.routing(reasons=True).{lora if 'lora' in roles else ''}",
+            f"{', '.join(roles)}). See optimizer.routing(reasons=True).{lora if 'lora' in roles else ''}",
             stacklevel=users_line(),
         )
     groups.sort(key=lambda group: group["role"] not in MATRIX_ROLES)
@@ -95,13 +95,13 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
 
 
 def _name(groups: list[Group]) -> None:
-    """Give each group a name of its own, by which loggers tell groups apart."""
+    """Give each group a unique name, for loggers."""
     taken: Counter[str] = Counter()
     for group in groups:
-        name = wanted = str(group.get("name") or group["role"])
+        name = base = str(group.get("name") or group["role"])
         while name in taken:
-            taken[wanted] += 1
-            name = f"{wanted}-{taken[wanted]}"
+            taken[base] += 1
+            name = f"{base}-{taken[base]}"
         taken[name], group["name"] = 1, name
 
 
@@ -110,7 +110,7 @@ def _needs_matrices(algorithm: str) -> bool:
 
 
 def patterns_within(model: nn.Module, patterns: dict[str, Group]) -> dict[str, Group]:
-    """The patterns that match something in this model; one stage of a pipeline need not match them all."""
+    """The patterns that match something in this model, which may be one pipeline stage."""
     routed = list(classify(model))
     return {key: options for key, options in patterns.items() if any(_matches(key, entry) for entry in routed)}
 
@@ -142,8 +142,8 @@ def _refuse_shapeless(model: nn.Module) -> None:
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"{name} has no shape yet; run one batch through the model before for_model")
         sized = isinstance(model.get_submodule(path), nn.Linear | nn.Embedding | _ConvNd)
-        piece = sized and key == "weight" and param.dim() < 2
-        if piece or key == "_flat_param" or type(param).__name__ == "FlatParameter":
+        is_flat = sized and key == "weight" and param.dim() < 2
+        if is_flat or key == "_flat_param" or type(param).__name__ == "FlatParameter":
             raise ValueError(
                 f"{name} has been flattened to a vector, as FullyShardedDataParallel (FSDP1) does. Shard with "
                 f"torch.distributed.fsdp.fully_shard (FSDP2), which keeps shapes, or use DistributedDataParallel"
@@ -180,7 +180,7 @@ def reasons_table(groups: list[Group], reasons: dict[str, str]) -> str:
             seen = " ".join(filter(None, words)) or "matrix"
         for name, param in zip(names, group["params"], strict=True):
             shape = "x".join(map(str, param.shape)) or "scalar"
-            reason = reasons.get(name, "put into this group by hand")
+            reason = reasons.get(name, "assigned by hand")
             rows.append((str(number), group["role"] or "-", group["algorithm"], shape, seen, name, reason))
     return text_table(rows)
 
