@@ -273,7 +273,7 @@ def test_mistakes_are_refused():
     for key, wrong in (("every", 0), ("every", 2.5), ("start_step", -1), ("keep", 0)):
         with pytest.raises(ValueError, match=f"{key}={wrong}"):
             Telemetry(optimizer, **{key: wrong})
-    with pytest.raises(TypeError, match="cannot be called"):
+    with pytest.raises(TypeError, match="is not callable"):
         Telemetry(optimizer, sink=["metrics.jsonl"])
     with pytest.raises(TypeError, match=r"not a list.*pass the optimizer inside"):
         Telemetry(params)

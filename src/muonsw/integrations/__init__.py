@@ -1,4 +1,1 @@
-"""Thin parts for frameworks that train: what each needs beyond a plain optimizer.
-
-Each module here imports its own framework and is imported by name, so that `import muonsw` needs torch alone.
-"""
+"""Adapters for training frameworks. Import each by name: `import muonsw` needs only torch."""

@@ -1,4 +1,4 @@
-"""Lightning: what `configure_optimizers` returns in one call, and telemetry in the module's logs."""
+"""Lightning: the result of `configure_optimizers` in one call, and telemetry in the Trainer's loggers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def for_model(
     optimizer: type[ScaledDecayOptimizer] = MuonSW,
     **options: Any,
 ) -> dict[str, Any]:
-    """What `configure_optimizers` returns: one optimizer for the whole module, and a scheduler that steps with it.
+    """Make the result of `configure_optimizers`: one optimizer for the whole module, and its scheduler.
 
     Args:
         module: the module, `self` in `configure_optimizers`.
-        lr: the peak of the learning rate.
+        lr: the peak learning rate.
         weight_decay: lambda of the decayed groups.
-        scheduler: makes a scheduler from the optimizer; it is stepped after each step, not after each epoch.
+        scheduler: makes a scheduler from the optimizer; it steps after each optimizer step, not after each epoch.
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
         **options: see `MuonSW.for_model`.
     """
@@ -44,23 +44,23 @@ def for_model(
 class TelemetryCallback(TelemetryLog, Callback):
     """Logs what the optimizer does to the weights, to every logger of the Trainer.
 
-    It logs a few values of each role at sampled steps under `telemetry/`, the number of findings so far, and the size
-    of each group under `routing/`. The routing table and the findings go to Python's log.
+    At sampled steps it logs a few values of each role and the number of findings under `telemetry/`; at the start, the
+    size of each group under `routing/`. The routing table and the findings themselves go to Python's log.
 
     Args:
-        every: sample the steps whose number is a multiple of it, and the first one.
-        findings: gives the sentences to log for a record, such as `muonsw.lab.diagnose.Findings()`.
-        **telemetry: further arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
+        every: sample the first step and each step whose number is a multiple of it.
+        findings: returns sentences to log for a record, such as `muonsw.lab.diagnose.Findings()`.
+        **telemetry: other arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
 
     Attributes:
-        telemetry: the `Telemetry` of the current run, None before it.
+        telemetry: the `Telemetry` of the current run, None before it starts.
     """
 
     def __init__(self, every: int = 50, *, findings: Findings | None = None, **telemetry: Any) -> None:
         super().__init__(logger, every, findings, telemetry)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        start = trainer.global_step // len(trainer.optimizers)  # Lightning counts the steps of all optimizers
+        start = trainer.global_step // len(trainer.optimizers)  # the sum over all optimizers
         self._log(trainer, self._attach(trainer.optimizers[0], pl_module, start, is_main=trainer.is_global_zero))
 
     def on_train_batch_end(
@@ -72,6 +72,6 @@ class TelemetryCallback(TelemetryLog, Callback):
         self._detach()
 
     def _log(self, trainer: Trainer, values: dict[str, float]) -> None:
-        """To the loggers themselves: the module's own log is only written every `log_every_n_steps`."""
+        # Not through the module's log, which is written only every `log_every_n_steps`.
         for sink in trainer.loggers if values else ():
             sink.log_metrics(values, step=trainer.global_step)

@@ -1,4 +1,4 @@
-"""What frameworks share: options that are checked early, and telemetry in their logs."""
+"""Shared by all frameworks: early checks of options, and telemetry in their logs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from muonsw.routing.groups import check_adamw
 from muonsw.telemetry import Telemetry
 from muonsw.telemetry.record import Record
 
-# Sentences about a record, to be logged as warnings.
+# Returns sentences about a record, which are logged as warnings.
 Findings = Callable[[Record], Iterable[str]]
 
-# What is logged of each role.
+# The values logged for each role.
 HEADLINES = ("weight_rms", "relative_update", "decay", "alignment_update", "defect")
 
 
 class TelemetryLog:
-    """What the callbacks of all frameworks do: measure the current run, and say what to log."""
+    """The base of all callbacks: it measures the current run and returns values to log."""
 
     def __init__(self, logger: logging.Logger, every: int, findings: Findings | None, options: dict[str, Any]) -> None:
         self.every, self.findings = every, findings
         self.telemetry: Telemetry | None = None
         self._logger, self._options = logger, options
         self._logged: Record | None = None
-        self._found = 0
+        self._findings_count = 0
 
     def _attach(self, optimizer: Any, model: torch.nn.Module, start_step: int, *, is_main: bool) -> dict[str, float]:
-        """Measure a new or resumed run; the values to log at its start."""
-        self._detach()  # from a run that failed or was interrupted
+        """Attach telemetry to a new or resumed run; return values to log at its start."""
+        self._detach()  # the last run may have failed
         optimizer = unwrap_optimizer(optimizer)
         self.telemetry = Telemetry(optimizer, self.every, model=model, **{"start_step": start_step, **self._options})
         if not is_main or not isinstance(optimizer, ScaledDecayOptimizer):
@@ -46,7 +46,7 @@ class TelemetryLog:
         }
 
     def _sampled(self, *, is_main: bool) -> dict[str, float]:
-        """The values of a sampled step that was not logged yet."""
+        """Return the values of the last sample, once."""
         record = self.telemetry.last if self.telemetry else None
         if record is None or record is self._logged:
             return {}
@@ -55,14 +55,14 @@ class TelemetryLog:
             return {}
         for finding in self.findings(record) if self.findings else ():
             self._logger.warning(finding)
-            self._found += 1
+            self._findings_count += 1
         values = {
-            f"telemetry/{role}/{key}": found[key]
-            for role, found in record["roles"].items()
+            f"telemetry/{role}/{key}": measured[key]
+            for role, measured in record["roles"].items()
             for key in HEADLINES
-            if found.get(key) is not None
+            if measured.get(key) is not None
         }
-        return {**values, "telemetry/skipped": record["skipped"], "telemetry/findings": self._found}
+        return {**values, "telemetry/skipped": record["skipped"], "telemetry/findings": self._findings_count}
 
     def _detach(self) -> None:
         if self.telemetry is not None:
@@ -76,21 +76,21 @@ def refuse_wrong_options(
     adamw: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Refuse what `for_model` would refuse for any model, before there is a model.
+    """Refuse options that `for_model` would refuse for every model, before the model exists.
 
     Examples:
         >>> from muonsw import MuonSW
-        >>> patterns = {"*.q_proj.*": {"heads": 12}}  # whether a matrix has so many is left to the model
+        >>> patterns = {"*.q_proj.*": {"heads": 12}}  # whether 12 heads fit depends on the model
         >>> refuse_wrong_options(MuonSW, lr=0.02, patterns=patterns)
         >>> refuse_wrong_options(MuonSW, lr=0.02, headz=12)
         Traceback (most recent call last):
         ValueError: unknown option 'headz'...
     """
     check_adamw(adamw or {})
-    for chosen in (patterns or {}).values():
-        for name, value in chosen.items():
+    for pattern_options in (patterns or {}).values():
+        for name, value in pattern_options.items():
             validate_option(name, value)
-    # on the meta device first: drawing values would change the random numbers of the run
+    # created on the meta device, because initial values would use the run's random numbers
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.float32, device="meta")
     for_any_model = {name: value for name, value in options.items() if name not in ("heads", "split_sizes")}
     optimizer.for_model(layer.to_empty(device="cpu"), **for_any_model)

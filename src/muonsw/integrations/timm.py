@@ -1,4 +1,4 @@
-"""timm: `--opt muonsw` in its scripts, and layer decay (learning rates that shrink towards the input) with routing."""
+"""timm: `--opt muonsw` in its scripts, and layer decay (learning rates that fall towards the input) with routing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from muonsw.options import require_model
 from muonsw.routing.facts import unwrapped
 from muonsw.variants import SGDSW, AdamWSW, MuonSW
 
-# Their names in timm, and which of timm's arguments each takes. timm passes momentum 0.9 by default, which is not
-# Muon's.
+# Each optimizer by its name in timm, and the arguments it accepts. MuonSW has no `has_momentum`, because timm's default
+# of 0.9 is not Muon's.
 NAMES: dict[str, tuple[type[ScaledDecayOptimizer], dict[str, bool]]] = {
     "muonsw": (MuonSW, {"has_eps": False}),
     "adamwsw": (AdamWSW, {"has_betas": True}),
@@ -24,16 +24,16 @@ NAMES: dict[str, tuple[type[ScaledDecayOptimizer], dict[str, bool]]] = {
 
 
 def register(model: torch.nn.Module) -> None:
-    """Let timm's `create_optimizer_v2(model, opt="muonsw")` build `MuonSW.for_model`, and so `--opt muonsw`.
+    """Make `muonsw`, `adamwsw` and `sgdsw` known to timm's `create_optimizer_v2(model, opt="muonsw")` and `--opt`.
 
-    `adamwsw` and `sgdsw` are registered too. timm gives an optimizer only parameters, so a script calls this once it
-    has the model, from which roles follow. Layer decay is timm's, and weight decay follows roles.
+    timm passes only parameters to an optimizer, and roles need the model, so call this once the model exists. Layer
+    decay is timm's; weight decay follows roles.
 
     Args:
         model: the model that `create_optimizer_v2` will get, compiled or not.
     """
     from timm.optim import OptimInfo
-    from timm.optim._optim_factory import default_registry  # timm exports no other way to reach it
+    from timm.optim._optim_factory import default_registry  # timm has no public way to reach it
 
     require_model(model, "register")
     for name, (optimizer, takes) in NAMES.items():
@@ -69,40 +69,37 @@ def layer_decay(
     layer_decay: float = 0.75,
     **options: Any,
 ) -> ScaledDecayOptimizer:
-    """An optimizer whose groups carry timm's `lr_scale`, which timm's schedulers multiply into the rate.
+    """Build an optimizer whose groups have timm's `lr_scale`, by which timm's schedulers multiply the rate.
 
-    Roles and algorithms are those of `for_model`; depths are those of timm's `param_groups_layer_decay`. What the model
-    lists in `no_weight_decay()` is not decayed. Use a scheduler of timm: torch's do not know `lr_scale`.
+    Roles and algorithms come from `for_model`, depths from timm's `param_groups_layer_decay`. Parameters listed by the
+    model's `no_weight_decay()` are not decayed. Use timm's schedulers: torch's ignore `lr_scale`.
 
     Args:
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
-        model: a model of timm, or any that has its `group_matcher`.
+        model: a timm model, or any with a `group_matcher`.
         lr: the peak learning rate of the layers next to the output.
         weight_decay: lambda of the decayed groups.
-        layer_decay: by how much the rate shrinks from one layer to the one before it.
-        **options: what `MuonSW.for_model` takes, such as `decay`, `patterns` and `adamw`.
+        layer_decay: the ratio of a layer's rate to that of the next layer.
+        **options: options of `MuonSW.for_model`, such as `decay`, `patterns` and `adamw`.
     """
     from timm.optim import param_groups_layer_decay
 
     require_model(model, "layer_decay")
     model = unwrapped(model)  # timm reads depths from names, which wrappers change
-    theirs = param_groups_layer_decay(model, layer_decay=layer_decay)
-    scales = {id(param): group["lr_scale"] for group in theirs for param in group["params"]}
+    groups = param_groups_layer_decay(model, layer_decay=layer_decay)
+    scales = {id(param): group["lr_scale"] for group in groups for param in group["params"]}
     return _built(optimizer, model, scales, lr=lr, weight_decay=weight_decay, **options)
 
 
 def _built(
-    cls: type[ScaledDecayOptimizer],
-    model: torch.nn.Module,
-    scales: dict[int, float],
-    **options: Any,
+    cls: type[ScaledDecayOptimizer], model: torch.nn.Module, scales: dict[int, float], **options: Any
 ) -> ScaledDecayOptimizer:
-    """Build the optimizer of `for_model`, with one group for each role and scale."""
+    """Build the optimizer with `for_model`, and split its groups by scale, largest scale first."""
     optimizer = cls.for_model(model, **options)
     if set(scales.values()) == {1.0}:
         return optimizer
     groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:  # one group for each scale, the layers next to the output first
+    for group in optimizer.param_groups:
         parts: dict[float, list[tuple[str, torch.Tensor]]] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
             parts.setdefault(scales[id(param)], []).append((name, param))

@@ -12,11 +12,11 @@ from muonsw.integrations.shared import Findings, TelemetryLog, refuse_wrong_opti
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.variants import MuonSW
 
-logger = logging.get_logger("transformers.muonsw")  # below theirs, so that their verbosity counts
+logger = logging.get_logger("transformers.muonsw")  # follows the verbosity of transformers
 
 
 class ModelFactory:
-    """Builds the optimizer: Trainer calls `ModelFactory()(model, **options)`, Axolotl passes its arguments second."""
+    """Builds the optimizer: Trainer calls `ModelFactory()(model, **options)`, Axolotl adds its arguments."""
 
     def __call__(
         self,
@@ -30,7 +30,7 @@ class ModelFactory:
         if lr is None:
             lr = getattr(args, "learning_rate", None)
         if lr is None:
-            raise ValueError("for_model needs lr=...: this trainer does not pass its learning rate on")
+            raise ValueError("for_model needs lr=...: this trainer does not pass its learning rate")
         return optimizer.for_model(model, lr=lr, **options)
 
 
@@ -41,37 +41,37 @@ def for_model(
     optimizer: type[ScaledDecayOptimizer] = MuonSW,
     **options: Any,
 ) -> tuple[type[ModelFactory], dict[str, Any]]:
-    """What `Trainer(..., optimizer_cls_and_kwargs=...)` takes: one optimizer for the whole model.
+    """Make `optimizer_cls_and_kwargs=` of `Trainer`: one optimizer for the whole model.
 
-    The Trainer then ignores `learning_rate`, `weight_decay` and `optim` of its own arguments. Its scheduler starts from
-    `lr`, which is therefore the peak.
+    The Trainer then ignores its arguments `learning_rate`, `weight_decay` and `optim`, and its scheduler takes `lr` as
+    the peak.
 
     Args:
-        lr: the peak of the learning rate. None takes `learning_rate` from the training arguments, where the trainer
-            hands them over (Axolotl does, Trainer does not).
+        lr: the peak learning rate. None takes `learning_rate` from the training arguments, if the trainer passes them
+            (Axolotl does, Trainer does not).
         weight_decay: lambda of the decayed groups.
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
-        **options: what `MuonSW.for_model` takes, such as `decay`, `patterns` and `adamw`.
+        **options: options of `MuonSW.for_model`, such as `decay`, `patterns` and `adamw`.
     """
     refuse_wrong_options(optimizer, lr=1e-3 if lr is None else lr, weight_decay=weight_decay, **options)
     return ModelFactory, {"lr": lr, "weight_decay": weight_decay, "optimizer": optimizer, **options}
 
 
 class TelemetryCallback(TelemetryLog, TrainerCallback):
-    """Logs what the optimizer does to the weights, to whatever the Trainer logs to.
+    """Logs what the optimizer does to the weights, through the Trainer's `log`.
 
-    Add it with `trainer.add_callback(TelemetryCallback(trainer))`. It logs a few values of each role at sampled steps
-    under `telemetry/`, the size of each group under `routing/` at the start, and the number of findings so far. The
-    routing table and the findings are text, and go to the log of transformers.
+    Add it with `trainer.add_callback(TelemetryCallback(trainer))`. At sampled steps it logs a few values of each role
+    and the number of findings under `telemetry/`; at the start, the size of each group under `routing/`. The routing
+    table and the findings themselves go to the log of transformers.
 
     Args:
-        trainer: the Trainer that it is added to, whose `log` reaches W&B, TensorBoard, MLflow and the others.
-        every: sample the steps whose number is a multiple of it, and the first one.
-        findings: gives the sentences to log for a record, such as `muonsw.lab.diagnose.Findings()`.
-        **telemetry: further arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
+        trainer: the Trainer that gets this callback.
+        every: sample the first step and each step whose number is a multiple of it.
+        findings: returns sentences to log for a record, such as `muonsw.lab.diagnose.Findings()`.
+        **telemetry: other arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
 
     Attributes:
-        telemetry: the `Telemetry` of the current run, None before it.
+        telemetry: the `Telemetry` of the current run, None before it starts.
     """
 
     def __init__(self, trainer: Any, every: int = 50, *, findings: Findings | None = None, **telemetry: Any) -> None:
@@ -93,8 +93,7 @@ class TelemetryCallback(TelemetryLog, TrainerCallback):
         self._detach()
 
     def _log(self, control: TrainerControl, values: dict[str, float]) -> None:
-        """Log without disturbing the Trainer: its own log is due when `should_log` is set, and logging clears it."""
         if values:
-            due = control.should_log
+            should_log = control.should_log  # logging clears it, which would drop the Trainer's own log
             self.trainer.log(values)
-            control.should_log = due
+            control.should_log = should_log

@@ -167,7 +167,7 @@ def experts(subject: Subject, model: ModelFacts) -> Decision | None:
     path = model.experts_around(subject.path)
     if path is None:
         return None
-    counts, view = model.experts[path], {}
+    counts, view = model.experts[path], View()
     if subject.param.dim() > 2:
         in_out = model.stored_in_out(subject.path, subject.key, subject.param)
         view = {"matrix": "stack", "transposed": True} if in_out else {"matrix": "stack"}

@@ -1,4 +1,4 @@
-"""What an optimizer does to the weights, measured at sampled steps of any training loop and kept as plain records."""
+"""Measure what an optimizer does to the weights, at sampled steps of any training loop."""
 
 from muonsw.telemetry.record import Record as Record
 from muonsw.telemetry.session import Telemetry as Telemetry

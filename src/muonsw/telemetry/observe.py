@@ -1,8 +1,8 @@
 """Measure one step of any torch optimizer from a copy of the weights.
 
-With W before the step, W' after it and phi the fraction that decay takes, the update is `u = (1 - phi) W - W'`. Weights
-of low precision do not show it: rounding moves them by more, or not at all. Our optimizers then compute u a second
-time, from copies of their state; for others it is the change that was stored.
+With W before the step, W' after it and phi the decay factor, the update is `u = (1 - phi) W - W'`. Rounding hides it in
+low-precision weights. For our optimizers u is then computed again, from copies of their state; for others it is the
+stored change.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vecdot
 from torch.optim import Optimizer
 
 from muonsw.addons.norm_rules import FREE, sum_over_ranks
@@ -26,16 +27,16 @@ from muonsw.summary import Summary
 from muonsw.telemetry.record import MEASURED, SQUARES, ModelView, ParameterInfo, Sample, parameter_infos
 from muonsw.work import Batch, Group, Item, StepContext
 
-# An update that is smaller than a weight by this many units of rounding cannot be told from none.
+# Updates below this many rounding units of the weight count as zero.
 ROUNDING = 4
 
-# Float32 sums lose digits with their length, so longer rows are summed in pieces.
+# Rows longer than this are summed in pieces, because float32 sums lose digits with their length.
 LONGEST = 2**16
 
-# torch optimizers that shrink weights by lr * weight_decay before they move them.
+# torch's optimizers with decoupled decay.
 _DECOUPLED = (torch.optim.AdamW, torch.optim.Muon)
 
-# Power iteration on several vectors together: the error falls with the gap to the singular value after the last one.
+# Power iteration on a block of vectors: the error falls with the gap to the first singular value outside the block.
 BLOCK, ITERATIONS = 8, 12
 
 _ANNOUNCEMENT = (
@@ -45,7 +46,7 @@ _ANNOUNCEMENT = (
 
 
 class Before(NamedTuple):
-    """Copies before a step: the weight, the state if u is computed again, the gradient if the optimizer is not ours."""
+    """Copies before a step: the weight, the state if u is recomputed, the gradient if the optimizer is not ours."""
 
     weight: Tensor
     state: dict[str, Tensor] | None
@@ -59,17 +60,17 @@ class Observer:
         self.optimizer, self.view = optimizer, view
         self.spectral_norm, self.condition = spectral_norm, condition
         self.ours = optimizer if isinstance(optimizer, ScaledDecayOptimizer) else None
-        # Our optimizers count skipped steps themselves; those before telemetry was attached do not matter.
+        # Our optimizers count skipped steps themselves; subtract those from before telemetry was attached.
         self._skipped = 0 if self.ours is None else -self.ours.skipped_steps
         self._before: dict[Tensor, Before] = {}
 
     def begin(self, closure: bool) -> None:
-        """Copy the weights that the step may move; with a closure there are no gradients yet."""
+        """Copy the weights that the step may move; before a closure runs there are no gradients."""
         self.stop()
         ranks = None if self.ours is None else self.ours._ranks
         for group in self.optimizer.param_groups:
             for param in group["params"]:
-                # where ranks share parameters, another one may have the gradient
+                # if ranks share the parameter, another rank may have the gradient
                 shared = is_dtensor(param) or (ranks is not None and ranks.process_group is not None)
                 if param.grad is None and not shared and not (closure and param.requires_grad):
                     continue
@@ -91,14 +92,14 @@ class Observer:
             self.ours._ranks.announced.remove(_ANNOUNCEMENT)
 
     def finish(self, summary: Summary | None) -> Sample:
-        """Measure what the step has done; `summary` is that of our own optimizers."""
+        """Measure the step; only our optimizers have a summary."""
         if self.ours is not None and summary is not None:
             was_skipped, skipped = summary.skipped, self._skipped + summary.skipped_steps
             stepped = {param for _, params, _ in self.ours._last for param in params}
-            # a norm rule takes another share of every weight
+            # under a norm rule the decay factor differs between weights
             phis = [group.decay if group.norm == FREE else None for group in summary.groups]
         else:
-            found_inf = getattr(self.optimizer, "found_inf", None)  # a GradScaler makes fused kernels skip
+            found_inf = getattr(self.optimizer, "found_inf", None)  # with a GradScaler fused kernels may skip
             was_skipped = isinstance(found_inf, Tensor) and bool(found_inf)
             self._skipped += was_skipped
             skipped, stepped = self._skipped, {param for param in self._before if param.grad is not None}
@@ -111,17 +112,17 @@ class Observer:
         measured, spectra = [], {}
         for param in [param for param in infos if param in stepped and param in self._before]:
             info, before, update = infos[param], self._before[param], None
-            # Both are collectives for a sharded parameter, also on a rank that holds nothing of it.
+            # Both are collectives for a sharded parameter, even on ranks with an empty shard.
             spectra[param] = self._spectra(info, before.weight)
             if before.state is not None and info.decay is not None and not was_skipped:
                 update = self._intended_update(info, param, before.weight, before.state)
             measured += self._measure(info, param, before, update)
-        for param, numbers, area, values in measured:  # only now, because each transfer waits for the device
+        for param, numbers, area, values in measured:  # last, because each transfer waits for the device
             tables[param][0, numbers] = area
             tables[param][1:, numbers] = values.cpu().double()
         for table in tables.values():
             table[1 : 1 + len(SQUARES)].square_()
-            # What has overflowed is NaN: over infinity an alignment or a relative size would be zero.
+            # Overflows become NaN: dividing by infinity would report an alignment or relative size of zero.
             table[~table.isfinite()] = torch.nan
         if self.ours is not None:
             tables = dict(zip(tables, sum_over_ranks(self.ours, list(tables), list(tables.values())), strict=True))
@@ -131,9 +132,9 @@ class Observer:
     def _measure(
         self, info: ParameterInfo, param: Tensor, before: Before, intended: Tensor | None
     ) -> list[tuple[Tensor, Tensor, int, Tensor]]:
-        """Norms and inner products of the matrices that this rank holds, those of equal area together.
+        """Norms and inner products of this rank's matrices, batched by area.
 
-        Returns the parameter, the numbers of its matrices, their area, and a row of values for each name in `MEASURED`.
+        Returns the parameter, the indices of its matrices, their area, and a row of values per name in `MEASURED`.
         """
         momentum, state = None, self.optimizer.state.get(param, {})
         for key in ("exp_avg", "momentum_buffer"):
@@ -164,30 +165,36 @@ class Observer:
             u = -change if intended is None else rows(intended)
             decayed = w
             if self.ours is not None and info.group["cautious"]:
-                # an update that goes inward has the sign of the weight, with decay in it or without
+                # an inward update has the weight's sign, with or without decay in it
                 same = w.sign() * u.sign()
                 decayed = torch.where(same > 0 if intended is None else same >= 0, w, 0)
             if intended is None and info.decay:
                 u.sub_(decayed, alpha=info.decay)
-            values = {"ww": norms(w), "dd": norms(change), "decayed": norms(decayed), "uu": norms(u), "wu": inner(w, u)}
+            values = {
+                "ww": norms(w),
+                "dd": norms(change),
+                "decayed": norms(decayed),
+                "uu": norms(u),
+                "wu": vecdot(w, u),
+            }
             if intended is None:
                 lost = values["uu"] <= ROUNDING * torch.finfo(w.dtype).eps * values["ww"]
                 values |= {key: torch.where(lost, 0.0, values[key]) for key in ("uu", "wu")}
             if grad is not None:
                 g = rows(grad)
-                values |= {"gg": norms(g), "wg": inner(w, g)}
+                values |= {"gg": norms(g), "wg": vecdot(w, g)}
             if momentum is not None:
                 m = rows(momentum)
-                values |= {"mm": norms(m), "wm": inner(w, m), "ww_momentum": values["ww"]}
+                values |= {"mm": norms(m), "wm": vecdot(w, m), "ww_momentum": values["ww"]}
             zero = torch.zeros_like(values["ww"])
             numbers = torch.cat([numbers for _, numbers in parts])
             measured.append((param, numbers, area, torch.stack([values.get(name, zero) for name in MEASURED[1:]])))
         return measured
 
     def _intended_update(self, info: ParameterInfo, param: Tensor, weight: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """The update of this rank's shard before rounding: what a second step moves float32 zeros by.
+        """The unrounded update of this rank's shard, from a second step on float32 zeros.
 
-        A collective where the parameter is sharded: every rank computes all of it.
+        For a sharded parameter this is a collective, and every rank computes the whole update.
         """
         assert self.ours is not None
         group, grad = info.group, _local_gradient(param)
@@ -208,7 +215,7 @@ class Observer:
         return local(put_state(param, moved, as_dtensor(param).placements)) if is_dtensor(param) else moved
 
     def _spectra(self, info: ParameterInfo, weight: Tensor) -> dict[str, Tensor]:
-        """The requested values of each matrix of a parameter; none where it is not known to hold matrices."""
+        """The requested values of each matrix of a parameter; empty if it holds none."""
         values: dict[str, Tensor] = {}
         cells = [cell for cell in info.matrices.cells if weight.numel() and cell.rows * cell.columns]
         if not cells or not (self.spectral_norm or self.condition):
@@ -220,11 +227,6 @@ class Observer:
         if self.condition:
             values["condition"] = torch.cat(list(map(condition_numbers, batches)))
         return values
-
-
-def inner(x: Tensor, y: Tensor) -> Tensor:
-    products: Tensor = torch.linalg.vecdot(x, y)
-    return products
 
 
 def norms(x: Tensor) -> Tensor:
@@ -245,9 +247,9 @@ def _local_gradient(param: Tensor) -> Tensor | None:
 
 
 def known_decay(optimizer: Optimizer, group: Group) -> float | None:
-    """The fraction of a weight that a step of another optimizer takes away, or None where the group does not say.
+    """The decay factor of a group of another optimizer, or None if it is unknown.
 
-    Known are groups without decay, torch's decoupled optimizers, and groups under `scale_weight_decay`.
+    It is known without decay, for torch's decoupled optimizers, and under `scale_weight_decay`.
     """
     lam, lr = group.get("weight_decay"), group.get("lr")
     if isinstance(lam, int | float) and lam == 0:
@@ -257,10 +259,7 @@ def known_decay(optimizer: Optimizer, group: Group) -> float | None:
 
 
 def spectral_norms(batch: Tensor) -> Tensor:
-    """The largest singular value of each matrix, by power iteration from the same vectors every time.
-
-    The vectors come from a generator of their own, so no random number of the training is used up.
-    """
+    """The largest singular value of each matrix, by power iteration from fixed random vectors."""
     W = batch.to(wide_dtype(batch.dtype))
     shape = (W.shape[0], W.shape[2], min(BLOCK, *W.shape[1:]))
     V = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(W)
@@ -271,9 +270,9 @@ def spectral_norms(batch: Tensor) -> Tensor:
 
 
 def condition_numbers(batch: Tensor) -> Tensor:
-    """Largest over smallest singular value of each matrix, up to about 1e7; beyond that they are not finite.
+    """Largest over smallest singular value of each matrix; infinite beyond about 1e7.
 
-    From the eigenvalues of the smaller Gram matrix in float64, which costs an eigendecomposition.
+    Uses an eigendecomposition of the smaller Gram matrix in float64.
     """
     W = batch.double()
     gram = W @ W.mT if W.shape[1] <= W.shape[2] else W.mT @ W
@@ -284,7 +283,7 @@ def condition_numbers(batch: Tensor) -> Tensor:
 
 
 def _eigenvalues(gram: Tensor) -> Tensor:
-    """Eigenvalues of symmetric matrices (count, n, n), ascending; not a number where torch would refuse a matrix."""
+    """Ascending eigenvalues of symmetric matrices (count, n, n); NaN for a matrix that is not finite."""
     finite = gram.isfinite().all(-1).all(-1, keepdim=True)
     values: Tensor = torch.linalg.eigvalsh(torch.where(finite.unsqueeze(-1), gram, 0.0))
     return torch.where(finite, values, torch.nan)

@@ -1,8 +1,8 @@
-"""What is known about each parameter, and how the measurements of one step become a record.
+"""Turn the measurements of one step into a record.
 
-Measured are norms and inner products of weights with what moves them, for each matrix: an expert of a stack, a part of
-a fused projection, or a whole tensor. Sums of squares and of inner products add up over ranks, matrices, roles and
-layers; the means and cosines of a record are computed from sums.
+Each matrix (an expert of a stack, a part of a fused projection, or a whole tensor) has squared norms and inner products
+of its weight, gradient, update and momentum. These add up over ranks, matrices, roles and layers; a record's means and
+cosines are computed from the sums.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from muonsw.work import Group, names_of
 ModelView = dict[Tensor, tuple[str, str, str | None]]
 Record = dict[str, Any]
 
-# w is the weight before the update, u the update, g the gradient, m the momentum after the update, d the change of the
-# stored weight, `decayed` those elements of w that decay acts on, `ww_momentum` the square of w if it has a momentum.
+# w is the weight before the step, u the update, g the gradient, m the momentum after the step, d the change of the
+# stored weight, `decayed` the elements of w that decay acts on, `ww_momentum` the square of w if it has a momentum.
 SQUARES = ("ww", "ww_momentum", "decayed", "uu", "gg", "mm", "dd")
 PRODUCTS = ("wu", "wg", "wm")
 MEASURED = ("numel", *SQUARES, *PRODUCTS)
 
-# Each cosine: its inner product, and the squares it divides by.
+# Each cosine: its inner product and the two squared norms.
 ALIGNMENTS = {
     "alignment_update": ("wu", "ww", "uu"),
     "alignment_gradient": ("wg", "ww", "gg"),
     "alignment_momentum": ("wm", "ww_momentum", "mm"),
 }
 SETTINGS = ("decay", "lr", "peak_lr")
-# What only matrices have.
+# Values that only matrices have.
 PER_MATRIX = ("defect", "spectral_norm", "condition")
 MEANS = (*(f"{name}_mean" for name in ALIGNMENTS), *SETTINGS, *PER_MATRIX)
-# What is known of a skipped step.
+# Values that a skipped step has.
 KNOWN_WHEN_SKIPPED = ("weight_rms", "lr", "peak_lr", "spectral_norm", "condition", "numel")
 
 
 class ParameterInfo(NamedTuple):
-    """What is known of a parameter at this step without measuring it."""
+    """Facts about a parameter at this step that need no measurement."""
 
     group: Group
     name: str
@@ -57,16 +57,16 @@ class ParameterInfo(NamedTuple):
     decayed: bool  # whether its group has a weight decay
     lr: float
     peak_lr: float | None
-    decay: float | None  # phi, None where it is not known
-    view: MatrixView | None  # how an algorithm of matrices saw it
+    decay: float | None  # phi, None if unknown
+    view: MatrixView | None  # as the step's algorithm saw it
     matrices: Matrices
-    lengths: list[float]  # the norm of an orthogonal update of each cell, 0 where there is none
+    lengths: list[float]  # the norm of an orthogonal update of each cell, 0 if there is none
 
 
 def parameter_infos(
     optimizer: Optimizer, model: ModelView, phis: Sequence[float | None]
 ) -> dict[Tensor, ParameterInfo]:
-    """Describe every parameter, given the decay of each group; reads learning rates that are held in tensors."""
+    """Describe every parameter, given each group's decay; waits for learning rates in device tensors."""
     infos = {}
     for number, (group, phi) in enumerate(zip(optimizer.param_groups, phis, strict=True)):
         lam = group.get("base_weight_decay", group.get("weight_decay"))
@@ -100,7 +100,7 @@ def model_view(model: nn.Module | None) -> ModelView:
 
 
 class Sample(NamedTuple):
-    """What was measured at one step: for each parameter a table, with a row for each name in `MEASURED`."""
+    """The measurements of one step: a table per parameter, with a row per name in `MEASURED`."""
 
     infos: dict[Tensor, ParameterInfo]
     tables: dict[Tensor, Tensor]
@@ -110,7 +110,7 @@ class Sample(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One parameter: sums over its matrices by the names in `MEASURED`, and means with their weights."""
+    """One parameter: sums over its matrices for each name in `MEASURED`, and means with their weights."""
 
     info: ParameterInfo
     matrices: int
@@ -134,7 +134,7 @@ def build(step: int, sample: Sample, *, parameters: bool) -> Record:
     if parameters:
         record["parameters"] = {entry.info.name: describe([entry], sample.was_skipped) for entry in entries}
         for entry in entries:
-            for name in ALIGNMENTS if entry.matrices == 1 else ():  # means over matrices say nothing new
+            for name in ALIGNMENTS if entry.matrices == 1 else ():  # the mean over one matrix adds nothing
                 del record["parameters"][entry.info.name][f"{name}_mean"]
     return {**record, "skipped": sample.skipped, "was_skipped": sample.was_skipped}
 
@@ -150,7 +150,7 @@ def measured(info: ParameterInfo, table: Tensor, spectra: dict[str, Tensor]) -> 
     if sums["ww"] != 0 and info.decay is not None:  # cautious decay spares some elements
         means["decay"] = info.decay * sums["decayed"] / sums["ww"], sums["numel"]
     for name, (product, left, right) in ALIGNMENTS.items():
-        defined = (of[left] != 0) & (of[right] != 0)  # a NaN is defined: it must show
+        defined = (of[left] != 0) & (of[right] != 0)  # includes NaN, which must show
         if defined.any():
             x, y = of[left][defined].sqrt(), of[right][defined].sqrt()
             means[f"{name}_mean"] = float((of[product][defined] / (x * y)).clamp(-1, 1).mean()), 1
@@ -161,7 +161,7 @@ def measured(info: ParameterInfo, table: Tensor, spectra: dict[str, Tensor]) -> 
 
 
 def describe(entries: Sequence[Measured], was_skipped: bool) -> Record:
-    """The values of several parameters together, None where a value does not exist or is not finite."""
+    """The values of several parameters together, None if a value is undefined or not finite."""
     total = {name: sum(entry.sums[name] for entry in entries) for name in MEASURED}
     values = {
         "weight_rms": math.sqrt(_ratio(total["ww"], total["numel"])),
@@ -177,10 +177,10 @@ def describe(entries: Sequence[Measured], was_skipped: bool) -> Record:
     values |= {name: means[name] for name in SETTINGS}
     for name, (product, left, right) in ALIGNMENTS.items():
         cosine = _ratio(total[product], math.sqrt(total[left]) * math.sqrt(total[right]))
-        values[name] = cosine if math.isnan(cosine) else max(-1.0, min(1.0, cosine))  # rounding may lead beyond
+        values[name] = cosine if math.isnan(cosine) else max(-1.0, min(1.0, cosine))  # against rounding
         values[f"{name}_mean"] = means[f"{name}_mean"]
     values |= {name: means[name] for name in PER_MATRIX if any(name in entry.means for entry in entries)}
-    # A skipped update has no size and no direction; zeros would claim otherwise.
+    # A skipped step has no update, so its size must be None and not zero.
     known: Iterable[str] = KNOWN_WHEN_SKIPPED if was_skipped else values
     finite = {name: value if math.isfinite(value) and name in known else None for name, value in values.items()}
     return {**finite, "numel": int(total["numel"])}

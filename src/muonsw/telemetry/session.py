@@ -1,4 +1,4 @@
-"""Telemetry: attached to an optimizer, it measures sampled steps."""
+"""Telemetry: measure sampled steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ Sink = Callable[[Record], object]
 
 
 class Telemetry:
-    """Measures what an optimizer does to the weights at sampled steps: norms, update sizes, decay, alignments.
+    """Measures norms, update sizes, decay and alignments of an optimizer's weights at sampled steps.
 
-    It attaches to the optimizer's step hooks and works in any training loop, with our optimizers and with others.
-    Weights, gradients and random numbers are the same with and without it.
+    It uses torch's step hooks, so it works in any training loop and with any optimizer. Weights, gradients and random
+    numbers are the same with and without it.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`; one that Accelerate has wrapped is unwrapped.
-        every: sample the steps whose number is a multiple of it, and the first one.
-        model: gives names, roles and layers to parameters whose groups have none.
+        optimizer: any `torch.optim.Optimizer`; Accelerate's wrapper is removed.
+        every: sample the first step and each step whose number is a multiple of it.
+        model: provides names, roles and layers for parameters whose groups have none.
         sink: a function that is called with each record, or several of them.
         parameters: include the values of each parameter in the records.
-        spectral_norm: measure the largest singular value of every matrix as well, by power iteration.
-        condition: estimate the condition number of every matrix as well; expensive.
-        start_step: completed steps of the run that is resumed.
-        keep: how many of the latest records stay readable in `records`; None keeps them all.
+        spectral_norm: also measure the largest singular value of every matrix, by power iteration.
+        condition: also estimate the condition number of every matrix; expensive.
+        start_step: completed steps of a resumed run.
+        keep: how many of the latest records to keep in `records`; None keeps all.
 
     Attributes:
-        step: completed steps, skipped ones included. Add to it for steps that no hook sees, such as replays
-            of a CUDA graph.
+        step: completed steps, including skipped ones. Add to it for steps that no hook sees, such as replays of a
+            CUDA graph.
 
     Examples:
         >>> import torch
@@ -85,14 +85,14 @@ class Telemetry:
         for number, group in enumerate(optimizer.param_groups):
             for name, param in zip(names_of(group, number), group["params"], strict=True):
                 if is_dtensor(param) and not isinstance(optimizer, ScaledDecayOptimizer):
-                    raise ValueError(f"{name} is a DTensor; only optimizers of this library can be measured then")
+                    raise ValueError(f"{name} is a DTensor, which is measured only with optimizers of this library")
                 if not param.is_floating_point():
                     raise ValueError(
                         f"{name} has dtype {param.dtype}; only real floating-point weights can be measured"
                     )
         for hook in optimizer._optimizer_step_pre_hooks.values():
             if isinstance(getattr(hook, "__self__", None), Telemetry):
-                raise ValueError("this optimizer has a Telemetry already; call its detach(), or give it more sinks")
+                raise ValueError("this optimizer has a Telemetry already; call its detach(), or pass it several sinks")
         self.optimizer = optimizer
         self.every = every
         self.step = start_step
@@ -100,7 +100,7 @@ class Telemetry:
         self.sinks: list[Sink] = [sink] if callable(sink) else list(sink or ())
         for entry in self.sinks:
             if not callable(entry):
-                raise TypeError(f"sink={entry!r} cannot be called; pass a function that takes a record, or several")
+                raise TypeError(f"sink={entry!r} is not callable; pass a function of a record, or a list of them")
         self._records: deque[Record] = deque(maxlen=keep)
         self._observer = Observer(optimizer, model_view(model), spectral_norm=spectral_norm, condition=condition)
         self._sampling = self._unseen = False
@@ -136,10 +136,10 @@ class Telemetry:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
-    @_disable_dynamo  # a compiled step calls hooks as they are, and its own graphs stay the same
+    @_disable_dynamo  # a compiled step calls its hooks uncompiled
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._observer.stop()  # a step that raised an error has left it on
+        self._observer.stop()  # in case the last step raised
         is_capturing = machine.gpus() > 0 and torch.cuda.is_current_stream_capturing()
         self._unseen = is_capturing or _makes_state(optimizer)
         self._sampling = self.due and not self._unseen
@@ -174,7 +174,7 @@ class Telemetry:
 
 
 def _makes_state(optimizer: Optimizer) -> bool:
-    # torch makes state for a checkpoint by a step at learning rates and gradients of zero
+    # torch creates state for a checkpoint with a step at learning rates and gradients of zero
     if optimizer.state or any(group.get("lr") != 0 for group in optimizer.param_groups):
         return False
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]

@@ -1,6 +1,6 @@
-"""Where records can go: a JSON Lines file, a TensorBoard writer, a W&B or an MLflow run. Any function is a sink too.
+"""Sinks for records: a JSON Lines file, a TensorBoard writer, a W&B run, MLflow. Any function is a sink too.
 
-Writers and runs are the user's own objects; nothing is imported here.
+The user passes the writer or run, so this file imports none of these packages.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Self
 
 from muonsw.telemetry.record import Record
 
-# Records of a training loop go to the same places, each kind under its own name.
+# Kinds of records, each logged under its own prefix.
 KINDS = ("telemetry", "train", "eval")
 
 
 class JsonlSink:
-    r"""Appends each record to a file, one JSON object a line, flushed at once.
+    r"""Appends each record to a file as one line of JSON, and flushes it.
 
     Args:
-        path: the file; missing folders are made.
+        path: the file; missing folders are created.
 
     Examples:
         >>> import tempfile
@@ -52,11 +52,11 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes every value as a scalar, `telemetry/roles/hidden/weight_rms` and the like.
+    """Writes every value as a scalar such as `telemetry/roles/hidden/weight_rms`.
 
     Args:
         writer: anything with `add_scalar(tag, value, global_step)`, such as `torch.utils.tensorboard.SummaryWriter`.
-        parameters: write the values of each parameter too.
+        parameters: also write the values of each parameter.
     """
 
     def __init__(self, writer: Any, *, parameters: bool = False) -> None:
@@ -68,11 +68,11 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs every value to a W&B run, against `telemetry/step` so that it does not move the run's own step.
+    """Logs every value to a W&B run, against `telemetry/step`, which leaves the run's own step alone.
 
     Args:
-        run: what `wandb.init()` returns, or anything with `log(dict)`.
-        parameters: log the values of each parameter too.
+        run: the result of `wandb.init()`, or anything with `log(dict)`.
+        parameters: also log the values of each parameter.
     """
 
     def __init__(self, run: Any, *, parameters: bool = False) -> None:
@@ -88,11 +88,11 @@ class WandbSink:
 
 
 class MlflowSink:
-    """Logs every value to MLflow, at the step of the record.
+    """Logs every value to MLflow, at the record's step.
 
     Args:
-        run: the module `mlflow` with a run that is active, or anything with `log_metrics(metrics, step)`.
-        parameters: log the values of each parameter too.
+        run: the module `mlflow` with an active run, or anything with `log_metrics(metrics, step)`.
+        parameters: also log the values of each parameter.
     """
 
     def __init__(self, run: Any, *, parameters: bool = False) -> None:
@@ -103,7 +103,7 @@ class MlflowSink:
 
 
 def scalars(record: Record, *, parameters: bool = False) -> Iterator[tuple[str, float]]:
-    """The numbers of a record under flat names that start with its kind; those that are None are left out.
+    """The numbers of a record under flat names that start with its kind, without None values.
 
     Examples:
         >>> roles = {"hidden": {"decay": None, "lr": 0.1}}
