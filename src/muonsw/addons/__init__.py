@@ -1,1 +1,1 @@
-"""Features that a step does not know: each reaches it through torch's own hooks."""
+"""Features that attach to the step through torch's own hooks."""

@@ -1,12 +1,11 @@
-"""Gradient clipping by what it does to each algorithm.
+"""Gradient clipping for the algorithms that need it.
 
-- SGD moves by the gradient, so an outlier is an outlying step: clip.
-- AdamW divides by the size that gradients had, so one outlier moves the weights little more than any other gradient,
-  but it stays in the average square for `1 / (1 - beta2)` steps and makes all of them small: clip.
-- Muon moves every matrix by a fixed amount whatever the size of its gradient, Lion every element. All that clipping
-  changes is how much one batch counts in the momentum. A limit that always acts changes nothing; one that acts now and
-  then makes some batches count less; and under one norm for the whole model a spike in an embedding takes a batch out
-  of the momentum of every matrix. People clip for none of that: leave it.
+- SGD moves by the gradient, so an outlier makes an outlying step: clip.
+- AdamW divides by the average size of past gradients. One outlier moves the weights little more than any other
+  gradient, but it stays in the average for `1 / (1 - beta2)` steps and makes all of them small: clip.
+- Muon moves every matrix by a fixed amount, Lion every element, whatever the size of the gradient. Clipping would only
+  change how much each batch counts in the momentum, and with one norm for the whole model a spike in an embedding would
+  take that batch out of every momentum: do not clip.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from muonsw.options import require_number
 
 
 class Counts(NamedTuple):
-    """How often `clip_optimizer_grads_` was called since telemetry last looked, and how often it clipped."""
+    """How often `clip_optimizer_grads_` was called since telemetry last read this, and how often it clipped."""
 
-    # on the device and written in place, because a captured graph writes to these tensors
+    # updated in place, because captured graphs write to these tensors
     calls: Tensor
     clipped: Tensor
 
@@ -39,21 +38,21 @@ _counts: WeakKeyDictionary[Optimizer, Counts] = WeakKeyDictionary()
 
 @torch.no_grad()
 def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collection[str] | None = None) -> Tensor:
-    """Scale gradients down, in place, so that their common norm is at most `max_norm`, where that makes sense.
+    """Clip gradients in place by their total norm, for algorithms whose steps depend on the gradient's size.
 
-    Call it where `torch.nn.utils.clip_grad_norm_` is called: after the last backward of an update (and
-    `scaler.unscale_`), before `optimizer.step()`. Nothing waits for the device.
+    Use it in place of `torch.nn.utils.clip_grad_norm_`: after the last backward (and `scaler.unscale_`), before
+    `optimizer.step()`. It does not wait for the device.
 
     Args:
-        optimizer: one of ours; one that Accelerate has wrapped is unwrapped.
-        max_norm: the largest norm that all clipped gradients together may have.
-        algorithms: whose gradients are measured and clipped; by default those of all algorithms but Muon, Lion,
-            Dion2 and ASGO, whose steps do not depend on the size of a gradient. Pass `("adamw", "sgd", "muon")` to clip
-            the whole model by one norm.
+        optimizer: one of ours; Accelerate's wrapper is removed.
+        max_norm: the largest total norm of all clipped gradients.
+        algorithms: the algorithms whose gradients are measured and clipped; by default all but Muon, Lion, Dion2 and
+            ASGO, whose steps do not depend on the gradient's size. Pass `("adamw", "sgd", "muon")` to clip the whole
+            model by one norm.
 
     Returns:
-        The norm of these gradients before clipping, a plain tensor that is equal on all ranks. Gradients may be plain,
-        or DTensors of one mesh or of several.
+        The total norm before clipping, a plain tensor that is equal on all ranks. Gradients may be DTensors, also of
+        several meshes.
 
     Examples:
         >>> from muonsw import MuonSW
@@ -61,13 +60,13 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
         >>> optimizer = MuonSW.for_model(model, lr=0.02)
         >>> for param in model.parameters():
         ...     param.grad = torch.ones_like(param)
-        >>> round(clip_optimizer_grads_(optimizer, 1.0).item(), 3)  # of the 32 entries of the embedding
+        >>> round(clip_optimizer_grads_(optimizer, 1.0).item(), 3)  # of the 32 elements of the embedding
         5.657
         >>> [round(param.grad.norm().item(), 3) for param in model.parameters()]
         [1.0, 8.0]
     """
     optimizer = unwrap_optimizer(optimizer)
-    if max_norm != math.inf:  # which measures and clips nothing
+    if max_norm != math.inf:  # infinity measures without clipping
         require_number("max_norm", max_norm, open_ends=True)
     if isinstance(algorithms, str) or not isinstance(algorithms, Iterable | None):
         raise TypeError(f"algorithms={algorithms!r}: must be a collection of names, such as ('{algorithms}',)")
@@ -76,16 +75,16 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
             f"clip_optimizer_grads_ needs an optimizer of this library, whose groups name their algorithm, not a "
             f"{type(optimizer).__name__}; use torch.nn.utils.clip_grad_norm_"
         )
-    chosen = [name for name, algorithm in ALGORITHMS.items() if not algorithm.scale_free]
+    clipped = [name for name, algorithm in ALGORITHMS.items() if not algorithm.scale_free]
     if algorithms is not None:
-        chosen = [str(name) for name in algorithms]
-        for name in chosen:
-            ALGORITHMS[name]  # raises for a name that it does not know
+        clipped = [str(name) for name in algorithms]
+        for name in clipped:
+            ALGORITHMS[name]  # raises if unknown
 
-    # torch's functions take no mixture of meshes; a shard without a gradient may have one on other ranks
+    # torch's functions refuse mixed meshes; a shard without a gradient may have one on other ranks
     by_mesh: dict[Any, list[Tensor]] = {}
     for group in optimizer.param_groups:
-        for param in group["params"] if group["algorithm"] in chosen else ():
+        for param in group["params"] if group["algorithm"] in clipped else ():
             if param.grad is not None or (is_dtensor(param) and param.requires_grad):
                 by_mesh.setdefault(as_dtensor(param).device_mesh if is_dtensor(param) else None, []).append(param)
     norms = []
@@ -107,7 +106,7 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
 
 
 def clipped_share(optimizer: Optimizer) -> float | None:
-    """The share of calls that clipped since the last look, None without calls; waits for the device."""
+    """The share of calls that clipped since the last read, None without calls; waits for the device."""
     counts = _counts.get(optimizer)
     if counts is None or not int(counts.calls):
         return None

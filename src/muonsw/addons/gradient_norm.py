@@ -1,12 +1,12 @@
-"""Decay that follows the norm of the gradient: the average that `decay="gradient_norm"` divides by.
+"""The average gradient norm that `decay="gradient_norm"` divides by.
 
-Before each step a hook takes the mean squared gradient of the group into `gradient_average`, which holds two scalars:
-that mean, averaged over steps with AdamW's second beta, and the weight of the average. For AdamW the first over the
-second is exactly the mean of its corrected average squares, as averaging over elements and over steps commute; so the
-rule needs no other state and works with every algorithm. Gradients that are not finite do not enter the average.
+Before each step a hook averages the group's mean squared gradient over steps, with AdamW's second beta.
+`gradient_average` holds this average and its total weight. Their quotient equals the mean of AdamW's corrected average
+squares, because averages over elements and over steps commute, so the rule needs no other state and works with every
+algorithm. Gradients that are not finite are left out.
 
-On many ranks the mean is over all shards of a DTensor; plain parameters count as the same on every rank, so an expert
-that only one rank holds needs a group of its own. Reading the mean waits for the device.
+The mean is over all shards of a DTensor. Plain parameters count as equal on every rank, so an expert that only one rank
+holds needs a separate group. Reading the mean waits for the device.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
 
 
-def follows_gradient(group: Group) -> bool:
-    return DECAY_RULES[group["decay"]].uses_gradient and decays(group)
-
-
 def attach(optimizer: ScaledDecayOptimizer) -> None:
     for group in optimizer.param_groups:
         if DECAY_RULES[group["decay"]].uses_gradient:
             group.setdefault("gradient_average", [0.0, 0.0])
-    if any(map(follows_gradient, optimizer.param_groups)) and "gradient norm" not in optimizer._addons:
+    if any(map(_follows_gradient, optimizer.param_groups)) and "gradient norm" not in optimizer._addons:
         optimizer._addons.add("gradient norm")
         hook = _GradientHook(optimizer)
         optimizer.register_step_pre_hook(lambda *_: hook.average())
+
+
+def _follows_gradient(group: Group) -> bool:
+    return DECAY_RULES[group["decay"]].uses_gradient and decays(group)
 
 
 class _GradientHook:
@@ -46,10 +46,10 @@ class _GradientHook:
 
     def average(self) -> None:
         for number, group in enumerate(self._optimizer.param_groups):
-            if not follows_gradient(group) or not float(group["lr"]) > 0:  # a rate of zero leaves no trace
+            if not _follows_gradient(group) or not float(group["lr"]) > 0:  # a step at rate zero does not count
                 continue
             step, before = self._before.get(number, (-1, []))
-            if step == group["step_count"]:  # the last step raised, and must leave no trace
+            if step == group["step_count"]:  # the last step raised, so undo its average
                 group["gradient_average"] = before
             before = group["gradient_average"]
             self._before[number] = group["step_count"], before
@@ -70,8 +70,8 @@ def _sum_of_squares(param: Tensor) -> Tensor:
         return squares
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    like = as_dtensor(param.grad)
-    # A shard that tensor parallelism has cut before FSDP is not a Shard to torch, so ask for the opposite.
-    places = [Replicate() if place.is_replicate() else Partial() for place in like.placements]
-    total: Tensor = DTensor.from_local(squares, like.device_mesh, places, run_check=False).full_tensor()
+    dtensor = as_dtensor(param.grad)
+    # Test for replicas, because is_shard() is false for shards of tensor parallelism before FSDP.
+    places = [Replicate() if place.is_replicate() else Partial() for place in dtensor.placements]
+    total: Tensor = DTensor.from_local(squares, dtensor.device_mesh, places, run_check=False).full_tensor()
     return total

@@ -1,7 +1,7 @@
-"""Norm rules: what a step does to the norm of a weight, besides or instead of decay.
+"""Norm rules: how a step controls the norm of a weight, with or without decay.
 
-With R the norm that a weight should have, phi the decay rule's fraction, eta the learning rate, and U the update before
-it, shape scale included:
+With R the target norm of a weight, phi the decay factor, eta the learning rate, and U the update before eta, including
+the shape scale:
 
 | rule        | W <-                                                | source                                      |
 |-------------|-----------------------------------------------------|---------------------------------------------|
@@ -9,15 +9,15 @@ it, shape scale included:
 | `target`    | W - phi (W - R W/||W||) - eta U                     | Loshchilov's weight norm control (AdamWN)   |
 | `hyperball` | R V/||V||, V = W - eta R U/||U||                    | Hyperball: a fixed norm, no decay           |
 
-Whatever the rule, W becomes `a W - b U` with two scalars for each weight, which follow from ||W||, ||U||, <W, U> and R.
-The optimizer takes its ordinary step; hooks around it compare the weights with a copy, recover U, and set the weights
+Under each rule W becomes `a W - b U`, with two scalars per weight that follow from ||W||, ||U||, <W, U> and R. The
+optimizer takes its ordinary step; hooks around it compare the weights with a copy, recover U, and set the weights
 again. So weights must be float32 or float64, and the copy doubles their memory during a step.
 
-A norm is that of one weight: of each matrix that Muon orthogonalizes (an expert of a stack, a part of a fused
-projection), and under other algorithms of each expert of a stack or the whole tensor. R is `target_norm`, as the root
-mean square of the elements, or else the norm that the weight has at the first step, kept in its state as `radius`.
+Each matrix that Muon orthogonalizes (an expert of a stack, a part of a fused projection) has one norm; under other
+algorithms each expert of a stack has one, or else the whole tensor. R is given by `target_norm`, the root mean square
+of the elements; the default is the weight's norm at the first step, stored in its state as `radius`.
 
-Groups with `weight_decay=0`, such as embeddings, gains and biases, are left alone.
+Groups with `weight_decay=0`, such as embeddings, gains and biases, are not affected.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Number = float | Tensor
 
 
 class Norms(NamedTuple):
-    """What a rule knows about each weight: ||W||, ||U||, <W, U>, and its target norm R, in float64."""
+    """||W||, ||U||, <W, U> and the target norm R of each weight, in float64."""
 
     W: Tensor
     U: Tensor
@@ -57,7 +57,7 @@ class Norms(NamedTuple):
 
 
 class NormRule(NamedTuple):
-    """Where a step moves a weight: a and b of `W <- a W - b U`, from the norms, eta and phi."""
+    """A function of the norms, eta and phi that returns a and b of `W <- a W - b U`."""
 
     coefficients: Callable[[Norms, float, float], tuple[Number, Number]]
     decays: bool = True  # whether phi is used
@@ -77,7 +77,7 @@ def hyperball(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:  #
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    return a / torch.where(b > 0, b, 1.0)  # where b is zero, so is what the quotient multiplies
+    return a / torch.where(b > 0, b, 1.0)  # if b is zero, so is the factor of this quotient
 
 
 NORM_RULES: Registry[NormRule] = Registry("norm rule")
@@ -97,7 +97,7 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
             if group["cautious"]:
                 raise ValueError(f"{rule} acts on whole weights; cautious=True is for norm='free'")
             if group.get("block_period") is not None:
-                raise ValueError(f"{rule} and block_period= do not go together: a block has no norm of its own")
+                raise ValueError(f"{rule} cannot be combined with block_period=: blocks have no norm")
             for name, param in zip(names_of(group, number), group["params"], strict=True):
                 if param.dtype in LOW_PRECISION:
                     raise ValueError(f"{rule} needs float32 weights, but {name} is {param.dtype}; keep float32 masters")
@@ -111,14 +111,14 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
 
 
 class Matrices(NamedTuple):
-    """The matrices of a parameter, each with a norm of its own; the same on every rank."""
+    """The matrices of a parameter, each with one norm; equal on every rank."""
 
-    cells: list[MatrixCell]  # one of 0 rows where the parameter counts as a whole
-    stack: torch.Size  # the leading axes of the parameter, which count the matrices of each cell
+    cells: list[MatrixCell]  # a single one with 0 rows if the parameter has one norm
+    stack: torch.Size  # the leading axes, which count the matrices of each cell
 
     @classmethod
     def of(cls, group: Group, shape: torch.Size, view: MatrixView | None, matrix: str | None = None) -> Matrices:
-        """Those that an algorithm of matrices sees; else the experts of a stack, or the parameter as a whole."""
+        """The matrices that the algorithm sees; else the experts of a stack, or the parameter as a whole."""
         if view is None:
             view = MatrixView(group.get("matrix") or matrix or (STACK if group.get("role") == "experts" else None))
             if len(shape) < 2 or (len(shape) > 2 and view.matrix is None):
@@ -127,18 +127,18 @@ class Matrices(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of one number for each matrix."""
+        """The shape of a tensor with one number per matrix."""
         return torch.Size((len(self.cells), *self.stack))
 
     def here(self, param: Tensor) -> Iterator[tuple[Region, tuple[Any, ...]]]:
-        """What this rank holds: of each cell the part of its shard, and the index of its numbers."""
+        """This rank's part of each cell, and the index of its numbers."""
         shard = box(offset(param), local(param).shape)
         for number, cell in enumerate(self.cells):
             yield cell.region.within(shard), (number, *shard.slices[: len(self.stack)])
 
 
 def sum_over_ranks(optimizer: ScaledDecayOptimizer, params: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:
-    """Add up what ranks have found for their shards: one reduction for all parameters that the same ranks share."""
+    """Sum over ranks, with one reduction for all parameters that the same ranks share."""
     totals, by_ranks = list(sums), dict[Any, list[int]]()
     for place, param in enumerate(params):
         ranks = optimizer._ranks.layouts.sharding_groups(param)
@@ -155,37 +155,38 @@ def sum_over_ranks(optimizer: ScaledDecayOptimizer, params: Sequence[Tensor], su
 
 
 class _NormHooks:
-    """Copies ruled weights before a step, and sets them again after it."""
+    """Copies weights before a step, and applies their norm rules after it."""
 
     def __init__(self, optimizer: ScaledDecayOptimizer) -> None:
         self._optimizer = optimizer
         self._before: dict[Tensor, Tensor] = {}
 
     def before(self) -> None:
-        """Copy the weights that the step may move, and keep the norm of each that has no radius yet."""
+        """Copy the weights that the step may move, and store missing radii."""
         self._before = {}
-        state, lacking = self._optimizer.state, []
+        state, without_radius = self._optimizer.state, []
         for number, group in enumerate(self._optimizer.param_groups):
             for name, param in zip(names_of(group, number), group["params"], strict=True) if acts(group) else ():
                 if is_dtensor(param):
                     refuse_interleaved(name, param)
                 if group.get("target_norm") is None and "radius" not in state.get(param, {}):
-                    lacking.append((name, group, param))
+                    without_radius.append((name, group, param))
                 if param.grad is not None or is_dtensor(param):
                     self._before[param] = local(param).detach().clone()
-        sums = [_dots(group, param, [(local(param), local(param))]) for _, group, param in lacking]
-        norms = [total[0].sqrt() for total in sum_over_ranks(self._optimizer, [p for *_, p in lacking], sums)]
-        for (name, group, param), norm in zip(lacking, norms, strict=True):
+        sums = [_dots(group, param, [(local(param), local(param))]) for _, group, param in without_radius]
+        totals = sum_over_ranks(self._optimizer, [param for *_, param in without_radius], sums)
+        norms = [total[0].sqrt() for total in totals]
+        for (name, group, param), norm in zip(without_radius, norms, strict=True):
             if param.numel() and not bool((norm > 0).all()):
                 raise ValueError(
-                    f"{name} holds a weight of norm zero, which norm={group['norm']!r} would keep there; give "
-                    f"target_norm=, or a group with norm='free' for it"
+                    f"{name} holds a weight of norm zero, which norm={group['norm']!r} would never change; pass "
+                    f"target_norm=, or put it into a group with norm='free'"
                 )
-        for (_, _, param), norm in zip(lacking, norms, strict=True):
+        for (_, _, param), norm in zip(without_radius, norms, strict=True):
             state[param]["radius"] = norm.to(torch.promote_types(param.dtype, torch.float32))
 
     def after(self) -> None:
-        """Put the weights that the step has moved where their rules want them."""
+        """Apply the norm rules to the weights that the step has moved."""
         skipped, before = self._optimizer._last_skipped, self._before
         self._before = {}
         if skipped is True:
@@ -214,7 +215,9 @@ class _NormHooks:
             for part, index in matrices.here(param):
                 W, here = part.of(old), part.of(weight)
                 keep, move = (x[index].view(*x[index].shape, *[1] * (W.dim() - len(matrices.stack))) for x in (a, b))
-                U = ((1 - phi) * W - here) / eta  # again, since all of them would take the memory of the weights
+                U = (
+                    (1 - phi) * W - here
+                ) / eta  # recomputed, because storing it would take as much memory as the weights
                 moved_to = keep * W - move * U
                 here.copy_(torch.where(skipped.ok, moved_to, here) if isinstance(skipped, Flag) else moved_to)
 
@@ -224,7 +227,7 @@ def _matrices(group: Group, param: Tensor) -> Matrices:
 
 
 def _dots(group: Group, param: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Inner products of shards, matrix by matrix, in float64."""
+    """Inner products of shards, per matrix, in float64."""
     matrices = _matrices(group, param)
     totals = torch.zeros(len(pairs), *matrices.shape, dtype=torch.float64, device=local(param).device)
     for total, pair in zip(totals, pairs, strict=True):

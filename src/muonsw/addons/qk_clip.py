@@ -1,13 +1,13 @@
-"""QK-clip: heads of attention whose logits grow too large get smaller query and key weights after a step.
+"""QK-clip: after a step, scale down the query and key weights of attention heads whose logits are too large.
 
-Kimi Team, "Kimi K2: Open Agentic Intelligence" (arXiv 2507.20534), where Muon with it is called MuonClip. With S_max
-the largest logit of a head in the forward passes of a step and tau a threshold, gamma = min(1, tau / S_max) and
+Kimi Team, "Kimi K2: Open Agentic Intelligence" (arXiv 2507.20534), which calls Muon with it MuonClip. With S_max the
+largest logit of a head in the forward passes of a step and tau a threshold, gamma = min(1, tau / S_max) and
 
     W_q <- gamma^alpha W_q,   W_k <- gamma^(1 - alpha) W_k,   alpha = 1/2
 
-so that the same inputs would give logits of tau at most. Under latent attention (MLA) all heads share the rotary keys,
-which stay as they are, and the rotary queries of a head are multiplied by gamma itself. Where query heads share keys
-(grouped-query attention), a group is clipped by its largest logit, as Megatron-LM d98e8a64 does.
+so the same inputs would give logits of at most tau. In latent attention (MLA) all heads share the rotary keys, which
+are not changed, and each head's rotary queries are multiplied by gamma. If query heads share keys (grouped-query
+attention), a group is clipped by its largest logit, as in Megatron-LM d98e8a64.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ State = Mapping[Tensor, dict[str, Any]]
 
 
 class HeadRows(NamedTuple):
-    """The part of a weight or bias that makes the queries or the keys of heads.
+    """The rows of a weight or bias that compute the queries or keys of each head.
 
-    Head h has the `size` rows from `start + h * stride` on, along axis `dim`.
+    Head h has `size` rows from row `start + h * stride`, along axis `dim`.
 
     Attributes:
-        param: a weight, or a bias.
-        size: rows of one head; None if the heads divide the whole axis, as `heads=` does in a group.
+        param: a weight or bias.
+        size: rows per head; None divides the whole axis among the heads.
         start: the first row of the first head.
         stride: rows from one head to the next, `size` by default.
-        dim: the axis of outputs: 1 for weights that are stored as (in, out).
+        dim: the output axis: 1 for weights stored as (in, out).
         by_group: whether each block holds the rows of all query heads that share a key.
     """
 
@@ -61,7 +61,7 @@ class HeadRows(NamedTuple):
         if last > rows or (self.size is None and rows % heads):
             raise ValueError(
                 f"{heads} heads of {size} rows from row {self.start} on, {stride} apart, do not fit axis {self.dim} of "
-                f"a parameter of shape {tuple(self.param.shape)}; say size, start and stride in HeadRows"
+                f"a parameter of shape {tuple(self.param.shape)}; pass size, start and stride in HeadRows"
             )
         if is_dtensor(self.param):
             mesh, placements = as_dtensor(self.param).device_mesh, as_dtensor(self.param).placements
@@ -70,7 +70,7 @@ class HeadRows(NamedTuple):
         return self._replace(size=size, stride=stride)
 
     def scale_(self, factors: Tensor, state: State) -> None:
-        """Multiply the rows of each head by its factor; of a sharded parameter, those that this rank holds.
+        """Multiply this rank's rows of each head by the head's factor.
 
         Schedule-Free evaluates a mixture of the parameter and z, so z is scaled too.
         """
@@ -92,7 +92,7 @@ Rows = Tensor | HeadRows | Sequence[Tensor | HeadRows]
 
 
 class AttentionLogits:
-    """The largest logit of each head of one attention since the last step; forward passes report to it."""
+    """The largest logit of each head of an attention layer since the last step, reported by its forward passes."""
 
     def __init__(self, heads: int, groups: int, parts: list[tuple[HeadRows, int, float]]) -> None:
         self.heads = heads
@@ -104,8 +104,8 @@ class AttentionLogits:
         """Report the largest logits of a forward pass, of shape (..., heads).
 
         Args:
-            max_logits: of every head, as softmax sees them; or of the heads that this rank computes.
-            first_head: the number of the first head among them.
+            max_logits: the largest softmax inputs of every head, or of the heads that this rank computes.
+            first_head: the number of the first reported head.
         """
         largest = max_logits.detach().reshape(-1, max_logits.shape[-1]).amax(0).float()
         count = len(largest)
@@ -114,23 +114,23 @@ class AttentionLogits:
                 f"logits of {count} heads from head {first_head} on do not fit an attention of {self.heads} heads"
             )
         if self.maximum is None or self.maximum.device != largest.device:
-            with torch.inference_mode(False):  # an evaluation may report first
+            with torch.inference_mode(False):  # the first report may come from an evaluation
                 self.maximum = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=largest.device)
         reported = self.maximum.narrow(0, first_head, count)
         torch.maximum(reported, largest.nan_to_num(-torch.inf, -torch.inf), out=reported)
 
 
 class QKClip:
-    """Clips the attention logits of a model by its query and key weights, after each step of any torch optimizer.
+    """Clips a model's attention logits through its query and key weights, after each step of any torch optimizer.
 
     Call `step` after `optimizer.step()`, or register it as a step hook. With `ScheduleFree` it must be a hook, because
-    it scales the state too. Nothing waits for the device. Logits that are not finite are ignored.
+    it also scales state. It does not wait for the device. Logits that are not finite are ignored.
 
     Args:
-        threshold: tau, the logit that heads may reach; 100 in Kimi K2.
-        alpha: how gamma is divided between queries and keys.
-        process_group: ranks that share the largest logits, each with the same attentions; None is the default group.
-            Pipeline stages hold other layers, so give each stage its own group.
+        threshold: tau, the largest allowed logit; 100 in Kimi K2.
+        alpha: the exponent of gamma for queries; keys get `1 - alpha`.
+        process_group: ranks that share the largest logits, each with the same attention layers; None is the default
+            group. Pipeline stages hold different layers, so each stage needs its own group.
 
     Examples:
         >>> from torch import nn
@@ -158,14 +158,14 @@ class QKClip:
     def add(
         self, query: Rows, key: Rows, *, heads: int, key_heads: int | None = None, rotary_query: Rows = ()
     ) -> AttentionLogits:
-        """Clip one attention. Its forward passes must call `observe` on the result.
+        """Add an attention layer. Its forward passes must call `observe` on the result.
 
         Args:
-            query: the weight that makes the queries, or its rows (`HeadRows`); with a bias, a list of both.
-            key: the same for the keys, without those that all heads share, such as rotary keys of latent attention.
-            heads: how many heads have queries.
-            key_heads: how many heads have keys, if `heads / key_heads` neighbouring heads share them.
-            rotary_query: rows of queries for keys that all heads share; they are multiplied by gamma itself.
+            query: the weight that computes the queries, or its rows (`HeadRows`); with a bias, a list of both.
+            key: the same for the keys, without keys that all heads share, such as rotary keys of latent attention.
+            heads: the number of query heads.
+            key_heads: the number of key heads, if `heads / key_heads` neighbouring query heads share one.
+            rotary_query: query rows for keys that all heads share; they are multiplied by gamma.
         """
         groups = key_heads or heads
         require_whole("heads", heads, 1)
@@ -174,9 +174,9 @@ class QKClip:
             raise ValueError(f"heads={heads} must be a multiple of key_heads={groups}")
         parts = []
         uses = ((query, heads, self.alpha), (key, groups, 1 - self.alpha), (rotary_query, heads, 1.0))
-        for given, count, power in uses:
-            single = isinstance(given, HeadRows | Tensor) or not isinstance(given, Iterable)
-            entries: Iterable[Any] = [given] if single else given
+        for weights, count, power in uses:
+            single = isinstance(weights, HeadRows | Tensor) or not isinstance(weights, Iterable)
+            entries: Iterable[Any] = [weights] if single else weights
             for entry in entries:
                 rows: HeadRows = entry if isinstance(entry, HeadRows) else HeadRows(entry)
                 if not isinstance(getattr(entry, "param", entry), Tensor):
@@ -188,10 +188,10 @@ class QKClip:
         return self.attentions[-1]
 
     def step(self) -> Tensor:
-        """Clip by the logits of the forward passes since the last step; a collective if there are several ranks.
+        """Clip by the logits reported since the last step; a collective with several ranks.
 
         Returns:
-            The largest logit of each head over all ranks, one attention after another; -inf where none was reported.
+            The largest logit of each head over all ranks, in the order of `add`; -inf if none was reported.
         """
         return self._clip({})
 
@@ -201,7 +201,7 @@ class QKClip:
     @torch.no_grad()
     def _clip(self, state: State) -> Tensor:
         if not self.attentions:
-            raise RuntimeError("this QKClip has no attention to clip; call add for each of them first")
+            raise RuntimeError("this QKClip has no attention to clip; call add for each attention layer first")
         device = local(self.attentions[0].parts[0][0].param).device
         none = torch.full((), -torch.inf, dtype=torch.float32, device=device)
         maxima = torch.cat(
@@ -217,7 +217,7 @@ class QKClip:
                 factors = gamma.pow(power).repeat_interleave(heads // attention.groups, output_size=heads)
                 rows.scale_(factors, state)
             if attention.maximum is not None:
-                attention.maximum.fill_(-torch.inf)  # in place: a captured forward pass reports to this tensor
+                attention.maximum.fill_(-torch.inf)  # in place, because captured forward passes write to it
         return maxima
 
 
@@ -225,14 +225,14 @@ class QKClip:
 def max_attention_logits(
     query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False, block: int = 1024
 ) -> Tensor:
-    """The largest logit of each head without a whole matrix of logits, for attention that does not return it.
+    """Compute the largest logit of each head without the full matrix of logits.
 
     Args:
-        query: (..., heads, length, size), as `torch.nn.functional.scaled_dot_product_attention` takes it.
-        key: (..., key heads, length, size); query heads share them in order where there are fewer.
-        scale: what multiplies the products, `1/sqrt(size)` by default.
-        is_causal: whether each query sees only the keys up to its own position.
-        block: how many queries to multiply at a time.
+        query: (..., heads, length, size), as for `torch.nn.functional.scaled_dot_product_attention`.
+        key: (..., key heads, length, size); neighbouring query heads share a key head if there are fewer.
+        scale: the factor of the products, `1/sqrt(size)` by default.
+        is_causal: whether each query sees only keys up to its own position.
+        block: how many queries to process at a time.
 
     Returns:
         The maxima over batch and positions, (heads,), in float32.

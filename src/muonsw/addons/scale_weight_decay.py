@@ -1,8 +1,8 @@
 """Scaled decay for the optimizer that you already have.
 
-An optimizer with decoupled decay shrinks weights by `lr * weight_decay`. Before each of its steps a hook sets
-`weight_decay` so that this product is the decay rule's. Lambda, peak and step count are kept in the param groups, so
-they are saved and loaded with the optimizer.
+An optimizer with decoupled decay shrinks weights by `lr * weight_decay`. Before each step a hook sets `weight_decay` so
+that this product follows the decay rule. Lambda, peak and step count live in the param groups, so they are saved and
+loaded with the optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, decay_factor, require_length,
 from muonsw.options import validate_option
 from muonsw.text import users_line
 
-# What a group gains, in addition to its lambda.
+# Keys that this file adds to param groups.
 _PEAK_KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record")
 _KEYS = (*_PEAK_KEYS, *LAMBDA_KEYS, "highest_lr", "step_count", "decay")
 _HANDLE = "_scaled_weight_decay"
@@ -37,18 +37,18 @@ def scale_weight_decay(
 ) -> ScaledWeightDecay:
     """Make an optimizer with decoupled weight decay follow a decay rule, by default lambda * lr^2 / peak.
 
-    Call it once, after the optimizer is built, and again after a resume or on a copy: hooks are not saved. A
-    `weight_decay` that you set later is the group's lambda from then on.
+    Call it once, after building the optimizer, and again after a resume or on a copy: hooks are not saved. If you set
+    a group's `weight_decay` later, it becomes the group's lambda.
 
     Args:
-        optimizer: torch's AdamW or Muon, or another with decoupled decay. One that Accelerate has wrapped is unwrapped.
-        decay: a name from `DECAY_RULES`; not one that follows the gradients.
-        peak_lr: the highest learning rate of the run; None takes what a scheduler recorded, else the current rate.
-            "running_max" follows the highest rate so far.
-        total_steps: the length of the run, for rules that end with it.
+        optimizer: torch's AdamW or Muon, or another with decoupled decay; Accelerate's wrapper is removed.
+        decay: a name from `DECAY_RULES`; not a rule that depends on gradients.
+        peak_lr: the highest learning rate of the run; None takes the rate that a scheduler recorded, else the current
+            one. "running_max" follows the highest rate so far.
+        total_steps: the length of the run, for rules that depend on it.
 
     Returns:
-        A handle; its `remove()` gives the groups their own `weight_decay` back.
+        A handle; its `remove()` restores each group's `weight_decay`.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -63,31 +63,31 @@ def scale_weight_decay(
     optimizer = required_optimizer(optimizer, "scale_weight_decay")
     name, groups = type(optimizer).__name__, optimizer.param_groups
     if rule.uses_gradient:
-        raise ValueError(f"decay={decay!r} follows the gradients, which {name} keeps to itself")
+        raise ValueError(f"decay={decay!r} follows the gradients, which {name} does not expose")
     setting, length = validate_option("peak_lr", peak_lr), validate_option("total_steps", total_steps)
     require_length(decay, length)
     if hasattr(optimizer, _HANDLE):
-        raise ValueError(f"this {name} is scaled already; call remove() on its handle first")
+        raise ValueError(f"this {name} already has scaled decay; call remove() on its handle first")
     if any("algorithm" in group and "resolved_peak_lr" in group for group in groups):
         raise ValueError(f"{name} is one of ours; pass decay= to it instead")
     if not all("weight_decay" in group for group in groups) or _decays_otherwise(optimizer):
         raise ValueError(
-            f"{name} does not shrink weights by lr * weight_decay, so no weight_decay gives it scaled decay; build it "
-            f"with decoupled decay if it has that option, or use AdamWSW, SGDSW or MuonSW"
+            f"{name} does not shrink weights by lr * weight_decay, so its decay cannot be scaled; build it with "
+            f"decoupled decay if it has that option, or use AdamWSW, SGDSW or MuonSW"
         )
     decayed = [group for group in groups if group["weight_decay"]]
     for group in decayed if rule.uses_peak and _has_stepped(optimizer) else ():
         if setting is None and "constructor_lr" not in group and peak.scheduler_record(group) is None:
             raise ValueError(
-                f"this optimizer has taken steps, no scheduler has left its peak in the groups, and the learning rate "
-                f"is now {float(group['lr']):g}; pass peak_lr=<the highest learning rate of the run>"
+                f"this optimizer has taken steps, no scheduler has recorded its peak, and the learning rate is now "
+                f"{float(group['lr']):g}; pass peak_lr=<the highest learning rate of the run>"
             )
     peak.refuse_shared(setting, decayed)
     return ScaledWeightDecay(optimizer, decay, setting, length)
 
 
 class ScaledWeightDecay:
-    """Sets the `weight_decay` of an optimizer's groups before each of its steps."""
+    """Sets the `weight_decay` of an optimizer's groups before each step."""
 
     def __init__(self, optimizer: Optimizer, decay: str, peak_lr: float | str | None, total_steps: int | None) -> None:
         self.optimizer, self.decay, self.peak_lr, self.total_steps = optimizer, decay, peak_lr, total_steps
@@ -101,7 +101,7 @@ class ScaledWeightDecay:
         )
 
     def remove(self) -> None:
-        """Stop, and give the groups their own `weight_decay` back."""
+        """Stop, and restore each group's `weight_decay`."""
         for handle in self._handles:
             handle.remove()
         delattr(self.optimizer, _HANDLE)
@@ -111,7 +111,7 @@ class ScaledWeightDecay:
                 group.pop(key, None)
 
     def _join(self, group: dict[str, Any]) -> None:
-        """Add the keys that a group needs and does not have from a loaded state."""
+        """Add the keys that a group did not get from a loaded state."""
         group["decay"] = self.decay
         if "step_count" in group:
             return
@@ -127,11 +127,11 @@ class ScaledWeightDecay:
             "step_count": int(max([*others, *counts], default=0)),
         }
         group.update({key: value for key, value in defaults.items() if key not in group})
-        # A run may have passed its peak before, so a lower rate now is no reason for a warning.
+        # A resumed run may be past its peak, so assume that it was reached.
         group["highest_lr"] = peak.expected_peak(group) if _has_stepped(self.optimizer) else None
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Keep this optimizer's peak if the saved one was not scaled, and so has none."""
+        """Keep this optimizer's peak if the saved state has none."""
         groups = []
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
             known = {key: group[key] for key in _PEAK_KEYS if key in group and "constructor_lr" not in saved}
@@ -142,7 +142,7 @@ class ScaledWeightDecay:
         groups = optimizer.param_groups
         if any(p.is_cuda for group in groups for p in group["params"][:1]) and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph would freeze the weight_decay of this step; step outside the graph")
-        # Work on copies: a step that is refused changes no group.
+        # Work on copies, so that an error changes no group.
         planned = [dict(group) for group in groups]
         changes = [self._plan(group, number) for number, group in enumerate(planned)]
         peak.warn_of_changes(changes)
@@ -151,7 +151,7 @@ class ScaledWeightDecay:
             group.update({key: plan[key] for key in _KEYS})
 
     def _plan(self, group: dict[str, Any], number: int) -> str | None:
-        """Write into a copy of a group what its next step needs; return a warning if its peak has changed."""
+        """Update a copy of a group for its next step; return a warning if its peak has changed."""
         self._join(group)
         lam, eta = float(user_weight_decay(group)), float(group["lr"])
         changed = peak.update_peak(group, number)
@@ -171,7 +171,7 @@ class ScaledWeightDecay:
 
 
 def _set(group: dict[str, Any], key: str, value: float) -> None:
-    """Set a number; a tensor, which a CUDA graph may read, is filled in place."""
+    """Set a number; fill a tensor in place, because a CUDA graph may read it."""
     if isinstance(group[key], Tensor):
         group[key].fill_(value)
     else:
@@ -179,23 +179,23 @@ def _set(group: dict[str, Any], key: str, value: float) -> None:
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
-    """Whether there is state that a step has written; dion makes it before the first step, as zeros."""
+    """Whether a step has written state; dion creates zeros before its first step."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return any(bool(value.any()) if isinstance(value, Tensor) else value for value in values)
 
 
 @torch.no_grad()
 def _decays_otherwise(optimizer: Optimizer) -> bool:
-    """Step a copy of an optimizer on small weights, without decay and with: whether they differ by lr * weight_decay.
+    """Step a copy of the optimizer on small weights; return whether decay differs from lr * weight_decay.
 
-    After ten steps: in their first steps some optimizers only begin their state, or move along the gradient.
+    It takes ten steps, because in the first ones some optimizers only initialize state or move along the gradient.
     """
     attributes = {key: value for key, value in vars(optimizer).items() if key != "step" and "hooks" not in key}
     if hasattr(optimizer, "__del__") or any(isinstance(value, Optimizer) for value in attributes.values()):
-        return False  # a copy would free what both use, or step the optimizer inside
+        return False  # deleting a copy would free shared resources, and stepping it would step the inner optimizer
     copied = object.__new__(type(optimizer))
     vars(copied).update(attributes)
-    Optimizer.__setstate__(copied, {})  # hooks of its own; `step` was left out because schedulers bind it
+    Optimizer.__setstate__(copied, {})  # creates new hooks; `step` was left out because schedulers bind it
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params]
     lr, weights = 1e-3, []
@@ -209,16 +209,16 @@ def _decays_otherwise(optimizer: Optimizer) -> bool:
                 _set(copied.param_groups[-1], "lr", lr)
                 _set(copied.param_groups[-1], "weight_decay", lam)
         for param in params:
-            param.grad = None  # so that nothing moves where an optimizer has another list of its parameters
+            param.grad = None  # protects the weights if the optimizer has a second list of parameters
         devices = [weight.device for weight in weights if weight.is_cuda]
         with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             for _ in range(10):
                 before = [weight.clone() for weight in weights]
-                for weight in weights:  # not along the weight and not of size one, either of which hides other decay
+                for weight in weights:  # gradients along the weight or of size one would hide other kinds of decay
                     weight.grad = 3 * weight.new_tensor([1.0, -1.0]).repeat(4, 2)
                 type(copied).step(copied)
     except Exception:
-        return False  # it takes steps only in its own training loop
+        return False  # it needs its usual training loop
     finally:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
