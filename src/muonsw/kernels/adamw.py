@@ -1,6 +1,6 @@
-"""AdamW in one pass, from gradient to weight; state is in floats, in 8 bits, or in bfloat16 rounded with noise.
+"""AdamW in one pass, from gradient to weight; state is in floats, in 8 bits, or in stochastically rounded bfloat16.
 
-Compiled without fused multiply-adds, so that encoded state makes the bits that decoding, stepping and encoding make.
+Compiled without fused multiply-adds, so encoded state gets the same bits as decoding, stepping and encoding apart.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _adamw(
         ALIGNED,
     )
 
-    key1, key2, origin = owner.to(tl.int64), owner.to(tl.int64), owner.to(tl.int64)  # without noise unused
+    key1, key2, origin = owner.to(tl.int64), owner.to(tl.int64), owner.to(tl.int64)  # unused without noise
     if NOISY:
         key1 = tl.load(pointers + (STATE_ROW - 3) * tensors + owner)
         key2 = tl.load(pointers + (STATE_ROW - 2) * tensors + owner)
@@ -155,9 +155,9 @@ def adamw(
     cautious: bool,
     ctx: StepContext,
 ) -> bool:
-    """One step of AdamW; `counters` hold the number of this step, from one, for each tensor.
+    """Take one step of AdamW; `counters` hold each tensor's step number, from 1.
 
-    False, and nothing done, if the kernel cannot read the tensors.
+    Returns False, without a step, if the kernel cannot read the tensors.
     """
     device, (beta1, beta2) = weights.tensors[0].device, betas
     coded, noisy = bool(averages.scales), bool(averages.noises)
@@ -214,5 +214,4 @@ def adamw(
 
 
 def _log(beta: float) -> float:
-    """The logarithm, of zero a number whose multiples are far enough from zero."""
-    return math.log(beta) if beta else -1e4
+    return math.log(beta) if beta else -1e4  # exp(-1e4) is zero

@@ -1,7 +1,7 @@
-"""What several kernels share: the elements a program works on, averages, and the rounding of low-precision weights.
+"""Shared by several kernels: offsets, averages, and the rounding of low-precision weights.
 
-Triton compiles a kernel again for whole numbers that are one, or multiples of 16. Counts of tensors, programs and
-blocks gain nothing by it, so kernels name them in `do_not_specialize`: the first step waits for each compilation.
+Triton compiles separate kernels for integers that are 1 or multiples of 16. Counts of tensors, programs and blocks do
+not gain from it, so kernels list them in `do_not_specialize`, which saves compilations in the first step.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ BY_FOUR = tl.constexpr(4)
 
 
 def alignment(is_aligned: bool, *tensors: Tensor) -> int:
-    """What `ALIGNED` is for a kernel that reads such tensors: BY_FOUR if their elements differ in width."""
+    """The constant `ALIGNED` for a kernel that reads these tensors: BY_FOUR if their elements differ in width."""
     mixed = len({tensor.element_size() for tensor in tensors}) > 1
     return BY_FOUR.value if is_aligned and mixed else int(is_aligned)
 
 
 def flag_or(flag: Flag | None, unused: Tensor) -> Tensor:
-    """A flag as a kernel takes it, or any tensor where there is none."""
+    """A flag's tensor, or any tensor in its place."""
     return unused if flag is None else flag.bad
 
 
 @triton.jit
 def whole_number(table, entry, ALIGNED: tl.constexpr):
-    """An entry of a table that is not an address; ALIGNED promises that it is a multiple of 16."""
+    """Read an integer from a table; ALIGNED promises a multiple of 16."""
     number = tl.load(table + entry)
     if ALIGNED:
         number = tl.multiple_of(number, 16)
@@ -50,7 +50,7 @@ def block_of(blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def across_gaps(offsets, widths, strides, owner):
-    """Where elements lie in a matrix whose rows are parts of longer rows."""
+    """The places of elements in a matrix whose rows are parts of longer rows."""
     width = tl.load(widths + owner)
     return offsets // width * tl.load(strides + owner) + offsets % width
 
@@ -65,10 +65,10 @@ def limit(size, bad, HAS_FLAG: tl.constexpr):
 
 @triton.jit
 def start(table, entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The tensor whose address is an entry of a table, a multiple of 16 if ALIGNED.
+    """Read a tensor's address from a table, a multiple of 16 if ALIGNED.
 
-    BY_FOUR tells the compiler less about 16-bit tensors, so that a thread reads four elements of each tensor at a
-    time. It would read eight of those and four of others, and exchange them with other threads.
+    BY_FOUR promises less for 16-bit tensors, so a thread reads four elements of every tensor at a time. Otherwise it
+    would read eight of those and four of others, and exchange them with other threads.
     """
     pointer = tl.load(table + entry).to(tl.pointer_type(DTYPE))
     if ALIGNED == BY_FOUR:
@@ -80,14 +80,14 @@ def start(table, entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def by_four(tensor):
-    """An aligned tensor of which a thread reads four elements at a time, as `start` says."""
-    address = tensor.to(tl.int64)  # of which the compiler knows nothing
+    """Make a thread read four elements of an aligned tensor at a time, as in `start`."""
+    address = tensor.to(tl.int64)  # hides the alignment from the compiler
     return tl.multiple_of(address.to(tensor.dtype), tensor.dtype.element_ty.primitive_bitwidth // 2)
 
 
 @triton.jit
 def lerp(left, right, weight):
-    """From left to right by `weight`, from the nearer end as torch does it."""
+    """Interpolate from the nearer end, like torch."""
     if weight < 0.5:
         between = left + weight * (right - left)
     else:

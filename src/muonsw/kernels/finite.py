@@ -1,4 +1,4 @@
-"""Whether all gradients are finite, in one pass over all of them."""
+"""Check whether all gradients are finite, in one pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def takes(grads: Sequence[Tensor]) -> bool:
 
 
 def find_bad(grads: Sequence[Tensor], bad: Tensor) -> None:
-    """Set `bad`, a float32 scalar, to 1 if any entry is not finite."""
+    """Set `bad`, a float32 scalar, to 1 if any element is not finite."""
     device = bad.device
     dtypes = {grad.dtype for grad in grads}
     for dtype in dtypes:

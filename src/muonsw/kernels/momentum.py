@@ -1,11 +1,11 @@
-"""Momentum of many matrices in one pass; of equal ones also their normalisation, in a second over half the bytes.
+"""Momentum of many matrices in one pass; matrices of equal shape are also normalized, in a second pass.
 
-The first pass reads gradient and momentum, writes the momentum and, in the dtype of the products, what is to be
-orthogonalized. Its norm is known only afterwards, and float16 has little range: so each block of entries is stored
-divided by the power of two of its largest entry, which changes no bit, beside that power and the sum of its squares.
-The second pass multiplies the blocks, in place, by what is left: no scale over- or underflows.
+The first pass reads gradients and momenta, and writes the momenta and the directions to orthogonalize. The norm is
+known only after it, and float16 has little range. So each block is stored divided by the power of two of its largest
+element, which is exact, together with that exponent and its sum of squares. The second pass multiplies each block in
+place by the remaining factor, so nothing over- or underflows.
 
-Preconditioners that treat each element, or each row, on its own are part of the first pass.
+Preconditioners that act on single elements or rows are part of the first pass.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from muonsw.work import Group, all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4
-# Blocks that one program of the second pass rescales, and sums of squares that it reads at a time: of small matrices
-# and of others, so that two kernels are compiled and not one for each shape.
+# How many blocks a program of the second pass rescales, and how many sums of squares it reads at a time: two sizes, for
+# small matrices and others, so only two kernels are compiled.
 BLOCKS_RESCALED = 4
 SUMS_READ = (128, 1024)
 
-# What the first pass does to momentum, by the names of `precondition=`; and the longest row that is one block.
+# Preconditioners of the first pass, by their names in `precondition=`; and the longest row that fits one block.
 SIGN, MUON2, EQUALIZE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 PRECONDITIONS = {None: 0, "sign": 1, "muon2": 2, "equalize": 3}
 LONGEST_ROW = 8192
@@ -82,14 +82,14 @@ def _advance(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Advance the momentum of a block, and Muon^2's average squares; write what is to be orthogonalized.
+    """Advance a block of momentum, and Muon^2's average squares; write the direction.
 
-    The rows of the table are gradients, momenta, squares and targets if there are any. EQUAL matrices have the same
-    number of blocks each, and their directions are one batch. Where matrices are STRIDED, their rows are blocks of
-    longer rows; targets have no gaps.
+    The table has rows of gradients, momenta, squares (if any) and targets (if any). EQUAL matrices have equally many
+    blocks, and their directions form one batch. The rows of STRIDED matrices are parts of longer rows; targets have no
+    gaps.
     """
     place = tl.program_id(0)
-    if EQUAL:  # one axis of programs, because the others end at 65,535
+    if EQUAL:  # one grid axis, because the others are limited to 65,535 programs
         tensor, block, within = place // blocks, place % blocks, tl.arange(0, BLOCK)
         offsets = block.to(tl.int64) * length + within
         inside, live = offsets < numel, offsets < limit(numel, bad, HAS_FLAG)
@@ -128,12 +128,12 @@ def _advance(
         ahead = tl.where(live, ahead / (tl.sqrt(v) + eps), 0.0)
 
     if EQUAL:
-        # the exponent of the largest entry, kept where its power of two and the inverse are ordinary numbers
+        # the exponent of the largest element, clamped so its power of two and the inverse are normal numbers
         largest = tl.max(tl.abs(ahead), axis=0)
         exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
         ahead = ahead * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         square = tl.sum(ahead * ahead, axis=0)
-        if PRECONDITION == EQUALIZE:  # all blocks but zeros have one norm and one exponent
+        if PRECONDITION == EQUALIZE:  # every nonzero row has norm one
             ahead = ahead / tl.where(square > 0.0, tl.sqrt(square), 1.0)
             square = (square > 0.0).to(tl.float32)
             tl.store(exponents + place, 127)
@@ -189,9 +189,9 @@ def _normalize(
 
 
 def matrix_addresses(tensors: Sequence[Tensor], shape: tuple[int, int]) -> tuple[list[int], list[int]] | None:
-    """Where each matrix of this shape begins, and its row stride; no strides if no rows have gaps between them.
+    """The address and row stride of each matrix of this shape; no strides if all are contiguous.
 
-    A tensor holds one matrix or many. None if a kernel cannot read them.
+    A tensor holds one or more matrices. Returns None if a kernel cannot read them.
     """
     stretches, (rows, columns) = runs(tensors), shape
     if tensors[0].dtype not in DTYPES or not one_dtype(tensors) or stretches is None:
@@ -220,10 +220,10 @@ def normalized_momentum(
     dtype: torch.dtype,
     flag: Flag | None,
 ) -> Tensor | None:
-    """Advance momenta in place, and Muon^2's average squares; return directions of norm one `(n, rows, columns)`.
+    """Advance momenta and Muon^2's average squares in place; return normalized directions `(n, rows, columns)`.
 
-    The options are those of a param group. All tensors hold matrices of one shape `(rows, columns)`, one or many. Where
-    `flag` forbids the step, nothing changes and the directions are zero. None, and nothing done, if a kernel cannot.
+    Each tensor holds one or more matrices of shape `(rows, columns)`. If `flag` forbids the step, state does not change
+    and directions are zero. Returns None, without changes, if the kernel cannot read the tensors.
     """
     (rows, columns), device = shape, grads[0].device
     block, length, numel = BLOCK, BLOCK, rows * columns
@@ -232,7 +232,7 @@ def normalized_momentum(
             return None
         block, length = max(128, triton.next_power_of_2(columns)), columns
     lists = [tensors for tensors in (grads, momenta, squares) if tensors]
-    places = [found for tensors in lists if (found := matrix_addresses(tensors, shape)) is not None]
+    places = [place for tensors in lists if (place := matrix_addresses(tensors, shape)) is not None]
     strides = places[0][1] if places else []
     if len(places) < len(lists) or dtype not in DTYPES or any(others != strides for _, others in places):
         return None
@@ -295,20 +295,21 @@ def advance_momenta(
     targets: Sequence[Tensor] | None,
     flag: Flag | None,
 ) -> bool:
-    """Advance momenta of any shapes in place, and write directions to targets; False, and nothing done, if it cannot.
+    """Advance momenta of any shapes in place, and write directions to targets, if any.
 
-    Targets, if any, have the shapes of the momenta, one dtype and no gaps. There is no preconditioner of rows here.
+    Targets have the shapes of the momenta, one dtype and no gaps. Preconditioners of rows are not supported. Returns
+    False, without changes, if the kernel cannot read the tensors.
     """
     lists = [tensors for tensors in (grads, momenta, squares) if tensors]
     if not all(tensors[0].dtype in DTYPES and one_dtype(tensors) for tensors in (*lists, targets or grads)):
         return False
-    found = [stretches for tensors in lists if (stretches := runs(tensors)) is not None]
-    if len(found) < len(lists) or any(stretches[1:] != found[0][1:] for stretches in found):
+    layouts = [stretches for tensors in lists if (stretches := runs(tensors)) is not None]
+    if len(layouts) < len(lists) or any(stretches[1:] != layouts[0][1:] for stretches in layouts):
         return False
     if targets and not all_contiguous(targets):
         return False
-    device, (_, sizes, owners, positions, gaps) = grads[0].device, found[0]
-    rows = [stretches.addresses for stretches in found]
+    device, (_, sizes, owners, positions, gaps) = grads[0].device, layouts[0]
+    rows = [stretches.addresses for stretches in layouts]
     if targets:
         begins, width = addresses(targets), targets[0].element_size()
         rows.append([begins[owner] + width * place for owner, place in zip(owners, positions, strict=True)])

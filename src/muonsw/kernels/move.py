@@ -1,8 +1,8 @@
-"""How weights are decayed, moved and rounded; and the move of Muon's matrices along one batch of directions.
+"""Decay, move and round weights; and move Muon's matrices along one batch of directions.
 
-One launch works on a list of tensors, whose addresses are columns of a table. Its rows: the weight; for stochastic
-rounding the step counter, the key of the noise and the position of the first element; other whole numbers; what the
-kernel reads beside weights; the widths and strides of rows if any have gaps between them; last the sizes.
+One launch works on a list of tensors, each a column of an address table. Its rows: the weight; for stochastic rounding
+the step counter, the noise key and the position of the first element; other integers; the kernel's other inputs; the
+widths and strides of rows if any have gaps; and last the sizes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARPS = 4
 
 
 class Weights(NamedTuple):
-    """Weights of one dtype; for stochastic rounding also step counters and the keys of their noise."""
+    """Weights of one dtype; for stochastic rounding also step counters and noise keys."""
 
     tensors: Sequence[Tensor]
     counters: Sequence[Tensor] = ()
@@ -56,7 +56,7 @@ class Weights(NamedTuple):
 
 @triton.jit
 def rates(eta, phi, scale, ON_DEVICE: tl.constexpr):
-    """The factor of the direction, and that of the decay."""
+    """The factors of the direction and of the decay."""
     if ON_DEVICE:
         eta, phi = tl.load(eta).to(tl.float32), tl.load(phi).to(tl.float32)
     return eta * scale, phi
@@ -78,13 +78,13 @@ def write(
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Decay and move the weights of one block, which lie at `places`, in float32, and round once."""
+    """Decay and move the weights at `places` in float32, and round once."""
     weights = start(pointers, owner, WEIGHT, ALIGNED)
     w = tl.load(weights + places, mask=inside, other=0.0).to(tl.float32)
-    if CAUTIOUS:  # spares elements that move outward
+    if CAUTIOUS:  # no decay of elements that move outward
         w = w - tl.where(w * direction >= 0, w, 0.0) * decay
     else:
-        w = w - w * decay  # 1 - decay would be rounded, to the same side at every step
+        w = w - w * decay  # 1 - decay would be rounded in the same direction at every step
     w = w - rate * direction
     if STOCHASTIC:
         step = tl.load(start(pointers, tensors + owner, tl.float32, False))
@@ -155,7 +155,7 @@ def _move(
     )
 
 
-# Numbers up to it and a block have exact quotients in float32, as `_move` takes them.
+# Up to this length plus a block, the quotients in `_move` are exact in float32.
 LONGEST_ROW = 2**20
 
 
@@ -167,16 +167,16 @@ def move(
     ctx: StepContext,
     factors: Tensor | None = None,
 ) -> bool:
-    """Move weights as `apply` does, along directions that lie one after another in one tensor.
+    """Move weights like `apply`, along directions that are consecutive in memory.
 
-    `factors` multiply the directions, as `Update` says. False, and nothing done, if a kernel cannot.
+    `factors` multiply the directions, as in `Update`. Returns False, without changes, if the kernel cannot run.
     """
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
     if not all(dtype in DTYPES for dtype in dtypes) or not all_contiguous(directions):
         return False
     if factors is not None and factors.shape[-1] > LONGEST_ROW:
         return False
-    # Neighbours by chance, in different storages, would round otherwise at each run.
+    # Storages that are adjacent by chance would make rounding differ between runs.
     ends = {direction.untyped_storage().data_ptr() for direction in (directions[0], directions[-1])}
     begins, width = addresses(directions), directions[0].element_size()
     places = list(accumulate([begins[0], *(size * width for size in lengths(directions))]))
@@ -190,8 +190,8 @@ def move(
     pointers, is_aligned = table(rows, device, range(1, row))
     is_aligned &= directions[0].data_ptr() % 16 == 0
     blocks = block_map(sizes, BLOCK, device)
-    # Strides tell rows from columns also where a matrix has one of them.
-    of = None if factors is None else "rows" if factors.stride(1) == 1 else "columns"
+    # Strides distinguish rows from columns even if a matrix has only one.
+    kind = None if factors is None else "rows" if factors.stride(1) == 1 else "columns"
     launch_on(
         device,
         _move,
@@ -206,7 +206,7 @@ def move(
         *((pointers, 1, 1) if factors is None else (factors, *factors.shape[1:])),
         *(ctx.eta, ctx.phi, scale, flag_or(ctx.flag, pointers)),
         STRIDED=bool(stretches.rows),
-        FACTORS=of,
+        FACTORS=kind,
         STATE_ROW=row,
         **choices(weights, cautious, ctx),
         ALIGNED=alignment(is_aligned, weights.tensors[0], directions[0]),

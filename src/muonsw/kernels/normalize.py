@@ -1,8 +1,8 @@
-"""What the `normalize` slot does to one batch of directions; state is read and written where it lies.
+"""The `normalize` slot for one batch of directions, with its state in place.
 
-Directions are seen as slices: the rows of a matrix, or its columns. Two launches: the squares of slices are summed
-(AdaMuon's division goes before that, in the same pass); one program for each matrix turns them into factors, and
-advances NorMuon's averages. The kernel that moves weights multiplies by the factors, which saves a pass.
+A slice is a row or a column of a matrix. The first launch sums the squares of each slice, after AdaMuon's division. In
+the second, one program per matrix turns the sums into factors and advances NorMuon's averages. The kernel that moves
+weights multiplies by the factors, which saves a pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from muonsw.nonfinite import Flag
 from muonsw.slots import NORMALIZE
 from muonsw.work import Group
 
-# Elements of a tile across memory and along it, and sums that are read at a time.
+# Elements of a tile across and along memory, and how many sums are read at a time.
 SHORT, LONG = 16, 256
 WARPS = 4
 SUMS_READ = 1024
@@ -30,7 +30,7 @@ SUMS_READ = 1024
 
 @triton.jit
 def _tile(group, begin, slices, along, slice_stride, step, SLICES: tl.constexpr, ALONG: tl.constexpr):
-    """The offsets of a tile of one matrix, (SLICES, ALONG), and which of them are inside it."""
+    """The offsets of a (SLICES, ALONG) tile, and which of them are inside the matrix."""
     s, k = group * SLICES + tl.arange(0, SLICES), begin + tl.arange(0, ALONG)
     return s[:, None] * slice_stride + k[None, :] * step, (s[:, None] < slices) & (k[None, :] < along)
 
@@ -58,7 +58,7 @@ def _sum_squares(
 ):
     matrix, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     first = directions
-    if DIVIDE:  # which also reads state, in float32 as a rule
+    if DIVIDE:  # also reads state, usually in float32
         first = by_four(directions)
     first += matrix.to(tl.int64) * area
     total = tl.zeros((SLICES, ALONG), dtype=tl.float32)
@@ -95,7 +95,7 @@ def _turn_into_factors(
     ALIGNED: tl.constexpr,
     SUMS_READ: tl.constexpr,
 ):
-    """Replace sums of squares by factors: those of NorMuon, or without averages that of the norm."""
+    """Replace sums of squares by NorMuon's factors, or without averages by the norm's."""
     matrix = tl.program_id(0)
     first = sums + matrix.to(tl.int64) * slices
     total = 0.0
@@ -139,16 +139,15 @@ def slice_factors(
     shape: tuple[int, int],
     flag: Flag | None,
 ) -> Tensor | None:
-    """The factors by which a group's normalizer multiplies contiguous directions (count, rows, columns).
+    """Return the normalizer's factors for contiguous directions (count, rows, columns), in the same shape.
 
-    They are those of slices, expanded to the shape of the directions. AdaMuon first divides elements, in place. None,
-    and nothing done, if a kernel cannot.
+    AdaMuon first divides the elements in place. Returns None, without changes, if the kernel cannot run.
 
     Args:
-        group: the options of a param group.
-        directions: what is normalized.
-        averages: the state of the normalizer, if it has any, which advances unless `flag` forbids the step.
-        shape: the two axes of what `averages` hold of one matrix, for NorMuon (m, 1) or (1, n).
+        group: a param group.
+        directions: the directions to normalize.
+        averages: the normalizer's state, if any, which advances unless `flag` forbids the step.
+        shape: the shape of one matrix's averages; (m, 1) or (1, n) for NorMuon.
         flag: whether the step is taken.
     """
     (count, rows, columns), device = directions.shape, directions.device
@@ -156,14 +155,14 @@ def slice_factors(
     places = matrix_addresses(averages, shape) if averages else ([], [])
     if directions.dtype not in DTYPES or not directions.is_contiguous() or directions.data_ptr() % 16:
         return None
-    if rows * columns >= 2**31 or places is None or places[1]:  # a state with gaps between its rows
+    if rows * columns >= 2**31 or places is None or places[1]:  # state with gaps between rows
         return None
     if averages and not divides and averages[0].dtype != torch.float32:
         return None
-    # NorMuon has an average for each slice; the others could take either, and rows are contiguous.
+    # NorMuon's averages determine the slices; for the others rows are faster, because they are contiguous.
     by_row = group["normalize"] != "normuon" or (shape[1] == 1) != group.get("transposed", False)
     slices, along, strides = (rows, columns, (columns, 1)) if by_row else (columns, rows, (1, columns))
-    short = SHORT // 2 if divides else SHORT  # elements in registers are fewer where there are more of each
+    short = SHORT // 2 if divides else SHORT  # division needs more registers per element
     tile = {"SLICES": short, "ALONG": LONG} if by_row else {"SLICES": LONG, "ALONG": short}
     groups = triton.cdiv(slices, tile["SLICES"])
     sums = torch.empty(count, slices, dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
-"""State in 8 bits by block, and in bfloat16: encoded and decoded in one pass over it.
+"""Encode and decode state in 8 bits by block, and in bfloat16, in one pass.
 
-Kernels that do so on their way, from and to registers, share `decoded` and `encoded`.
+Kernels that decode and encode in registers share `decoded` and `encoded`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from muonsw.kernels import launch_on
 from muonsw.kernels.common import noise_24_bits, stochastic_round
 from muonsw.precision import Noise
 
-# Elements of a program: several blocks of one length.
+# Elements per program, in several blocks of equal length.
 TILE = 2048
 WARPS = 4
 
@@ -25,7 +25,7 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def _place(blocks, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The blocks of this program, the positions of their elements, and which of these there are."""
+    """The blocks of this program, the positions of their elements, and a mask of those that exist."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     inside = (rows < blocks)[:, None] & (columns < LENGTH)[None, :]
@@ -34,7 +34,7 @@ def _place(blocks, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def _permitted(count, ok, HAS_FLAG: tl.constexpr):
-    """All of them or none; in a mask, a flag is no bool to the interpreter of Triton 3.9."""
+    """All elements or none. Triton 3.9's interpreter does not accept the flag itself as a mask."""
     if HAS_FLAG:
         count = count * (tl.load(ok) != 0).to(tl.int64)
     return count
@@ -48,7 +48,7 @@ def _fourth(x):
 
 @triton.jit
 def decoded(codes, scales, rows, positions, inside, INVERSE: tl.constexpr):
-    """The float32 values of the codes of some blocks (rows, columns)."""
+    """The float32 values of blocks of codes (rows, columns)."""
     code = tl.load(codes + positions, mask=inside, other=0).to(tl.float32)
     scale = tl.load(scales + rows, mask=tl.max(inside.to(tl.int32), axis=1) > 0, other=0.0)
     power = _fourth(code * INVERSE)
@@ -71,11 +71,11 @@ def encoded(
     SIGNED: tl.constexpr,
     NOISY: tl.constexpr,
 ):
-    """Write some blocks (rows, columns) of float32 values as codes and scales; what is not inside must be zero."""
+    """Write blocks of float32 values (rows, columns) as codes and scales; elements not `inside` must be zero."""
     size = tl.abs(value)
     largest = tl.max(size, axis=1)
     t = size * tl.div_rn(tl.zeros_like(largest) + 1.0, tl.maximum(largest, TINY))[:, None] * POWER
-    known = t >= 0  # no NaN, which a maximum passes over, nor infinity
+    known = t >= 0  # false for infinity and for NaN, which the maximum ignores
     below = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(t))), LEVELS - 1)
     power = _fourth(below)
     above, gap = t - power, _fourth(below + 1) - power
@@ -135,7 +135,7 @@ def _decode(
     tl.store(x + positions, decoded(codes, scales, rows, positions, inside, INVERSE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["key", "origin"])  # where `elements` is a multiple of 16, loads are vectors
+@triton.jit(do_not_specialize=["key", "origin"])  # `elements` is specialized: multiples of 16 get vector loads
 def _round(x, rounded, counter, ok, elements, key, origin, HAS_FLAG: tl.constexpr, BLOCK: tl.constexpr):
     positions = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = positions < _permitted(elements, ok, HAS_FLAG)

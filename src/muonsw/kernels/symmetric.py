@@ -1,4 +1,4 @@
-"""Products that are known to be symmetric: one triangle is computed, the other is its mirror image."""
+"""Symmetric products: compute one triangle and mirror it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from muonsw.kernels.common import DTYPES
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows and columns of a tile, and the depth of a step of the sum.
+    """The tiles of a product: `rows` by `rows`, summed in steps of `depth`.
 
-    `warps` work on a tile and `stages` steps are loaded ahead, by the copy engine of the chip if `engine`, which then
-    also stores whole tiles.
+    `warps` work on a tile and `stages` steps are loaded ahead; with `engine`, by the chip's copy engine, which also
+    stores full tiles.
     """
 
     rows: int
@@ -30,8 +30,8 @@ class Tiles(NamedTuple):
     engine: bool = False
 
 
-# The fastest of 14 ways to cut batches of 256 to 1024 rows on one H200, with the copy engine that chips have from
-# compute capability 9 on, and without.
+# The fastest of 14 settings for batches of 256 to 1024 rows on one H200, with the copy engine (compute capability 9 and
+# later) and without.
 WITH_ENGINE = Tiles(128, 64, 4, 3, engine=True)
 WITHOUT_ENGINE = Tiles(128, 64, 8, 3)
 
@@ -82,7 +82,7 @@ def _symmetric(
     i, j = _tile(tl.program_id(0) % tiles)
     rows, columns = i * ROWS + tl.arange(0, ROWS), j * ROWS + tl.arange(0, ROWS)
     total = tl.zeros((ROWS, ROWS), dtype=tl.float32)
-    if STORES and HAS_TERM:  # the addend waits in the sum: beside it, it would take half as many registers again
+    if STORES and HAS_TERM:  # start the sum from the addend, because holding it separately takes 50% more registers
         terms = addend + batch.to(tl.int64) * size * size + rows[:, None] * size + columns[None, :]
         total = tl.load(terms).to(tl.float32) * (beta / alpha)
     if ENGINE:
@@ -96,7 +96,7 @@ def _symmetric(
             total = tl.dot(x, y, total)
     else:
         steps = tl.arange(0, DEPTH)
-        # what lies outside reads some other row, and is never stored
+        # elements outside read other rows and are never stored
         a_rows, b_rows = rows, columns
         if not EVEN:
             a_rows, b_rows = rows % size, columns % size
@@ -143,10 +143,10 @@ def symmetric_product(
     beta: float = 0.0,
     diagonal: float = 0.0,
 ) -> Tensor:
-    """`alpha left right^T + beta term + diagonal I`, for a result that is symmetric.
+    """Compute `alpha left right^T + beta term + diagonal I`, which must be symmetric.
 
-    `left` is `(batch, m, k)` in half precision, of any strides within 2^31 elements; `right` is either `left` itself or
-    symmetric and commuting with it, `term` a contiguous symmetric `(batch, m, m)`.
+    `left` is `(batch, m, k)` in half precision, with any strides within 2^31 elements; `right` is `left` itself, or
+    symmetric and commuting with it; `term` is contiguous, symmetric `(batch, m, m)`.
     """
     tiles = best_tiles(left.device)
     batch, size, inner = left.shape
@@ -192,7 +192,7 @@ def symmetric_product(
 
 
 def _suits_engine(tensor: Tensor, turned: bool) -> bool:
-    """Whether the chip's copy engine reads this layout: entries side by side along one axis, the rest on 16 bytes."""
+    """Whether the copy engine can read it: contiguous along one axis, other strides multiples of 16 bytes."""
     batch, row, column = tensor.stride()
     along, across = (row, column) if turned else (column, row)
     size = tensor.element_size()
