@@ -120,8 +120,7 @@ class ScaledDecayOptimizer(Optimizer):
                 f"preset={preset!r} uses algorithm={known['algorithm']!r}; leave out the preset or "
                 f"algorithm={algorithm!r}"
             )
-        routing = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
-        groups = routing.groups
+        groups, reasons = route(model, algorithm, patterns=patterns or {}, adamw=adamw or {})
         if algorithm != cls.algorithm:
             # The constructor accepts only the options of the class's algorithm, so these go into the groups.
             refuse_options_of_others(options, algorithm)
@@ -129,7 +128,7 @@ class ScaledDecayOptimizer(Optimizer):
             groups = [{**extra, **group} if group["algorithm"] == algorithm else group for group in groups]
         options |= {"lr": lr, "weight_decay": weight_decay}
         optimizer = cls(groups, **options)
-        optimizer._reasons = routing.reasons
+        optimizer._reasons = reasons
         for name in [name for name, param in model.named_parameters() if not param.requires_grad]:
             path, _, key = name.rpartition(".")
             optimizer._left_out.append((name, weakref.ref(model.get_submodule(path)), key))

@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -19,19 +19,13 @@ from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
 from muonsw.text import text_table, users_line
 from muonsw.work import Group
 
-ROLE_PREFIX = "role:"
 ADAMW = "adamw"
 
 
-class Routing(NamedTuple):
-    """Param groups, matrices first, and the reason for each role, by parameter name."""
-
-    groups: list[Group]
-    reasons: dict[str, str]
-
-
-def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw: Group) -> Routing:
-    """Make a model's param groups, one per distinct set of options."""
+def route(
+    model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw: Group
+) -> tuple[list[Group], dict[str, str]]:
+    """Make a model's param groups, one per distinct set of options, matrices first; and each parameter's reason."""
     check_adamw(adamw)
     _require_options("patterns", patterns)
     for key, options_of_pattern in patterns.items():
@@ -91,7 +85,7 @@ def route(model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw
         )
     groups.sort(key=lambda group: group["role"] not in MATRIX_ROLES)
     _name(groups)
-    return Routing(groups, reasons)
+    return groups, reasons
 
 
 def _name(groups: list[Group]) -> None:
@@ -116,9 +110,8 @@ def patterns_within(model: nn.Module, patterns: dict[str, Group]) -> dict[str, G
 
 
 def _matches(pattern: str, entry: RoutedParameter) -> bool:
-    if pattern.startswith(ROLE_PREFIX):
-        return pattern.removeprefix(ROLE_PREFIX) == entry.role
-    return fnmatchcase(entry.name, pattern) or fnmatchcase(entry.name.removeprefix(PEFT_PREFIX), pattern)
+    names = (entry.name, entry.name.removeprefix(PEFT_PREFIX))
+    return pattern == f"role:{entry.role}" or any(fnmatchcase(name, pattern) for name in names)
 
 
 def check_adamw(adamw: Group) -> None:
