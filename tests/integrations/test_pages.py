@@ -12,7 +12,7 @@ SHOWS = {
     "Accelerate": lambda scope: [r["step"] for r in scope["telemetry"].records] == [1, 5, 10, 15, 20],
     "Lightning": lambda scope: scope["trainer"].global_step == 20,
     "timm": lambda scope: {g["resolved_peak_lr"] for g in scope["optimizer"].param_groups} > {0.01},
-    "torchtitan": lambda scope: [type(o).__name__ for o in (scope["muon"], scope["adamw"])] == ["MuonSW", "AdamW"],
+    "torchtitan": lambda scope: [type(optimizer).__name__ for optimizer in scope["optimizers"]] == ["MuonSW"],
     "LoRA with PEFT": lambda scope: {g["algorithm"] for g in scope["optimizer"].param_groups} == {"muon"},
 }
 ALONE = {"DeepSpeed", "Megatron-Core"}  # DeepSpeed takes the whole process
