@@ -22,7 +22,7 @@ def train(decay: str, steps: int, path: Path) -> list[dict]:
     optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=2.0, decay=decay)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps, eta_min=0.002)
     path.unlink(missing_ok=True)  # a sink appends, so that a resumed run keeps its records
-    with JsonlSink(path) as file, Telemetry(optimizer, every=10, sink=file) as telemetry:
+    with Telemetry(optimizer, every=10, sink=JsonlSink(path)) as telemetry:
         for _ in range(steps):
             inputs = torch.randn(64, 16)
             loss = (model(inputs) - inputs[:, :1] * inputs[:, 1:2]).square().mean()

@@ -137,7 +137,7 @@ def test_a_peak_between_two_samples_was_reached(tmp_path):
     for peak_lr, fires in ((None, False), (0.04, True)):
         optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.5, peak_lr=peak_lr)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
-        with JsonlSink(path) as sink, Telemetry(optimizer, every=30, start_step=1, sink=sink):
+        with Telemetry(optimizer, every=30, start_step=1, sink=JsonlSink(path)):
             for _ in range(100):
                 model.weight.grad = torch.ones_like(model.weight)
                 optimizer.step()
@@ -214,7 +214,7 @@ def test_cautious_decay_loses_nothing(tmp_path):
     """It moves weights by more than decay and update intend."""
     model, path = nn.Linear(8, 8, bias=False), tmp_path / "telemetry.jsonl"
     optimizer = MuonSW.for_model(model, lr=0.01, weight_decay=5.0, cautious=True)
-    with JsonlSink(path) as sink, Telemetry(optimizer, every=1, sink=sink):
+    with Telemetry(optimizer, every=1, sink=JsonlSink(path)):
         for _ in range(60):
             model(torch.randn(16, 8)).sub(1.0).square().mean().backward()
             optimizer.step()
@@ -324,7 +324,7 @@ def test_only_rounding_to_nearest_loses_what_does_not_arrive(tmp_path, rounding)
     """Few elements of a gain near 1 change at a time, and over many steps they move as far as intended."""
     model, findings, path = nn.RMSNorm(8).bfloat16(), Findings(), tmp_path / "telemetry.jsonl"
     optimizer = AdamWSW.for_model(model, lr=1e-5, weight_decay=0.0, rounding=rounding)
-    with JsonlSink(path) as sink, Telemetry(optimizer, every=1, sink=[findings, sink]):
+    with Telemetry(optimizer, every=1, sink=[findings, JsonlSink(path)]):
         for _ in range(20):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()

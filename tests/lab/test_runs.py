@@ -209,7 +209,7 @@ def test_the_lines_of_a_users_own_loop_are_a_run(tmp_path):
         model = torch.nn.Linear(8, 8, bias=False)
         optimizer = MuonSW(model.named_parameters(), lr=0.02, weight_decay=0.1, decay=rule)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=9)
-        with JsonlSink(tmp_path / f"{rule}.jsonl") as sink, Telemetry(optimizer, every=1, sink=sink):
+        with Telemetry(optimizer, every=1, sink=JsonlSink(tmp_path / f"{rule}.jsonl")):
             for _ in range(9):
                 model(torch.randn(4, 8)).square().mean().backward()
                 optimizer.step()

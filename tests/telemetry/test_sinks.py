@@ -46,10 +46,7 @@ def trained(*sinks):
 
 def test_a_file_of_records_reads_back_as_they_were(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
-    with JsonlSink(path) as sink:
-        first = trained(sink)
-    with JsonlSink(path) as sink:
-        second = trained(sink)
+    first, second = trained(JsonlSink(path)), trained(JsonlSink(path))
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert lines == first.records + second.records
     assert {line["kind"] for line in lines} == {"telemetry"}
@@ -59,10 +56,9 @@ def test_values_that_are_not_finite_are_null(tmp_path):
     params = matrices((4, 4))
     optimizer = MuonSW(params, lr=0.02, nonfinite="propagate")
     path = tmp_path / "metrics.jsonl"
-    with JsonlSink(path) as sink:
-        Telemetry(optimizer, every=1, sink=sink)
-        params[0].grad = torch.full((4, 4), float("nan"))
-        optimizer.step()
+    Telemetry(optimizer, every=1, sink=JsonlSink(path))
+    params[0].grad = torch.full((4, 4), float("nan"))
+    optimizer.step()
     record = json.loads(path.read_text(encoding="utf-8"))
     assert record["all"]["update_rms"] is None
     assert record["all"]["alignment_update_mean"] is None

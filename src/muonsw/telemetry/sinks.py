@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from muonsw.telemetry.record import Record
 
@@ -17,7 +17,7 @@ KINDS = ("telemetry", "train", "eval")
 
 
 class JsonlSink:
-    r"""Appends each record to a file as one line of JSON, and flushes it.
+    r"""Appends each record to a file as one line of JSON.
 
     Args:
         path: the file; missing folders are created.
@@ -25,30 +25,20 @@ class JsonlSink:
     Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-        >>> with JsonlSink(path) as sink:
-        ...     sink({"kind": "telemetry", "step": 1, "all": {"weight_rms": 0.5}})
+        >>> JsonlSink(path)({"kind": "telemetry", "step": 1, "all": {"weight_rms": 0.5}})
         >>> path.read_text()
         '{"kind": "telemetry", "step": 1, "all": {"weight_rms": 0.5}}\n'
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        self.path.touch()  # fail now and not after the first steps
 
     def __call__(self, record: Record) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line)
 
 
 class TensorBoardSink:
