@@ -269,11 +269,11 @@ def test_a_pickle_in_the_place_of_tensors_is_never_run(write, tmp_path):
     write(Trap(tmp_path / "sprung"), export / MODEL)
     content = json.loads((export / "config.json").read_text(encoding="utf-8")) | {"sha256": digest(export / MODEL)}
     (export / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    assert "is not a whole file of tensors" in refused("sample", export)
+    assert "is not a complete safetensors file" in refused("sample", export)
     shutil.copyfile(export / MODEL, run / NEWER / "optimizer.safetensors")
     sums = checkpoint.read_state(run / NEWER)["checksums"] | {"optimizer": content["sha256"]}
     rewrite_state(run / NEWER, checksums=sums)
-    assert "damaged checkpoint left out" in training(run).text
+    assert "skipping a damaged checkpoint" in training(run).text
     assert ending(run) == ending(folders().whole)
     assert not (tmp_path / "sprung").exists()
 
@@ -283,7 +283,7 @@ def test_a_checkpoint_in_the_format_of_an_earlier_version_is_refused_by_name():
     run = folders().copy("stopped")
     rewrite_state(run / NEWER, ranks=2, index={})
     said = refused("train", "--config", run / "config.json", "--out", run)
-    assert "was written by 2 ranks with a muonsw 0.1.0 that kept one file for each rank" in said
+    assert "was written by 2 ranks with muonsw 0.1.0, which wrote one file per rank" in said
     assert (run / NEWER).exists()
 
 
@@ -479,7 +479,7 @@ def test_a_damaged_file_is_named_on_all_ranks_and_the_checkpoint_before_it_taken
     flip(file, file)
     ended = run(2, ranks_config(), folder)
     assert [one.code for one in ended] == [0, 0], ended
-    assert "damaged checkpoint left out" in ended[0].text
+    assert "skipping a damaged checkpoint" in ended[0].text
     assert f"it is now {folder}/checkpoints/damaged-step-00000004.1" in ended[0].text
     assert "resuming after step 2" in ended[0].text
     assert rank_ending(folder) == undisturbed()

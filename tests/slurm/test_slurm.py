@@ -25,7 +25,7 @@ STEPS = 600
 @pytest.fixture(autouse=True)
 def queue(monkeypatch):
     """An empty queue afterwards."""
-    monkeypatch.setattr(launch, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(launch, "POLL_SLURM_SECONDS", 1.0)
     yield
     subprocess.run(["scancel", "--me"], check=True)
     wait_until(lambda: not queued_jobs())

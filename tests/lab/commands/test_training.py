@@ -360,9 +360,7 @@ def test_what_is_for_decoders_alone_says_so(tmp_path, capsys):
     assert main(["train", "--task", str(task_file(tmp_path)), "--steps", "2"]) == 0
     for command in ("export", "sample"):
         assert main([command, "out/train/small_task"]) == 2
-        assert (
-            "trained small_task.py, whose weights by name are in out/train/small_task/check" in capsys.readouterr().err
-        )
+        assert "trained small_task.py: load its weights from out/train/small_task/check" in capsys.readouterr().err
     assert main(["report", "out/train/small_task"]) == main(["diagnose", "out/train/small_task"]) == 0
     again = ["train", "--config", "out/train/small_task/config.json", "--out", "again"]
     assert main(again) == 0

@@ -31,7 +31,7 @@ def test_damaged_checkpoints_of_later_updates_take_no_place_from_good_ones(unint
         damage(damaged)
     notes = []
     train(small_run(keep=1), tmp_path, Watch(note=notes.append))
-    assert [note.partition(":")[0] for note in notes[:2]] == ["damaged checkpoint left out"] * 2
+    assert [note.partition(":")[0] for note in notes[:2]] == ["skipping a damaged checkpoint"] * 2
     assert checkpoints(tmp_path) == ["damaged-step-00000020.1", "damaged-step-00000030.1", "step-00000012"]
     assert_same_run(uninterrupted, tmp_path, 12)
 

@@ -91,7 +91,7 @@ def test_the_commands_write_and_print(run, tmp_path, capsys):
 
 def test_a_run_without_checkpoint_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(small_run().as_data()), encoding="utf-8")
-    with pytest.raises(UsageError, match="has no whole checkpoint"):
+    with pytest.raises(UsageError, match="has no intact checkpoint"):
         export(tmp_path, tmp_path / "export")
     assert main(["sample", str(tmp_path)]) == 2
 

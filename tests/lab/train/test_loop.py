@@ -192,7 +192,7 @@ def test_the_threads_of_a_run_are_restored_and_the_difference_is_said(uninterrup
     train(small_run(threads=0), tmp_path, watch)
     assert set(used) == {2}
     assert torch.get_num_threads() == 1
-    assert notes[1] == "torch uses 2 CPU threads, as before, and not the 1 it would choose here"
+    assert notes[1] == "using 2 CPU threads as before, instead of torch's default of 1"
     assert json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))["threads"] == 2
     assert json.loads((uninterrupted / "environment.json").read_text(encoding="utf-8"))["threads"] == 1
 

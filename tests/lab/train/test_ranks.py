@@ -185,7 +185,6 @@ def test_ranks_and_a_single_process_share_a_folder_one_after_the_other(tmp_path)
     train(small_run(steps=2), tmp_path, watch)
     assert [one.code for one in ended] == [2, 2], "the folder is in use"
     assert "another process is training in" in ended[0].text
-    assert "parallel" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert "ranks" not in json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     train(on_ranks(small_run(steps=2), strategy="fsdp"), tmp_path)  # not refused as another run
 

@@ -24,7 +24,7 @@ def test_damaged_lines_of_the_metrics_are_left_out_and_every_whole_record_stays(
     metrics.write_bytes(damaged)
     notes = []
     train(small_run(), tmp_path, Watch(note=notes.append))
-    assert f"{2 * len(BROKEN_LINES)} damaged lines of {metrics} were left out" in notes[1]
+    assert f"removed {2 * len(BROKEN_LINES)} damaged lines from {metrics}" in notes[1]
     assert (tmp_path / "metrics.jsonl.1").read_bytes() == damaged
     assert_same_run(uninterrupted, tmp_path, 12)
 

@@ -1,4 +1,4 @@
-"""Everything that decides a run, in one frozen tree; the command line, the saved file and the tests read it."""
+"""The settings of a run, and the presets."""
 
 from __future__ import annotations
 
@@ -26,40 +26,36 @@ from muonsw.registry import unknown
 
 VERSION = 1
 LARGEST = 1 << 63
-CHECKPOINT_SECONDS = 180.0
-# Settings that a preset decides.
+# Settings that an optimizer preset decides.
 MUON_SETTINGS = ("momentum", "nesterov", "orthogonalizer")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights move and decay."""
+    """The optimizer and its weight decay."""
 
     algorithm: str = "muon"  # "muon" for hidden and expert matrices with AdamW for the rest, or "adamw" for all
-    # A member of the family in Muon's place, a name of `PRESETS`, with the options of its authors; empty is Muon by
-    # the settings below.
-    preset: str = ""
+    preset: str = ""  # a name in `PRESETS`, which replaces Muon; empty is Muon with the settings below
     lr: float = 0.02  # peak learning rate before muP multiplies it
     weight_decay: float = 0.1  # lambda of hidden and expert matrices; embedding and norms have none
     decay: str = "scaled"  # decay rule
-    # Decay rule of the matrices whose output enters no normalization (queries, keys, values, gates and up
-    # projections); empty is the same as `decay`. With "constant" here, "scaled" is AdamC's own form.
+    # Decay rule of the matrices whose output is not normalized (queries, keys, values, gates and up projections);
+    # empty is the same as `decay`. "constant" here with "scaled" above is AdamC.
     unnormalized: str = ""
-    norm: str = FREE  # norm rule of what decays
-    # RMS of the weights that the norm rule aims at; None is each matrix's own at the start.
-    target_norm: float | None = None
+    norm: str = FREE  # norm rule of the decayed weights
+    target_norm: float | None = None  # target of the norm rule, as an RMS; None is each matrix's initial RMS
     momentum: float = 0.95  # Muon's beta
-    nesterov: bool = True  # whether Muon looks ahead along its momentum
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's averages
+    nesterov: bool = True  # Nesterov momentum in Muon
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's betas
     adam_lr: float | None = None  # peak learning rate of the AdamW groups next to Muon; None is `lr`
-    orthogonalizer: str = "newton_schulz"  # what makes Muon's direction
-    ns_dtype: str = "auto"  # precision of its products; "auto" is bfloat16 where the hardware multiplies it
+    orthogonalizer: str = "newton_schulz"  # Muon's orthogonalizer
+    ns_dtype: str = "auto"  # precision of its products; "auto" is bfloat16 if the hardware supports it
     # How muP scales Muon's learning rate with the width: "adam" as 1/width (the paper's), "sqrt", "none".
     muon_lr: str = "none"
-    peak: str = "group"  # whether scaled decay divides by the "group"'s own peak or by the undivided "base" peak
+    peak: str = "group"  # scaled decay divides by the peak of the "group", or by the "base" peak before muP
     # "adamw" without decay, or "muon" at the base learning rate with decay (the paper's codebase).
     router: str = "adamw"
-    qkv: str = "split"  # whether Muon sees queries, keys and values "split" or "fused" in one matrix
+    qkv: str = "split"  # whether Muon gets queries, keys and values "split" or "fused" in one matrix
     clip: float = 1.0  # largest global gradient norm; 0 does not clip
 
     def __post_init__(self) -> None:
@@ -80,12 +76,11 @@ class OptimizerConfig:
             value = 0.0 if getattr(self, name) is None else getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
         _require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "at least 0 and below 1")
-        good = [0.0 <= beta < 1.0 for beta in self.betas]
-        _require(good == [True, True], "optimizer.betas", self.betas, "two numbers, at least 0 and below 1")
+        valid = [0.0 <= beta < 1.0 for beta in self.betas]
+        _require(valid == [True, True], "optimizer.betas", self.betas, "two numbers, at least 0 and below 1")
         if self.preset:
-            PRESETS[self.preset]  # an unknown name raises
+            PRESETS[self.preset]  # raises if the name is unknown
             for setting in fields(self):
-                # Muon's settings mean nothing under a preset.
                 value = getattr(self, setting.name)
                 if setting.name in ("algorithm", *MUON_SETTINGS) and value != setting.default:
                     has = f"optimizer.preset={self.preset!r} has its own {setting.name}"
@@ -93,7 +88,7 @@ class OptimizerConfig:
 
     @property
     def matrix_algorithm(self) -> str:
-        """The algorithm of hidden and expert matrices, a name of `ALGORITHMS`."""
+        """The algorithm of hidden and expert matrices, a name in `ALGORITHMS`."""
         return str(PRESETS[self.preset]["algorithm"]) if self.preset else self.algorithm
 
 
@@ -102,10 +97,10 @@ class ScheduleConfig:
     """The learning rate over the run, as a multiple of the peak."""
 
     shape: str = "cosine"  # "cosine", "wsd" (warmup, stable, decay) or "constant" (after warmup)
-    warmup_steps: int | None = None  # None is the paper's rule, cut to a tenth of the run
+    warmup_steps: int | None = None  # None is the paper's rule, at most a tenth of the run
     warmup_shape: str = "linear"  # "linear" or "cosine"
-    final_fraction: float = 0.1  # what is left of the peak at the end
-    decay_fraction: float = 0.2  # the share of the run that decays under "wsd"
+    final_fraction: float = 0.1  # final learning rate as a fraction of the peak
+    decay_fraction: float = 0.2  # fraction of the run over which "wsd" decays
 
     def __post_init__(self) -> None:
         _require_choices(self, {"shape": SHAPES, "warmup_shape": ("linear", "cosine")}, "schedule.")
@@ -122,21 +117,21 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the ranks that torchrun starts share the work; one process alone does not look at it.
+    """How the ranks that torchrun starts share the work.
 
-    A run may resume with other settings, and on another number of ranks: sums change in their last digits only.
+    A run may resume with other settings here and on another number of ranks; only the rounding of sums changes.
     """
 
-    # "ddp" keeps the model on every rank and divides Muon's matrices among them; "fsdp" divides weights, gradients
-    # and optimizer state as well.
+    # "ddp" replicates the model and divides Muon's work among the ranks; "fsdp" also shards weights, gradients and
+    # optimizer state.
     strategy: str = "ddp"
-    # Under "fsdp", experts are cut along their "stack", so that each rank holds whole ones and Muon sends nothing for
-    # them; or along the "rows" of each, which gives every rank a part where ranks outnumber experts.
+    # With "fsdp": shard experts along their "stack", so that Muon needs no communication for them, or along their
+    # "rows", so that every rank has a part even if there are more ranks than experts.
     experts: str = "stack"
-    # Copies of the model under "fsdp", each divided over `ranks / replicas` ranks that follow each other; with as
-    # many as there are machines, weights travel within a machine only.
+    # With "fsdp": copies of the model, each sharded over `ranks / replicas` consecutive ranks. With one per machine,
+    # weights never travel between machines.
     replicas: int = 1
-    timeout: float = 600.0  # seconds that a rank waits for the others before it gives up
+    timeout: float = 600.0  # seconds that a rank waits for the others
 
     def __post_init__(self) -> None:
         _require_choices(self, {"strategy": ("ddp", "fsdp"), "experts": ("stack", "rows")}, "parallel.")
@@ -148,36 +143,34 @@ class ParallelConfig:
 class RunConfig:
     """One training run."""
 
-    # The decoder and its tokens; None if a task is trained. Code about decoders reads `decoder` and `tokens`.
+    # The decoder and its tokens, or None for a task. Code for decoders reads `decoder` and `tokens`.
     model: ModelConfig | None = None
     data: DataConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # how weights move
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # learning rate over the run
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     steps: int = 1000
-    batch: int = 8  # sequences in a step; of a task the rows of its batches
-    accumulation: int = 1  # micro-batches that a step is cut into
-    seed: int = 0  # of the initial weights and of the data order
-    arm: str = ""  # what a comparison calls this run; runs that differ in the seed alone share it
-    eval_every: int = 100  # steps between evaluations; the end is always evaluated
-    checkpoint_every: int = 500  # steps between checkpoints; the end is always saved
-    # Also save when the last checkpoint is this old; 0 saves by steps only.
-    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    batch: int = 8  # sequences in a step, or rows in a task's batch
+    accumulation: int = 1  # micro-batches in a step
+    seed: int = 0  # of the initial weights and the data order
+    arm: str = ""  # the name of this run's arm in a comparison
+    eval_every: int = 100  # steps between evaluations; the last step is always evaluated
+    checkpoint_every: int = 500  # steps between checkpoints; the last step is always saved
+    checkpoint_seconds: float = 180.0  # also save when the last checkpoint is this old; 0 never does
     keep: int = 2  # checkpoints to keep besides the best
     log_every: int = 1  # steps between training records
-    telemetry_every: int = 10  # steps between telemetry samples; the first and the last are always sampled; 0: none
-    device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU where there is one
+    telemetry_every: int = 10  # steps between telemetry samples, plus the first and the last step; 0: none
+    device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU if there is one
     precision: str = "auto"  # "float32", "bfloat16" (autocast over float32 weights), or "auto" for bfloat16 on a GPU
-    # Dtype of the parameters: "float32", or "bfloat16" with stochastic rounding and no float32 copy.
-    weights: str = "float32"
+    weights: str = "float32"  # dtype of the parameters: "float32", or "bfloat16" with stochastic rounding
     compile: str = "auto"  # "on", "off", or "auto" for compiling the decoder on a GPU
     graphs: str = "auto"  # "on", "off", or "auto" for replaying small steps of the decoder on a GPU as CUDA graphs
-    threads: int = 0  # CPU threads; 0 takes torch's choice at the start, and keeps to it when the run is resumed
-    diverged: float = 5.0  # stop when the training loss exceeds its best by this many nats
-    skipped: int = 20  # stop after this many steps in a row with gradients that are not finite
+    threads: int = 0  # CPU threads; 0 is torch's choice at the start, which a resumed run keeps
+    diverged: float = 5.0  # stop when the training loss exceeds its minimum by this many nats
+    skipped: int = 20  # stop after this many consecutive steps with non-finite gradients
     tensorboard: bool = False  # also write TensorBoard events into the run folder
     wandb: str = ""  # also log to this Weights & Biases project
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how several ranks share the work
-    task: TaskConfig | None = None  # what is trained instead of the decoder
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    task: TaskConfig | None = None  # trained instead of the decoder
 
     def __post_init__(self) -> None:
         for name in ("model", "data"):
@@ -197,33 +190,26 @@ class RunConfig:
             raise ValueError(f"batch={self.batch} does not split into accumulation={self.accumulation} equal parts")
         if self.schedule.warmup(self.steps) >= self.steps > 1:
             raise ValueError(f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={self.steps}")
-        self.schedule.multiple(self.steps)(0)  # an invalid schedule raises before anything is trained
+        self.schedule.multiple(self.steps)(0)  # raises if the schedule is invalid
 
     @property
     def decoder(self) -> ModelConfig:
-        """The decoder that is trained."""
         assert self.model is not None, "a task has no decoder"
         return self.model
 
     @property
     def tokens(self) -> DataConfig:
-        """The tokens that a decoder is trained on."""
         assert self.data is not None, "a task has no tokens"
         return self.data
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in a step of a decoder."""
         return self.batch * self.decoder.sequence
 
     def as_data(self) -> dict[str, Any]:
-        """The run as JSON data, with the version of this format; how it is carried out only where that is chosen."""
+        """The run as JSON data, with the version of the format."""
         data = {"version": VERSION, **as_data(self)}
-        if self.parallel == ParallelConfig():
-            del data["parallel"]
-        if self.checkpoint_seconds == CHECKPOINT_SECONDS:
-            del data["checkpoint_seconds"]
-        if not self.optimizer.preset:
+        if not self.optimizer.preset:  # so that runs older than presets keep their identity
             del data["optimizer"]["preset"]
         for name in ("task",) if self.task is None else ("model", "data"):
             del data[name]
@@ -231,15 +217,11 @@ class RunConfig:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RunConfig:
-        """The run that JSON data describes.
-
-        Raises:
-            ValueError: If the data is of another version, or a setting is unknown, missing or wrong.
-        """
+        """Read a run from JSON data; raise a `ValueError` if its version or a setting is wrong."""
         if data.get("version") != VERSION:
             raise ValueError(f"this file has settings of version {data.get('version')!r}, not {VERSION}")
         settings = {key: value for key, value in data.items() if key != "version"}
-        if (optimizer := settings.get("optimizer") or {}).get("decay_points", 0) is None:  # older runs wrote it
+        if (optimizer := settings.get("optimizer") or {}).get("decay_points", 0) is None:  # written by older versions
             settings["optimizer"] = {key: value for key, value in optimizer.items() if key != "decay_points"}
         return from_data(cls, settings)
 
@@ -255,23 +237,23 @@ def _require_choices(settings: Any, choices: Mapping[str, Sequence[str]], prefix
             raise ValueError(f"{prefix}{name}={value!r} must be one of {', '.join(known)}")
 
 
-# The settings that most likely made the paper's numbers: see docs/reproducing.md.
+# The settings most likely used for the paper's numbers: see docs/reproducing.md.
 PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
 PAPER_BATCH = 256
 DEFAULT_DATA = Path("out/data")
-# Characters in a token of a BPE, at most: fewer where the vocabulary is small.
+# Most characters in an average BPE token.
 LONG_TOKEN = 4
 
 
 def _paper(steps: int, lr: float) -> dict[str, Any]:
-    """One of the paper's runs; micro-batches are chosen for the memory of one large GPU."""
+    # Micro-batches fit the memory of one large GPU.
     return {"steps": steps, "batch": PAPER_BATCH, "accumulation": 8, "optimizer": replace(PAPER_OPTIMIZER, lr=lr)}
 
 
-# Settings of a `RunConfig` by the model's preset, and what they share unless they say otherwise.
+# Run settings by model preset; those in SHARED are the defaults.
 SHARED: Mapping[str, Any] = {"eval_every": 250, "checkpoint_every": 1000, "telemetry_every": 50, "eval_windows": 512}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    # The paper prints no run of width 128.
+    # The paper has no run of width 128.
     "w128": _paper(5_000, 2.0e-2),
     **{f"w{width}": _paper(row.steps, row.peak_lr) for width, row in ROWS.items()},
     # lambda * lr * steps = 35, the paper's row at width 256, with the decay of a step at its cap of 0.01.
@@ -282,8 +264,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "eval_every": 50,
         "eval_windows": 256,
     },
-    # The decay of a step is at its cap of 0.02, which gives lambda * lr * steps = 8.4 in minutes. Float32 products, so
-    # that the result does not depend on what the machine multiplies.
+    # The decay of a step is at its cap of 0.02, which gives lambda * lr * steps = 8.4 in minutes. Products in float32
+    # give the same result on every machine.
     "demo": {
         "steps": 420,
         "batch": 12,
@@ -297,7 +279,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset_run(name: str, data: str, *, model: ModelConfig | None = None) -> RunConfig:
-    """The run of a preset on prepared tokens; a dense variant is trained like its mixture.
+    """The run of a preset on prepared tokens; a dense variant has the settings of its mixture of experts.
 
     Examples:
         >>> preset_run("w256", "tokens").optimizer.lr, preset_run("w1024-dense", "tokens").steps
@@ -309,9 +291,9 @@ def preset_run(name: str, data: str, *, model: ModelConfig | None = None) -> Run
 
 
 def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **changes: Any) -> RunConfig:
-    """The run of a preset, without data, with changes; with another length, its peak follows the horizon rule.
+    """The run of a preset, without data, with changes; a new length sets the peak rate by the horizon rule.
 
-    That rule counts steps of 524,288 tokens, whatever the run's own are, and gives 0.02 below 5,000 of them.
+    That rule counts steps of 524,288 tokens, whatever the batch of this run, and gives 0.02 below 5,000 of them.
 
     Examples:
         >>> round(changed_run("w256", 40_000, {}).optimizer.lr, 6)
@@ -328,15 +310,15 @@ def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **ch
 
 
 def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> RunConfig:
-    """A run on a folder of tokens, with their vocabulary and fingerprint.
+    """The run on a folder of tokens, with their vocabulary and fingerprint.
 
-    Without a folder, text files or else the Python standard library are prepared, with a BPE of the model's size.
+    Without a folder, prepare text files or else the Python standard library with a BPE of the model's vocabulary size.
     """
     if data is not None and text:
         raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
     vocab, folder = run.decoder.vocab, data
     if text:
-        # One folder for each content of the files.
+        # The folder's name depends on the paths and contents of the files.
         paths, digest = matching_files(text), hashlib.blake2b(digest_size=4)
         for path in paths:
             digest.update(f"{path.resolve()} {path.stat().st_size} ".encode("utf-8", "surrogateescape"))
@@ -352,38 +334,38 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
         kilobytes = math.ceil(LONG_TOKEN * max(train, validation / SMALL_SHARE) / 900)
         has = f"{record.tokens('train'):,} tokens to train on and {record.tokens('validation'):,} to validate on"
         needs = f"{train:,} ({run.batch} sequences of {sequence}) and {validation:,}"
-        fix = f"give {kilobytes:,} kB of text, and a hundred times as much for a result that means something"
+        fix = f"give {kilobytes:,} kB of text, and a hundred times as much for a meaningful result"
         raise UsageError(f"the text is too small: it has {has}, and this run needs {needs}; {fix}")
     fitting = replace(run.decoder, vocab=record.padded_vocab)
     return replace(run, model=fitting, data=with_tokens(replace(run.tokens, path=str(folder)), fitting))
 
 
 def default_data(vocab: int) -> Path:
-    """The Python standard library as tokens of a BPE of this size, prepared once."""
+    """Prepare the Python standard library with a BPE of this size, unless it is prepared already."""
     folder = DEFAULT_DATA / f"python-bpe{vocab}"
     prepare_default(folder, vocab=vocab)
     return folder
 
 
-# Defaults of a user's task. Its losses may have any size, so that only one that is not finite has diverged.
+# Defaults for a user's task. Its losses may have any scale, so only a huge or non-finite loss counts as diverged.
 TASK_DEFAULTS: Mapping[str, Any] = {"steps": 1000, "lr": 0.003, "weight_decay": 0.1, "diverged": 1e6}
-NOT_OF_A_TASK = ("model", "data", "task", "optimizer", "schedule", "parallel", "batch", "seed", "arm")
+NOT_FOR_TASKS = ("model", "data", "task", "optimizer", "schedule", "parallel", "batch", "seed", "arm")
 
 
 def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **settings: Any) -> RunConfig:
-    """The run of a user's task: these settings, those of its file, or else defaults."""
+    """The run of a user's task with these settings, those in its file, and defaults, in this order of priority."""
     chosen = {**TASK_DEFAULTS, **checked.settings, **settings}
     parts: dict[type, dict[str, Any]] = {OptimizerConfig: {}, ScheduleConfig: {}, RunConfig: {}}
-    names = {s.name: kind for kind in parts for s in fields(kind) if s.name not in NOT_OF_A_TASK}
+    names = {s.name: kind for kind in parts for s in fields(kind) if s.name not in NOT_FOR_TASKS}
     for name, value in chosen.items():
         if name not in names:
             raise UsageError(f"{task.name}: {unknown('setting in SETTINGS', name, list(names))}")
         parts[names[name]][name] = value
     try:
         steps = chosen["steps"] if isinstance(chosen["steps"], int) else 0  # from_data refuses anything else
-        often = {"eval_every": steps // 20, "checkpoint_every": steps // 10, "telemetry_every": steps // 100}
-        how = {name: max(1, every) for name, every in often.items()} | parts[RunConfig]
-        run = from_data(RunConfig, {**how, "batch": checked.rows, "seed": seed, "task": as_data(task)})
+        intervals = {"eval_every": steps // 20, "checkpoint_every": steps // 10, "telemetry_every": steps // 100}
+        watching = {name: max(1, every) for name, every in intervals.items()} | parts[RunConfig]
+        run = from_data(RunConfig, {**watching, "batch": checked.rows, "seed": seed, "task": as_data(task)})
         optimizer = from_data(OptimizerConfig, parts[OptimizerConfig])
         return replace(run, optimizer=optimizer, schedule=from_data(ScheduleConfig, parts[ScheduleConfig]))
     except (ValueError, TypeError) as error:

@@ -24,32 +24,30 @@ from muonsw.lab.train.config import RunConfig
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer"
 FORMAT = "muonsw-decoder"
 AGAIN = "export the run again"
-Note = Callable[[str], None]
+Note = Callable[[str], None]  # shows a message, such as a damaged checkpoint that is skipped
 
 
 def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _text: None) -> Path:
-    """Write the model of a run's newest checkpoint, or of that with the lowest validation loss, into a folder.
-
-    The folder is made if missing; `note` is called with checkpoints that are damaged and passed over.
+    """Write the model and tokenizer of a run's newest checkpoint, or of its best, into a folder.
 
     Raises:
-        UsageError: If the run has no whole checkpoint, its data folder is gone, or the folder holds something else.
+        UsageError: If the run has no intact checkpoint, its data folder is gone, or the folder is in use.
     """
     config = _decoder_config(run)
-    saved = load_newest(run, config, best=best, note=note)
+    saved = load_newest(run, config, note, best=best)
     data = Path(config.tokens.path)
     tokenizer, record = load_tokenizer(data), read_record(data)
     elsewhere = "choose another folder with --out"
     ours = (folder / CONFIG).exists() and read_object(folder / CONFIG, remedy=elsewhere).get("format") == FORMAT
     if not ours and any((folder / name).exists() for name in (CONFIG, MODEL)):
-        raise UsageError(f"{folder} holds something else than an export: {elsewhere}")
-    busy = f"{folder} is being written by another export: wait for it to end, or choose another folder with --out"
+        raise UsageError(f"{folder} holds files that are not an export: {elsewhere}")
+    busy = f"another process is exporting to {folder}: wait for it, or {elsewhere}"
     with locked(folder, busy), locked(folder / TOKENIZER, busy):
         tokenizer.save(folder / TOKENIZER)
-        save_record(folder / TOKENIZER, replace(record, groups=()))  # which tokenizer it is, and nothing of the tokens
+        save_record(folder / TOKENIZER, replace(record, groups=()))  # describes the tokenizer, lists no tokens
         weights = save(dict(saved.tensors["model"]), {"format": "pt"})
         checksum = hashlib.sha256(weights).hexdigest()
-        # First: it says whose folder this is, and a model that does not follow has another checksum, or is missing.
+        # Written first: it marks the folder as an export. If the model is not written, its checksum does not match.
         content = {"format": FORMAT, "step": saved.step, "model": as_data(config.model), "sha256": checksum}
         write_json(folder / CONFIG, content)
         write_atomically(folder / MODEL, weights)
@@ -60,50 +58,41 @@ def _decoder_config(run: Path) -> RunConfig:
     config = read_config_file(run / CONFIG)
     if config.task is not None:
         where = f"{run / CHECKPOINTS}/step-*/model.safetensors"
-        raise UsageError(f"{run} trained {config.task.name}, whose weights by name are in {where}: load those yourself")
+        raise UsageError(f"{run} trained {config.task.name}: load its weights from {where} yourself")
     return config
 
 
-def load_newest(
-    run: Path, config: RunConfig, *, best: bool = False, note: Note = lambda _text: None
-) -> checkpoint.Checkpoint:
-    """The newest whole checkpoint of a run, or its best; `note` is called with newer ones that are damaged.
-
-    Raises:
-        UsageError: If there is none, or if it is of a run with other settings.
-    """
-    checkpoints = run / CHECKPOINTS
-    wanted = checkpoint.best_saved(checkpoint.newest_first(checkpoints)) if best else None
-    for path in checkpoint.newest_first(checkpoints):
-        if wanted in (None, checkpoint.step_of(path)):
+def load_newest(run: Path, config: RunConfig, note: Note, *, best: bool = False) -> checkpoint.Checkpoint:
+    """Load the newest intact checkpoint of a run, or its best; a `UsageError` if there is none."""
+    paths = checkpoint.newest_first(run / CHECKPOINTS)
+    step = checkpoint.best_saved(paths) if best else None
+    for path in paths:
+        if step in (None, checkpoint.step_of(path)):
             try:
                 saved = checkpoint.load(path)
-                refuse_changes(path, saved.state.get("config"), config)
+                refuse_changes(path, saved.state["config"], config)
                 return saved
             except checkpoint.CheckpointError as error:
-                note(f"damaged checkpoint left out, an older one is taken if there is one: {error}")
-    raise UsageError(f"{run} has no whole checkpoint: train it first with `muonsw train --out {shlex.quote(str(run))}`")
+                note(f"skipping a damaged checkpoint: {error}")
+    command = f"muonsw train --out {shlex.quote(str(run))}"
+    raise UsageError(f"{run} has no intact checkpoint: train it first with `{command}`")
 
 
 def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder, Tokenizer]:
-    """The model and the tokenizer of an exported folder, or of a run.
-
-    Raises:
-        UsageError: If the folder is neither, or a file of it is damaged.
-    """
+    """Load the model and the tokenizer from an export or a run; a `UsageError` if a file is missing or damaged."""
     content = read_object(path / CONFIG, remedy=AGAIN)
     if content.get("format") == FORMAT:
         try:
             config = from_data(ModelConfig, content.get("model"), "model")
             if checkpoint.sha256(path / MODEL) != content.get("sha256"):
-                raise ValueError(f"{MODEL} was altered, its checksum is not the one in {CONFIG}")
+                raise ValueError(f"it does not match its checksum in {CONFIG}")
             tensors = checkpoint.read_tensors(path / MODEL)
         except (OSError, ValueError) as error:
             raise UsageError(f"{path / MODEL} cannot be read: {error}; {AGAIN}") from error
         tokenizer = load_tokenizer(path / TOKENIZER)
     else:
         run = _decoder_config(path)
-        config, tensors = run.decoder, load_newest(path, run, note=note).tensors["model"]
+        config, tensors = run.decoder, load_newest(path, run, note).tensors["model"]
         tokenizer = load_tokenizer(Path(run.tokens.path))
     if tokenizer.vocab_size > config.vocab:
         raise UsageError(f"the tokenizer of {path} has more tokens than its model: {AGAIN}")
@@ -111,7 +100,7 @@ def load_model(path: Path, *, note: Note = lambda _text: None) -> tuple[Decoder,
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
-        raise UsageError(f"{path / CONFIG} describes another model than the weights are of: {AGAIN}") from error
+        raise UsageError(f"the weights do not fit the model in {path / CONFIG}: {AGAIN}") from error
     return model, tokenizer
 
 
@@ -126,9 +115,9 @@ def sample(
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Continue a prompt until the document ends, or by at most `tokens` tokens; an empty prompt starts a document.
+    """Continue a prompt by up to `tokens` tokens, or until the document ends.
 
-    Each token is drawn among the `top_k` likeliest, or among all if that is 0; at temperature 0 it is the likeliest.
+    Each token is drawn from the `top_k` likeliest (0: from all); at temperature 0 the likeliest is taken.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -137,9 +126,9 @@ def sample(
         context = torch.tensor([ids[-model.config.sequence :]], device=device)
         logits = model.logits(context)[0, -1, : tokenizer.vocab_size].float().cpu()
         if not bool(logits.isfinite().all()):
-            raise UsageError("the model's outputs are not finite: it has diverged; take an earlier checkpoint")
+            raise UsageError("the model's outputs are not finite: it has diverged; use an earlier checkpoint")
         likeliest = logits.topk(min(top_k or len(logits), len(logits)) if temperature else 1)
-        # The largest is subtracted first: a tiny temperature would make it infinite.
+        # Subtract the largest first: divided by a tiny temperature, it would overflow.
         weights = ((likeliest.values - likeliest.values[0]).double() / (temperature or 1.0)).softmax(0)
         ids.append(int(likeliest.indices[torch.multinomial(weights, 1, generator=generator)]))
         if ids[-1] == tokenizer.end_of_document:

@@ -23,7 +23,8 @@ from muonsw.lab.train.checkpoint import (
     RESULT,
     Shelf,
     environment,
-    refuse_other_settings,
+    recorded_settings,
+    refuse_changes,
 )
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.ranks import World, agreed
@@ -32,15 +33,15 @@ from muonsw.lab.train.state import Training, with_fingerprint
 from muonsw.state import state_bytes
 from muonsw.telemetry import TensorBoardSink, WandbSink
 
-# The clock leaves at least 50 times the last save between checkpoints: 2% of the time.
+# Checkpoints are at least 50 times as far apart as the last one took, so saving costs at most 2% of the time.
 SAVING_INTERVALS = 50
 
 
 @dataclass
 class SaveClock:
-    """Ask for a checkpoint when the last one is old; saving changes no result, so a clock may decide."""
+    """Say when the last checkpoint is too old. Saving changes no result, so it may depend on time."""
 
-    seconds: float  # how old it may be; 0 never asks
+    seconds: float  # the largest age; 0 for no limit
     _saved: float = field(default_factory=time.monotonic)
     _took: float = 0.0
 
@@ -60,48 +61,48 @@ class SaveClock:
 class Watch:
     """Callbacks for what happens during a run."""
 
-    started: Callable[[Training], None] = lambda _training: None  # the run before its first step
-    record: Sink = lambda _record: None  # every record that is logged
-    note: Callable[[str], None] = lambda _text: None  # a sentence about something unusual
+    started: Callable[[Training], None] = lambda _training: None  # before the first step
+    record: Sink = lambda _record: None  # for every logged record
+    note: Callable[[str], None] = lambda _text: None  # for messages about unusual events
 
 
 def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: World | None = None) -> dict[str, Any]:
-    """Run to the end, from the newest good checkpoint in the folder if there is one.
+    """Train to the end, resuming from the newest intact checkpoint in the folder, and return the result.
 
-    Every rank of the world calls it with the same config and folder. Returns the content of `result.json`.
+    Every rank calls it with the same config and folder.
 
     Raises:
-        UsageError: If the run cannot start, or something cannot be written.
-        Diverged: If the loss explodes; checkpoints are from before.
-        Interrupted: If the process was asked to stop; the run was saved.
+        UsageError: If the run cannot start, or a file cannot be written.
+        Diverged: If the loss explodes; the checkpoints are from before that.
+        Interrupted: If a signal asked the process to stop; the run was saved.
     """
     world = world or World()
     watch = watch if watch and world.leads else Watch()
     config = world.together(lambda: with_fingerprint(config))
     world.leading(lambda: require_sinks(config))
     busy = f"another process is training in {folder}: wait for it, or choose another folder"
-    with stop_requests() as request, torch_threads(None), ExitStack() as stack:
-        # Before the folder is touched: an invalid run must leave no trace in it.
+    with stop_requests() as request, torch_threads(torch.get_num_threads()), ExitStack() as stack:
+        # Before touching the folder: an invalid run must not leave files in it.
         try:
             training = Training(config, world)
-        except ValueError as error:  # the same on all ranks, since they have the same settings
+        except ValueError as error:  # on all ranks, since they have the same settings
             raise agreed(UsageError(str(error))) from error
 
-        # One process at a time, in a folder that all ranks see, with the settings that the run began with.
+        # Lock the folder, and check that its settings are the same and that all ranks see it.
         world.leading(lambda: stack.enter_context(locked(folder, busy)))
-        world.leading(lambda: refuse_other_settings(folder, config))
+        world.leading(lambda: refuse_changes(folder, recorded_settings(folder), config))
 
         def require_shared() -> None:
             if not (folder / LOCK).exists():
-                here = f"{folder} is not the same on rank {world.rank} as on rank 0"
-                raise UsageError(f"{here}: choose one that all ranks share")
+                different = f"{folder} is not the same folder on rank {world.rank} as on rank 0"
+                raise UsageError(f"{different}: choose one on a disk that all ranks share")
 
         world.together(require_shared)
         shelf = Shelf(folder / CHECKPOINTS, config.keep, watch.note, world)
         threads = torch.get_num_threads()
         shelf.resume(training)
         if threads != (now := torch.get_num_threads()):
-            watch.note(f"torch uses {now} CPU threads, as before, and not the {threads} it would choose here")
+            watch.note(f"using {now} CPU threads as before, instead of torch's default of {threads}")
         journal = Journal(training)
         world.leading(lambda: _open_files(journal, folder, watch, stack))
         watch.started(training)
@@ -110,8 +111,8 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
             _take_steps(training, journal, shelf, request)
         except Diverged as error:
             saved = shelf.newest()
-            left = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
-            reason = f"{error}; {left}"
+            last = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved"
+            reason = f"{error}; {last}"
             outcome = {"diverged": error.step, "steps": error.step, "reason": reason}
             world.leading(lambda: write_json(folder / RESULT, outcome))
             raise Diverged(reason, error.step) from error
@@ -134,14 +135,19 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
 
 
 def _open_files(journal: Journal, folder: Path, watch: Watch, stack: ExitStack) -> None:
-    """Write down settings and machine, and open every place where records go."""
+    """Write the settings and the environment, and open the sinks."""
     training = journal.training
     config, world = training.config, training.world
     write_json(folder / CONFIG, config.as_data())
-    device = torch.cuda.get_device_name() if machine.gpus() else "cpu"
-    here = {"device": device, "threads": torch.get_num_threads(), "command": sys.argv, "trained": training.describe()}
-    ranks = {} if world.alone else {"ranks": world.size}
-    write_json(folder / ENVIRONMENT, {**environment(), **here, **ranks})
+    content = {
+        **environment(),
+        "device": torch.cuda.get_device_name() if machine.gpus() else "cpu",
+        "threads": torch.get_num_threads(),
+        "command": sys.argv,
+        "trained": training.describe(),
+        **({} if world.alone else {"ranks": world.size}),
+    }
+    write_json(folder / ENVIRONMENT, content)
     journal.file = MetricsFile(folder, after=training.step, note=watch.note)
     stack.callback(journal.file.close)
     journal.sinks = [journal.file, watch.record]
@@ -150,14 +156,13 @@ def _open_files(journal: Journal, folder: Path, watch: Watch, stack: ExitStack) 
 
         journal.sinks.append(TensorBoardSink(SummaryWriter(str(folder / "tensorboard"))))
     if config.wandb:
-        # A resumed run continues under its name.
+        # The id lets a resumed run append to its record.
         run = {"name": folder.name, "id": folder.name, "resume": "allow"}
         started = import_module("wandb").init(project=config.wandb, config=config.as_data(), **run)
         journal.sinks.append(WandbSink(started))
 
 
 def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: StopRequest) -> None:
-    """Take every step that is left."""
     config, world, clock = training.config, training.world, SaveClock(training.config.checkpoint_seconds)
 
     def evaluate() -> None:
@@ -184,24 +189,24 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
             last = training.step == config.steps
             if last or training.step % config.eval_every == 0:
                 evaluate()
-            stop, due = divmod(world.largest(2 * (request.signal or 0) + clock.due()), 2)  # in one message
+            stop, due = divmod(world.largest(2 * (request.signal or 0) + clock.due()), 2)  # one collective for both
             if last or stop or due or training.step % config.checkpoint_every == 0:
                 with clock.saving():
-                    journal.catch_up()  # a loss that has diverged must not be saved
+                    journal.catch_up()  # raises if the loss has diverged, which must not be saved
                     training.seconds += journal.sync()
                     shelf.save(training.checkpoint())
                     journal.restart_clock()
-                stop = world.largest(request.signal or 0)  # a signal may have come meanwhile
+                stop = world.largest(request.signal or 0)  # a signal may have arrived while saving
             if stop and not last:
                 message = f"stopped after {training.step} of {config.steps} steps, saved; "
                 raise Interrupted(f"{message}rerun the same command to resume in {shelf.folder.parent}", stop)
 
 
 @contextmanager
-def torch_threads(number: int | None) -> Iterator[None]:
-    """Set the number of torch's threads inside the block; None changes nothing."""
+def torch_threads(number: int) -> Iterator[None]:
+    """Set the number of torch's threads inside the block."""
     before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
+    torch.set_num_threads(number)
     try:
         yield
     finally:

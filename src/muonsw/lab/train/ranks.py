@@ -1,7 +1,6 @@
-"""The ranks that train one run together: what they agree on, and how they share a model.
+"""The ranks that train one run together: communication between them, and DDP or FSDP for the model.
 
-A `World` has the same methods for a single process, so that the loop is written once. Rank 0 prints, and writes every
-file.
+`World` works for a single process, too, so the training loop needs no special cases. Rank 0 prints and writes files.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ T = TypeVar("T")
 
 STARTING, CONNECTING = timedelta(minutes=30), timedelta(seconds=3)
 AGAIN = "rerun the same command to resume from the last checkpoint, or let `torchrun --max-restarts` do it"
-SLOW = "if a rank may take that long, raise parallel.timeout"
-# gloo and NCCL raise plain errors; these words tell a lost connection from a fault of the program.
+# gloo and NCCL raise a plain `RuntimeError`; these words tell a lost connection from a bug.
 LOST = ("connection", "timed out", "timeout", "gloo", "nccl", "broken pipe", "socket", "recvvalue", "sendbytes")
-# Errors that one rank reports to the others; anything else is a fault of the program.
+# Errors that one rank reports to the others; anything else is a bug.
 SHARED_ERRORS = (UsageError, CheckpointError, Diverged)
-# torch 2.13 has renamed the setting.
+# torch 2.13 renamed the setting.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers"
 
@@ -44,23 +42,22 @@ _SYNC_BUFFERS = "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers"
 class World:
     """The processes that train one run; a single one unless `connect` has joined it to others."""
 
-    rank, size, local = 0, 1, 0  # `local` counts the ranks of this machine
-    alone = True  # whether there are no other ranks to agree with
+    rank, size, local = 0, 1, 0  # `local` is the rank on this machine
+    alone = True
 
     @property
     def leads(self) -> bool:
-        """Whether this process prints and writes."""
+        """Whether this process prints and writes files."""
         return self.rank == 0
 
     def connect(self, timeout: float) -> None:
-        """Join the processes that torchrun started; a rank waits at most `timeout` seconds for another one."""
-        # Messages travel over gloo between the hosts, and never wait for a GPU.
+        """Join the processes that torchrun started; ranks wait at most `timeout` seconds for each other."""
+        # CPU tensors, such as messages, go over gloo and never wait for a GPU.
         backend = "cpu:gloo,cuda:nccl" if machine.gpus() else "gloo"
         store, self.rank, self.size = next(rendezvous("env://", timeout=STARTING))
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            # torchrun keeps one store for all its restarts, in which a rank may find the address of a process that is
-            # gone. So rank 0 opens a store of its own and sends its port through the old one; a rank that finds a stale
-            # port asks again.
+            # torchrun reuses one store for all its restarts, so it may hold the addresses of dead processes. So rank 0
+            # opens a new store and sends its port through the old one; a rank that reads a stale port tries again.
             host, key, end = os.environ["MASTER_ADDR"], "muonsw/port", time.monotonic() + STARTING.total_seconds()
             fresh: Store | None = None
             if self.leads:
@@ -76,12 +73,12 @@ class World:
             store = fresh
         else:
             store = PrefixStore("ranks", store)
-        patience = timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
         self.local, self.alone = int(os.environ.get("LOCAL_RANK", "0")), False
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something on every rank, which must not wait for others; if it fails on one, raise the same on all."""
+        """Call a function without collectives on every rank; an error on one rank is raised on all."""
         if self.alone:
             return work()
         result, error = None, None
@@ -91,31 +88,31 @@ class World:
             error = problem
         errors: list[Any] = [None] * self.size
         dist.all_gather_object(errors, error)
-        for rank, problem_there in enumerate(errors):
-            if problem_there is not None:
-                raise agreed(problem_there, rank) from error
+        for rank, error_there in enumerate(errors):
+            if error_there is not None:
+                raise agreed(error_there, rank) from error
         return cast("T", result)
 
     def leading(self, work: Callable[[], T]) -> T | None:
-        """Do something on rank 0 only; if it fails, raise the same error on all."""
+        """Call a function on rank 0 only; its error is raised on all ranks."""
         return self.together(lambda: work() if self.leads else None)
 
-    def from_leader(self, thing: T) -> T:
-        """Rank 0's value, on all ranks."""
-        things = [thing]
+    def from_leader(self, value: T) -> T:
+        """Broadcast rank 0's value to all ranks."""
+        values = [value]
         if not self.alone:
-            dist.broadcast_object_list(things, src=0)
-        return things[0]
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
-    def total(self, numbers: Tensor) -> Tensor:
-        """The sum over ranks of numbers on the host."""
-        summed = numbers.clone()
+    def total(self, values: Tensor) -> Tensor:
+        """Sum a tensor on the CPU over all ranks."""
+        summed = values.clone()
         if not self.alone:
             dist.all_reduce(summed)
         return summed
 
     def largest(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
+        """The maximum of a number over all ranks."""
         largest = torch.tensor(number)
         if not self.alone:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -124,7 +121,7 @@ class World:
 
 @contextmanager
 def joined(timeout: float = ParallelConfig.timeout) -> Iterator[World]:
-    """Yield the world that this process was started into; raise a `MachineError` if another rank is lost."""
+    """Connect to the other ranks, if any; raise a `MachineError` if one of them is lost."""
     world = World()
     if not is_rank():
         yield world
@@ -136,9 +133,9 @@ def joined(timeout: float = ParallelConfig.timeout) -> Iterator[World]:
         text = str(error).lower()
         if not isinstance(error, dist.DistError) and not any(word in text for word in LOST):
             raise
-        # The first sentence, without the place in torch's source.
+        # The first sentence, without the location in torch's source.
         reason = re.sub(r"^\[[^\]]*\] *", "", str(error).strip().splitlines()[0]).partition(". ")[0][:200]
-        slow = f"; {SLOW}" if "timed out" in text or "timeout" in text else ""
+        slow = "; if a rank may take that long, raise parallel.timeout" if re.search("time(d )?out", text) else ""
         raise MachineError(f"another rank has ended or cannot be reached ({reason}); {AGAIN}{slow}") from error
     except Exception as error:
         if known_to_all(error):
@@ -149,32 +146,32 @@ def joined(timeout: float = ParallelConfig.timeout) -> Iterator[World]:
 
 
 def speaker() -> str | None:
-    """The prefix of this process's messages: None for a single process and for rank 0."""
+    """The prefix of this process's error messages; None for rank 0 or a single process."""
     rank = os.environ["RANK"] if is_rank() else "0"
     return None if rank == "0" else f"rank {rank}: "
 
 
 def known_to_all(error: Exception) -> bool:
-    """Whether every rank raises this error, so that only one of them reports it."""
+    """Whether all ranks raise this error, so that only rank 0 needs to report it."""
     return isinstance(error, Diverged | Interrupted) or getattr(error, "agreed", False)
 
 
 def agreed(error: Exception, rank: int = 0) -> Exception:
-    """Mark an error as raised by all ranks, and name the rank that it comes from."""
+    """Mark an error as raised by all ranks, and name the rank where it occurred."""
     failure = error if rank == 0 or isinstance(error, Diverged) else type(error)(f"{error} (on rank {rank})")
     failure.agreed = True  # type: ignore[attr-defined]
     return failure
 
 
 class PlacedModel:
-    """A module that computes a loss: on one process, replicated by DDP, or sharded layer by layer by FSDP2."""
+    """A module that computes a loss, on one process, with DDP, or with FSDP2."""
 
     def __init__(self, module: nn.Module, config: RunConfig, world: World, device: torch.device) -> None:
         self.module, self.forward = module, cast("Callable[..., LossParts]", module)
         self.strategy = "" if world.alone else config.parallel.strategy
-        # The ranks among which Muon's matrices are divided; sharded weights know their ranks themselves.
+        # The ranks that share Muon's work; sharded weights carry their own mesh.
         self.process_group = dist.group.WORLD if self.strategy == "ddp" else None
-        # Buffers that are not saved, such as a table of rotations, never change; the statistics of a BatchNorm do.
+        # Buffers that are not saved, such as the rotary table, never change; the statistics of a BatchNorm do.
         saved = module.state_dict(keep_vars=True)
         self._buffers = [name for name, _ in module.named_buffers() if name in saved]
         if self.strategy == "ddp":
@@ -182,8 +179,7 @@ class PlacedModel:
             self.forward = nn.parallel.DistributedDataParallel(module, **settings)
         elif self.strategy == "fsdp":
             if self._buffers:
-                buffer = f"{self._buffers[0]} is a buffer of each rank"
-                raise UsageError(f"{buffer}, so the model cannot be divided: use strategy ddp")
+                raise UsageError(f"fsdp cannot shard a model with buffers ({self._buffers[0]}): use strategy ddp")
             from torch.distributed.device_mesh import init_device_mesh  # slow to import
             from torch.distributed.fsdp import fully_shard
             from torch.distributed.tensor import Shard
@@ -192,7 +188,7 @@ class PlacedModel:
             axes = {"replicas": parallel.replicas} if parallel.replicas > 1 else {}
             axes |= {"shards": world.size // parallel.replicas}
             mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-            # New groups do not take the timeout of the first one. torch 2.15 made the function public.
+            # New groups do not inherit the timeout. The function is public since torch 2.15.
             set_timeout = getattr(dist, "set_timeout", None) or torch.distributed.distributed_c10d._set_pg_timeout
             for group in mesh.get_all_groups():
                 set_timeout(timedelta(seconds=parallel.timeout), group)
@@ -201,7 +197,7 @@ class PlacedModel:
                 fully_shard(part, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if id(p) in by_rows else None)
 
     def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
-        """Surround the passes of a micro-batch: gradients stay on their rank until the last one of a step."""
+        """A context for the passes of a micro-batch; ranks exchange gradients only in the last one of a step."""
         if self.strategy == "fsdp":
             cast("Any", self.module).set_requires_gradient_sync(last)
         if self.strategy == "ddp" and not last:
@@ -209,21 +205,21 @@ class PlacedModel:
         return nullcontext()
 
     def share_buffers(self) -> None:
-        """Give all ranks the buffers of the first, as DDP's next forward pass would."""
+        """Broadcast rank 0's buffers, as DDP's next forward pass would."""
         if self.strategy == "ddp":
             for name in self._buffers:
                 dist.broadcast(self.module.get_buffer(name), src=0)
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The parts of a model that are gathered one after the other: the members of its outermost lists of modules."""
+    """The members of a model's outermost `ModuleList`s, which FSDP gathers one at a time."""
     if isinstance(module, nn.ModuleList):
         return [layer for layer in module if next(layer.parameters(), None) is not None]
     return [layer for child in module.children() for layer in layers_of(child)]
 
 
 def require_division(config: RunConfig, ranks: int) -> None:
-    """Raise a `UsageError` if a run cannot be divided over this number of ranks."""
+    """Raise a `UsageError` if the batch or the model cannot be divided among this number of ranks."""
     if config.batch % (ranks * config.accumulation):
         split = f"accumulation={config.accumulation} micro-batches on each of {ranks} ranks"
         raise UsageError(f"batch={config.batch} does not split into {split}: choose a multiple")

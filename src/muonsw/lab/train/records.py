@@ -1,4 +1,4 @@
-"""Records of a run: losses are read back from the device in groups, checked, and passed to every sink."""
+"""Records of a run: losses are read from the device in groups, checked, and passed to all sinks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from muonsw.lab.train.state import Training
 
 Record = dict[str, Any]
 Sink = Callable[[Record], None]
-# On an accelerator losses are read back in groups, so that the host can run ahead.
+# Reading losses rarely lets the host run ahead of an accelerator.
 READ_EVERY = 16
 
 
 @dataclass
 class Journal:
-    """Turn the losses that steps leave on the device into records."""
+    """Turns losses on the device into records."""
 
-    training: Training  # the run
-    # Where the records go: empty on ranks that do not lead.
-    sinks: list[Sink] = field(default_factory=list)
+    training: Training
+    sinks: list[Sink] = field(default_factory=list)  # only on rank 0
     file: MetricsFile | None = None
     _waiting: list[tuple[int, float, Tensor]] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
@@ -50,7 +49,7 @@ class Journal:
             sink(record)
 
     def note_step(self, lr: float, losses: LossParts, norm: Tensor) -> None:
-        """Remember a step; losses are read back in groups."""
+        """Store the losses of a step, and write records when enough have accumulated."""
         self._names = [name for name, part in losses._asdict().items() if not part.dim()]
         single, others = losses[: len(self._names)], losses[len(self._names) :]
         numbers = torch.cat([torch.stack([*single, norm]).double(), *(part.double().flatten() for part in others)])
@@ -59,7 +58,7 @@ class Journal:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Write the training records of all steps so far, which waits for the device; a loss may have `Diverged`."""
+        """Wait for the device and write the records of all steps so far; may raise `Diverged`."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -88,25 +87,25 @@ class Journal:
             self.training.guard.watch(step, total, norm)
 
     def restart_clock(self) -> None:
-        """Exclude the time until now from the speed."""
+        """Exclude the time since the last record from the speed."""
         self._since = time.perf_counter()
 
     def sync(self) -> float:
-        """Wait until all records are on disk, and return the seconds since the last call."""
+        """Flush all records to disk, and return the seconds since the last call."""
         if self.file is not None:
-            self.file.sync()  # a checkpoint must not know more than the records
+            self.file.sync()  # records must be on disk before the checkpoint that follows them
         before, self._started = self._started, time.perf_counter()
         return self._started - before
 
 
 class MetricsFile:
-    """Appends records to `metrics.jsonl`, each flushed, so that a killed run loses at most part of a line.
+    """Appends records to `metrics.jsonl` and flushes each, so a killed run loses at most part of a line.
 
-    Records of steps after `after` are removed: the run resumes there and writes them again. At 0 the run begins, and a
-    file of an earlier start is renamed. `note` is called with what was put aside.
+    Removes records of steps after `after`, which the resumed run will write again. If the run starts from step 0, an
+    existing file is renamed. `note` is called with messages about that.
     """
 
-    def __init__(self, folder: Path, *, after: int, note: Callable[[str], None] = lambda _text: None) -> None:
+    def __init__(self, folder: Path, *, after: int, note: Callable[[str], None]) -> None:
         self.path = folder / METRICS
         with reported(self.path):
             if after > 0 and self.path.exists():
@@ -114,16 +113,16 @@ class MetricsFile:
                 with self.path.open("rb") as before, replacing(self.path) as file:
                     for line in before:
                         step = _step_in(line)
-                        if step is None and line.endswith(b"\n"):  # half a line at the end is no damage
+                        if step is None and line.endswith(b"\n"):  # a partial last line is expected after a kill
                             damaged += 1
                         elif step is not None and step <= after:
                             file.write(line.removesuffix(b"\n") + b"\n")
                     if damaged:
                         shutil.copyfile(self.path, aside := numbered(self.path))
-                        note(f"{damaged} damaged lines of {self.path} were left out; the file as it was is {aside}")
+                        note(f"removed {damaged} damaged lines from {self.path}; the original is {aside}")
             elif self.path.exists() and self.path.stat().st_size:
                 self.path.rename(aside := numbered(self.path))
-                note(f"{self.path} was moved to {aside}: there is no checkpoint to resume from; the run starts again")
+                note(f"{self.path} was moved to {aside}: there is no checkpoint to resume from, so the run starts over")
             self._file = self.path.open("a", encoding="utf-8")
 
     def __call__(self, record: Record) -> None:
@@ -136,8 +135,7 @@ class MetricsFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; failed writes were reported already."""
-        with suppress(OSError):
+        with suppress(OSError):  # failed writes were reported already
             self._file.close()
 
 
@@ -150,7 +148,7 @@ def _step_in(line: bytes) -> int | None:
 
 
 def numbers_of(record: Record, steps: int) -> dict[str, str]:
-    """What a view shows of a record, as texts by heading; `steps` is the length of the run.
+    """Format the numbers of a record for display, by heading; `steps` is the length of the run.
 
     Examples:
         >>> numbers_of({"kind": "train", "step": 1200, "loss": 3.25}, 5000)
@@ -167,7 +165,7 @@ def numbers_of(record: Record, steps: int) -> dict[str, str]:
 
 
 def require_sinks(config: RunConfig) -> None:
-    """Raise a `UsageError` if a package that a run is logged with is not installed."""
+    """Raise a `UsageError` if the package for a configured sink is not installed."""
     if config.tensorboard:
         needed("tensorboard", "TensorBoard events need", "tensorboard")
     if config.wandb:

@@ -1,4 +1,4 @@
-"""A run in memory: model, optimizer, schedule and batches, and how they are saved and loaded."""
+"""A run in memory: model, optimizer, schedule and batches, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ from muonsw.lab.train.checkpoint import (
     Checkpoint,
     CheckpointError,
     full_tensor,
-    gather,
     load_optimizer,
     optimizer_tensors,
     sharded_like,
@@ -51,14 +50,14 @@ from muonsw.peak import eta_max
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Losses in a row that must be too high: one bad batch is not a divergence.
+# Consecutive losses that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
-# What a checkpoint holds of a `LossGuard`; JSON writes an infinite `lowest` as None.
+# The attributes of a `LossGuard` in a checkpoint; JSON writes an infinite `lowest` as None.
 GUARD_STATE = ("lowest", "strikes", "skipped", "skipped_in_a_row")
 
 # Eager calls before the capture, which compile kernels and allocate state.
 WARM_CALLS = 3
-# A graph holds the activations of a call; beyond this many tokens, launches no longer matter.
+# A graph keeps all activations in memory; beyond this many tokens, launch times no longer matter.
 MOST_TOKENS = 65_536
 
 Options = dict[str, Any]
@@ -72,11 +71,10 @@ def build_optimizer(
     process_group: ProcessGroup | None = None,
     patterns: Mapping[str, Options] | None = None,
 ) -> MuonSW | AdamWSW:
-    """One optimizer for a whole model, routed by role; a decoder's learning rates are multiplied as muP says.
+    """Build one optimizer for a model, routed by role, with muP's learning-rate multipliers for a decoder.
 
-    The model is already sharded, if it is to be; `process_group` are ranks that hold the same whole model, among which
-    Muon's matrices are divided. `steps` is the length of the run, for decay rules that end with it, and `patterns` the
-    routing of a task.
+    Shard the model first. The ranks of `process_group` have copies of the model and share Muon's work. `steps` is the
+    length of the run, for decay rules that depend on it; `patterns` is the routing of a task.
 
     Examples:
         >>> from muonsw.lab.model import ModelConfig
@@ -92,7 +90,7 @@ def build_optimizer(
         shared["patterns"] = {**roles, **shared["patterns"]}
     if config.algorithm == "adamw":
         return AdamWSW.for_model(model, betas=config.betas, **shared)
-    # Only what AdamW does not get anyway: a model of matrices alone would refuse it.
+    # Pass only what differs from the defaults: a model without AdamW parameters refuses AdamW options.
     adamw: Options = {} if config.betas == ADAMW.defaults["betas"] else {"betas": config.betas}
     adamw |= {} if config.adam_lr is None else {"lr": config.adam_lr}
     if config.preset:
@@ -105,32 +103,32 @@ def build_optimizer(
 
 
 def _decoder_options(model: Decoder, name: str, config: OptimizerConfig) -> Options:
-    """Options of one parameter that its role does not decide."""
+    """Options of one parameter beyond the defaults of its role."""
     role, matrices = role_of(name), ALGORITHMS[config.matrix_algorithm].matrices
     rule = {"decay": config.unnormalized} if role == "hidden" and config.unnormalized else {}
     if config.algorithm == "adamw":
         return {"lr_multiplier": scalings(model.config)[role].lr, **rule}
     if role in ("hidden", "residual"):
         options: Options = {"lr_multiplier": muon_lr_multiplier(model.config, config.muon_lr), **rule}
-        # The projections that a fused matrix holds; queries, keys and values may count as one.
-        fused = model.fused_projections().items()
-        sizes = [sizes for pattern, sizes in fused if name.endswith(pattern.lstrip("*"))]
-        if sizes and matrices and not (name.endswith("qkv.weight") and config.qkv == "fused"):
-            options["split_sizes"] = sizes[0]
+        # Split fused projections into their matrices, unless queries, keys and values count as one.
+        for pattern, sizes in model.fused_projections().items():
+            fused = pattern.endswith("qkv.weight") and config.qkv == "fused"
+            if matrices and not fused and name.endswith(pattern.lstrip("*")):
+                options["split_sizes"] = sizes
         return options
     if role == "router" and config.router == "muon":
         return {"algorithm": config.matrix_algorithm, "weight_decay": config.weight_decay}
-    # A rule without matrices, as Lion's, would take the rest too: members differ in the same matrices.
+    # A rule that is not for matrices only, such as Lion, would take the rest too; leave that to AdamW.
     return {} if matrices else {"algorithm": "adamw"}
 
 
 def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable[[int], float], steps: int) -> None:
-    """Raise a `ValueError` if one step of this schedule would decay more than the whole weight."""
+    """Raise a `ValueError` if some step of this schedule would decay a weight by more than itself."""
     for group in optimizer.param_groups:
         rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
         if DECAY_RULES[rule].uses_gradient or not decays(group):
-            continue  # the step itself refuses too much
-        # Rules that do not count steps take most at the peak.
+            continue  # unknown before the step, which checks it
+        # Rules that do not depend on the step decay most at the peak.
         rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
         peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
         phi = max(decay_factors(rule, lam, rates, peak))
@@ -141,31 +139,31 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
 
 
 class Evaluation(NamedTuple):
-    """A validation loss, and the steps after which it was measured."""
+    """A validation loss after this many steps."""
 
     step: int
     loss: float
 
 
 class Gradients(NamedTuple):
-    """What a backward pass leaves on the device: losses, the gradients' norm before clipping, and the gradients."""
+    """The result of forward and backward passes, on the device."""
 
     losses: LossParts
-    norm: Tensor
+    norm: Tensor  # before clipping
     grads: list[Tensor | None]
 
 
 class Training:
-    """A run in memory, ready to take its next step; its config has the fingerprint that `with_fingerprint` fills in."""
+    """A run in memory, ready to take its next step; its config comes from `with_fingerprint`."""
 
     def __init__(self, config: RunConfig, world: World | None = None) -> None:
         self.config, self.world = config, world or World()
         self.step = 0  # completed
-        self.seconds = 0.0  # how long earlier processes have trained this run
+        self.seconds = 0.0  # training time up to the last checkpoint
         self.best: Evaluation | None = None
         self.latest: Evaluation | None = None
-        self.metrics: dict[str, float] = {}  # what the latest evaluation measured besides the loss
-        self._measured: tuple[str, ...] = ()
+        self.metrics: dict[str, float] = {}  # of the latest evaluation, without the loss
+        self._measured: tuple[str, ...] = ()  # the names of all measurements
         self.guard = LossGuard(config.diverged, config.skipped)
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -174,17 +172,17 @@ class Training:
         self.task = self.world.together(lambda: open_task(config, self.world.size))
         self.model = self.task.model(config.seed).to(self.device)
         if config.weights == "bfloat16":
-            for parameter in self.model.parameters():  # buffers stay: rotations need their digits
+            for parameter in self.model.parameters():  # not buffers: rotations need float32
                 parameter.data = parameter.data.bfloat16()
         if not self.world.alone:
             self.task.join_ranks(self.model, self.world.size)
         self.module = self.task.computing_loss(self.model)
         self.placed = PlacedModel(self.module, config, self.world, self.device)
         self.forward = self.placed.forward
-        # The model of a user's task is compiled on request only.
+        # By default, a user's task is not compiled.
         if config.compile == "on" or (config.compile == "auto" and config.task is None and self.device.type == "cuda"):
-            # Code of the same shape, from an earlier run in this process, is used again. Code of other shapes is
-            # dropped: the compiler keeps few variants of a function, and silently runs without any once there are more.
+            # Reuse code that an earlier run in this process compiled for the same shapes, and drop it if shapes differ:
+            # the compiler keeps few variants of a function, and beyond those it silently falls back to eager.
             global _compiled_shape  # noqa: PLW0603 (the compiler's own store belongs to the process, too)
             shape = config.task or config.decoder, config.batch // config.accumulation
             if shape != _compiled_shape:
@@ -194,8 +192,8 @@ class Training:
         patterns = self.task.patterns(self.model, config.optimizer.weight_decay)
         group = self.placed.process_group
         self.optimizer = build_optimizer(self.model, config.optimizer, config.steps, group, patterns)
-        # Small steps are replayed as CUDA graphs: launching takes longer than computing. A user's task may do on the
-        # host what a graph would not repeat.
+        # Replay small steps as CUDA graphs, because launching takes longer than computing. A user's task may do work on
+        # the host, which a graph would not repeat.
         graphs = self.world.alone and self.device.type == "cuda" and config.task is None and config.graphs != "off"
         if graphs and config.graphs == "auto":
             graphs = config.accumulation == 1 and config.tokens_per_step <= MOST_TOKENS
@@ -206,7 +204,7 @@ class Training:
         require_decay_below_one(self.optimizer, multiple, config.steps)
 
     def describe(self) -> dict[str, Any]:
-        """What is trained: the model, its parameters by role and algorithm, the data."""
+        """Describe the model, its parameters by role and algorithm, and the data."""
         roles: Counter[str] = Counter()
         for group in self.optimizer.param_groups:
             decays = "decayed" if group["weight_decay"] else "not decayed"
@@ -216,8 +214,8 @@ class Training:
         return {"model": kind, "parameters": dict(roles), "data": self.task.data(self.config.steps)}
 
     def settle(self) -> None:
-        """Take a backward pass under DDP and discard it."""
-        # DDP adds gradients in the order of its first pass, so a resumed run's first step would differ in last bits.
+        """Run one backward pass under DDP and discard it."""
+        # DDP's first pass sums gradients in another order than later ones, so resuming would change the last bits.
         if self.placed.strategy != "ddp":
             return
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -228,7 +226,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each step that is left, on the device, read in the background if the task allows."""
+        """The micro-batches of each remaining step, on the device, read in the background if the task allows."""
         if self.task.prefetches:
             return prefetch(self._micro_batches, self.step, self.config.steps)
         return map(self._micro_batches, range(self.step, self.config.steps))
@@ -239,7 +237,7 @@ class Training:
         return [to_device(batch, self.device) for batch in parts]
 
     def forward_backward(self, batches: list[Batch]) -> LossParts:
-        """Add up the gradients of a step; its losses, means over the micro-batches, stay on the device."""
+        """Accumulate the gradients of a step; return its losses, averaged over micro-batches, on the device."""
         parts = []
         for number, batch in enumerate(batches, start=1):
             with self.placed.backward_pass(last=number == len(batches)):
@@ -251,11 +249,11 @@ class Training:
         return type(parts[0])(*means)
 
     def update(self, batches: list[Batch]) -> Gradients:
-        """Take a step: forward, backward, clip, update; a `UsageError` if the optimizer refuses its rate or decay."""
+        """Take a step; raise a `UsageError` if the optimizer refuses its rate or decay."""
         with self._blamed():
             result = (self.replayed_gradients or self.gradients)(batches)
         for parameter, grad in zip(self.model.parameters(), result.grads, strict=True):
-            parameter.grad = grad  # a graph always writes to the same memory, an eager pass to new
+            parameter.grad = grad  # a graph always writes to the same memory, an eager pass allocates
         try:
             self.optimizer.step()
         except ValueError as error:
@@ -265,7 +263,7 @@ class Training:
         return result
 
     def gradients(self, batches: list[Batch]) -> Gradients:
-        """The forward and backward pass of a step, which a graph may capture."""
+        """The forward and backward passes of a step, and clipping; a graph may capture them."""
         self.optimizer.zero_grad(set_to_none=True)
         losses, limit = self.forward_backward(batches), self.config.optimizer.clip or math.inf
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
@@ -273,36 +271,35 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Means over the validation batches, which are the same for every run on this data."""
+        """Average the measurements over the validation batches, which are the same for every run on this data."""
         total, rows = torch.zeros((), dtype=torch.float64, device=self.device), 0
         self.placed.share_buffers()
         self.module.eval()
-        for batch, counted in self.task.validation(ranks=self.world.size, rank=self.world.rank):
+        for batch, size in self.task.validation(ranks=self.world.size, rank=self.world.rank):
             with self._blamed():
-                total = total + (self.replayed_score or self.score)([to_device(batch, self.device)]) * counted
-            rows += counted
+                total = total + (self.replayed_score or self.score)([to_device(batch, self.device)]) * size
+            rows += size
         self.module.train()
-        *sums, seen = self.world.total(torch.tensor([*total.tolist(), rows], dtype=torch.float64)).tolist()
-        measured = dict(zip(self._measured, (value / seen for value in sums), strict=True))
-        self.latest = Evaluation(self.step, measured.pop("loss"))
-        self.metrics = measured
+        *sums, rows_of_all = self.world.total(torch.tensor([*total.tolist(), rows], dtype=torch.float64)).tolist()
+        self.metrics = dict(zip(self._measured, (value / rows_of_all for value in sums), strict=True))
+        self.latest = Evaluation(self.step, self.metrics.pop("loss"))
         if self.best is None or math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
 
     def _blamed(self) -> AbstractContextManager[None]:
-        """Name the user's code in its errors, except on several ranks, where an error may mean a lost rank."""
+        # With several ranks, an error in the user's code may mean that another rank is lost.
         return self.task.blamed() if self.world.alone else nullcontext()
 
     def score(self, batches: list[Batch]) -> Tensor:
-        """What is measured of one batch: the loss, then what else the task measures."""
+        """The loss of a validation batch, then the task's other measurements."""
         (batch,) = batches
         with torch.no_grad(), self.autocast():
             values = self.task.evaluation(self.module, batch)
         self._measured = self._measured or tuple(values)
         if values.keys() != set(self._measured):
-            both = f"{', '.join(values)} of one validation batch and {', '.join(self._measured)} of another"
-            raise UsageError(f"the task measures {both}: metrics(model, batch) must return the same names for all")
+            both = f"{', '.join(values)} for one validation batch and {', '.join(self._measured)} for another"
+            raise UsageError(f"the task measures {both}: metrics(model, batch) must always return the same names")
         return torch.stack([torch.as_tensor(values[name], device=self.device).double() for name in self._measured])
 
     def lr_multiple(self) -> float:
@@ -310,13 +307,13 @@ class Training:
         return float(self.scheduler.lr_lambdas[0](self.step))
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Bfloat16 products where the precision says so; weights stay float32."""
-        chosen = self.config.precision
-        wanted = chosen == "bfloat16" or (chosen == "auto" and self.device.type == "cuda")
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted else nullcontext()
+        """Compute products in bfloat16 if the precision says so."""
+        precision = self.config.precision
+        enabled = precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if enabled else nullcontext()
 
     def checkpoint(self) -> Checkpoint:
-        """Everything needed to resume from here; tensors on rank 0 only, which writes them."""
+        """Everything needed to resume from here; only rank 0 gets the tensors."""
         self.placed.share_buffers()
         optimizer, groups = optimizer_tensors(self.optimizer)
         random = {"cpu": torch.get_rng_state()}
@@ -334,17 +331,23 @@ class Training:
         }
         weights, names = self.model.state_dict(), dict.fromkeys(first_names(self.model).values())
         parts = {"model": {name: weights[name] for name in names}, "optimizer": optimizer, "random": random}
-        tensors = {part: gather(values, keep=self.world.leads) for part, values in parts.items()}
+        tensors: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
+        for part, values in parts.items():
+            for name, tensor in values.items():
+                full = full_tensor(tensor.detach())  # on all ranks
+                if self.world.leads:
+                    # Copies, because safetensors refuses tensors that share memory.
+                    tensors[part][name] = full.to("cpu", copy=True).contiguous()
         return Checkpoint(self.step, tensors, state)
 
     def load(self, saved: Checkpoint) -> None:
-        """Continue from a checkpoint, as if the run had never stopped; a `CheckpointError` if it does not fit."""
+        """Resume from a checkpoint as if the run had never stopped; raise a `CheckpointError` if it does not fit."""
         try:
             weights, here = saved.tensors["model"], self.model.state_dict(keep_vars=True)
             names = first_names(self.model)
             self.model.load_state_dict({name: sharded_like(here[name], weights[names[name]]) for name in names})
             load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
-            # The schedule is a function of the step; the learning rates themselves came with the groups.
+            # The schedule is a function of the step; the groups contain the current learning rates.
             self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
             self.scheduler._step_count = self.scheduler.last_epoch + 1
             for name in GUARD_STATE:
@@ -356,7 +359,7 @@ class Training:
                 Evaluation(step, math.nan if loss is None else loss) for step, loss in evaluations
             )
             self.step, self.seconds = saved.step, saved.state["seconds"]
-            # Sums are split among threads, so another number of them would change the last bits.
+            # Another number of threads would change the rounding of sums.
             if not self.config.threads:
                 torch.set_num_threads(saved.state["threads"])
             torch.set_rng_state(saved.tensors["random"]["cpu"])
@@ -368,7 +371,7 @@ class Training:
 
 
 def open_task(config: RunConfig, ranks: int = 1) -> Task:
-    """The task of a run on this number of ranks; a `UsageError` if its data or its file cannot be used."""
+    """Open a run's data and task; raise a `UsageError` if a file cannot be used."""
     if config.task is not None:
         return UserTask(config.task, batch=config.batch, seed=config.seed)
     micro = config.batch // (config.accumulation * ranks)
@@ -376,7 +379,7 @@ def open_task(config: RunConfig, ranks: int = 1) -> Task:
 
 
 def first_names(model: torch.nn.Module) -> dict[str, str]:
-    """By every name in a model's state, the first name of the same tensor: tied ones are saved once."""
+    """Map each name in a model's state to the first name of the same tensor, so that tied tensors are saved once."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
@@ -385,10 +388,7 @@ _compiled_shape: tuple[ModelConfig | TaskConfig, int] | None = None
 
 
 class LossGuard:
-    """Watch the training loss, and count skipped steps.
-
-    A loss diverges `excess` nats above the lowest so far; `most_skipped` steps in a row may not be finite.
-    """
+    """Stops a run if its loss is more than `excess` above the minimum, or `most_skipped` steps in a row are skipped."""
 
     def __init__(self, excess: float, most_skipped: int) -> None:
         self.excess, self.most_skipped = excess, most_skipped
@@ -396,14 +396,14 @@ class LossGuard:
         self.skipped, self.skipped_in_a_row = 0, 0
 
     def watch(self, step: int, loss: float, norm: float) -> None:
-        """Raise `Diverged` if a loss is not finite or stays too high, or too many steps in a row were skipped."""
+        """Raise `Diverged` if the loss is not finite or stays too high, or too many steps in a row were skipped."""
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
             raise Diverged(f"the loss of step {step} is {loss}; {advice}", step)
         self.strikes = self.strikes + 1 if loss > self.lowest + self.excess else 0
         self.lowest = min(self.lowest, loss)
         if self.strikes >= PATIENCE:
-            raise Diverged(f"the loss of step {step} is {loss:.4g}, after {self.lowest:.4g} at best; {advice}", step)
+            raise Diverged(f"the loss of step {step} is {loss:.4g}, up from {self.lowest:.4g}; {advice}", step)
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
             return
@@ -412,47 +412,46 @@ class LossGuard:
         if self.skipped_in_a_row >= self.most_skipped:
             many = f"the gradients of {self.skipped_in_a_row} steps in a row, up to step {step}, are not finite"
             fix = "check model and precision, lower the learning rate, or allow more with the setting `skipped`"
-            raise Diverged(f"{many}, so that nothing was learned from them; {fix}", step)
+            raise Diverged(f"{many}, so these steps were skipped; {fix}", step)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a config names; a `UsageError` if this machine does not have it."""
+    """The device with this name; raise a `UsageError` if it cannot be used here."""
     if name == "auto":
         return torch.device("cuda" if machine.gpus() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # the meta device gives tensors without numbers
+        torch.zeros(1, device=device).item()  # raises for the meta device, whose tensors have no data
     except (RuntimeError, AssertionError, ImportError) as error:
-        there = "cpu, cuda or auto" if machine.gpus() else "cpu or auto, for there is no GPU"
-        raise UsageError(f"device {name!r} cannot be used here: choose {there}") from error
+        available = "cpu, cuda or auto" if machine.gpus() else "cpu or auto, because there is no GPU"
+        raise UsageError(f"device {name!r} cannot be used here: choose {available}") from error
     return device
 
 
 def device_of_rank(config: RunConfig, world: World) -> torch.device:
-    """The device that the config names; of several GPUs the one of this rank."""
+    """The device in the config, or this rank's GPU if there are several ranks."""
     device = resolve_device(config.device)
     if world.alone or device.type != "cuda":
         return device
-    gpus = machine.gpus()
-    if world.local >= gpus:
-        many = f"rank {world.rank} has no GPU of its own: its machine has {gpus}"
+    if world.local >= (gpus := machine.gpus()):
+        many = f"there is no GPU for rank {world.rank}: its machine has {gpus}"
         raise UsageError(f"{many}; start at most as many processes there, or set device to cpu")
     torch.cuda.set_device(world.local)
     return torch.device("cuda", world.local)
 
 
 def with_fingerprint(config: RunConfig) -> RunConfig:
-    """The config with the hash of its tokens or of its task's file; a `UsageError` if the config says another."""
+    """Add the hash of the tokens or of the task's file; raise a `UsageError` if the config has a different one."""
     if config.task is not None:
         return replace(config, task=with_file(config.task))
     return replace(config, data=with_tokens(config.tokens, config.decoder))
 
 
 class GraphedFunction(Generic[Result]):
-    """A function that is captured as a CUDA graph once and then replayed on new batches of the same shape.
+    """A function that is captured as a CUDA graph and replayed on new batches of the same shape.
 
-    It never waits for the device. Each call overwrites the result of the previous one. If capturing fails, it stays
-    eager, with a warning.
+    It never waits for the device. Each call overwrites the result of the previous one. If capturing fails, it warns and
+    stays eager.
     """
 
     def __init__(self, function: Callable[[list[Batch]], Result], device: torch.device) -> None:
@@ -464,7 +463,7 @@ class GraphedFunction(Generic[Result]):
         self._result: Result | None = None
 
     def __call__(self, batches: list[Batch]) -> Result:
-        """The function of these batches; the first calls are eager."""
+        """Call the function on these batches; the first calls are eager."""
         self._calls += 1
         if self._calls == WARM_CALLS + 1:
             self._capture(batches)
@@ -477,7 +476,7 @@ class GraphedFunction(Generic[Result]):
         return self._result
 
     def eager(self, batches: list[Batch]) -> Result:
-        """An eager call, on the stream of the capture: autograd remembers on which stream it met the weights."""
+        """Call on the stream of the capture: autograd remembers the stream on which it first saw the weights."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -486,7 +485,7 @@ class GraphedFunction(Generic[Result]):
         return result
 
     def _capture(self, batches: list[Batch]) -> None:
-        """Capture a call without running it; the prefetching thread keeps running."""
+        """Capture a call without running it; prefetching continues meanwhile."""
         self._batches = [map_tensors(Tensor.clone, batch) for batch in batches]
 
         def program() -> None:
