@@ -120,7 +120,7 @@ def test_data_that_cannot_be_used_is_explained(tmp_path, command, capsys):
     for options, message in (
         (["--data", "notes.txt"], "--text notes.txt"),
         (["--data", "."], "--text ."),
-        (["--data", "nowhere"], "`muonsw data prepare nowhere` makes some there"),
+        (["--data", "nowhere"], "run `muonsw data prepare nowhere`"),
         (["--data", "nowhere", "--text", "notes.txt"], "give --text or --data, not both"),
         (["--text", "absent.txt"], "no file matches absent.txt"),
         (["--text", "empty.txt"], "gave no document"),

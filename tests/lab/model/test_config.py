@@ -37,7 +37,7 @@ def test_invalid_configs_name_the_field_and_the_fix(changes, message):
 
 def test_a_sequence_that_is_too_long_is_refused():
     config = small()
-    with pytest.raises(ValueError, match="17 tokens are longer than sequence=16"):
+    with pytest.raises(ValueError, match="has 17 tokens, more than sequence=16"):
         Decoder(config).logits(tokens(config, length=17))
 
 

@@ -1,1 +1,1 @@
-"""Documents to tokens to batches: sources, tokenizers, shards on disk, and a loader whose order is a pure function."""
+"""Sources of text, tokenizers, token shards on disk, and batches of them."""

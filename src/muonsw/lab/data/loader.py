@@ -1,11 +1,11 @@
-"""Prepared tokens on disk, and batches of them whose order is a pure function of the seed and the step.
+"""Prepared tokens on disk, and batches that are a pure function of the seed and the step.
 
-A folder holds shards and `data.json`, the record of everything about them. A shard is nothing but token ids,
-little-endian, two bytes each for vocabularies up to 65,536 and else four. Its name holds a hash of its texts, so that
-other texts never replace those on record.
+A folder holds shards and `data.json`, which describes them. A shard is an array of little-endian token ids, of two
+bytes each for vocabularies up to 65,536 and four above. Its name has a hash of its texts, so other texts never
+overwrite it.
 
-A loader keeps no position: resuming at a step means asking for that step. Ranks, micro-batches and prefetching only
-decide who asks for which rows, and when.
+A loader has no position: to resume at a step, ask for that step. The number of ranks and micro-batches does not change
+the data of a step.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ RECORD = "data.json"
 FORMAT = 2
 RERUN = "make room, or choose another folder; finished shards are kept, rerun the same command to resume"
 AGAIN = "delete it and prepare the data again"
-# A split up to this size is compared with its checksums whenever it is opened; larger ones by `muonsw data verify`.
+# Larger splits are compared with their checksums only by `muonsw data verify`, not whenever they are opened.
 CHECKED_BYTES = 1 << 26
 SHUFFLE_ROUNDS = 8
 # The multipliers and shifts of SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's variant 13).
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
-# Tensor cores want the vocabulary in multiples of 64: GPT-2's 50,257 become 50,304.
+# Tensor cores are fastest with multiples of 64: GPT-2's 50,257 tokens become 50,304.
 VOCAB_MULTIPLE = 64
 
 
@@ -55,12 +55,12 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Group:
-    """A run of consecutive documents that was encoded together, into one shard for each split."""
+    """Consecutive documents that were encoded together, into one shard for each split."""
 
     digest: str  # a hash of the texts
     documents: int
     tokens: dict[Split, int]  # a split without documents has no shard and no entry
-    checksums: dict[Split, str]  # SHA-256 of each split's shard
+    checksums: dict[Split, str]  # SHA-256 of each shard
     bytes: int = 0  # the size of the texts in UTF-8
 
     def __post_init__(self) -> None:
@@ -70,31 +70,31 @@ class Group:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What a folder of shards holds, and the settings that decided it."""
+    """The shards in a folder, and the settings they were made with."""
 
     tokenizer: str  # its `identity`
-    vocab_size: int  # every token is below it
-    validation_fraction: float  # the share of documents that is held out
+    vocab_size: int
+    validation_fraction: float  # the fraction of documents to hold out
     group_characters: int  # a group ends with the document that reaches this many
     groups: tuple[Group, ...] = ()  # in the order of the documents
-    complete: bool = False  # whether the last document was reached
-    tokenizer_description: dict[str, Any] | None = None  # from which `load_tokenizer` rebuilds it
-    recipe: dict[str, Any] | None = None  # where documents and tokenizer came from
+    complete: bool = False  # whether all documents are encoded
+    tokenizer_description: dict[str, Any] | None = None  # for `restore`
+    recipe: dict[str, Any] | None = None  # the source of the documents and the kind of tokenizer
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same for the same data."""
+        """The settings that decide the data."""
         names = ("tokenizer", "vocab_size", "validation_fraction", "group_characters")
         return {**{name: getattr(self, name) for name in names}, **(self.recipe or {})}
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """How a token is stored: the smaller of two types that holds the vocabulary."""
+        """The dtype of a token on disk."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
 
     @property
     def padded_vocab(self) -> int:
-        """The rows of an embedding for these tokens."""
+        """The number of rows in an embedding for these tokens."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
@@ -102,11 +102,11 @@ class DataRecord:
         return sum(group.documents for group in self.groups)
 
     def tokens(self, split: Split) -> int:
-        """The number of tokens in a split, ends of documents included."""
+        """The number of tokens in a split, including the ends of documents."""
         return sum(group.tokens.get(split, 0) for group in self.groups)
 
     def shards(self, folder: Path, split: Split) -> dict[Path, Group]:
-        """The files of a split, in order, and the group of each."""
+        """The files of a split, in order, with their groups."""
         groups = enumerate(self.groups)
         return {shard_path(folder, split, n, group): group for n, group in groups if split in group.tokens}
 
@@ -119,7 +119,7 @@ def read_record(folder: Path) -> DataRecord:
     path, fix = folder / RECORD, "delete the folder and prepare the data again"
     if not path.exists():
         name = shlex.quote(str(folder))
-        instead = f"`muonsw data prepare {name}` makes some there"
+        instead = f"run `muonsw data prepare {name}`"
         if folder.exists() and not any(folder.glob("*.tokens")):
             instead = f"`muonsw compare` and `muonsw train` take text as --text {name}"
         raise UsageError(f"{folder} holds no prepared data (it has no {RECORD}): {instead}")
@@ -137,7 +137,7 @@ def save_record(folder: Path, record: DataRecord) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared folder; a `UsageError` if it did not make the folder's tokens."""
+    """The tokenizer of a prepared folder; raise a `UsageError` if the tokens were made by another one."""
     record = read_record(folder)
     tokenizer = restore(record.tokenizer_description or {}, folder)
     if (tokenizer.identity, tokenizer.vocab_size) != (record.tokenizer, record.vocab_size):
@@ -147,7 +147,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def fingerprint(record: DataRecord) -> str:
-    """A short hash of all tokens of a folder and of what made them."""
+    """A short hash of the tokenizer and all tokens of a folder."""
     shards = (f"{split}:{checksum}" for group in record.groups for split, checksum in group.checksums.items())
     return hashlib.sha256("\n".join([record.tokenizer, *shards]).encode()).hexdigest()[:16]
 
@@ -156,7 +156,7 @@ def fingerprint(record: DataRecord) -> str:
 
 
 class Shard(NamedTuple):
-    """The tokens of a shard, mapped from its file and not held in memory; all should be below `vocab_size`."""
+    """The memory-mapped tokens of a shard, which should all be below `vocab_size`."""
 
     path: Path
     tokens: npt.NDArray[np.integer[Any]]
@@ -164,7 +164,7 @@ class Shard(NamedTuple):
 
 
 def open_split(folder: Path, split: Split) -> list[Shard]:
-    """Map the shards of a split, in order; their sizes are compared with the record, up to 64 MiB also every byte."""
+    """Memory-map the shards of a split, in order, after checking their sizes and, up to 64 MiB, their checksums."""
     record = read_record(folder)
     if not record.complete:
         raise UsageError(f"{folder} is not prepared to the end: rerun the same `muonsw data prepare` to resume")
@@ -175,17 +175,17 @@ def open_split(folder: Path, split: Split) -> list[Shard]:
 
 
 def open_shard(path: Path, group: Group, split: Split, record: DataRecord, *, check: bool) -> Shard:
-    """Map one shard after comparing its size with the record, and with `check` its content."""
+    """Memory-map one shard after checking its size and, with `check`, its checksum."""
     count = group.tokens[split]
     try:
-        # The same open file is checked and mapped, so a file that replaces it meanwhile does no harm.
+        # Check and map the same open file, in case another process replaces it.
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size != count * record.dtype.itemsize:
-                raise UsageError(f"{path} has {size} bytes, not {count * record.dtype.itemsize} as on record: {AGAIN}")
+                raise UsageError(f"{path} has {size} bytes instead of {count * record.dtype.itemsize}: {AGAIN}")
             file.seek(0)
             if check and hashlib.file_digest(file, "sha256").hexdigest() != group.checksums[split]:
-                raise UsageError(f"{path} was altered, its checksum is not the one on record: {AGAIN}")
+                raise UsageError(f"{path} was altered: it does not match its checksum; {AGAIN}")
             tokens = np.memmap(file, dtype=record.dtype, mode="r", shape=(count,))
     except OSError as error:
         fix = "prepare the data again; with too many open files, raise `ulimit -n` or --group-characters"
@@ -194,7 +194,7 @@ def open_shard(path: Path, group: Group, split: Split, record: DataRecord, *, ch
 
 
 def verify_folder(folder: Path) -> Iterator[str]:
-    """Check the record, the tokenizer and every byte of every shard; yields what is wrong."""
+    """Check the record, the tokenizer and all shards; yield every problem."""
     record = read_record(folder)
     if not record.complete:
         yield f"{folder} is not prepared to the end: rerun the same `muonsw data prepare` to resume"
@@ -207,7 +207,7 @@ def verify_folder(folder: Path) -> Iterator[str]:
 
 
 def problems(folder: Path, number: int, group: Group, record: DataRecord) -> Iterator[str]:
-    """Check every byte of the shards of a group; yields what is wrong."""
+    """Check the shards of a group; yield every problem."""
     for split in group.tokens:
         try:
             open_shard(shard_path(folder, split, number, group), group, split, record, check=True)
@@ -219,10 +219,9 @@ def problems(folder: Path, number: int, group: Group, record: DataRecord) -> Ite
 
 
 class Windows:
-    """Windows of `sequence + 1` tokens over shards; none crosses a shard's end. `count` is their number.
+    """All `count` windows of `sequence + 1` tokens over shards; none crosses the end of a shard.
 
-    Neighboring windows share one token, the last target of one and the first input of the next, so that every token of
-    a shard but the first is a target in at most one window.
+    Neighboring windows share one token: the last target of one is the first input of the next.
     """
 
     def __init__(self, shards: Sequence[Shard], sequence: int) -> None:
@@ -236,27 +235,25 @@ class Windows:
             raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
 
     def gather(self, ids: Indices) -> TokenBatch:
-        """Inputs and targets of the windows with these ids, int64 of shape (len(ids), sequence)."""
+        """Inputs and targets of these windows, int64 of shape (len(ids), sequence)."""
         rows = np.empty((len(ids), self.sequence + 1), dtype=np.int64)
         owners = np.searchsorted(self._ends, ids, side="right")
         for row, window, owner in zip(rows, ids.tolist(), owners.tolist(), strict=True):
             start = (window - (int(self._ends[owner - 1]) if owner else 0)) * self.sequence
             row[:] = self.shards[owner].tokens[start : start + self.sequence + 1]
-        # A model would fail on such a token without naming the shard.
+        # The model would also fail, without naming the shard.
         if rows.max() >= (vocab := self.shards[0].vocab_size):
             bad = self.shards[owners[rows.max(axis=1).argmax()]].path
-            wrong = f"{bad} holds the token {rows.max()}, outside the vocabulary of {vocab}"
-            raise UsageError(f"{wrong}: delete it and prepare the data again")
+            raise UsageError(f"{bad} holds the token {rows.max()}, outside the vocabulary of {vocab}: {AGAIN}")
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class TokenLoader:
-    """Training batches: every epoch visits every window once, in an order keyed by the seed and the epoch.
+    """Training batches: every epoch visits every window once, in an order that depends on the seed and the epoch.
 
-    Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next. `batch`
-    counts sequences over all ranks and micro-batches; `limit` visits only the first windows. The order of the shards is
-    part of the data order.
+    A batch may hold the end of one epoch and the start of the next. `batch` counts sequences over all ranks and
+    micro-batches; `limit` uses only the first windows.
     """
 
     def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, seed: int, limit: int | None = None) -> None:
@@ -266,28 +263,20 @@ class TokenLoader:
             short = f"the corpus has {self.size} windows of {sequence + 1} tokens, fewer than one batch"
             raise ValueError(f"{short} of {batch}: make the batch or the sequence smaller, or add data")
 
-    def batch_at(self, step: int) -> TokenBatch:
-        """Inputs and targets of a step, counted from 0; int64 of shape (batch, sequence)."""
-        return self._rows(step, 0, self.batch)
-
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[TokenBatch]:
-        """The micro-batches of one rank.
-
-        Micro-batch m of all ranks, in the order of the ranks, then micro-batch m + 1: together exactly
-        `batch_at(step)`, which ranks and micro-batches must divide.
-        """
+        """The micro-batches of one rank; micro-batch m of all ranks comes before micro-batch m + 1 in the batch."""
         rows = self.batch // (ranks * accumulation)
         starts = (rows * (ranks * micro + rank) for micro in range(accumulation))
-        return (self._rows(step, start, start + rows) for start in starts)
+        return (self.batch_at(step, start, start + rows) for start in starts)
 
     def epochs(self, total_steps: int) -> float:
-        """How many times a run of this many steps visits the corpus."""
+        """The number of epochs in this many steps."""
         return total_steps * self.batch / self.size
 
-    def _rows(self, step: int, first: int, last: int) -> TokenBatch:
-        """Rows first to last of a step's batch."""
-        # Python's integers have no largest value: step * batch may pass 64 bits though no index within an epoch does.
-        samples = range(step * self.batch + first, step * self.batch + last)
+    def batch_at(self, step: int, first: int = 0, last: int | None = None) -> TokenBatch:
+        """Inputs and targets of a step, counted from 0, or of some of its rows; int64 of shape (rows, sequence)."""
+        # Python's integers do not overflow: step * batch may exceed 64 bits, unlike an index within an epoch.
+        samples = range(step * self.batch + first, step * self.batch + (self.batch if last is None else last))
         size, parts = self.size, []
         for epoch in range(samples[0] // size, samples[-1] // size + 1):
             begin, end = max(samples.start - epoch * size, 0), min(samples.stop - epoch * size, size)
@@ -296,24 +285,18 @@ class TokenLoader:
 
 
 class ValidationLoader:
-    """The same windows in the same order for every run, whatever its seed or batch; the last batch may be smaller.
-
-    All windows, or `windows` of them, spread evenly over the shards.
-    """
+    """All windows, or `windows` of them at even distances, the same for every run; the last batch may be smaller."""
 
     def __init__(self, shards: Sequence[Shard], sequence: int, batch: int, windows: int | None = None) -> None:
         self.windows, self.batch = Windows(shards, sequence), batch
         chosen = min(windows or self.windows.count, self.windows.count)
         self.ids: Indices = np.arange(chosen, dtype=np.int64) * self.windows.count // chosen
 
-    def __iter__(self) -> Iterator[TokenBatch]:
-        return (batch for batch, _ in self.parts(ranks=1, rank=0))
+    def parts(self, *, ranks: int = 1, rank: int = 0) -> Iterator[tuple[TokenBatch, int]]:
+        """The batches of one rank, each with the number of rows that count; together, ranks read every window once.
 
-    def parts(self, *, ranks: int, rank: int) -> Iterator[tuple[TokenBatch, int]]:
-        """The batches of one rank, and how many rows of each count; together all ranks read every window once.
-
-        Every rank has as many batches, since a sharded model needs all ranks for a forward pass; a rank that has
-        nothing left reads the first window again, and none of its rows count.
+        Every rank gets the same number of batches, because a sharded model needs all ranks for a forward pass. A rank
+        without windows left reads the first one again, and no row counts.
         """
         for start in range(0, len(self.ids), self.batch * ranks):
             ids = self.ids[start + self.batch * rank :][: self.batch]
@@ -321,10 +304,10 @@ class ValidationLoader:
 
 
 def shuffled(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
-    """Where a permutation of range(size) sends these indices; the key, any integers, decides it.
+    """Map indices by a permutation of range(size), which the key, a tuple of integers, determines.
 
-    The permutation is computed, not stored. A Feistel network permutes the smallest range(4**h) that holds range(size);
-    an image that falls outside is permuted again until it falls inside, which takes fewer than four rounds on average.
+    The permutation is computed, not stored. A Feistel network permutes the smallest range(4**h) that contains
+    range(size); an image outside range(size) is permuted again, fewer than four times on average.
 
     Examples:
         >>> shuffled(np.arange(10), 10, (42, 0)).tolist()
@@ -352,9 +335,9 @@ def shuffled(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
 
 
 def prefetch(read: Callable[[int], T], start: int, stop: int, *, ahead: int = 2) -> Iterator[T]:
-    """`read(start), ..., read(stop - 1)`, computed by one background thread up to `ahead` items early.
+    """Yield `read(start), ..., read(stop - 1)`, computed by a background thread up to `ahead` items early.
 
-    An error in `read` is raised where its item would have come. Closing the iterator ends the thread.
+    An error in `read` is raised in place of its item. Closing the iterator ends the thread.
     """
     steps = iter(range(start, stop))
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")

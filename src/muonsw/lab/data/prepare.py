@@ -1,9 +1,8 @@
-"""Documents to training and validation shards, in groups, so that memory is bounded and a killed run can resume.
+"""Encode documents into training and validation shards, with bounded memory; rerunning resumes.
 
 Text files and JSON lines are read here, as streams; everything else by the Hugging Face library `datasets`. A source
-gives its documents in an order that never changes. A group is a run of consecutive documents; where it ends depends on
-their lengths alone. The record of finished groups is written after each one, so a second run over the same documents
-only encodes what is missing.
+always yields its documents in the same order. Consecutive documents form a group, whose end depends only on their
+lengths. The record is written after each group, so a second run encodes only what is missing.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from muonsw.lab.files import locked, replacing
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
-# Settings that only one source or tokenizer reads, and the least that others may be.
+# Settings of one source or tokenizer, and the minimum of others.
 ONLY_FOR = {
     "packages": ("source", "python"),
     "files": ("source", "text"),
@@ -58,32 +57,31 @@ ONLY_FOR = {
     "gpt2_files": ("tokenizer", "gpt2"),
 }
 LEAST = {"limit_documents": 1, "limit_characters": 1, "group_characters": 1, "seed": 0}
-# A BPE is trained on this much text: more hardly changes its merges, and this takes a second.
+# Training a BPE on this much text takes a second; more hardly changes its merges.
 TRAINING_CHARACTERS = 1 << 22
-# What is encoded at a time: libraries need some hundred bytes for a token, so this keeps them below a gigabyte.
+# Encoding needs some hundred bytes for a token, so batches of this size need less than a gigabyte.
 BATCH_CHARACTERS = 1 << 22
-# Small corpora get several shards, so that a killed run loses little; large ones not too many to be open at once.
+# Small corpora have several shards, so a killed run loses little; large ones few enough to open at once.
 SHARD_CHARACTERS: dict[Source, int] = {"python": 1 << 22, "synthetic": 1 << 22, "text": 1 << 24, "fineweb": 1 << 26}
 HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "fineweb": 0.001}
-# Of text files a share of the characters, small and large: a loss on a few held-out pages means little. This many
-# characters are large, and no more are read to find the share.
+# Of text files, hold out a share of the characters, which is larger for less than LARGE_CHARACTERS: a loss on a few
+# pages would be too noisy.
 SMALL_SHARE, LARGE_SHARE = 0.05, 0.01
 LARGE_CHARACTERS = 1 << 24
-# A long text is cut into about this many documents, within these sizes, so that some of it can be held out.
+# A long text is cut into about this many documents, within these sizes, so that some of them can be held out.
 PIECES = 64
 PIECE_CHARACTERS = (1 << 11, 1 << 16)
 READ_HERE = (".txt", ".md", ".jsonl")
-# What `datasets` reads, by the name of its reader.
+# Files that `datasets` reads, and its builder for them.
 BUILDERS = {".parquet": "parquet", ".jsonl.gz": "json", ".jsonl.xz": "json"}
 KINDS = f"{', '.join((*READ_HERE, *BUILDERS))} files"
-# Folders of the standard library that hold tests, installed packages or caches.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 NO_DOCUMENT = "the source gave no document: check its path, and whether its files are empty"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The options of `muonsw data prepare`: which documents to read, which to hold out, and how to tokenize them.
+    """The options of `muonsw data prepare`: the documents, which of them to hold out, and the tokenizer.
 
     Examples:
         >>> len(list(Corpus("synthetic", seed=1, limit_documents=3).documents()))
@@ -112,16 +110,16 @@ class Corpus:
     """Stop after N documents."""
 
     limit_characters: int | None = None
-    """Stop with the document that reaches N characters in total."""
+    """Stop after the document that reaches N characters in total."""
 
     tokenizer: Kind = "bpe"
-    """Bytes, a byte-level BPE trained on the first documents that are not held out, or GPT-2's."""
+    """Bytes, a byte-level BPE trained on the first training documents, or GPT-2's."""
 
     vocab: int = DEFAULT_VOCAB
     """Tokens of the BPE, including the end-of-document token."""
 
     gpt2_files: Path | None = None
-    """Folder with GPT-2's vocab.bpe and encoder.json; tiktoken downloads them unless given."""
+    """Folder with GPT-2's vocab.bpe and encoder.json. Default: download them with tiktoken."""
 
     validation_fraction: float | None = None
     """Share of documents to hold out, chosen by their text. Default: 0.05, for FineWeb 0.001, and for text files 5% of
@@ -148,7 +146,7 @@ class Corpus:
             raise UsageError(f"a bpe needs a --vocab above {BYTES} (below 2**31), got {self.vocab}")
 
     def documents(self) -> Iterator[str]:
-        """The documents from the first one, always in the same order; empty texts are left out."""
+        """The documents, always in the same order, without empty ones."""
         texts: Iterator[str]
         match self.source:
             case "python":
@@ -167,7 +165,7 @@ class Corpus:
         return texts if self.limit_characters is None else up_to(texts, self.limit_characters)
 
     def sizes(self) -> dict[str, Any]:
-        """The held-out share and the size of a group: those given, or those of the source."""
+        """The held-out fraction and the size of a group, by default those of the source."""
         fraction = self.validation_fraction
         if fraction is None:
             fraction = held_out_fraction(self.documents()) if self.source == "text" else HELD_OUT[self.source]
@@ -175,8 +173,8 @@ class Corpus:
         return {"validation_fraction": fraction, "group_characters": characters}
 
     def recipe(self) -> dict[str, Any]:
-        """The settings that decide documents and tokenizer, as they are recorded."""
-        chosen: dict[Source, dict[str, Any]] = {
+        """The settings of the source and the tokenizer, for the record."""
+        options: dict[Source, dict[str, Any]] = {
             "python": {"packages": self.packages},
             "text": {"files": [os.path.abspath(name) for name in self.files]},
             "fineweb": {"dataset": self.dataset, "sample": self.sample},
@@ -185,7 +183,7 @@ class Corpus:
         limits = {"limit_documents": self.limit_documents, "limit_characters": self.limit_characters}
         trained = {"vocab": self.vocab, "training_characters": TRAINING_CHARACTERS} if self.tokenizer == "bpe" else {}
         return {
-            "corpus": {"source": self.source, **chosen[self.source], **limits},
+            "corpus": {"source": self.source, **options[self.source], **limits},
             "made_with": {"kind": self.tokenizer, **trained},
         }
 
@@ -194,7 +192,7 @@ class Corpus:
 
 
 def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
-    """Documents up to and including the one that reaches this many characters."""
+    """The first documents, including the one that reaches this many characters."""
     size = 0
     for text in documents:
         yield text
@@ -204,7 +202,7 @@ def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def python_texts(roots: Iterable[Path]) -> Iterator[str]:
-    """The Python files below folders, sorted by path, each content once, without tests and files that do not decode."""
+    """Python files below folders, sorted by path, without duplicates, tests, and files that cannot be decoded."""
     seen: set[bytes] = set()
     for root in dict.fromkeys(roots):
         paths = []
@@ -225,7 +223,7 @@ def python_texts(roots: Iterable[Path]) -> Iterator[str]:
 
 
 def matching_files(patterns: Iterable[str]) -> list[Path]:
-    """The text files that paths, folders (everything below them) and globs name, each once, sorted in each pattern."""
+    """The files that match paths, folders and globs, without duplicates, sorted within each pattern."""
     files: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern)
@@ -234,7 +232,7 @@ def matching_files(patterns: Iterable[str]) -> list[Path]:
             visible = [name for name in below if not any(part.startswith(".") for part in name.parts)]
             matches = [path / name for name in sorted(visible, key=Path.as_posix)]
         else:
-            # A name with brackets in it may be a path and not a glob.
+            # A file name may contain brackets.
             names = [pattern] if path.is_file() else glob.glob(pattern, recursive=True)
             matches = sorted(file for file in map(Path, names) if file.is_file())
         if not matches:
@@ -242,9 +240,9 @@ def matching_files(patterns: Iterable[str]) -> list[Path]:
         files |= dict.fromkeys(matches)
     for path in files:
         if not _kind(path):
-            raise UsageError(f"{path} is of no known kind: give {KINDS}")
+            raise UsageError(f"unknown kind of file: {path}; give {KINDS}")
         if _kind(path) in BUILDERS:
-            needed("datasets", f"{path} needs", "data")  # before any work is done
+            needed("datasets", f"{path} needs", "data")  # fail early
     return list(files)
 
 
@@ -261,11 +259,19 @@ def _file_texts(path: Path) -> Iterator[str]:
         if kind == ".jsonl":
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield _text_field(line, f"{path}, line {number}")
+                    if not line.strip():
+                        continue
+                    try:
+                        text = json.loads(line)["text"]
+                    except (ValueError, KeyError, TypeError):
+                        text = None
+                    if not isinstance(text, str):
+                        where = f"{path}, line {number}"
+                        raise UsageError(f"{where}: not a JSON object with a string in the field `text`")
+                    yield text
             return
         with path.open(encoding="utf-8-sig", newline="") as stream:
-            # The first block decides the size of the pieces, however many blocks follow.
+            # The size of the pieces depends only on the first block.
             blocks = iter(lambda: stream.read(PIECES * max(PIECE_CHARACTERS)), "")
             yield from pieces(next(blocks, ""), blocks)
     except (OSError, UnicodeDecodeError) as error:
@@ -273,20 +279,10 @@ def _file_texts(path: Path) -> Iterator[str]:
         raise UsageError(f"{path} cannot be read: {reason}; repair it or leave it out") from error
 
 
-def _text_field(line: bytes, where: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
-        text = None
-    if not isinstance(text, str):
-        raise UsageError(f"{where}: not a JSON object with a string in the field `text`")
-    return text
-
-
 def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
-    r"""A long text in about 64 pieces of 2,048 to 65,536 characters, cut after a blank line, a line or a word.
+    r"""Cut a long text into about 64 pieces of 2,048 to 65,536 characters, after a blank line, a line or a word.
 
-    Where `more` follows, `text` has at least 64 pieces of the largest size.
+    If `more` text follows, `text` must have at least 64 pieces of the largest size.
 
     Examples:
         >>> text = "One paragraph.\n\n" * 1000
@@ -310,7 +306,7 @@ def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
 
 
 def _dataset_texts(label: str, name: str, part: str | None = None, **options: Any) -> Iterator[str]:
-    """Stream the field `text` of a dataset with the `datasets` library, without storing it."""
+    """Stream the field `text` of a dataset with the `datasets` library."""
     library = needed("datasets", f"{label} needs", "data")
     try:
         stream = library.load_dataset(name, part, split="train", streaming=True, **options)
@@ -318,20 +314,20 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
             if not isinstance(text, str | None):
                 raise TypeError(f"the field `text` holds {type(text).__name__}, not strings")
             yield text or ""
-    except Exception as error:  # the network, the hub, the library and pyarrow each raise their own
+    except Exception as error:  # the network, the hub, the library and pyarrow raise many kinds of errors
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        fix = "check the name, the connection and the files; what was prepared is kept"
+        fix = "check the name, the connection and the files; finished shards are kept"
         raise UsageError(f"{label} cannot be read: {reason}; {fix}") from error
 
 
 def markov_texts(seed: int) -> Iterator[str]:
-    """Documents of a Markov chain over 16 letters, 512 characters long on average; the seed decides all of them."""
+    """Random documents of a Markov chain over 16 letters, 512 characters long on average."""
     letters, mean_length = ascii_lowercase[:16], 512.0
-    end = size = len(letters)  # ending a document is one more state of the chain
-    # Squared exponential variables from plain uniforms: numpy promises to keep those, not its other distributions.
+    end = size = len(letters)  # the end of a document is a state of the chain
+    # Squared exponential variables, from uniform ones because numpy may change its other distributions.
     between = (-np.log1p(-np.random.default_rng([seed, 0]).random((size, size)))) ** 2.0
     between /= between.sum(axis=1, keepdims=True)
-    # A document starts from the stationary distribution of its characters: p T = p with sum 1.
+    # A document starts from the stationary distribution: p T = p with sum 1.
     equations = np.vstack([between.T - np.eye(size), np.ones((1, size))])
     start = np.linalg.lstsq(equations, np.eye(size + 1)[size], rcond=None)[0]
     chances = np.zeros((size + 1, size + 1))
@@ -350,10 +346,7 @@ def markov_texts(seed: int) -> Iterator[str]:
 
 
 def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> DataRecord:
-    """Prepare a folder once; an undamaged one with these settings (fields of `Corpus`) is reused.
-
-    Several processes may ask for the same folder: one prepares it, and the others wait.
-    """
+    """Prepare a folder with these settings of `Corpus`, unless it exists undamaged; other processes wait meanwhile."""
     corpus = Corpus(**settings)
     if (folder / RECORD).exists():
         record = read_record(folder)
@@ -366,17 +359,17 @@ def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> Da
 def prepare_corpus(
     folder: Path, corpus: Corpus, *, wait: float = 0.0, finished: Callable[[Group], None] = lambda _: None
 ) -> DataRecord:
-    """Make the tokenizer of a corpus, then its shards as `prepare` does."""
+    """Make the tokenizer of a corpus, then `prepare` its shards."""
     sizes, recipe, trained_on = corpus.sizes(), corpus.recipe(), None
-    _earlier_groups(folder, {**sizes, **recipe})  # refuses other data before the tokenizer is made
+    _finished_groups(folder, {**sizes, **recipe})  # refuses other settings before any work
     tokenizer: Tokenizer
     if corpus.tokenizer == "bytes":
         tokenizer = ByteTokenizer()
     elif corpus.tokenizer == "gpt2":
         tokenizer = GPT2Tokenizer(corpus.gpt2_files)
     else:
-        allowed = (text for text in corpus.documents() if not is_validation(text, sizes["validation_fraction"]))
-        sample = list(up_to(allowed, TRAINING_CHARACTERS))
+        training = (text for text in corpus.documents() if not is_validation(text, sizes["validation_fraction"]))
+        sample = list(up_to(training, TRAINING_CHARACTERS))
         trained_on, _ = digest_of(sample)
         tokenizer = BPETokenizer.train(sample, corpus.vocab)
     recipe["trained_on"] = trained_on
@@ -394,23 +387,22 @@ def prepare(
     wait: float = 0.0,
     finished: Callable[[Group], None] = lambda _: None,
 ) -> DataRecord:
-    """Encode documents, in a fixed order, into the shards of a folder, each followed by an end of document.
+    """Encode documents into the shards of a folder, and keep what an earlier run with the same settings finished.
 
-    What an earlier run with the same settings finished is kept. A share of the documents, chosen by a hash of their
-    text, is held out. One group of documents is in memory at a time; it ends with the document that reaches
-    `group_characters`. `finished` is called after every group, those of an earlier run included.
+    A hash of its text decides whether a document is held out. One group of documents is in memory at a time; it ends
+    with the document that reaches `group_characters`. `finished` is called after every group.
 
     Raises:
-        UsageError: If there is no document, or the folder cannot be written, holds data with other settings (`recipe`
-            included), or is being prepared by another process for longer than `wait` seconds.
+        UsageError: If there is no document; or if the folder cannot be written, has other settings or another
+            `recipe`, or is locked by another process for longer than `wait` seconds.
     """
     record = DataRecord(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters, recipe=recipe)
     documents = iter(documents)
     if (first := next(documents, None)) is None:
         raise UsageError(NO_DOCUMENT)
-    busy = f"{folder} is being prepared by another process: wait for it to end, or choose another folder"
+    busy = f"{folder} is being prepared by another process: wait for it, or choose another folder"
     with locked(folder, busy, wait=wait):
-        earlier = _earlier_groups(folder, record.settings)
+        earlier = _finished_groups(folder, record.settings)
         record = replace(record, tokenizer_description=tokenizer.save(folder))
         if not earlier:
             save_record(folder, record)
@@ -420,35 +412,35 @@ def prepare(
             group = earlier[number] if number < len(earlier) else None
             if group is None or group.digest != digest or any(problems(folder, number, group, record)):
                 group = _write_group(folder, record, number, Group(digest, len(texts), {}, {}, size), texts, tokenizer)
-                # Later groups stay on record until their documents have been compared.
+                # Later groups stay in the record until their documents are compared.
                 save_record(folder, replace(record, groups=(*groups, group, *earlier[number + 1 :])))
             groups.append(group)
             finished(group)
         record = replace(record, groups=tuple(groups), complete=True)
         save_record(folder, record)
-        # Shards of documents that have changed since they were written.
+        # Delete shards of documents that have changed.
         for split in SPLITS:
             for path in set(folder.glob(f"{split}-*.tokens")) - set(record.shards(folder, split)):
                 path.unlink()
     return record
 
 
-def _earlier_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
-    """The groups that a folder holds; settings that both sides have must be equal."""
+def _finished_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...]:
+    """The groups that an earlier run finished; raise a `UsageError` if a setting has changed."""
     if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()
     shared = [name for name in settings if name in record.settings]
     before, now = ({name: each[name] for name in shared} for each in (record.settings, settings))
-    if changed := differences(before, now):
-        different = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changed.items())
-        raise UsageError(f"{folder} holds data with other settings: {different}; choose another folder or delete it")
+    if changes := differences(before, now):
+        listed = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changes.items())
+        raise UsageError(f"{folder} holds data with other settings: {listed}; choose another folder or delete it")
     return record.groups
 
 
 def _write_group(
     folder: Path, record: DataRecord, number: int, group: Group, texts: Sequence[str], tokenizer: Tokenizer
 ) -> Group:
-    """Write the shards of a group, one for each split that got documents, and add their sizes and checksums."""
+    """Write a group's shard for each split that has documents, and return the group with sizes and checksums."""
     parts: dict[Split, list[str]] = {split: [] for split in SPLITS}
     for text in texts:
         parts["validation" if is_validation(text, record.validation_fraction) else "train"].append(text)
@@ -471,49 +463,47 @@ def _write_group(
 
 
 def grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Consecutive documents together; a group ends with the document that reaches this many characters."""
+    """Group consecutive documents; a group ends with the document that reaches this many characters."""
     rest = iter(documents)
     while group := list(up_to(rest, characters)):
         yield group
 
 
 def is_validation(text: str, fraction: float) -> bool:
-    """Whether a document is held out: decided by its text alone, so copies of it are never on both sides."""
-    return _lot(text) < fraction * 2.0**64
+    """Whether a document is held out. Only its text decides, so copies are always in the same split."""
+    return _hash(text) < fraction * 2.0**64
 
 
-def _lot(text: str) -> int:
+def _hash(text: str) -> int:
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"validation").digest()
     return int.from_bytes(digest, "little")
 
 
 def held_out_fraction(documents: Iterable[str]) -> float:
-    """The fraction for `is_validation` that holds out at least 5% of the characters of a text, 1% of a large one.
+    """The fraction for `is_validation` that holds out at least 5% of the characters of a small text, 1% of a large one.
 
-    At least one document is held out and at least one is not, however few there are.
+    At least one document is held out, and at least one is not.
     """
     sizes: Counter[int] = Counter()
     for text in up_to(documents, LARGE_CHARACTERS):
-        sizes[_lot(text)] += len(text)
+        sizes[_hash(text)] += len(text)
     if not sizes:
         raise UsageError(NO_DOCUMENT)
     total, held_out = sum(sizes.values()), 0
     share = SMALL_SHARE if total < LARGE_CHARACTERS else LARGE_SHARE
     *candidates, _largest = sorted(sizes)
     if not candidates:
-        fix = "give several documents, or a text file of 12 kB or more"
-        nothing = "`muonsw data prepare` with --validation-fraction 0 holds out nothing"
-        single = f"one document ({total:,} characters)"
-        raise UsageError(f"{single} cannot be both trained on and held out: {fix} ({nothing})")
-    for lot in candidates:
-        held_out += sizes[lot]
+        fix = "give several documents, a text file of 12 kB or more, or `muonsw data prepare --validation-fraction 0`"
+        raise UsageError(f"one document ({total:,} characters) cannot be both trained on and held out: {fix}")
+    for candidate in candidates:
+        held_out += sizes[candidate]
         if held_out >= share * total:
             break
-    return float(np.nextafter(lot / 2.0**64, 1.0))
+    return float(np.nextafter(candidate / 2.0**64, 1.0))
 
 
 def digest_of(texts: Iterable[str]) -> tuple[str, int]:
-    """A hash of documents, and their size in UTF-8."""
+    """A hash of documents, and their size as UTF-8."""
     digest, size = hashlib.blake2b(digest_size=16), 0
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")

@@ -1,6 +1,6 @@
-"""Text to token ids and back: raw bytes, a byte-level BPE trained on a corpus, and GPT-2's.
+"""Tokenizers: raw bytes, a byte-level BPE trained on a corpus, and GPT-2's.
 
-Text never becomes the end-of-document token, whatever it spells; only the code that joins documents writes it.
+No text is encoded as the end-of-document token; only the code that joins documents writes it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GPT2_FILES = ("vocab.bpe", "encoder.json")
 class Tokenizer(ABC):
     """The interface of all tokenizers.
 
-    Every id is below `vocab_size`, and the last one is the end of a document. `identity`, 64 hexadecimal digits, is
-    equal for two tokenizers exactly if everything that decides their ids is equal.
+    Ids are below `vocab_size`, and the largest is the end of a document. `identity` is a hash of everything that
+    decides the ids of a text.
     """
 
     kind: ClassVar[str]
@@ -47,15 +47,15 @@ class Tokenizer(ABC):
         """The ids of a text, without an end of document."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """`encode` of every text, on all cores where the library can."""
+        """Encode every text, on all cores if the library can."""
         return [self.encode(text) for text in texts]
 
     def save(self, folder: Path) -> dict[str, Any]:  # noqa: ARG002
-        """Write into a folder what `restore` needs, and return the description that it takes."""
+        """Write the files that `restore` needs, and return the description that it needs."""
         return {"kind": self.kind, "files": None}
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; bytes that are not UTF-8 become U+FFFD, an end of document `<|endoftext|>`."""
+        """The text of ids; invalid UTF-8 becomes U+FFFD, an end of document `<|endoftext|>`."""
         tokens = [int(token) for token in ids]
         if bad := [token for token in tokens if not 0 <= token < self.vocab_size]:
             raise ValueError(f"token {bad[0]} is outside the vocabulary of {self.vocab_size}")
@@ -67,7 +67,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:
-        """The text of ids without any end of document among them."""
+        """The text of ids without ends of documents."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -92,9 +92,9 @@ class ByteTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level BPE in the JSON of the `tokenizers` library; any text can be encoded.
+    """A byte-level BPE in the JSON format of the `tokenizers` library; any text can be encoded.
 
-    Its identity is taken from that JSON, so it does not change with the library.
+    Its identity is a hash of that JSON, so it does not depend on the library's version.
     """
 
     kind = "bpe"
@@ -106,7 +106,7 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab_size: int) -> BPETokenizer:
-        """Learn merges from documents, which are read once; a small corpus may give fewer tokens than asked for."""
+        """Learn merges from documents, in one pass; a small corpus may give fewer tokens than `vocab_size`."""
         library = _library("tokenizers")
         bpe = library.Tokenizer(library.models.BPE())
         bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -124,7 +124,7 @@ class BPETokenizer(Tokenizer):
             return cls(path.read_text(encoding="utf-8"))
         except UsageError:
             raise
-        except Exception as error:  # the library raises bare Exception for JSON that is no tokenizer
+        except Exception as error:  # the library raises a bare Exception for other JSON
             reason = getattr(error, "strerror", None) or f"it is not a tokenizer of the tokenizers library ({error})"
             fix = "put the right file back, or prepare the data (or export the run) again"
             raise UsageError(f"{path} cannot be read: {reason}; {fix}") from error
@@ -146,9 +146,9 @@ class BPETokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte-level BPE through tiktoken: 50,257 ids, padded to 50,304.
+    """GPT-2's byte-level BPE by tiktoken.
 
-    Its `vocab.bpe` and `encoder.json` are in the folder `files`; None lets tiktoken download (and cache) them.
+    `files` is a folder with its `vocab.bpe` and `encoder.json`; with None, tiktoken downloads and caches them.
     """
 
     kind = "gpt2"
@@ -159,7 +159,7 @@ class GPT2Tokenizer(Tokenizer):
             if files is None:
                 self._bpe = tiktoken.get_encoding("gpt2")
             else:
-                # tiktoken caches by path alone; with the hash of today's file it never takes an older one.
+                # tiktoken caches files by path; the hashes keep it from using an older file with the same path.
                 paths = [files / name for name in GPT2_FILES]
                 hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
                 read = _library("tiktoken.load").data_gym_to_mergeable_bpe_ranks
@@ -169,7 +169,7 @@ class GPT2Tokenizer(Tokenizer):
                 self._bpe = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         except UsageError:
             raise
-        except Exception as error:  # the network stack and damaged files fail in many ways
+        except Exception as error:  # the network and damaged files raise many kinds of errors
             reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
             fix = "give a folder with GPT-2's vocab.bpe and encoder.json"
             raise UsageError(f"no GPT-2 vocabulary from {files or 'the network'} ({reason}): {fix}") from error
@@ -178,7 +178,7 @@ class GPT2Tokenizer(Tokenizer):
         super().__init__(size, "tiktoken", self._bpe._pat_str, *merges)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        if self.files is None:  # tiktoken downloaded them
+        if self.files is None:
             return super().save(folder)
         if self.files.resolve() != folder.resolve():
             for name in GPT2_FILES:
@@ -198,7 +198,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def restore(description: Mapping[str, Any], folder: Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` described."""
+    """The tokenizer that `Tokenizer.save` wrote."""
     match description.get("kind"):
         case "bytes":
             return ByteTokenizer()
@@ -214,7 +214,7 @@ def _library(name: str) -> Any:
 
 
 def _without_surrogates(text: str) -> str:
-    """The text with lone surrogates, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
+    """Replace lone surrogates, which JSON allows and UTF-8 does not, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """The paper's model: a LLaMA-style decoder with a mixture of experts, in muP.
 
-It never imports the optimizer. Names of tensors carry their axes: B sequences, T positions, N = B*T tokens, D width,
-H heads, C head dimension, E experts, K experts a token, R = N*K rows sorted by expert, F expert width, V vocabulary.
+It never imports the optimizer. Suffixes of tensor names are axes: B sequences, T positions, N = B*T tokens, D width,
+H heads, C head dimension, E experts, K experts per token, R = N*K rows sorted by expert, F expert width, V vocabulary.
 """
 
 from muonsw.lab.model.config import (

@@ -1,4 +1,4 @@
-"""What a model is made of: its sizes, checked on creation; the named sizes; and muP as one table by role."""
+"""The settings of a model, presets, and muP as one table by role."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BALANCE_SCOPES = ("batch", "sequence")
 
 
 def _require_positive(settings: object, names: tuple[str, ...], *, prefix: str = "", integers: int = 0) -> None:
-    """Raise a `ValueError` unless the settings are positive and finite, and the first of them integers."""
+    """Raise a `ValueError` unless the settings are positive and finite, and the first `integers` of them integers."""
     for number, name in enumerate(names):
         value = getattr(settings, name)
         if number < integers and (not isinstance(value, int) or isinstance(value, bool)):
@@ -27,13 +27,13 @@ def _require_positive(settings: object, names: tuple[str, ...], *, prefix: str =
 
 @dataclass(frozen=True)
 class MuP:
-    """Constants of the maximal update parametrization at its base width (llm-optimizer-benchmark's values)."""
+    """Constants of the maximal update parametrization (values of llm-optimizer-benchmark)."""
 
-    enabled: bool = True  # whether they scale with the width; False is the standard parametrization
-    base_width: int = 256  # width at which the constants below hold as they are
+    enabled: bool = True  # False is the standard parametrization
+    base_width: int = 256  # width at which nothing is rescaled
     init_std: float = 0.02  # standard deviation of every matrix, before the depth factor of residual projections
-    embedding: float = 10.0  # the embedding's output is multiplied by it
-    residual: float = 1.4  # a residual branch is multiplied by it over the square root of the number of layers
+    embedding: float = 10.0  # multiplier of the embedding's output
+    residual: float = 1.4  # multiplier of a residual branch, divided by the square root of the number of layers
 
     def __post_init__(self) -> None:
         _require_positive(self, ("base_width", "init_std", "embedding", "residual"), prefix="mup.", integers=1)
@@ -43,11 +43,11 @@ class MuP:
 class ModelConfig:
     """Shape and constants of a decoder."""
 
-    width: int  # size of the residual stream
+    width: int  # of the residual stream
     layers: int = 12  # blocks of attention and experts
-    head_dim: int = 64  # size of an attention head; the width is a multiple of it
-    experts: int = 8  # experts in each layer; one makes the model dense, without routers
-    top_k: int = 2  # experts that each token is sent to
+    head_dim: int = 64  # must divide the width
+    experts: int = 8  # per layer; 1 is a dense model without routers
+    top_k: int = 2  # experts per token
     ff: int | None = None  # inner size of an expert; None is 8/3 of the width, rounded up to a multiple of 256
     vocab: int = 50304  # tokens, padding included; embedding and head share one matrix
     sequence: int = 2048  # longest sequence
@@ -55,10 +55,10 @@ class ModelConfig:
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     balance_coef: float = 0.1  # weight of the load-balance loss
     z_coef: float = 0.01  # weight of the router's z-loss
-    # The load is balanced over the "batch" of one forward pass, as in the paper's codebase, or over each "sequence",
-    # which does not depend on how a batch is cut into micro-batches.
+    # Balance the load over the "batch" of a forward pass, as in the paper's codebase, or over each "sequence", which
+    # does not depend on the micro-batches.
     balance_over: str = "batch"
-    mup: MuP = field(default_factory=MuP)  # constants of the parametrization
+    mup: MuP = field(default_factory=MuP)
 
     def __post_init__(self) -> None:
         sizes: tuple[str, ...] = ("width", "layers", "head_dim", "experts", "top_k", "vocab", "sequence")
@@ -83,16 +83,16 @@ class ModelConfig:
 
     @property
     def ff_width(self) -> int:
-        """Inner size of an expert, given or derived."""
+        """Inner size of an expert."""
         return self.ff if self.ff is not None else -(-8 * self.width // (3 * FF_MULTIPLE)) * FF_MULTIPLE
 
     @property
     def relative_width(self) -> float:
-        """Width over base width, by which muP scales; one in the standard parametrization."""
+        """Width over muP's base width; 1 in the standard parametrization."""
         return self.width / self.mup.base_width if self.mup.enabled else 1.0
 
     def dense(self) -> ModelConfig:
-        """The same decoder with one expert, which every token uses, and no routers."""
+        """The same decoder with one expert and no routers."""
         return replace(self, experts=1, top_k=1)
 
 
@@ -103,16 +103,16 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
         "w512": ModelConfig(width=512),
         "w768": ModelConfig(width=768),
         "w1024": ModelConfig(width=1024),
-        # Minutes on one GPU.
+        # Trains in minutes on one GPU.
         "mini": ModelConfig(width=256, layers=6, vocab=4096, sequence=1024),
-        # Minutes on two CPU cores; 8/3 of the width is rounded up to a multiple of 16 only.
+        # Trains in minutes on two CPU cores; `ff` is 8/3 of the width, rounded up to a multiple of 16.
         "demo": ModelConfig(width=64, layers=4, head_dim=32, ff=176, vocab=1024, sequence=128),
     }
 )
 
 
 def preset(name: str) -> ModelConfig:
-    """A named size; `NAME-dense` is its dense variant."""
+    """The preset with this name; `NAME-dense` is its dense variant."""
     base = name.removesuffix("-dense")
     if base not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; choose from {', '.join(PRESETS)}, each also with -dense appended")
@@ -121,14 +121,14 @@ def preset(name: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What muP says about one role at one width."""
+    """MuP's constants for one role at one width."""
 
-    std: float | None  # standard deviation at initialisation; None where the weights start at one
-    multiplier: float  # what the output of the layer is multiplied by
-    lr: float  # what the base learning rate is multiplied by under Adam
+    std: float | None  # standard deviation at initialization; None: the weights start at one
+    multiplier: float  # of the layer's output
+    lr: float  # multiplier of the base learning rate with Adam
 
 
-# The first pattern that matches names the role; a parameter that none matches is an error.
+# The first matching pattern decides the role; a parameter without a match is an error.
 ROLE_PATTERNS: Mapping[str, str] = {
     "embedding.weight": "embedding",
     "*norm.weight": "norm",
@@ -139,17 +139,17 @@ ROLE_PATTERNS: Mapping[str, str] = {
     "*.down": "residual",
 }
 
-# The Muon learning rate of hidden matrices goes as this power of the relative width. With the shape scale
-# 0.2*sqrt(max(m, n)) the update's spectral norm shrinks with the width under "adam" (the paper's rule), is flat under
-# "sqrt" and grows under "none".
+# The Muon learning rate of hidden matrices scales with this power of the relative width. With the shape scale
+# 0.2*sqrt(max(m, n)), the spectral norm of an update falls with the width for "adam" (the paper's rule), stays constant
+# for "sqrt", and grows for "none".
 MUON_LR_POWERS: Mapping[str, float] = {"adam": -1.0, "sqrt": -0.5, "none": 0.0}
 
 
 def scalings(config: ModelConfig) -> dict[str, Scaling]:
-    """The table: by role, initial standard deviation, output multiplier and Adam learning-rate multiplier.
+    """MuP's table by role.
 
-    `residual` are the projections that end a residual branch; `head` is the tied use of the embedding matrix, whose
-    initialisation and learning rate are those of the embedding.
+    `residual` projections end a residual branch; `head` is the embedding matrix used as the output layer, with the
+    initialization and learning rate of the embedding.
 
     Examples:
         >>> scalings(ModelConfig(width=1024))["router"]
@@ -169,12 +169,12 @@ def scalings(config: ModelConfig) -> dict[str, Scaling]:
 
 
 def muon_lr_multiplier(config: ModelConfig, rule: str) -> float:
-    """What the base learning rate of hidden and expert matrices is multiplied by under Muon."""
+    """The multiplier of Muon's learning rate for hidden and expert matrices."""
     return float(config.relative_width ** MUON_LR_POWERS[rule])
 
 
 def role_of(name: str) -> str:
-    """Role of a parameter in the table."""
+    """The role of the parameter with this name."""
     for pattern, role in ROLE_PATTERNS.items():
         if fnmatchcase(name, pattern):
             return role
@@ -182,17 +182,14 @@ def role_of(name: str) -> str:
 
 
 def enters_norm(name: str) -> bool:
-    """Whether a matrix of this name writes to the residual stream, so that only a normalization reads its output."""
+    """Whether the matrix with this name writes to the residual stream, whose readers all normalize it."""
     return any(role == "residual" and fnmatchcase(name, pattern) for pattern, role in ROLE_PATTERNS.items())
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, config: ModelConfig, seed: int = 0) -> None:
-    """Fill every parameter from the table; the same seed gives the same bits on every device.
-
-    Numbers are drawn in float32 on the CPU, one parameter after another, and then copied.
-    """
-    generator = torch.Generator().manual_seed(seed)
+    """Initialize every parameter; the same seed gives the same bits on every device."""
+    generator = torch.Generator().manual_seed(seed)  # on the CPU
     table = scalings(config)
     for name, param in model.named_parameters():
         std = table[role_of(name)].std

@@ -1,10 +1,10 @@
-"""Triton kernels of the model on a GPU.
+"""Triton kernels of the model.
 
-`softmax_losses_` reads a chunk of logits and leaves their gradient in their place (`loss._visit` in torch), which saves
-14% of a training step. `add_rows` adds up the rows of each token's choices (`layers._add_choices` in torch), because
-torch's compiler sometimes gets that sum wrong.
+`softmax_losses_` replaces a chunk of logits by their gradient (`loss._visit` in torch) and saves 14% of a training
+step. `add_rows` adds up the rows of each token's choices (`layers._add_choices` in torch), because torch's compiler
+sometimes gets that sum wrong.
 
-The module imports Triton, so it is imported where `muonsw.kernels.available` has said yes and nowhere else.
+Import this module only if `muonsw.kernels.available`, since it imports Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from muonsw.kernels import launch_on
 
 SOFTMAX_BLOCK, SOFTMAX_WARPS = 4096, 8
-# Rows and columns of one program of `add_rows`.
+# For each program of `add_rows`.
 ENTRY_ROWS, ENTRY_COLUMNS, ENTRY_WARPS = 8, 256, 4
 
 
@@ -24,7 +24,7 @@ ENTRY_ROWS, ENTRY_COLUMNS, ENTRY_WARPS = 8, 256, 4
 def _softmax(
     logits, targets, losses, scale, grad_scale, columns, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row: its loss, then softmax minus one-hot over the logits, which the second reading finds in the cache."""
+    """Loss of one row, then softmax minus one-hot in place; the second pass reads from the cache."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     target = tl.load(targets + row)
@@ -53,7 +53,7 @@ def softmax_losses_(
 ) -> None:
     """Write the float32 cross-entropy of each row of `scale * logits` into `losses_N`.
 
-    Its gradient with respect to the multiplied logits, times `grad_scale`, replaces the logits, which are contiguous.
+    The gradient with respect to the scaled logits, times `grad_scale`, replaces the contiguous logits.
     """
     rows, columns = logits_NV.shape
     block = min(SOFTMAX_BLOCK, triton.next_power_of_2(columns))
@@ -80,7 +80,7 @@ def _add_rows(
 
 
 def add_rows(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
-    """The sum of the rows at each token's places, contiguous; weighted, in float32, if there are weights."""
+    """The sum of the rows at each token's places, weighted if there are weights; inputs are contiguous."""
     (tokens, top_k), width = places_NK.shape, rows_RD.shape[1]
     out = rows_RD.new_empty(tokens, width)
     grid = (triton.cdiv(tokens, ENTRY_ROWS), triton.cdiv(width, ENTRY_COLUMNS))

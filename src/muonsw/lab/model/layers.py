@@ -1,8 +1,8 @@
 """The layers of a decoder: linear, norm, and SwiGLU experts with top-k routing.
 
-Routing is dropless: tokens are sorted by expert and none is left out. Group sizes stay on the device as offsets, so a
-GPU never waits. Layers do not initialize themselves, `initialize` does. Products run in autocast's precision where it
-is on; statistics never run below float32.
+Routing is dropless: tokens are sorted by expert and none is dropped. Group sizes stay on the device, so the host never
+waits for a GPU. `initialize` initializes the layers. Products use autocast's precision if it is on; statistics use at
+least float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a gain, its statistics in float32."""
+    """RMSNorm with a gain and float32 statistics."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """The tensor in float32, or unchanged if its type is wider already."""
+    """The tensor in float32, or unchanged if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -65,20 +65,20 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 class FeedForwardOutput(NamedTuple):
-    """What a feed-forward layer gives back: output, the two losses of its router, and each expert's share of rows."""
+    """The output of a feed-forward layer, and the losses of its router."""
 
     x: Tensor
     balance: Tensor
     z: Tensor
-    load: Tensor
+    load: Tensor  # each expert's share of the rows
 
 
 class Routes(NamedTuple):
-    """Which rows go where: `order` sorts the N*K (token, choice) pairs by expert, `inverse` undoes it."""
+    """The order of rows at the experts."""
 
-    order: Tensor
-    inverse: Tensor
-    ends: Tensor
+    order: Tensor  # sorts the N*K (token, choice) pairs by expert
+    inverse: Tensor  # of `order`
+    ends: Tensor  # of each expert's rows, int32
 
 
 class MoE(nn.Module):
@@ -95,8 +95,7 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.ff_width, config.width))
         self.down = nn.Parameter(torch.empty(config.experts, config.width, config.ff_width))
         self.router_multiplier = scalings(config)["router"].multiplier
-        # Averages over ranks that each see a part of the batch; set by a trainer on several.
-        self.over_ranks: Callable[[Tensor], Tensor] | None = None
+        self.over_ranks: Callable[[Tensor], Tensor] | None = None  # averages over the ranks that share a batch
 
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
         x_ND = x_BTD.flatten(0, 1)
@@ -121,7 +120,7 @@ class MoE(nn.Module):
 
 
 class DenseFeedForward(nn.Module):
-    """The same layer with one expert: nothing to route, so no router and no router losses."""
+    """The same layer with one expert and no router."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class DenseFeedForward(nn.Module):
 
 
 def swiglu_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
-    """Each group of rows through its own expert."""
+    """Apply its expert to each group of rows."""
     if rows_RD.device.type == "cpu" and not torch.compiler.is_compiling():
         return expert_by_expert(rows_RD, gate_up_EFD, down_EDF, ends_E)
     if takes_grouped_gemm(rows_RD, product_dtype(rows_RD), gate_up_EFD, down_EDF):
@@ -148,10 +147,9 @@ def balance_loss(
 ) -> Tensor:
     """Load-balance loss `E * mean_e(f_e * P_e)`, averaged over equal groups of tokens.
 
-    f is the share of tokens that selected the expert (a token counts once for each of its experts), P the mean
-    probability that the router gives it; at balance the loss is K/E. Where each rank has a part of the tokens, f is
-    averaged over them; the loss is linear in P, so the mean of the ranks' losses and gradients is then that of all
-    tokens.
+    f is the fraction of tokens that selected the expert, P the mean probability that the router gives it; a balanced
+    router has the loss K/E. If ranks share the tokens, f is averaged over ranks. The loss is linear in P, so the mean of
+    the ranks' losses and gradients is then that of all tokens.
 
     Examples:
         >>> logits = torch.zeros(8, 8)
@@ -168,12 +166,12 @@ def balance_loss(
 
 
 def z_loss(logits_NE: Tensor) -> Tensor:
-    """Mean squared log-partition function of the router, which keeps its logits small."""
+    """Mean squared log-partition function of the router; keeps its logits small."""
     return logits_NE.logsumexp(dim=-1).square().mean()
 
 
 def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
-    """Sort the (token, choice) pairs by expert, without the host ever asking for a size."""
+    """Sort the (token, choice) pairs by expert without waiting for the device."""
     chosen_R = chosen_NK.flatten()
     order = chosen_R.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
@@ -182,12 +180,12 @@ def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
 
 
 def _one_hot(index: Tensor, size: int) -> Tensor:
-    # Counted by comparing: torch.bincount would make the host wait for the device.
+    # Not torch.bincount, which waits for the device.
     return index.unsqueeze(-1) == torch.arange(size, device=index.device)
 
 
 class _CopyToExperts(torch.autograd.Function):
-    """Token rows copied to the sorted places of their choices; backward gathers, so it needs no atomics."""
+    """Copies token rows to the sorted places of their choices; backward gathers, so it needs no atomics."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:
@@ -202,7 +200,7 @@ class _CopyToExperts(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The rows of each token's choices, weighted and added up; backward gathers, too."""
+    """Adds up the weighted rows of each token's choices; backward gathers, too."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, weights_NK: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:
@@ -236,11 +234,11 @@ def _add_choices(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) 
 
 @library.custom_op("muonsw::add_choices", mutates_args=())
 def add_choices_on_gpu(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
-    """The same in one kernel.
+    """`_add_choices` in one kernel.
 
-    An operator, because a compiler would make it part of the norm that follows: one loop over a row that stores what
-    the next loop reads back, without a barrier between them (pytorch/pytorch#190517, in torch 2.11 to 2.13). In some
-    processes, by the tile that their timing chose, gradients were then thousands of times too large.
+    A custom operator, because the compiler would fuse the sum with the norm that follows it: one loop over a row stores
+    what the next loop reads, without a barrier between them (pytorch/pytorch#190517, in torch 2.11 to 2.13). Depending
+    on autotuning, gradients were then thousands of times too large.
     """
     if not kernels.available(rows_RD.device):
         return _add_choices(rows_RD, places_NK, weights_NK)
@@ -255,25 +253,25 @@ def _(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor: 
     return rows_RD.new_empty(places_NK.shape[0], rows_RD.shape[1])
 
 
-# Grouped GEMM kernels want rows that start at multiples of 16 bytes.
+# Rows of grouped GEMM kernels must start at multiples of 16 bytes.
 ALIGNMENT_BYTES = 16
-# Their tiles, and how many a GPU works on at once (an H100's or H200's multiprocessors).
+# Their tiles, and the number of multiprocessors of an H100 or H200.
 TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132
 
 
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply each group of rows with its own matrix: `out[r] = weight[e] @ x[r]` for the rows r of group e.
+    """Multiply each group of rows by its matrix: `out[r] = weight[e] @ x[r]` for the rows r of group e.
 
-    Rows are sorted by group; `ends_E` says where each group ends, int32. Groups may be empty.
+    Rows are sorted by group, and group e ends at `ends_E[e]` (int32). Groups may be empty.
     """
     dtype = product_dtype(x_RD)
     x, weight = x_RD.to(dtype), weight_EFD.to(dtype)
     if takes_grouped_gemm(x, dtype, weight):
         return grouped_gemm(x, weight, ends_E)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        bounds = pairwise([0, *ends_E.tolist()])  # on a GPU the host would wait for these
+        bounds = pairwise([0, *ends_E.tolist()])  # on a GPU, the host would wait for these
         return torch.cat([x[start:end] @ matrix.T for (start, end), matrix in zip(bounds, weight, strict=True)])
-    # Every expert on all rows with the others' rows zeroed: E times the work, but shapes that depend on no data.
+    # Apply every expert to all rows, with the others' rows zeroed: E times the work, but shapes do not depend on data.
     row = torch.arange(x.shape[0], device=x.device)
     group = (row[:, None] >= ends_E).sum(dim=1, keepdim=True)
     products = [functional.linear(x * (group == e), matrix) for e, matrix in enumerate(weight.unbind(0))]
@@ -281,7 +279,7 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -> bool:
-    """Whether there is one kernel for all groups, where tensors like these are cast to this dtype."""
+    """Whether there is one kernel for all groups of tensors like these, after a cast to this dtype."""
     return (
         x_RD.is_cuda
         and dtype == torch.bfloat16
@@ -295,17 +293,14 @@ def grouped_gemm(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def expert_by_expert(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
-    """Down projection of the gated up projection, for each group of rows with the matrices of its expert.
-
-    For CPUs: one expert after the other, each with all that it computes still in the cache.
-    """
+    """The gated feed-forward layer of each group's expert, for CPUs: one expert at a time, which stays in the cache."""
     dtype, ends = product_dtype(rows_RD), ends_E.tolist()
     tensors = (tensor.to(dtype) for tensor in (rows_RD, gate_up_EFD, down_EDF))
     return cast("Tensor", cast("Any", _ExpertByExpert).apply(*tensors, tuple(pairwise([0, *ends]))))
 
 
 class _ExpertByExpert(torch.autograd.Function):
-    """Keeps the fused projection of each expert; its gate is cheaper to apply again than to keep."""
+    """Saves the fused projection of each expert; recomputing its gate is cheaper than saving it."""
 
     @staticmethod
     def forward(
@@ -332,7 +327,7 @@ class _ExpertByExpert(torch.autograd.Function):
             opened = functional.silu(gate)
             torch.mm(grad_out.T, opened * up, out=grad_down[expert])
             grad_gated = grad_out @ down_EDF[expert]
-            # The gradients of gate and up are written side by side, which saves a pass to join them.
+            # Write the gradients of gate and up side by side, to save a pass that concatenates them.
             grad_fused = torch.empty_like(fused[expert])
             grad_gate, grad_up = grad_fused.chunk(2, dim=-1)
             torch.mul(opened, grad_gated, out=grad_up)
@@ -343,22 +338,22 @@ class _ExpertByExpert(torch.autograd.Function):
 
 
 def gated(fused: Tensor) -> Tensor:
-    """SwiGLU: the second half of the last axis, let through by the first."""
+    """SwiGLU: the first half of the last axis gates the second."""
     gate, up = fused.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def grouped_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
-    """What `expert_by_expert` computes, for GPUs: all experts in each kernel.
+    """`expert_by_expert` for GPUs, with all experts in each kernel.
 
-    The weights are cast here, so that their gradients can be float32 whatever the products are.
+    The autograd function casts the weights, so their gradients are float32 whatever the products are.
     """
     dtype = product_dtype(rows_RD)
     return cast("Tensor", cast("Any", _GroupedExperts).apply(rows_RD.to(dtype), gate_up_EFD, down_EDF, ends_E))
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """Keeps the fused projection; its gate is cheaper to apply again than to keep."""
+    """Saves the fused projection; recomputing its gate is cheaper than saving it."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
@@ -391,10 +386,10 @@ def weight_gradient(grad_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def row_parts(tiles: int) -> int:
-    """The number of parts to cut the rows of each group into, by the number of result tiles; products are then summed.
+    """The number of parts into which to cut each group's rows; the products of the parts are then summed.
 
     The sums over rows are long and the results small: with few tiles, or slightly more than fill the GPU once or twice,
-    most multiprocessors would idle.
+    most multiprocessors would be idle.
 
     Examples:
         >>> row_parts(48), row_parts(96), row_parts(704), row_parts(1408)
@@ -409,7 +404,7 @@ def row_parts(tiles: int) -> int:
 
 
 def part_ends(ends_E: Tensor, parts: int) -> Tensor:
-    """Where the parts of each group end if groups are cut evenly.
+    """The ends of the parts if each group is cut evenly.
 
     Examples:
         >>> part_ends(torch.tensor([4, 4, 10], dtype=torch.int32), 2).tolist()

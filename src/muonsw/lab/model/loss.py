@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear head that never holds the logits of all tokens.
+"""Cross-entropy of a linear head without storing the logits of all tokens.
 
-The gradient of a softmax is known as soon as its logits are, so each chunk of tokens computes loss and gradients in one
-visit and throws its logits away: memory is one chunk's, and nothing is computed twice.
+Loss and gradients of a chunk of tokens are computed together, so its logits are freed before the next chunk, and
+nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from muonsw import kernels
 from muonsw.lab.model.layers import at_least_float32, product_dtype, without_autocast
 
-# A CPU wants a chunk's logits in its cache; a GPU wants products large enough to fill it, and has room for as much.
+# On a CPU, the logits of a chunk should fit into the cache; a GPU needs large products.
 CPU_CHUNK_TOKENS = 256
 CHUNK_BYTES = 2**30
 
@@ -23,9 +23,9 @@ CHUNK_BYTES = 2**30
 def cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, scale: float = 1.0, chunk: int | None = None
 ) -> Tensor:
-    """Mean cross-entropy of the logits `scale * x @ weight.T`, at most `chunk` tokens' logits at a time.
+    """Mean cross-entropy of the logits `scale * x @ weight.T`, computed for `chunk` tokens at a time.
 
-    A `chunk` of None is 256 tokens on CPUs, and as many as fit into a GiB elsewhere.
+    The default `chunk` is 256 tokens on CPUs, and elsewhere as many as fit into 1 GiB.
 
     Examples:
         >>> x, weight, targets = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)
@@ -42,13 +42,11 @@ def cross_entropy(
 
 
 def chunk_tokens(vocab: int, size: int) -> int:
-    """How many tokens' logits of `size` bytes each a GPU holds at once: a power of two, as batches mostly are."""
+    """The number of tokens in a chunk on a GPU, for logits of `size` bytes each: a power of two, like most batches."""
     return 1 << (CHUNK_BYTES // (vocab * size)).bit_length() - 1
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss and gradients in one pass over chunks of tokens."""
-
     @staticmethod
     def forward(
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
@@ -79,7 +77,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _visit(
     x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the losses, and the gradients of their mean; those are empty without `differentiate`."""
+    """The sum of the losses and the gradients of their mean, which are empty without `differentiate`."""
     dtype, tokens = x_ND.dtype, x_ND.shape[0]
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=x_ND.device)
     grad_x = torch.empty_like(x_ND if differentiate else x_ND[:0])
@@ -104,9 +102,9 @@ def _visit(
 def _visit_on_gpu(
     x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with the softmax as one kernel, on logits in the precision of the product.
+    """`_visit` with one kernel for the softmax, on logits in the precision of the product.
 
-    An operator, because a compiler would unroll the chunks and write the masses out in float32.
+    A custom operator, because the compiler would unroll the chunks and store the masses in float32.
     """
     if not kernels.available(x_ND.device):
         return _visit(x_ND, head_VD, targets_N, scale, chunk, differentiate)
@@ -142,7 +140,7 @@ def _(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """Add the product of two matrices of low precision to a float32 one, which holds nothing yet at first."""
+    """Add the product of two matrices to a float32 matrix, or if `first`, overwrite it."""
     product = a @ b if a.dtype == total.dtype else torch.mm(a, b, out_dtype=total.dtype)
     if first:
         total.copy_(product)

@@ -1,1 +1,1 @@
-"""Training the lab's models: settings, the optimizer for a model, the loop, and what it leaves on disk."""
+"""Training: settings, the optimizer of a model, the loop, checkpoints, and export."""

@@ -321,7 +321,6 @@ class Training:
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         state = {
             "groups": groups,
-            "schedule": {"last_epoch": self.scheduler.last_epoch, "multiple": self.lr_multiple()},
             "guard": {name: getattr(self.guard, name) for name in GUARD_STATE},
             "best": self.best,
             "latest": self.latest,
@@ -348,8 +347,7 @@ class Training:
             self.model.load_state_dict({name: sharded_like(here[name], weights[names[name]]) for name in names})
             load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
             # The schedule is a function of the step; the groups contain the current learning rates.
-            self.scheduler.last_epoch = saved.state["schedule"]["last_epoch"]
-            self.scheduler._step_count = self.scheduler.last_epoch + 1
+            self.scheduler.last_epoch, self.scheduler._step_count = saved.step, saved.step + 1
             for name in GUARD_STATE:
                 value = saved.state["guard"][name]
                 setattr(self.guard, name, math.inf if value is None else value)
