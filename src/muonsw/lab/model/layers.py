@@ -110,7 +110,8 @@ class MoE(nn.Module):
         over_ranks = self.over_ranks if torch.is_grad_enabled() else None
         balance = balance_loss(logits_NE, chosen_NK, groups=groups, over_ranks=over_ranks)
         load_E = torch.diff(routes.ends, prepend=routes.ends.new_zeros(1)) / chosen_NK.numel()
-        return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z_loss(logits_NE), load_E)
+        z = logits_NE.logsumexp(dim=-1).square().mean()  # keeps logits small
+        return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z, load_E)
 
     def router_logits(self, x_ND: Tensor) -> Tensor:
         """Logits in float32, whatever autocast says."""
@@ -148,8 +149,8 @@ def balance_loss(
     """Load-balance loss `E * mean_e(f_e * P_e)`, averaged over equal groups of tokens.
 
     f is the fraction of tokens that selected the expert, P the mean probability that the router gives it; a balanced
-    router has the loss K/E. If ranks share the tokens, f is averaged over ranks. The loss is linear in P, so the mean of
-    the ranks' losses and gradients is then that of all tokens.
+    router has the loss K/E. If ranks share the tokens, f is averaged over ranks. Since the loss is linear in P, the
+    mean of the ranks' losses and gradients is then that of all tokens.
 
     Examples:
         >>> logits = torch.zeros(8, 8)
@@ -163,11 +164,6 @@ def balance_loss(
     share_GE = share_GE if over_ranks is None else over_ranks(share_GE)
     probability_GE = logits_NE.softmax(dim=-1).view(groups, -1, experts).mean(dim=1)
     return experts * (share_GE * probability_GE).mean()
-
-
-def z_loss(logits_NE: Tensor) -> Tensor:
-    """Mean squared log-partition function of the router; keeps its logits small."""
-    return logits_NE.logsumexp(dim=-1).square().mean()
 
 
 def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
@@ -267,7 +263,7 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     dtype = product_dtype(x_RD)
     x, weight = x_RD.to(dtype), weight_EFD.to(dtype)
     if takes_grouped_gemm(x, dtype, weight):
-        return grouped_gemm(x, weight, ends_E)
+        return functional.grouped_mm(x, weight.mT, offs=ends_E)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         bounds = pairwise([0, *ends_E.tolist()])  # on a GPU, the host would wait for these
         return torch.cat([x[start:end] @ matrix.T for (start, end), matrix in zip(bounds, weight, strict=True)])
@@ -285,11 +281,6 @@ def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -
         and dtype == torch.bfloat16
         and all(size * dtype.itemsize % ALIGNMENT_BYTES == 0 for w in weights_EFD for size in w.shape[1:])
     )
-
-
-def grouped_gemm(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """All groups in one kernel."""
-    return functional.grouped_mm(x_RD, weight_EFD.transpose(-2, -1), offs=ends_E)
 
 
 def expert_by_expert(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
@@ -358,9 +349,9 @@ class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
         gate_up, down = gate_up_EFD.to(rows_RD.dtype), down_EDF.to(rows_RD.dtype)
-        fused_RF = grouped_gemm(rows_RD, gate_up, ends_E)
+        fused_RF = functional.grouped_mm(rows_RD, gate_up.mT, offs=ends_E)
         ctx.save_for_backward(rows_RD, gate_up, down, fused_RF, ends_E)
-        return grouped_gemm(gated(fused_RF), down, ends_E)
+        return functional.grouped_mm(gated(fused_RF), down.mT, offs=ends_E)
 
     @staticmethod
     @once_differentiable

@@ -180,7 +180,8 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
     )
     with observer or nullcontext() as telemetry:
         for batches in training.batches():
-            lr = config.optimizer.lr * training.lr_multiple()  # before muP multiplies it
+            # Before muP multiplies it.
+            lr = config.optimizer.lr * float(training.scheduler.lr_lambdas[0](training.step))
             if telemetry is not None and training.step == config.steps - 1:
                 telemetry.every = 1
             losses, norm, _ = training.update(batches)

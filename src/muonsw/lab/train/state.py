@@ -302,10 +302,6 @@ class Training:
             raise UsageError(f"the task measures {both}: metrics(model, batch) must always return the same names")
         return torch.stack([torch.as_tensor(values[name], device=self.device).double() for name in self._measured])
 
-    def lr_multiple(self) -> float:
-        """The learning rate of the next step, as a multiple of the peak."""
-        return float(self.scheduler.lr_lambdas[0](self.step))
-
     def autocast(self) -> AbstractContextManager[object]:
         """Compute products in bfloat16 if the precision says so."""
         precision = self.config.precision
