@@ -219,12 +219,8 @@ def each(
                         done(name, result)
                 if request.signal is not None:
                     _stop(busy)
-                    errors = {name: future.exception() for future, (name, _) in busy.items()}
                     failed = [
-                        # A pool breaks if its worker was killed, or had not started yet.
-                        f"{name} " + ("keeps its last checkpoint" if broken else f"was not saved: {error}")
-                        for name, error in errors.items()
-                        if (broken := isinstance(error, BrokenProcessPool)) or not isinstance(error, Interrupted | None)
+                        f"{name} {problem}" for future, (name, _) in busy.items() if (problem := _unsaved(future))
                     ]
                     saved = f"stopped, {'; '.join(failed) or 'all runs saved'}; {RESUME}"
                     raise Interrupted(saved if saves else "stopped; nothing was saved", request.signal)
@@ -257,6 +253,13 @@ def _stop(busy: Mapping[Future[Any], Any]) -> None:
         for child in multiprocessing.active_children():
             child.kill()
         raise
+
+
+def _unsaved(future: Future[Any]) -> str:
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool):  # killed, or not started yet
+        return "keeps its last checkpoint"
+    return "" if error is None or isinstance(error, Interrupted) else f"was not saved: {error}"
 
 
 def _start_worker(device: str, saves: bool) -> None:
