@@ -6,6 +6,8 @@ entry in `COMMANDS`. Only the command that runs is imported, so `muonsw --help` 
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -19,36 +21,31 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "compare": ("commands.training", "Compare", "train a model under several decay rules and compare the results"),
     "reproduce": ("commands.reproduce", "Reproduce", "run a study of the paper and check its claims"),
     "plan": ("plan", "Plan", "compute size, FLOPs, memory, hours and traffic of a run"),
-    "advise": ("advise", "Advise", "say whether decay matters in a run, and which lambda to try"),
+    "advise": ("advise", "Advise", "tell whether decay matters in a run, and which lambda to try"),
     "data": ("commands.data", "Data", "prepare training data, verify it, or describe it"),
-    "train": ("commands.training", "Train", "train a model, or continue a run that was stopped"),
-    "task": ("commands.training", "TaskCommand", "check a task of your own, or write a file to start from"),
-    "report": ("report", "Report", "write one page about one or several runs"),
-    "diagnose": ("diagnose", "Diagnose", "show what decay does to the weights of runs, and what is wrong"),
+    "train": ("commands.training", "Train", "train a model, or resume a run that was stopped"),
+    "task": ("commands.training", "TaskCommand", "check your own task, or write a file to start from"),
+    "report": ("report", "Report", "write one HTML page about one or more runs"),
+    "diagnose": ("diagnose", "Diagnose", "show what decay did to the weights of a run, and what went wrong"),
     "export": ("commands.data", "Export", "write the model of a run as safetensors"),
     "sample": ("commands.data", "Sample", "let a trained model continue a text"),
 }
 ABOUT = """
-Muon-SW and its paper: train, compare, measure, and reproduce with claims
-that are checked.
+Train with Muon-SW, compare decay rules, and reproduce the paper.
 
 commands:
 {commands}
 
 `muonsw COMMAND --help` lists the options of a command, `muonsw --version`
-prints the version. Exit codes: 0 done, 1 a claim failed or damage was found,
-2 it cannot be done as asked, 3 a fault of the machine, 128 plus the signal if
-it was stopped (130 for Ctrl-C).
+prints the version. Exit codes: 0 success; 1 a claim failed, a run diverged or
+data is damaged; 2 usage error; 3 the machine failed (disk full, process
+killed); 128 plus the signal if stopped by one (130 for Ctrl-C).
 """
 TASK_PREFIX = "--task."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    0 is done, 1 a claim that failed or damage that was found, 2 something that cannot be done as asked, 3 a fault of
-    the machine. A command that was stopped by a signal returns 128 plus the signal, as shells do.
-    """
+    """Run one command and return its exit code, as `muonsw --help` lists them."""
     print_any_character()
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -57,8 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_error(f"muonsw: {harmless(error)}")
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # `muonsw train --help | head`; what is left to print goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except MemoryError:
-        print("muonsw: there is not enough memory: ask for something smaller, or stop other programs", file=sys.stderr)
+        print("muonsw: out of memory: choose something smaller, or stop other programs", file=sys.stderr)
         return MACHINE
     except KeyboardInterrupt:
         print("muonsw: interrupted", file=sys.stderr)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(words: Sequence[str]) -> int:
-    """Parse the words of a command line and run the command that they name; tyro exits with 2 on a usage error."""
+    """Parse a command line and run its command; tyro exits with 2 on a usage error."""
     if list(words) == ["--version"]:
         print(f"muonsw {__version__}")
         return OK
@@ -82,20 +82,21 @@ def run(words: Sequence[str]) -> int:
         # An unset shell variable; as a path it would be the current folder.
         if not word or (word.startswith("--") and word.endswith("=")):
             option = word.rstrip("=") or before
-            raise UsageError(f"an argument is empty after {option}: give a value, or leave it out")
+            raise UsageError(f"an argument is empty after {option}: give a value or leave it out")
     tyro = needed("tyro", "the lab needs", "lab")
     module, kind, _ = COMMANDS[name]
     command = getattr(needed(f"muonsw.lab.{module}", "the lab needs", "lab"), kind)
-    code: int = tyro.cli(command, prog=f"muonsw {name}", args=with_task_options(options)).run()
+    without_none = (tyro.conf.DisallowNone,)  # `--lr FLOAT`, not `--lr {None}|FLOAT`
+    code: int = tyro.cli(command, prog=f"muonsw {name}", args=with_task_options(options), config=without_none).run()
     return code
 
 
 def with_task_options(words: Sequence[str]) -> list[str]:
-    """Turn `--task.depth 6 --task.flip` into `--task-options depth=6 flip=true`.
+    """Collect `--task.depth 6 --task.flip` as `--task.NAME depth=6 flip=true`, which tyro can parse.
 
     Examples:
         >>> with_task_options(["--task", "vit.py", "--task.depth", "6", "--steps", "9"])
-        ['--task', 'vit.py', '--steps', '9', '--task-options', 'depth=6']
+        ['--task', 'vit.py', '--steps', '9', '--task.NAME', 'depth=6']
     """
     rest, options, waiting = [], [], list(words)
     while waiting:
@@ -107,7 +108,7 @@ def with_task_options(words: Sequence[str]) -> list[str]:
         if not equals:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         options.append(f"{name.replace('-', '_')}={value}")
-    return [*rest, "--task-options", *options] if options else rest
+    return [*rest, "--task.NAME", *options] if options else rest
 
 
 if __name__ == "__main__":

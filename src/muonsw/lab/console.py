@@ -53,10 +53,10 @@ def paragraph(console: Console, text: str) -> None:
 
 
 def print_any_character() -> None:
-    """Let this process print any character, with a question mark where the stream's encoding has none."""
+    """Print "?" for characters that the stream cannot encode, and each line at once."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="replace", line_buffering=True)
 
 
 @dataclass(frozen=True)

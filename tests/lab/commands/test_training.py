@@ -253,7 +253,7 @@ def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
     assert main(["task", "check", "mine/a.py", "--seeds", "0"]) == 2
     assert "--seeds must be at least 1" in capsys.readouterr().err
     assert main(["task", "new", "mine/a.py"]) == 2
-    assert "mine/a.py exists already" in capsys.readouterr().err
+    assert "mine/a.py already exists" in capsys.readouterr().err
 
 
 NAN_AT_FOUR = """
@@ -279,7 +279,7 @@ def test_a_check_that_is_stopped_promises_nothing_to_go_on_from(tmp_path, capsys
     more = "import os, signal\nCOUNT = []\ndef stop():\n    os.kill(os.getpid(), signal.SIGTERM)\n"
     path = task_file(tmp_path, loss=stop, more=more)
     assert main(["task", "check", str(path), "--steps", "6"]) == 143
-    assert capsys.readouterr().err == "muonsw: stopped; a check saves nothing\n"
+    assert capsys.readouterr().err == "muonsw: stopped; nothing was saved\n"
 
 
 def test_a_command_that_is_suggested_can_be_pasted(capsys):
@@ -341,7 +341,7 @@ def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
         (["--task", "none.py"], "", "there is no task file none.py"),
         (["--task", "small_task.py", "--data", "d"], "", "give --task or --data, not both"),
         (["--task", "small_task.py", "--preset", "mini"], "", "give --task or --preset, not both"),
-        (["--task-options", "a=1"], "", "--task-options needs a task"),
+        (["--task.a", "1"], "", "--eval-every need --task FILE"),
         (["--task", "small_task.py", "--task.depth", "6"], "", "small_task.py: unknown option 'depth'"),
         (["--task", "small_task.py"], "SETTINGS = {'stepz': 3}\n", "unknown setting in SETTINGS 'stepz' (did you mean"),
         (["--task", "small_task.py"], "SETTINGS = {'lr': 'x'}\n", "small_task.py: lr='x' must be of type float"),

@@ -1,4 +1,4 @@
-"""`muonsw compare`, `muonsw train` and `muonsw task`: what they share is how a run is described."""
+"""`muonsw compare`, `muonsw train` and `muonsw task`, which share the options that describe a run."""
 
 from __future__ import annotations
 
@@ -50,29 +50,21 @@ from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve
 from muonsw.presets import PRESETS
 from muonsw.text import counted
 
-TASK_HELP = (
-    "Train this instead of a preset: a Python file, which is executed as you; `muonsw task new FILE` writes one."
-)
 ARMS_HELP = (
-    "What is compared, the baseline first: decay rules, presets of other optimizers, or both (scaled, normuon, "
-    "soap/constant), each perhaps with settings (scaled,weight_decay=0.5 or soap,lr=0.01,adam_lr=0.02). "
+    "Arms to compare, the baseline first: a decay rule (scaled), an optimizer preset (normuon) or both (soap/constant), "
+    "optionally with settings (scaled,weight_decay=0.5 or soap,lr=0.01,adam_lr=0.02). "
     f"Decay rules: {', '.join(DECAY_RULES)}. Presets: {', '.join(PRESETS)}."
 )
-WITH_CONFIG = ("--config", "--out", "--strategy")
+unset = partial(arg, help_behavior_hint="")  # an option without "(default: None)"
 NAME = "training"
-# Dense bfloat16 TFLOP/s by a part of the device's name, from the makers' data sheets.
+# Dense bfloat16 TFLOP/s from the data sheets, by part of the device name.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0, "4090": 165.0}
 
 # ---- Options
 
 
 def changed(command: Any) -> list[str]:
-    """The options of a command that differ from their defaults, those of its groups of options included.
-
-    Examples:
-        >>> changed(Train(seed=3, own=TaskOptions(eval_every=5)))
-        ['--eval-every', '--seed']
-    """
+    """List the options of a command that differ from their defaults, including those of its option groups."""
     names = []
     for option in fields(command):
         value = getattr(command, option.name)
@@ -84,7 +76,7 @@ def changed(command: Any) -> list[str]:
 
 
 def given(command: Any, *names: str) -> dict[str, Any]:
-    """Options of a command by their names, without those that were left out."""
+    """Map these option names to their values, without those left out."""
     return {name: value for name in names if (value := getattr(command, name)) is not None}
 
 
@@ -96,26 +88,26 @@ def require_at_least_one(command: Any, *names: str) -> None:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How a user's task is called and evaluated."""
+    """How a user's task is built and evaluated."""
 
-    task_options: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")] = ()
-    """Options of the task; `--task.depth 6` is the same as `--task-options depth=6`."""
-    eval_batches: Annotated[int | None, arg(metavar="N")] = None
-    """Validation batches of a task. Default: all of a list, 16 of anything without a length."""
-    eval_every: Annotated[int | None, arg(metavar="N")] = None
-    """Steps between evaluations of a task. Default: a twentieth of the run."""
+    options: Annotated[tuple[str, ...], unset(name="task.NAME", metavar="VALUE")] = ()
+    """An argument of the functions of the task, such as `--task.depth 6`."""
+    eval_batches: Annotated[int | None, unset(metavar="N")] = None
+    """Number of validation batches. Default: the whole list, or 16 from anything without a length."""
+    eval_every: Annotated[int | None, unset(metavar="N")] = None
+    """Steps between evaluations. Default: a twentieth of the run."""
 
     def run_config(
         self, path: str, runs: Iterable[Path] = (), seed: int = 0, **chosen: Any
     ) -> tuple[RunConfig, Checked]:
-        """The run of the task, and what its check found.
+        """Check the task; return its run and the result of the check.
 
         Raises:
-            UsageError: If it cannot be trained; or if its file has changed since one of `runs` began, before any of the
-                file runs.
+            UsageError: If it cannot be trained, or if its file changed after one of `runs` began. The latter is
+                checked before the file is executed.
         """
         try:
-            task = TaskConfig(path, tuple(sorted(self.task_options)), None, self.eval_batches)
+            task = TaskConfig(path, tuple(sorted(self.options)), None, self.eval_batches)
         except ValueError as error:
             raise UsageError(str(error)) from error
         for folder in runs:
@@ -130,30 +122,31 @@ class RunOptions:
     """What to train, on what, and how."""
 
     preset: str = "demo"
-    """Model and recipe: demo, mini, w128, w256, w512, w768, w1024, each also with -dense."""
-    task: Annotated[str | None, arg(metavar="FILE", help=TASK_HELP)] = None
-    data: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Prepared tokens. Default: --text, or else the Python standard library, prepared in out/data."""
-    text: Annotated[tuple[str, ...], arg(metavar="PATH")] = ()
-    """Your own text instead: files, folders or quoted globs (.txt, .md, .jsonl, .parquet); prepared in out/data."""
-    steps: int | None = None
-    """Optimizer steps, instead of the preset's; without --lr the peak learning rate follows the horizon rule."""
-    lr: float | None = None
-    """Peak learning rate, instead of the preset's, before muP multiplies it."""
-    weight_decay: float | None = None
-    """Lambda. Default: the preset's or the task's; for text, `muonsw compare` takes that of `muonsw advise`."""
-    accumulation: int | None = None
-    """Micro-batches in a step: more take less memory."""
-    checkpoint_every: Annotated[int | None, arg(metavar="N")] = None
-    """Steps between checkpoints, instead of the preset's; a run is also saved every three minutes."""
-    telemetry_every: Annotated[int | None, arg(metavar="N")] = None
-    """Steps between samples of norms, updates and alignments, instead of the preset's; 0 takes none."""
+    """Model and recipe: demo, mini, w128, w256, w512, w768 or w1024; append -dense for no experts."""
+    task: Annotated[str | None, unset(metavar="FILE")] = None
+    """Python file to train instead of a preset; executed with your permissions. `muonsw task new` writes one."""
+    data: Annotated[Path | None, unset(metavar="DIR")] = None
+    """Prepared tokens. Default: --text, else the Python standard library."""
+    text: Annotated[tuple[str, ...], unset(metavar="PATH")] = ()
+    """Train on this text: files, folders or quoted globs (.txt, .md, .jsonl, .parquet). It is tokenized in out/data."""
+    steps: Annotated[int | None, unset()] = None
+    """Optimizer steps. Default: the preset's. Without --lr, the peak learning rate follows the horizon rule."""
+    lr: Annotated[float | None, unset()] = None
+    """Peak learning rate before muP scales it. Default: the preset's."""
+    weight_decay: Annotated[float | None, unset()] = None
+    """Lambda. Default: the preset's or the task's; on text, `muonsw compare` uses what `muonsw advise` suggests."""
+    accumulation: Annotated[int | None, unset()] = None
+    """Micro-batches per step; more use less memory."""
+    checkpoint_every: Annotated[int | None, unset(metavar="N")] = None
+    """Steps between checkpoints. Default: the preset's. A run is also saved every three minutes."""
+    telemetry_every: Annotated[int | None, unset(metavar="N")] = None
+    """Steps between samples of norms, updates and alignments; 0 for none. Default: the preset's."""
     device: str = "auto"
     """cpu, cuda or auto."""
-    precision: str | None = None
-    """float32, bfloat16 (autocast), or auto for bfloat16 on a GPU."""
-    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
-    """For a task of your own."""
+    precision: Annotated[str | None, unset()] = None
+    """float32, bfloat16 (autocast), or auto: bfloat16 on a GPU."""
+    task_options: Annotated[OmitArgPrefixes[TaskOptions], arg(name="task")] = field(default_factory=TaskOptions)
+    """Only with --task."""
 
     def run_config(
         self,
@@ -163,19 +156,19 @@ class RunOptions:
         optimizer: dict[str, Any],
         **changes: Any,
     ) -> RunConfig:
-        """The run that is described; `check` is called before tokens are prepared, which may take long."""
+        """Return the run that the options describe; call `check` before tokens are prepared, which may take long."""
         changes |= given(self, "accumulation", "checkpoint_every", "telemetry_every", "device", "precision")
         optimizer |= given(self, "lr", "weight_decay")
         if self.task is not None:
             for option in changed(self):
                 if option in ("--preset", "--data", "--text", "--config", "--batch"):
-                    raise UsageError(f"give --task or {option}, not both: the file says what is trained, and on what")
-            config, checked = self.own.run_config(self.task, runs, **changes, **optimizer, **given(self, "steps"))
+                    raise UsageError(f"give --task or {option}, not both: the task file sets the model and its data")
+            config, checked = self.task_options.run_config(self.task, runs, **changes, **optimizer, **given(self, "steps"))
             check(config)
             introduce(console, config, checked)
             return config
-        for option in changed(self.own):
-            raise UsageError(f"{option} needs a task: give --task FILE")
+        if changed(self.task_options):
+            raise UsageError("--task.NAME, --eval-batches and --eval-every need --task FILE")
         config = changed_run(self.preset, self.steps, optimizer, **changes)
         check(config)
         if self.data is None and not self.text:
@@ -190,7 +183,7 @@ class RunOptions:
 
 
 def contents(record: DataRecord) -> str:
-    """Say what a folder of prepared tokens holds."""
+    """Describe a folder of prepared tokens."""
     size = sum(group.bytes for group in record.groups)
     text = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
     tokens = " and ".join(f"{record.tokens(split):,} {split}" for split in SPLITS)
@@ -198,10 +191,10 @@ def contents(record: DataRecord) -> str:
 
 
 def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
-    """Say what will be trained: batches, warnings, which algorithm moves what, and whether decay acts.
+    """Print what will be trained: batches, warnings, which algorithm updates what, and whether decay matters.
 
     Raises:
-        UsageError: If the optimizer refuses the model, or the routing of the file.
+        UsageError: If the optimizer rejects the model or the patterns of the file.
     """
     assert config.task is not None
     measured = "".join(f", {name} {value:.4g}" for name, value in checked.metrics.items())
@@ -217,7 +210,7 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
         say(console, build_optimizer(model, config.optimizer, config.steps, patterns=patterns).routing())
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with suppress(ValueError):  # a number makes no sense for the formula
+    with suppress(ValueError):  # settings that the formula does not cover
         advice = {
             rule: advise_arm(config, Arm(rule, replace(config.optimizer, decay=rule, peak="group")), 1.0)
             for rule in RULES
@@ -236,7 +229,7 @@ def print_conclusion(
     verbose: bool,
     more: str = "",
 ) -> None:
-    """Print a result: its sentence, these tables, and where its files are, with `more` about files."""
+    """Print the verdict, these tables, and where the files are, followed by `more`."""
     say(console, "")
     paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
     for table in tables:
@@ -264,28 +257,28 @@ class Compare(RunOptions):
     """Folder for the runs and the report."""
     arms: Annotated[tuple[str, ...], arg(help=ARMS_HELP)] = ("constant", "scaled")
     seeds: int = 3
-    """How many seeds; one gives no error bar, and two a very wide one."""
+    """Number of seeds; one gives no error bar, and two a very wide one."""
     control: FlagCreatePairsOff[bool] = False
-    """Add constant decay with the total decay of the scaled arm, to tell less decay from later decay."""
+    """Also train constant decay with the scaled arm's total decay, to separate less decay from later decay."""
     tune_lambda: FlagCreatePairsOff[bool] = False
-    """Find the best lambda of each arm on a separate seed, and compare those."""
+    """Find the best lambda of each arm on a separate seed, and compare the arms at their best."""
     retry_diverged: FlagCreatePairsOff[bool] = False
-    """Try runs again that diverged in an earlier call."""
-    workers: Annotated[int | None, arg(metavar="N")] = None
-    """Runs at a time, on one thread each. Default: one for each core or GPU; on a cluster, all."""
-    record: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Retry runs that diverged earlier."""
+    workers: Annotated[int | None, unset(metavar="N")] = None
+    """Runs at a time, one thread each. Default: one per core or GPU; on a cluster, all."""
+    record: Annotated[Path | None, unset(metavar="FILE")] = None
     """Append the runs to this JSONL table; run folders can then be deleted."""
     verbose: FlagCreatePairsOff[bool] = False
-    """Print all tables, with all their columns."""
+    """Print all tables with all columns."""
     cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
-    """Training as jobs of a cluster."""
+    """To train on a Slurm cluster."""
 
     def run(self) -> int:
         require_at_least_one(self, "seeds", "workers")
         self.cluster.check(self.device)
         check_target(self.out / PAGE)
         console, epochs = Console(), 1.0
-        # One thread for each run: the number of workers then changes nothing but the time.
+        # One thread per run: results then do not depend on the number of workers.
         threads = {"threads": 1} if self.cluster.device_type(self.device) == "cpu" else {}
         begun = sorted((self.out / "runs").glob("*"))
         base = self.run_config(console, begun, self._arms, {}, **threads)
@@ -330,7 +323,7 @@ class Compare(RunOptions):
         tables = conclusion.tables if self.verbose else conclusion.tables[:1]
         print_conclusion(console, conclusion, self.out, tables, verbose=self.verbose)
         if self.record is not None:
-            from muonsw.lab.studies.records import append  # which most comparisons do not need
+            from muonsw.lab.studies.records import append  # most comparisons do not need it
 
             ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
             count = append(self.record, load_runs(ended), study="tasks" if self.task else "compare")
@@ -338,13 +331,13 @@ class Compare(RunOptions):
         return 0
 
     def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
-        """The run at the formula's lambda, unless one was given; says whether a given one suits the run."""
+        """Set the formula's lambda unless the user gave one; print which lambda is used and whether it fits."""
         advice = advise_arm(base, Arm("scaled", replace(base.optimizer, decay="scaled")), epochs)
         given_lambda = base.optimizer.weight_decay
         if advice.low is None or advice.high is None:
             say(console, f"lambda {given_lambda:g}: {advice.answer}")
         elif self.weight_decay is None:
-            # Two digits are as many as the formula knows; of a range, its middle.
+            # The formula is good for two digits; from a range, take the geometric mean.
             lam = float(f"{math.sqrt(advice.low * advice.high):.2g}")
             base = replace(base, optimizer=replace(base.optimizer, weight_decay=lam))
             say(console, f"lambda {lam:g}, by the formula of muonsw advise")
@@ -361,7 +354,7 @@ class Compare(RunOptions):
         if self.control and not scaled:
             raise UsageError("--control needs a scaled arm, whose total it takes")
         if self.control and not scaled[0].optimizer.weight_decay:
-            raise UsageError("--control needs decay to take the total of: give --weight-decay above zero")
+            raise UsageError("--control needs a scaled arm that decays: give --weight-decay above zero")
         for arm in arms:
             tried = arm.optimizer.weight_decay * (min(FACTORS) if self.tune_lambda else 1.0)
             refuse_too_much_decay(base, replace(arm.optimizer, weight_decay=tried))
@@ -380,24 +373,23 @@ class Train(RunOptions):
     Exit codes: 0 complete, 1 diverged, 130 or 143 stopped and saved.
     """
 
-    out: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Folder of the run; default out/train/ with the name of the preset, the task or the config."""
-    config: Annotated[Path | None, arg(metavar="FILE")] = None
-    """A complete config file, such as a run's config.json, instead of all other settings but --out and --strategy; a
-    task that it names is executed as you."""
-    algorithm: str | None = None
+    out: Annotated[Path | None, unset(metavar="DIR")] = None
+    """Folder of the run. Default: out/train/ and the name of the preset, task or config."""
+    config: Annotated[Path | None, unset(metavar="FILE")] = None
+    """Train this config.json of a run, and execute the task file it may name; only --out and --strategy go with it."""
+    algorithm: Annotated[str | None, unset()] = None
     """muon (with AdamW for everything but hidden matrices) or adamw."""
-    decay: Annotated[str | None, arg(help=f"Decay rule: {', '.join(DECAY_RULES)}.")] = None
-    muon_lr: str | None = None
-    """How muP scales Muon's learning rate with the width: adam, sqrt or none."""
-    peak: str | None = None
-    """What scaled decay divides by: group for the group's own peak, base for the base peak."""
-    batch: int | None = None
-    """Sequences in a step, instead of the preset's; a task sets its own batch size."""
+    decay: Annotated[str | None, unset(help=f"Decay rule: {', '.join(DECAY_RULES)}.")] = None
+    muon_lr: Annotated[str | None, unset()] = None
+    """How muP scales Muon's learning rate with width: adam, sqrt or none."""
+    peak: Annotated[str | None, unset()] = None
+    """Peak that scaled decay divides by: group (after muP scales it) or base (before)."""
+    batch: Annotated[int | None, unset()] = None
+    """Sequences per step. Default: the preset's. A task sets its own batch size."""
     seed: int = 0
-    """Seed of the initial weights and the order of the data."""
-    strategy: Literal["ddp", "fsdp"] | None = None
-    """How ranks of torchrun share the work: ddp (default) keeps the model on each, fsdp divides it."""
+    """Seed of the initial weights and the data order."""
+    strategy: Annotated[Literal["ddp", "fsdp"] | None, unset()] = None
+    """Under torchrun: ddp (default) replicates the model on every rank, fsdp shards it."""
     tensorboard: FlagCreatePairsOff[bool] = False
     """Also write TensorBoard events into the run's folder."""
     wandb: str = ""
@@ -407,13 +399,12 @@ class Train(RunOptions):
         folder = self.out or Path("out/train") / Path(self.config or self.task or self.preset).stem
         if self.config and self.task is None:
             for option in changed(self):
-                if option not in WITH_CONFIG:
-                    wrong = f"{option} does not go with --config, whose file has all settings"
-                    raise UsageError(f"{wrong}: change it there")
+                if option not in ("--config", "--out", "--strategy"):
+                    raise UsageError(f"{option} does not go with --config, whose file has all settings: change it there")
             require_writable(folder)
             config = read_config_file(self.config)
         else:
-            console = Console(quiet=speaker() is not None)  # rank 0 alone speaks
+            console = Console(quiet=speaker() is not None)  # only rank 0 prints
             changes = given(self, "batch", "seed", "tensorboard", "wandb")
             optimizer = given(self, "algorithm", "decay", "muon_lr", "peak")
 
@@ -431,13 +422,13 @@ class Train(RunOptions):
 
 
 def run(config: RunConfig, folder: Path) -> int:
-    """Train on all ranks that were started, with progress on the console of the first; print how it ended."""
+    """Train on all ranks; rank 0 shows progress and prints the result."""
     console = Console()
     try:
         with joined(config.parallel.timeout) as world, watching(console) if world.leads else nullcontext() as watch:
             result = train(config, folder, watch, world)
     except (Diverged, Interrupted, UsageError) as error:
-        # Rank 0 alone reports what all ranks know.
+        # Only rank 0 reports what every rank knows.
         rank = speaker()
         report_error(f"muonsw: {harmless(error)}")
         if rank is None or not known_to_all(error):
@@ -465,7 +456,7 @@ def watching(console: Console) -> Iterator[Watch]:
             if device.type == "cuda" and task.flops:
                 name = torch.cuda.get_device_name(device)
                 peak = next((value for part, value in PEAK_TFLOPS.items() if part in name), None)
-                # What one token a second is of the peak of all ranks' devices.
+                # MFU at one token per second.
                 share_of_peak = task.flops / (training.world.size * peak * 1e12) if peak else 0.0
             parameters = sum(parameter.numel() for parameter in training.model.parameters())
             size = f"{counted(steps, 'step')} of {task.per_step:,} {unit}, {task.data(steps)}"
@@ -497,14 +488,14 @@ class EnoughError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """Check every function of a task, and say how long a comparison takes here."""
+    """Check every function of a task, and estimate how long a comparison takes here."""
 
     file: Annotated[str, Positional, arg(metavar="FILE")]
-    """Python file, which is executed as you."""
-    own: OmitArgPrefixes[TaskOptions] = field(default_factory=TaskOptions)
-    """Options of the task."""
-    steps: int | None = None
-    """Steps, instead of the task's own."""
+    """Python file; it is executed with your permissions."""
+    task_options: Annotated[OmitArgPrefixes[TaskOptions], arg(name="task")] = field(default_factory=TaskOptions)
+    """How the task is built and evaluated."""
+    steps: Annotated[int | None, unset()] = None
+    """Steps. Default: the task's."""
     seeds: int = 3
     """Seeds of the comparison."""
     device: str = "auto"
@@ -513,7 +504,7 @@ class Check:
     def run(self) -> int:
         require_at_least_one(self, "seeds")
         console = Console()
-        config, checked = self.own.run_config(self.file, **given(self, "device", "steps"))
+        config, checked = self.task_options.run_config(self.file, **given(self, "device", "steps"))
         config = replace(config, threads=1 if resolve_device(self.device).type == "cpu" else 0)
         introduce(console, config, checked)
         # Time the first seconds of a real run, which is then deleted.
@@ -533,15 +524,15 @@ class Check:
                 raise EnoughError
 
         steps = max(config.steps, fewest_steps)
-        timed = replace(config, steps=steps, eval_every=steps)  # no evaluation between the steps that are timed
+        timed = replace(config, steps=steps, eval_every=steps)  # no evaluation between the timed steps
         try:
             with TemporaryDirectory() as folder, suppress(EnoughError):
                 train(timed, Path(folder) / "run", Watch(started, record))
         except Diverged as error:
-            print(f"muonsw: {harmless(error.__cause__)}", file=sys.stderr)  # without the checkpoint that was deleted
+            print(f"muonsw: {harmless(error.__cause__)}", file=sys.stderr)  # do not name the deleted checkpoint
             return FAILED
         except Interrupted as error:
-            raise Interrupted("stopped; a check saves nothing", error.signal) from error
+            raise Interrupted("stopped; nothing was saved", error.signal) from error
         step, evaluation = (times[-1] - times[0]) / max(1, len(times) - 1), evaluations[1] - evaluations[0]
         seconds = config.steps * step + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
         workers = runs_at_once(self.device)
@@ -556,7 +547,7 @@ class Check:
 
 
 def in_words(seconds: float) -> str:
-    """A duration, roughly.
+    """Round a duration for people.
 
     Examples:
         >>> in_words(0.2), in_words(4.2), in_words(400), in_words(9000)
@@ -569,17 +560,17 @@ def in_words(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class New:
-    """Write a task that runs, with comments on what to replace."""
+    """Write a small task that runs, with comments on what to replace."""
 
     file: Annotated[Path, Positional, arg(metavar="FILE")]
-    """Python file to write; an existing file is never overwritten."""
+    """Python file to write; it must not exist."""
 
     def run(self) -> int:
         if self.file.suffix != ".py":
             raise UsageError(f"{self.file} must end in .py")
         text = files("muonsw.lab").joinpath("task_template.py").read_text(encoding="utf-8")
         if os.path.lexists(self.file):
-            raise UsageError(f"{self.file} exists already: choose another name")
+            raise UsageError(f"{self.file} already exists: choose another name")
         prepare_folder(self.file.parent)
         write_atomically(self.file, text)
         named = shlex.quote(str(self.file))
@@ -589,7 +580,7 @@ class New:
 
 @dataclass(frozen=True)
 class TaskCommand:
-    """Check a task of your own, or write a file to start from."""
+    """Check your own task, or write a file to start from."""
 
     action: Annotated[
         Annotated[Check, subcommand("check", prefix_name=False)] | Annotated[New, subcommand("new", prefix_name=False)],
