@@ -362,12 +362,12 @@ def test_the_verdict_follows_the_interval():
 
 def test_the_verdict_judges_decay_and_lambda_before_the_difference():
     gain = pair(GAINS)
-    for lam, words in ((1.0, "too large"), (0.27, "suits"), (0.1, "small")):
+    for lam, words in ((1.0, "too large"), (0.27, "fits"), (0.1, "small")):
         advice = advise_arm(replace(small_run(), steps=420), Arm("", OptimizerConfig(weight_decay=lam)), 1.0)
         text = verdict(Outcome(tuple(replace(each, weight_decay=lam) for each in BOTH), (gain,)), advice=advice)
-        places = [text.index(part) for part in ("Decay acts", f"Lambda {lam:g} ", words, "ended lower")]
+        places = [text.index(part) for part in ("Decay matters", f"Lambda {lam:g} ", words, "ended lower")]
         assert places == sorted(places)
-        assert ("--tune-lambda" in text) == (words != "suits")
+        assert ("--tune-lambda" in text) == (words != "fits")
     # At lambdas of their own, or where no run of ours tells, nothing is said about them.
     assert "Lambda" not in verdict(Outcome((BOTH[0], replace(BOTH[1], weight_decay=0.5)), (gain,)), advice=advice)
     assert "Lambda" not in verdict(Outcome(BOTH, (gain,)))
@@ -389,7 +389,7 @@ def test_the_verdict_says_when_decay_cannot_matter():
     for total, idle in ((0.99 * IDLE, True), (1.01 * IDLE, False)):
         both = (arm("constant", "constant", total_decay=total), arm("scaled", "scaled", total_decay=0.73 * total))
         text = verdict(Outcome(both, (unsure,)))
-        assert (text.startswith("Too short for decay to matter"), text.startswith("Decay acts")) == (idle, not idle)
+        assert (text.startswith("Too short for decay to matter"), text.startswith("Decay matters")) == (idle, not idle)
     # The total of a rule that follows the gradients is not known.
     both = (arm("constant", "constant", total_decay=0.0), arm("scaled", "gradient_norm", total_decay=math.nan))
     assert "Too short" not in verdict(Outcome(both, (unsure,)))
@@ -397,7 +397,7 @@ def test_the_verdict_says_when_decay_cannot_matter():
 
 def test_the_verdict_names_skipped_steps_and_lost_seeds_first():
     skipped = verdict(Outcome((BOTH[0], replace(BOTH[1], skipped={0: 7, 2: 1})), (pair(GAINS),)))
-    assert skipped.startswith("'scaled' skipped 7 steps (seed 0), 1 step (seed 2), whose gradients were not finite")
+    assert skipped.startswith("'scaled' skipped 7 steps (seed 0), 1 step (seed 2) with non-finite gradients")
     lost = replace(BOTH[1], seeds=(0, 2), final=(3.0, 3.1), diverged={1: 40})
     text = verdict(Outcome((BOTH[0], lost), (pair(GAINS),)))
-    assert text.startswith("'scaled' diverged at step 40 (seed 1): it is compared on its other seeds")
+    assert text.startswith("'scaled' diverged at step 40 (seed 1): the comparison uses its other seeds")

@@ -1,12 +1,10 @@
-"""Compare decay rules: arms, what their runs show, the search for lambda, and the verdict.
-
-The verdict says first whether decay acts at all, then whether lambda is sensible, then the differences.
-"""
+"""Compare decay rules: train the arms, summarize their runs, search for lambda, and write the verdict."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -24,7 +22,7 @@ from muonsw.lab.advise import IDLE, Advice, Advise
 from muonsw.lab.config import from_data
 from muonsw.lab.console import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text
 from muonsw.lab.errors import UsageError
-from muonsw.lab.files import plain, refuse_folder, write_json
+from muonsw.lab.files import refuse_folder, write_json
 from muonsw.lab.launch import Cluster, Job
 from muonsw.lab.model import muon_lr_multiplier, scalings
 from muonsw.lab.report import PAGE, write_report
@@ -40,7 +38,7 @@ CONTROL = "constant, same total"
 RULES = (CONSTANT, SCALED)
 NAME, NUMBERS = "comparison", "outcome.json"
 
-# ---- Arms: they share everything but their optimizer, over the same seeds
+# ---- Arms: same model, data and seeds, different optimizers
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Key:
-    """Identifies a comparison within its study: a name, a width, a number of steps, or several of these.
+    """Identify a comparison within its study by name, width or number of steps, or several of these.
 
     Examples:
         >>> str(Key(width=256)), str(Key("muon", steps=1600)), Key("muon", steps=1600).slug
@@ -76,25 +74,24 @@ class Key:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Arms that share everything but their optimizer, seed by seed."""
+    """Arms that differ only in their optimizer, over the same seeds."""
 
     key: Key
     base: RunConfig  # what the arms share
     arms: tuple[Arm, ...]  # the first is the baseline of every pair
-    seeds: tuple[int, ...]  # of initial weights and data order, the same for every arm
-    paired: bool = True  # whether arms are compared with the first one; a sweep has no baseline
+    seeds: tuple[int, ...]  # of initial weights and data order
+    paired: bool = True  # whether arms are compared with the first; a sweep has no baseline
 
     def config(self, arm: Arm, seed: int) -> RunConfig:
         return replace(self.base, optimizer=arm.optimizer, seed=seed)
 
     def configs(self) -> list[RunConfig]:
-        """The config of every run, seed by seed: pairs are complete as early as possible."""
+        """List the config of every run, seed by seed, so pairs complete as early as possible."""
         return [self.config(arm, seed) for seed in self.seeds for arm in self.arms]
 
 
-# By the name of the arm: one run for each seed. By comparison: its arms.
-Runs = Mapping[str, Sequence[Run]]
-Results = Mapping[Key, Runs]
+Runs = Mapping[str, Sequence[Run]]  # by name of the arm, one run per seed
+Results = Mapping[Key, Runs]  # by comparison
 Train = Callable[[Sequence[Comparison]], Results]
 PlaceJob = Callable[[Comparison, Arm, int], Job]
 
@@ -102,7 +99,7 @@ PlaceJob = Callable[[Comparison, Arm, int], Job]
 def parse_arm(text: str, base: OptimizerConfig) -> Arm:
     """Parse `RULE`, `PRESET` or `PRESET/RULE`, optionally followed by `,setting=value,...` of the optimizer.
 
-    A preset without a rule takes the one of `base`, and its arm is named after both.
+    A preset without a rule uses the rule of `base`; the name of the arm has both.
 
     Raises:
         UsageError: If a name or a setting is unknown, or a value does not fit.
@@ -124,16 +121,15 @@ def parse_arm(text: str, base: OptimizerConfig) -> Arm:
         raise UsageError(f"arm {text!r}: {unknown('decay rule', rule, list(DECAY_RULES))}")
 
     changes: dict[str, Any] = {"preset": preset, "decay": rule}
-    # No lists, because commas separate the settings.
+    # betas is a list, and commas separate the settings.
     settable = [field.name for field in fields(base) if field.name not in (*changes, "betas")]
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in settable or not value:
-            wanted = f"after its first word come setting=value pairs, with settings {', '.join(settable)}"
-            raise UsageError(f"arm {text!r}: {wanted}")
+            raise UsageError(f"arm {text!r}: {setting!r} must be setting=value, with settings {', '.join(settable)}")
         try:
             changes[name] = json.loads(value)
-        except ValueError:  # a word
+        except ValueError:  # a string
             changes[name] = value
     try:
         optimizer = from_data(OptimizerConfig, asdict(base) | changes, "optimizer")
@@ -143,7 +139,7 @@ def parse_arm(text: str, base: OptimizerConfig) -> Arm:
 
 
 def multiples(value: float, factors: Sequence[float], digits: int = 3) -> list[float]:
-    """A setting at several multiples, rounded to what the names of arms show.
+    """Multiply a setting by each factor and round it as the names of arms show it.
 
     Examples:
         >>> multiples(0.07, (0.5, 1.0, 2.0))
@@ -153,9 +149,9 @@ def multiples(value: float, factors: Sequence[float], digits: int = 3) -> list[f
 
 
 def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
-    """The decay factor phi of every step of a run, for hidden and expert matrices as muP divides their rate.
+    """Compute phi at every step of a run, for hidden and expert matrices with the rate that muP gives them.
 
-    Zero under a norm rule that does not decay, NaN under a rule that follows the gradients.
+    Zero under a norm rule that does not decay, NaN under a rule that depends on the gradients.
     """
     if not NORM_RULES[optimizer.norm].decays:
         return [0.0] * config.steps
@@ -168,21 +164,21 @@ def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
 
 
 def refuse_too_much_decay(config: RunConfig, optimizer: OptimizerConfig) -> None:
-    """Refuse a lambda with which a step would remove more than the whole weight."""
+    """Refuse a lambda that would remove more than the entire weight in one step."""
     if (share := max(decay_factors(config, optimizer))) > 1.0:
         settings = f"{optimizer.decay} decay with weight_decay={optimizer.weight_decay:g} at lr={optimizer.lr:g}"
         raise UsageError(f"{settings} would take {share:.3g} times the weight in one step: lower one of them")
 
 
-@lru_cache(maxsize=2)  # every arm of a long run asks for it
+@lru_cache(maxsize=2)  # every arm of a long run needs it
 def lr_multiples(config: RunConfig) -> list[float]:
-    """The learning rate of every step as a multiple of the peak."""
+    """List the learning rate of every step as a multiple of the peak."""
     multiple = config.schedule.multiple(config.steps)
     return [multiple(step) for step in range(config.steps)]
 
 
 def hidden_multiplier(config: RunConfig, optimizer: OptimizerConfig) -> float:
-    """What muP multiplies the base learning rate of hidden and expert matrices by; a task has no muP."""
+    """Return muP's multiplier of the learning rate of hidden and expert matrices; 1 for a task, which has no muP."""
     if config.task is not None:
         return 1.0
     if optimizer.algorithm == "adamw":
@@ -191,20 +187,18 @@ def hidden_multiplier(config: RunConfig, optimizer: OptimizerConfig) -> float:
 
 
 def same_total(config: RunConfig, arm: Arm) -> Arm:
-    """Constant decay with the total decay of an arm: the control that tells less decay from later decay.
+    """Build the control: constant decay with the same total decay as an arm.
 
-    Under a cosine to a tenth, scaled decay applies 0.73 of what constant decay at the same lambda does; less, by
-    the factor that muP divides a group's rate by, where it divides by the undivided peak.
+    It separates less decay from later decay: under a cosine to a tenth, scaled decay has 0.73 times the total decay of
+    constant decay at the same lambda.
 
     Raises:
-        UsageError: If the arm does not decay, or its total is not known before the run.
+        UsageError: If the arm does not decay.
     """
     constant = replace(arm.optimizer, decay="constant", norm=FREE, peak="group")
     total, wanted = (math.fsum(decay_factors(config, optimizer)) for optimizer in (constant, arm.optimizer))
     if total == 0.0:
-        raise UsageError(f"arm {arm.name!r} has no decay, so there is no total to take: choose a lambda above zero")
-    if math.isnan(wanted):
-        raise UsageError(f"arm {arm.name!r} follows the gradients, so its total is not known before the run")
+        raise UsageError(f"arm {arm.name!r} has no decay: choose a lambda above zero")
     return Arm(CONTROL, replace(constant, weight_decay=constant.weight_decay * (wanted / total)))
 
 
@@ -220,38 +214,41 @@ def train_all(
     cluster: Cluster | None = None,
     retry_diverged: bool = False,
 ) -> Results:
-    """Train every run that has not ended, and return all by comparison, arm and seed.
+    """Train every unfinished run, and return all runs by comparison, arm and seed.
 
     Raises:
-        UsageError: If a run cannot start, or a folder holds a run with other settings.
-        Interrupted: If the process was asked to stop; all runs were saved.
+        UsageError: If a run cannot start, or its folder holds a run with other settings.
+        Interrupted: If the process was told to stop; all runs were saved.
     """
     jobs = jobs_of(comparisons, place)
     launch.run(list(jobs.values()), console=console, workers=workers, cluster=cluster, retry_diverged=retry_diverged)
     loaded = dict(zip(jobs, load_runs(jobs), strict=True))
-
-    def runs(one: Comparison, arm: Arm) -> list[Run]:
-        return [loaded[place(one, arm, seed).folder].named(arm.name) for seed in one.seeds]
-
-    return {one.key: {arm.name: runs(one, arm) for arm in one.arms} for one in comparisons}
+    return {
+        comparison.key: {
+            arm.name: [loaded[place(comparison, arm, seed).folder].named(arm.name) for seed in comparison.seeds]
+            for arm in comparison.arms
+        }
+        for comparison in comparisons
+    }
 
 
 def jobs_of(comparisons: Sequence[Comparison], place: PlaceJob) -> dict[Path, Job]:
-    """The runs of comparisons by folder, equal ones once, seed by seed."""
-    members = ((one, arm, seed) for one in comparisons for seed in one.seeds for arm in one.arms)
+    """Collect the runs of comparisons by folder, each once, seed by seed."""
+    runs = [
+        (comparison, arm, seed) for comparison in comparisons for seed in comparison.seeds for arm in comparison.arms
+    ]
     jobs: dict[Path, Job] = {}
-    for member in sorted(members, key=lambda member: member[-1]):
-        job = place(*member)
+    for run in sorted(runs, key=lambda run: run[-1]):
+        job = place(*run)
         jobs.setdefault(job.folder, job)
     return jobs
 
 
 def by_arm(folder: Path) -> PlaceJob:
-    """Place each run in a folder that is named after its arm and seed."""
+    """Place each run in a folder named after its arm and seed."""
 
     def place(comparison: Comparison, arm: Arm, seed: int) -> Job:
-        letters = (letter if letter.isalnum() or letter in "._=" else "-" for letter in arm.name)
-        name = f"{''.join(letters).replace('--', '-')}-seed{seed}"
+        name = f"{re.sub('[^A-Za-z0-9._=]{1,2}', '-', arm.name)}-seed{seed}"
         return Job(f"{arm.name}, seed {seed}", replace(comparison.config(arm, seed), arm=arm.name), folder / name)
 
     return place
@@ -259,7 +256,7 @@ def by_arm(folder: Path) -> PlaceJob:
 
 # ---- Outcome
 
-Measure = Callable[[Run], float]  # NaN where a run diverged, or did not record it
+Measure = Callable[[Run], float]  # NaN if a run diverged or did not record it
 
 
 def completed(runs: Sequence[Run]) -> list[Run]:
@@ -267,7 +264,7 @@ def completed(runs: Sequence[Run]) -> list[Run]:
 
 
 def swept_loss(run: Run) -> float:
-    """The final loss for a sweep, where a run without one is infinitely bad."""
+    """Return the final loss, or infinity for a run without one."""
     return math.inf if math.isnan(run.final_loss) else run.final_loss
 
 
@@ -276,19 +273,19 @@ def mean(values: Sequence[float]) -> float:
 
 
 def pairs_by_seed(arm: Sequence[Run], baseline: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
-    """The runs of two arms, for the seeds that both completed."""
+    """Pair the runs of two arms by the seeds that both completed."""
     others = {run.seed: run for run in completed(baseline)}
     return {run.seed: (run, others[run.seed]) for run in completed(arm) if run.seed in others}
 
 
 def paired(arm: Sequence[Run], baseline: Sequence[Run], measure: Measure) -> list[float]:
-    """A measure of one arm minus that of another, seed by seed."""
+    """Subtract a measure of the baseline from that of the arm, seed by seed."""
     return [measure(run) - measure(other) for run, other in pairs_by_seed(arm, baseline).values()]
 
 
 @dataclass(frozen=True)
 class ArmOutcome:
-    """One arm over its seeds; runs that diverged have no other values."""
+    """One arm over its seeds; values are those of completed runs."""
 
     name: str
     rule: str
@@ -297,10 +294,10 @@ class ArmOutcome:
     final: tuple[float, ...]  # last validation loss of each run
     best: tuple[float, ...]  # lowest validation loss of each run
     norm: tuple[float, ...]  # weight RMS of the decayed matrices at the end of each run
-    norm_change: tuple[float, ...]  # the same relative to its largest value, minus one
-    total_decay: float  # sum of phi; NaN under a rule that follows the gradients
+    norm_change: tuple[float, ...]  # norm relative to its largest value, minus one
+    total_decay: float  # sum of phi; NaN under a rule that depends on the gradients
     diverged: Mapping[int, int]  # by seed, the step at which a run diverged
-    skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, steps whose gradients were not finite
+    skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, the number of steps with non-finite gradients
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, at the last evaluation
 
 
@@ -310,7 +307,7 @@ class MetricOutcome:
 
     differences: tuple[float, ...]
     mean: float
-    interval: Interval | None  # of their mean; None with fewer than two seeds
+    interval: Interval | None  # of the mean; None with fewer than two seeds
 
 
 @dataclass(frozen=True)
@@ -319,45 +316,36 @@ class PairOutcome:
 
     baseline: str
     arm: str
-    seeds: tuple[int, ...]  # those that both completed, in the order of the values below
-    differences: tuple[float, ...]  # final loss of the arm minus the baseline's; negative where the arm is better
-    mean: float  # their mean; NaN where there is none
-    interval: Interval | None  # of their mean; None with fewer than two seeds
+    seeds: tuple[int, ...]  # that both completed, in the order of the values below
+    differences: tuple[float, ...]  # final loss of the arm minus the baseline's; negative if the arm is better
+    mean: float  # of the differences; NaN if there are none
+    interval: Interval | None  # of the mean; None with fewer than two seeds
     # The step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
-    steps_to_match: tuple[float | None, ...]  # None where it never does
+    steps_to_match: tuple[float | None, ...]  # None if it never does
     metrics: Mapping[str, MetricOutcome] = field(default_factory=dict)
 
     @property
     def mean_match(self) -> float | None:
-        """Mean of the steps to match; None where one is missing."""
+        """Mean of the steps to match; None if one is missing."""
         known = [value for value in self.steps_to_match if value is not None]
         return mean(known) if known and len(known) == len(self.steps_to_match) else None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A whole comparison; the first arm is the baseline of every pair."""
+    """The arms of a comparison, and each arm against the first."""
 
     arms: tuple[ArmOutcome, ...]
     pairs: tuple[PairOutcome, ...]
-    unit: str = "nats"  # of the losses; empty where it is not known
-
-    def as_data(self) -> dict[str, Any]:
-        """Everything as JSON data; metrics only where there are some."""
-        data: dict[str, Any] = plain(asdict(self))
-        del data["unit"]
-        for part in (*data["arms"], *data["pairs"]):
-            if not part["metrics"]:
-                del part["metrics"]
-        return data
+    unit: str = "nats"  # of the losses; empty if unknown
 
 
 def compare(runs: Runs) -> Outcome:
-    """What the runs of several arms show; the first arm is the baseline."""
+    """Summarize the runs of several arms; the first arm is the baseline."""
     arms, (baseline, *others) = [], runs.values()
-    for every in runs.values():
-        first, ended = every[0], completed(every)
-        # Without weights that decay, a run's norm is that of all weights, which is something else.
+    for arm_runs in runs.values():
+        first, ended = arm_runs[0], completed(arm_runs)
+        # `final_norm` covers all weights if none decay; such a norm is not comparable.
         arm = ArmOutcome(
             name=first.arm,
             rule=first.rule,
@@ -368,9 +356,9 @@ def compare(runs: Runs) -> Outcome:
             norm=tuple(run.final_norm if run.telemetry.scope("decayed").records else math.nan for run in ended),
             norm_change=tuple(run.norm_change for run in ended),
             total_decay=math.fsum(decay_factors(first.config, first.config.optimizer)),
-            diverged={run.seed: run.diverged for run in every if run.diverged is not None},
+            diverged={run.seed: run.diverged for run in arm_runs if run.diverged is not None},
             skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
-            metrics={name: tuple(run.final_metric(name) for run in ended) for name in metric_names(every)},
+            metrics={name: tuple(run.final_metric(name) for run in ended) for name in metric_names(arm_runs)},
         )
         arms.append(arm)
     return Outcome(tuple(arms), tuple(pair_outcome(baseline, arm) for arm in others), baseline[0].unit)
@@ -381,7 +369,7 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
 
 
 def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
-    """An arm against the baseline, for the seeds that both completed."""
+    """Compare an arm with the baseline on the seeds that both completed."""
     differences = tuple(paired(arm, baseline, lambda run: run.final_loss))
     both = pairs_by_seed(arm, baseline)
     metrics = {}
@@ -401,9 +389,9 @@ def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
 
 
 def steps_to_match(baseline: Run, arm: Run) -> float | None:
-    """The step at which the arm first has the baseline's best loss, over the step at which the baseline had it.
+    """Return the step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
 
-    Between evaluations the loss is a straight line; None where it never falls so far.
+    The loss is interpolated between evaluations. None if the arm never reaches it.
     """
     steps, losses = baseline.evals.known("loss")
     best = int(losses.argmin()) if len(losses) else 0
@@ -420,7 +408,7 @@ def steps_to_match(baseline: Run, arm: Run) -> float | None:
 
 
 def describe_divergence(steps: Mapping[int, int]) -> str:
-    """Say at which step runs diverged, by seed.
+    """Name the step at which each run diverged.
 
     Examples:
         >>> describe_divergence({0: 57, 2: 60})
@@ -433,7 +421,7 @@ def describe_divergence(steps: Mapping[int, int]) -> str:
 
 
 def arms_table(outcome: Outcome) -> Table:
-    """One row for each arm: losses and norms with their intervals over seeds."""
+    """Show the losses and norms of each arm with their intervals over seeds."""
     metrics = list(dict.fromkeys(name for arm in outcome.arms for name in arm.metrics))
     columns = (
         Column("arm"),
@@ -460,14 +448,14 @@ def arms_table(outcome: Outcome) -> Table:
         )
     losses = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
     note = (
-        f"Losses: {losses}; means over seeds ± half a 95% t interval. Total decay: the sum over all steps of the share "
-        "of a weight that decay removes."
+        f"Losses: {losses}; mean over seeds ± half the 95% t interval. Total decay: the share of a weight that decay "
+        "removes in a step, summed over all steps."
     )
     return Table("arms", "Arms", columns, rows, note)
 
 
 def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
-    """One row for each arm against the baseline: paired differences and steps to match."""
+    """Show the paired differences and steps to match of each arm against its baseline."""
     metrics = list(dict.fromkeys(name for pair in pairs for name in pair.metrics))
     columns = (
         Column("arm"),
@@ -498,24 +486,14 @@ def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
         rows.append((pair.arm, pair.baseline, loss, interval, by_seed, matches if pair.seeds else None, *others))
     note = (
         "Differences are paired by seed; negative is better. Steps to match: the step at which the arm reaches the "
-        "other's best loss, over the step at which the other did; it compares the middle of one schedule with the "
+        "best loss of the other, over the step at which the other did. It compares the middle of one schedule with the "
         "end of another, so read it together with the final losses."
     )
     return Table("pairs", "Paired difference", columns, rows, note)
 
 
-def loss_cell(losses: Mapping[float, float], setting: float) -> Cell | None:
-    """The loss of one setting in the column of a sweep, whose lowest one stands out; None where it was not tried."""
-    if setting not in losses:
-        return None
-    loss = losses[setting]
-    if not math.isfinite(loss):
-        return Cell("diverged")
-    return Cell(loss_text(loss), tone="holds" if loss == min(losses.values()) else "")
-
-
 def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
-    """A mean with the half-width of its interval; None where there is nothing.
+    """Format a mean with the half-width of its interval; None if there are no values.
 
     Examples:
         >>> with_interval([1.0, 2.0, 3.0]), with_interval([]), with_interval([math.nan])
@@ -527,7 +505,7 @@ def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
 
 
 def signed(value: float) -> str:
-    """A difference: four decimals, or two digits where those would be zeros; a dash where there is none.
+    """Format a difference with four decimals, or two significant digits if those would be zero.
 
     Examples:
         >>> signed(0.01234), signed(-3.21e-6), signed(0.0), signed(math.nan)
@@ -540,17 +518,17 @@ def signed(value: float) -> str:
 
 # ---- The search for lambda
 
-FACTORS = (0.1, 0.25, 0.5, 1.0, 2.0)  # of the lambda that was given
+FACTORS = (0.1, 0.25, 0.5, 1.0, 2.0)  # multiples of the arm's lambda
 MOST_EXTENSIONS = 3
 
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What a search over lambda gave for one arm."""
+    """The result of a search over lambda for one arm."""
 
-    name: str  # the arm as it was given
+    name: str  # of the arm before the search
     arm: Arm  # the arm at its best lambda
-    losses: Mapping[float, float]  # final loss by lambda, ascending; infinite where a run diverged
+    losses: Mapping[float, float]  # final loss by lambda, ascending; infinite if the run diverged
 
     @property
     def best(self) -> float:
@@ -558,27 +536,22 @@ class TuningResult:
 
     @property
     def diverged(self) -> bool:
-        """Whether the runs with all of the lambdas diverged."""
+        """Whether the run diverged at every lambda."""
         return math.isinf(self.losses[self.best])
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best is the smallest or the largest that was tried, so that a better one may lie beyond."""
+        """Whether the best lambda is the smallest or largest tried, so the true best may be outside."""
         return not self.diverged and self.best in (min(self.losses), max(self.losses))
-
-    def as_data(self) -> dict[str, Any]:
-        losses = [{"weight_decay": lam, "final": loss} for lam, loss in self.losses.items()]
-        data: dict[str, Any] = plain({"arm": self.name, "best": self.best, "at_edge": self.at_edge, "losses": losses})
-        return data
 
 
 def tune(
     train: Train, base: RunConfig, arms: Sequence[Arm], *, seed: int, factors: Sequence[float] = FACTORS
 ) -> list[TuningResult]:
-    """Try multiples of each arm's lambda on one seed and keep the best of each arm.
+    """Try multiples of each arm's lambda on one seed, and return the best lambda of each arm.
 
-    Where the best is the smallest or the largest that was tried, the search goes on beyond it, a few times. The seed is
-    for the search alone: a comparison on the same one would favour the arm that was luckier.
+    If the best is the smallest or largest tried, the search extends beyond it, up to three times. Do not use the seed
+    for the comparison as well: that would favour the luckier arm.
     """
 
     def at(arm: Arm, words: str, lam: float) -> Arm:
@@ -586,43 +559,49 @@ def tune(
 
     key, tried = Key("search"), {arm.name: dict[float, float]() for arm in arms}
     wanted = {arm.name: multiples(arm.optimizer.weight_decay, sorted(factors), digits=4) for arm in arms}
-    found: list[TuningResult] = []
+    results: list[TuningResult] = []
     for _ in range(1 + MOST_EXTENSIONS):
         new = {(arm.name, lam): at(arm, "lambda", lam) for arm in arms for lam in wanted[arm.name]}
-        # A step must not remove more than the whole weight.
-        new = {place: arm for place, arm in new.items() if not max(decay_factors(base, arm.optimizer)) > 1.0}
+        # A step must not remove more than the entire weight.
+        new = {key: arm for key, arm in new.items() if not max(decay_factors(base, arm.optimizer)) > 1.0}
         if not new:
             break
         runs = train([Comparison(key, base, tuple(new.values()), (seed,), paired=False)])[key]
         for (name, lam), candidate in new.items():
             tried[name][lam] = swept_loss(runs[candidate.name][0])
-        found, wanted = [], {arm.name: [] for arm in arms}
+        results, wanted = [], {arm.name: [] for arm in arms}
         for arm in arms:
             losses = dict(sorted(tried[arm.name].items()))
             best = min(losses, key=losses.__getitem__)
-            found.append(result := TuningResult(arm.name, at(arm, "best lambda", best), losses))
+            results.append(result := TuningResult(arm.name, at(arm, "best lambda", best), losses))
             if result.at_edge and len(losses) > 1:
-                # One more point, as far beyond the edge as its neighbour is within it.
+                # One more point, by the same factor as between the last two.
                 inner = list(losses)[1 if best == min(losses) else -2]
                 wanted[arm.name] = multiples(best, [best / inner], digits=4)
-    return found
+    return results
 
 
-def sweep_table(found: Sequence[TuningResult]) -> Table:
-    lambdas = sorted({lam for tuned in found for lam in tuned.losses})
-    columns = [Column("lambda"), *(Column(tuned.name, number=True) for tuned in found)]
-    rows = [(f"{lam:g}", *(loss_cell(tuned.losses, lam) for tuned in found)) for lam in lambdas]
-    note = "Final validation loss on one seed that is used for nothing else; the best of each column stands out."
-    return Table("sweep", "Search over lambda", columns, rows, " ".join(filter(None, (note, edge_note(found)))))
+def sweep_table(results: Sequence[TuningResult]) -> Table:
+    def cell(result: TuningResult, lam: float) -> Cell | None:
+        loss = result.losses.get(lam)
+        if loss is None or math.isinf(loss):
+            return None if loss is None else Cell("diverged")
+        return Cell(loss_text(loss), tone="holds" if lam == result.best else "")
+
+    lambdas = sorted({lam for result in results for lam in result.losses})
+    columns = [Column("lambda"), *(Column(result.name, number=True) for result in results)]
+    rows = [(f"{lam:g}", *(cell(result, lam) for result in results)) for lam in lambdas]
+    note = "Final validation loss on one seed that is used only for the search; the best of each column is highlighted."
+    return Table("sweep", "Search over lambda", columns, rows, f"{note} {edge_note(results)}".strip())
 
 
-def edge_note(found: Sequence[TuningResult]) -> str:
-    """A sentence about searches without a usable lambda, and about those that ended at an edge."""
-    diverged = " and ".join(tuned.name for tuned in found if tuned.diverged)
-    edges = " and ".join(tuned.arm.name for tuned in found if tuned.at_edge)
-    notes = [f"Every lambda that was tried for {diverged} diverged: lower the learning rate."] if diverged else []
+def edge_note(results: Sequence[TuningResult]) -> str:
+    """Warn about searches in which every run diverged, or whose best lambda is at the edge."""
+    diverged = " and ".join(result.name for result in results if result.diverged)
+    edges = " and ".join(result.arm.name for result in results if result.at_edge)
+    notes = [f"Every lambda tried for {diverged} diverged: lower the learning rate."] if diverged else []
     if edges:
-        notes.append(f"The best lambda of {edges} is at the edge of what was tried; a better one may lie beyond.")
+        notes.append(f"The best lambda of {edges} is at the edge of those tried; a better one may lie beyond.")
     return " ".join(notes)
 
 
@@ -630,7 +609,7 @@ def edge_note(found: Sequence[TuningResult]) -> str:
 
 
 def advise_arm(base: RunConfig, arm: Arm, epochs: float) -> Advice:
-    """What the formula says about the lambda of an arm with constant or scaled decay."""
+    """Apply the formula of `muonsw advise` to an arm with constant or scaled decay."""
     optimizer, schedule = arm.optimizer, base.schedule
     rule: Any = optimizer.decay
     algorithm: Any = optimizer.algorithm
@@ -650,29 +629,29 @@ def advise_arm(base: RunConfig, arm: Arm, epochs: float) -> Advice:
 
 
 def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice | None = None) -> str:
-    """What came out: lost runs, whether decay acts, whether lambda is sensible, the differences, then caveats."""
+    """Describe the outcome: lost runs, whether decay matters, whether lambda fits, the differences, then caveats."""
     arms = {arm.name: arm for arm in outcome.arms}
     lines = []
     for arm in outcome.arms:
         if arm.diverged:
-            fate = "it is compared on its other seeds, which flatters it"
-            fate = fate if arm.seeds else "it cannot be trained with these settings, so it has no final loss to compare"
-            lines.append(f"{arm.name!r} diverged {describe_divergence(arm.diverged)}: {fate}.")
+            effect = "the comparison uses its other seeds, which flatters it" if arm.seeds else "it has no final loss"
+            lines.append(f"{arm.name!r} diverged {describe_divergence(arm.diverged)}: {effect}.")
         if arm.skipped:
             seeds = ", ".join(f"{counted(number, 'step')} (seed {seed})" for seed, number in arm.skipped.items())
-            lines.append(f"{arm.name!r} skipped {seeds}, whose gradients were not finite: lower its learning rate.")
+            lines.append(f"{arm.name!r} skipped {seeds} with non-finite gradients: lower its learning rate.")
 
-    known = [arm for arm in outcome.arms if not math.isnan(arm.total_decay)]  # not rules that follow the gradients
+    known = [arm for arm in outcome.arms if not math.isnan(arm.total_decay)]  # not rules that depend on gradients
     totals = ", ".join(f"{arm.total_decay:.2g} ({arm.name!r})" for arm in known)
     if known and all(arm.total_decay < IDLE for arm in outcome.arms):
         idle = f"Too short for decay to matter: total decay is below {IDLE:g}, {totals}."
         lines.append(f"{idle} Raise lambda or train longer.")
     elif known:
-        lines.append(f"Decay acts in this run: total decay is {totals}.")
+        lines.append(f"Decay matters in this run: total decay is {totals}.")
     lines.append(_sensible(outcome.arms, advice))
 
     for pair in outcome.pairs:
-        lines.append(_difference(pair, _same_lambda(arms[pair.arm], arms[pair.baseline]), outcome.unit))
+        same_lambda = math.isclose(arms[pair.arm].weight_decay, arms[pair.baseline].weight_decay)
+        lines.append(_difference(pair, same_lambda, outcome.unit))
         for name, metric in pair.metrics.items():
             if math.isfinite(metric.mean):
                 text = f"Difference of {name}: {signed(metric.mean)}"
@@ -680,7 +659,7 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
                     chance = "not significant" if 0.0 in metric.interval else "significant"
                     text += f", {chance} ({_t_interval(metric.interval)})"
                 lines.append(f"{text}.")
-    # How much of a gain constant decay of the same total has too.
+    # The share of the gain that constant decay with the same total has too.
     control = next((pair for pair in outcome.pairs if pair.baseline == CONTROL and pair.seeds), None)
     gains = [pair for pair in outcome.pairs if control and pair.arm == control.arm and pair is not control]
     if control and gains and gains[0].interval is not None and gains[0].interval.high < 0:
@@ -689,29 +668,29 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
     lines.append(edge_note(tuned))
     rules = {arm.rule for arm in outcome.arms if arm.total_decay >= IDLE}
     if not tuned and len(rules) > 1 and not (advice and advice.verdict == "fine"):
-        lines.append("At another lambda the answer may differ: --tune-lambda compares each rule at its best.")
+        lines.append("The answer may differ at another lambda: --tune-lambda compares each rule at its best.")
     return " ".join(line for line in lines if line)
 
 
 def _sensible(arms: Sequence[ArmOutcome], advice: Advice | None) -> str:
-    """Whether lambda suits the length of the run; empty where our records do not tell."""
+    """Judge whether lambda fits the length of the run; empty if unknown."""
     lambdas = {arm.weight_decay for arm in arms if arm.name != CONTROL}
     if advice is None or len(lambdas) > 1:
         return ""
     subject, better = f"Lambda {lambdas.pop():g}", ""
     if advice.verdict == "fine":
-        return f"{subject} suits its length."
+        return f"{subject} fits this length."
     if advice.low is not None and advice.high is not None:
-        better = f" ({advice.low:.2g}{'' if advice.low == advice.high else f' to {advice.high:.2g}'} would suit it)"
+        better = f" (try {advice.low:.2g}{'' if advice.low == advice.high else f' to {advice.high:.2g}'})"
     if advice.verdict == "large":
-        return f"{subject} is too large for its length{better}, which favours the rule that decays less."
-    return f"{subject} is small for its length{better}." if better else ""
+        return f"{subject} is too large for this length{better}, which favours the rule that decays less."
+    return f"{subject} is small for this length{better}." if better else ""
 
 
 def _difference(pair: PairOutcome, same_lambda: bool, unit: str) -> str:
     seeds, unit = counted(len(pair.seeds), "seed"), f" {unit}" if unit else ""
     if not pair.seeds:
-        return f"{pair.arm!r} and {pair.baseline!r} cannot be compared: no seed was completed by both."
+        return f"{pair.arm!r} and {pair.baseline!r} cannot be compared: no seed completed in both."
     if not math.isfinite(pair.mean):
         return f"{pair.arm!r} against {pair.baseline!r}: a run has no final loss."
     if pair.interval is None:
@@ -734,22 +713,18 @@ def _t_interval(interval: Interval) -> str:
     return f"95% t interval {signed(interval.low)} to {signed(interval.high)}"
 
 
-def _same_lambda(one: ArmOutcome, other: ArmOutcome) -> bool:
-    return math.isclose(one.weight_decay, other.weight_decay)
-
-
-# ---- The whole comparison
+# ---- From arms to verdict and page
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What came out of a comparison or a study."""
+    """The result of a comparison or a study."""
 
-    sentence: str
-    tables: Sequence[Table]  # the most telling one first
-    paths: Sequence[Path]  # what was written, the numbers first
+    sentence: str  # the verdict
+    tables: Sequence[Table]  # the most important one first
+    paths: Sequence[Path]  # files written, the numbers first
     seconds: float
-    claims: Claims = field(default_factory=dict)  # of a study, by the experiment that makes them
+    claims: Claims = field(default_factory=dict)  # of a study, by experiment
 
 
 def conduct(
@@ -764,23 +739,23 @@ def conduct(
     tune_lambda: bool = False,
     epochs: float = 1.0,
 ) -> Conclusion:
-    """Search for lambda if wanted, train every arm with every seed, judge, and write numbers and page.
+    """Tune lambda if asked, train every arm with every seed, and write verdict, numbers and page.
 
     Args:
         base: What the arms share.
         arms: The first is the baseline.
-        train: Trains runs, or finds those that have ended.
-        folder: Where numbers and page go.
-        seeds: How many.
-        title: Of the page.
-        control: Whether to add constant decay of the total of the first scaled arm.
-        tune_lambda: Whether to compare each arm at its best lambda, found on another seed.
-        epochs: How often a run sees its text.
+        train: Trains unfinished runs and returns all of them.
+        folder: Where to write numbers and page.
+        seeds: Number of seeds.
+        title: Title of the page.
+        control: Whether to add constant decay with the same total decay as the first scaled arm.
+        tune_lambda: Whether to compare each arm at its best lambda, searched on another seed.
+        epochs: How many times a run sees its text.
     """
     refuse_folder(folder / NUMBERS)
-    start, given = time.perf_counter(), arms
-    tuned = tune(train, base, given, seed=seeds) if tune_lambda else []
-    arms = [result.arm for result in tuned] or list(given)
+    start, untuned = time.perf_counter(), arms
+    tuned = tune(train, base, untuned, seed=seeds) if tune_lambda else []
+    arms = [result.arm for result in tuned] or list(untuned)
     scaled = next((arm for arm in arms if control and arm.optimizer.decay == "scaled"), None)
     if scaled is not None:
         arms = [*arms, same_total(base, scaled)]
@@ -788,12 +763,12 @@ def conduct(
     runs = train([Comparison(key, base, tuple(arms), tuple(range(seeds)))])[key]
     outcome = compare(runs)
     if scaled is not None:
-        # The control is the baseline of the scaled arm: what differs is when decay acts, not how much there is.
+        # The control is the baseline of the scaled arm: they differ in when decay acts, not in how much.
         others = [pair for pair in outcome.pairs if pair.arm != CONTROL]
         outcome = replace(outcome, pairs=(*others, pair_outcome(runs[CONTROL], runs[scaled.name])))
 
-    advice = None  # about the scaled arm, if it is like the runs behind the formula
-    for arm in sorted(given, key=lambda arm: arm.optimizer.decay):
+    advice = None  # for the scaled arm, if the formula covers it
+    for arm in sorted(untuned, key=lambda arm: arm.optimizer.decay):
         optimizer = arm.optimizer
         plain_muon = optimizer.algorithm == "muon" and optimizer.norm == FREE and not optimizer.preset
         if plain_muon and optimizer.decay in RULES and not (tuned or base.task):
@@ -802,8 +777,16 @@ def conduct(
     tables = [arms_table(outcome), pairs_table(outcome.pairs), *([sweep_table(tuned)] if tuned else [])]
     numbers = {
         "verdict": sentence,
-        **outcome.as_data(),
-        "search": [result.as_data() for result in tuned],
+        **asdict(outcome),
+        "search": [
+            {
+                "arm": result.name,
+                "best": result.best,
+                "at_edge": result.at_edge,
+                "losses": [{"weight_decay": lam, "final": loss} for lam, loss in result.losses.items()],
+            }
+            for result in tuned
+        ],
     }
     seconds = time.perf_counter() - start
     written = write_json(folder / NUMBERS, numbers)

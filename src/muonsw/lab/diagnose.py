@@ -246,14 +246,10 @@ def percent(share: float) -> str:
 
 
 def unfinished(history: History) -> Answer:
-    step, planned = history.run.steps, history.run.planned_steps or history.run.steps
-    text = f"The run is not complete: step {step:,} of {planned:,}."
-    if (lost := history.run.lost_records) > 0 and not history.run.in_progress:
-        step = planned - lost
-        text = f"The run is complete, but its records end at step {step:,} of {planned:,}: part of the file is lost."
-    elif not history.run.in_progress:
+    step, planned = history.run.steps, history.run.planned_steps
+    if planned is None or not history.run.in_progress:
         return None
-    return Severity.NOTE, text, {"step": step, "planned": planned}
+    return Severity.NOTE, f"The run is not complete: step {step:,} of {planned:,}.", {"step": step, "planned": planned}
 
 
 def too_few_samples(history: History) -> Answer:

@@ -1,7 +1,7 @@
-r"""A run read back: configuration, environment, result, and every recorded number as a column.
+r"""Read a run: its config, environment, result, and every recorded number as a column.
 
-A folder that is still being written loads as far as it has got. A file of the JSON lines that `muonsw.Telemetry` writes
-in a user's own loop is a run without a configuration.
+A run in progress loads as far as it is written. A JSONL file that `muonsw.Telemetry` wrote in a user's own loop is a
+run without a config.
 
 Examples:
     >>> import pathlib, tempfile
@@ -17,7 +17,6 @@ Examples:
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,25 +35,25 @@ from muonsw.lab.train.config import RunConfig
 
 try:
     from orjson import loads
-except ModuleNotFoundError:  # a machine that only trains; this reads the same, three times as slowly
+except ModuleNotFoundError:  # on a machine that only trains; the replacement is three times slower
     loads = parse_json  # type: ignore[assignment]
 
 Values = NDArray[np.float64]
 Points = tuple[NDArray[np.int64], Values]
 NAN = float("nan")
 NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
-SCOPES = ("decayed", "all")  # what stands for a run: the weights that decay, or all where none do
+SCOPES = ("decayed", "all")  # pooled over the weights that decay, and over all weights
 SPLIT = {"roles": "role", "layers": "layer", "parameters": "parameter"}  # keys of telemetry with one scope per entry
 LARGEST_STEP = float(1 << 53)
-# How exactly phi/lr (or phi/lr^2) must stay the same for a run to have decayed by that rule, and how much the
-# learning rate must change before the two can be told apart.
+# A run decayed by the rule whose ratio phi/lr (or phi/lr^2) is constant to this tolerance, provided that the learning
+# rate varied by at least this factor.
 SAME_RATIO, VARIES = 0.01, 1.1
 REMEDIES = {
-    CONFIG: "put the run's own config.json back",
-    ENVIRONMENT: "delete it: it is only displayed, and a resumed run writes it again",
-    RESULT: "delete it, and the command that made the run writes it again",
+    CONFIG: "restore the run's config.json",
+    ENVIRONMENT: "delete it: it is only displayed, and a resumed run rewrites it",
+    RESULT: "delete it and rerun the command of the run, which rewrites it",
 }
-# Settings that are used and not only shown, and their types.
+# Types of the settings used below.
 SETTINGS: Mapping[str, Any] = {
     "steps": int,
     "seed": int,
@@ -64,19 +63,20 @@ SETTINGS: Mapping[str, Any] = {
     "optimizer.decay": str,
     **dict.fromkeys((f"optimizer.{name}" for name in ("lr", "weight_decay", "momentum", "betas")), int | float),
 }
-# Settings that may differ between runs of one arm: the seed, and how a run is carried out and kept.
+# Settings that may differ between runs of one arm.
 WITHIN_ARM = (
     *("seed", "arm", "device", "threads", "compile", "keep", "tensorboard", "wandb"),
     *("checkpoint_every", "checkpoint_seconds"),
 )
 SYMBOLS = {"optimizer.weight_decay": "λ", "optimizer.lr": "η", "steps": "T", "model.width": "d"}
+ADVICE = "name a folder that `muonsw train` wrote, or a JSONL file that `muonsw.Telemetry` wrote"
 FIRST = ("optimizer.algorithm", "optimizer.preset", "optimizer.decay", "optimizer.weight_decay", "optimizer.lr")
 
 
 class Columns(dict[str, Values]):
-    """Records of one kind as columns: a key gives an array with one value for each record.
+    """Records of one kind as columns: each key has an array with one value per record.
 
-    Missing values are NaN; a list such as `load_entropy` is `load_entropy.0` and so on.
+    Missing values are NaN; a list such as `load_entropy` becomes `load_entropy.0` and so on.
 
     Examples:
         >>> columns = Columns({"step": np.array([1.0, 2.0]), "loss": np.array([3.5, np.nan])})
@@ -93,7 +93,7 @@ class Columns(dict[str, Values]):
         return len(next(iter(self.values()), ()))
 
     def known(self, key: str) -> Points:
-        """Steps and values where a key has finite ones; both empty where it was never recorded."""
+        """Return the steps and values at which a key is finite; both are empty if it was never recorded."""
         if key not in self or "step" not in self:
             return NOTHING
         finite = np.isfinite(self[key])
@@ -101,7 +101,7 @@ class Columns(dict[str, Values]):
 
 
 class _Cells:
-    """The numbers of one kind of record as they are read, by scope and key, each with the number of its record."""
+    """Collect the numbers of one kind of record by scope and key, each with the index of its record."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -121,27 +121,27 @@ class _Cells:
                 self.add(scope, value, f"{name}.")
 
     def columns(self) -> dict[str, Columns]:
-        """The columns of all scopes, with those of the whole record; of several records of a step the last counts."""
+        """Build the columns of all scopes; the last record of each step counts."""
         arrays: dict[str, dict[str, Values]] = {}
         for scope, cells in self.scopes.items():
             arrays[scope] = {key: np.full(self.records, np.nan) for key in cells}
             for key, (places, numbers) in cells.items():
                 arrays[scope][key][np.asarray(places)] = np.asarray(numbers)
         steps = arrays[""]["step"]
-        _, last = np.unique(steps[::-1], return_index=True)
-        kept = len(steps) - 1 - last
+        _, from_end = np.unique(steps[::-1], return_index=True)
+        last = len(steps) - 1 - from_end
         return {
-            scope: Columns({key: column[kept] for key, column in (arrays[""] | columns).items()})
+            scope: Columns({key: column[last] for key, column in (arrays[""] | columns).items()})
             for scope, columns in arrays.items()
         }
 
 
 def read_metrics(path: Path, *, details: bool) -> dict[str, dict[str, Columns]]:
-    """Read a file of JSON lines into columns, by kind of record and by scope; only telemetry has scopes besides "".
+    """Read a JSONL file into columns by kind of record and by scope; only telemetry has scopes other than "".
 
     Args:
-        path: The file. A last line that is still being written is left out.
-        details: Whether telemetry of single roles, layers and parameters is read, or the pooled scopes alone.
+        path: The file. An incomplete last line is skipped.
+        details: Whether to read telemetry of roles, layers and parameters as well as the pooled scopes.
 
     Raises:
         ValueError: If another line is not a record.
@@ -179,9 +179,9 @@ def read_metrics(path: Path, *, details: bool) -> dict[str, dict[str, Columns]]:
 
 
 class Scopes:
-    """What telemetry recorded, by scope: `all`, `decayed`, `role:NAME`, `layer:NUMBER`, `parameter:NAME`.
+    """Telemetry by scope: `all`, `decayed`, `role:NAME`, `layer:NUMBER`, `parameter:NAME`.
 
-    Only the first two are read with the run; the others, which may be most of its file, on demand.
+    Only the first two are read with the run; the others may be most of the file and are read on demand.
     """
 
     def __init__(self, pooled: Mapping[str, Columns], details: Callable[[], Mapping[str, Columns]] | None = None):
@@ -196,7 +196,7 @@ class Scopes:
         return [scope for scope in self._every if scope]
 
     def scope(self, scope: str) -> Columns:
-        """Everything recorded of a scope, with `step`; without columns where it is not known."""
+        """Return the columns of a scope, including `step`; no columns if it is unknown."""
         return (self._pooled if scope in ("", *SCOPES) else self._every).get(scope, Columns())
 
     @property
@@ -209,21 +209,21 @@ class Scopes:
 
     @property
     def skipped(self) -> Values:
-        """How many steps had been skipped by then; NaN where that was not recorded."""
+        """Steps skipped so far at each record; NaN if not recorded."""
         return self.scope("").get("skipped", np.full(self.records, np.nan))
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, or the JSON lines that `muonsw.Telemetry` wrote in a user's own loop; unknown numbers are NaN."""
+    """A run folder or a JSONL file of telemetry; unknown numbers are NaN."""
 
     name: str
     path: Path
-    settings: dict[str, Any]  # as they were written; empty for a file
-    environment: dict[str, Any]  # empty where it was not written
-    result: dict[str, Any] | None  # what was written at the end; None until then, and for a file
-    tables: Mapping[str, Mapping[str, Columns]]  # the records by kind and scope; of telemetry the pooled scopes
-    details: Callable[[], Mapping[str, Columns]] | None = None  # reads the telemetry of all scopes
+    settings: dict[str, Any]  # config.json; empty for a file
+    environment: dict[str, Any]  # environment.json; may be empty
+    result: dict[str, Any] | None  # result.json; None before the end of the run and for a file
+    tables: Mapping[str, Mapping[str, Columns]]  # records by kind and scope; only pooled scopes of telemetry
+    details: Callable[[], Mapping[str, Columns]] | None = None  # reads all scopes of telemetry
 
     @property
     def train(self) -> Columns:
@@ -239,7 +239,7 @@ class Run:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The settings, checked; raises `UsageError` if they are not those of a run of this lab."""
+        """The settings as a config; raises `UsageError` if they do not make one."""
         try:
             return RunConfig.from_data(self.settings)
         except ValueError as error:
@@ -255,21 +255,21 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """Of its losses: nats for the decoder, unknown elsewhere."""
+        """Unit of the losses: nats for the decoder, otherwise unknown."""
         return "nats" if "optimizer" in self.settings and "task" not in self.settings else ""
 
     @property
     def metrics(self) -> list[str]:
-        """What evaluations measured besides the loss."""
+        """Names of what evaluations measured other than the loss."""
         return [name for name in self.evals if name not in ("step", "loss")]
 
     def final_metric(self, name: str) -> float:
-        """A metric at the last evaluation; NaN where it was not finite there, whatever it was before."""
+        """Return a metric at the last evaluation; NaN if it was not finite."""
         value = float(self.evals[name][-1]) if name in self.evals else NAN
         return value if np.isfinite(value) else NAN
 
     def named(self, arm: str) -> Run:
-        """The same run under another name of its arm."""
+        """Return a copy with another arm name."""
         return replace(self, settings={**self.settings, "arm": arm})
 
     @property
@@ -278,7 +278,7 @@ class Run:
 
     @property
     def planned_steps(self) -> int | None:
-        """How many steps the run was to take; None if unknown."""
+        """Steps in the config; None if unknown."""
         return self.settings.get("steps")
 
     @property
@@ -287,7 +287,7 @@ class Run:
 
     @cached_property
     def rule(self) -> str:
-        """The decay rule: the configuration's, or the one that the recorded decay follows; empty if unknown."""
+        """The decay rule from the config, or inferred from the recorded decay; empty if unknown."""
         if named := (self.settings.get("optimizer") or {}).get("decay"):
             return str(named)
         decayed = self.telemetry.scope("decayed")
@@ -308,15 +308,6 @@ class Run:
         return int(taken) if np.isfinite(taken) else max(seen, default=0)
 
     @property
-    def lost_records(self) -> int:
-        """How many steps at the end of a complete run have no records, beyond the usual distance of two of them."""
-        seen = np.union1d(self.train.step, self.telemetry.step)
-        if not self.complete or len(seen) < 2:
-            return 0
-        missing = self.steps - int(seen[-1])
-        return missing if missing > np.diff(seen).max() else 0
-
-    @property
     def seconds(self) -> float:
         return self._result("seconds")
 
@@ -326,13 +317,13 @@ class Run:
 
     @property
     def training_losses(self) -> Points:
-        """Steps and losses of the batches, without the terms that only balance experts."""
+        """Steps and training losses, without the terms that balance experts."""
         entropy = self.train.known("cross_entropy")
         return entropy if len(entropy[0]) else self.train.known("loss")
 
     @property
     def lost_losses(self) -> int:
-        """How many logged steps had a loss that was not finite."""
+        """Number of logged steps with a non-finite loss."""
         return int((~np.isfinite(self.train["loss"])).sum()) if "loss" in self.train else 0
 
     @property
@@ -343,7 +334,7 @@ class Run:
 
     @property
     def final_loss(self) -> float:
-        """The last validation loss: the result's, or the latest so far; NaN of a run that diverged."""
+        """The last validation loss, from the result or the latest so far; NaN if the run diverged."""
         return self._result("final_loss", last(self.losses)) if self.diverged is None else NAN
 
     @property
@@ -351,13 +342,13 @@ class Run:
         return self._result("best_loss", min(self.losses[1].tolist(), default=NAN)) if self.diverged is None else NAN
 
     def recorded(self, key: str) -> Points:
-        """Steps and values that telemetry has of the weights that decay, or of all where none do."""
+        """Return steps and telemetry values of the weights that decay, or of all weights if none do."""
         scopes = (self.telemetry.scope(scope).known(key) for scope in SCOPES)
         return next((points for points in scopes if len(points[0])), NOTHING)
 
     @property
     def norms(self) -> Points:
-        """Steps and RMS of the weights that decay, each before a step."""
+        """Steps and RMS of the weights that decay, before each step."""
         return self.recorded("weight_rms")
 
     @property
@@ -375,7 +366,7 @@ class Run:
         return self.final_norm / largest - 1.0 if largest > 0 else NAN
 
     def _result(self, key: str, otherwise: float = NAN) -> float:
-        value = (self.result or {}).get(key, otherwise)  # null where it was not finite
+        value = (self.result or {}).get(key, otherwise)  # null if it was not finite
         return float(value) if isinstance(value, int | float) else NAN
 
 
@@ -384,40 +375,39 @@ def last(points: Points) -> float:
 
 
 def load_run(path: str | Path) -> Run:
-    """Load a run folder, or a file of JSON lines; what a run in progress has not written yet is empty.
+    """Load a run folder or a JSONL file of telemetry; what a run in progress has not written yet is empty.
 
     Raises:
         UsageError: If it is neither, or cannot be read.
     """
-    where = Path(path)
-    if where.is_file():
-        tables = _tables(where)
+    path = Path(path)
+    if path.is_file():
+        tables = _tables(path)
         if not {"telemetry", "train", "eval"} & set(tables):
-            advice = "name a folder that `muonsw train` wrote, or JSON lines that a JsonlSink of muonsw.Telemetry wrote"
-            raise UsageError(f"{where} is a file without records of a run; {advice}")
-        return Run(where.stem, where, {}, {}, None, tables, partial(_details, where))
-    _require_folder(where)
-    settings = _read_json(where / CONFIG) or {}
+            raise UsageError(f"{path} has no records of a run; {ADVICE}")
+        return Run(path.stem, path, {}, {}, None, tables, partial(_details, path))
+    _require_folder(path)
+    settings = _read_json(path / CONFIG) or {}
     flat = flatten(settings)
     if isinstance(betas := flat.get("optimizer.betas", []), list):
-        flat["optimizer.betas"] = next(iter(betas), None)  # the first is used
+        flat["optimizer.betas"] = next(iter(betas), None)  # only the first is used
     for name, kind in SETTINGS.items():
         value = flat.get(name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise UsageError(f"{where / CONFIG} has {name}={str(value)[:60]}; {REMEDIES[CONFIG]}")
+            raise UsageError(f"{path / CONFIG} has {name}={str(value)[:60]}; {REMEDIES[CONFIG]}")
     return Run(
-        name=where.resolve().name,
-        path=where,
+        name=path.resolve().name,
+        path=path,
         settings=settings,
-        environment=_read_json(where / ENVIRONMENT) or {},
-        result=_read_json(where / RESULT),
-        tables=_tables(where / METRICS),
-        details=partial(_details, where / METRICS),
+        environment=_read_json(path / ENVIRONMENT) or {},
+        result=_read_json(path / RESULT),
+        tables=_tables(path / METRICS),
+        details=partial(_details, path / METRICS),
     )
 
 
 def load_runs(paths: Iterable[str | Path]) -> list[Run]:
-    """Load several, in the order given; one that is not a run is an error before any is read."""
+    """Load runs in this order; refuse paths that are not runs before reading any."""
     chosen = [Path(path) for path in paths]
     for path in chosen:
         if not path.is_file():
@@ -426,18 +416,18 @@ def load_runs(paths: Iterable[str | Path]) -> list[Run]:
 
 
 def _require_folder(folder: Path) -> None:
-    advice = "name a folder that `muonsw train` wrote, or the JSON lines of a JsonlSink"
     if not folder.exists():
-        raise UsageError(f"{folder} is not a run: it does not exist; {advice}")
+        raise UsageError(f"{folder} is not a run: it does not exist; {ADVICE}")
     if not (folder / CONFIG).is_file():
         inside = [str(path.relative_to(folder)) for path in runs_below(folder)]
-        begun = os.path.lexists(folder / METRICS) or os.path.lexists(folder / CONFIG)
-        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else REMEDIES[CONFIG] if begun else advice
+        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else ADVICE
+        if not inside and (folder / METRICS).exists():
+            hint = REMEDIES[CONFIG]
         raise UsageError(f"{folder} is not a run: it has no config.json; {hint}")
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The run folders inside a folder, or inside its `runs`, where `compare` has them."""
+    """List the run folders inside a folder or inside its `runs`, as `compare` leaves them."""
     configs = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/{CONFIG}") if path.is_file()]
     return sorted(path.parent for path in configs)
 
@@ -461,7 +451,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The keys whose values are not the same everywhere, with their values; a missing key is None.
+    """Return the keys whose values differ, with their values; a missing key is None.
 
     Examples:
         >>> differences([{"seed": 0, "steps": 9}, {"seed": 1, "steps": 9}])
@@ -475,9 +465,9 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def name_arms(runs: Sequence[Run]) -> list[str]:
-    """A name for the arm of each run: the one in its configuration, or the settings that differ between arms.
+    """Name the arm of each run after its config, or after the settings that differ between arms.
 
-    Runs that differ in their seed alone share a name.
+    Runs that differ only in their seed share a name.
     """
     changed = differences([run.settings for run in runs])
     between = {key: values for key, values in changed.items() if key.rpartition(".")[2] not in WITHIN_ARM}
@@ -494,7 +484,7 @@ def name_arms(runs: Sequence[Run]) -> list[str]:
 
 
 def unique_names(names: Iterable[str]) -> list[str]:
-    """Number names that occur again.
+    """Number repeated names.
 
     Examples:
         >>> unique_names(["a", "b", "a"])

@@ -63,7 +63,7 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     assert "over 2 seeds" in sentence
     assert title == "Arms"
     assert [line.split()[0] for line in (heading, one, other)] == ["arm", "constant", "scaled"]
-    assert "Total decay: the sum over all steps" in legend
+    assert "Total decay: the share of a weight" in legend
     assert files == "wrote outcome.json, report.html to out/compare"
     page = (tmp_path / "out/compare/report.html").read_text(encoding="utf-8")
     assert "<title>Decay rules on my notes.txt</title>" in page

@@ -51,8 +51,8 @@ from muonsw.presets import PRESETS
 from muonsw.text import counted
 
 ARMS_HELP = (
-    "Arms to compare, the baseline first: a decay rule (scaled), an optimizer preset (normuon) or both (soap/constant), "
-    "optionally with settings (scaled,weight_decay=0.5 or soap,lr=0.01,adam_lr=0.02). "
+    "Arms to compare, the baseline first: a decay rule (scaled), an optimizer preset (normuon) or both "
+    "(soap/constant), optionally with settings (scaled,weight_decay=0.5 or soap,lr=0.01,adam_lr=0.02). "
     f"Decay rules: {', '.join(DECAY_RULES)}. Presets: {', '.join(PRESETS)}."
 )
 unset = partial(arg, help_behavior_hint="")  # an option without "(default: None)"
@@ -163,7 +163,9 @@ class RunOptions:
             for option in changed(self):
                 if option in ("--preset", "--data", "--text", "--config", "--batch"):
                     raise UsageError(f"give --task or {option}, not both: the task file sets the model and its data")
-            config, checked = self.task_options.run_config(self.task, runs, **changes, **optimizer, **given(self, "steps"))
+            config, checked = self.task_options.run_config(
+                self.task, runs, **changes, **optimizer, **given(self, "steps")
+            )
             check(config)
             introduce(console, config, checked)
             return config
@@ -400,7 +402,9 @@ class Train(RunOptions):
         if self.config and self.task is None:
             for option in changed(self):
                 if option not in ("--config", "--out", "--strategy"):
-                    raise UsageError(f"{option} does not go with --config, whose file has all settings: change it there")
+                    raise UsageError(
+                        f"{option} does not go with --config, whose file has all settings: change it there"
+                    )
             require_writable(folder)
             config = read_config_file(self.config)
         else:

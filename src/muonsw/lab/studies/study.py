@@ -221,7 +221,7 @@ class Study:
                     "name": str(comparison.key),
                     "seeds": comparison.seeds,
                     "runs": {arm: [run.name for run in runs] for arm, runs in results[comparison.key].items()},
-                    **outcomes[comparison.key].as_data(),
+                    **asdict(outcomes[comparison.key]),
                 }
                 for comparison in planned
             ],
