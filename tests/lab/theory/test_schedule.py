@@ -40,26 +40,20 @@ def advance(optimizer, scheduler, steps):
     return used
 
 
-def test_warmup_is_the_fraction_of_steps_taken_or_half_a_cosine():
+def test_warmup_is_the_fraction_of_steps_taken():
     values = [warmup_cosine(t, total_steps=100, warmup_steps=8) for t in range(8)]
     assert values == [(t + 1) / 8 for t in range(8)]
-    for t in range(10):
-        value = warmup_cosine(t, total_steps=100, warmup_steps=10, warmup_shape="cosine")
-        expected = math.sin(math.pi * (t + 1) / 20) ** 2
-        assert value == pytest.approx(expected, rel=ROUNDING)
-    assert value == 1.0
 
 
 @given(
     total=st.integers(2, 500),
     warmup=st.integers(0, 498),
     final=st.floats(0, 1),
-    shape=st.sampled_from(["linear", "cosine"]),
 )
-def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(total, warmup, final, shape):
+def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(total, warmup, final):
     warmup = min(warmup, total - 1)
     settings = {"total_steps": total, "warmup_steps": warmup, "final_fraction": final}
-    values = [warmup_cosine(t, **settings, warmup_shape=shape) for t in range(total + 3)]
+    values = [warmup_cosine(t, **settings) for t in range(total + 3)]
     top = max(warmup - 1, 0)
     assert values[top] == 1.0
     assert values[total - 1 :] == [final] * 4
@@ -120,7 +114,6 @@ def test_a_resumed_run_follows_the_settings_it_is_given():
         (warmup_cosine, {"total_steps": 0}, "total_steps"),
         (warmup_cosine, {"total_steps": 10, "warmup_steps": 10}, "warmup_steps=10 .*total_steps=10"),
         (warmup_cosine, {"total_steps": 10, "final_fraction": 1.1}, "final_fraction"),
-        (warmup_cosine, {"total_steps": 10, "warmup_shape": "square"}, "warmup_shape .*'linear' or 'cosine'"),
         (warmup_stable_decay, {"total_steps": 10, "decay_fraction": 0.0}, "decay_fraction"),
         (warmup_stable_decay, {"total_steps": 10, "warmup_steps": 6, "decay_fraction": 0.5}, "do not fit"),
     ],

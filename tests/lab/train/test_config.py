@@ -15,12 +15,16 @@ def test_every_preset_survives_json(name):
     assert RunConfig.from_data(json.loads(json.dumps(config.as_data()))) == config
 
 
-def test_a_key_that_older_runs_wrote_empty_is_ignored_and_a_value_refused():
+@pytest.mark.parametrize(
+    ("part", "name", "unset", "chosen"),
+    [("optimizer", "decay_points", None, [[0, 1], [1, 2]]), ("schedule", "warmup_shape", "linear", "cosine")],
+)
+def test_a_setting_that_no_longer_exists_is_ignored_at_its_default_and_refused_otherwise(part, name, unset, chosen):
     data = small_run().as_data()
-    data["optimizer"]["decay_points"] = None
+    data[part][name] = unset
     assert RunConfig.from_data(data) == small_run()
-    data["optimizer"]["decay_points"] = [[0, 1], [1, 2]]
-    with pytest.raises(ValueError, match=r"unknown setting optimizer\.decay_points"):
+    data[part][name] = chosen
+    with pytest.raises(ValueError, match=rf"unknown setting {part}\.{name}"):
         RunConfig.from_data(data)
 
 

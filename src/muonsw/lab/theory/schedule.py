@@ -1,32 +1,25 @@
 """Learning-rate schedules, as plain functions of the step and as torch schedulers.
 
-A schedule maps a step to a multiple of the peak learning rate, a number in [0, 1]. One convention holds for all:
+A schedule maps a step to a multiple of the peak learning rate, a number in [0, 1]. All share these conventions:
 
 * steps count from 0, so a run of `total_steps` takes the steps 0 to `total_steps - 1`;
-* warmup reaches 1 at its own last step, `warmup_steps - 1`, and its first step already moves;
-* the decay ends on `final_fraction` at the last step of the run and stays there afterwards;
-* every schedule takes the value 1 somewhere, so that the peak of the run is the optimizer's `lr`.
+* warmup reaches 1 at its last step, `warmup_steps - 1`; its first step is not zero;
+* the rate reaches `final_fraction` at the last step of the run and stays there;
+* every schedule reaches 1, so the peak of the run is the optimizer's `lr`.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-WarmupShape = Literal["linear", "cosine"]
-
-# Schedules that runs name, see `schedule_of`.
+# See `schedule_of`.
 SHAPES = ("cosine", "wsd", "constant")
 # Sums over longer runs take this many evenly spaced steps; the curves are smooth, so the error is below 1e-4.
 MOST_STEPS = 20_000
-
-
-def _half_cosine(x: float) -> float:
-    """Rise from 0 to 1 with x."""
-    return (1.0 - math.cos(math.pi * x)) / 2.0
 
 
 def warmup_cosine(
@@ -35,25 +28,25 @@ def warmup_cosine(
     total_steps: int,
     warmup_steps: int = 0,
     final_fraction: float = 0.1,
-    warmup_shape: WarmupShape = "linear",
 ) -> float:
     """Warm up to the peak, then follow half a cosine down to a fraction of it.
 
     Args:
         step: The step, from 0.
-        total_steps: Steps in the run. A run of a single step takes it at the peak.
+        total_steps: Steps in the run. A run of one step takes it at the peak.
         warmup_steps: Steps of warmup; 0 and 1 both start at the peak.
-        final_fraction: What is left of the peak at the last step, and after it.
-        warmup_shape: `"linear"` or `"cosine"` (slow at both ends).
+        final_fraction: The share of the peak that is left at the last step and after it.
 
     Examples:
         >>> [round(warmup_cosine(t, total_steps=8, warmup_steps=4), 3) for t in range(8)]
         [0.25, 0.5, 0.75, 1.0, 0.868, 0.55, 0.232, 0.1]
     """
-    warming = _warmup(step, total_steps, warmup_steps, final_fraction, warmup_shape)
+    warming = _warmup(step, total_steps, warmup_steps, final_fraction)
     if warming is not None:
         return warming
-    return _fall(step, max(warmup_steps - 1, 0), total_steps - 1, final_fraction, _half_cosine)
+    return _fall(
+        step, max(warmup_steps - 1, 0), total_steps - 1, final_fraction, lambda x: (1.0 - math.cos(math.pi * x)) / 2.0
+    )
 
 
 def warmup_stable_decay(
@@ -63,7 +56,6 @@ def warmup_stable_decay(
     warmup_steps: int = 0,
     decay_fraction: float = 0.2,
     final_fraction: float = 0.1,
-    warmup_shape: WarmupShape = "linear",
 ) -> float:
     """Warm up to the peak, hold it, and fall in a straight line over the last part of the run (WSD).
 
@@ -74,7 +66,7 @@ def warmup_stable_decay(
         >>> [round(warmup_stable_decay(t, **settings), 3) for t in range(8)]
         [0.5, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1]
     """
-    warming = _warmup(step, total_steps, warmup_steps, final_fraction, warmup_shape)
+    warming = _warmup(step, total_steps, warmup_steps, final_fraction)
     if not 0.0 < decay_fraction <= 1.0:
         raise ValueError(f"decay_fraction must be in (0, 1], got {decay_fraction}; final_fraction=1 gives no decay")
     decay_steps = min(max(1, round(decay_fraction * total_steps)), total_steps - 1)
@@ -88,9 +80,7 @@ def warmup_stable_decay(
     return _fall(step, total_steps - 1 - decay_steps, total_steps - 1, final_fraction, lambda x: x)
 
 
-def _warmup(
-    step: int, total_steps: int, warmup_steps: int, final_fraction: float, warmup_shape: WarmupShape
-) -> float | None:
+def _warmup(step: int, total_steps: int, warmup_steps: int, final_fraction: float) -> float | None:
     """Check the settings; return the multiple during warmup, and None after it."""
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}; the first step of a run is 0")
@@ -102,12 +92,7 @@ def _warmup(
         )
     if not 0.0 <= final_fraction <= 1.0:
         raise ValueError(f"final_fraction is a fraction of the peak and must be in [0, 1], got {final_fraction}")
-    if warmup_shape not in ("linear", "cosine"):
-        raise ValueError(f"warmup_shape must be 'linear' or 'cosine', got {warmup_shape!r}")
-    if step >= warmup_steps:
-        return None
-    share = (step + 1) / warmup_steps
-    return share if warmup_shape == "linear" else _half_cosine(share)
+    return (step + 1) / warmup_steps if step < warmup_steps else None
 
 
 def _fall(step: int, start: int, end: int, final_fraction: float, curve: Callable[[float], float]) -> float:
@@ -132,11 +117,10 @@ def schedule_of(
     warmup_steps: int | None = None,
     final_fraction: float = 0.1,
     decay_fraction: float = 0.2,
-    warmup_shape: WarmupShape = "linear",
 ) -> Callable[[int], float]:
-    """The schedule that a run names: "cosine", "wsd" or, flat after its warmup, "constant".
+    """The schedule with this name: "cosine", "wsd", or "constant" (flat after warmup).
 
-    Without `warmup_steps` the paper's rule gives them, cut to a tenth of the run.
+    `warmup_steps` defaults to `warmup_steps_for_horizon`.
 
     Examples:
         >>> [round(schedule_of("cosine", 5, warmup_steps=1)(step), 2) for step in range(5)]
@@ -147,7 +131,6 @@ def schedule_of(
     shared: dict[str, Any] = {
         "total_steps": total_steps,
         "warmup_steps": warmup_steps_for_horizon(total_steps) if warmup_steps is None else warmup_steps,
-        "warmup_shape": warmup_shape,
         "final_fraction": 1.0 if shape == "constant" else final_fraction,
     }
     if shape == "wsd":
@@ -156,17 +139,17 @@ def schedule_of(
 
 
 def sampled(schedule: Callable[[int], float], total_steps: int) -> list[float]:
-    """A schedule over the run, the last step's multiple at the end; at most `MOST_STEPS` of them."""
+    """The multiples at every step, or at `MOST_STEPS` evenly spaced steps; the last step is always included."""
     count = min(total_steps, MOST_STEPS)
     steps = [(2 * number + 1) * total_steps // (2 * count) for number in range(count - 1)] + [total_steps - 1]
     return [schedule(step) for step in steps]
 
 
 def lr_scheduler(optimizer: Optimizer, schedule: Callable[..., float], **settings: Any) -> LambdaLR:
-    """Drive an optimizer's learning rate by a schedule of this module, or by a function like them.
+    """Drive an optimizer's learning rate by a schedule from this module or a similar function.
 
     Every param group keeps its own peak, the `lr` it was built with. Settings are checked before the optimizer is
-    touched. They are not part of `state_dict`: a resumed run follows the settings given here, and may take more steps.
+    touched. `state_dict` does not hold them: a resumed run follows the settings given here, and may be longer.
 
     Examples:
         >>> import torch
@@ -181,10 +164,10 @@ def lr_scheduler(optimizer: Optimizer, schedule: Callable[..., float], **setting
 
 
 def peak_lr_for_horizon(total_steps: int, *, base_lr: float = 0.02, base_steps: int = 5000) -> float:
-    """Carry a peak learning rate tuned on one horizon over to a longer one: `base_lr * (T / T0) ** (-1/3)`.
+    """Transfer a peak learning rate tuned on one horizon to a longer one: `base_lr * (T / T0) ** (-1/3)`.
 
-    The defaults are the paper's. Steps are counted at the batch size of the tuned run. Shorter runs than `base_steps`
-    get `base_lr`: the rule would ask for more, nothing was measured there, and too large a rate is the dangerous side.
+    The defaults are the paper's. Count steps at the batch size of the tuned run. Runs shorter than `base_steps` get
+    `base_lr`: the rule would give more, but nothing was measured there, and too large a rate is dangerous.
 
     Examples:
         >>> f"{peak_lr_for_horizon(40_000):.3f}"  # eight times the steps, half the rate
@@ -200,7 +183,7 @@ def peak_lr_for_horizon(total_steps: int, *, base_lr: float = 0.02, base_steps: 
 
 
 def warmup_steps_for_horizon(total_steps: int) -> int:
-    """Warmup for a run: 1% of it but at least 1000 steps, and never more than a tenth of it.
+    """Warmup steps of a run: 1% of it, at least 1000, at most a tenth of it.
 
     Examples:
         >>> [warmup_steps_for_horizon(steps) for steps in (600, 35_000, 376_000)]

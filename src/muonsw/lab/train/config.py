@@ -98,12 +98,11 @@ class ScheduleConfig:
 
     shape: str = "cosine"  # "cosine", "wsd" (warmup, stable, decay) or "constant" (after warmup)
     warmup_steps: int | None = None  # None is the paper's rule, at most a tenth of the run
-    warmup_shape: str = "linear"  # "linear" or "cosine"
     final_fraction: float = 0.1  # final learning rate as a fraction of the peak
     decay_fraction: float = 0.2  # fraction of the run over which "wsd" decays
 
     def __post_init__(self) -> None:
-        _require_choices(self, {"shape": SHAPES, "warmup_shape": ("linear", "cosine")}, "schedule.")
+        _require_choices(self, {"shape": SHAPES}, "schedule.")
 
     def warmup(self, steps: int) -> int:
         """Warmup steps of a run of this length."""
@@ -209,6 +208,7 @@ class RunConfig:
     def as_data(self) -> dict[str, Any]:
         """The run as JSON data, with the version of the format."""
         data = {"version": VERSION, **as_data(self)}
+        data["schedule"]["warmup_shape"] = "linear"  # no longer a setting; older runs keep their identity
         if not self.optimizer.preset:  # so that runs older than presets keep their identity
             del data["optimizer"]["preset"]
         for name in ("task",) if self.task is None else ("model", "data"):
@@ -221,8 +221,11 @@ class RunConfig:
         if data.get("version") != VERSION:
             raise ValueError(f"this file has settings of version {data.get('version')!r}, not {VERSION}")
         settings = {key: value for key, value in data.items() if key != "version"}
-        if (optimizer := settings.get("optimizer") or {}).get("decay_points", 0) is None:  # written by older versions
-            settings["optimizer"] = {key: value for key, value in optimizer.items() if key != "decay_points"}
+        # Settings that no longer exist, with the value at which they change nothing.
+        for part, name, unset in (("optimizer", "decay_points", None), ("schedule", "warmup_shape", "linear")):
+            recorded = settings.get(part) or {}
+            if recorded.get(name, ...) == unset:
+                settings[part] = {key: value for key, value in recorded.items() if key != name}
         return from_data(cls, settings)
 
 
