@@ -27,7 +27,7 @@ from muonsw.lab.studies.grid import (
 )
 from muonsw.lab.studies.scales import MINI, PAPER
 from tests.lab.studies.made_runs import parabola, runs_of
-from tests.lab.studies.small_comparisons import by_settings, tiny_run, tiny_scale
+from tests.lab.studies.small_comparisons import QUIET, tiny_run, tiny_scale, train_in
 
 
 def test_the_best_is_that_of_means():
@@ -104,7 +104,7 @@ def test_a_grid_from_training_to_page(tmp_path):
     cells = [over_lambda(Key(steps=steps), tiny_run(steps=steps), (0.5, 1.0)) for steps in (4, 8)]
     study, scale = grid("tiny", "a tiny grid", lambda _scale: cells), tiny_scale(seeds=1)
     (tmp_path / "out").mkdir()
-    report = study.conduct(by_settings(tmp_path / "runs"), tmp_path / "out", scale)
+    report = study.conduct(tmp_path / "out", scale, console=QUIET, train=train_in(tmp_path / "runs"))
     runs = sorted((tmp_path / "runs").iterdir())
     assert len(runs) == 2 * 2 * 2
     data = json.loads((tmp_path / "out" / "claims.json").read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def test_a_grid_from_training_to_page(tmp_path):
     assert gap["measured"] == pytest.approx(lowest[0] - lowest[1])
     assert "Each rule at its best" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     stamps = {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs}
-    again = study.conduct(by_settings(tmp_path / "runs"), tmp_path / "out", scale)
+    again = study.conduct(tmp_path / "out", scale, console=QUIET, train=train_in(tmp_path / "runs"))
     assert {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs} == stamps
     assert again.claims == report.claims
 

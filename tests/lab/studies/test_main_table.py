@@ -13,7 +13,7 @@ from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES
 from tests.lab.studies.made_runs import pair, written
-from tests.lab.studies.small_comparisons import by_settings, tiny_scale
+from tests.lab.studies.small_comparisons import QUIET, tiny_scale, train_in
 
 PAPER, MINI, CPU = (SCALES[name] for name in ("paper", "mini", "cpu"))
 
@@ -170,17 +170,17 @@ def test_late_fits_are_compared_in_the_papers_terms():
 
 @pytest.mark.slow
 def test_the_same_runs_serve_both_studies_and_their_figures(tmp_path):
-    scale, shop = tiny_scale(seeds=1), by_settings(tmp_path / "runs")
+    scale, train = tiny_scale(seeds=1), train_in(tmp_path / "runs")
     for name in ("steady-state", "diagnostics"):
         (tmp_path / name).mkdir()
-        report = STUDIES[name].conduct(shop, tmp_path / name, scale)
+        report = STUDIES[name].conduct(tmp_path / name, scale, console=QUIET, train=train)
         (claims,) = report.claims.values()
         assert len({claim.id for claim in claims}) == len(claims)
         assert any(path.suffix == ".svg" and "figures" in path.parts for path in report.paths)
         assert all("one seed" in claim.limits for claim in claims)
         assert "One seed" in report.sentence
     assert len(list((tmp_path / "runs").iterdir())) == 2
-    judged = main_table.judge_steady_state(shop.train(main_table.sampled_row(scale)), scale)
+    judged = main_table.judge_steady_state(train(main_table.sampled_row(scale)), scale)
     recursion = {claim.id: claim for claim in judged}["constant-recursion"]
     # Every step was sampled, so the recursion is exact up to the first step's norm and rounding.
     assert recursion.measured == pytest.approx(1.0, rel=1e-3)

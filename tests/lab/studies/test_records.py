@@ -9,13 +9,13 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import enters_norm
 from muonsw.lab.runs import load_run
 from muonsw.lab.studies import records
-from tests.lab.studies.small_comparisons import by_settings, comparison
+from tests.lab.studies.small_comparisons import comparison, train_in
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    by_settings(folder).train([comparison(seeds=(0, 1), steps=12, eval_every=1, telemetry_every=1)])
+    train_in(folder)([comparison(seeds=(0, 1), steps=12, eval_every=1, telemetry_every=1)])
     return [load_run(path) for path in sorted(folder.iterdir())]
 
 

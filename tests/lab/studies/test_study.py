@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from muonsw.lab.compare import jobs_of
 from muonsw.lab.errors import UsageError
 from muonsw.lab.stats import Evidence
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES, find_data
-from muonsw.lab.studies.study import Workshop
+from muonsw.lab.studies.study import run_experiments
 from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.small_experiments import SMALL
-from tests.lab.studies.small_comparisons import QUIET, WILD, by_settings, tiny_run, tiny_scale
+from tests.lab.studies.small_comparisons import QUIET, WILD, by_settings, tiny_run, tiny_scale, train_in
 from tests.lab.train.small_runs import tokens
 
 
@@ -30,30 +31,30 @@ def test_paper_scale_refuses_other_tokens():
 def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_worst(tmp_path):
     scale = tiny_scale(rates=(0.01, 0.02, 9.0), seeds=1)
     scale = replace(scale, sweep=replace(scale.sweep, diverged=1.0))
-    report = STUDIES["width-transfer"].conduct(by_settings(tmp_path / "runs"), tmp_path, scale)
+    report = STUDIES["width-transfer"].conduct(tmp_path, scale, console=QUIET, train=train_in(tmp_path / "runs"))
     assert "'adamw, lr 9' diverged at step" in report.sentence
     assert report.tables[0].rows[0][2] != "9"
     first = main_table.row(tiny_scale(seeds=1), 16)
     arms = tuple(replace(WILD, name="scaled") if arm.name == "scaled" else arm for arm in first.arms)
     wild = replace(first, base=replace(first.base, diverged=1.0), arms=arms)
     study = replace(STUDIES["main-table"], comparisons=lambda _scale: [wild])
-    report = study.conduct(by_settings(tmp_path / "runs"), tmp_path, scale)
+    report = study.conduct(tmp_path, scale, console=QUIET, train=train_in(tmp_path / "runs"))
     assert report.claims == {"main-table": []}
     assert report.sentence.startswith("No claim is made. 'scaled' diverged at step")
 
 
 def test_equal_runs_are_one_job_and_different_data_or_settings_another(tmp_path):
-    shop, scale = by_settings(tmp_path), tiny_scale()
+    place, scale = by_settings(tmp_path), tiny_scale()
     table = STUDIES["main-table"].comparisons(scale)
-    jobs = shop.jobs([*main_table.sampled_row(scale), *table])
-    assert len(jobs) == len(shop.jobs(table)) == (3 + 5) * 2
+    jobs = jobs_of([*main_table.sampled_row(scale), *table], place)
+    assert len(jobs) == len(jobs_of(table, place)) == (3 + 5) * 2
     assert len({job.name for job in jobs.values()}) == len(jobs)
     first = table[0]
-    job = shop.places.job(first, first.arms[0], 0)
+    job = place(first, first.arms[0], 0)
     assert (job.config.data.path, job.config.threads) == (tokens(), 1)
     assert job.config.arm in job.folder.name
     other = replace(first, base=replace(first.base, eval_every=3))
-    assert shop.places.job(other, first.arms[0], 0).folder != job.folder
+    assert place(other, first.arms[0], 0).folder != job.folder
 
 
 @pytest.mark.slow
@@ -63,7 +64,7 @@ def test_experiments_do_not_depend_on_the_number_of_processes():
         replace(fixed, settings=replace(fixed.settings, steps=10, fixed_steps=5)),
         replace(scalar, settings=replace(scalar.settings, steps=50, points=5)),
     ]
-    together, alone = (Workshop(QUIET, workers).experiment(experiments, seed=3) for workers in (2, 1))
+    together, alone = (run_experiments(experiments, console=QUIET, workers=workers, seed=3) for workers in (2, 1))
     assert list(together) == list(alone) == [experiment.name for experiment in experiments]
     assert {name: own for name, (own, _) in together.items()} == {name: own for name, (own, _) in alone.items()}
 
@@ -76,7 +77,7 @@ def test_the_longest_experiment_starts_first():
         return Evidence([])
 
     experiments = [Experiment(name, "", name, note, cost) for name, cost in (("a", 1.0), ("b", 3.0), ("c", 2.0))]
-    assert list(Workshop(QUIET, 1).experiment(experiments, seed=0)) == ["a", "b", "c"]
+    assert list(run_experiments(experiments, console=QUIET, workers=1, seed=0)) == ["a", "b", "c"]
     assert order == ["b", "c", "a"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from muonsw import machine
 from muonsw.lab.commands.training import print_conclusion, require_at_least_one
+from muonsw.lab.compare import jobs_of, train_all
 from muonsw.lab.console import Column, Table, Value, paragraph, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder
@@ -23,7 +25,7 @@ from muonsw.lab.stats import any_failed, claims_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.records import append
 from muonsw.lab.studies.scales import SCALES, Scale, find_data
-from muonsw.lab.studies.study import BySettings, Study, Workshop
+from muonsw.lab.studies.study import BySettings, Study
 from muonsw.text import counted
 
 
@@ -122,13 +124,17 @@ class Reproduce:
             data = find_data(scale, self.data)
             places = BySettings(folder.parent / f"runs-{scale.name}", data, self.cluster.device_type(self.device))
             workers = self.workers or (len(runs) if self.cluster.cluster else runs_at_once(self.device))
-            workshop = Workshop(console, workers, places, self.retry_diverged, self.cluster)
+            retry, cluster = self.retry_diverged, self.cluster
+            train = partial(
+                train_all, place=places.job, console=console, workers=workers, cluster=cluster, retry_diverged=retry
+            )
         else:
-            workshop = Workshop(console, self.workers or machine.cores())
+            workers, train = self.workers or machine.cores(), None
         prepare_folder(folder)
-        conclusion = study.conduct(workshop, folder, scale, seed=self.seed)
+        conclusion = study.conduct(folder, scale, console=console, workers=workers, seed=self.seed, train=train)
         if self.record is not None and planned:
-            added = append(self.record, load_runs(workshop.jobs(planned)), study=study.name, arm=None)
+            runs_done = load_runs(jobs_of(planned, places.job))
+            added = append(self.record, runs_done, study=study.name, arm=None)
             say(console, f"added {counted(added, 'run')} to {self.record}")
         claims = claims_table(conclusion.claims, ("predicted", "measured"))
         kept = f"; runs are in {places.folder}" if planned else ""

@@ -1,7 +1,6 @@
 """A study: a question, the work that answers it, and the claims that were written before the work.
 
-A study computes experiments here in minutes, or trains comparisons at a scale. Runs are kept, so that rerunning a study
-resumes it.
+The work is experiments, which take minutes, or training runs at a scale. Rerunning a study resumes its runs.
 """
 
 from __future__ import annotations
@@ -26,15 +25,13 @@ from muonsw.lab.compare import (
     compare,
     completed,
     describe_divergence,
-    jobs_of,
     pairs_table,
-    train_all,
 )
 from muonsw.lab.console import Table, showing
 from muonsw.lab.data.loader import read_record
 from muonsw.lab.diagnose import diagnose, draw
 from muonsw.lab.files import refuse_folder, write_json
-from muonsw.lab.launch import Cluster, Job
+from muonsw.lab.launch import Job
 from muonsw.lab.report import PAGE, write_report
 from muonsw.lab.stats import Claim, Claims, Evidence, Verdict, count_verdicts, failed_first
 from muonsw.lab.train.checkpoint import environment, identity
@@ -53,7 +50,7 @@ NUMBERS = "claims.json"
 
 @dataclass(frozen=True)
 class BySettings:
-    """Runs named after a hash of all their settings, so that studies share equal runs."""
+    """Places each run in a folder named after a hash of its settings, so that studies share equal runs."""
 
     folder: Path  # of all runs
     data: Path  # prepared tokens
@@ -66,7 +63,7 @@ class BySettings:
             model=replace(config.decoder, vocab=read_record(self.data).padded_vocab),
             data=replace(config.tokens, path=str(self.data)),
             device=self.device,
-            threads=1 if self.device == "cpu" else config.threads,  # so that the number of workers changes nothing
+            threads=1 if self.device == "cpu" else config.threads,  # the number of workers must not change results
             arm="",
         )
         config = with_fingerprint(config)
@@ -78,50 +75,26 @@ class BySettings:
         return Job(f"{comparison.key}: {arm.name}, seed {seed}", config, folder)
 
 
-@dataclass(frozen=True)
-class Workshop:
-    """Trains runs and computes experiments; the number of workers changes only the time."""
+def run_experiments(
+    experiments: Sequence[Experiment], *, console: Console, workers: int, seed: int
+) -> dict[str, tuple[Evidence, float]]:
+    """Run experiments, the longest first; return the evidence and seconds of each in the given order.
 
-    console: Console  # where progress is shown
-    workers: int  # runs, or experiments, at a time
-    places: BySettings | None = None  # where runs are kept; experiments keep nothing
-    retry_diverged: bool = False  # whether runs that diverged in an earlier call are trained again
-    cluster: Cluster = field(default_factory=Cluster)  # Slurm, or this machine
+    Each experiment runs on one thread with its own generator, so neither the number of workers nor the order changes
+    a bit of the result.
+    """
+    evidence: dict[str, tuple[Evidence, float]] = {}
+    by_cost = {experiment.name: experiment for experiment in sorted(experiments, key=lambda each: -each.cost)}
+    costs = {name: experiment.cost for name, experiment in by_cost.items()}
+    with showing(console, costs, what="experiments") as view:
 
-    def train(self, comparisons: Sequence[Comparison]) -> Results:
-        """Train every unfinished run of the comparisons; return all runs by comparison, arm and seed."""
-        assert self.places is not None
-        return train_all(
-            comparisons,
-            self.places.job,
-            self.console,
-            self.workers,
-            cluster=self.cluster,
-            retry_diverged=self.retry_diverged,
-        )
+        def done(name: str, result: tuple[Evidence, float]) -> None:
+            evidence[name], claims = result, result[0].claims
+            held = sum(claim.holds for claim in claims)
+            view.finish(name, f"{held} of {len(claims)} claims hold ({result[1]:.1f} s)")
 
-    def jobs(self, comparisons: Sequence[Comparison]) -> dict[Path, Job]:
-        """The runs of comparisons by folder."""
-        assert self.places is not None
-        return jobs_of(comparisons, self.places.job)
-
-    def experiment(self, experiments: Sequence[Experiment], *, seed: int) -> dict[str, tuple[Evidence, float]]:
-        """Run experiments, the longest first; return the evidence and seconds of each in the given order.
-
-        Every experiment runs on one thread and draws from a generator of its own, so that neither the number of
-        processes nor their order changes a bit of the result.
-        """
-        evidence: dict[str, tuple[Evidence, float]] = {}
-        by_cost = {one.name: one for one in sorted(experiments, key=lambda one: -one.cost)}
-        with showing(self.console, {name: one.cost for name, one in by_cost.items()}, what="experiments") as view:
-
-            def done(name: str, result: tuple[Evidence, float]) -> None:
-                evidence[name], claims = result, result[0].claims
-                held = sum(claim.holds for claim in claims)
-                view.finish(name, f"{held} of {len(claims)} claims hold ({result[1]:.1f} s)")
-
-            launch.each(partial(_run_experiment, seed=seed), by_cost, done, workers=self.workers, saves=False)
-        return {experiment.name: evidence[experiment.name] for experiment in experiments}
+        launch.each(partial(_run_experiment, seed=seed), by_cost, done, workers=workers, saves=False)
+    return {experiment.name: evidence[experiment.name] for experiment in experiments}
 
 
 def _run_experiment(experiment: Experiment, *, seed: int) -> tuple[Evidence, float]:
@@ -142,7 +115,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Study:
-    """A question with the work that answers it: experiments that judge themselves, or runs that are judged together."""
+    """A question, and the experiments (each with its own claims) or training runs (judged together) that answer it."""
 
     name: str
     title: str
@@ -150,34 +123,44 @@ class Study:
     experiments: tuple[Experiment, ...] = ()
     # Writes figures from the evidence of experiments into a folder and returns their paths.
     picture: Callable[[Mapping[str, Evidence], Path], list[Path]] = lambda _evidence, _folder: []
-    comparisons: Callable[[Scale], Sequence[Comparison]] = lambda _scale: ()  # the runs, given a scale
+    comparisons: Callable[[Scale], Sequence[Comparison]] = lambda _scale: ()  # the runs at a scale
     judge: Callable[[Results, Scale], Findings] = lambda _results, _scale: Findings()
-    scales: tuple[str, ...] = ()  # at which runs are trained; none where nothing is
+    scales: tuple[str, ...] = ()  # at which runs are trained; empty for experiments
     notes: Mapping[str, str] = field(default_factory=dict)  # by scale, what a reader should know
 
     def select(self, part: str) -> Study:
-        """The study with one of its experiments, or with one of its comparisons, such as `width-256`."""
+        """The study with only one experiment or one comparison, such as `width-256`."""
         if not self.experiments:
-            every = self.comparisons
-            return replace(self, comparisons=lambda scale: [each for each in every(scale) if each.key.slug == part])
+            return replace(self, comparisons=lambda scale: [c for c in self.comparisons(scale) if c.key.slug == part])
         known: Registry[Experiment] = Registry(f"experiment of {self.name}")
         for experiment in self.experiments:
             known.register(experiment.name, experiment)
         return replace(self, experiments=(known[part],))
 
     def runs(self, scale: Scale) -> list[RunConfig]:
-        """Every run at a scale, without duplicates."""
-        comparisons = self.comparisons(scale)
-        return list(dict.fromkeys(config for comparison in comparisons for config in comparison.configs()))
+        """All runs at a scale, without duplicates."""
+        return list(dict.fromkeys(config for comparison in self.comparisons(scale) for config in comparison.configs()))
 
-    def conduct(self, workshop: Workshop, folder: Path, scale: Scale, *, seed: int = 0) -> Conclusion:
-        """Do all missing work, judge it, and write numbers, figures and a page into an existing folder."""
+    def conduct(
+        self,
+        folder: Path,
+        scale: Scale,
+        *,
+        console: Console,
+        workers: int = 1,
+        seed: int = 0,
+        train: Callable[[Sequence[Comparison]], Results] | None = None,
+    ) -> Conclusion:
+        """Do all missing work, judge it, and write numbers, figures and a page into an existing folder.
+
+        `workers` and `seed` are for experiments. `train` completes the runs of comparisons, such as `train_all`.
+        """
         refuse_folder(folder / NUMBERS)
         start, planned = time.perf_counter(), self.comparisons(scale)
-        computed = workshop.experiment(self.experiments, seed=seed) if self.experiments else {}
-        results = workshop.train(planned) if planned else {}
+        computed = run_experiments(self.experiments, console=console, workers=workers, seed=seed)
+        results = train(planned) if train is not None else {}
 
-        # A sweep keeps runs that diverged, as bad ones; a paired comparison that lost an arm is not judged.
+        # A sweep counts a diverged run as the worst; a paired comparison that lost an arm is not judged.
         usable = {}
         for comparison in planned:
             arms = results[comparison.key]
@@ -205,7 +188,7 @@ class Study:
             sentence += " One seed for each arm: chance is not excluded."
         sentence = f"{sentence} {self.notes.get(scale.name if planned else '', '')}".strip()
 
-        # Numbers, figures, and for runs a page: the study's tables, then losses and norms of every arm.
+        # Numbers, figures, and for training runs a page: the study's tables, then losses and norms of every arm.
         numbers = {
             "study": self.name,
             "title": self.title,
@@ -214,7 +197,7 @@ class Study:
             "seed": seed,
             **claims_data(claims),
             "experiments": [
-                {"name": one.name, "title": one.title, "settings": asdict(one.settings)} for one in self.experiments
+                {"name": each.name, "title": each.title, "settings": asdict(each.settings)} for each in self.experiments
             ],
             "comparisons": [
                 {
