@@ -52,16 +52,16 @@ COORDINATES = Study(
 
 OCTAVES = (0.25, 0.5, 1.0, 2.0, 4.0)
 LAMBDAS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
-# Where Muon's weights end under a well-chosen constant decay, as the root mean square of their elements.
+# The RMS of Muon's weights at the end of a run with well-chosen constant decay.
 TARGET = 0.2
 BOTH: dict[str, dict[str, Any]] = {rule: {"decay": rule} for rule in RULES}
 ADAMC: dict[str, Any] = {"decay": "scaled", "unnormalized": "constant"}
 HYPERBALL: dict[str, Any] = {"norm": "hyperball", "target_norm": TARGET}
 EPOCHS = 16
 WIDTHS = (64, 128, 256, 512)
-DRIFT_STEPS = 1_600  # at half of it, while loss falls steeply, seeds differ by more than lambdas do
+DRIFT_STEPS = 1_600  # in half as many, loss still falls steeply and seeds differ more than lambdas
 ADAMW_RATE = 1e-2
-# By member of the family, its best learning rate over that of the run, from a search in 200 steps on another seed.
+# By member of the family, its best learning rate as a multiple of the run's, from 200-step runs with another seed.
 MEMBERS = {
     "muon": 2.0,
     **dict.fromkeys(("normuon", "muon2", "aurora", "soap_muon", "dion2"), 5.0),
@@ -76,7 +76,7 @@ RUN = replace(preset_run("mini", NO_DATA, model=replace(preset("mini"), width=12
 
 
 def at_horizon(steps: int, run: RunConfig = RUN) -> RunConfig:
-    """The run at another length, its peak by the horizon rule; evaluated four times, saved only at the end."""
+    """The run at another length, its peak by the horizon rule; evaluated four times and saved once."""
     optimizer = replace(run.optimizer, lr=min(run.optimizer.lr, peak_lr_for_horizon(steps)))
     every = max(1, steps // 4)
     return replace(
@@ -96,13 +96,13 @@ def half_batch(steps: int) -> RunConfig:
 
 
 def of_same_total(run: RunConfig, steps: int) -> RunConfig:
-    """The run at another length with a lambda of the same total decay; evaluated only at the end."""
+    """The run at another length, with lambda adjusted to the same total decay; evaluated only at the end."""
     optimizer = replace(run.optimizer, weight_decay=run.optimizer.weight_decay * run.steps / steps)
     return replace(at_horizon(steps, replace(run, optimizer=optimizer)), eval_every=steps, log_every=20)
 
 
 def with_totals(run: RunConfig, totals: tuple[float, ...]) -> list[float]:
-    """The lambdas with which constant decay at the run's rate has these totals.
+    """The lambdas that give constant decay these totals in this run.
 
     Examples:
         >>> with_totals(at_width(half_batch(34_800), 64), (0.6, 1.3, 4.0, 10.0, 20.0))
@@ -113,7 +113,7 @@ def with_totals(run: RunConfig, totals: tuple[float, ...]) -> list[float]:
 
 
 def regret() -> list[GridCell]:
-    """Every lambda at every length; long runs want less decay, so the longest tries one more lambda."""
+    """Every lambda at every length; long runs need less decay, so the longest tries one more lambda."""
     maps = {400: LAMBDAS, 1_600: LAMBDAS, 6_400: (0.00625, *LAMBDAS)}
     return [over_lambda(Key(steps=steps), at_horizon(steps), lambdas) for steps, lambdas in maps.items()]
 
@@ -127,7 +127,7 @@ def long() -> list[GridCell]:
 def tokens_per_parameter() -> list[GridCell]:
     """The narrowest model, trained to 300 tokens per active parameter."""
     run = at_width(half_batch(34_800), 64)
-    run = replace(run, eval_every=870)  # to see at which step one rule reaches the other's loss
+    run = replace(run, eval_every=870)  # shows at which step one rule reaches the other's loss
     return [over_lambda(Key(steps=run.steps), run, (0.003, 0.0065, 0.02, 0.05, 0.1))]
 
 
@@ -139,14 +139,14 @@ def adamw_lambda() -> list[GridCell]:
 
 
 def adamw_forms() -> list[GridCell]:
-    """AdamW: constant decay, scaled decay, and AdamC's own form, which scales only on normalized layers."""
+    """AdamW with constant decay, scaled decay, and AdamC, which scales decay only on normalized layers."""
     run = MINI.rows[256]
     run = replace(run, optimizer=replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE, peak="group"))
     return [over_lambda(Key("adamw", width=256), run, (0.1, 0.5), {**BOTH, "adamc": ADAMC})]
 
 
 def drift_run() -> RunConfig:
-    """The middle run with half its batch and a lambda of the same total; nothing is divided by the width."""
+    """The middle run with half its batch; nothing is divided by the width."""
     run = of_same_total(middle_run(), DRIFT_STEPS)
     return replace(run, optimizer=replace(run.optimizer, muon_lr="none", peak="group"), batch=run.batch // 2)
 
@@ -154,7 +154,7 @@ def drift_run() -> RunConfig:
 def lambda_scaling() -> list[GridCell]:
     """Along the width, along the batch at the same tokens, and along the size at the same tokens per weight."""
     run, lr = drift_run(), RUN.optimizer.lr
-    # At half the rate each width ends near its best, which falls with the width.
+    # Half the rate is near the best of each width; the best falls with the width.
     slower = replace(run, optimizer=replace(run.optimizer, lr=0.5 * lr, adam_lr=lr))
     points = {Key("width", width=width): at_width(slower, width) for width in WIDTHS[1:]}
     shared = at_width(run, WIDTHS[1])
@@ -168,7 +168,7 @@ def lambda_scaling() -> list[GridCell]:
 
 
 def rate_drift() -> list[GridCell]:
-    """The same learning rates at every width; the widest also tries half of the lowest, which was its best."""
+    """The same learning rates at every width; the widest was best at half of the lowest, so it tries that too."""
     run = drift_run()
     run = replace(run, optimizer=replace(run.optimizer, adam_lr=run.optimizer.lr))
     cells = []
@@ -191,7 +191,7 @@ def family() -> list[GridCell]:
 
 
 def little_text(run: RunConfig) -> RunConfig:
-    """The run on so little text that it repeats `EPOCHS` times."""
+    """The run on little text, repeated `EPOCHS` times."""
     return replace(run, data=replace(run.tokens, train_windows=run.steps * run.batch // EPOCHS))
 
 
@@ -209,7 +209,7 @@ def hard_cases() -> list[GridCell]:
 
 
 def schedules() -> list[GridCell]:
-    """Cosine, a straight line and WSD, to a tenth and to zero; a flat rate wants less decay."""
+    """Cosine, linear and WSD, to a tenth and to zero; a flat rate needs less decay."""
     run, cells = middle_run(), []
     lam, warmup = run.optimizer.weight_decay, run.schedule.warmup(run.steps)
     for final in (0.1, 0.0):
@@ -226,7 +226,7 @@ def schedules() -> list[GridCell]:
 
 
 def best_rules() -> list[GridCell]:
-    """Every decay and norm rule at three strengths; where a rule has no lambda, at three learning rates."""
+    """Every decay and norm rule at three strengths; rules without lambda at three learning rates."""
     run, three = middle_run(), OCTAVES[1:4]
     base = replace(run.optimizer, peak="group")
     lam, rates = base.weight_decay, [base.lr * multiple for multiple in lr_multiples(run)]
@@ -257,7 +257,7 @@ def gradient_growth() -> list[GridCell]:
     """AdamW and Muon without clipping at three peak rates, sampled often; lambda as in the main table."""
     run = replace(MINI.rows[128], telemetry_every=10)
     with_muon = replace(run.optimizer, peak="group", clip=0.0)
-    # AdamW with the decay that Muon has in a step at its peak.
+    # At the peak, AdamW decays as much per step as Muon.
     lam = float(f"{with_muon.weight_decay * with_muon.lr / ADAMW_RATE:.3g}")
     adamw = replace(with_muon, algorithm="adamw", lr=ADAMW_RATE, weight_decay=lam)
     cells = []

@@ -23,8 +23,8 @@ QUADRATICS = {
     "matrix-figure": "Muon on ½‖W \N{MINUS SIGN} A‖²",
 }
 COORDINATES_TITLE = "muP keeps sizes nearly equal at all widths; for that Muon needs its learning rate over √width"
-# The arms of the coordinate check, and the sizes that it shows: how far an output moves over the whole run, and how
-# far the first step moves the output of a matrix.
+# The arms and sizes of the coordinate check: the change of an output over the whole run, and the change of a matrix's
+# output in the first step.
 WIDTH_ARMS: Mapping[str, str] = {
     "adamw": "AdamW, muP",
     "muon-sqrt": "Muon, muP, lr / √width",
@@ -46,7 +46,7 @@ LABELS = {"change": "whole run, over narrowest", "update": "first step, over nar
 
 
 def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
-    """Where each rule's loss goes on the two quadratics, as PNG, SVG and page; nothing where no curves were run."""
+    """Draw each rule's loss on the two quadratics as PNG, SVG and page; nothing if no curves were run."""
     shown = {name: outcomes[name].series for name in QUADRATICS if name in outcomes and outcomes[name].series}
     if not shown:
         return []
@@ -61,12 +61,12 @@ def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
 
 def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
     curves, levels = [], []
-    for those in series:
-        arm = those.rule
-        curves += [Curve(f"start {n}", arm, those.steps, values) for n, values in enumerate(those.values)]
-        middle = [median(column) for column in zip(*those.values, strict=True)]
-        curves.append(Curve("median", arm, those.steps, middle, middle=True))
-        levels += [] if those.level is None else [Level(those.level, "lower bound for constant")]
+    for chains in series:
+        arm = chains.rule
+        curves += [Curve(f"start {n}", arm, chains.steps, values) for n, values in enumerate(chains.values)]
+        middle = [median(column) for column in zip(*chains.values, strict=True)]
+        curves.append(Curve("median", arm, chains.steps, middle, middle=True))
+        levels += [] if chains.level is None else [Level(chains.level, "lower bound for constant")]
     lowest = min(value for curve in curves for value in curve.y if value > 0)
     highest = max(value for curve in curves for value in curve.y)
     return Chart(
@@ -81,7 +81,7 @@ def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
 
 
 def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
-    """Sizes over the width for every rule in small multiples, as PNG and SVG; nothing where no arm was run."""
+    """Draw sizes over the width for every rule as PNG and SVG; nothing if no arm was run."""
     shown = {name: outcome for name, outcome in outcomes.items() if name in WIDTH_ARMS and outcome.series}
     if not shown:
         return []
@@ -92,13 +92,13 @@ def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
 
 
 def _width_chart(size: str, outcomes: Mapping[str, Evidence]) -> Chart:
-    """One size over the width: the median over seeds and layers for every arm, and all of them thin."""
+    """One size over the width: for every arm the median over seeds and layers, and each of them as a thin line."""
     curves: list[Curve] = []
     widths: Sequence[float] = ()
     for name, outcome in outcomes.items():
-        found = [series for series in outcome.series if series.name.partition("/")[0] == size]
-        lines = [[value / values[0] for value in values] for series in found for values in series.values]
-        widths, arm = found[0].steps, WIDTH_ARMS[name]
+        layers = [series for series in outcome.series if series.name.partition("/")[0] == size]
+        lines = [[value / values[0] for value in values] for series in layers for values in series.values]
+        widths, arm = layers[0].steps, WIDTH_ARMS[name]
         curves += [Curve("seed and layer", arm, widths, line) for line in lines]
         middle = [median(column) for column in zip(*lines, strict=True)]
         curves.append(Curve("median", arm, widths, middle, middle=True))
@@ -107,12 +107,11 @@ def _width_chart(size: str, outcomes: Mapping[str, Evidence]) -> Chart:
 
 
 def _with_equal_axes(charts: Sequence[Chart], kind: str) -> list[Chart]:
-    """The charts of one row, all over the same range, the first alone with a label."""
+    """The charts of one row with the same range; only the first has a label."""
     row = [chart for chart in charts if chart.name.startswith(kind)]
     values = [value for chart in row for curve in chart.curves for value in curve.y]
     limits = (min(values) / 1.15, max(values) * 1.15)
-    axes = [
-        replace(chart.y, limits=limits, label=chart.y.label if place == 0 else "", unit="")
+    return [
+        replace(chart, y=replace(chart.y, limits=limits, label=chart.y.label if place == 0 else "", unit=""))
         for place, chart in enumerate(row)
     ]
-    return [replace(chart, y=axis) for chart, axis in zip(row, axes, strict=True)]

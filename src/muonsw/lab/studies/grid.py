@@ -1,8 +1,8 @@
 """A grid: settings x rules x values of lambda (or of the learning rate) x seeds, judged and shown in one way.
 
-The best value of a rule is the one with the lowest mean loss over seeds (best of means). A best value at an edge of
-what was tried is marked: a better one may lie beyond. The paper's own two sweeps of AdamW's learning rate are grids
-with claims of their own.
+The best value of a rule is the one with the lowest mean loss over seeds (best of means). A best value at the edge of
+the grid is marked, because a better one may be outside. The paper's two sweeps of AdamW's learning rate are grids with
+their own claims.
 """
 
 from __future__ import annotations
@@ -40,21 +40,20 @@ EXACT = Tolerance(0.0, "the bound itself was stated before the runs")
 OCTAVE = Tolerance(1.0, "a factor of two")
 WANTED = 1.0  # the total decay that advice aims at
 
-# By value, ascending: the loss of each seed; infinite where a run diverged.
+# By value, ascending: the loss of each seed, infinite if the run diverged.
 Losses = Mapping[float, Sequence[float]]
 
 
 @dataclass(frozen=True)
 class GridCell:
-    """One setting of a grid, with every rule and value tried in it."""
+    """One setting of a grid, with all rules and values tried in it."""
 
     key: Key
-    run: RunConfig  # what all its runs share but the optimizer
-    arms: Mapping[str, Mapping[float, OptimizerConfig]]  # by rule, by the value that is tried
-    over: str = "lambda"  # what the values are of: "lambda", or "lr" for the learning rate
+    run: RunConfig  # shared by all runs, except for the optimizer
+    arms: Mapping[str, Mapping[float, OptimizerConfig]]  # by rule, then by value
+    over: str = "lambda"  # the setting that has these values: "lambda", or "lr" for the learning rate
 
     def comparison(self, seeds: int) -> Comparison:
-        """Its runs."""
         arms = [
             Arm(self.arm(rule, value), tried[value]) for rule, tried in self.arms.items() for value in sorted(tried)
         ]
@@ -78,7 +77,7 @@ class GridCell:
 def over_lambda(
     key: Key, run: RunConfig, lambdas: Sequence[float], rules: Mapping[str, Mapping[str, Any]] | None = None
 ) -> GridCell:
-    """A cell in which each rule, given as changes of the optimizer, is tried at these lambdas."""
+    """A cell that tries each rule, given as changes of the optimizer, at these lambdas."""
     rules = rules or {rule: {"decay": rule} for rule in RULES}
     arms = {
         rule: {lam: replace(run.optimizer, **{**changes, "weight_decay": lam}) for lam in lambdas}
@@ -88,7 +87,7 @@ def over_lambda(
 
 
 def over_rate(key: Key, run: RunConfig, rates: Sequence[float], rules: Mapping[str, Mapping[str, Any]]) -> GridCell:
-    """A cell in which each rule is tried at these learning rates."""
+    """A cell that tries each rule at these learning rates."""
     arms = {
         rule: {lr: replace(run.optimizer, **{**changes, "lr": lr}) for lr in rates} for rule, changes in rules.items()
     }
@@ -101,7 +100,7 @@ def means(losses: Losses) -> dict[float, float]:
 
 
 def best_of_means(losses: Losses) -> float:
-    """The value with the lowest mean loss over seeds: the lowest loss of each seed would be too good by chance.
+    """The value with the lowest mean loss over seeds; the lowest loss of each seed would be too optimistic.
 
     Examples:
         >>> best_of_means({0.1: [3.0, 3.3], 0.2: [3.1, 3.1]})
@@ -139,18 +138,18 @@ def vertex(losses: Losses) -> float:
 
 
 def by_seed(losses: Losses) -> list[dict[float, list[float]]]:
-    """The losses of each seed alone."""
+    """The losses of each seed separately."""
     seeds = min(len(ends) for ends in losses.values())
     return [{value: [ends[seed]] for value, ends in losses.items()} for seed in range(seeds)]
 
 
-def best_gaps(ours: Losses, theirs: Losses) -> list[float]:
-    """By seed, one rule at its best minus another at its own."""
-    return [a - b for a, b in zip(ours[best_of_means(ours)], theirs[best_of_means(theirs)], strict=False)]
+def best_gaps(losses: Losses, baseline: Losses) -> list[float]:
+    """By seed, one rule at its best value minus another at its own."""
+    return [a - b for a, b in zip(losses[best_of_means(losses)], baseline[best_of_means(baseline)], strict=False)]
 
 
 def judge_cell(cell: GridCell, runs: Runs) -> list[Claim]:
-    """Best against best, the largest lambda, and the total decay of the best lambda."""
+    """Judge best against best, the largest lambda, and the total decay of the best lambda."""
     losses, slug, claims = cell.losses(runs), cell.key.slug, []
     constant = losses[CONSTANT]
     for rule in (rule for rule in losses if rule != CONSTANT):
@@ -174,7 +173,7 @@ def judge_cell(cell: GridCell, runs: Runs) -> list[Claim]:
 
 
 def grid_table(cells: Sequence[GridCell], results: Results) -> Table:
-    """One row for each setting and rule: its best value, total decay, loss, and how far it ends from constant decay."""
+    """One row per setting and rule: best value, total decay, loss, and the difference from constant decay."""
     heads = ("best", "total decay", "loss at the best", "minus constant decay", "cost of the largest", "tried")
     columns = [Column("setting"), Column("rule"), *(Column(head, number=True) for head in heads)]
     rows: list[list[Value | Cell]] = []
@@ -198,16 +197,16 @@ def grid_table(cells: Sequence[GridCell], results: Results) -> Table:
 
 
 def grid_charts(cells: Sequence[GridCell], results: Results) -> list[Chart]:
-    """Mean loss of every rule over the values, above the lowest of all, one panel for each setting."""
+    """Mean loss of every rule over the values, relative to the lowest of all; one panel per setting."""
     charts = []
     for cell in cells:
-        found = {rule: means(ends) for rule, ends in cell.losses(results[cell.key]).items() if len(ends) > 1}
-        if not found:
+        by_rule = {rule: means(ends) for rule, ends in cell.losses(results[cell.key]).items() if len(ends) > 1}
+        if not by_rule:
             continue
-        lowest = min(min(losses.values()) for losses in found.values())
+        lowest = min(min(losses.values()) for losses in by_rule.values())
         curves = [
             Curve(rule, rule, list(mean), [loss - lowest if loss < math.inf else math.nan for loss in mean.values()])
-            for rule, mean in found.items()
+            for rule, mean in by_rule.items()
         ]
         x = Axis("learning rate" if cell.over == "lr" else "lambda", log=2)
         y, note = Axis("above the lowest", "nats"), "Mean final loss over seeds minus the lowest of all rules."
@@ -229,7 +228,7 @@ def grid(
     scales: tuple[str, ...] = ("mini",),
     notes: Mapping[str, str] | None = None,
 ) -> Study:
-    """The study of a grid; those beyond the paper have one size, that of the evidence."""
+    """A grid as a study; by default at the one size of docs/evidence.md."""
 
     def findings(results: Results, scale: Scale) -> Findings:
         known = [cell for cell in cells(scale) if cell.key in results]
@@ -276,7 +275,7 @@ def sweeps_of(cells: Sequence[GridCell], results: Results) -> dict[Key, Losses]:
 
 
 def grid_step(rates: Sequence[float]) -> float:
-    """The mean distance of neighbours, in logarithms.
+    """The mean distance between neighbours, in logarithms.
 
     Examples:
         >>> round(math.exp(grid_step([0.01, 0.02, 0.08])), 6)
@@ -286,7 +285,7 @@ def grid_step(rates: Sequence[float]) -> float:
 
 
 def judge_widths(cells: Sequence[GridCell], results: Results, scale: Scale) -> list[Claim]:
-    """The best rate is the same at every width, within a step of the grid; taking the narrowest's costs little."""
+    """The best rate is the same at every width within a grid step, and the narrowest model's costs little elsewhere."""
     sweeps = sweeps_of(cells, results)
     claims = [_inside(key, losses, WIDTH_FIGURE) for key, losses in sweeps.items()]
     (narrow, first), *wider = sweeps.items()
@@ -315,7 +314,7 @@ def judge_widths(cells: Sequence[GridCell], results: Results, scale: Scale) -> l
 
 
 def transfer_cost(narrow: Mapping[float, float], wide: Mapping[float, float]) -> float:
-    """What the best rate of one width costs at another, as a share of what the worst rate that trains costs there.
+    """The cost of one width's best rate at another width, as a share of the cost of the worst rate that trains.
 
     Examples:
         >>> transfer_cost({0.01: 1.0, 0.02: 2.0}, {0.005: 3.0, 0.01: 1.5, 0.02: 1.0})
@@ -335,17 +334,17 @@ def _inside(key: Key, losses: Losses, source: Source) -> Claim:
 
 
 def judge_horizons(cells: Sequence[GridCell], results: Results, scale: Scale) -> list[Claim]:
-    """The best learning rate falls with the horizon as its cube root."""
+    """The best learning rate falls as the cube root of the horizon."""
     sweeps = sweeps_of(cells, results)
     claims = [_inside(key, losses, HORIZON_FIGURE) for key, losses in sweeps.items()]
     horizons = [math.log(key.steps) for key in sweeps if key.steps is not None]
     if len(horizons) < 2:
         return claims
-    # By seed, the power of the horizon that the best rate follows.
+    # By seed, the power of the horizon in the best rate.
     best = [[math.log(vertex(seed)) for seed in by_seed(losses)] for losses in sweeps.values()]
     slope = over_seeds([linear_regression(horizons, rates).slope for rates in zip(*best, strict=False)])
     limits = "" if scale.printed else "validated by the paper for 5,000 to 20,000 steps only"
-    # An optimum is known to a quarter of a step of the grid at either end.
+    # At either end, the optimum is known to a quarter of a grid step.
     size = 0.5 * grid_step(sorted(next(iter(sweeps.values())))) / (max(horizons) - min(horizons))
     slack = Tolerance(size, "a quarter of a step of the grid at either end")
     falls = "power of the horizon that the best learning rate follows"

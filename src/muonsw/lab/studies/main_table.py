@@ -1,7 +1,7 @@
 """The paper's main table: the same run with constant and with scaled decay at every width, and controls.
 
-`main-table/width-256` is one width of it, as the paper's figures show them. The telemetry of the headline runs is
-judged twice more: steady state, and diagnostics (alignment, orthogonality, late fits).
+`main-table/width-256` is one width of it. Two more studies judge the telemetry of the headline runs: steady state, and
+diagnostics (alignment, orthogonality, late fits).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 
 import numpy as np
 
@@ -59,7 +60,7 @@ SMALLER = "a short run with raised lambda: its gain need not be the paper's"
 SAME_RUNS = "the same weights and batches for every arm"
 SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
 LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
-# Norms that differ by less than this did not move, whatever the interval.
+# Smaller differences of norms do not count, whatever the interval.
 MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie above a hundredth: less is no movement")
 
 
@@ -77,7 +78,7 @@ def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
 
 
 def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
-    """A rule at one lambda, with every group's own peak: all rules decay alike where the learning rate is highest."""
+    """A rule at one lambda, with every group's own peak, so that all rules agree at the highest learning rate."""
     by_group = rule == CONSTANT or run.decoder.relative_width != 1.0
     peak = "group" if by_group else run.optimizer.peak
     optimizer = replace(run.optimizer, decay=rule, weight_decay=weight_decay, peak=peak)
@@ -85,7 +86,7 @@ def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
 
 
 def row(scale: Scale, width: int) -> Comparison:
-    """The arms of one width; each form of scaled decay is paired with constant decay of the same total."""
+    """The arms of one width, with constant decay of the same total for each form of scaled decay."""
     run = scale.rows[width]
     arms = list(decay_arms(run))
     if group := next((arm for arm in arms if arm.name == GROUP), None):
@@ -96,22 +97,21 @@ def row(scale: Scale, width: int) -> Comparison:
 
 
 def sampled_row(scale: Scale) -> list[Comparison]:
-    """Both rules at the width of the figures, sampled by telemetry as often as the scale asks for."""
+    """Both rules at the width of the figures, with telemetry as frequent as the scale says."""
     headline = row(scale, scale.headline)
-    every = scale.sampled_every or headline.base.telemetry_every
-    arms = tuple(arm for arm in headline.arms if arm.name in RULES)
-    return [replace(headline, base=replace(headline.base, telemetry_every=every), arms=arms)]
+    base = replace(headline.base, telemetry_every=scale.sampled_every or headline.base.telemetry_every)
+    return [replace(headline, base=base, arms=tuple(arm for arm in headline.arms if arm.name in RULES))]
 
 
 def judge_rows(results: Results, scale: Scale) -> list[Claim]:
-    """Loss and norm at every width that was run, controls, and what the paper prints."""
+    """Loss and norm at every width, the controls, and the numbers that the paper prints."""
     claims: list[Claim] = []
     for key, arms in results.items():
         width = key.width
         assert width is not None
         limits = "" if scale.printed else SMALLER
         claims += judge_pair(f"w{width}", str(key), arms, limits)
-        if GROUP in arms:  # the same where decay divides by the group's own peak, so that rules agree at the peak
+        if GROUP in arms:  # the same comparison with eta_max from the group, so that rules agree at the peak
             constant, group = arms[CONSTANT], arms[GROUP]
             source = Source(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
             form = "scaled decay by the group's own peak"
@@ -122,7 +122,7 @@ def judge_rows(results: Results, scale: Scale) -> list[Claim]:
                 larger_norm(f"w{width}-group-norm", larger, constant, group, source),
             ]
         for arm, control in CONTROLS.items():
-            if control in arms:  # later decay is better where less decay is ruled out
+            if control in arms:  # at equal totals, a gain comes from when decay acts and not from less decay
                 words = f"{key}: {arm} minus constant decay of the same total, in nats"
                 gap = over_seeds(paired(arms[arm], arms[control], final_loss))
                 source = Source(BEYOND, "the same weights, batches, learning rate and total decay")
@@ -147,20 +147,11 @@ def judge_pair(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
     ]
 
 
-def final_loss(run: Run) -> float:
-    return run.final_loss
-
-
-def best_loss(run: Run) -> float:
-    return run.best_loss
-
-
-def norm_change(run: Run) -> float:
-    return run.norm_change
+final_loss, best_loss, norm_change = map(attrgetter, ("final_loss", "best_loss", "norm_change"))
 
 
 def log_end_norm(run: Run) -> float:
-    """The logarithm of the last norm, so that differences are ratios; NaN where none was recorded."""
+    """The logarithm of the last norm, so that differences are ratios; NaN if none was recorded."""
     return math.log(run.final_norm) if run.final_norm > 0 else math.nan
 
 
@@ -171,18 +162,18 @@ def over_runs(runs: Sequence[Run], measure: Measure) -> Estimate:
 def lower_loss(
     id: str, statement: str, constant: Sequence[Run], scaled: Sequence[Run], source: Source, limits: str
 ) -> Claim:
-    """The scaled arm's final validation loss is lower, seed by seed."""
+    """The scaled arm ends at a lower validation loss, paired by seed."""
     differences = over_seeds(paired(scaled, constant, final_loss))
     return below(id, statement, source, differences, 0.0, LOWER, limits=limits)
 
 
 def larger_norm(id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Source) -> Claim:
-    """The weights of one arm end larger than those of another, seed by seed."""
+    """The weights of one arm end larger than those of another, paired by seed."""
     return above(id, statement, source, over_seeds(paired(large, small, log_end_norm)), 0.0, MOVED)
 
 
 def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:
-    """What the paper prints about a width: losses, gain, steps saved, end norms."""
+    """The numbers that the paper prints for a width: losses, gain, steps saved, end norms."""
     printed, name = paper.ROWS[width], f"w{width}"
     table, figure = Source(paper.TABLE, SAME_RUNS), Source(paper.FIGURES.get(width, ""), SAME_RUNS)
     gain = over_seeds(paired(scaled, constant, best_loss))
@@ -210,7 +201,7 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
 
 
 def row_findings(results: Results, scale: Scale) -> Findings:
-    """The claims, and each form of scaled decay beside its control."""
+    """The claims, and each form of scaled decay against its control."""
     pairs = [
         replace(pair_outcome(arms[control], arms[arm]), arm=f"{key}: {arm}")
         for key, arms in results.items()
@@ -231,7 +222,7 @@ LATE_FIGURE = Source("appendix, figure on late alignment", SAME_RUNS)
 
 
 def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
-    """Negative alignment, the recursion, which rule keeps its norm, and at paper scale where tracking ends."""
+    """Negative alignment, the recursion, which rule keeps its norm, and at paper scale when tracking ends."""
     (arms,) = results.values()
     predicted = Source(paper.STEADY, "measured update size, decay and alignment")
     interpolated = Tolerance(
@@ -272,7 +263,7 @@ def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
 
 
 def norm_charts(results: Results) -> list[Chart]:
-    """Weight RMS, observed and by the recursion, and the alignment of weights and updates."""
+    """Weight RMS, observed and predicted, and the alignment of weights and updates."""
     norms, alignments = [], []
     for rule, run in ((rule, arms[rule][0]) for arms in results.values() for rule in RULES):
         (steps, seen), history = run.norms, open_history(run)
@@ -310,7 +301,7 @@ def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
             below(f"{rule}-momentum", against, GRADIENT_FIGURE, momentum, 0.0, NEGATIVE),
         ]
     if not scale.printed:
-        # The part of the late fits that holds in short runs: scaled decay's alignment falls with the learning rate.
+        # In short runs only one part of the late fits holds: scaled decay's alignment falls with the learning rate.
         shrinks = "scaled decay: late alignment over its size at the peak of the learning rate"
         limits = "too few late samples for the paper's fits; only that the alignment falls with the learning rate"
         half = Tolerance(0.0, "less than half as much")
@@ -335,13 +326,13 @@ def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
 
 
 def typical(run: Run, key: str, *, late: bool = False) -> float:
-    """The median of a column from the peak of the learning rate on, or over the last part of the run."""
+    """The median of a column after the peak of the learning rate, or over the last part of the run."""
     seen = open_history(run)
     return seen.typical(seen.column(key), seen.late if late else None)
 
 
 def late_over_peak(run: Run) -> float:
-    """The alignment late in the run over that while the learning rate is above nine tenths of its peak."""
+    """The late alignment over the alignment while the learning rate is above nine tenths of its peak."""
     seen = open_history(run)
     alignment, lr = seen.column("alignment_update"), seen.column("lr")
     high = (lr >= 0.9 * seen.highest("lr")) & np.isfinite(lr)
@@ -349,7 +340,7 @@ def late_over_peak(run: Run) -> float:
 
 
 def recursion_ratio(run: Run) -> float:
-    """The end norm that the recursion gives, over the one that was observed; NaN without the telemetry."""
+    """The end norm that the recursion predicts over the observed one; NaN without telemetry."""
     seen = open_history(run)
     if seen.tracking is None or seen.norm is None:
         return math.nan
@@ -357,7 +348,7 @@ def recursion_ratio(run: Run) -> float:
 
 
 def tracking_end(run: Run) -> float:
-    """The step from which the norm no longer follows its target; infinite where it follows to the end."""
+    """The step at which the norm stops following its target; infinite if it never does."""
     tracking = open_history(run).tracking
     if tracking is None:
         return math.nan

@@ -1,8 +1,8 @@
 """The coordinate check of muP: how activations, their changes and updates scale with the width.
 
-Every experiment trains decoders of several widths for a few steps on one batch and fits the power of the width that
-each size follows. Under the right parametrization the power of every change is zero; the rules for Muon's learning
-rate that the lab knows are half a power apart, so a fit within a quarter of its prediction belongs to no other rule.
+Every experiment trains decoders of several widths for a few steps on one batch and fits each size as a power of the
+width. Under the right parametrization the power of every change is zero. The lab's rules for Muon's learning rate are
+half a power apart, so a fit within a quarter of its prediction fits no other rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.state import build_optimizer
 
 FOLLOWERS = 4
-# What is watched in each layer, by the path of its module.
+# The watched modules of each layer, by path.
 WATCHED = {"qkv": "attention.qkv", "out": "attention.out", "attention": "attention", "experts": "moe", "stream": ""}
 
 
@@ -37,9 +37,9 @@ class CoordinateSettings:
 
     algorithm: str = "adamw"  # "adamw" for all parameters, or "muon" for hidden matrices with AdamW for the rest
     muon_lr: str = "none"  # how Muon's learning rate follows the width
-    mup: bool = True  # whether muP scales the model; without it the base constants hold at every width
+    mup: bool = True  # whether muP scales the model; otherwise the base constants apply at every width
     widths: tuple[int, ...] = (32, 64, 128, 256)  # ascending
-    seeds: int = 5  # independent repetitions; each draws its own tokens and initial weights
+    seeds: int = 5  # repetitions, each with its own tokens and initial weights
     steps: int = 6
     lr: float = 0.005  # base learning rate, constant
     layers: int = 2
@@ -52,13 +52,12 @@ class CoordinateSettings:
 
     @property
     def name(self) -> str:
-        """The experiment that has these settings: `adamw`, `muon-sqrt`, ..., `standard`."""
+        """The name of the experiment: `adamw`, `muon-sqrt`, ..., `standard`."""
         if not self.mup:
             return "standard"
         return f"muon-{self.muon_lr}" if self.algorithm == "muon" else "adamw"
 
     def model(self, width: int) -> ModelConfig:
-        """The decoder at one width; only the width and sizes proportional to it change."""
         return ModelConfig(
             width=width,
             layers=self.layers,
@@ -71,7 +70,7 @@ class CoordinateSettings:
         )
 
     def optimizer(self) -> OptimizerConfig:
-        """Without decay, which would move every weight by a fraction that does not depend on the width."""
+        """No decay: it would change every weight by a share that does not depend on the width."""
         return OptimizerConfig(
             algorithm=self.algorithm, lr=self.lr, weight_decay=0.0, muon_lr=self.muon_lr, ns_dtype="float32"
         )
@@ -79,15 +78,15 @@ class CoordinateSettings:
 
 @dataclass(frozen=True)
 class Activations:
-    """Tensors seen in one forward pass."""
+    """Tensors recorded in one forward pass."""
 
-    outputs: Mapping[str, Tensor]  # by coordinate: the stream after each block, what its branches add, the logits
-    inputs: Mapping[str, Tensor]  # by matrix: the rows that it multiplies
+    outputs: Mapping[str, Tensor]  # by coordinate: the stream after each block, the outputs of its branches, the logits
+    inputs: Mapping[str, Tensor]  # by matrix: its input rows
     ends: Sequence[Tensor]  # by layer: where each expert's rows end
 
 
 def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Sequences (batch, sequence + 1) in which every token has four possible successors, so there is much to learn."""
+    """Sequences (batch, sequence + 1) in which every token has only four successors, so there is much to learn."""
     successors_VS = torch.randint(vocab, (vocab, FOLLOWERS), generator=generator)
     tokens = [torch.randint(vocab, (batch,), generator=generator)]
     for _ in range(sequence):
@@ -112,8 +111,8 @@ def measure_widths(setting: CoordinateSettings, generator: torch.Generator) -> d
 def measure(model: Decoder, optimizer: Optimizer, tokens: Tensor, steps: int) -> dict[str, float]:
     """Train a model for some steps on one batch of tokens (B, T + 1), and return sizes (RMS) by name.
 
-    `initial X` is the size of coordinate X before training, `change X` that of its change over all steps, `update W`
-    that of the change which the first step makes to the output of matrix W while its input stays as it was.
+    `initial X` is the size of coordinate X before training, and `change X` the size of its change over all steps.
+    `update W` is how much the first step changes the output of matrix W for the same input.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     start = activations(model, inputs)
@@ -144,8 +143,7 @@ def rms(x: Tensor) -> float:
 
 @torch.no_grad()
 def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
-    """Watch one forward pass."""
-    seen_in: dict[str, Tensor] = {}
+    seen_in: dict[str, Tensor] = {}  # by module and layer
     seen_out: dict[str, Tensor] = {}
 
     def watch(name: str, _module: nn.Module, inputs: Any, output: Any) -> None:
@@ -161,7 +159,7 @@ def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
     outputs = {key: value for key, value in seen_out.items() if key.partition("/")[0] in COORDINATES}
     ends = []
     for number, layer in enumerate(model.layers):
-        # The rows that the two stacks of expert matrices multiply, sorted by expert, and where each expert's end.
+        # The input rows of the two stacks of expert matrices, sorted by expert, and where each expert's rows end.
         moe = layer.get_submodule("moe")
         assert isinstance(moe, MoE)
         x_ND, top_k = seen_in[f"experts/{number}"].flatten(0, 1), moe.config.top_k
@@ -194,7 +192,7 @@ WORDS = {
     "gate_up": "the experts' gate and up projections",
     "down": "the experts' down projection",
 }
-# Two matrices of constant entries give sqrt(width) each; an expert multiplies two projections and adds a third.
+# A matrix with entries of constant size multiplies sizes by sqrt(width): two in attention, three in an expert.
 INITIAL_POWERS = {"attention": 1.0, "experts": 1.5}
 
 Sizes = Mapping[str, Tensor]
@@ -202,14 +200,14 @@ Judge = Callable[[CoordinateSettings, Sizes], list[Claim]]
 
 
 def run(judge: Judge, setting: CoordinateSettings, generator: torch.Generator) -> Evidence:
-    """Measure all widths and judge; the series are every size over the widths, one curve per seed."""
+    """Measure all widths and judge; the series are all sizes over the widths, one curve per seed."""
     sizes = measure_widths(setting, generator)
     curves = [Series(name, setting.name, list(setting.widths), values.tolist()) for name, values in sizes.items()]
     return Evidence(judge(setting, sizes), curves)
 
 
 def judge_flat(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
-    """A parametrization under which nothing should depend on the width."""
+    """Under this parametrization nothing depends on the width."""
     names = [*(f"initial {name}" for name in COORDINATES[:-1]), *(f"change {name}" for name in COORDINATES)]
     names += [f"update {name}" for name in MATRICES]
     return [power_claim(setting, sizes, name, 0.0) for name in names]
@@ -218,9 +216,9 @@ def judge_flat(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
 def judge_adamw(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
     """AdamW under muP: flat, and flatter at larger widths.
 
-    The sign of a gradient agrees a little with each of the batch's inputs, which adds up as the width; the rest of it
-    is noise to them, which adds up as its square root. Where the width is not far above the number of different
-    tokens, the noise still counts, and the size falls towards its limit.
+    The sign of a gradient correlates with each of the batch's inputs, which adds up as the width; its noise adds up as
+    the square root of the width. If the width is not far above the number of different tokens, the noise still
+    matters, and the size falls towards its limit.
     """
     name = "update qkv"
     parts = (slice(None, 2), slice(-2, None))
@@ -238,20 +236,20 @@ def judge_adamw(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
 
 
 def judge_misscaled(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
-    """Muon with a learning rate whose power of the width is off by a half: so are its updates."""
+    """Muon with a learning rate whose power of the width is off by a half, and so are its updates."""
     # Spectral norm 0.2*sqrt(width) on inputs of width-independent RMS, times the learning rate.
     power = MUON_LR_POWERS[setting.muon_lr] + 0.5
     return [power_claim(setting, sizes, f"update {name}", power) for name in MATRICES]
 
 
 def judge_standard(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
-    """The standard parametrization: sizes grow with the width before training, and their changes during it."""
+    """The standard parametrization: initial sizes and changes grow with the width."""
     claims = [power_claim(setting, sizes, f"initial {name}", power) for name, power in INITIAL_POWERS.items()]
     return [*claims, *(drift_claim(setting, sizes, f"change {name}") for name in COORDINATES)]
 
 
 def power_claim(setting: CoordinateSettings, sizes: Sizes, name: str, power: float) -> Claim:
-    """The size follows this power of the width, judged at the layer that deviates most."""
+    """The size follows this power of the width, even in the layer that deviates most."""
     slopes = max(slopes_of(setting, sizes, name), key=lambda slope: abs(float(slope.mean()) - power))
     behaviour = "does not depend on the width" if power == 0.0 else f"goes as width^{power:g}"
     statement, stated = f"{describe(name)} {behaviour}", source(setting)
@@ -259,7 +257,7 @@ def power_claim(setting: CoordinateSettings, sizes: Sizes, name: str, power: flo
 
 
 def drift_claim(setting: CoordinateSettings, sizes: Sizes, name: str) -> Claim:
-    """The size grows with the width by more than the tolerance for a flat one, in every layer."""
+    """In every layer, the size grows with the width by more than the tolerance for no growth."""
     slopes = min(slopes_of(setting, sizes, name), key=lambda slope: float(slope.mean()))
     statement, more = f"{describe(name)} grows with the width", Tolerance(0.0, "more than would still pass for flat")
     id, stated = name.replace(" ", "-"), source(setting)
@@ -267,20 +265,18 @@ def drift_claim(setting: CoordinateSettings, sizes: Sizes, name: str) -> Claim:
 
 
 def slopes_of(setting: CoordinateSettings, sizes: Sizes, name: str, part: slice = slice(None)) -> list[Tensor]:
-    """The powers fitted over all widths or some, one tensor (seeds) for each layer that has this size."""
+    """The powers fitted over a part of the widths, one tensor (seeds) for each layer that has this size."""
     widths = torch.tensor(setting.widths[part], dtype=torch.float64)
-    those = (values for key, values in sizes.items() if key.partition("/")[0] == name)
-    return [log_log_slope(widths, values[:, part]) for values in those]
+    layers = (values for key, values in sizes.items() if key.partition("/")[0] == name)
+    return [log_log_slope(widths, values[:, part]) for values in layers]
 
 
 def describe(name: str) -> str:
-    """A size in words."""
     kind, _, what = name.partition(" ")
     return KINDS[kind].format(WORDS[what])
 
 
 def source(setting: CoordinateSettings) -> Source:
-    """The table of the paper, and what the experiment is in words."""
     if not setting.mup:
         words = f"{setting.algorithm} in the standard parametrization, learning rate {setting.lr:g} at every width"
         return Source(REFERENCE, words)

@@ -19,7 +19,7 @@ from muonsw.lab.runs import Columns, Run
 from muonsw.lab.tasks import DataConfig
 from muonsw.lab.train.config import RunConfig
 
-# Settings that every row has, by their place in a run's config.
+# Columns of every row, with the setting in a run's config that each holds.
 COLUMNS = {
     "width": "model.width",
     "base_width": "model.mup.base_width",
@@ -45,7 +45,7 @@ COLUMNS = {
     "text": "data.fingerprint",
 }
 USUAL = flatten(RunConfig(ModelConfig(width=64), DataConfig("")).as_data())
-# How a run was watched and where it was stored, which changes no result.
+# Settings of logging and storage, which change no result.
 HOUSEKEEPING = {
     *("version", "data.path", "device", "threads", "log_every", "checkpoint_every", "checkpoint_seconds", "keep"),
     *("eval_every", "tensorboard", "wandb", "compile", "graphs", "skipped", "diverged", "telemetry_every"),
@@ -60,7 +60,7 @@ SAMPLED_NORMALIZED = (*SAMPLED, "gradient_rms")
 
 
 def row(run: Run, **about: Any) -> dict[str, Any]:
-    """Flatten a run into one row; a setting without a column has its dotted name, if it is not the default."""
+    """Flatten a run into one row; other settings appear under their dotted names if they are not the default."""
     settings, result = flatten(run.settings), run.result or {}
     columns = {*COLUMNS.values(), *HOUSEKEEPING}
     flat: dict[str, Any] = {name: settings.get(path) for name, path in COLUMNS.items()}
@@ -71,7 +71,7 @@ def row(run: Run, **about: Any) -> dict[str, Any]:
     flat |= {f"final.{name}": short(run.final_metric(name)) for name in run.metrics}
     flat |= {name: run.environment.get(name) for name in MADE_WITH}
 
-    # Losses over steps, and telemetry of the weights that decay and of those that a normalization follows.
+    # Losses over steps, and telemetry of decayed weights and of weights before a normalization.
     if run.evals.records >= EVALUATIONS:
         flat |= {"eval.step": run.evals.step.tolist(), "eval.loss": [short(loss, 6) for loss in run.evals["loss"]]}
     for name, scope, keys in (
@@ -86,7 +86,7 @@ def row(run: Run, **about: Any) -> dict[str, Any]:
 
 
 def normalized(run: Run) -> Columns:
-    """Telemetry of the decoder's matrices whose output enters a normalization, pooled over their elements."""
+    """Telemetry of the decoder's matrices whose output is normalized, pooled over elements."""
     names = (scope for scope in run.telemetry.scopes() if scope.startswith("parameter:"))
     parts = [run.telemetry.scope(name) for name in names if enters_norm(name.partition(":")[2])]
     if run.config.task is not None or not parts:
@@ -103,11 +103,7 @@ def normalized(run: Run) -> Columns:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a table.
-
-    Raises:
-        UsageError: If the file is not one.
-    """
+    """Read the rows of a table; raise a `UsageError` if the file is not a table of runs."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if all(isinstance(record, dict) and {"steps", "seed", "decay"} <= set(record) for record in rows):
@@ -118,10 +114,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, runs: Sequence[Run], **about: Any) -> int:
-    """Add the runs that a table does not have yet; return how many were added."""
+    """Append the runs that are not yet in a table; return how many were added."""
 
     def identity(record: dict[str, Any]) -> str:
-        # Settings but for the names of arm and text, and the final loss.
+        # All settings except the names of arm and text, and the final loss.
         names = {*COLUMNS, "final_loss"} - {"arm", "text"}
         return json.dumps({name: record[name] for name in sorted(names & record.keys())})
 
@@ -137,5 +133,5 @@ def append(path: Path, runs: Sequence[Run], **about: Any) -> int:
 
 
 def short(value: float, digits: int = 5) -> float | None:
-    """A number with few digits; None where it is not finite."""
+    """Round to a few digits; None if not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None

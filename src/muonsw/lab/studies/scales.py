@@ -22,44 +22,44 @@ NEVER = 1e9
 
 @dataclass(frozen=True)
 class Scale:
-    """Everything that a study of the paper takes from the scale."""
+    """The settings of the paper's studies at one size."""
 
-    name: str  # what `--scale` is given
-    title: str  # what it is, for lists and reports
-    rows: Mapping[int, RunConfig]  # the runs of the main table by width, with the scaled rule and the undivided peak
-    headline: int  # the width of the figures
-    sweep: RunConfig  # the AdamW run whose learning rate is swept, at the width of the horizons
-    widths: tuple[int, ...]  # of that sweep
-    rates: tuple[float, ...]  # of that sweep, ascending
-    horizons: tuple[int, ...]  # of that sweep: steps, ascending
+    name: str  # as in `--scale`
+    title: str  # for lists and reports
+    rows: Mapping[int, RunConfig]  # runs of the main table by width, with scaled decay and the undivided peak
+    headline: int  # width of the figures
+    sweep: RunConfig  # the AdamW run whose learning rate is swept; its width is that of the horizon sweep
+    widths: tuple[int, ...]  # of the sweep
+    rates: tuple[float, ...]  # of the sweep, ascending
+    horizons: tuple[int, ...]  # of the sweep, in steps, ascending
     seeds: int  # of every arm
-    tflops: float  # FLOPs that one run sustains in a second, in units of 1e12; a guess for planning
-    workers: int = 1  # runs at a time that the times are given for
+    tflops: float  # 1e12 FLOPs per second sustained by one run; an estimate for planning
+    workers: int = 1  # parallel runs assumed by planning
     near_best: tuple[float, ...] = ()  # further lambdas of the main table, as multiples of its own
-    # Steps between samples in the studies of telemetry; None keeps the setting of the rows.
+    # Steps between telemetry samples in the studies of telemetry; None keeps that of the rows.
     sampled_every: int | None = None
 
     @property
     def printed(self) -> bool:
-        """Whether the paper's numbers are those of this size."""
+        """Whether the paper prints numbers for this size."""
         return self.name == "paper"
 
 
 def relaxed(name: str, model: ModelConfig, *, phi_peak: float) -> RunConfig:
-    """A short run relaxation-matched to the paper: lambda so large that a step at the peak decays by `phi_peak`.
+    """A short run, relaxation-matched to the paper: lambda is such that a step at the peak decays by `phi_peak`.
 
-    Lambda times the group's learning rate times the steps, which fixes how far the norm relaxes, then is `phi_peak`
-    times the steps: 35 for the paper's width 256, and for 3,500 steps at 0.01.
+    How far the norm relaxes follows from lambda * lr * steps, which is `phi_peak * steps`: 35 for the paper's width
+    256, and for 3,500 steps at 0.01.
     """
     run = preset_run(name, NO_DATA, model=model)
-    # The paper's choices where it matters which peak decay divides by; the rest is the preset's.
+    # The paper's choice of the peak that decay divides by; the rest is the preset's.
     optimizer = replace(run.optimizer, muon_lr="adam", peak="base")
     weight_decay = phi_peak * model.relative_width / optimizer.lr
     return replace(run, optimizer=replace(optimizer, weight_decay=weight_decay))
 
 
 def adamw_sweep(run: RunConfig, steps: int) -> RunConfig:
-    """The run with AdamW for all parameters and constant decay, as the paper tuned its learning rate."""
+    """The run with AdamW for all parameters and constant decay, with which the paper tuned the learning rate."""
     optimizer = replace(run.optimizer, algorithm="adamw", decay="constant", weight_decay=0.1, peak="group")
     every = max(1, steps // 10)
     return replace(
@@ -75,7 +75,7 @@ def lean(run: RunConfig) -> RunConfig:
 
 
 def at_width(run: RunConfig, width: int) -> RunConfig:
-    """The same run of a wider or narrower model."""
+    """The same run at another width."""
     return replace(run, model=widened(run.decoder, width))
 
 
@@ -141,11 +141,7 @@ SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)
 
 
 def find_data(scale: Scale, given: Path | None) -> Path:
-    """The tokens of a scale, prepared if necessary.
-
-    Raises:
-        UsageError: If scale paper gets no tokens, or those of another vocabulary.
-    """
+    """The tokens of a scale, prepared if necessary; scale paper needs GPT-2 tokens from the user."""
     if given is not None:
         size = read_record(given).vocab_size
         if scale.printed and size != GPT2_VOCAB:
