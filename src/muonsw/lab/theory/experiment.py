@@ -1,6 +1,6 @@
-"""What the theorems share: hypotheses that are checked, experiments as data, and chains.
+"""Shared by all theorems: checks of hypotheses, experiments as data, and chains.
 
-Chains are many runs in one float64 tensor that the library's optimizers step. In every experiment `s` are the settings.
+Chains are many runs in one float64 tensor, stepped by the library's optimizers. `s` is always the settings.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from muonsw.optimizer import ScaledDecayOptimizer
 CONSTANT, SCALED = BOTH = ("constant", "scaled")
 Number = TypeVar("Number", float, torch.Tensor)
 Steps: TypeAlias = Iterable[float] | Tensor
-# Relative rounding allowed to a learning rate at its limit.
+# Relative rounding allowed for a learning rate at its limit.
 ROUNDING = 1e-12
 
 
 class HypothesisError(ValueError):
-    """A closed form was used where its hypothesis does not hold.
-
-    `hypothesis` holds it as it reads in the message, for example `"lambda > 0"`.
-    """
+    """A closed form was used although its `hypothesis`, such as `"lambda > 0"`, does not hold."""
 
     def __init__(self, hypothesis: str, values: str = "") -> None:
         super().__init__(f"the hypothesis {hypothesis} does not hold" + (f": {values}" if values else ""))
@@ -41,7 +38,7 @@ class HypothesisError(ValueError):
 
 
 def require(hypothesis: str, holds: bool | Tensor, **values: float | Tensor) -> None:
-    """Raise `HypothesisError` unless the hypothesis holds, in every element of a tensor."""
+    """Raise `HypothesisError` unless the hypothesis holds, for a tensor in every element."""
     if not (bool(holds.all()) if isinstance(holds, Tensor) else holds):
         raise HypothesisError(hypothesis, ", ".join(f"{name}={value}" for name, value in values.items()))
 
@@ -51,15 +48,11 @@ def require_positive(name: str, value: float) -> None:
 
 
 def require_at_least(name: str, value: float, least: float) -> None:
-    """Raise unless a constant such as a rank or a noise level is finite and not below its least value."""
     require(f"{name} >= {least:g}", least <= value < math.inf, **{name: value})
 
 
 def check_rates(etas: Steps, limits: Mapping[str, float] | None = None) -> list[float]:
-    """Return the learning rates as floats; refuse negative ones and those above a limit, which its hypothesis names.
-
-    A rate of zero is allowed: such a step changes nothing.
-    """
+    """Return the learning rates as floats; refuse negative rates and rates above a limit, given by hypothesis."""
     rates: list[float] = etas.tolist() if isinstance(etas, Tensor) else [float(eta) for eta in etas]
     for step, eta in enumerate(rates):
         require("eta >= 0", 0.0 <= eta < math.inf, eta=eta, step=step)
@@ -82,17 +75,17 @@ def robbins_monro(steps: int, eta0: float, p: float = 1.0) -> list[float]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A block of claims that are checked together."""
+    """A computation and the claims that it checks."""
 
-    name: str  # its name within the study
+    name: str  # within the study
     title: str  # one line for lists
     settings: Any  # a frozen dataclass, for theory a `Settings`
-    # Runs it, given the settings and the source of all its random numbers; raises `HypothesisError`.
+    # Gets the settings and the generator of all random numbers; may raise `HypothesisError`.
     function: Callable[[Any, torch.Generator], Evidence]
-    cost: float = 1.0  # rough seconds, so that the longest is started first
+    cost: float = 1.0  # rough seconds; the longest starts first
 
     def run(self, seed: int = 0) -> Evidence:
-        """Run with random numbers that depend only on the seed and the name, so order does not matter."""
+        """Run with random numbers that depend only on the seed and the name, not on other experiments."""
         digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
         number = int.from_bytes(digest[:8], "big") >> 1  # the same on every machine
         return self.function(self.settings, torch.Generator().manual_seed(number))
@@ -102,14 +95,14 @@ class Experiment:
 class Settings:
     """The base of all settings."""
 
-    swapped: bool = False  # run each rule under the other's name, to see that the claims then fail
+    swapped: bool = False  # run each rule under the other's name, which must make claims fail
 
     def rule(self, name: str) -> str:
         return BOTH[1 - BOTH.index(name)] if self.swapped else name
 
 
 def chain(start: Tensor) -> torch.nn.Parameter:
-    """A float64 parameter that holds many chains, with room for a gradient written by hand."""
+    """A float64 parameter that holds many chains, with a gradient to be written by hand."""
     weight = torch.nn.Parameter(start.to(torch.float64).clone())
     weight.grad = torch.zeros_like(weight)
     return weight
@@ -127,7 +120,7 @@ def sgd(groups: Sequence[Mapping[str, Any]], *, peak: float, lam: float) -> SGDS
 
 
 def muon(groups: Sequence[Mapping[str, Any]], *, peak: float, lam: float) -> MuonSW:
-    """The library's Muon as the theory has it: exact polar factor, heavy ball, no shape scale.
+    """The library's Muon as in the theory: exact polar factor, heavy ball, no shape scale.
 
     Each group has `params` of shape (chains, m, n), `decay` and `momentum`.
     """
@@ -147,7 +140,7 @@ def muon(groups: Sequence[Mapping[str, Any]], *, peak: float, lam: float) -> Muo
 
 
 def march(optimizer: ScaledDecayOptimizer, etas: Sequence[float]) -> Iterator[int]:
-    """Set the learning rate of each step in turn; the caller's loop writes gradients and calls `optimizer.step()`."""
+    """Set the learning rate of each step; the caller's loop writes gradients and calls `optimizer.step()`."""
     with torch.no_grad():
         for t, eta in enumerate(etas):
             for group in optimizer.param_groups:
@@ -162,7 +155,7 @@ def log_spaced(steps: int, count: int) -> list[int]:
 
 
 def farthest(values: Tensor, target: float) -> float:
-    """The value that is farthest from the target: the worst of all chains."""
+    """The value farthest from the target: the worst of all chains."""
     return float(values[(values - target).abs().argmax()])
 
 

@@ -1,8 +1,8 @@
 """Proposition 3.2 and Corollary 3.2: Muon on the quadratic `1/2 |W - A|_F^2`, and the right panel of Figure 2.
 
 Constant decay traps the weights in a ball of spectral radius `1/lambda`; scaled decay reaches targets outside it. Then
-a fixed learning rate, at which both rules are the same, and a counterexample to a claim about constant decay (Sato et
-al., as the paper reports it) that rests on the norm bound 1.
+a fixed learning rate, where both rules are the same, and a counterexample to a claim about constant decay (Sato et al.,
+as the paper reports it) that assumes the norm bound 1.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from muonsw.optimizer import ScaledDecayOptimizer
 def muon_norm_bounds(z0: float, etas: Steps, *, lam: float) -> list[float]:
     """Bound Muon's spectral norm under constant decay: `1/lambda + (z0 - 1/lambda)_+ prod(1 - eta lambda)`.
 
-    Whatever the gradients and the momentum, `|W_t|_op` is at most entry t; entry 0 is for the start, of spectral norm
-    `z0`. An approximate orthogonalizer may exceed norm 1, and enlarges the ball by as much.
+    For any gradients and momentum, `|W_t|_op` is at most entry t; entry 0 is the start, of spectral norm `z0`. An
+    approximate orthogonalizer may exceed norm 1, and enlarges the ball by the same factor.
     """
     require_positive("lambda", lam)
     require_at_least("z0", z0, 0)
@@ -66,9 +66,9 @@ def muon_norm_bounds(z0: float, etas: Steps, *, lam: float) -> list[float]:
 
 
 def muon_loss_floor(singular_values: Iterable[float] | Tensor, *, lam: float) -> float:
-    """The loss below which constant decay does not let Muon settle: `1/2 sum (sigma_i(A) - 1/lambda)_+^2`.
+    """The lowest loss at which Muon with constant decay can settle: `1/2 sum (sigma_i(A) - 1/lambda)_+^2`.
 
-    Hypotheses: lambda > 0, eta lambda <= 1, learning rates of infinite sum.
+    Hypotheses: lambda > 0, eta lambda <= 1, an infinite sum of learning rates.
     """
     require_positive("lambda", lam)
     sigmas = singular_values.tolist() if isinstance(singular_values, Tensor) else singular_values
@@ -76,7 +76,7 @@ def muon_loss_floor(singular_values: Iterable[float] | Tensor, *, lam: float) ->
 
 
 def clip_projection(A: Tensor, radius: float) -> Tensor:
-    """The matrix of the ball nearest to A in Frobenius norm: singular values are clipped at the radius."""
+    """The matrix in the ball that is nearest to A in Frobenius norm, with singular values clipped at the radius."""
     require_at_least("radius", radius, 0)
     U, S, Vh = torch.linalg.svd(A, full_matrices=False)
     clipped: Tensor = (U * S.clamp(max=radius).unsqueeze(-2)) @ Vh
@@ -125,7 +125,7 @@ ROBBINS_MONRO = "sum eta = infinity, sum eta^2 < infinity, iterates bounded"
 
 
 def observe(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) -> dict[Any, Observations]:
-    """Run the stacks together; record their losses, their largest norm and their distance to the target."""
+    """Run the stacks together; record losses, the largest norm and the distance to the target."""
     observed, bounds, looks = dict[Any, Observations](), dict[Any, list[float]](), set(log_spaced(s.steps, 50))
     for key, stack in stacks.items():
         observed[key] = Observations(stack.starts.new_empty(s.steps + 1, len(stack.starts)))
@@ -144,7 +144,7 @@ def observe(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator)
 
 
 def run_matrix(s: MatrixSettings, generator: torch.Generator) -> Evidence:
-    """Several momenta, a target inside the radius, and a start outside it, all in one run."""
+    """Test several momenta, a target inside the radius, and a start outside it, all in one run."""
     A, starts = s.draw(s.chains, s.rows, s.columns, generator)
     inside = A * (s.inside_sigma_max / s.sigma_max)
     far = gaussian(starts.shape, generator)
@@ -167,7 +167,7 @@ def run_matrix(s: MatrixSettings, generator: torch.Generator) -> Evidence:
 
 
 def run_matrix_figure(s: MatrixFigureSettings, generator: torch.Generator) -> Evidence:
-    """Many starts at one momentum; losses at log-spaced steps are kept for the right panel."""
+    """Test many starts at one momentum; losses at log-spaced steps make the right panel."""
     A, starts = s.draw(s.chains, s.rows, s.columns, generator)
     observed = observe({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator)
     constant, sigmas = observed[CONSTANT], torch.linalg.svdvals(A)
@@ -199,7 +199,7 @@ def radius_claim(observed: Iterable[Observations], where: str) -> Claim:
 
 
 def limit_claims(suffix: str, observed: Mapping[str, Observations], A: Tensor, beta: float, s: MuonRun) -> list[Claim]:
-    """Constant decay ends on its floor, scaled decay passes through it."""
+    """Constant decay ends at its floor, scaled decay below it."""
     sigmas, initial = torch.linalg.svdvals(A), float(observed[SCALED].losses[0].mean())
     floor, excess = muon_loss_floor(sigmas, lam=s.lam), floor_excess(sigmas, s.etas, s.lam)
     hovering = hover_loss(min(A.shape), s.etas[-1], beta) / initial
@@ -220,10 +220,10 @@ def limit_claims(suffix: str, observed: Mapping[str, Observations], A: Tensor, b
 
 
 def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> float:
-    """By how much a run from near zero still misses the floor of constant decay.
+    """How far a run from near zero still is from the floor of constant decay.
 
-    A direction of A outside the radius R is pushed outward at every step, so it stands at `R (1 - prod(1 -
-    eta lambda))`; those inside the radius have arrived.
+    A direction of A outside the radius R is pushed outward at every step, so it has reached `R (1 - prod(1 -
+    eta lambda))`; directions inside the radius have arrived.
     """
     missing = prod(1.0 - eta * lam for eta in etas) / lam
     outside = (singular_values - 1.0 / lam).clamp(min=0.0)
@@ -231,7 +231,7 @@ def floor_excess(singular_values: Tensor, etas: Sequence[float], lam: float) -> 
 
 
 def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> list[Claim]:
-    """Clipping singular values projects onto the ball; checked by duality and against random matrices."""
+    """Clipping singular values projects onto the ball: checked by duality and with random matrices."""
     P = clip_projection(A, radius)
     D = A - P
     rivals = clip_projection(gaussian((1000, *A.shape), generator, std=1e-3 * radius) + P, radius)
@@ -270,7 +270,7 @@ MATRIX_FIGURE = Experiment(
 
 @dataclass(frozen=True)
 class FixedRateSettings(MuonRun):
-    """A fixed learning rate for both optimizers, and a target of twice the radius for the counterexample."""
+    """A fixed learning rate for both optimizers, and for the counterexample a target of twice the radius."""
 
     rows: int = 8
     columns: int = 16
@@ -280,7 +280,7 @@ class FixedRateSettings(MuonRun):
 
 
 def run_fixed_rate(s: FixedRateSettings, generator: torch.Generator) -> Evidence:
-    """The same chains under both rules at one learning rate, then the counterexample under a decaying one."""
+    """Test the same chains under both rules at a fixed learning rate, then the counterexample at a decaying one."""
     require("lambda < 1", s.lam < 1.0, lam=s.lam)
     check_rates([s.eta], {"eta <= 1/(a + lambda)": 1.0 / (1.0 + s.lam)})  # the quadratic has curvature a = 1
     A, starts = s.draw(s.chains, s.rows, s.columns, generator)
@@ -324,7 +324,7 @@ def rule_gap(
 
 
 def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, generator: torch.Generator) -> list[Claim]:
-    """Constant decay fills the ball of radius 1/lambda and its gradient stays: the refuted claim's assumption fails."""
+    """Constant decay fills the ball of radius 1/lambda and keeps a gradient, against the refuted claim's assumption."""
     half, largest = s.steps // 2, 0.0
     nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
     for moves in descend({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator):

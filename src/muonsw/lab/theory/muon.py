@@ -1,8 +1,8 @@
 """Theorems 3.3 and 3.4, Lemmas D.2 and D.3: how small the gradient gets under Muon with scaled decay.
 
-The step is `W <- W - eta O - q eta^2 W` with `q = lambda / eta_max`. O is the polar factor of the momentum buffer, `r =
-min(m, n)` bounds its rank, and the gradient's noise satisfies `E|xi|_F^2 <= sigma^2 / B` for the batch size B: sigma
-belongs to the whole matrix, not to an element. The tracking error E_t is the normalized momentum minus the gradient. f
+The step is `W <- W - eta O - q eta^2 W` with `q = lambda / eta_max`. O is the polar factor of the momentum buffer, and
+its rank is at most `r = min(m, n)`. The gradient's noise satisfies `E|xi|_F^2 <= sigma^2 / B` for the batch size B, so
+sigma is of the whole matrix, not of an element. The tracking error E_t is the normalized momentum minus the gradient. f
 is L-smooth and `E|W_t|_F^2 <= bound^2`.
 """
 
@@ -38,14 +38,14 @@ from muonsw.lab.theory.experiment import (
     robbins_monro,
 )
 
-# The orthogonalizer `exact` agrees with the SVD to 2e-10, so a polar factor may be that much longer than 1.
+# The orthogonalizer `exact` agrees with the SVD to 2e-10, so a polar factor's norm may exceed 1 by that much.
 POLAR = Tolerance(1e-9, "the polar factor is exact to 2e-10")
 HOVERING = Tolerance(0.0, "steps of length eta_T make every direction hover by up to 2 eta_T/(1 - beta): an estimate")
 Name = TypeVar("Name", bound=Hashable)
 
 
 def tracking_error_limit(*, sigma: float, beta: float, B: float) -> float:
-    """Lemma D.3: the mean squared tracking error that is left when eta vanishes, at most `(1 - beta) sigma^2 / B`."""
+    """Lemma D.3: the mean squared tracking error as eta vanishes, at most `(1 - beta) sigma^2 / B`."""
     require_at_least("sigma", sigma, 0)
     require_positive("B", B)
     require("0 <= beta < 1", 0.0 <= beta < 1.0, beta=beta)
@@ -53,7 +53,7 @@ def tracking_error_limit(*, sigma: float, beta: float, B: float) -> float:
 
 
 def noise_floor(*, sigma: float, beta: float, r: int, B: float) -> float:
-    """Theorem 3.3: where the eta-weighted nuclear norm of the gradient falls to, `2 sigma sqrt((1 - beta) r / B)`."""
+    """Theorem 3.3: the limit of the eta-weighted nuclear norm of the gradient, `2 sigma sqrt((1 - beta) r / B)`."""
     require_at_least("r", r, 1)
     return 2.0 * math.sqrt(r * tracking_error_limit(sigma=sigma, beta=beta, B=B))
 
@@ -64,8 +64,8 @@ def tracking_error_bounds(
     """Bound the mean squared tracking error `u_t = E|E_t|_F^2` at every step, as the proof of Lemma D.3 does.
 
     With an empty buffer before step 0, `u_0 <= beta^2 |grad f(W_0)|_F^2 + (1 - beta)^2 sigma^2/B`. Then `u_t <= beta
-    u_{t-1} + 2 beta^2 L^2 (r eta^2 + q^2 eta^4 bound^2)/(1 - beta) + (1 - beta)^2 sigma^2/B`, eta being that of the
-    step before.
+    u_{t-1} + 2 beta^2 L^2 (r eta^2 + q^2 eta^4 bound^2)/(1 - beta) + (1 - beta)^2 sigma^2/B`, with the eta of
+    the step before.
     """
     require("0 <= beta < 1", 0.0 <= beta < 1.0, beta=beta)
     noise = (1.0 - beta) ** 2 * sigma**2 / B
@@ -83,7 +83,7 @@ def descent_bound(
 
     The bound is `f_drop + 2 sqrt(r) sum eta E|E_t|_F + (q C_W + L r) sum eta^2 + L q^2 bound^2 sum eta^4`, where
     `f_drop` is f at the start minus f at the end, and `C_W = |grad f(0)|_F bound + L bound^2` bounds `E|<grad f(W),
-    W>|`. Decay enters at the second order only. On one path, with its own errors and norms, it holds without E.
+    W>|`. Decay enters only at second order. It also holds on a single path without E, with the path's errors and norms.
     """
     rates = check_rates(etas)
     C_W = grad_zero * bound + L * bound**2
@@ -93,7 +93,7 @@ def descent_bound(
     return f_drop + tracking + second + fourth
 
 
-# ---- Stacks of matrices: the run that all matrix experiments share, and its measurements
+# ---- Stacks of matrices: the run shared by all matrix experiments, and its measurements
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,13 @@ class MuonRun(Settings):
 
     @property
     def radius(self) -> float:
-        """The spectral norm that constant decay does not let the weights exceed."""
+        """The largest spectral norm of weights under constant decay."""
         require_positive("lambda", self.lam)
         return 1.0 / self.lam
 
     @cached_property
     def etas(self) -> list[float]:
-        """The learning rates, after a check of every hypothesis that they must satisfy."""
+        """The learning rates, with every hypothesis about them checked."""
         return check_rates(robbins_monro(self.steps, self.eta0), {"eta*lambda <= 1": self.radius})
 
     def draw(self, chains: int, rows: int, columns: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -127,13 +127,13 @@ class MuonRun(Settings):
 
 @dataclass(frozen=True)
 class Stack:
-    """Chains of matrices that share a rule, a momentum and an objective with smoothness 1 and its minimum 0 at A."""
+    """Chains of matrices that share a rule, a momentum and an objective with smoothness 1 and minimum 0 at A."""
 
     rule: str  # `"constant"` or `"scaled"`
     beta: float
     A: Tensor  # the minimizer, (m, n)
     starts: Tensor  # (chains, m, n)
-    noise: Tensor | None = None  # standard deviation of an element of the gradient's noise, one for each chain
+    noise: Tensor | None = None  # per chain, the standard deviation of the noise in a gradient element
     huber: bool = False  # `sum sqrt(1 + (W - A)^2) - 1` instead of `1/2 |W - A|_F^2`
 
     @property
@@ -150,19 +150,19 @@ class Stack:
 
 
 class Move(NamedTuple):
-    """A step of a stack; `after` is the live weight, which the next step changes."""
+    """A step of a stack; `after` is the live weight, which changes in the next step."""
 
     t: int
     eta: float
     phi: float
-    before: Tensor  # the weights that it started from
+    before: Tensor  # the weights before it
     slope: Tensor  # the gradient there, without noise
     after: Tensor
     momentum: Tensor  # the momentum after it
 
 
 def descend(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator) -> Iterator[dict[Name, Move]]:
-    """Run Muon on all stacks together, and yield every step of each."""
+    """Run Muon on all stacks together, and yield every step."""
     etas, peak = s.etas, max(s.etas)
     weights = {key: chain(stack.starts) for key, stack in stacks.items()}
     groups = [
@@ -173,9 +173,9 @@ def descend(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator
         before = {key: weight.detach().clone() for key, weight in weights.items()}
         slopes = {key: stack.slope(before[key]) for key, stack in stacks.items()}
         for key, stack in stacks.items():
-            written = gradient(weights[key]).copy_(slopes[key])
+            grad = gradient(weights[key]).copy_(slopes[key])
             if stack.noise is not None:
-                written.add_(gaussian(written.shape, generator) * stack.noise[:, None, None])
+                grad.add_(gaussian(grad.shape, generator) * stack.noise[:, None, None])
         optimizer.step()
         moves = {}
         for key, stack in stacks.items():
@@ -187,26 +187,24 @@ def descend(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Measurements of one stack; the first axis counts steps, the second chains."""
+    """Measurements of one stack, (steps, chains)."""
 
     stack: Stack
-    losses: Tensor  # `f(W_t)`, one more than there are steps
-    norms: Tensor  # `|W_t|_F`, one more than there are steps
+    losses: Tensor  # `f(W_t)`, with the end of the run as one more step
+    norms: Tensor  # `|W_t|_F`, with the end of the run as one more step
     nuclear: Tensor  # `|grad f(W_t)|_*`
     errors: Tensor  # `|E_t|_F`, the normalized momentum minus the gradient
     margins: Tensor  # `<grad f(W_t), O_t>` minus its lower bound in the alignment lemma
 
 
 def follow(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator) -> dict[Name, Trajectory]:
-    """Run all stacks together and measure the quantities of Theorem 3.3's lemmas at every step.
-
-    The direction O of a step is computed from the weights, so that it is what the optimizer did.
-    """
+    """Run all stacks together and measure the quantities of Theorem 3.3's lemmas at every step."""
     measured: dict[Name, list[tuple[Tensor, ...]]] = {key: [] for key in stacks}
     ends: dict[Name, Tensor] = {}
     for moves in descend(stacks, s, generator):
         for key, move in moves.items():
             stack, nuclear = stacks[key], nuclear_norm(move.slope)
+            # Computed from the weights, so that it is what the optimizer did.
             O = ((1.0 - move.phi) * move.before - move.after) / move.eta  # noqa: E741 (the paper's name)
             error = frobenius_norm((1.0 - stack.beta) * move.momentum - move.slope)
             # Lemma D.2: <grad f, O> >= |grad f|_* - 2 sqrt(r) |E|_F
@@ -225,14 +223,14 @@ def follow(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator)
 def hover_loss(r: int, eta: float, beta: float) -> float:
     """The loss of hovering around the target in all r directions: `r/2 (2 eta/(1 - beta))^2`.
 
-    A step has length eta in each direction whatever the gradient, and an overshoot lasts for the memory of
-    the momentum, `1/(1 - beta)` steps. An estimate with a factor of two to spare, not a theorem.
+    A step has length eta in each direction for any gradient, and an overshoot lasts for the memory of the momentum,
+    `1/(1 - beta)` steps. This is an estimate with a factor of two to spare, not a theorem.
     """
     return r / 2.0 * (2.0 * eta / (1.0 - beta)) ** 2
 
 
 def hover_gradient(r: int, etas: Sequence[float], beta: float) -> float:
-    """The eta-weighted nuclear norm of the gradient of the same hovering, over steps with these learning rates."""
+    """The eta-weighted nuclear norm of the gradient while hovering, over steps with these learning rates."""
     return 2.0 * r / (1.0 - beta) * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
 
 
@@ -265,8 +263,8 @@ def spectral_norm(matrices: Tensor) -> Tensor:
 class MuonSettings(MuonRun):
     """A grid of momentum, batch size and rank on the matrix quadratic; matrices are (rank, 2 rank).
 
-    `sigma` is the noise of the whole matrix, so that an element deviates by `sigma / sqrt(B m n)`. The chains of all
-    batch sizes share a stack.
+    `sigma` is the noise of the whole matrix: the standard deviation of an element is `sigma / sqrt(B m n)`. All batch
+    sizes share a stack.
     """
 
     steps: int = 1500
@@ -277,7 +275,7 @@ class MuonSettings(MuonRun):
     sigma: float = 2.0
 
     def by_batch(self, values: Tensor) -> dict[int, Tensor]:
-        """Split the chains of a stack by batch size, the last axis being chains."""
+        """Split the chains of a stack, the last axis, by batch size."""
         return dict(zip(self.batches, values.chunk(len(self.batches), dim=-1), strict=True))
 
     @property
@@ -291,7 +289,7 @@ ASSUMED = "L-smooth, noise of variance sigma^2/B, iterates bounded, sum eta = in
 
 
 def run_muon(s: MuonSettings, generator: torch.Generator) -> Evidence:
-    """Scaled decay over the whole grid, and constant decay at the largest momentum for contrast."""
+    """Test scaled decay over the whole grid, and constant decay at the largest momentum for contrast."""
     stacks = dict[tuple[str, float, int], Stack]()
     require_at_least("sigma", s.sigma, 0)
     for rank in s.ranks:
@@ -304,7 +302,7 @@ def run_muon(s: MuonSettings, generator: torch.Generator) -> Evidence:
     scaled = [path for (rule, _, _), path in paths.items() if rule == SCALED]
     claims = [floor_claim(s, beta, [path for path in scaled if path.stack.beta == beta]) for beta in s.betas]
 
-    # Constant decay at the smallest floor of the grid.
+    # Constant decay, at the smallest floor of the grid.
     beta, rank, B = s.betas[-1], s.ranks[-1], s.batches[-1]
     means = weighted_mean(paths[CONSTANT, beta, rank].nuclear, s.etas, start=s.steps // 2)
     floor, constant = noise_floor(sigma=s.sigma, beta=beta, r=rank, B=B), mean_of(s.by_batch(means)[B])
@@ -325,7 +323,7 @@ def run_muon(s: MuonSettings, generator: torch.Generator) -> Evidence:
 
 
 def floor_claim(s: MuonSettings, beta: float, paths: Iterable[Trajectory]) -> Claim:
-    """The cell that comes closest to its floor, for one momentum."""
+    """For one momentum, the cell that comes closest to its floor."""
     cells = []
     for path in paths:
         means = weighted_mean(path.nuclear, s.etas, start=s.steps // 2)
@@ -343,7 +341,7 @@ def floor_claim(s: MuonSettings, beta: float, paths: Iterable[Trajectory]) -> Cl
 
 
 def descent_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
-    """The descent inequality, summed over the run with the path's own errors and norms."""
+    """The descent inequality, summed over the run, with the errors and norms of each path."""
     ratios = list[float]()
     for path in paths:
         constants = {"q": s.lam / s.eta0, "grad_zero": float(frobenius_norm(path.stack.A)), "L": 1.0}
@@ -358,7 +356,7 @@ def descent_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
 
 
 def tracking_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
-    """Measured mean squared tracking errors over the bound's, summed over the run."""
+    """Measured mean squared tracking errors over their bounds, summed over the run."""
     ratios = list[float]()
     for path in paths:
         size, norms = float(frobenius_norm(path.stack.A)), s.by_batch(path.norms)
@@ -374,7 +372,7 @@ def tracking_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
 
 
 def settled_claim(s: MuonSettings, path: Trajectory) -> Claim:
-    """Where the tracking error settles, for one momentum: below the lemma's limit."""
+    """For one momentum, the tracking error settles below the lemma's limit."""
     half, beta, B = s.steps // 2, path.stack.beta, s.batches[0]
     limit = tracking_error_limit(sigma=s.sigma, beta=beta, B=B)
     settled = limit / (1.0 + beta)
@@ -415,13 +413,13 @@ class DeterministicSettings(MuonRun):
 
 
 def run_deterministic(s: DeterministicSettings, generator: torch.Generator) -> Evidence:
-    """Scaled decay on both objectives; the target is outside the ball that would hold constant decay."""
+    """Test scaled decay on both objectives; the target is outside the ball of constant decay."""
     A, starts = s.draw(s.chains, s.rows, s.columns, generator)
     stacks = {f"{beta:g}": Stack(SCALED, beta, A, starts) for beta in s.betas}
     stacks["convex"] = Stack(SCALED, s.convex_beta, A, starts, huber=True)
     paths, half, claims = follow(stacks, s, generator), s.steps // 2, list[Claim]()
 
-    # The second half of the run, against hovering at the length of a step.
+    # The second half of the run, compared with hovering by a step.
     no_noise = "sigma = 0, L-smooth, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
     theorem = Source("Theorem 3.3 with sigma = 0", no_noise)
     estimate = "each of r directions hovers by up to 2 eta/(1 - beta), which goes to zero with eta: an estimate"
@@ -432,7 +430,7 @@ def run_deterministic(s: DeterministicSettings, generator: torch.Generator) -> E
         falls = f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step"
         claims.append(at_most(f"vanishes-beta{beta:g}", falls, theorem, late, bound, Tolerance(0.0, estimate)))
 
-    # How slowly the average over all steps falls once the gradient is gone.
+    # The average over all steps falls slowly even when the gradient is gone.
     nuclear = paths[f"{s.betas[-1]:g}"].nuclear
     weights = nuclear.new_tensor(s.etas).unsqueeze(1)
     sums, totals = (weights * nuclear).cumsum(0).mean(1), weights.cumsum(0).squeeze(1)

@@ -1,8 +1,8 @@
 """Beyond the paper: the equilibrium on pure noise, for SGD with momentum and for Muon.
 
-Gradients are independent of each other and of the weights. SGD's updates are then correlated as `beta^k`, which is what
-the closed forms assume. Muon's are not: the polar factor forgets faster than its momentum, so its norm is a little
-smaller. The same sum over the measured correlation of Muon's updates predicts that norm.
+Gradients are independent of each other and of the weights. SGD's updates are then correlated as `beta^k`, as the closed
+forms assume. Muon's updates forget faster than its momentum, so its norm is a little smaller; the same sum over their
+measured correlation predicts that norm.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def noise_equilibrium(*, phi: float, beta: float) -> tuple[float, float, float]:
     """Norm over the size of an update, cosine of weight and update, and rotation of a step on pure noise.
 
     With `a = 1 - phi` and `b = beta` they are `sqrt((1 + a b)/((1 - a^2)(1 - a b)))`, `-b sqrt((1 - a^2)/((1 + a b)(1 -
-    a b)))` and `sqrt((1 - a^2)(1 - b^2))/(1 + a b)`. The rotation is the part of an update across the weight over the
-    norm: the effective learning rate, which depends on the decay of a step alone.
+    a b)))` and `sqrt((1 - a^2)(1 - b^2))/(1 + a b)`. The rotation is the part of an update orthogonal to the weight,
+    over the norm: an effective learning rate that depends only on phi and beta.
 
-    Hypotheses: 0 < phi <= 1, 0 <= beta < 1, and updates that have the cosine `beta^k` k steps apart.
+    Hypotheses: 0 < phi <= 1, 0 <= beta < 1, and updates k steps apart have the cosine `beta^k`.
     """
     require("0 < phi <= 1", 0.0 < phi <= 1.0, phi=phi)
     require("0 <= beta < 1", 0.0 <= beta < 1.0, beta=beta)
@@ -66,7 +66,7 @@ class NoiseSettings(Settings):
 
     @property
     def peak(self) -> float:
-        """Above the learning rate of all steps, so that the rules decay differently at one lambda."""
+        """Above the learning rate of all steps, so that the rules decay differently at the same lambda."""
         return 2.0 * self.eta
 
     def phi(self, rule: str) -> float:
@@ -84,19 +84,19 @@ FORGETS = Tolerance(0.03, "how far the polar factor forgets faster depends a lit
 
 @dataclass(frozen=True)
 class Equilibrium:
-    """Measurements of a settled stack, by chain."""
+    """Measurements of chains that have settled."""
 
     phi: float
     norm: Tensor  # `|W|_F` over the length of an update of RMS 1
     alignment: Tensor  # the cosine of weight and update
-    rotation: Tensor  # the part of an update across the weight, over the norm of the weight
+    rotation: Tensor  # the part of an update orthogonal to the weight, over the norm of the weight
     correlation: Tensor  # the cosine of updates k steps apart, k from 0
 
 
 def run_noise(s: NoiseSettings, generator: torch.Generator) -> Evidence:
     """Both algorithms under both rules, on noise."""
     require_positive("lambda", s.lam)
-    for rule in BOTH:  # closed forms check their hypotheses, before anything is run
+    for rule in BOTH:  # check the hypotheses before anything is run
         noise_equilibrium(phi=s.phi(rule), beta=s.beta)
     claims: list[Claim] = []
     for rule, settled in settle(sgd, s, generator).items():
@@ -105,7 +105,7 @@ def run_noise(s: NoiseSettings, generator: torch.Generator) -> Evidence:
     for rule, settled in muons.items():
         claims += closed_form_claims(f"muon-{rule}", f"muon, {rule} decay", settled, s.beta, BELOW, FORGETS)
 
-    # Why Muon's norm is smaller: its updates forget faster than its momentum.
+    # Muon's norm is smaller because its updates forget faster than its momentum.
     largest = max(float(settled.correlation[1]) for settled in muons.values())
     forgets = "Muon's successive updates have a smaller cosine than its momenta (largest of all runs)"
     cosine = Tolerance(0.0, "the cosine of successive momenta is beta")
@@ -144,7 +144,7 @@ def settle(
             products[rule].append(torch.stack([(W * W).sum((-2, -1)), (U * U).sum((-2, -1)), (W * U).sum((-2, -1))]))
             updates[rule].append(U.flatten().float())
     settled = {}
-    for rule in BOTH:  # mean squares and a mean inner product are what the closed forms are about
+    for rule in BOTH:  # the closed forms are about mean squares and a mean inner product
         WW, UU, WU = torch.stack(products[rule]).mean(0)
         norm, size = WW.sqrt(), UU.sqrt()
         alignment = WU / (norm * size)
@@ -159,7 +159,7 @@ def settle(
 def closed_form_claims(
     id: str, where: str, settled: Equilibrium, beta: float, expected: float = 1.0, slack: Tolerance = SAMPLED
 ) -> list[Claim]:
-    """Norm, alignment and rotation over their closed forms; a smaller norm rotates further."""
+    """Norm, alignment and rotation over their closed forms; a smaller norm means more rotation."""
     measured = (settled.norm, settled.alignment, settled.rotation)
     predicted = noise_equilibrium(phi=settled.phi, beta=beta)
     norm, cosine, turned = (mean_of(value / form) for value, form in zip(measured, predicted, strict=True))

@@ -1,12 +1,12 @@
 """Section 5: how the norm of a weight matrix evolves under decay, where it settles, and how a measured norm compares.
 
-Throughout, r is the RMS of the weight's elements, s that of an update (0.2 eta for Muon with an exactly orthogonal
+Throughout, r is the RMS of the weight's elements, s the RMS of an update (0.2 eta for Muon with an exactly orthogonal
 direction, less with Newton-Schulz: use the measured one), phi the decay factor of the step (`lambda eta` for constant
 decay, `lambda eta^2 / eta_max` for scaled), and a the cosine between weight and update direction. A negative a pushes
 outward. Closed forms take floats or tensors.
 
-Step n turns the norm `r_n` into `r_(n+1)`; a sample at step n holds `r_n` as it was before that step, with the update's
-size `s_n`, its decay factor `phi_n` and its measured alignment `a_n`, so whatever momentum does to it is inside.
+Step n turns the norm `r_n` into `r_(n+1)`. A sample at step n holds the norm before that step, with the update's size
+`s_n`, its decay factor `phi_n` and its measured alignment `a_n`, which includes the effect of momentum.
 """
 
 import math
@@ -24,7 +24,7 @@ Samples: TypeAlias = Sequence[float] | Tensor
 
 WINDOW, MIN_SAMPLES = 0.1, 3  # share of the run that a window covers; samples that a line needs
 # A norm follows its target while it is within a fifth of it. To first order ln r lags ln r* by the adiabatic ratio,
-# so this is the size at which "far below 1" ends.
+# which must be far below 1.
 LAG = 0.2
 
 
@@ -41,14 +41,15 @@ def next_norm(r: Number, *, s: Number, phi: Number, a: Number) -> Number:
     require("s >= 0", s >= 0.0, s=s)
     require("0 <= phi <= 1", abs(phi - 0.5) <= 0.5, phi=phi)
     require("-1 <= a <= 1", abs(a) <= 1.0, a=a)
-    # The sum of two squares cannot turn negative by rounding.
+    # As a sum of two squares, so that rounding cannot make it negative.
     return _sqrt(((1.0 - phi) * r - s * a) ** 2 + s**2 * (1.0 - a**2))
 
 
 def steady_state_norm(*, s: Number, phi: Number, a: Number) -> Number:
     """The norm at which decay and update balance: `r* = s/(2 phi) (-a + sqrt(a^2 + 2 phi))`.
 
-    It leaves `r^2 <- (1 - 2 phi) r^2 - 2 s a r + s^2` unchanged, the recursion without products of phi with phi or s.
+    It is the fixed point of `r^2 <- (1 - 2 phi) r^2 - 2 s a r + s^2`, the recursion without the terms in phi^2 and
+    phi s.
 
     Hypotheses: s >= 0, phi > 0.
 
@@ -59,7 +60,7 @@ def steady_state_norm(*, s: Number, phi: Number, a: Number) -> Number:
     require("s >= 0", s >= 0.0, s=s)
     require("phi > 0", phi > 0.0, phi=phi)
     h = abs(a) + _sqrt(a**2 + 2.0 * phi)
-    # Each form is the one that does not cancel for its sign of a.
+    # For each sign of a, the form without cancellation.
     outward, inward = s * h / (2.0 * phi), s / h
     if isinstance(a, Tensor):
         return torch.where(a > 0.0, inward, outward)
@@ -67,10 +68,10 @@ def steady_state_norm(*, s: Number, phi: Number, a: Number) -> Number:
 
 
 def scaled_decay_norm_limit(*, lam: float, eta_max: float, k: float, update: float = 0.2) -> float:
-    """Where scaled decay lets the norm settle: `update eta_max/(2 lambda) (k + sqrt(k^2 + 2 lambda/eta_max))`.
+    """Where the norm settles under scaled decay: `update eta_max/(2 lambda) (k + sqrt(k^2 + 2 lambda/eta_max))`.
 
-    Hypotheses: lambda > 0, eta_max > 0, and an alignment proportional to the learning rate, `a = -k eta`, which
-    therefore cancels. `update` is the RMS of an update at learning rate 1.
+    Hypotheses: lambda > 0, eta_max > 0, and an alignment proportional to the learning rate, `a = -k eta`, so
+    that eta cancels. `update` is the RMS of an update at learning rate 1.
 
     Examples:
         >>> round(scaled_decay_norm_limit(lam=0.1, eta_max=4.8e-3, k=20.8), 3)
@@ -78,12 +79,12 @@ def scaled_decay_norm_limit(*, lam: float, eta_max: float, k: float, update: flo
     """
     require_positive("lambda", lam)
     require_positive("eta_max", eta_max)
-    # At eta = eta_max: the limit is the steady state at any learning rate.
+    # The steady state is the same at any learning rate; take eta_max.
     return steady_state_norm(s=update * eta_max, phi=lam * eta_max, a=-k * eta_max)
 
 
 def constant_decay_norm_limit(*, lam: float, a0: float, update: float = 0.2) -> float:
-    """Where constant decay drives the norm as the learning rate vanishes: `update a0 / lambda`.
+    """Where the norm goes under constant decay as the learning rate vanishes: `update a0 / lambda`.
 
     Hypotheses: lambda > 0, and an alignment that tends to `-a0` with `a0 >= 0`.
 
@@ -103,11 +104,11 @@ def _sqrt(x: Number) -> Number:
 
 
 def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> float:
-    """The steady state where the alignment follows the norm, `a = -(memory - 1) s/(2 r)`: `s sqrt(memory/(2 phi))`.
+    """The steady state if the alignment follows the norm, `a = -(memory - 1) s/(2 r)`: `s sqrt(memory/(2 phi))`.
 
-    The memory `1 - 2 a r/s` is how many times its own square an update adds to the squared norm: 1 for updates without
-    relation to the weight, `(1 + beta)/(1 - beta)` for independent gradients averaged with coefficient beta. Unlike a
-    it does not depend on where the norm is, so this answers what another decay would do.
+    An update adds `memory = 1 - 2 a r/s` times its square to the squared norm: 1 for updates that are independent of
+    the weight, `(1 + beta)/(1 - beta)` for independent gradients averaged with coefficient beta. Unlike a, the memory
+    does not depend on the norm, so this predicts the norm under another decay.
 
     Hypotheses: s >= 0, phi > 0, memory >= 0.
     """
@@ -119,9 +120,9 @@ def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> flo
 
 @dataclass(frozen=True, eq=False)
 class NormHistory:
-    """Samples of the norm in the order of their steps, every step or every few."""
+    """Samples of the norm, ordered by step."""
 
-    steps: Tensor  # which updates were sampled, increasing
+    steps: Tensor  # the sampled steps, increasing
     r: Tensor  # RMS of the weight before the update
     s: Tensor  # RMS of the update
     phi: Tensor  # decay factor of the step
@@ -144,21 +145,21 @@ class NormHistory:
 
 @dataclass(frozen=True, eq=False)
 class Tracking:
-    """What theory says about a history, sample by sample; see `track`."""
+    """The theory of a history, sample by sample; see `track`."""
 
-    target: Tensor  # the quasi-steady norm r*; not a number where the step did not decay or did not move
-    smooth_target: Tensor  # the same with the noise of single alignments averaged out
+    target: Tensor  # the quasi-steady norm r*; NaN where decay or update is zero
+    smooth_target: Tensor  # the target with the noise of single alignments averaged out
     ratio: Tensor  # adiabatic ratio `tau |d ln r*/dt|`, with tau for an alignment that follows s/r
     lag: Tensor  # `ln(r / smooth_target)`: how far the norm is from where it would settle
-    broke_at: int | None  # step from which the lag exceeds a fifth to the end; None if the norm still follows
+    broke_at: int | None  # step from which the lag stays above a fifth; None if the norm still follows
     predicted: Tensor  # the recursion from the first observed norm
 
 
 def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
     """Compare a history of the norm with its theory; ln r* is fitted by lines over `window` of the run.
 
-    The ratio is the cause of a break and the lag its effect. A cosine flattens at its end, so the target stands still
-    there and the ratio returns to zero, while the norm may no longer have the time to catch up; the lag shows that.
+    The ratio is the cause of a break, the lag its effect. A cosine flattens at its end: the target stands still and the
+    ratio returns to zero, but the norm may not have time to catch up, which the lag shows.
 
     Examples:
         >>> steps = range(1, 1001, 10)
@@ -169,15 +170,15 @@ def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
     """
     require("0 < window <= 1", 0.0 < window <= 1.0, window=window)
     steps, target, width = history.steps, target_norms(history), 0.0
-    if len(steps) > 1:  # wide enough for five samples
+    if len(steps) > 1:  # at least five samples
         width = max(window * float(steps[-1] - steps[0]), 4.0 * float(steps.diff().double().median()))
     smooth, slope = windowed_line(steps, target.log(), width)
     # Where decay or update is zero, the slope and the ratios are NaN.
     tau = 1.0 / (2.0 * history.phi)  # steps in which the norm closes most of its distance to r*, if a follows s/r
     lag = history.r.log() - smooth
 
-    # During warmup, which ends where decay is at its peak, the target moves by design. The lag must have lasted for
-    # half a window of the fit: windows of neighbours overlap, so a few noisy samples at the end are not a break.
+    # During warmup, which ends at the peak of decay, the target moves by design. The lag must last for half a window
+    # of the fit: windows overlap, so a few noisy samples at the end are not a break.
     warm = int(steps[history.phi >= history.phi.max() * (1.0 - 1e-3)][0])
     counts = lag.isfinite() & (steps > warm)
     later, above = steps[counts], lag[counts].abs() > LAG
@@ -205,7 +206,7 @@ def target_norms(history: NormHistory) -> Tensor:
 def predict_norms(history: NormHistory) -> Tensor:
     """Replay the recursion from the first observed norm; between samples s, phi and a are interpolated linearly.
 
-    Only the first observed norm enters, so an error of the recursion adds up instead of being forgiven.
+    Only the first observed norm is used, so errors of the recursion add up.
     """
     seen = history.steps.numpy()
     steps = np.arange(seen[0], seen[-1])
@@ -221,15 +222,14 @@ def predict_norms(history: NormHistory) -> Tensor:
 def windowed_line(steps: Tensor, values: Tensor, window: float) -> tuple[Tensor, Tensor]:
     """Height and slope of the least-squares line through a window of that many steps centred on each sample.
 
-    Towards either end of the run the window is cut off there, so that the slope is that of a time up to a
-    quarter of a window further inside. Samples that are not finite are left out; where fewer than three remain
-    both are not a number.
+    The window is cut off at both ends of the run, so the slope there belongs to a time up to a quarter of a window
+    further inside. Samples that are not finite are ignored; with fewer than three, both results are NaN.
     """
-    known, nothing = values.isfinite(), torch.full_like(values, torch.nan, dtype=torch.float64)
+    known, missing = values.isfinite(), torch.full_like(values, torch.nan, dtype=torch.float64)
     x, y = steps[known].double(), values[known].double()
     if len(x) < MIN_SAMPLES:
-        return nothing, nothing
-    # Sums of centred numbers: the slope is a difference of sums, which would cancel otherwise.
+        return missing, missing
+    # Centre the numbers: the slope is a difference of sums, which would cancel.
     at = (steps.double() - x.mean()) / (x[-1] - x[0])
     u, v = at[known], y - y.mean()
     low = torch.searchsorted(x, steps.double() - window / 2, right=False)
@@ -243,4 +243,4 @@ def windowed_line(steps: Tensor, values: Tensor, window: float) -> tuple[Tensor,
     slope = (mean(u * v) - mean(u) * mean(v)) / (mean(u * u) - mean(u) ** 2)
     height = mean(v) + slope * (at - mean(u)) + y.mean()
     enough = known & (high - low >= MIN_SAMPLES)
-    return torch.where(enough, height, nothing), torch.where(enough, slope / (x[-1] - x[0]), nothing)
+    return torch.where(enough, height, missing), torch.where(enough, slope / (x[-1] - x[0]), missing)

@@ -1,7 +1,7 @@
 """Proposition 3.1 and Corollary 3.1: the scalar quadratic `a/2 (w - c)^2` under SGD, and the left panel of Figure 2.
 
 `a` is the curvature, `c` the minimizer, `lam` the weight decay lambda. Constant decay stops short of `c`, scaled decay
-arrives, and a schedule of finite sum freezes on its way.
+reaches it, and a schedule of finite sum freezes on the way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from muonsw.lab.theory.experiment import (
 def constant_decay_fixed_point(*, a: float, c: float, lam: float) -> float:
     """Where SGD with constant decay settles: `wbar = a c / (a + lambda)`, short of the minimizer `c`.
 
-    Hypotheses: a > 0, lambda > 0. Every start leads there if `0 < eta <= 1/(a + lambda)` and eta sums to infinity.
+    Hypotheses: a > 0, lambda > 0. Every start converges to it if `0 < eta <= 1/(a + lambda)` and eta sums to infinity.
 
     Examples:
         >>> constant_decay_fixed_point(a=1.0, c=3.0, lam=0.5)
@@ -53,7 +53,7 @@ def constant_decay_fixed_point(*, a: float, c: float, lam: float) -> float:
 
 
 def constant_decay_loss_gap(*, a: float, c: float, lam: float) -> float:
-    """The loss above the minimum at that point: `a/2 (lambda c / (a + lambda))^2`.
+    """The loss at `constant_decay_fixed_point`: `a/2 (lambda c / (a + lambda))^2`.
 
     Examples:
         >>> constant_decay_loss_gap(a=1.0, c=3.0, lam=0.5)
@@ -65,7 +65,7 @@ def constant_decay_loss_gap(*, a: float, c: float, lam: float) -> float:
 def frozen_point(w0: Number, etas: Steps, *, a: float, c: float, lam: float) -> Number:
     """Where constant decay is after finitely many steps: `wbar + (w0 - wbar) prod(1 - eta (a + lambda))`.
 
-    If eta has a finite sum the product stays positive, and this is where the iterate freezes.
+    If the sum of eta is finite, the product stays positive and the iterate freezes here.
 
     Hypotheses: a > 0, lambda > 0, 0 <= eta <= 1/(a + lambda).
     """
@@ -75,12 +75,12 @@ def frozen_point(w0: Number, etas: Steps, *, a: float, c: float, lam: float) -> 
 
 
 def scaled_decay_error(t: float, *, a: float, c: float, lam: float, gamma: float, t0: float) -> float:
-    """How far SGD with scaled decay is from the minimizer after t steps, `c - w_t`, to leading order.
+    """The distance of SGD with scaled decay from the minimizer after t steps, `c - w_t`, to leading order.
 
     The schedule is `eta_t = gamma/(t + t0)`, so that `q = lambda t0 / gamma`, and the error `lambda gamma t0 c /
     ((a gamma - 1)(t + t0))` solves `e_{t+1} = (1 - a eta - q eta^2) e_t + q eta^2 c` up to order `1/t^2`.
 
-    Hypotheses: a > 0, lambda > 0, t0 > 0, and a gamma > 1, as the start is forgotten like `t^(-a gamma)`.
+    Hypotheses: a > 0, lambda > 0, t0 > 0, and a gamma > 1, since the start is forgotten like `t^(-a gamma)`.
     """
     for name, value in {"a": a, "lambda": lam, "t0": t0, "gamma": gamma}.items():
         require_positive(name, value)
@@ -91,7 +91,7 @@ def scaled_decay_error(t: float, *, a: float, c: float, lam: float, gamma: float
 
 @dataclass(frozen=True)
 class Quadratic(Settings):
-    """The objective, the decay, and chains that start near zero."""
+    """The objective, the decay, and the chains, which start near zero."""
 
     a: float = 1.0
     c: float = 1.0
@@ -109,7 +109,7 @@ class Quadratic(Settings):
 
 @dataclass(frozen=True)
 class ScalarSettings(Quadratic):
-    """The schedule `gamma/(t + t0)` and the schedules `freeze_eta0 (1 + t)^-p` that freeze."""
+    """The schedule `gamma/(t + t0)`, and the schedules `freeze_eta0 (1 + t)^-p`, which freeze."""
 
     gamma: float = 2.0
     t0: float = 4.0
@@ -121,7 +121,7 @@ class ScalarSettings(Quadratic):
 
 @dataclass(frozen=True)
 class ScalarFigureSettings(Quadratic):
-    """The left panel of the convergence figure: `eta0/(1 + t)` from many starts near zero."""
+    """The left panel of the convergence figure: `eta0/(1 + t)` from many starts."""
 
     eta0: float = 0.9
     steps: int = 100_000
@@ -140,10 +140,7 @@ def descend(
     *,
     keep: Collection[int] = (),
 ) -> dict[str, Tensor]:
-    """Run all chains under each rule; return where they are after the steps in `keep` and after the last.
-
-    The shape is (chains, kept steps).
-    """
+    """Run all chains under each rule; return the weights after the steps in `keep` and the last, (chains, steps)."""
     weights = {rule: chain(start) for rule, start in starts.items()}
     groups = [{"params": [w], "decay": s.rule(rule)} for rule, w in weights.items()]
     optimizer = sgd(groups, peak=max(etas), lam=s.lam)
@@ -160,7 +157,7 @@ def descend(
 
 
 def run_scalar(s: ScalarSettings, generator: torch.Generator) -> Evidence:
-    """Both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
+    """Test both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
     wbar, gap = constant_decay_fixed_point(**s.constants), constant_decay_loss_gap(**s.constants)
     etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
     check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})
@@ -191,10 +188,10 @@ def run_scalar(s: ScalarSettings, generator: torch.Generator) -> Evidence:
 
 
 def freeze_claims(s: ScalarSettings, p: float, starts: Tensor) -> list[Claim]:
-    """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of all steps is finite, so w stops before the end."""
+    """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of eta is finite, so w stops before it arrives."""
     wbar = constant_decay_fixed_point(**s.constants)
     etas = [s.freeze_eta0 * (1.0 + t) ** -p for t in range(s.freeze_steps)]
-    # One more start, which the product carries exactly to c.
+    # Add the one start that ends exactly at c.
     left = frozen_point(wbar + 1.0, etas, **s.constants) - wbar
     starts = torch.cat([starts, starts.new_tensor([wbar + (s.c - wbar) / left])])
     end = descend({CONSTANT: starts}, etas, s)[CONSTANT][:, -1]
@@ -212,7 +209,7 @@ def freeze_claims(s: ScalarSettings, p: float, starts: Tensor) -> list[Claim]:
 
 
 def run_scalar_figure(s: ScalarFigureSettings, generator: torch.Generator) -> Evidence:
-    """The schedule of the figure, whose constant-decay chains flatten at the gap while the others fall on."""
+    """The schedule of the figure: constant decay flattens at the gap, scaled decay keeps falling."""
     wbar = constant_decay_fixed_point(**s.constants)
     etas = robbins_monro(s.steps, s.eta0)
     check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})

@@ -1,6 +1,6 @@
 """Theorems 3.1 and 3.2, Lemma D.1: SGD with noise and scaled decay, `x <- x - eta g - q eta^2 x`.
 
-The weighted gradient of a smooth F vanishes, and on a strongly convex F the minimizer is reached like 1/t. The gradient
+The weighted gradient of a smooth F vanishes, and a strongly convex F converges to its minimizer like 1/t. The gradient
 g is unbiased and `E|g|^2 <= sigma^2 + rho |grad F|^2`; `q = lambda / eta_max`. The rate follows from the recursion of
 stochastic approximation, `u_{t+1} <= (1 - alpha eta_t) u_t + kappa eta_t^2`.
 """
@@ -58,7 +58,7 @@ def stationarity_bound(
 ) -> float:
     """Bound `sum eta_t E|grad F(x_t)|^2` by `2 (f_gap + L sigma^2 S2 + q^2 bound^2 (S3 + L S4))`, Sk summing `eta^k`.
 
-    `f_gap` is F at the start minus its infimum, and `E|x_t|^2 <= bound^2`. Decay enters only from the third power on.
+    `f_gap` is F at the start minus its infimum, and `E|x_t|^2 <= bound^2`. Decay enters from the third power on.
     """
     require_positive("L", L)
     require_at_least("sigma", sigma, 0)
@@ -87,7 +87,7 @@ def ripple_curvature(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NonconvexSettings(Settings):
-    """Coordinates in a rippled bowl around `c`, started all over it, under `eta0 (1 + t)^-p`."""
+    """Chains in a rippled bowl around `c`, with starts all over it, under `eta0 (1 + t)^-p`."""
 
     c: float = 1.0
     lam: float = 0.1
@@ -104,15 +104,15 @@ class NonconvexSettings(Settings):
 
     @property
     def decades(self) -> list[int]:
-        """Where decades of steps start and end, the first from step 0."""
+        """The edges of the decades of steps; the first decade starts at step 0."""
         return [0, *(10**k for k in range(1, math.ceil(math.log10(self.steps)))), self.steps]
 
 
 @dataclass(frozen=True)
 class Stationarity:
-    """What was measured of the chains of one rule."""
+    """Measurements of the chains of one rule."""
 
-    end: Tensor  # where they are after the run
+    end: Tensor  # the weights after the run
     squares: list[float]  # the squared gradient at each step, averaged over chains
     weighted: Tensor  # for each decade of steps and each chain, the eta-weighted mean of the squared gradient
     second_moment: float  # the largest mean of `x^2` over all steps
@@ -143,7 +143,7 @@ def wander(s: NonconvexSettings, starts: Tensor, generator: torch.Generator) -> 
 
 
 def run_nonconvex(s: NonconvexSettings, generator: torch.Generator) -> Evidence:
-    """The weighted gradient falls decade by decade under scaled decay, and stops under constant decay."""
+    """Under scaled decay the weighted gradient falls from decade to decade; under constant decay it stops falling."""
     require_at_least("sigma", s.sigma, 0)
     require("more than one decade", s.steps > 100, steps=s.steps)
     starts = s.c + gaussian((s.chains,), generator, std=s.start_std)
@@ -157,7 +157,7 @@ def run_nonconvex(s: NonconvexSettings, generator: torch.Generator) -> Evidence:
         falls = f"scaled: the eta-weighted squared gradient falls from decade {k - 1} to decade {k} of steps"
         claims.append(below(f"decade-{k}-falls", falls, theorem, mean_of(after - before), 0.0, negative))
 
-    # The last decade: scaled decay against constant decay, which stays where the gradient balances it.
+    # The last decade: scaled decay against constant decay, which stays where gradient and decay balance.
     etas = s.etas[s.decades[-2] :]
     constant, scaled = (mean_of(measured[rule].weighted[-1]) for rule in BOTH)
     curvature = float(ripple_curvature(measured[SCALED].end - s.c).mean())
@@ -197,7 +197,7 @@ NONCONVEX = Experiment(
 
 
 def sa_constant(*, u1: float, t1: float, alpha: float, kappa: float, gamma: float, t0: float) -> float:
-    """Lemma D.1's nu with `u_t <= nu/(t + t0)`: `max{(t1 + t0) u1, kappa gamma^2 / (alpha gamma - 1)}`.
+    """The nu of Lemma D.1, with `u_t <= nu/(t + t0)`: `max{(t1 + t0) u1, kappa gamma^2 / (alpha gamma - 1)}`.
 
     u_t is nonnegative, equals u1 at t1, and satisfies the recursion with `eta_t = gamma/(t + t0)` from there on.
     """
@@ -213,10 +213,10 @@ def sa_constant(*, u1: float, t1: float, alpha: float, kappa: float, gamma: floa
 def strongly_convex_kappa(
     eta: float, *, mu: float, L: float, q: float, sigma: float, rho: float = 1.0, x_star: float
 ) -> float:
-    """The kappa with `E|e_{t+1}|^2 <= (1 - mu eta_t) E|e_t|^2 + kappa eta_t^2`, once `eta_t <= eta`.
+    """The kappa with `E|e_{t+1}|^2 <= (1 - mu eta_t) E|e_t|^2 + kappa eta_t^2` as soon as `eta_t <= eta`.
 
     Here e is the distance to the minimizer, whose norm is `x_star`, and `kappa = 2 sigma^2 + q |x*|^2 (1 + 4 q eta^2)`:
-    the gradient's noise, and the pull of the decay on a minimizer that is not at the origin.
+    the gradient's noise, and decay pulling away from a minimizer that is not at the origin.
     """
     require("0 < mu <= L", 0.0 < mu <= L < math.inf, mu=mu, L=L)
     require_at_least("sigma", sigma, 0)
@@ -227,7 +227,7 @@ def strongly_convex_kappa(
 
 
 def first_contracting_step(*, gamma: float, t0: float, mu: float, L: float, q: float, rho: float = 1.0) -> int:
-    """The first step from which `strongly_convex_kappa` applies to the schedule `gamma/(t + t0)`."""
+    """The step from which `strongly_convex_kappa` applies to the schedule `gamma/(t + t0)`."""
     require("0 < mu <= L", 0.0 < mu <= L < math.inf, mu=mu, L=L)
     require_positive("gamma", gamma)
     require_positive("t0", t0)
@@ -235,7 +235,7 @@ def first_contracting_step(*, gamma: float, t0: float, mu: float, L: float, q: f
 
 
 def _contracts(eta: float, *, mu: float, L: float, q: float, rho: float) -> bool:
-    """Whether squares leave a contraction: `0 <= 1 - 2 mu eta + K1 eta^2 + K2 eta^4 <= 1 - mu eta`."""
+    """Whether the squared distance contracts: `0 <= 1 - 2 mu eta + K1 eta^2 + K2 eta^4 <= 1 - mu eta`."""
     K1, K2 = max(2.0 * rho * L**2 - q, 0.0), 4.0 * q**2
     return mu * eta <= 1.0 and K1 * eta + K2 * eta**3 <= mu
 
@@ -268,12 +268,12 @@ class StronglyConvexSettings(Settings):
         return torch.linspace(self.mu, self.L, self.dimension, dtype=torch.float64)
 
 
-# Chains are averaged in batches, whose means are close to normal, so that a t interval is valid.
+# Means over batches of chains are close to normal, which makes a t interval valid.
 BATCHES = 20
-# One interval in a thousand misses the truth, so that a table of them hardly ever shows a false alarm.
+# Only one interval in a thousand misses the true value, so false alarms are rare in a table of them.
 CONFIDENCE = 0.999
 NOISELESS = "/noiseless"
-# The grid of constants on which the recursion of Lemma D.1 is run.
+# The grid of constants for the recursion of Lemma D.1.
 ALPHAS, KAPPAS, STARTS = (1.0, 1.5, 3.0), (0.5, 2.0), (0.0, 0.1, 1.0)
 
 
@@ -288,7 +288,7 @@ def run_strongly_convex(s: StronglyConvexSettings, generator: torch.Generator) -
 
 
 def distances(s: StronglyConvexSettings, steps: Sequence[int], generator: torch.Generator) -> dict[str, Tensor]:
-    """The squared distance after each of `steps`, the last being that of the run; averaged in batches of chains."""
+    """The squared distance after each of `steps` and after the run, averaged over batches of chains."""
     wanted = set(steps)
     begin = torch.zeros(s.chains, s.dimension, dtype=torch.float64)
     weights = {rule: chain(begin) for rule in BOTH} | {rule + NOISELESS: chain(begin[:1]) for rule in BOTH}
@@ -315,7 +315,7 @@ def distances(s: StronglyConvexSettings, steps: Sequence[int], generator: torch.
 
 
 def rate_claims(s: StronglyConvexSettings, squares: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
-    """How fast the distance falls in the last decade, with noise and without, and the constant in front of 1/t."""
+    """How fast the distance falls in the last decade, with and without noise, and the constant of the 1/t rate."""
     decade = [k for k, t in enumerate(steps) if t >= s.steps / 10]
     shifted = torch.tensor([steps[k] + s.t0 for k in decade], dtype=torch.float64)
     noisy, noiseless = (squares[name][:, decade] for name in (SCALED, SCALED + NOISELESS))
@@ -341,7 +341,7 @@ def rate_claims(s: StronglyConvexSettings, squares: dict[str, Tensor], steps: Se
 
 
 def bound_claims(s: StronglyConvexSettings, squares: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
-    """The explicit bound of the proof, at every kept step; and where constant decay stops."""
+    """The explicit bound of the proof at every measured step, and where constant decay stops."""
     scaled, t1, q = squares[SCALED].mean(0), steps[0], s.lam * s.t0 / s.gamma
     x_star = abs(s.c) * s.dimension**0.5
     kappa = strongly_convex_kappa(s.gamma / (t1 + s.t0), mu=s.mu, L=s.L, q=q, sigma=s.sigma, x_star=x_star)
@@ -365,7 +365,7 @@ def bound_claims(s: StronglyConvexSettings, squares: dict[str, Tensor], steps: S
 def recursion_claims(s: StronglyConvexSettings) -> list[Claim]:
     """Lemma D.1 with equality: `u <- (1 - alpha eta) u + kappa eta^2`, an SGD step with gradient `alpha u - kappa eta`.
 
-    The optimizer's own decay is off; all constants run as one vector.
+    The optimizer does not decay; all constants run as one vector.
     """
     etas, gamma, t0 = s.etas, s.gamma, s.t0
     grid = torch.tensor(list(product(ALPHAS, KAPPAS, STARTS)), dtype=torch.float64)
