@@ -1,7 +1,7 @@
 """What can be trained: the paper's decoder on tokens, or the functions of a user's file (see `task_template.py`).
 
-Torch's, numpy's and Python's generators are seeded before each batch and each model of a user's file, so code that
-draws from them depends only on the seed and the step.
+The generators of torch, numpy and Python are seeded before each call of a user's `model` and each batch, so what they
+draw depends only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from muonsw.lab.model.layers import MoE
 from muonsw.registry import unknown
 from muonsw.text import counted
 
-Batch: TypeAlias = Any  # tensors in tuples, lists and dicts, as the loss wants them
+Batch: TypeAlias = Any  # whatever the loss takes: tensors in tuples, lists and dicts
 # A NamedTuple of tensors: `total` is minimised; the other scalars, then the other tensors, are recorded.
 LossParts: TypeAlias = Any
 
-# The functions of a user's file and the arguments that the lab passes; further arguments are options.
+# The functions of a user's file with the arguments that the lab passes. All further arguments are options.
 CALLS = {
     "model": ("seed",),
     "batches": ("split", "seed"),
@@ -53,9 +53,9 @@ CALLS = {
 OPTIONAL = ("metrics", "patterns")
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
-# Every run is validated on the same batches, whatever its seed: 16 if the source has no length.
+# All seeds validate on the same batches: 16 if the source has no length.
 VALIDATION_SEED, EVAL_BATCHES = 0, 16
-# Names that metrics cannot have: keys of an evaluation record.
+# Keys of an evaluation record, which metrics cannot use as names.
 RESERVED = ("kind", "step", "loss")
 
 
@@ -64,10 +64,10 @@ class DataConfig:
     """The tokens to train and validate on."""
 
     path: str  # a folder that `muonsw data prepare` filled
-    # A hash of all tokens; None takes the folder's, and a run records it and requires it.
+    # A hash of all tokens. None accepts any; the run then records the hash and requires it when it resumes.
     fingerprint: str | None = None
-    eval_windows: int | None = 256  # validation windows, the same for every run; None reads all
-    # Train only on the first windows, as if there were no more text; None takes all.
+    eval_windows: int | None = 256  # validation windows, the same for every run; None for all
+    # Train only on the first windows, as if there were no more text; None for all.
     train_windows: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,13 +78,13 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """A task of the user's own."""
+    """A user's task."""
 
     path: str  # a Python file
-    options: tuple[str, ...] = ()  # its options that differ from their defaults, as `name=value`
-    # A hash of the file; None takes today's, and a run records it and requires it.
+    options: tuple[str, ...] = ()  # options that differ from their defaults, as `name=value`
+    # A hash of the file. None accepts any; the run then records the hash and requires it when it resumes.
     fingerprint: str | None = None
-    # Validation batches; None takes all of a list, and the first 16 of anything without a length.
+    # Validation batches. None takes all if the source has a length, else the first 16.
     eval_batches: int | None = None
 
     def __post_init__(self) -> None:
@@ -97,30 +97,30 @@ class TaskConfig:
 
 
 class Task(ABC):
-    """All that the training loop knows: a model, batches as a function of seed and step, a loss, an evaluation."""
+    """What the training loop needs: a model, batches as a function of seed and step, a loss, an evaluation."""
 
-    unit: ClassVar[str] = "samples"  # what a step consists of
+    unit: ClassVar[str] = "samples"  # what `per_step` counts
     per_step: int  # units in a step
     flops: float = 0.0  # of training on one unit; 0 if unknown
-    prefetches: bool = False  # whether another thread may draw batches
+    prefetches: bool = False  # whether a background thread may draw batches
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
         """The model with its initial weights."""
 
     def computing_loss(self, model: nn.Module) -> nn.Module:
-        """A module whose forward pass is the loss of a batch; it gets replicated, sharded and compiled."""
+        """A module whose forward pass is the loss of a batch; it is what gets replicated, sharded and compiled."""
         return model
 
     def patterns(self, model: nn.Module, weight_decay: float) -> Mapping[str, dict[str, Any]]:  # noqa: ARG002
-        """Options for parameters by name or role, as `MuonSW.for_model` takes them."""
+        """Optimizer options by parameter name or role, as in `MuonSW.for_model`."""
         return {}
 
     def join_ranks(self, model: nn.Module, ranks: int) -> None:  # noqa: B027
-        """Let a model average over the batches of all ranks."""
+        """Let the model average over the batches of all ranks."""
 
     def loss(self, forward: Callable[..., Any], batch: Batch) -> LossParts:
-        """The loss of a batch and its parts; `forward` is `computing_loss`, perhaps replicated or compiled."""
+        """The loss of a batch and its parts; `forward` is the result of `computing_loss`, perhaps compiled."""
         return forward(batch)
 
     def evaluation(self, forward: Callable[..., Any], batch: Batch) -> Mapping[str, Tensor]:
@@ -130,30 +130,30 @@ class Task(ABC):
 
     @abstractmethod
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
-        """One rank's part of a step, counted from 0; how a step is divided does not change its data."""
+        """One rank's part of a step, counted from 0. The data of a step do not depend on how it is divided."""
 
     @abstractmethod
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
-        """One rank's validation batches, each with the number of rows that count; equally many on every rank."""
+        """One rank's validation batches, each with the number of rows to count; every rank gets equally many."""
 
     def blamed(self) -> AbstractContextManager[None]:
-        """Turn errors of the user's code into messages that name it."""
+        """Turn errors in the user's code into messages that name the function."""
         return nullcontext()
 
     def epochs(self, steps: int) -> float | None:  # noqa: ARG002
         return None
 
     def record(self, values: Tensor) -> dict[str, Any]:  # noqa: ARG002
-        """What to record of the parts of a loss that are not scalars, which come flattened."""
+        """What to record of the loss parts that are not scalars, passed as one flat tensor."""
         return {}
 
     @abstractmethod
     def data(self, steps: int) -> str:
-        """A description of the data of this number of steps."""
+        """Describe the data of this many steps."""
 
 
 class DecoderTask(Task):
-    """A decoder that learns to predict tokens; `micro` sequences are evaluated at once."""
+    """A decoder that predicts the next token; it evaluates `micro` sequences at once."""
 
     unit: ClassVar[str] = "tokens"
     prefetches = True
@@ -169,7 +169,7 @@ class DecoderTask(Task):
         return Decoder(self.config, seed=seed)
 
     def join_ranks(self, model: nn.Module, ranks: int) -> None:
-        """Let routers balance the load over the micro-batch of all ranks, as one rank would."""
+        """Let routers balance load over the micro-batches of all ranks, as a single rank would."""
 
         def mean(share: Tensor) -> Tensor:
             dist.all_reduce(share)
@@ -184,7 +184,7 @@ class DecoderTask(Task):
         return losses
 
     def evaluation(self, forward: Callable[..., Any], batch: TokenBatch) -> Mapping[str, Tensor]:
-        """The cross-entropy, without the losses that only balance experts."""
+        """The cross-entropy without the balancing losses."""
         return {"loss": forward(*batch).cross_entropy}
 
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[TokenBatch]:
@@ -198,7 +198,7 @@ class DecoderTask(Task):
         return self.loader.epochs(steps)
 
     def record(self, values: Tensor) -> dict[str, Any]:
-        """The entropy of the experts' load in each layer, relative to an even one."""
+        """The entropy of the experts' load in each layer, as a share of the maximum."""
         experts = self.config.experts
         if experts == 1:
             return {}
@@ -213,7 +213,7 @@ def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
     """The data with the hash of its tokens, after checking that model and data fit together.
 
     Raises:
-        UsageError: If the folder holds different tokens from those in the config, or too large a vocabulary.
+        UsageError: If the folder's tokens are not those of the config, or its vocabulary is too large.
     """
     record = read_record(Path(data.path))
     if record.vocab_size > model.vocab:
@@ -221,34 +221,32 @@ def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
         raise UsageError(f"{size}, more than model.vocab={model.vocab}: raise model.vocab")
     current = token_fingerprint(record)
     if data.fingerprint not in (None, current):
-        other = (
-            f"{data.path} holds different tokens ({current}) from those this run was started on ({data.fingerprint})"
-        )
+        other = f"{data.path} holds other tokens ({current}) than this run was started on ({data.fingerprint})"
         raise UsageError(f"{other}: give those with --data, or choose another folder for the run")
     return replace(data, fingerprint=current)
 
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of a user's file, with their options filled in."""
+    """The functions of a user's file with their options set."""
 
     module: ModuleType
-    calls: Mapping[str, Callable[..., Any]]  # by name, without the optional ones that the file leaves out
+    calls: Mapping[str, Callable[..., Any]]  # by name; optional functions may be missing
 
     @property
     def name(self) -> str:
         return Path(str(self.module.__file__)).name
 
     def __call__(self, function: str, *arguments: Any) -> Any:
-        """Call a function; raise a `UsageError` with the line if it raises something."""
+        """Call a function; if it raises, raise a `UsageError` that names the line."""
         with self.blamed(function):
             return self.calls[function](*arguments)
 
     @contextmanager
     def blamed(self, function: str | None = None) -> Iterator[None]:
-        """Turn whatever the file's code raises into an error that names the function and the line.
+        """Turn an error in the file's code into a `UsageError` that names the function and the line.
 
-        Without `function`, name the one in which the error arose, and leave errors of other code alone.
+        Without `function`, the traceback decides: only errors that pass through the file are changed.
         """
         try:
             yield
@@ -265,10 +263,10 @@ class Functions:
 
 
 def load_functions(config: TaskConfig) -> Functions:
-    """Import a task's file, once in a process, and fill in the options that were set.
+    """Import a task's file, once per process, and set the options.
 
     Raises:
-        UsageError: If it cannot be imported, lacks a function, or does not know an option.
+        UsageError: If it cannot be imported, lacks a function, or has no such option.
     """
     module = _module(config.path)
     functions: dict[str, Callable[..., Any]] = {}
@@ -299,7 +297,7 @@ def load_functions(config: TaskConfig) -> Functions:
 
 
 def convert(text: str, default: Any, name: str) -> Any:
-    """Parse the text of an option as the type of its default; a default of None takes a number or a text.
+    """Parse an option as the type of its default; with the default None, as a number if possible.
 
     Examples:
         >>> convert("6", 1, "--task.depth"), convert("no", True, "--task.flip"), convert("1e-3", None, "x")
@@ -329,7 +327,7 @@ def _file(path: str) -> Path:
 
 
 def _module(path: str) -> ModuleType:
-    """Import a file under a name that nothing else has; it can import files next to it."""
+    """Import a file under a unique name; it can import files from its folder."""
     file = _file(path)
     name = f"muonsw_task_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stat().st_mtime_ns}"
     if name in sys.modules:
@@ -342,7 +340,7 @@ def _module(path: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the last of a script that runs when it is imported
+    except (Exception, SystemExit) as error:  # a script may exit when it is imported
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         line = f", line {lines[-1]}" if lines else ""
@@ -351,10 +349,10 @@ def _module(path: str) -> ModuleType:
 
 
 def with_file(task: TaskConfig) -> TaskConfig:
-    """The task with the hash of its file, before any of it runs; files that it imports do not count.
+    """The task with the hash of its file, without running it; imported files are not part of the hash.
 
     Raises:
-        UsageError: If it is not the file that the run was started with.
+        UsageError: If the file has changed since the run was started.
     """
     try:
         current = hashlib.sha256(_file(task.path).read_bytes()).hexdigest()[:16]
@@ -373,14 +371,14 @@ class Loss(NamedTuple):
 
 
 class LossModule(nn.Module):
-    """A model and its functions as one module, so that the functions see the model and not a wrapper around it."""
+    """The loss as a module, so that wrappers go around it and the user's functions see the bare model."""
 
     def __init__(self, model: nn.Module, functions: Functions) -> None:
         super().__init__()
         self.model, self.functions = model, functions
 
     def forward(self, batch: Batch, *, measured: bool = False) -> Loss | Mapping[str, Tensor]:
-        """The loss of a batch; or with `measured` the loss and the metrics by name."""
+        """The loss of a batch; with `measured`, the loss and the metrics by name."""
         calls = self.functions.calls
         loss = calls["loss"](self.model, batch)
         if not measured:
@@ -398,7 +396,7 @@ class UserTask(Task):
         self.held_out = BatchSource(self.functions, VALIDATION, VALIDATION_SEED)
 
     def model(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)  # of every device
+        torch.manual_seed(seed)  # on every device
         seed_generators(seed, "model")
         model: nn.Module = self.functions("model", seed)
         return model
@@ -420,7 +418,7 @@ class UserTask(Task):
 
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
         batch, parts = self.train.batch(step), ranks * accumulation
-        seed_generators(self.train.seed, "update", step, rank, host_only=True)  # a checkpoint only holds torch's
+        seed_generators(self.train.seed, "update", step, rank, host_only=True)  # checkpoints hold torch's
         rows, rest = divmod(rows_of(batch), parts)
         if rest:
             split = f"{ranks} ranks x {accumulation} micro-batches"
@@ -436,7 +434,7 @@ class UserTask(Task):
                 yield batch, rows_of(batch)
         if number < 0:
             raise UsageError(f"{self.config.name}: batches({VALIDATION!r}, {VALIDATION_SEED}) has no batch")
-        if number % ranks < rank:  # a sharded model needs all ranks for a forward pass
+        if number % ranks < rank:  # all ranks must take part in the forward pass of a sharded model
             yield first, 0
 
     def data(self, steps: int) -> str:
@@ -453,22 +451,22 @@ class BatchSource:
         made = self._make()
         try:
             self._length: int | None = len(made)
-        except (TypeError, NotImplementedError):  # as of a DataLoader of data without a length
+        except (TypeError, NotImplementedError):  # a DataLoader over data without a length
             self._length = None
-        # A function of the number; None for what must be iterated.
+        # A function of the number, or None if batches must be iterated over.
         self._numbered: Callable[[int], Batch] | None = made if callable(made) else None
         if length := hasattr(made, "__getitem__") and self._length:
             self._numbered = lambda number: made[number % length]
-        # What is iterated: the iterator, the number of its next batch, and the batch before that.
+        # The current iterator, the number of its next batch, and the batch before that.
         self._iterator: Iterator[Batch] | None = None
         self._next, self._last = 0, None
 
     def batch(self, number: int) -> Batch:
-        """Batch `number`; a sequence, and what can be iterated over again, starts over at its end."""
+        """Batch `number`; after the last one, sequences and iterables start over."""
         if self._numbered is not None:
             with self._drawing(number):
                 return self._numbered(number)
-        # An iterator that is past the batch starts over; batches before it are skipped.
+        # An iterator that is past the batch starts over and skips to it.
         if self._iterator is None or number < self._next - 1:
             self._iterator, self._next = _endless(self._make(), self._call), 0
         while self._next <= number:
@@ -478,7 +476,7 @@ class BatchSource:
         return self._last
 
     def first(self, number: int | None = None) -> Iterator[Batch]:
-        """The first batches, each once: all of a source that has a length unless a number is given."""
+        """The first batches, without repeats; by default all if the source has a length."""
         wanted = min(number or self._length, self._length) if self._length else number or EVAL_BATCHES
         if self._numbered is not None:
             yield from map(self.batch, range(wanted))
@@ -510,9 +508,9 @@ class BatchSource:
 
 
 def _endless(made: Iterable[Batch], call: str) -> Iterator[Batch]:
-    """Iterate over batches again and again.
+    """Repeat batches endlessly.
 
-    Not a method of the source: a reference cycle would keep the iterator alive, and with it a DataLoader's workers.
+    Not a method: a reference cycle would keep the iterator alive, and with it a DataLoader's workers.
     """
     number, before = 0, -1
     while number > before:
@@ -525,17 +523,17 @@ def _endless(made: Iterable[Batch], call: str) -> Iterator[Batch]:
 
 
 def seed_generators(*key: object, host_only: bool = False) -> None:
-    """Seed torch's, numpy's and Python's generators with a hash of the key; `host_only` leaves torch's alone."""
+    """Seed the generators of torch, numpy and Python with a hash of the key; `host_only` skips torch's."""
     number = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big")
     if not host_only:
-        torch.default_generator.manual_seed(number >> 1)  # and not those of GPUs, which dropout draws from
+        torch.default_generator.manual_seed(number >> 1)  # GPU generators, used by dropout, stay as they are
     np.random.seed(number % (1 << 32))
     random.seed(number)
 
 
 @contextmanager
 def generators_seeded(*key: object) -> Iterator[None]:
-    """Seed the generators while the block runs, and restore them afterwards."""
+    """Seed the generators for the block, then restore them."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         seed_generators(*key)
@@ -548,21 +546,21 @@ def generators_seeded(*key: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check of a task found."""
+    """The result of `check_task`."""
 
-    rows: int  # of a batch
-    batch: str  # shapes and dtypes of a batch
+    rows: int  # in a batch
+    batch: str  # shapes and dtypes
     loss: float  # of the first batch, before any step
     metrics: Mapping[str, float]  # of the first validation batch
-    settings: Mapping[str, Any]  # the file's own steps, rates and so on
+    settings: Mapping[str, Any]  # the file's `SETTINGS`
     notes: tuple[str, ...]  # warnings, such as unseeded randomness or parameters without gradients
 
 
 def check_task(config: TaskConfig, seed: int = 0) -> Checked:
-    """Call every function of a task before anything is trained, and check what it returns.
+    """Call every function of a task before training, and check what it returns.
 
     Raises:
-        UsageError: With the function, what it returned and what was expected.
+        UsageError: Naming the function, what it returned and what was expected.
     """
     functions = load_functions(config)
     settings, notes = getattr(functions.module, "SETTINGS", {}), []
@@ -651,7 +649,7 @@ def _checked_loss(functions: Functions, model: nn.Module, batch: Batch, split: s
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: its type, and its text if short."""
+    """A value in an error message: its type, and its repr if short."""
     text, kind = repr(value), type(value).__name__
     return f"{kind} {text}" if len(text) <= 40 and "\n" not in text else f"a {kind}"
 
@@ -666,14 +664,14 @@ def describe(batch: Batch) -> str:
 
 
 def same(batch: Batch, other: Batch) -> bool:
-    ours, theirs = tensors_of(batch), tensors_of(other)
-    return len(ours) == len(theirs) and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+    first, second = tensors_of(batch), tensors_of(other)
+    return len(first) == len(second) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True)
     )
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """A batch with every tensor replaced; everything else stays.
+    """Apply a function to every tensor of a batch, and keep everything else.
 
     Examples:
         >>> map_tensors(lambda x: x + 1, {"x": torch.zeros(2), "names": ("a", torch.ones(1))})
@@ -704,18 +702,18 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def rows_of(batch: Batch) -> int:
-    """Rows of a batch: the length of its first tensor that has an axis; 1 if there is none."""
+    """The length of the first tensor with at least one axis; 1 if there is none."""
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), 1)
 
 
 def rows_between(batch: Batch, start: int, stop: int) -> Batch:
-    """Some rows of a batch; tensors of another length belong to all rows."""
+    """A slice of a batch; tensors of another length stay as they are."""
     rows = rows_of(batch)
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.shape[:1] == (rows,) else tensor, batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device; from pinned memory, so that the host need not wait."""
+    """Move a batch to a device, without waiting for the copy."""
 
     def send(tensor: Tensor) -> Tensor:
         return tensor if tensor.device.type == "cuda" else tensor.pin_memory().to(device, non_blocking=True)
