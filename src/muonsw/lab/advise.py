@@ -1,7 +1,6 @@
 """`muonsw advise`: choose lambda so that total decay, the sum of phi over the run, is about 1.
 
-The formula and its exceptions come from the runs in `research/runs.jsonl`; `tests/lab/test_advise.py` checks it
-against them.
+The formula and its exceptions come from the runs in `research/runs.jsonl`; tests check it against them.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.theory.schedule import sampled, schedule_of
 
 RULES = ("scaled", "constant")
-# The best total of our runs; under a rate that stays flat for most of the run, as in WSD, it was lower.
+# The best total in our runs; with a rate that is flat for most of the run, as in WSD, it was lower.
 WANTED, WANTED_FLAT = 1.0, 0.35
 # Total decay below this removes less than a quarter of a weight: exp(-0.3) = 0.74.
 IDLE = 0.3
-# Text seen 16 times wanted this much more decay; up to 4 times it wanted no more than fresh text.
+# Text seen 16 times needed this much more decay; text seen up to 4 times needed no more than fresh text.
 REPEATED = {"constant": 20.0, "scaled": 40.0}
 HARMLESS_EPOCHS, REPEATED_EPOCHS = 4.0, 16.0
-# A total within this factor of the wanted one cost at most about 0.01 nats.
+# A total within this factor of the best cost at most about 0.01 nats.
 FINE = 2.0
-# Steps and tokens per active parameter of our runs: within twice that the formula gives one lambda, beyond it a range.
+# Steps and tokens per active parameter of our runs: up to twice that we give one lambda, beyond it a range.
 SHORTEST, LONGEST, TOKENS_PER_PARAMETER = 400, 34_800, 300
 RANGE = (0.5, 4.0)
-# No lambda of ours was best above 0.3: where the formula asks for more than this, decay cannot act.
+# In our runs the best lambda was never above 0.3. If the formula gives more than this, decay cannot act.
 LARGEST = 1.0
 MEASURED = (
     f"In our runs (Muon, cosine, {SHORTEST:,} to {LONGEST:,} steps, widths 64 to 512, up to {TOKENS_PER_PARAMETER} "
@@ -52,18 +51,18 @@ class Advice:
     """An answer for one run."""
 
     answer: str  # in words
-    verdict: str  # "idle", "small", "fine" or "large" for the given lambda; empty if unknown
+    verdict: str  # on the given lambda: "idle", "small", "fine" or "large"; empty if unknown
     total: float | None  # total decay at the given lambda
     low: float | None  # the smallest lambda to try; None if we recommend none
-    high: float | None  # the largest one, equal to `low` where the formula gives one lambda
-    notes: tuple[str, ...]  # what the answer rests on
+    high: float | None  # the largest lambda to try, equal to `low` if the formula gives one lambda
+    notes: tuple[str, ...]  # the evidence
 
 
 @dataclass(frozen=True)
 class Advise:
-    """Say before a run whether decay matters in it, and which lambda to try.
+    """Predict whether decay matters in a run, and which lambda to try.
 
-    Nothing is trained: the lambda aims at total decay 1, the best in our runs.
+    Nothing is trained. The lambda aims at total decay 1, the best in our runs.
     """
 
     steps: int
@@ -152,11 +151,11 @@ class Advise:
             if self.algorithm == "adamw":
                 mean_multiple = per_lambda["constant"] / (self.steps * self.lr)
                 high = max(high, published_total(self._tokens_per_parameter(), mean_multiple))
-        # A lambda with which a step would remove the whole weight cannot be tried.
+        # With a larger lambda, one step would remove the whole weight.
         if self.training in NO_LAMBDA or fresh > LARGEST * per or high * self.lr >= per:
             return self._without_lambda(total)
 
-        # The given lambda, against one wanted total with some slack or against a range.
+        # Compare the given lambda with the best total, with some slack, or with the range.
         slack = FINE if low == high else 1.0
         verdict = ""
         if total is not None:
@@ -179,7 +178,7 @@ class Advise:
         return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
 
     def _far_from_ours(self) -> str:
-        """What a range of lambdas rests on; empty where our runs support one lambda."""
+        """Why the answer is a range of lambdas; empty if our runs support a single one."""
         if self.algorithm == "adamw":
             return (
                 "A range: we searched AdamW's lambda at one size and length only (width 128, 6,400 steps), where the "
@@ -214,15 +213,15 @@ class Advise:
 
 
 def published_total(tokens_per_parameter: float, mean_multiple: float) -> float:
-    """Power Lines' best total decay for AdamW, for a schedule whose mean is this multiple of the peak rate.
+    """The best total decay for AdamW by Power Lines (arXiv 2505.13738).
 
-    Their fit (arXiv 2505.13738) is of lambda times the peak rate times the number of steps.
+    They fit lambda times the peak rate times the number of steps; the mean rate is `mean_multiple` times the peak.
     """
     return mean_multiple * math.pow(tokens_per_parameter, 0.527) / 1.084
 
 
 def more_decay(rule: str, epochs: float) -> float:
-    """How many times the total of fresh text a rule wants where text is repeated.
+    """The best total decay on repeated text, as a multiple of that on fresh text.
 
     Examples:
         >>> [round(more_decay("constant", epochs), 1) for epochs in (1, 4, 8, 16, 100)]

@@ -1,6 +1,6 @@
 """What weight decay does to the weights of a run: `muonsw diagnose`, and hints while training.
 
-Both apply the same `RULES` to a `History`: `diagnose` to all records of a run, `Findings` to the records so far.
+Both apply `RULES` to a `History`: `diagnose` to all records of a run, `Findings` to the records so far.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
 MUON_BETA = 0.95  # assumed for weights that Muon moves when no configuration says otherwise
 LINEAR = ("constant", "independent")  # rules whose phi is proportional to the learning rate
 
-# A norm that follows sqrt(lr) loses 29% when the learning rate halves; part of the loss must come after that.
+# A norm that follows sqrt(lr) loses 29% when the learning rate halves, and must lose more after that.
 COLLAPSE, HALVED, LATE_LOSS = 0.29, 0.5, 0.1
 RELAXED = 3.0  # exp(-3) = 0.05: the squared norm has forgotten 95% of its start
-AVERAGED, GIVEN_BACK = 0.05, 0.1  # share of the records in one loss average; share of the progress that was lost
-CHANCE = 6.0  # standard errors that noise does not reach
+AVERAGED, GIVEN_BACK = 0.05, 0.1  # share of the records in a loss average; share of the progress that was lost
+CHANCE = 6.0  # standard errors that noise never reaches
 REACHED = 0.95  # sampled steps miss the exact peak of a schedule
 UNEXPLAINED = 0.1
 DEFECT_RANGE = (0.68, 1.21)  # five Newton-Schulz steps map singular values above 1.5e-3 of the largest into this range
-SLOW, TOO_FAST = 0.2, 0.4  # phi as a share of 1 - beta; theory assumes that decay is slow against momentum
+SLOW, TOO_FAST = 0.2, 0.4  # phi over 1 - beta; theory assumes that decay is slow compared with momentum
 ROUNDING, NEARLY_ALWAYS, MANY_SKIPPED = 0.05, 0.9, 0.01
-MEASURED = ("weight_rms", "update_rms", "decay", "alignment_update")  # what the recursion of the norm needs
-MOST_STEPS = 10_000_000  # the norm is predicted step by step; a damaged record could ask for all memory
+MEASURED = ("weight_rms", "update_rms", "decay", "alignment_update")  # the inputs of the norm recursion
+MOST_STEPS = 10_000_000  # the norm is predicted step by step; a damaged record could exhaust memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,22 +69,22 @@ class History:
         return self.run.telemetry.scope(self.scope).step
 
     def column(self, key: str) -> Array:
-        """Return one value per sample, NaN where it is missing or too large to square."""
+        """One value per sample, NaN if it is missing or too large to square."""
         values = self.run.telemetry.scope(self.scope).get(key, np.full(len(self.steps), np.nan))
         return np.where(np.abs(values) < LARGEST, values, np.nan)
 
     def last(self, key: str) -> float:
-        """Return the last known value, or NaN."""
+        """The last known value, or NaN."""
         known = _known(self.column(key))
         return float(known[-1]) if len(known) else math.nan
 
     def highest(self, key: str) -> float:
-        """Return the largest known value, or NaN."""
+        """The largest known value, or NaN."""
         known = _known(self.column(key))
         return float(known.max()) if len(known) else math.nan
 
     def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
-        """Return the median of the known values, by default from the peak on (all of them while the rate rises)."""
+        """The median of the known values, by default from the peak of the learning rate on (all while it rises)."""
         if where is None:
             first = 0 if self.peak_at == len(self.steps) - 1 else self.peak_at
             where = np.arange(len(self.steps)) >= first
@@ -96,19 +96,19 @@ class History:
 
     @property
     def momentum(self) -> float:
-        """Muon's beta for the weights that Muon moves, else AdamW's first one, else 0."""
+        """Muon's beta for weights trained by Muon, else AdamW's first beta, else 0."""
         if np.isfinite(self.column("defect")).any():
             return float(self.setting("momentum") or MUON_BETA)
         return float((self.setting("betas") or [0.0])[0])
 
     @cached_property
     def norm(self) -> NormHistory | None:
-        """The samples with everything that the theory of the norm needs; None where there are none."""
+        """The samples with all inputs of the norm recursion, or None."""
         columns = self.run.telemetry.scope(self.scope)
         if not all(key in columns for key in MEASURED):
             return None
         r, s, phi, a = (columns[key] for key in MEASURED)
-        # A cosine in float32 may exceed 1 a little.
+        # A float32 cosine may slightly exceed 1.
         known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (phi >= 0) & (np.abs(a) < 1.0 + 1e-5)
         known &= columns.step <= MOST_STEPS
         if not known.any():
@@ -118,7 +118,7 @@ class History:
 
     @cached_property
     def tracking(self) -> Tracking | None:
-        """Steady state, lag and predicted norm; None where theory does not apply."""
+        """Steady state, lag and predicted norm; None if the theory does not apply."""
         try:
             return None if self.norm is None else track(self.norm)
         except (HypothesisError, OverflowError):
@@ -158,7 +158,7 @@ class History:
         if not known.any():
             return np.full(len(self.steps), np.nan)
         steps, phi = self.steps[known], phi[known]
-        # A sum over consecutive integers of a straight line, the right end included and the left one not.
+        # The sum of a straight line over consecutive steps, without the left end.
         between = np.diff(steps) * (phi[1:] + phi[:-1]) / 2.0 + np.diff(phi) / 2.0
         totals = phi[0] + np.concatenate([[0.0], np.cumsum(between)])
         return np.asarray(2.0 * np.interp(self.steps, steps, totals, left=0.0))
@@ -169,20 +169,20 @@ class History:
         return float(self.relaxations[-1]) / 2.0 if len(self.steps) else math.nan
 
     def held_norm(self) -> float:
-        """Return the norm that scaled decay would hold at this lambda and peak, or NaN."""
+        """The norm that scaled decay would hold at this lambda and peak, or NaN."""
         r, s, lr, phi, a = map(self.column, ("weight_rms", "update_rms", "lr", "decay", "alignment_update"))
         peak, lam, update = self.highest("lr"), self.typical(ratio(phi, lr)), self.typical(ratio(s, lr))
-        # How many times its own square an update adds to the squared norm; this holds under another decay too.
+        # An update adds `memory` times its square to the squared norm, under any decay.
         memory = self.typical(1.0 - ratio(2.0 * a * r, s))
         if not (lam > 0 and peak > 0 and memory >= 0 and update > 0):
             return math.nan
         return steady_state_norm_with_memory(s=update * peak, phi=lam * peak, memory=memory)
 
 
-def ratio(over: Array, under: Array) -> Array:
-    """Divide; zero and tiny denominators give NaN or infinity without a warning."""
+def ratio(numerator: Array, denominator: Array) -> Array:
+    """Divide without warnings; zero and tiny denominators give NaN or infinity."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return over / under
+        return numerator / denominator
 
 
 def _known(values: Array) -> Array:
@@ -190,7 +190,7 @@ def _known(values: Array) -> Array:
 
 
 def open_history(run: Run, scope: str = "decayed") -> History:
-    """Return the telemetry of a scope; raise `UsageError` if the run has none."""
+    """The telemetry of a scope; a `UsageError` if the run has none."""
     if not run.telemetry.records:
         when = "" if run.complete else " yet"
         raise UsageError(f"{run.path} has no telemetry{when}; train with --telemetry-every 20")
@@ -211,7 +211,7 @@ class LateFits(NamedTuple):
 
 
 def late_fits(history: History) -> LateFits | None:
-    """Fit the alignment over the last part of a run; None with too few samples or a constant learning rate."""
+    """Fit the alignment over the last part of a run; None with too few samples or a flat learning rate."""
     lr, alignment = history.column("lr"), history.column("alignment_update")
     where = history.late & np.isfinite(lr) & np.isfinite(alignment) & (lr > 0)
     if where.sum() < MIN_SAMPLES or np.ptp(lr[where]) < 1e-3 * lr[where].mean():
@@ -221,11 +221,11 @@ def late_fits(history: History) -> LateFits | None:
     return LateFits(int(history.steps[where][0]), -float(lr @ alignment / (lr @ lr)), -float(offset), -float(slope))
 
 
-# The rules. Each looks at a history and returns how serious it is, a sentence or two, and the numbers behind it.
+# The rules. Each examines a history and returns a severity, one or two sentences, and the numbers behind them.
 
 
 class Severity(StrEnum):
-    """A problem ruins the run, a warning costs something, a note explains."""
+    """A problem ruins the run, a warning means some loss, a note explains."""
 
     PROBLEM = "problem"
     WARNING = "warning"
@@ -236,7 +236,7 @@ Answer = tuple[Severity, str, Mapping[str, float]] | None
 
 
 def words(history: History) -> str:
-    """Name the weights of a history in a sentence."""
+    """The weights of a history, as named in a sentence."""
     kind, _, name = history.scope.partition(":")
     return f"the weights of {kind} {name}" if name else {"all": "all weights"}.get(kind, f"the {kind} weights")
 
@@ -265,7 +265,7 @@ def too_few_samples(history: History) -> Answer:
 
 def skipped(history: History) -> Answer:
     counts = _known(history.run.telemetry.skipped)
-    # A resumed run counts from zero again.
+    # The counter restarts at zero when a run resumes.
     number = int(counts[-1] + counts[:-1][np.diff(counts) < 0].sum()) if len(counts) else 0
     if not number:
         return None
@@ -289,7 +289,7 @@ def diverging(history: History) -> Answer:
         since = int(steps[finite[-1] + 1]) if len(finite) else int(steps[0])
         text = f"The training loss has been NaN or infinite since step {since:,}. Restart from an earlier checkpoint "
         return Severity.PROBLEM, text + "with a lower learning rate.", {"since": since}
-    # The running average is above its lowest by more than a share of the progress, and by more than noise explains.
+    # The running average is above its minimum by more than a share of the progress and more than noise.
     steps, losses = steps[known], losses[known]
     width = max(int(AVERAGED * len(losses)), 5)
     if len(losses) < 2 * width:
@@ -313,7 +313,7 @@ def collapsing(history: History) -> Answer:
     halved = np.flatnonzero((history.column("lr") <= HALVED * history.highest("lr")) & np.isfinite(r))
     halved = halved[halved > history.peak_at]
     forgotten = np.flatnonzero((history.relaxations >= RELAXED) & np.isfinite(r))
-    # A fall from the initial norm is no collapse: the start must be forgotten before the learning rate has halved.
+    # A fall from the initial norm is not a collapse: the start must be forgotten before the learning rate halves.
     if history.run.rule not in LINEAR or len(halved) < 2 or not len(forgotten) or forgotten[0] > halved[0]:
         return None
     top, end = int(forgotten[r[forgotten].argmax()]), history.last("weight_rms")
@@ -337,7 +337,7 @@ def decay_idle(history: History) -> Answer:
     if total == 0.0:
         text = f"No decay acts on {words(history)}: lambda is 0, or the rule is none."
         return Severity.NOTE, text, {"total_decay": total}
-    # Raising lambda is no remedy where decay would then be fast against momentum.
+    # A larger lambda does not help if decay would then be fast compared with momentum.
     times, fast = f"{1.0 / total:.0f} times", history.highest("decay") / (1.0 - history.momentum) / total > SLOW
     advice = f"train about {times} as long" if fast else f"raise lambda about {times}, or train longer"
     text = (
@@ -349,10 +349,10 @@ def decay_idle(history: History) -> Answer:
 
 def peak_not_reached(history: History) -> Answer:
     used, peak = history.highest("lr"), history.highest("peak_lr")
-    # With peak="base" a divided learning rate stays below the peak on purpose.
+    # With peak="base" a divided learning rate never reaches the peak, on purpose.
     if not used < REACHED * peak or history.setting("peak") == "base" or history.still_rising:
         return None
-    # The summaries of the groups also know the steps between samples.
+    # The group summaries also cover the steps between samples.
     records = history.run.telemetry.scope("")
     peaks = [key for key in records if key.startswith("groups.") and key.endswith(".peak_lr")]
     highest = [records.get(key.replace(".peak_lr", ".highest_lr"), np.full(1, np.nan))[-1] for key in peaks]
@@ -397,7 +397,7 @@ def large_updates(history: History) -> Answer:
 def fast_decay(history: History) -> Answer:
     peak, forgetting = history.highest("decay"), 1.0 - history.momentum
     speed = peak / forgetting
-    if not speed > SLOW * (1.0 + 1e-6):  # rounding must not decide at the limit itself
+    if not speed > SLOW * (1.0 + 1e-6):  # rounding must not decide exactly at the limit
         return None
     text = (
         f"Decay of {words(history)} is fast against momentum: phi reaches {peak:.2g} a step, {percent(speed)} of "
@@ -451,13 +451,13 @@ def always_clipped(history: History) -> Answer:
 
 
 class Rule(NamedTuple):
-    """A check, and where it applies."""
+    """A check, and when it applies."""
 
     name: str  # as in docs/guide/diagnose.md
     check: Callable[[History], Answer]
-    roles: bool = False  # also check every role
-    live: bool = False  # also check while training
-    samples: int = 0  # fewer samples are not checked
+    roles: bool = False  # also checked for every role
+    live: bool = False  # also checked while training
+    samples: int = 0  # samples that it needs
 
     def find(self, history: History) -> Finding | None:
         answer = self.check(history) if len(history.steps) >= self.samples else None
@@ -483,20 +483,20 @@ RULES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found."""
+    """The result of a rule."""
 
     rule: str
     severity: Severity
-    scope: str  # the weights it is about
-    text: str  # what was found, and what to do
+    scope: str
+    text: str  # what is wrong, and what to do
     numbers: Mapping[str, float]
-    also: tuple[str, ...] = ()  # roles in which the rule found the same
+    also: tuple[str, ...] = ()  # roles with the same result
 
 
 def examine(history: History, roles: Sequence[History] = (), *, live: bool = False) -> list[Finding]:
-    """Apply all rules, or those for live hints; the most serious findings come first.
+    """Apply all rules, or the live ones; the most serious findings come first.
 
-    What holds for the whole scope is reported once, with the roles it also holds for.
+    A finding about the whole scope lists the roles with the same result instead of repeating it for them.
     """
     findings: list[Finding] = []
     for rule in RULES:
@@ -524,7 +524,7 @@ def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
 
     Args:
         run: A loaded run.
-        scope: Which weights: `decayed` (the default where something decays), `all`, `role:NAME`, `layer:NUMBER` or
+        scope: Which weights: `decayed` (the default if any decay), `all`, `role:NAME`, `layer:NUMBER` or
             `parameter:NAME`.
 
     Raises:
@@ -538,7 +538,7 @@ def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
 
 
 def norm_numbers(history: History) -> dict[str, float]:
-    """Return where the norm is and would settle, and why; NaN where that was not recorded."""
+    """The norm, where it would settle, and why; NaN if not recorded."""
     highest, last = history.highest("weight_rms"), history.last("weight_rms")
     return {
         "norm": last,
@@ -608,10 +608,7 @@ PANELS = {
 
 
 def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
-    """Draw everything that was recorded as one figure, and write it as PNG and SVG.
-
-    The diagnostic figures of the paper are among its panels.
-    """
+    """Draw all recorded quantities as one figure, as PNG and SVG; it includes the paper's diagnostic figures."""
     histories = [diagnosis.history for diagnosis in diagnoses]
     names = unique_names(f"{history.run.name} ({history.run.rule or 'unknown'})" for history in histories)
     panels: dict[str, list[Curve]] = {}
@@ -641,7 +638,7 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
             add(LATE_COSINE, arm, ends, -fits.offset - fits.slope * ends, dashed=True)
     highest = _known(np.array([history.highest("weight_rms") for history in histories])).max(initial=0.0)
     axes = {
-        NORM: Axis(limits=(0.0, 1.4 * highest or 1.0)),  # during warmup the steady state is far outside
+        NORM: Axis(limits=(0.0, 1.4 * highest or 1.0)),  # during warmup the steady state is far larger
         "adiabatic ratio": Axis(log=10),
     }
     charts = [
@@ -656,9 +653,9 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
 class Diagnose:
     """Show what decay does to the weights of runs, and what is wrong.
 
-    Prints findings in plain words, and a table of norms beside theory.
+    Prints findings in plain words, and a table of norms with theory.
 
-    Writes every number to diagnose.json, and one figure.
+    Writes all numbers to diagnose.json, and one figure.
     """
 
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()
@@ -689,7 +686,7 @@ class Diagnose:
 
 
 def _with_recorded_settings(run: Run) -> Run:
-    """Give a file of JSON lines, which has no configuration, the settings in its first telemetry record."""
+    """Take the settings of a JSONL file, which has no configuration, from its first telemetry record."""
     if run.settings or not run.path.is_file():
         return run
     with run.path.open("rb") as lines, suppress(ValueError):  # a line that is being written
@@ -699,7 +696,7 @@ def _with_recorded_settings(run: Run) -> Run:
 
 
 def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a telemetry record says about the optimizer, as a run's configuration would."""
+    """The optimizer settings in a telemetry record, as in a run's configuration."""
     listed = record.get("groups")
     groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
     decaying = {str(group.get("rule")) for group in groups if group.get("decay")}
@@ -711,14 +708,14 @@ def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
 
 # Hints while training.
 
-# What the live rules read of a scope.
+# The columns that live rules use.
 LIVE = ("weight_rms", "update_rms", "applied_rms", "decay", "lr", "alignment_update", "defect")
-AGAIN = 10  # a hint is repeated after this many times the steps
+AGAIN = 10  # repeat a hint after ten times as many steps
 MOST_SAMPLES = 400
 
 
 class Findings:
-    """A sink for telemetry that returns hints: what `diagnose` would warn of in the records so far.
+    """A telemetry sink that returns hints: the warnings of `diagnose` about the records so far.
 
     A hint is repeated only after ten times as many steps.
 
@@ -740,7 +737,7 @@ class Findings:
         self._records: list[dict[str, dict[str, Any]]] = []
 
     def __call__(self, record: Record) -> list[str]:
-        """Take a record, and return the hints that are due."""
+        """Add a record, and return the hints that are due."""
         step = record["step"]
         scopes: dict[str, Any] = {scope: record[scope] for scope in ("all", "decayed") if scope in record}
         scopes |= {f"role:{role}": values for role, values in record["roles"].items()}

@@ -1,8 +1,7 @@
-"""`muonsw plan`: what a run costs before it is started, on one GPU or thousands.
+"""`muonsw plan`: predict the cost of a run, on one GPU or thousands.
 
-Bytes are counted, and tests compare them with what tensors take and ranks send. Times are sums over measured rates of
-one GPU and assumed rates of links (docs/guide/distributed.md). Communication is assumed to overlap perfectly with
-computing.
+Bytes are exact: tests compare them with allocated tensors and sent messages. Times follow from measured rates of one
+GPU and assumed rates of links (docs/guide/distributed.md), with perfect overlap of communication and computation.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from muonsw.step import ACCELERATOR_CHUNK_BYTES
 
 FLOAT32, BFLOAT16 = 4, 2
 NS_STEPS = 5
-MUON_ROLES = ("hidden", "residual")  # roles in the muP table whose parameters Muon moves
-# Bytes that a step reads and writes for each parameter (docs/performance.md). Muon: momentum, look-ahead and cast 14,
+MUON_ROLES = ("hidden", "residual")  # roles of the muP table that Muon trains
+# Bytes that a step reads and writes per parameter (docs/performance.md). Muon: momentum, look-ahead and cast 14,
 # division 4, decay and move 10, finite check 4. AdamW: reads four numbers, writes three, finite check.
 PASS_BYTES = 32
-# Bytes of an element on its way to the rank that orthogonalizes it (momentum) and back (direction).
+# Bytes per element sent to the rank that orthogonalizes it (momentum) and back (direction).
 THERE, BACK = FLOAT32, BFLOAT16
-IN_FLIGHT = 8  # buffers of the exchange: sent, received, whole and result, for two rounds
+IN_FLIGHT = 8  # buffers of the exchange: sent, received, full matrix and result, for two rounds
 COMPILED = 0.59  # share of autograd's tensors that a compiled model keeps; fitted to three runs on one H200
-JOURNEYS = 4  # a token travels to its experts and back, in the forward and in the backward pass
-NODE = 8  # GPUs of one machine
+JOURNEYS = 4  # a token travels to its experts and back, in the forward and the backward pass
+NODE = 8  # GPUs per machine
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
-# A model that exists only on paper: about the size and shape of the largest open mixtures of experts.
+# A hypothetical model, about the size and shape of the largest open mixtures of experts.
 ON_PAPER: Mapping[str, ModelConfig] = {
     "moe-1t": ModelConfig(
         width=7168, layers=61, head_dim=128, experts=384, top_k=8, ff=2048, vocab=163_840, sequence=4096
@@ -55,21 +54,21 @@ ON_PAPER: Mapping[str, ModelConfig] = {
 
 
 class H200:
-    """Rates of one NVIDIA H200, in units a second (docs/performance.md)."""
+    """Rates of one NVIDIA H200, per second (docs/performance.md)."""
 
     memory = 4.3e12  # bytes, read and written
     dense = 720e12  # FLOPs of products
-    gram = 530e12  # useful FLOPs of `X X^T`, of which one triangle is computed
+    gram = 530e12  # useful FLOPs of `X X^T`, computing one triangle
     short = 400e12  # useful FLOPs of the small symmetric products
-    triangles = 512  # rows from which on one triangle is computed
-    overhead = 1.3e-3  # seconds of a step that depend on nothing: launches and the last wave of each product
+    triangles = 512  # rows from which only one triangle is computed
+    overhead = 1.3e-3  # constant seconds per step: launches and the last wave of each product
     capacity = 141e9  # bytes of memory
     latency = 20e-6  # seconds of a collective. Assumed.
-    message = 1e-6  # seconds more for each further rank of it. Assumed.
+    message = 1e-6  # additional seconds per further rank. Assumed.
 
 
 def parse_amount(text: str) -> int:
-    """Read a number of tokens as people write it.
+    """Parse a number of tokens such as 197B.
 
     Examples:
         >>> parse_amount("197B"), parse_amount("1.5e9"), parse_amount("300M"), parse_amount("524,288")
@@ -83,7 +82,7 @@ def parse_amount(text: str) -> int:
 
 
 def amount(number: float, digits: int = 3) -> str:
-    """Write a large number with the letter that `parse_amount` reads.
+    """Format a large number for `parse_amount`.
 
     Examples:
         >>> amount(18_350_080_000), amount(962_560), amount(197_132_288_000, 4), amount(999_960_000), amount(512)
@@ -95,23 +94,23 @@ def amount(number: float, digits: int = 3) -> str:
 
 
 class ModelPart(NamedTuple):
-    """Parameters that are moved in one way."""
+    """Parameters that are trained in the same way."""
 
     parameters: int
-    matrices: Mapping[tuple[int, int], int]  # how many Muon orthogonalizes of each (short, long) shape
+    matrices: Mapping[tuple[int, int], int]  # by (short, long) shape, the number of matrices that Muon orthogonalizes
 
 
 class ModelParts(NamedTuple):
-    """A model, divided by what the optimizer and ranks do with it."""
+    """A model, divided by optimizer and sharding."""
 
     experts: ModelPart  # stacks of experts
     hidden: ModelPart  # other matrices of Muon
-    rest: ModelPart  # what AdamW moves
+    rest: ModelPart  # trained by AdamW
 
 
 @cache
 def parts_of(config: ModelConfig) -> ModelParts:
-    """Divide the modules that would be trained; fused projections count one by one.
+    """Divide a model, counting fused projections separately.
 
     Examples:
         >>> parts = parts_of(ModelConfig(width=256))
@@ -140,25 +139,25 @@ def newton_schulz_flops(short: int, long: int) -> int:
 
 
 def orthogonalizer_flops(config: ModelConfig) -> float:
-    """FLOPs of Newton-Schulz in one step, every matrix by itself."""
+    """FLOPs of Newton-Schulz in one step."""
     pairs = (pair for part in parts_of(config) for pair in part.matrices.items())
     return float(sum(number * newton_schulz_flops(*shape) for shape, number in pairs))
 
 
 class Cost(NamedTuple):
-    """What several runs cost together."""
+    """The total cost of several runs."""
 
     runs: int
     tokens: int  # trained on
     flops: float  # training, Newton-Schulz and evaluation together
 
     def hours(self, tflops: float, workers: int) -> float:
-        """Hours at a sustained rate for each run, with this many runs at a time."""
+        """Hours at a sustained rate per run, with this many runs at a time."""
         return self.flops / (tflops * 1e12) / 3600.0 / max(1, min(workers, self.runs))
 
 
 def cost(configs: Iterable[RunConfig]) -> Cost:
-    """Add up runs, equal ones once: three passes for a trained token, one for a validated token, and Newton-Schulz."""
+    """Add up distinct runs: three passes per trained token, one per validation token, and Newton-Schulz."""
     distinct, flops = list(dict.fromkeys(configs)), []
     for config in distinct:
         per_token = count(config.decoder).flops_per_token
@@ -170,50 +169,50 @@ def cost(configs: Iterable[RunConfig]) -> Cost:
 
 
 class Sharding(NamedTuple):
-    """How a part lies on the ranks: `stack * cut * copies` of them."""
+    """How `stack * cut * copies` ranks share a part."""
 
-    stack: int = 1  # ranks over which stacks are divided
-    cut: int = 1  # ranks over which each matrix is cut
-    copies: int = 1  # ranks that hold the same
-    stride: int = 1  # how far apart two neighbours of a cut are in the numbering of ranks
+    stack: int = 1  # ranks that divide stacks
+    cut: int = 1  # ranks that divide each matrix
+    copies: int = 1  # ranks with the same data
+    stride: int = 1  # difference of rank between two neighbours of a cut
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The GPUs; each is like the H200 that was measured."""
+    """The GPUs, each like the H200 that we measured."""
 
     gpus: int = 1
     """Number of GPUs."""
 
     strategy: Literal["ddp", "fsdp", "ep"] = "ddp"
-    """ddp: a copy on each; fsdp: everything sharded; ep: experts stay on their GPUs and tokens travel."""
+    """ddp: a copy on each GPU; fsdp: everything sharded; ep: experts stay on their GPUs and tokens travel."""
 
     experts: Literal["stack", "rows"] = "stack"
     """Under fsdp: shard experts along their stack, or each by its rows."""
 
     replicas: int = 1
-    """Copies: under fsdp of the whole model (HSDP), under ep of all but the experts."""
+    """Copies of the model under fsdp (HSDP), or of all but the experts under ep."""
 
     micro_batch: int = 8
     """Sequences that a GPU computes at once."""
 
     tflops: float = 400.0
-    """What one GPU sustains in the model, in 1e12 FLOP a second: not what a data sheet says."""
+    """1e12 FLOP per second that one GPU sustains in the model; not the number on its data sheet."""
 
     recompute: bool = False
-    """Keep only the inputs of layers, and compute the rest again: a third more FLOPs."""
+    """Store only the inputs of layers and recompute the rest, with a third more FLOPs."""
 
     gathered_bytes: Literal[2, 4] = 4
     """Bytes of a gathered weight; the trainer gathers float32."""
 
     inside: float = 360.0
-    """GB/s that a GPU receives from others of its machine while it sends as much. Assumed, not measured."""
+    """GB/s that a GPU receives from its own machine while it sends as much. Assumed, not measured."""
 
     outside: float = 40.0
-    """The same from other machines. Assumed, not measured."""
+    """GB/s from other machines. Assumed, not measured."""
 
     def check(self) -> None:
-        """Refuse settings that make no sense, with a ValueError that names one."""
+        """Raise a ValueError that names the first invalid setting."""
         for name in ("micro_batch", "tflops", "inside", "outside"):
             if not 0.0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}={value} must be positive and finite")
@@ -224,11 +223,11 @@ class Setup:
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the model, or under ep of all but its experts."""
+        """Ranks that share one copy of the model, or of all but the experts under ep."""
         return 1 if self.strategy == "ddp" else self.gpus // self.replicas
 
     def shardings(self, experts: int) -> tuple[Sharding, Sharding]:
-        """How experts lie, and how everything else does."""
+        """The sharding of experts, and of everything else."""
         others = Sharding(cut=self.shards, copies=self.gpus // self.shards)
         if self.strategy == "fsdp" and experts > 1 and self.experts == "stack":
             return Sharding(stack=min(self.shards, experts), copies=self.replicas), others
@@ -238,21 +237,21 @@ class Setup:
         return others, others
 
     def link(self, reach: int) -> float:
-        """Bytes a second between ranks that are this far apart."""
+        """Bytes per second between ranks whose numbers differ by up to `reach`."""
         return 1e9 * (self.inside if reach <= NODE else self.outside)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the GPU that holds the most."""
+    """Bytes on the fullest GPU."""
 
     weights: float  # float32
     gradients: float  # float32
     muon_state: float  # a float32 momentum for hidden and expert matrices
     adamw_state: float  # two float32 averages for the rest
-    activations: float  # an estimate of what a micro-batch keeps for its backward pass
-    gathered: float  # bfloat16 copies of weights, and gathered ones, two layers at a time
-    buffers: float  # of the optimizer's exchange and products, at most
+    activations: float  # an estimate, for one micro-batch
+    gathered: float  # bfloat16 copies of weights, and gathered weights of two layers at a time
+    buffers: float  # at most, for the optimizer's exchange and products
 
     @property
     def total(self) -> float:
@@ -261,15 +260,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step takes."""
+    """The cost of one step."""
 
     memory: Memory
-    model_bytes: float  # that a GPU receives for weights, gradients and tokens
-    optimizer_bytes: float  # that a GPU receives for Muon's exchange, on average over ranks
-    optimizer_collectives: int  # of the exchange, at most, and the reduction by which ranks agree
-    model_seconds: float  # forward and backward, computing
+    model_bytes: float  # received by a GPU: weights, gradients and tokens
+    optimizer_bytes: float  # received by a GPU in Muon's exchange, on average over ranks
+    optimizer_collectives: int  # at most, with the reduction by which ranks agree
+    model_seconds: float  # computing forward and backward
     model_link_seconds: float  # the model's traffic, which overlaps with computing
-    product_seconds: float  # orthogonalizing, on the rank with the most
+    product_seconds: float  # orthogonalizing, on the busiest rank
     exchange_seconds: float  # the optimizer's traffic, which overlaps with its products
     pass_seconds: float  # momentum, decay, AdamW: passes over memory
 
@@ -287,7 +286,7 @@ class StepCost:
 
 
 def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_TOKENS) -> StepCost:
-    """Predict a step of this many tokens, on all GPUs together.
+    """Predict a step of this many tokens over all GPUs.
 
     Examples:
         >>> step = plan_step(ModelConfig(width=1024), Setup())
@@ -298,7 +297,7 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
     experts, others = setup.shardings(model.experts)
     most = math.ceil(model.experts / experts.stack) / model.experts  # share of a stack on the fullest rank
 
-    # Muon's matrices: products on the rank with the most, and the exchange with their owners.
+    # Muon's matrices: products on the busiest rank, and the exchange with the owners.
     products = exchange = optimizer_bytes = buffers = 0.0
     optimizer_collectives = int(setup.gpus > 1)
     for part, sharding, held in ((parts.experts, experts, most), (parts.hidden, others, 1.0)):
@@ -322,8 +321,8 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
         optimizer_bytes += received
         exchange += received / setup.link(owners * sharding.stride) + waiting
 
-    # The model's traffic, with how far the ranks are apart: sharded weights are gathered in both passes of every
-    # micro-batch, gradients are reduced once, and under ep tokens travel to their experts.
+    # The model's traffic, with its reach: sharded weights are gathered in both passes of every micro-batch, gradients
+    # are reduced once, and under ep tokens travel to their experts.
     tokens = batch_tokens / setup.gpus
     micro_batches = max(1, math.ceil(tokens / (setup.micro_batch * model.sequence)))
     traffic: list[tuple[float, int]] = []
@@ -345,7 +344,7 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
         inputs = FLOAT32 * setup.micro_batch * model.sequence * model.width * model.layers
         activations = inputs + COMPILED * activation_bytes(replace(model, layers=1), setup.micro_batch)
     gathered: float = BFLOAT16 * sum(part.parameters for part in parts)
-    if setup.shards > 1:  # whole for a while: the current layer, the next one, and the rest
+    if setup.shards > 1:  # gathered at a time: the current layer, the next one, and the rest
         stack = experts.stack if setup.strategy == "ep" else 1
         layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
         gathered = setup.gathered_bytes * (2 * layer + parts.rest.parameters) + BFLOAT16 * layer
@@ -372,7 +371,7 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
 
 
 def orthogonalizing(short: int, long: int) -> float:
-    """Seconds of the products of one matrix among many; `muonsw.orthogonalize.iterations` says how many there are."""
+    """Seconds to orthogonalize one matrix of many, with the products of `muonsw.orthogonalize.iterations`."""
     if short < H200.triangles:
         return newton_schulz_flops(short, long) / H200.dense
     segments = 2 if gram_saves(short, long) > 0 else NS_STEPS
@@ -382,7 +381,7 @@ def orthogonalizing(short: int, long: int) -> float:
 
 
 def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
-    """The load of the most loaded owner, where the largest costs are assigned first; each cost comes with its count."""
+    """The load of the busiest owner when the largest costs are assigned first; costs come with their counts."""
     loads = [0.0] * owners
     for load, number in sorted(costs, reverse=True):
         for _ in range(number):
@@ -393,9 +392,9 @@ def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
 def activation_bytes(config: ModelConfig, sequences: int) -> int:
     """Estimate the bytes that an eager forward pass keeps for its backward in bfloat16 autocast.
 
-    A layer keeps 36 bytes a token for each unit of the width (norms and the stream in float32, attention in bfloat16),
-    and for each expert of a token 4 for each unit of the width and 8 for each of the expert's; the coefficients count
-    the tensors that autograd saves. The loss holds the bfloat16 logits of one chunk.
+    The coefficients count the tensors that autograd saves. Per token, a layer keeps 36 bytes per unit of width (norms
+    and stream in float32, attention in bfloat16), and each expert of the token 4 bytes per unit of width and 8 per unit
+    of its inner width. The loss holds the bfloat16 logits of one chunk.
     """
     tokens, width = sequences * config.sequence, config.width
     layer = 36 * width + config.top_k * (4 * width + 8 * config.ff_width)
@@ -409,13 +408,13 @@ def gib(size: float, digits: int = 2) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Say what a run will cost: parameters, FLOPs, memory, hours and traffic.
+    """Predict the cost of a run: parameters, FLOPs, memory, hours and traffic.
 
-    Nothing is trained. `muonsw advise` says what weight decay will do.
+    Nothing is trained. `muonsw advise` predicts what weight decay will do.
     """
 
     preset: str = ""
-    """The model: w128, w256, w512, w768, w1024, mini, demo, each also with -dense; or moe-1t, on paper only."""
+    """The model: w128, w256, w512, w768, w1024, mini or demo, each also with -dense; or the hypothetical moe-1t."""
 
     tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
     """Tokens to train on, such as 197B, 300M or 1.5e9."""
@@ -424,7 +423,7 @@ class Plan:
     """Steps, instead of tokens."""
 
     batch_tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
-    """Tokens in a step. Default: the preset's."""
+    """Tokens per step. Default: the preset's."""
 
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of a table."""
