@@ -1,4 +1,4 @@
-"""How the scripts of this folder time things: clocks, turns, memory, and the machine."""
+"""Shared by the benchmarks: clocks, turns, memory, and the machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import importlib.metadata
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,12 +22,11 @@ WARMING_ROUNDS = 2
 def chosen_device(name: str) -> torch.device:
     """Return the device that "auto", "cpu" or "cuda" means here."""
     if name == "cuda" and not machine.gpus():
-        raise SystemExit("there is no CUDA device that torch can use here; take --device cpu")
+        raise SystemExit("torch finds no CUDA device: use --device cpu")
     return torch.device("cuda" if name != "cpu" and machine.gpus() else "cpu")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -42,33 +40,12 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-# How long the GPU is kept busy, some 10 ms, while the host launches what is timed.
-CYCLES_ASLEEP = 20_000_000
-
-
-def device_milliseconds(work: Callable[[], object], repeats: int = 5, calls: int = 10) -> float:
-    """Median time of a call on the GPU, of calls that wait in its queue until all of them are launched."""
-    for _ in range(WARMING_ROUNDS):
-        work()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(CYCLES_ASLEEP)
-        start.record()
-        for _ in range(calls):
-            work()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / calls)
-    return statistics.median(times)
-
-
 def in_turn(
     ways: Mapping[str, Callable[[], Result]], rounds: int, warming: int = WARMING_ROUNDS
 ) -> dict[str, list[Result]]:
-    """Collect what each way of doing something returns, round by round after those that warm up.
+    """Collect the results of each function, round by round after some warm-up rounds.
 
-    A round takes each once, and every round starts with another one: other load on the machine hits all of them alike.
+    A round calls each once, and every round starts with a different one, so other load affects all equally.
     """
     results: dict[str, list[Result]] = {name: [] for name in ways}
     names = list(ways)
@@ -89,7 +66,7 @@ def save(record: Any, path: Path | None) -> None:
 
 
 def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Describe the machine, threads, versions and the day."""
+    """Describe the machine, threads, versions and the date."""
     versions = {}
     for package in ("torch", "triton", *packages):
         try:
@@ -111,7 +88,7 @@ def _processor() -> str:
 
 
 def peak_extra_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """Memory that a call takes beyond what it leaves behind; None where it is not counted."""
+    """Peak memory of a call above the memory before it; None if it cannot be measured."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
