@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses: to JSON and back, strictly, and what differs between two of them."""
+"""Settings as frozen dataclasses: strict conversion to and from JSON, and differences between two."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from muonsw.lab.files import plain
 
 T = TypeVar("T")
-_hints = cache(get_type_hints)  # parses annotations, which takes longer than all the rest
+_hints = cache(get_type_hints)  # parsing annotations takes longer than everything else
 
 
 def as_data(settings: Any) -> dict[str, Any]:
-    """A dataclass as plain JSON data, nested ones included."""
+    """A dataclass, with nested ones, as plain JSON data."""
     data: dict[str, Any] = plain(asdict(settings))
     return data
 
@@ -24,8 +24,8 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
     """The dataclass that JSON data describes; missing settings take their default.
 
     Raises:
-        ValueError: If a key is unknown, a required one is missing, or a value has the wrong type. It names the setting,
-            with the prefix `where`.
+        ValueError: If a key is unknown or missing, or a value has the wrong type. It names the setting, with the
+            prefix `where`.
 
     Examples:
         >>> from muonsw.lab.model import MuP
@@ -47,14 +47,14 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings, by dotted name, in which two nested mappings differ; "missing" where one has none."""
+    """By dotted name, the values that differ between two nested mappings, or "missing"."""
     old, new = flatten(first), flatten(second)
     pairs = {name: (old.get(name, "missing"), new.get(name, "missing")) for name in (*old, *new)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested mappings under dotted names."""
+    """Flatten nested mappings to dotted names."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         name = _dotted(where, key)
@@ -67,7 +67,7 @@ def _dotted(where: str, key: str) -> str:
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
-    """The value as the field wants it: JSON has no tuples, and writes whole floats as integers."""
+    """Convert a value to the type of its field: JSON has no tuples, and writes whole floats as integers."""
     origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in choices:
@@ -86,7 +86,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     kind = origin if origin is dict else hint
-    checkable = kind is not Any and isinstance(kind, type)  # since Python 3.11 Any is a class, and has no instances
+    checkable = kind is not Any and isinstance(kind, type)  # since Python 3.11 Any is a class without instances
     if checkable and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
         raise ValueError(f"{name}={value!r} must be of type {kind.__name__}")
     return value

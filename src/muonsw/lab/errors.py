@@ -1,4 +1,4 @@
-"""How a process ends: exceptions that become a message and an exit code, requests to stop, and ranks of a launcher."""
+"""How a process ends: exceptions that become a message and an exit code, stop signals, and ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 OK, FAILED, USAGE, MACHINE = 0, 1, 2, 3
-INTERRUPTED = 130  # by Ctrl-C before there was anything to save, or by a second Ctrl-C
+INTERRUPTED = 130  # by Ctrl-C with nothing to save, or by a second Ctrl-C
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-# What torchrun sets for every rank, and where it looks for the reason of a failure.
+# Set by torchrun for every rank, and the file in which it looks for the cause of a failure.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -36,8 +36,8 @@ class MachineError(UsageError):
     exit_code: ClassVar[int] = MACHINE
 
 
-class Diverged(Exception):  # noqa: N818 (an outcome of training that the caller reports, not a fault of the program)
-    """The loss is not finite, or far above where it was, at this step."""
+class Diverged(Exception):  # noqa: N818 (an outcome of training, not an error of the program)
+    """At this step the loss is not finite, or far above its best."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message, step)
@@ -47,8 +47,8 @@ class Diverged(Exception):  # noqa: N818 (an outcome of training that the caller
         return str(self.args[0])
 
 
-class Interrupted(Exception):  # noqa: N818 (not a fault: the work was saved and can go on)
-    """The process was asked to stop by a signal, and has saved its work."""
+class Interrupted(Exception):  # noqa: N818 (not an error: the work is saved and can be resumed)
+    """A signal asked the process to stop, and it has saved its work."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message, number)
@@ -64,10 +64,7 @@ class Interrupted(Exception):  # noqa: N818 (not a fault: the work was saved and
 
 
 def needed(name: str, who: str, extra: str) -> Any:
-    """Import a module of an optional package; if it is missing, raise a `UsageError` that names its extra.
-
-    `who` is the beginning of the message, with a verb: "FineWeb needs".
-    """
+    """Import an optional module, or raise a `UsageError`: "FineWeb needs" (`who`) the package, and its extra."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -79,7 +76,7 @@ def needed(name: str, who: str, extra: str) -> Any:
 
 
 class StopRequest:
-    """Set by a signal, read where work can be saved."""
+    """Set by a signal handler, and checked when work can be saved."""
 
     signal: int | None = None
 
@@ -88,8 +85,8 @@ class StopRequest:
 def stop_requests() -> Iterator[StopRequest]:
     """Turn Ctrl-C, SIGTERM and SIGHUP into a request; a second Ctrl-C raises `KeyboardInterrupt`.
 
-    When a rank leaves the block by an error, the handlers stay: torchrun sends SIGTERM to the other ranks of a lost one
-    just when they are about to report why they end.
+    When an error ends the block on a rank, the handlers stay: after losing a rank, torchrun sends SIGTERM to the
+    others while they are reporting their errors.
     """
     request = StopRequest()
 
@@ -99,7 +96,7 @@ def stop_requests() -> Iterator[StopRequest]:
         request.signal = number
 
     if threading.current_thread() is not threading.main_thread():
-        yield request  # Python delivers signals to the main thread alone
+        yield request  # Python delivers signals only to the main thread
         return
     # nohup ignores SIGHUP, and the run should too.
     handled = [s for s in STOP_SIGNALS if s == signal.SIGINT or signal.getsignal(s) is not signal.SIG_IGN]
@@ -117,7 +114,7 @@ def is_rank() -> bool:
 
 
 def report_error(sentence: str) -> None:
-    """Hand the reason of a failure to torchrun, which prints it last, after the traceback of its own."""
+    """Pass the cause of a failure to torchrun, which prints it last, after its own traceback."""
     if path := os.environ.get(ERROR_FILE):
         content = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with suppress(OSError):
@@ -125,11 +122,11 @@ def report_error(sentence: str) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Exit with a code; a rank does so without taking Python down, as processes of `multiprocessing` do.
+    """Exit with a code; a rank exits without finalizing Python, as processes of `multiprocessing` do.
 
-    Threads of gloo outlive `destroy_process_group` wherever a mesh or a layer still refers to the group. One that lets
-    go of the tensors of a finished collective takes Python's lock for it. If Python is being taken down, that ends the
-    thread inside C++ code which may not be left in this way, and the process with SIGABRT.
+    Gloo's threads outlive `destroy_process_group` while a mesh or a layer refers to the group. They take the GIL to
+    release the tensors of a finished collective. During finalization Python would end such a thread inside C++ code
+    that does not allow it, and the process would abort.
     """
     if not is_rank():
         sys.exit(code)

@@ -1,4 +1,4 @@
-"""Files: a reader never sees half of one, and a write that fails is an error that names the file and the remedy."""
+"""Files: readers never see a partial file, and a failed write is an error that names the file and the remedy."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def reported(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder, after checking that files can be written there; raises a `UsageError`."""
+    """Create the folder, after checking that files can be written there."""
     require_writable(folder)
     with reported(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def require_writable(folder: Path) -> None:
-    """Check that files can be written to a folder, or where it will be made, without making it."""
+    """Check that files can be written to a folder, without creating it; else raise a `UsageError`."""
     try:
-        # A dangling link counts as existing: no folder can be made in its place.
+        # A dangling link counts as existing: it prevents creating the folder.
         existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -54,7 +54,7 @@ def require_writable(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
-    """Make a folder if it is missing, lock it while the block runs, and delete what killed processes left in it.
+    """Create a folder if needed, lock it for the block, and delete the partial files of killed processes.
 
     The operating system releases the lock of a killed process.
 
@@ -78,24 +78,24 @@ def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes, *, remedy: str = MAKE_ROOM) -> Path:
-    """Replace a file by one with this content; a reader sees the old or the new one, never a part."""
+    """Replace a file's content; readers see the old or the new content, never a part."""
     with replacing(path, remedy=remedy) as file:
-        # File names that are not UTF-8 have half characters, which become their codes.
+        # Text may hold file names that are not UTF-8.
         file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     return path
 
 
 def write_json(path: Path, data: Any, *, remedy: str = MAKE_ROOM) -> Path:
-    """Replace a file by plain data in JSON, with None for numbers that are not finite."""
+    """Replace a file with JSON data; numbers that are not finite become null."""
     text = json.dumps(plain(data), indent=1, allow_nan=False)
     return write_atomically(path, text + "\n", remedy=remedy)
 
 
 @contextmanager
 def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of `path` when the block ends without an error."""
+    """Open a new file that replaces `path` when the block ends without an error."""
     refuse_folder(path)
-    # Random: hosts that share a disk have equal process numbers.
+    # Random, because hosts that share a disk may have equal process numbers.
     beside = path.with_name(f".{path.name}.{randbits(32)}{UNFINISHED}")
     with reported(path, remedy):
         try:
@@ -111,13 +111,12 @@ def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
 
 
 def refuse_folder(path: Path) -> None:
-    """Refuse a folder where a file must be written."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder, but a file of this name must be written: move it away, or delete it")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Wait until a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -126,7 +125,7 @@ def sync(path: Path) -> None:
 
 
 def numbered(path: Path) -> Path:
-    """The first free name of `path.1`, `path.2`, ..., for a file that is moved aside."""
+    """The first free name of `path.1`, `path.2`, ..., for moving a file aside."""
     names = (path.with_name(f"{path.name}.{number}") for number in count(1))
     return next(name for name in names if not os.path.lexists(name))
 
@@ -145,7 +144,7 @@ def read_object(path: Path, *, remedy: str = "check the file, or delete it") -> 
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Data from JSON text; a `ValueError` if it is not JSON or has NaN or an infinity, which Python would accept."""
+    """Parse JSON strictly: a `ValueError` also for NaN and infinities, which Python would accept."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not valid JSON")
@@ -157,7 +156,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Data for JSON: None for NaN and infinities, lists for arrays, strings for enumerations."""
+    """Data for JSON, with None for NaN and infinities, lists for arrays, and strings for enumerations."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

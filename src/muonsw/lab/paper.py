@@ -1,4 +1,4 @@
-"""Every number that the paper prints, once, with how far a repetition of its runs may be from it."""
+"""All numbers that the paper prints, and how far a repetition of its runs may be from them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ FIGURES = {512: "appendix, figure of width 512", 768: "appendix, figure of width
 
 @dataclass(frozen=True)
 class Row:
-    """What is printed about one width."""
+    """The printed numbers of one width."""
 
     parameters: float
-    active: float  # parameters that one token uses
+    active: float  # parameters used by one token
     steps: int
-    tokens: float  # of the whole run
+    tokens: float  # in the run
     peak_lr: float
     constant: float  # best validation loss with constant decay
-    scaled: float  # the same with scaled decay
-    saved: float  # the share of steps that scaled decay saves until it has the other's best loss
-    constant_norm: float | None = None  # weight RMS at the end; None where none is printed
-    scaled_norm: float | None = None  # the same with scaled decay
+    scaled: float  # with scaled decay
+    saved: float  # share of steps that scaled decay saves to reach the best loss of constant decay
+    constant_norm: float | None = None  # weight RMS at the end, if printed
+    scaled_norm: float | None = None  # with scaled decay
 
 
 ROWS: Mapping[int, Row] = {
@@ -41,7 +41,7 @@ DEFECT = 0.88
 SCALED_SLOPE = 20.8
 CONSTANT_OFFSET, CONSTANT_SLOPE = 7.40e-3, 40.5
 
-# The sweep table of the paper's source, where it is commented out: validation loss after 5,000 steps.
+# A sweep table, commented out in the paper's source: validation loss after 5,000 steps.
 SWEEP_RATES = (1e-3, 2e-3, 3e-3, 6e-3, 1e-2, 2e-2, 3e-2, 5e-2)
 SWEEP: Mapping[int, tuple[float, ...]] = {
     128: (3.948, 3.877, 3.856, 3.840, 3.835, 3.835, 3.845, 3.896),
