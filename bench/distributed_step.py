@@ -1,15 +1,14 @@
-"""Time the optimizer's step on many ranks, beside whole tensors, every rank doing everything, dion and torch's AdamW.
+"""Time the optimizer's step on many ranks, against unsharded tensors, dion and torch's AdamW.
 
     python bench/distributed_step.py                                   # 1, 2, 4, 8, ... GPUs of this machine
     python bench/distributed_step.py --ranks 1 --set gpt2              # what sharding costs one GPU
     python bench/distributed_step.py --ranks 1 2 --set tiny            # processes on CPUs (gloo)
     torchrun --nnodes 2 --nproc-per-node 8 ... bench/distributed_step.py --worker   # several machines, one size
 
-Each number of ranks is one `torchrun` of this file. The matrices are those of a decoder: plain tensors that every rank
-moves by itself (`whole`), sharded over ranks as FSDP2 shards them (`fsdp`), or held by every rank as under DDP, whose
-ranks share the work (`ddp`). Contenders take steps in turn on the same gradients. Printed are medians of the slowest
-rank: a step, and the part of it that the host takes. Before anything is timed, one step is checked against the same
-step on one rank alone.
+Each number of ranks is one `torchrun` of this file. The matrices of a decoder are plain tensors that every rank updates
+alone (`whole`), sharded as by FSDP2 (`fsdp`), or copied as by DDP with the work shared (`ddp`). Contenders take turns on
+the same gradients. The script prints medians of the slowest rank: a step, and its host time. Before anything is timed,
+steps are checked against the same steps on one rank.
 """
 
 from __future__ import annotations
@@ -112,20 +111,20 @@ def parameters(shapes: list[tuple[int, ...]], mesh: DeviceMesh, strategy: str) -
 
 
 def check(build: Build, shapes: list[tuple[int, ...]], mesh: DeviceMesh, strategy: str) -> None:
-    """One step on all ranks must be one step on each alone."""
+    """Check that steps on all ranks equal steps on a single rank."""
     few = list(dict.fromkeys(shapes))
     spread, alone = parameters(few, mesh, strategy), parameters(few, mesh, "whole")
     pairs = build(spread, mesh), ours(alone, mesh)
-    for _ in range(SETTLED + 3):  # the last steps are replayed where they can be
+    for _ in range(SETTLED + 3):  # the last steps are replayed if possible
         for optimizer in pairs:
             optimizer.step()
     for a, b in zip(spread, alone, strict=True):
-        whole = a.detach().full_tensor() if hasattr(a, "full_tensor") else a.detach()
-        assert (whole - b).abs().max() < 1e-2 * LR * max(b.shape), "steps on many ranks are not those on one"
+        full = a.detach().full_tensor() if hasattr(a, "full_tensor") else a.detach()
+        assert (full - b).abs().max() < 1e-2 * LR * max(b.shape), "steps on many ranks differ from those on one"
 
 
 def timed(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> tuple[float, float]:
-    """Seconds until the slowest rank has finished a step, and until its host has."""
+    """Seconds until the slowest rank finishes a step, and until the slowest host does."""
     dist.barrier()
     synchronize(torch.device(mesh.device_type))
     begun = time.perf_counter()
@@ -170,7 +169,7 @@ def worker(options: argparse.Namespace) -> None:
             row |= {"host_ms": 1000 * host, "state_mib": state_bytes(optimizer) / 2**20}
             if dist.get_rank() == 0:
                 print("RESULT " + json.dumps(row), flush=True)
-            if hasattr(optimizer, "release"):  # dion's graph would keep the process group from its end
+            if hasattr(optimizer, "release"):  # dion's graph would keep the process group alive
                 optimizer.release()
     dist.destroy_process_group()
 
@@ -186,16 +185,14 @@ def launch(options: argparse.Namespace, ranks: int) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", help="numbers of ranks; 1, 2, 4, ... up to all GPUs if left out"
-    )
-    parser.add_argument("--set", choices=SETS, help="the matrices; 1b on GPUs and tiny on CPUs if left out")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default: 1, 2, 4, ... up to all GPUs")
+    parser.add_argument("--set", choices=SETS, help="the matrices; default: 1b on GPUs, tiny on CPUs")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--cpu", action="store_true", help="use CPUs although there are GPUs")
-    parser.add_argument("--worker", action="store_true", help="be one rank of a torchrun")
-    parser.add_argument("--out", type=Path, help="write the table as JSON, too")
+    parser.add_argument("--cpu", action="store_true", help="use CPUs even if there are GPUs")
+    parser.add_argument("--worker", action="store_true", help="run as one rank of a torchrun")
+    parser.add_argument("--out", type=Path, help="also write the table as JSON")
     options = parser.parse_args()
     gpus = 0 if options.cpu else machine.gpus()
     options.set = options.set or ("1b" if gpus else "tiny")

@@ -1,12 +1,12 @@
-"""The loop that most people run, with each optimizer in turn: Hugging Face's GPT-2 124M, compiled, bfloat16 autocast.
+"""Time a common training loop with each optimizer: Hugging Face's GPT-2 124M, compiled, bfloat16 autocast.
 
-    PYTHONPATH=src python bench/gpt2_loop.py                # ms a step of the whole loop
+    PYTHONPATH=src python bench/gpt2_loop.py                # ms per step of the whole loop
     PYTHONPATH=src python bench/gpt2_loop.py --fsdp         # the same under FSDP2, over a mesh of one rank
-    PYTHONPATH=src python bench/gpt2_loop.py --host         # what one step takes on the host, and where
+    PYTHONPATH=src python bench/gpt2_loop.py --host         # host time of one step, with a profile
 
-Gradients are clipped, and freed after every step. Peers take part where they are installed (dion, pytorch-optimizer).
-All begin at the same weights and see the same batches; a contender whose loss is not close to that of its twin in
-torch is not timed. Those that are take turns, several steps each, on one compiled model.
+Gradients are clipped, and freed after every step. Dion and pytorch-optimizer are timed if installed. All contenders
+start from the same weights and see the same batches; one whose loss is not close to that of torch's optimizer is not
+timed. The others take turns, several steps each, on one compiled model.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ BATCHES = (16, 4)
 LR, LAMBDA, BETAS = 1e-3, 0.1, (0.9, 0.95)
 CHECKED, BLOCKS, STEPS = 12, 7, 10
 
-# How far the loss after `CHECKED` steps may be from that of torch's optimizer: kernels round differently, and the
-# Muons of others scale and route differently.
+# Allowed distance of the loss after `CHECKED` steps from that of torch's optimizer: kernels round differently, and
+# other Muons scale and route differently.
 CLOSE = {"AdamWSW": 0.05, "MuonSW": 0.3}
 
 Build = Callable[[nn.Module], list[Optimizer]]
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
     parser.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
     parser.add_argument("--host", action="store_true", help="profile one step on the host instead")
-    parser.add_argument("--top", type=int, default=25, help="functions that the profile shows")
+    parser.add_argument("--top", type=int, default=25, help="number of functions in the profile")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
     parser.add_argument("--json", type=Path, default=Path("out/bench/gpt2_loop.json"))
     args = parser.parse_args()
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def sharded(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model as FSDP2 divides it among ranks, of which there is one: blocks are compiled, then sharded."""
+    """The model under FSDP2 on a single rank: blocks are compiled, then sharded."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
@@ -94,7 +94,7 @@ def sharded(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def contenders() -> dict[str, Build]:
-    """Each optimizer with its usual settings, Muon on the matrices that ours is given; absent peers are left out."""
+    """Each optimizer with its usual settings, Muon on the same matrices as ours, without missing peers."""
     settings = {"lr": LR, "weight_decay": LAMBDA}
     builds: dict[str, Build] = {
         "torch AdamW": lambda model: [torch.optim.AdamW(model.parameters(), **settings, betas=BETAS, fused=True)],
@@ -109,12 +109,12 @@ def contenders() -> dict[str, Build]:
             __import__(package)
             builds[name] = build
         except ImportError as error:
-            print(f"{name} is left out: {error}")
+            print(f"skipping {name}: {error}")
     return builds
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices that Muon gets, and the rest."""
+    """The matrices for Muon, and the rest."""
     matrices, rest = [], []
     for group in route(model, "muon", patterns={}, adamw={}).groups:
         params = matrices if group.get("algorithm", "muon") == "muon" else rest
@@ -149,7 +149,7 @@ def peer_dion(model: nn.Module) -> list[Optimizer]:
 
 
 class Loop:
-    """One compiled model that every contender trains from the same weights."""
+    """A compiled model that every contender trains from the same weights."""
 
     def __init__(self, model: nn.Module, rows: int, device: torch.device) -> None:
         self.model, self.device, self.length = model, device, model.config.n_positions
@@ -157,10 +157,12 @@ class Loop:
         self.compiled = torch.compile(model, dynamic=False) if device.type == "cuda" and not is_sharded else model
         self.start = [param.detach().clone() for param in model.parameters()]
         draws = torch.rand(8, rows, self.length, generator=torch.Generator().manual_seed(1))
-        self.batches = (model.config.vocab_size * draws**3).long().to(device)  # some words are frequent
+        self.batches = (
+            (model.config.vocab_size * draws**3).long().to(device)
+        )  # not uniform, so there is something to learn
 
     def measure(self, chosen: dict[str, Build]) -> dict[str, dict[str, float | str]]:
-        """Milliseconds of a step of the loop with each optimizer whose loss is right."""
+        """Milliseconds per step of the loop, for each optimizer with a correct loss."""
         results: dict[str, dict[str, float | str]] = {}
         trained: dict[str, list[Optimizer]] = {}
         losses: dict[str, float] = {}
@@ -168,7 +170,7 @@ class Loop:
             try:
                 trained[name], losses[name] = self.begin(build)
                 require_close(name, losses)
-            except Exception as error:  # whatever a peer may raise
+            except Exception as error:  # peers may raise anything
                 trained.pop(name, None)
                 results[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         times = in_turn({name: partial(self.block, optimizers) for name, optimizers in trained.items()}, BLOCKS, 1)
@@ -180,7 +182,7 @@ class Loop:
         return results
 
     def begin(self, build: Build) -> tuple[list[Optimizer], float]:
-        """Optimizers that have taken some steps from the first weights, and the loss that they reached."""
+        """Take some steps from the initial weights; return the optimizers and the loss."""
         gc.collect()
         with torch.no_grad():
             for param, start in zip(self.model.parameters(), self.start, strict=True):
@@ -206,12 +208,12 @@ class Loop:
         return loss
 
     def block(self, optimizers: list[Optimizer]) -> float:
-        """Milliseconds of a step, over several."""
+        """Mean milliseconds per step over several steps."""
         return milliseconds(lambda: [self.step(optimizers, n) for n in range(STEPS)], self.device) / STEPS
 
 
 def require_close(name: str, losses: dict[str, float]) -> None:
-    """Refuse a loss that is not what torch's optimizer reaches."""
+    """Raise if the loss is not close to that of torch's optimizer."""
     loss = losses[name]
     twin = losses.get("torch AdamW" if name.startswith("AdamW") else "torch Muon + AdamW", loss)
     bound = next((bound for kind, bound in CLOSE.items() if name.startswith(kind)), 1.0)
@@ -220,7 +222,7 @@ def require_close(name: str, losses: dict[str, float]) -> None:
 
 
 def profile_host(name: str, build: Build, model: nn.Module, device: torch.device, top: int) -> None:
-    """How long `step` takes to return, its launches, and the functions that it spends its time in."""
+    """Print the host time of `step`, its launches, and a profile."""
     torch.manual_seed(0)
     params, optimizers = list(model.parameters()), build(model)
 
@@ -229,12 +231,12 @@ def profile_host(name: str, build: Build, model: nn.Module, device: torch.device
             optimizer.step()
 
     def new_gradients() -> None:
-        """Put gradients elsewhere, as a loop that frees them does."""
+        """Move the gradients, as in a loop that frees them."""
         for param in params:
             param.grad = torch.randn_like(param)
 
     def host_ms(before: Callable[[], None]) -> float:
-        """Median milliseconds until `step` returns, the device idle when it begins."""
+        """Median milliseconds until `step` returns, starting on an idle device."""
         times = []
         for _ in range(30):
             before()

@@ -1,10 +1,10 @@
-"""Time our Triton kernels against torch's operations for the same work. Needs a CUDA device and no other package.
+"""Time our Triton kernels against the same work in torch. Needs a CUDA device and no other package.
 
     PYTHONPATH=src python bench/kernel_time.py
 
 First each kernel alone, on the matrices of one expert layer of the paper's width 1024. Then, for each member of Muon's
-two slots, a whole optimizer step: with the kernel for its slot, and with torch's operations for that slot and kernels
-for the rest. Steps of the w1024 set are eager, those of GPT-2's are replayed, so that only the device is timed.
+two slots, a full optimizer step: with the kernel for the slot, and with torch for the slot and kernels for the rest.
+Steps of the w1024 set are eager. Those of GPT-2's set are replayed, which removes host time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from muonsw.work import StepContext
 
 Matrices = list[tuple[tuple[int, ...], dict[str, Any]]]
 
-# Shapes of parameters with the options of their groups: the paper's decoder of 12 layers and 8 experts, and GPT-2's.
+# Shapes and group options of parameters: the paper's decoder of 12 layers and 8 experts, and GPT-2.
 W1024: Matrices = [((1024, 1024), {})] * 48 + [
     ((8, 5632, 1024), {"matrix": "stack", "split_sizes": (2816, 2816)}),
     ((8, 1024, 2816), {"matrix": "stack"}),
@@ -50,7 +50,7 @@ GPT2: Matrices = [
     ((768, 3072), {}),
 ] * 12
 
-# Members of the slots, whose kernels are switched off for comparison.
+# Members of the slots, timed with and without their kernels.
 MEMBERS = {
     "NorMuon": {"normalize": "normuon"},
     "AdaMuon": {"precondition": "sign", "normalize": "adamuon"},
@@ -62,11 +62,11 @@ MEMBERS = {
 
 
 def milliseconds(work: Callable[[], object], warming: int = 3, calls: int = 10) -> float:
-    """Median time of a call, from one event on the device to the next."""
+    """Median device time of a call."""
     for _ in range(warming):
         work()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host launches what is timed
+    torch.cuda._sleep(20_000_000)  # about 10 ms, in which the host launches the timed calls
     events[0].record()
     for event in events[1:]:
         work()
@@ -84,7 +84,7 @@ def distance(result: Tensor, expected: Tensor) -> float:
 
 
 def compare(name: str, ours: Callable[[], object], torchs: Callable[[], object], changed: list[Tensor]) -> None:
-    """Time both after a call of each from the same start, and show how far apart they leave the first tensor."""
+    """Time both, and show how far apart one call of each leaves the first tensor."""
     start = [tensor.clone() for tensor in changed]
     torchs()
     expected = changed[0].clone()
@@ -174,14 +174,14 @@ def time_kernels() -> None:
 
 
 def time_members(name: str, matrices: Matrices, replay: bool) -> None:
-    """A whole step of each member, with the kernel of its slot and without."""
+    """A full step of each member, with and without the kernel of its slot."""
     params = [nn.Parameter(0.02 * torch.randn(shape, device="cuda")) for shape, _ in matrices]
     for param in params:
         param.grad = torch.randn_like(param)
     last, start = params[-1], params[-1].detach().clone()
     groups: dict[str, dict[str, Any]] = {}  # one for each kind of matrix, as `for_model` makes them
-    for param, (_, own) in zip(params, matrices, strict=True):
-        groups.setdefault(str(own), {**own, "params": []})["params"].append(param)
+    for param, (_, settings) in zip(params, matrices, strict=True):
+        groups.setdefault(str(settings), {**settings, "params": []})["params"].append(param)
 
     def timed(options: dict[str, str], *, kernels: bool = True) -> tuple[float, Tensor]:
         last.data.copy_(start)

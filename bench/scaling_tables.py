@@ -2,8 +2,7 @@
 
     python bench/scaling_tables.py
 
-Each table stands between two comments with its name; a row is one call of `plan_step`. A test compares the page with
-the model.
+Two comments with its name enclose each table. A test compares the pages with the model.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SMALL_BATCH = 524_288  # the paper's
 LARGE_BATCH = 16_000_000
 BATCHES = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
 NEAR = 1024
-# What w1024 sustained on one H200 without its optimizer (docs/performance.md); taken for the large model too.
+# Measured for w1024 on one H200 without its optimizer (docs/performance.md), and assumed for the large model.
 TFLOPS = 460.0
 GIB, MB = 2**30, 1e6
 
@@ -33,7 +32,7 @@ def small(setup: Setup) -> StepCost:
 
 
 def large(setup: Setup, batch: int = LARGE_BATCH) -> StepCost:
-    """The model of 1T parameters: layers computed again, weights gathered in bfloat16."""
+    """The model of 1T parameters, with recomputation and weights gathered in bfloat16."""
     return plan_step(MOE, replace(setup, micro_batch=1, tflops=TFLOPS, gathered_bytes=2, recompute=True), batch)
 
 
@@ -77,7 +76,7 @@ def strategies() -> str:
 
 
 def links() -> str:
-    """How fast a link must be so that dividing the matrices of copies pays."""
+    """How fast a link must be for sharing the matrices of copies to pay."""
     rows = []
     for name, model in (("w256", preset("w256")), ("w1024", W1024), ("width 7168, dense", DENSE)):
         alone = plan_step(model, Setup(), SMALL_BATCH).product_seconds
@@ -93,7 +92,7 @@ def one_trillion() -> str:
     """The model of 1T parameters on thousands of GPUs."""
     rows = []
     for gpus in (1024, 4096, 16_384):
-        # Also with all but the experts cut over a thousand ranks and copied.
+        # Also with everything but the experts sharded over a thousand ranks and copied.
         near = Setup(gpus, "ep", replicas=gpus // NEAR)
         for setup in dict.fromkeys((Setup(gpus, "ep"), near, Setup(gpus, "fsdp", "rows"))):
             cost = large(setup)
@@ -119,7 +118,7 @@ def batches() -> str:
     rows = []
     for gpus in (1024, 4096, 16_384):
         shares = [large(Setup(gpus, "ep"), batch).optimizer_share for batch in BATCHES]
-        # The batch of which the optimizer takes a tenth, if the model's traffic is hidden.
+        # The batch at which the optimizer takes a tenth of the time, if the model's traffic is hidden.
         cost = large(Setup(gpus, "ep"))
         tenth = 9 * cost.optimizer_seconds / cost.model_seconds * LARGE_BATCH
         rows.append((f"{gpus:,}, ep", *(f"{100 * share:.1f}%" for share in shares), f"{tenth / 1e6:.2f}M"))
@@ -127,7 +126,7 @@ def batches() -> str:
 
 
 def sizes() -> str:
-    """What the model on paper is made of."""
+    """The parts of the hypothetical model."""
     parts = parts_of(MOE)
     labels = {"experts": parts.experts, "attention": parts.hidden, "embedding, norms, routers": parts.rest}
     rows = []
@@ -138,7 +137,7 @@ def sizes() -> str:
 
 
 def rates() -> str:
-    """The rates behind all of it."""
+    """The rates of the cost model."""
     rows = [
         ("memory", f"{H200.memory / 1e12:g} TB/s", "measured"),
         ("dense products", f"{H200.dense / 1e12:g} TFLOP/s", "measured"),
@@ -159,7 +158,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
 
 
 def written(path: Path) -> str:
-    """A page with the tables of the model."""
+    """A page with its tables updated."""
     page = path.read_text(encoding="utf-8")
     for name, table_of in TABLES[path].items():
         begin, end = f"<!-- table: {name} -->\n", f"\n<!-- end: {name} -->"

@@ -1,13 +1,12 @@
-"""Time one optimizer step beside others': same process, same tensors, one step of each in turn, medians.
+"""Time one optimizer step against other libraries: same process, same tensors, steps in turn, medians.
 
     python bench/step_time.py                          # this machine's CPU
     python bench/step_time.py --device cuda --sets w1024
     python bench/step_time.py --device cuda --sets w1024 --profile
 
-Ours holds experts as stacks `(8, out, in)` with fused gate and up projections, as the lab's model does; dion gets
-stacks of single projections, the others get the same matrices as lists, which is all they take. Before anything is
-timed, steps of ours are compared with those of torch's own optimizers. Of dion, pytorch-optimizer, heavyball and
-muon-optimizer those that are installed are timed.
+Ours holds experts as stacks `(8, out, in)` with fused gate and up projections, as in the lab's model. Dion gets stacks
+of single projections; the others accept only lists of the same matrices. Before anything is timed, our steps are
+compared with those of torch's optimizers. Dion, pytorch-optimizer, heavyball and muon-optimizer are timed if installed.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from timing import peak_extra_bytes as extra_bytes
 LR, LAMBDA = 1e-3, 0.1
 
 Shape = tuple[int, ...]
-# Makes parameters with gradients of these shapes, the same for everyone.
+# Makes parameters and gradients of these shapes, equal for all optimizers.
 Make = Callable[[Sequence[Shape]], list[nn.Parameter]]
 Built = tuple[Optimizer, list[nn.Parameter]]
 
 
 class Matrices(NamedTuple):
-    """A set of matrices: as ours holds them, with group options; as stacks; and as plain 2-D shapes."""
+    """A set of matrices: for ours, with group options; as stacks; and as 2-D shapes."""
 
     ours: list[tuple[Shape, dict[str, Any]]]
     stacks: list[Shape]
@@ -60,7 +59,7 @@ def moe(width: int, ff: int, layers: int = 12, experts: int = 8) -> Matrices:
 
 
 def listed(shapes: list[Shape]) -> Matrices:
-    """Matrices that everyone holds in the same way."""
+    """Matrices that all optimizers hold in the same way."""
     return Matrices([(shape, {}) for shape in shapes], shapes, shapes)
 
 
@@ -90,7 +89,7 @@ def maker(device: torch.device, dtype: torch.dtype = torch.float32) -> Make:
 
 
 def ours(orthogonalizer: str = "auto", group: Mapping[str, Any] | None = None, **options: Any) -> Contender:
-    """Muon-SW; or a relative, by options of its groups."""
+    """MuonSW, or another algorithm through options of its groups."""
 
     def build(matrices: Matrices, make: Make) -> Built:
         params = make([shape for shape, _ in matrices.ours])
@@ -114,7 +113,7 @@ def theirs(build: Callable[[list[nn.Parameter]], Any], *, stacked: bool = False)
 
 
 def stacked(kind: Callable[..., Optimizer], **options: Any) -> Contender:
-    """An optimizer that moves stacks element by element."""
+    """An elementwise optimizer, which accepts stacks."""
     return theirs(lambda params: kind(params, lr=LR, weight_decay=LAMBDA, **options), stacked=True)
 
 
@@ -153,7 +152,7 @@ def muon_optimizer() -> Contender:
     return theirs(lambda p: SingleDeviceMuon(p, lr=LR, weight_decay=LAMBDA))
 
 
-# Loading a peer that is not installed fails.
+# Each raises an ImportError if its package is not installed.
 PEERS: dict[str, Callable[[], Contender]] = {
     "dion": dion,
     "dion triton": lambda: dion(use_triton=True),
@@ -201,7 +200,7 @@ USUAL = ("muonsw", "muonsw eager", "muonsw plain", "torch.optim.Muon", "AdamWSW"
 
 
 def contenders(only: Sequence[str] | None = None) -> tuple[dict[str, Contender], list[str]]:
-    """Return whom to time, by default the usual ones and all peers, and the names of peers that are not installed."""
+    """The optimizers to time, by default the usual ones and all peers, and the names of missing peers."""
     names = only or (*USUAL, *PEERS)
     chosen, missing = {}, []
     for name in names:
@@ -214,7 +213,7 @@ def contenders(only: Sequence[str] | None = None) -> tuple[dict[str, Contender],
     return chosen, missing
 
 
-# Ours and torch's, and by how much of a step they may differ: torch's Muon multiplies in bfloat16.
+# Ours, torch's, and the relative difference allowed between their steps: torch's Muon multiplies in bfloat16.
 PAIRS: dict[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer], float]] = {
     "muon": (lambda p: MuonSW(p, lr=LR, weight_decay=LAMBDA, decay="constant"), torch_muon, 0.03),
     "adamw": (
@@ -227,11 +226,7 @@ CHECKED_SHAPES = [(64, 64), (64, 192), (256, 768), (768, 256), (512, 512), (600,
 
 
 def check(device: torch.device, shapes: Sequence[Shape] = CHECKED_SHAPES) -> dict[str, float]:
-    """Largest relative distance between three steps of ours and of torch's, over these shapes.
-
-    Raises:
-        SystemExit: If it is too large: the time of a wrong step means nothing.
-    """
+    """The largest relative distance between three of our steps and torch's; exit if it is too large."""
     distances, make = {}, maker(device)
     for name, (our, torchs, bound) in PAIRS.items():
         mine, other = make(shapes), make(shapes)
@@ -249,7 +244,7 @@ def check(device: torch.device, shapes: Sequence[Shape] = CHECKED_SHAPES) -> dic
 def measure(
     matrices: Matrices, make: Make, device: torch.device, rounds: int, chosen: Mapping[str, Contender]
 ) -> dict[str, dict[str, Any]]:
-    """Median milliseconds of a step for each contender; one that fails is left out, with its error."""
+    """Median milliseconds per step of each contender, or its error."""
     steps: dict[str, Callable[[], float]] = {}
     built: dict[str, Built] = {}
     results: dict[str, dict[str, Any]] = {}
@@ -259,9 +254,9 @@ def measure(
             step = timed_step(*built[name], device)
             results[name] = {"first_step_s": 1e-3 * step()}
             steps[name] = step
-        except Exception as error:  # whatever a peer may raise
+        except Exception as error:  # peers may raise anything
             results[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    warming = SETTLED + 1 if device.type == "cuda" else WARMING_ROUNDS  # until steps are replayed
+    warming = SETTLED + 1 if device.type == "cuda" else WARMING_ROUNDS  # then steps are replayed
     for name, times in in_turn(steps, rounds, warming).items():
         optimizer, params = built[name]
         state = [value for values in optimizer.state.values() for value in values.values()]
@@ -276,7 +271,7 @@ def measure(
 
 
 def timed_step(optimizer: Optimizer, params: list[nn.Parameter], device: torch.device) -> Callable[[], float]:
-    """A step that is timed; some optimizers take the gradients away, so they are put back before it."""
+    """Time a step; restore the gradients before it, because some optimizers delete them."""
     grads = [param.grad for param in params]
 
     def step() -> float:
@@ -328,7 +323,7 @@ def main() -> None:
 
 
 def profile(matrices: Matrices, make: Make, device: torch.device) -> None:
-    """Print where the time of our step goes, kernel by kernel."""
+    """Print the time of our step by kernel."""
     optimizer, _ = ours()(matrices, make)
     for _ in range(3):
         optimizer.step()
