@@ -14,7 +14,7 @@ from muonsw.integrations.transformers import TelemetryCallback, for_model
 
 
 class Repeats(torch.utils.data.Dataset):
-    """Sequences in which the second half repeats the first, so that there is something to learn."""
+    """Sequences whose second half repeats the first, so there is something to learn."""
 
     def __init__(self, size: int = 256) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -47,7 +47,7 @@ def main(steps: int = 60) -> tuple[list[float], MuonSW]:
             report_to=[],
             use_cpu=True,
         )
-        # The Trainer makes the scheduler; its peak is the learning rate given here, which decay divides by.
+        # The Trainer makes the scheduler. Its peak, which decay divides by, is this learning rate.
         trainer = Trainer(
             model=model,
             args=arguments,

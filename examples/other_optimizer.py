@@ -1,7 +1,7 @@
-"""Scaled decay for an optimizer that is not ours: `scale_weight_decay` on torch's AdamW.
+"""Scaled decay for any other optimizer: `scale_weight_decay` on torch's AdamW.
 
 Run it: `python examples/other_optimizer.py`. It works the same way for torch's Muon and the decoupled optimizers of
-timm and dion. The optimizer keeps its own step; only its `weight_decay` is set before each one.
+timm and dion. The optimizer takes its own steps; only its `weight_decay` is set before each of them.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A plain training loop: a small model learns to continue this very file, character by character.
+"""A plain training loop: a small model learns to continue this file, character by character.
 
 Run it: `python examples/plain_loop.py`. It needs only torch and muonsw, and takes a few seconds.
 """
@@ -14,7 +14,7 @@ CONTEXT = 16
 
 
 class Characters(nn.Module):
-    """Guesses the next byte from the 16 before it."""
+    """Predicts the next byte from the 16 before it."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

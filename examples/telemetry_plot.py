@@ -1,8 +1,8 @@
 """See what decay does to the weights: telemetry in a plain loop, written as JSON lines and drawn.
 
-Run it: `python examples/telemetry_plot.py`. It needs matplotlib besides torch and muonsw, and writes
+Run it: `python examples/telemetry_plot.py`. It also needs matplotlib, and writes
 `telemetry-constant.jsonl`, `telemetry-scaled.jsonl` and `weight-norm.png`. With the lab installed,
-`muonsw diagnose telemetry-*.jsonl` says in plain words what the same records mean.
+`muonsw diagnose telemetry-*.jsonl` explains the same records in words.
 """
 
 from pathlib import Path
@@ -16,12 +16,12 @@ from muonsw.telemetry import JsonlSink
 
 
 def train(decay: str, steps: int, path: Path) -> list[dict]:
-    """Train a small model under one decay rule; return its telemetry, which is also in the file."""
+    """Train a small model under one decay rule; return its telemetry, which is also written to the file."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=2.0, decay=decay)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps, eta_min=0.002)
-    path.unlink(missing_ok=True)  # a sink appends, so that a resumed run keeps its records
+    path.unlink(missing_ok=True)  # a sink appends, because a resumed run keeps its records
     with Telemetry(optimizer, every=10, sink=JsonlSink(path)) as telemetry:
         for _ in range(steps):
             inputs = torch.randn(64, 16)
@@ -34,7 +34,7 @@ def train(decay: str, steps: int, path: Path) -> list[dict]:
 
 
 def draw(runs: dict[str, list[dict]], path: Path) -> None:
-    """Draw the size of the decayed weights over the steps, for each rule."""
+    """Plot the size of the decayed weights over the steps, for each rule."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     for decay, records in runs.items():

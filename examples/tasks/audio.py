@@ -19,7 +19,7 @@ FRAMES, SPAN = 64, 8  # frames of an excerpt, and of each of its two masked span
 
 
 class Filler(nn.Module):
-    """An encoder over frames; masked ones are replaced by a learned vector."""
+    """An encoder over frames, with a learned vector in place of masked frames."""
 
     def __init__(self, width, depth):
         super().__init__()
@@ -31,7 +31,7 @@ class Filler(nn.Module):
         self.head = nn.Linear(width, MELS)
 
     def forward(self, frames, masked):
-        """Frames (B, FRAMES, MELS) as they should be, where `masked` (B, FRAMES) hides them."""
+        """Predict frames (B, FRAMES, MELS) hidden by `masked` (B, FRAMES)."""
         seen = torch.where(masked[..., None], self.mask, self.frames(frames))
         return self.head(self.layers(seen + self.position))
 
@@ -59,7 +59,7 @@ def batches(split, seed, folder="", batch=32):
 
 @cache
 def spectrograms(folder):
-    """The log-mel frames of every file, (frames, MELS), with mean 0 and variance 1 over all of them."""
+    """The log-mel frames (frames, MELS) of every file, with mean 0 and variance 1 over all files."""
     paths = sorted(Path(folder).glob("*.wav")) if folder else []
     recordings = [frames for path in paths if len(frames := log_mel(*read(path))) >= FRAMES]
     if len(recordings) < 10:
@@ -89,6 +89,6 @@ def log_mel(samples, rate):
 
 
 def loss(model, batch):
-    """Squared error at masked frames, in units of the variance of all."""
+    """Squared error at masked frames, relative to the variance of all frames."""
     frames, masked = batch
     return (model(frames, masked) - frames)[masked].square().mean()

@@ -2,10 +2,9 @@
 
     muonsw compare --task examples/tasks/bandit.py
 
-The player sees eight tokens and must name them in reverse; each token in the right place earns a reward. There is
-nothing to imitate: the gradient comes from the rewards of moves that were tried. The learning rate is flat after its
-warmup, as it often is in reinforcement learning. Both rules then decay by the same amount, so expect no difference;
-with "cosine" in `SETTINGS` they differ.
+The player sees eight tokens and must name them in reverse; each token in the right place earns a reward. The gradient
+comes only from the rewards of sampled moves. The learning rate is flat after its warmup, as often in reinforcement
+learning. Both rules then decay by the same amount, so expect no difference; with "cosine" in `SETTINGS` they differ.
 """
 
 import torch
@@ -17,7 +16,7 @@ TOKENS, LENGTH = 6, 8
 
 
 class Player(nn.Module):
-    """A transformer that sees the tokens and gives the logits of its moves, all at once."""
+    """A transformer that maps tokens to the logits of all moves at once."""
 
     def __init__(self, width, depth):
         super().__init__()
@@ -38,7 +37,7 @@ def model(seed, width=64, depth=2):
 
 
 def batches(split, seed, batch=128):
-    """Games, and the noise that draws moves: a function of (seed, i), so every arm has the same luck."""
+    """Games, and the noise that samples moves, as a function of (seed, i): every arm has the same luck."""
 
     def number(i):
         return torch.randint(TOKENS, (batch, LENGTH)), torch.rand(batch, LENGTH, TOKENS)
@@ -52,11 +51,11 @@ def rewards(tokens, moves):
 
 
 def loss(model, batch, entropy=0.01):
-    """While training, a surrogate whose gradient is that of the expected reward; on validation minus the reward."""
+    """A surrogate with the gradient of minus the expected reward; on validation, minus the reward."""
     tokens, noise = batch
     logits = model(tokens)
     log_p = functional.log_softmax(logits, dim=-1)
-    moves = (log_p - (-noise.log()).log()).argmax(-1)  # drawn from the policy, by Gumbel noise
+    moves = (log_p - (-noise.log()).log()).argmax(-1)  # sampled from the policy, with Gumbel noise
     reward = rewards(tokens, moves)
     if not model.training:
         return -reward.mean()

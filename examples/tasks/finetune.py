@@ -6,9 +6,9 @@ r"""Fine-tuning: a model that was pre-trained under each rule learns another tex
             --task.text new.txt --out out/tuned-$rule
     done
 
-Four arms in all: does the rule of pre-training leave a model that learns better? `{seed}` in `start` becomes the seed
-of the run, so that each seed starts from its own model. The metric `old` is the loss on the text of pre-training, which
-should not be forgotten.
+There are four arms: does the rule of pre-training leave a model that learns better? `{seed}` in `start` is replaced by
+the seed of the run, so each seed starts from its own model. The metric `old` is the loss on the text of pre-training,
+which the model should not forget.
 """
 
 from functools import cache
@@ -29,13 +29,13 @@ def model(seed, start=""):
 
 
 def folder(start, seed):
-    """The run that a seed starts from."""
+    """The run from which a seed starts."""
     return Path(start.replace("{seed}", str(seed)))
 
 
 @cache
 def encoded(start, text):
-    """The new text as tokens of that model; the last tenth is held out."""
+    """The new text as tokens of the pre-trained model; the last tenth is held out."""
     _, tokenizer = load_model(folder(start, 0))
     tokens = torch.as_tensor(tokenizer.encode(Path(text).read_text(encoding="utf-8"))).long()
     cut = 9 * len(tokens) // 10
@@ -49,7 +49,7 @@ def windows(tokens, starts, length):
 
 
 def batches(split, seed, start="", text="", batch=8):
-    """Random windows of the new text; for validation also windows of the old one."""
+    """Random windows of the new text; for validation also windows of the old text."""
     tokens, run = encoded(start, text)[split], read_config_file(folder(start, 0) / "config.json")
     length = run.model.sequence
 

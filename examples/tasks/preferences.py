@@ -5,8 +5,8 @@ r"""Preference tuning (DPO): a pre-trained decoder learns to prefer a text's rea
     muonsw compare --task examples/tasks/preferences.py --task.start out/pre --task.text new.txt --task.rank 4 \
         --lr 0.01
 
-With `--task.rank` only low-rank factors of the attention are trained, by Muon with decay (see `patterns`); without it
-the whole model is.
+With `--task.rank` Muon trains only low-rank factors of the attention, with decay (see `patterns`); without it the full
+model is trained.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from muonsw.lab.train.export import load_model
 
 SETTINGS = {"steps": 200, "lr": 0.001, "weight_decay": 1.0, "ns_dtype": "float32"}
-BETA = 0.1  # how far the model may move away from the one it started as
+BETA = 0.1  # how strongly the model is held near its start
 PROMPT = 16  # tokens that both continuations share
 
 
@@ -51,7 +51,7 @@ class Policy(nn.Module):
             )
 
     def forward(self, tokens):
-        """How much more likely the tuned model finds the continuations than the reference does, in nats."""
+        """The log-likelihood of the continuations minus that of the reference, in nats."""
         with torch.no_grad():
             before = log_likelihood(self.reference, tokens)
         return log_likelihood(self.decoder, tokens) - before
@@ -64,18 +64,18 @@ def log_likelihood(decoder, tokens):
 
 
 def model(seed, start="", rank=0):
-    """The decoder of a run of `muonsw train`, with its reference; `{seed}` in `start` becomes the seed."""
+    """The decoder of a run of `muonsw train`, with its reference; `{seed}` in `start` is replaced by the seed."""
     return Policy(load_model(Path(start.replace("{seed}", str(seed))))[0], rank)
 
 
 def patterns(model, weight_decay, rank=0):
-    """Give low-rank factors to Muon with decay; by default they go to AdamW without decay."""
+    """Train low-rank factors with Muon and decay; the default is AdamW without decay."""
     return {"role:lora": {"algorithm": "muon", "weight_decay": weight_decay}} if rank else {}
 
 
 @cache
 def encoded(start, text):
-    """The text as tokens of that model, and the size of its vocabulary."""
+    """The text as tokens of the pre-trained model, and the size of its vocabulary."""
     _, tokenizer = load_model(Path(start.replace("{seed}", "0")))
     return torch.as_tensor(tokenizer.encode(Path(text).read_text(encoding="utf-8"))).long(), tokenizer.vocab_size
 
@@ -96,7 +96,7 @@ def batches(split, seed, start="", text="", batch=8, length=48, corrupted=0.15):
 
 
 def margins(model, batch):
-    """How much the preference for the real continuation has grown, for each pair."""
+    """For each pair, how much the preference for the real continuation has grown."""
     chosen, rejected = batch
     both = model(torch.cat([chosen, rejected]))
     return BETA * (both[: len(chosen)] - both[len(chosen) :])

@@ -5,8 +5,8 @@
     muonsw compare --task examples/tasks/text.py --task.kind mamba2    # a state-space model
     muonsw compare --task examples/tasks/text.py --task.kind deltanet  # gated DeltaNet and attention (Qwen3-Next)
 
-Needs `pip install transformers`. Tokens are prepared once, in out/data; `--task.data DIR` takes a folder that `muonsw
-data prepare` made.
+Needs `pip install transformers`. Tokens are prepared once, in out/data; `--task.data DIR` takes a folder made by
+`muonsw data prepare`.
 """
 
 from pathlib import Path
@@ -48,7 +48,7 @@ def model(seed, kind="gpt2", data=""):
 
 
 def batches(split, seed, sequence=64, batch=16, data=""):
-    """Windows of the text, shuffled by the seed; `batch_at` is a function of the step."""
+    """Windows of the text, shuffled by the seed, as a function of the step."""
     return TokenLoader(open_split(tokens(data), split), sequence, batch, seed).batch_at
 
 

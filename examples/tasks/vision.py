@@ -29,7 +29,7 @@ def model(seed, kind="vit", depth=4):
 
 
 def batches(split, seed, batch=64):
-    """For training random pictures, distorted and noisy; for validation all held-out pictures."""
+    """Random pictures with distortion and noise for training; all held-out pictures for validation."""
     pictures, labels = digits()
     if split == "validation":
         return list(zip(pictures[:VALIDATION].split(90), labels[:VALIDATION].split(90), strict=True))
