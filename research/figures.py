@@ -14,7 +14,7 @@ COLOURS = {"constant": "#0072B2", "scaled": "#D55E00", "piecewise": "#009E73", "
 
 
 def panels(count, columns, size=(3.4, 2.9)):
-    """A figure with so many panels, row by row."""
+    """A figure with `count` panels, row by row."""
     lines = math.ceil(count / columns)
     figure = Figure((size[0] * columns, size[1] * lines), layout="constrained", dpi=110)
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
@@ -24,7 +24,7 @@ def panels(count, columns, size=(3.4, 2.9)):
 
 
 def basin(ax, losses, rule, lowest=None):
-    """Mean loss over lambda or rate, above the lowest."""
+    """Plot mean loss over lambda or rate, relative to the lowest."""
     mean = means(losses)
     lowest = min(mean.values()) if lowest is None else lowest
     ax.plot(list(mean), [loss - lowest for loss in mean.values()], "o-", color=COLOURS[rule], label=rule, ms=4)
@@ -33,7 +33,7 @@ def basin(ax, losses, rule, lowest=None):
 
 
 def forest(name, lines, label):
-    """Gaps with their intervals, one line each."""
+    """Plot gaps with their intervals, one line each."""
     figure, (ax,) = panels(1, 1, (7.2, 0.6 + 0.27 * len(lines)))
     for place, (_, values) in enumerate(reversed(lines)):
         ax.errorbar(np.mean(values), place, xerr=tables.half(values), fmt="o", ms=4, color=COLOURS["scaled"], capsize=2)

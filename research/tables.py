@@ -28,26 +28,26 @@ PAGE, MORE, MEANS = HERE.parent / "docs/evidence.md", HERE / "tables.md", HERE /
 ASSETS = HERE.parent / "docs/assets"
 ROWS = [json.loads(line) for line in (HERE / "runs.jsonl").read_text("utf-8").splitlines()]
 RULES = ("constant", "scaled")
-# What the runs of one setting share; lambda, rule and seed differ within it.
+# Runs of one setting share these columns; lambda, rule and seed differ.
 SETTING = (
     *("text", "algorithm", "preset", "norm", "width", "batch", "steps", "lr", "schedule", "final_fraction"),
     *("decay_fraction", "data.train_windows", "weights", "muon_lr"),
 )
-ACTIVE = {64: 954_176, 128: 3_284_608}  # active parameters by width: a token visits two of eight experts
-GOOD = 0.01  # nats that count as no loss
+ACTIVE = {64: 954_176, 128: 3_284_608}  # active parameters by width: two of eight experts
+GOOD = 0.01  # nats that we neglect
 
 
 # Reading
 
 
 def of(study, **where):
-    """The runs of a study, or of several, whose columns have these values."""
+    """The runs of one or more studies whose columns have these values."""
     rows = [row for row in ROWS if set(study.split()) & set(row["study"].split())]
     return [row for row in rows if all(row.get(name) == value for name, value in where.items())]
 
 
 def settings(study, **where):
-    """By setting, the runs of a study."""
+    """The runs of a study by setting."""
     groups = defaultdict(list)
     for row in of(study, **where):
         groups[tuple(row.get(name) for name in SETTING)].append(row)
@@ -55,7 +55,7 @@ def settings(study, **where):
 
 
 def by(rows, name="weight_decay", rule=None):
-    """Losses by the value of a column, ascending, each one loss a seed; values that lack seeds are left out."""
+    """Losses per seed by the value of a column, ascending; values with missing seeds are left out."""
     losses = defaultdict(dict)
     for row in rows:
         if rule in (None, row["decay"]):
@@ -68,7 +68,7 @@ def by(rows, name="weight_decay", rule=None):
 
 
 def per_lambda(rows, rule):
-    """Total decay of a rule for each unit of lambda."""
+    """Total decay of a rule at lambda 1."""
     row = next(row for row in rows if row["decay"] == rule and row["weight_decay"])
     return row["total_decay"] / row["weight_decay"]
 
@@ -94,31 +94,30 @@ def at_best(losses):
 
 
 def vertices(losses):
-    """The vertex of each seed."""
+    """The best value of each seed by its parabola."""
     seeds = len(next(iter(losses.values())))
     return [vertex({value: [ends[seed]] for value, ends in losses.items()}) for seed in range(seeds)]
 
 
 def between(losses, value):
-    """The loss at a value by lines over its logarithm; beyond those tried, that of the last."""
+    """The loss at a value, interpolated over its logarithm; outside the grid, the loss at the edge."""
     seeds, x = zip(*losses.values(), strict=True), np.log(list(losses))
     return np.array([np.interp(math.log(value), x, ends) for ends in seeds])
 
 
 def gap(rows, rule="scaled", other="constant"):
     """By seed, one rule at its best lambda minus another at its own."""
-    ours, theirs = by(rows, rule=rule), by(rows, rule=other)
-    return at_best(ours) - at_best(theirs)
+    return at_best(by(rows, rule=rule)) - at_best(by(rows, rule=other))
 
 
 def paired(rows, others, column="final_loss"):
     """By seed, a column of some runs minus that of others."""
-    ours, theirs = ({row["seed"]: row[column] for row in side} for side in (rows, others))
-    return np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+    first, second = ({row["seed"]: row[column] for row in side} for side in (rows, others))
+    return np.array([first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())])
 
 
 def steps_saved(constant, scaled):
-    """By seed, the share of steps that scaled decay needs less to constant decay's best loss, in percent."""
+    """By seed, the percentage of steps that scaled decay saves to reach constant decay's best loss."""
     saved = []
     for baseline, run in zip(*(sorted(rows, key=lambda row: row["seed"]) for rows in (constant, scaled)), strict=True):
         place = int(np.argmin(baseline["eval.loss"]))
@@ -138,7 +137,7 @@ def geometric(values, digits=1):
 
 
 def slopes(grown, values):
-    """By seed, the power of what grew that the values follow."""
+    """By seed, the values as a power of what grew."""
     return [np.polyfit(np.log(grown), np.log(seed), 1)[0] for seed in zip(*values, strict=True)]
 
 
@@ -217,12 +216,12 @@ TUNED = {
 
 
 def tuned():
-    """By kind, the settings of Muon at several lambdas: rows of each setting."""
+    """By kind, the settings of Muon with several lambdas, as lists of rows."""
     return {kind: sorted(settings(study).values(), key=lambda rows: rows[0]["steps"]) for kind, study in TUNED.items()}
 
 
 def pooled(cells):
-    """The gap at the best lambdas, one mean for each setting."""
+    """The mean gap at the best lambdas of each setting."""
     return [float(np.mean(gap(rows))) for rows in cells]
 
 
@@ -239,7 +238,7 @@ def tuned_table():
 
 
 def adamw_table():
-    """AdamW at six lambdas, and the pairs of older runs at one lambda."""
+    """AdamW at six lambdas."""
     lines = []
     for rows in settings("adamw-lambda", steps=6400).values():
         for rule in RULES:
@@ -274,7 +273,7 @@ def length_table():
 
 
 def prices(cells):
-    """By rule and choice of lambda, its cost in each setting: nats by seed above the better rule at its best."""
+    """By rule and choice of lambda, the cost in each setting: nats above the better rule at its best, by seed."""
     costs = defaultdict(list)
     for rows in cells:
         losses = {rule: by(rows, rule=rule) for rule in RULES}
@@ -282,7 +281,7 @@ def prices(cells):
         for rule, tried in losses.items():
             for choice, lam in (("0.1", 0.1), ("0.01", 0.01), ("total decay 1", 1 / per_lambda(rows, rule))):
                 reached = min(max(lam, min(tried)), max(tried))
-                if abs(math.log2(lam / reached)) <= 1:  # further away nothing is known
+                if abs(math.log2(lam / reached)) <= 1:  # not further outside the grid
                     costs[rule, choice].append((between(tried, reached) - lowest, reached != lam, rows[0]))
     return costs
 
@@ -313,13 +312,13 @@ AXES = {
 
 
 def grown(column, where, rule):
-    """By what grows, the losses of settings whose best lambda has others on both sides."""
+    """By what grows, the losses of settings whose best lambda is not at an edge."""
     cells = {rows[0][column]: by(rows, rule=rule) for rows in settings("lambda-scaling", **where).values()}
     return {value: losses for value, losses in sorted(cells.items()) if not at_edge(losses)}
 
 
 def totals_by_tokens(rule):
-    """By tokens per parameter, the best total of each seed on fresh text."""
+    """The best total of each seed by tokens per parameter, on fresh text."""
     cells = tuned()["lengths, 123M tokens"]
     tokens = {rows[0]["steps"] * rows[0]["batch"] * 1024 / ACTIVE[rows[0]["width"]]: rows for rows in cells}
     return {key: [v * per_lambda(rows, rule) for v in vertices(by(rows, rule=rule))] for key, rows in tokens.items()}
@@ -440,7 +439,7 @@ def dynamics_table():
 
 
 def growth(row):
-    """The gradient in the last tenth of a run over that in the middle, its logarithm."""
+    """The logarithm of the gradient in the last tenth of a run over that in the middle."""
     step = np.array(row["normalized.step"]) / row["steps"]
     ends = ((step > 0.9) & (step <= 1.0), (step > 0.4) & (step <= 0.6))
     end, middle = (median(row, "normalized", "gradient_rms", where) for where in ends)
@@ -488,7 +487,7 @@ def rate_table():
 
 
 def tasks():
-    """By task with its options, and lambda: both rules, and constant decay of scaled decay's total."""
+    """By task (with options) and lambda: both rules, and constant decay of scaled decay's total."""
     named = defaultdict(list)
     for row in of("tasks"):
         pairs = (option.partition("=") for option in row.get("options", []))
@@ -504,7 +503,7 @@ def tasks():
 
 
 def signed(values, name=""):
-    """A mean with its interval, bold where it leaves zero out."""
+    """A mean with its interval, bold if it excludes zero."""
     mean, width = float(np.mean(values)), half(values)
     text = f"{name} {mean:+.3f} ± {width:.3f}".strip()
     return f"**{text}**" if abs(mean) > width else text
@@ -565,7 +564,7 @@ TABLES = {
 
 
 def settled(row):
-    """At the peak, the step for a unit of rate over the weight, over AdamC's sqrt(2 lambda/eta), without momentum."""
+    """At the peak, the relative step per unit of rate over AdamC's sqrt(2 lambda/eta), without momentum."""
     beta = 0.9 if row["algorithm"] == "adamw" else 0.95
     names = ("step", "lr", "update_rms", "weight_rms", "decay")
     step, lr, update, weight, phi = (np.array(row[f"normalized.{name}"], dtype=float) for name in names)
@@ -574,7 +573,7 @@ def settled(row):
 
 
 def facts():
-    """Numbers that the prose of the page and the README quote, by what they are."""
+    """The numbers in the prose of the page and the README, by name."""
     sets = tuned()
     every = [rows for cells in sets.values() for rows in cells]
     lengths = sets["lengths, 23M tokens"] + sets["lengths, 123M tokens"]
@@ -658,7 +657,7 @@ def facts():
 
 
 def grids():
-    """Every arm of every study as CSV: means over seeds."""
+    """The means over seeds of every arm of every study as CSV."""
     groups = defaultdict(list)
     for row in ROWS:
         arm = tuple(row.get(name) for name in (*SETTING, "peak", "decay", "weight_decay", "task", "options", "arm"))
@@ -673,7 +672,7 @@ def grids():
 
 
 def page(text):
-    """A page with its tables as the records give them."""
+    """A page with its tables updated."""
     for name in re.findall(r"<!-- table: (\S+) -->", text):
         block, new = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.S), TABLES[name]()
         text = block.sub(lambda found, new=new: f"{found[1]}\n{new}\n\n{found[2]}", text)
@@ -684,7 +683,7 @@ def main():
     written = {path: path.read_text("utf-8") for path in (PAGE, MORE)}
     missing = [f"{name}: {text}" for name, text in facts().items() if text not in " ".join(written[PAGE].split())]
     if missing:
-        print("numbers that the page should have:", *missing, sep="\n  ")
+        print("missing numbers on the page:", *missing, sep="\n  ")
     made = {path: page(text) for path, text in written.items()}
     if "--check" in sys.argv:
         return int(bool(missing) or made != written or grids() != MEANS.read_text("utf-8"))
