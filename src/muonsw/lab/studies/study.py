@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -33,7 +33,7 @@ from muonsw.lab.diagnose import diagnose, draw
 from muonsw.lab.files import refuse_folder, write_json
 from muonsw.lab.launch import Job
 from muonsw.lab.report import PAGE, write_report
-from muonsw.lab.stats import Claim, Claims, Evidence, Verdict, count_verdicts, failed_first
+from muonsw.lab.stats import Claim, Evidence, Verdict, count_verdicts, failed_first
 from muonsw.lab.train.checkpoint import environment, identity
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.loop import torch_threads
@@ -174,7 +174,9 @@ class Study:
             claims[self.name] = failed_first(findings.claims)
         seconds = time.perf_counter() - start
 
-        sentence = count_verdicts([claim for group in claims.values() for claim in group])
+        every_claim = [claim for group in claims.values() for claim in group]
+        verdicts = [claim.verdict for claim in every_claim]
+        sentence = count_verdicts(every_claim)
         outcomes = {key: compare(arms) for key, arms in results.items()}
         lost = [
             f"{(f'{key}: {arm.name}' if len(results) > 1 else arm.name)!r} diverged {describe_divergence(arm.diverged)}"
@@ -195,7 +197,10 @@ class Study:
             "reference": self.reference,
             "scale": scale.name if planned else None,
             "seed": seed,
-            **claims_data(claims),
+            "claims_total": len(verdicts),
+            "claims_failed": verdicts.count(Verdict.FAILS),
+            "claims_undecided": verdicts.count(Verdict.UNDECIDED),
+            "claims": {name: [claim.as_data() for claim in group] for name, group in claims.items()},
             "experiments": [
                 {"name": each.name, "title": each.title, "settings": asdict(each.settings)} for each in self.experiments
             ],
@@ -239,14 +244,3 @@ class Study:
             )
             paths.append(page)
         return Conclusion(sentence, tables, paths, seconds, claims)
-
-
-def claims_data(claims: Claims) -> dict[str, Any]:
-    """Claims as JSON data, with the counts of all, failed and undecided claims."""
-    verdicts = [claim.verdict for group in claims.values() for claim in group]
-    return {
-        "claims_total": len(verdicts),
-        "claims_failed": verdicts.count(Verdict.FAILS),
-        "claims_undecided": verdicts.count(Verdict.UNDECIDED),
-        "claims": {name: [claim.as_data() for claim in group] for name, group in claims.items()},
-    }
