@@ -6,8 +6,8 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... bench/distributed_step.py --worker   # several machines, one size
 
 Each number of ranks is one `torchrun` of this file. The matrices of a decoder are plain tensors that every rank updates
-alone (`whole`), sharded as by FSDP2 (`fsdp`), or copied as by DDP with the work shared (`ddp`). Contenders take turns on
-the same gradients. The script prints medians of the slowest rank: a step, and its host time. Before anything is timed,
+alone (`whole`), sharded as by FSDP2 (`fsdp`), or copied as by DDP with the work shared (`ddp`). Contenders take
+turns on the same gradients. It prints medians of the slowest rank: a step, and its host time. Before anything is timed,
 steps are checked against the same steps on one rank.
 """
 
