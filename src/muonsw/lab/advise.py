@@ -37,7 +37,7 @@ MEASURED = (
     "tokens per parameter) total decay 1 ended 0.002 (constant) and 0.003 nats (scaled) above the best lambda in the "
     "median, and at most 0.05 (400 steps of width 64)."
 )
-FLAT = "In our runs, a rate that stays flat for most of the run wanted at most a quarter of the lambda of a cosine."
+FLAT = "In our runs, a rate that stays flat for most of the run needed at most a quarter of the lambda of a cosine."
 NO_LAMBDA = {
     "finetuning": "Decay pulls trained weights towards zero, not towards where they started.",
     "lora": "Decay of low-rank factors pulls the model back to where it started.",
@@ -171,7 +171,7 @@ class Advise:
         notes = [f"Total decay, the sum of the shares of a weight that each step removes, is {removes}.", basis]
         if self.epochs > HARMLESS_EPOCHS:
             notes.append(
-                f"Text seen {REPEATED_EPOCHS:g} times wanted {REPEATED['constant']:g} (constant) and "
+                f"Text seen {REPEATED_EPOCHS:g} times needed {REPEATED['constant']:g} (constant) and "
                 f"{REPEATED['scaled']:g} (scaled) times the total decay of fresh text. We interpolate below that, and "
                 "measured nothing above."
             )

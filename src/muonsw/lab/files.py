@@ -96,18 +96,18 @@ def replacing(path: Path, *, remedy: str = MAKE_ROOM) -> Iterator[BinaryIO]:
     """Open a new file that replaces `path` when the block ends without an error."""
     refuse_folder(path)
     # Random, because hosts that share a disk may have equal process numbers.
-    beside = path.with_name(f".{path.name}.{randbits(32)}{UNFINISHED}")
+    temporary = path.with_name(f".{path.name}.{randbits(32)}{UNFINISHED}")
     with reported(path, remedy):
         try:
-            with beside.open("wb") as file:
+            with temporary.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            temporary.replace(path)
             sync(path.parent)
         finally:
             with suppress(OSError):
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
 
 
 def refuse_folder(path: Path) -> None:

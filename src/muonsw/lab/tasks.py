@@ -1,7 +1,7 @@
 """What can be trained: the paper's decoder on tokens, or the functions of a user's file (see `task_template.py`).
 
-The generators of torch, numpy and Python are seeded before each call of a user's `model` and each batch, so what they
-draw depends only on the seed and the step.
+The generators of torch, numpy and Python are seeded before each call of a user's `model` and each batch, so their
+numbers depend only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -406,8 +406,10 @@ class UserTask(Task):
             return {}
         patterns = self.functions("patterns", model, weight_decay)
         if not isinstance(patterns, Mapping) or not all(isinstance(options, dict) for options in patterns.values()):
-            wanted = "expected a dict of dicts such as {'role:lora': {'algorithm': 'muon'}}"
-            raise UsageError(f"{self.config.name}: patterns(model, weight_decay) returned {shown(patterns)}; {wanted}")
+            expected = "expected a dict of dicts such as {'role:lora': {'algorithm': 'muon'}}"
+            raise UsageError(
+                f"{self.config.name}: patterns(model, weight_decay) returned {shown(patterns)}; {expected}"
+            )
         return patterns
 
     def computing_loss(self, model: nn.Module) -> nn.Module:
@@ -477,12 +479,12 @@ class BatchSource:
 
     def first(self, number: int | None = None) -> Iterator[Batch]:
         """The first batches, without repeats; by default all if the source has a length."""
-        wanted = min(number or self._length, self._length) if self._length else number or EVAL_BATCHES
+        limit = min(number or self._length, self._length) if self._length else number or EVAL_BATCHES
         if self._numbered is not None:
-            yield from map(self.batch, range(wanted))
+            yield from map(self.batch, range(limit))
             return
         iterator, end = iter(self._make()), object()
-        for place in range(wanted):
+        for place in range(limit):
             with self._drawing(place):
                 batch = next(iterator, end)
             if batch is end:
@@ -610,8 +612,10 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
             metrics = functions("metrics", model, map_tensors(Tensor.clone, validation))
     numbers = isinstance(metrics, Mapping) and all(isinstance(v, int | float | Tensor) for v in metrics.values())
     if not numbers or any(name in RESERVED for name in metrics):
-        wanted = f"expected a dict of numbers such as {{'accuracy': 0.5}}, under names other than {', '.join(RESERVED)}"
-        raise UsageError(f"{config.name}: metrics(model, batch) returned {shown(metrics)}; {wanted}")
+        expected = (
+            f"expected a dict of numbers such as {{'accuracy': 0.5}}, under names other than {', '.join(RESERVED)}"
+        )
+        raise UsageError(f"{config.name}: metrics(model, batch) returned {shown(metrics)}; {expected}")
     with functions.blamed("metrics"):
         measured = {name: float(value) for name, value in metrics.items()}
     return Checked(rows_of(batch), describe(batch), float(loss.detach()), measured, dict(settings), tuple(notes))
@@ -630,9 +634,9 @@ def _checked_model(functions: Functions, seed: int) -> nn.Module:
         try:
             save({name: value.new_empty(0)})  # as checkpoints will
         except Exception as error:
-            wanted = "expected a dense tensor that safetensors can save; persistent=False leaves a buffer out"
+            expected = "expected a dense tensor that safetensors can save; persistent=False leaves a buffer out"
             entry = f"{name} of its state_dict is {describe(value) or shown(value)}"
-            raise UsageError(f"{call}: {entry}; {wanted}") from error
+            raise UsageError(f"{call}: {entry}; {expected}") from error
     return model
 
 
@@ -643,9 +647,9 @@ def _checked_loss(functions: Functions, model: nn.Module, batch: Batch, split: s
     if isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad >= learning and bool(loss.isfinite()):
         return loss
     text = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else shown(loss)
-    wanted = "expected a finite scalar tensor with a gradient, such as cross_entropy(...)"
+    expected = "expected a finite scalar tensor with a gradient, such as cross_entropy(...)"
     call = f"{functions.name}: loss(model, batch) returned {text} for the first batch of {split!r}"
-    raise UsageError(f"{call}; {wanted}")
+    raise UsageError(f"{call}; {expected}")
 
 
 def shown(value: Any) -> str:

@@ -373,6 +373,6 @@ HORIZON_TRANSFER = grid(
     notes={
         "cpu": "The rule is the paper's for 5,000 to 20,000 steps; a tenth of so short a run is warmup.",
         "mini": "The rule is the paper's for 5,000 to 20,000 steps.",
-        "paper": "The paper does not print its rates here; those of its width sweep are taken.",
+        "paper": "The paper does not print its rates here; we take those of its width sweep.",
     },
 )

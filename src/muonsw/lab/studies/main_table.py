@@ -60,7 +60,7 @@ SMALLER = "a short run with raised lambda: its gain need not be the paper's"
 SAME_RUNS = "the same weights and batches for every arm"
 SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
 LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
-# Smaller differences of norms do not count, whatever the interval.
+# Smaller differences of norms do not count, even if significant.
 MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie above a hundredth: less is no movement")
 
 

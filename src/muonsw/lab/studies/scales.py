@@ -140,14 +140,14 @@ CPU = Scale(
 SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)}
 
 
-def find_data(scale: Scale, given: Path | None) -> Path:
+def find_data(scale: Scale, folder: Path | None) -> Path:
     """The tokens of a scale, prepared if necessary; scale paper needs GPT-2 tokens from the user."""
-    if given is not None:
-        size = read_record(given).vocab_size
+    if folder is not None:
+        size = read_record(folder).vocab_size
         if scale.printed and size != GPT2_VOCAB:
-            wanted = f"--scale {scale.name} needs GPT-2 tokens, a vocabulary of {GPT2_VOCAB:,}"
-            raise UsageError(f"{wanted}; {given} has {size:,}: prepare it with --tokenizer gpt2")
-        return given
+            needs = f"--scale {scale.name} needs GPT-2 tokens, a vocabulary of {GPT2_VOCAB:,}"
+            raise UsageError(f"{needs}; {folder} has {size:,}: prepare it with --tokenizer gpt2")
+        return folder
     if scale.printed:
         raise UsageError(
             "--scale paper needs --data DIR with GPT-2 tokens of FineWeb: make them with "

@@ -67,7 +67,7 @@ class BySettings:
             arm="",
         )
         config = with_fingerprint(config)
-        # The name follows from the settings, whatever a study calls the arm.
+        # The name follows from the settings, not from the study's name for the arm.
         chosen, dense = config.optimizer, "-dense" if config.decoder.experts == 1 else ""
         rule = f"{chosen.algorithm}-{chosen.decay}-lr{chosen.lr:.4g}-wd{chosen.weight_decay:.4g}"
         config = replace(config, arm=f"w{config.decoder.width}{dense}-{rule}-T{config.steps}")
