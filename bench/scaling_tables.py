@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from muonsw.lab.model import ModelConfig, preset
+from muonsw.lab.model import preset
 from muonsw.lab.plan import H200, ON_PAPER, Setup, StepCost, parts_of, plan_step
 
 ROOT = Path(__file__).parents[1]
 W1024, MOE = preset("w1024"), ON_PAPER["moe-1t"]
-DENSE = ModelConfig(width=7168, layers=12, head_dim=128, experts=1, top_k=1)
 SMALL_BATCH = 524_288  # the paper's
 LARGE_BATCH = 16_000_000
 BATCHES = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
@@ -73,19 +72,6 @@ def strategies() -> str:
             ))  # fmt: skip
     headings = ("GPUs", "GiB each", "MB received", "collectives", "products", "exchange", "optimizer", "model", "share")
     return table(headings, rows)
-
-
-def links() -> str:
-    """How fast a link must be for sharing the matrices of copies to pay."""
-    rows = []
-    for name, model in (("w256", preset("w256")), ("w1024", W1024), ("width 7168, dense", DENSE)):
-        alone = plan_step(model, Setup(), SMALL_BATCH).product_seconds
-        for gpus in (2, 8, 64):
-            cost = plan_step(model, Setup(gpus), SMALL_BATCH)
-            products, sent = cost.product_seconds, cost.optimizer_bytes
-            pays = f"{sent / (alone - products) / 1e9:.0f}"
-            rows.append((f"{name}, {gpus} GPUs", seconds(alone), seconds(products), f"{sent / MB:,.0f}", pays))
-    return table(("", "products, undivided", "divided", "MB received", "pays above, GB/s"), rows)
 
 
 def one_trillion() -> str:
@@ -152,7 +138,7 @@ def rates() -> str:
 
 
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "docs" / "guide" / "distributed.md": {"rates": rates, "strategies": strategies, "links": links},
+    ROOT / "docs" / "guide" / "distributed.md": {"rates": rates, "strategies": strategies},
     ROOT / "bench" / "scaling.md": {"sizes": sizes, "one-trillion": one_trillion, "batches": batches},
 }
 
