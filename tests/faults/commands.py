@@ -28,17 +28,17 @@ def run_command(*arguments: object) -> CommandResult:
 
 def refused(*arguments: object) -> str:
     """What a command printed that must end with a usage error, in one sentence."""
-    said = run_command(*arguments)
-    assert said.code == 2, said
-    assert said.text.count("muonsw: ") == 1
-    return said.text
+    output = run_command(*arguments)
+    assert output.code == 2, output
+    assert output.text.count("muonsw: ") == 1
+    return output.text
 
 
-def assert_good(said: CommandResult, broken: Path, *, same: bool) -> None:
+def assert_good(output: CommandResult, broken: Path, *, same: bool) -> None:
     """A broken file must be refused or repaired by name, or make no difference."""
-    assert said.code in (0, 1, 2), said
-    assert "Traceback" not in said.text
+    assert output.code in (0, 1, 2), output
+    assert "Traceback" not in output.text
     # Its own name, or that of the checkpoint, run or shard folder that it belongs to.
-    named = any(str(path) in said.text for path in (broken, broken.parent, broken.parent.parent))
-    repaired = named and any(word in said.text for word in ("damaged", "left out"))
-    assert named if said.code else same or repaired, said
+    named = any(str(path) in output.text for path in (broken, broken.parent, broken.parent.parent))
+    repaired = named and any(word in output.text for word in ("damaged", "left out"))
+    assert named if output.code else same or repaired, output

@@ -15,11 +15,12 @@ from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from muonsw.lab.train.export import export
 from muonsw.lab.train.loop import train
+from tests.lab.train.small_runs import losses
 
 # `make test-faults` sets it: every place and every byte count. Otherwise a few of each.
 LONG = os.environ.get("MUONSW_FAULTS") == "long"
 MODEL = ModelConfig(width=16, layers=1, head_dim=8, experts=2, ff=16, vocab=320, sequence=16)
-OLDER, NEWER, LAST = (f"checkpoints/step-{step:08d}" for step in (2, 4, 6))
+NEWER, LAST = (f"checkpoints/step-{step:08d}" for step in (4, 6))
 
 
 def documents():
@@ -86,13 +87,7 @@ def ending(folder: Path):
     tensors = {name: (folder / LAST / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer", "random")}
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     result.pop("seconds")
-    return tensors, records(folder / "metrics.jsonl"), result
-
-
-def records(path: Path):
-    """The records of a run without its speed."""
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in found]
+    return tensors, losses(folder), result
 
 
 def digest(path: Path) -> str:

@@ -1,9 +1,8 @@
-"""A process that is ended at its n-th file operation, or when a file reaches n bytes, or whose disk is full.
+"""A process that is killed at its n-th file operation or when a file reaches n bytes, or whose disk is full.
 
 The deed is done in a child process, and by SIGKILL, so that no `finally` runs.
 """
 
-import ctypes
 import io
 import os
 import resource
@@ -131,27 +130,3 @@ def files_no_larger_than(size: int) -> Iterator[None]:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-NEW_USER, NEW_MOUNTS, REMOUNT = 0x10000000, 0x00020000, 32
-LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def _alone() -> bool:
-    """Go where this process may mount what no other process sees, under its own user and group."""
-    user, group = os.getuid(), os.getgid()
-    if LIBC.unshare(NEW_USER | NEW_MOUNTS) != 0:
-        return False
-    for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-        Path(f"/proc/self/{file}").write_text(text, encoding="utf-8")
-    return True
-
-
-def mount_disk(folder: Path, pages: int, *, again: bool = False) -> bool:
-    """Mount a disk of so many pages of 4 KiB on a folder, which this process alone sees; whether the system lets us."""
-    if not again and not sys.platform.startswith("linux"):
-        return False
-    if not again and not _alone():
-        return False
-    options = f"size={pages * 4096}".encode()
-    return LIBC.mount(b"tmpfs", str(folder).encode(), b"tmpfs", REMOUNT if again else 0, options) == 0

@@ -1,121 +1,104 @@
-"""Run folders whose numbers behave as those of real runs do: losses that fall, norms that follow their recursion."""
+"""Run folders without training: norms that obey the recursion, under a known schedule, rule and memory."""
 
 import json
 import math
-from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
-import numpy as np
-
+from muonsw.decay import decay_factor
+from muonsw.lab.diagnose import History
+from muonsw.lab.runs import load_run
 from muonsw.lab.theory.norm import next_norm
 
-PEAK, WIDTH = 0.01, 256
-HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1> \"'&λ 日本 $x^2$ <b>"
+MEMORY = 39.0
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What one run is to look like."""
-
-    decay: str = "scaled"
-    seed: int = 0
-    steps: int = 1000
-    weight_decay: float = 0.1
-    arm: str = ""
-    complete: bool = True
-    every: int = 10
-    parameters: tuple[str, ...] = ("layers.0.attention.qkv", "layers.1.experts.up")
-    extra: dict = field(default_factory=dict)
+def cosine(step: int, steps: int, warmup: int, final: float) -> float:
+    if step <= warmup:
+        return step / max(warmup, 1)
+    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def write_run(folder: Path, recipe: Recipe) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config(recipe)), encoding="utf-8")
-    environment = {"python": "3.11.9", "torch": "2.13.0", "device": "cpu", "versions": {"numpy": "2.4"}}
-    (folder / "environment.json").write_text(
-        json.dumps(environment | {"command": ["muonsw", "train", str(recipe.seed)]}), encoding="utf-8"
-    )
-    records = list(simulate(recipe))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    if recipe.complete:
-        losses = [(record["loss"], record["step"]) for record in records if record["kind"] == "eval"]
-        best, step = min(losses)
-        result = {"steps": recipe.steps, "final_loss": losses[-1][0], "best_loss": best, "best_step": step}
-        result |= {"seconds": 0.04 * recipe.steps, "tokens": 16384 * recipe.steps}
-        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+@cache
+def simulate(
+    *, rule="scaled", lam=0.1, lr=0.02, steps=4000, warmup=100, final=0.1, start=0.05, update=0.176,
+):  # fmt: skip
+    """Step, norm, update, decay, learning rate and alignment of every update, in float64."""
+    r, rows = start, []
+    for step in range(1, steps + 1):
+        eta = lr * cosine(step, steps, warmup, final)
+        s, phi = update * eta, decay_factor(rule, lam, eta, lr)
+        # Momentum needs some steps until it remembers.
+        remembered = (MEMORY - 1.0) * (1.0 - 0.95 ** (step - 1))
+        a = max(-0.5, -remembered * s / (2.0 * r))
+        rows.append({"step": step, "r": r, "s": s, "phi": phi, "lr": eta, "a": a})
+        r = next_norm(r, s=s, phi=phi, a=a)
+    return rows
+
+
+def scope_record(row, peak):
+    r, s, phi, a = row["r"], row["s"], row["phi"], row["a"]
+    applied = math.sqrt(phi**2 * r**2 + 2.0 * phi * r * s * a + s**2)
+    return {
+        "weight_rms": r, "update_rms": s, "relative_update": s / r, "applied_rms": applied, "decay": phi,
+        "lr": row["lr"], "peak_lr": peak, "alignment_update": a, "alignment_update_mean": 0.9 * a,
+        "alignment_gradient": 0.02 * a, "alignment_momentum": 1.2 * a, "defect": 0.88, "numel": 1000,
+    }  # fmt: skip
+
+
+def make_run(
+    folder: Path, *, every=20, roles=("experts", "hidden"), complete=True, until=None, evals=True, losses=None,
+    skipped=0, change=None, optimizer=None, peak=None, telemetry=True, grad_norm=0.5,
+    clipped=None, seed=0, arm="", **settings,
+):  # fmt: skip
+    """Write a run folder and return it.
+
+    Args:
+        until: Last step written, of a run in progress.
+        change: Called with role (None for the pool) and record; returns the record to write.
+        losses: Training losses, one for each step, of which every tenth is written; a falling curve unless given.
+        grad_norm: Norm of the gradients before clipping, in the trainer's records; None leaves it out.
+        clipped: Share of clipped steps, in telemetry's; None leaves it out.
+        peak: What decay says it divides by; the schedule's peak unless given.
+        settings: For `simulate`.
+    """
+    rows = simulate(**settings)
+    lr, rule, steps = settings.get("lr", 0.02), settings.get("rule", "scaled"), len(rows)
+    peak = (lr if rule == "scaled" else None) if peak is None else peak
+    change = change or (lambda _role, record: record)
+    muon = {"algorithm": "muon", "lr": lr, "weight_decay": settings.get("lam", 0.1), "decay": rule, "momentum": 0.95}
+    config = {"version": 1, "steps": steps, "seed": seed, "optimizer": muon | (optimizer or {})}
+    config |= {"arm": arm} if arm else {}
+    losses = losses or [3.0 + 7.0 * math.exp(-6.0 * n / steps) + 0.01 * seed for n in range(steps)]
+    lines = [{"kind": "eval", "step": 0, "loss": 10.0}] if evals else []
+    for row, loss in zip(rows[:until], losses, strict=until is None):
+        step = row["step"]
+        if telemetry and (step - 1) % every == 0:
+            pooled = change(None, scope_record(row, peak))
+            by_role = {role: change(role, scope_record(row, peak)) for role in roles}
+            lines.append(
+                {"kind": "telemetry", "step": step, "all": pooled, "decayed": pooled, "roles": by_role,
+                 "layers": {"0": pooled, "1": pooled}, "parameters": {"layers.1.experts.up": pooled},
+                 "skipped": skipped}
+                | ({} if clipped is None else {"clipped": clipped})
+            )  # fmt: skip
+        if (step - 1) % 10 == 0:
+            record = {"cross_entropy": loss, "lr": row["lr"], "tokens": 100 * step, "load_entropy": [0.98, 0.97]}
+            norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+            lines.append({"kind": "train", "step": step, "loss": loss, **record, **norm})
+        if evals and step % max(steps // 20, 1) == 0:
+            lines.append({"kind": "eval", "step": step, "loss": loss})
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"config.json": config, "environment.json": {"torch": "2.13.0", "versions": {"numpy": "2.4"}}}
+    if complete and until is None:
+        best = min(filter(None, losses))
+        result = {"steps": steps, "final_loss": losses[-1], "best_loss": best, "seconds": 0.04 * steps}
+        files["result.json"] = result
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return folder
 
 
-def config(recipe):
-    optimizer = {"algorithm": "muon", "lr": PEAK, "weight_decay": recipe.weight_decay, "decay": recipe.decay}
-    return {
-        "version": 1,
-        "model": {"width": WIDTH, "layers": 2, "experts": 8, "mup": {"base_width": 256}},
-        "optimizer": optimizer | {"momentum": 0.95},
-        "schedule": {"shape": "cosine", "warmup_steps": recipe.steps // 20, "final_fraction": 0.1},
-        "steps": recipe.steps,
-        "seed": recipe.seed,
-        **({"arm": recipe.arm} if recipe.arm else {}),
-        **recipe.extra,
-    }
-
-
-def learning_rate(step, steps):
-    warmup = steps // 20
-    if step <= warmup:
-        return PEAK * step / warmup
-    return PEAK * (0.1 + 0.45 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup))))
-
-
-def simulate(recipe):
-    random = np.random.default_rng([recipe.seed, len(recipe.decay)])
-    # Short runs are relaxation-matched: the decay is raised until the norm has time to settle.
-    strength, norm, floor = recipe.weight_decay * 35_000 / recipe.steps, 0.02, 3.30 + 0.004 * random.standard_normal()
-    done = recipe.steps if recipe.complete else recipe.steps // 2
-    yield {"kind": "eval", "step": 0, "loss": 10.8}
-    for step in range(1, done + 1):
-        lr = learning_rate(step, recipe.steps)
-        phi = min(0.2, strength * lr) * {"scaled": lr / PEAK, "constant": 1.0, "none": 0.0}[recipe.decay]
-        size = 0.176 * lr * 2
-        align = float(-16.0 * size / (2 * norm) * 0.4 + 0.004 * random.standard_normal())
-        align = max(-0.5, align)
-        part = step / recipe.steps
-        shift = {"scaled": 0.0, "constant": 0.055, "none": 0.09}[recipe.decay] * part**2
-        loss = (
-            floor
-            + 7.5 * (1 + step * 40_000 / recipe.steps / 60) ** -0.62
-            + 0.35 * (lr / PEAK) * (1 - 0.4 * part)
-            + shift
-        )
-        yield train_record(step, loss + 0.03 * random.standard_normal(), lr, random)
-        if step % recipe.every == 0 or step == 1:
-            yield telemetry_record(recipe, step, (norm, size, phi, align, lr), random)
-        if step % max(1, recipe.steps // 40) == 0:
-            yield {"kind": "eval", "step": step, "loss": float(loss + 0.003 * random.standard_normal())}
-        norm = float(next_norm(norm, s=size, phi=phi, a=align))
-
-
-def train_record(step, loss, lr, random):
-    return {
-        "kind": "train", "step": step, "loss": loss + 0.026, "cross_entropy": loss, "balance": 0.25, "z": 0.01,
-        "grad_norm": float(0.4 + 0.02 * random.standard_normal()), "lr": lr, "tokens": 16384 * step,
-        "tokens_per_second": 4e5, "load_entropy": [0.98, 0.97],
-    }  # fmt: skip
-
-
-def telemetry_record(recipe, step, state, random):
-    norm, size, phi, align, lr = state
-
-    def values(factor):
-        return {
-            "weight_rms": norm * factor, "update_rms": size, "relative_update": size / (norm * factor),
-            "applied_rms": size, "decay": phi, "lr": lr, "peak_lr": PEAK if recipe.decay == "scaled" else None,
-            "alignment_update": align, "alignment_update_mean": align * 0.9, "numel": 1000,
-        }  # fmt: skip
-
-    return {
-        "kind": "telemetry", "step": step, "all": values(1.1), "decayed": values(1.0),
-        "roles": {"hidden": values(1.0), "embedding": values(2.0)},
-        "layers": {"0": values(0.95), "1": values(1.05)},
-        "parameters": {name: values(0.9 + 0.1 * float(random.random())) for name in recipe.parameters}, "skipped": 0,
-    }  # fmt: skip
+def make_history(folder: Path, scope="decayed", **settings) -> History:
+    return History(load_run(make_run(folder, **settings)), scope)

@@ -22,7 +22,6 @@ from muonsw.lab.compare import (
     Outcome,
     PairOutcome,
     advise_arm,
-    arms_table,
     by_arm,
     compare,
     conduct,
@@ -74,17 +73,14 @@ def test_an_arm_has_one_name_and_one_config():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("scalled", r"unknown decay rule or preset 'scalled' \(did you mean 'scaled'\?\); known: .*normuon"),
-        ("", "unknown decay rule or preset ''"),
-        ("soap/costant", r"unknown decay rule 'costant' \(did you mean 'constant'\?\)"),
-        ("saop/constant", r"unknown preset 'saop' \(did you mean 'soap'\?\)"),
-        ("/constant,preset=soap", "setting=value"),
-        ("soap,momentum=0.9", "optimizer.preset='soap' has its own momentum: leave optimizer.momentum=0.9 out"),
+        ("scalled", "did you mean 'scaled'"),
+        ("soap/costant", "did you mean 'constant'"),
+        ("saop/constant", "did you mean 'soap'"),
+        ("soap,momentum=0.9", "has its own momentum"),
         ("scaled,weight_decay", "setting=value"),
         ("scaled,betas=0.9", "settings algorithm, lr"),
         ("scaled,lr=fast", "lr='fast' must be of type float"),
         ("scaled,lr=NaN", "lr"),
-        ("scaled,algorithm=adam", "must be one of muon, adamw"),
     ],
 )
 def test_a_wrong_arm_is_explained(text, message):
@@ -142,31 +138,29 @@ def test_a_comparison_is_paired_by_seed_and_leaves_out_what_diverged(tmp_path):
     runs["scaled"][3] = written(tmp_path, "scaled", 3, loss=None, result={"diverged": 7, "final_loss": None})
     runs["constant"][0] = written(tmp_path, "constant", 0, loss=3.0, result={"skipped": 9})
     outcome = compare(runs)
-    (found,) = outcome.pairs
-    assert (found.baseline, found.arm, found.seeds) == ("constant", "scaled", (0, 1, 2))
-    assert found.differences == pytest.approx([-0.1, -0.2, -0.05])
-    assert found.mean == pytest.approx(-0.35 / 3)
-    assert found.interval == t_interval(torch.tensor(found.differences, dtype=torch.float64))
-    assert [each.diverged for each in outcome.arms] == [{}, {3: 7}]
+    (difference,) = outcome.pairs
+    assert (difference.baseline, difference.arm, difference.seeds) == ("constant", "scaled", (0, 1, 2))
+    assert difference.differences == pytest.approx([-0.1, -0.2, -0.05])
+    assert difference.mean == pytest.approx(-0.35 / 3)
+    assert difference.interval == t_interval(torch.tensor(difference.differences, dtype=torch.float64))
+    assert [arm.diverged for arm in outcome.arms] == [{}, {3: 7}]
     assert outcome.arms[0].skipped == {0: 9}
 
 
 def test_a_metric_that_ends_without_a_number_is_not_replaced_by_an_earlier_one(tmp_path):
-    def run(rule, seed, end):
-        return written(tmp_path, rule, seed, evals=[(1, 4.0, ("accuracy", 10.0)), (2, 3.0, ("accuracy", end))])
-
+    ends = {"constant": (30.0, 31.0, 32.0), "scaled": (33.0, None, 35.0)}
     runs = {
-        "constant": [run("constant", seed, 30.0 + seed) for seed in range(3)],
-        "scaled": [run("scaled", seed, None if seed == 1 else 33.0 + seed) for seed in range(3)],
+        rule: [
+            written(tmp_path, rule, seed, evals=[(1, 4.0, ("accuracy", 10.0)), (2, 3.0, ("accuracy", end))])
+            for seed, end in enumerate(values)
+        ]
+        for rule, values in ends.items()
     }
     outcome = compare(runs)
-    assert outcome.arms[0].metrics == {"accuracy": (30.0, 31.0, 32.0)}
+    assert outcome.arms[0].metrics == {"accuracy": ends["constant"]}
     (metric,) = outcome.pairs[0].metrics.values()
     assert metric.differences == pytest.approx((3.0, math.nan, 3.0), nan_ok=True)
-    assert math.isnan(metric.mean)
-    table = pairs_table(outcome.pairs)
-    assert table.columns[-1].title == "difference of accuracy"
-    assert table.rows[0][-1] is None
+    assert pairs_table(outcome.pairs).rows[0][-1] is None
 
 
 def test_steps_to_match_interpolates_between_evaluations(tmp_path):
@@ -178,19 +172,6 @@ def test_steps_to_match_interpolates_between_evaluations(tmp_path):
     assert steps_to_match(baseline, run("scaled", (0, 5.0), (100, 3.1))) is None
     assert steps_to_match(baseline, run("scaled", (10, 2.0), (20, 1.0))) == 10 / 50
     assert steps_to_match(run("constant"), baseline) is None
-
-
-def test_tables_show_no_more_than_is_known():
-    lost = arm("scaled", "scaled", seeds=(0, 2), final=(3.0, 3.1), diverged={1: 40})
-    (row,) = arms_table(Outcome((lost,), ())).rows
-    assert row[4].text.endswith(", 1 diverged")
-    assert row[4].note == "at step 40 (seed 1)"
-    nothing = PairOutcome("constant", "scaled", (), (), math.nan, None, ())
-    assert pairs_table([nothing]).rows[0][2:] == (None, None, None, None)
-    unknown = pairs_table([pair((math.nan,) * 3, match=(None,) * 3)])
-    assert not any("nan" in cell.text for row in unknown.cells() for cell in row)
-    huge = pairs_table([pair((1e30, 2e30, 3e30))])
-    assert max(len(cell.text) for row in huge.cells() for cell in row) < 40
 
 
 # Whole comparisons.
@@ -227,9 +208,8 @@ def test_a_finished_comparison_is_written_and_not_run_again(folder):
     page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
     assert "<title>a title</title>" in page
     assert conclusion.sentence in page
-    # A finished run with other settings is not taken for this one.
     other = [ARMS[0], Arm("scaled", replace(ARMS[1].optimizer, weight_decay=0.5))]
-    with pytest.raises(UsageError, match=r"or delete it:\n  optimizer\.weight_decay: 1\.0 there, 0\.5 now"):
+    with pytest.raises(UsageError, match=r"optimizer\.weight_decay: 1\.0 there, 0\.5 now"):
         concluded(folder, other, base=tiny_run(), seeds=3)
 
 
@@ -240,15 +220,6 @@ def test_numbers_that_cannot_be_written_are_named_before_anything_is_trained(tmp
     assert not (tmp_path / "runs").exists()
 
 
-def test_every_lambda_that_was_tried_is_in_the_numbers(tmp_path):
-    concluded(tmp_path, base=tiny_run(steps=2), seeds=1, tune_lambda=True)
-    search = numbers(tmp_path)["search"]
-    assert [result["arm"] for result in search] == ["constant", "scaled"]
-    for tried in search[1]["losses"]:
-        (run,) = (tmp_path / "runs").glob(f"*scaled*lambda={tried['weight_decay']:g}-seed1")
-        assert numbers(run, "result.json")["final_loss"] == tried["final"]
-
-
 def test_text_that_is_replaced_while_arms_are_trained_is_noticed(tmp_path):
     data = shutil.copytree(tokens(), tmp_path / "data")
     base = with_data(tiny_run(steps=2), data)
@@ -256,35 +227,27 @@ def test_text_that_is_replaced_while_arms_are_trained_is_noticed(tmp_path):
     train([replace(comparison(ARMS[:1]), base=base, seeds=(0,))])
     shutil.rmtree(data)
     prepare(islice(markov_texts(seed=1), 60), ByteTokenizer(), data, validation_fraction=0.2)
-    with pytest.raises(UsageError, match="holds different tokens"):
+    with pytest.raises(UsageError, match="holds other tokens"):
         train([replace(comparison(ARMS[1:]), base=base, seeds=(0,))])
 
 
 def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path):
     conclusion = concluded(tmp_path, (*ARMS, WILD), base=tiny_run(steps=20, diverged=1.0))
     data = numbers(tmp_path)
-    steps = data["arms"][2]["diverged"]
-    assert set(steps) == {"0", "1"}
-    where = f"'wild' diverged at step {steps['0']} (seed 0) and {steps['1']} (seed 1)"
+    assert set(data["arms"][2]["diverged"]) == {"0", "1"}
+    where = f"'wild' diverged at step {data['arms'][2]['diverged']['0']} (seed 0)"
     assert conclusion.sentence.startswith(where)
-    assert "'wild' and 'constant' cannot be compared" in conclusion.sentence
     assert "'scaled' and 'constant'" in conclusion.sentence
     assert conclusion.tables[0].rows[2][4].text == "diverged"
     assert where in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert data["pairs"][1]["mean"] is None
 
 
-def test_a_preset_keeps_its_name_from_the_command_to_the_page(tmp_path):
-    base = tiny_run(steps=4, optimizer={"ns_dtype": "float32"})
-    arms = tuple(parse_arm(text, base.optimizer) for text in ("constant", "normuon", "lion/constant,lr=0.001"))
-    conclusion = concluded(tmp_path, arms, base=base, seeds=1)
-    names = ["constant", "normuon/scaled", "lion/constant, lr=0.001"]
-    assert (
-        [row[0] for row in conclusion.tables[0].rows] == [each["name"] for each in numbers(tmp_path)["arms"]] == names
-    )
-    assert {path.name for path in (tmp_path / "runs").iterdir()} >= {"normuon-scaled-seed0", "constant-seed0"}
-    page = html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert all(name in page for name in names)
+def test_every_lambda_that_was_tried_is_in_the_numbers(tmp_path):
+    concluded(tmp_path, base=tiny_run(steps=2), seeds=1, tune_lambda=True)
+    for tried in numbers(tmp_path)["search"][1]["losses"]:
+        (run,) = (tmp_path / "runs").glob(f"*scaled*lambda={tried['weight_decay']:g}-seed1")
+        assert numbers(run, "result.json")["final_loss"] == tried["final"]
 
 
 def test_the_control_is_the_baseline_of_the_scaled_arm(tmp_path):
@@ -318,10 +281,7 @@ def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid():
         assert result.losses[result.best] == min(result.losses.values())
         assert (len(lambdas), result.at_edge) == (tried, edge), "it stops at an edge only after three extensions"
         assert all(call.seeds == (7,) for call in calls)
-        table = sweep_table([result])
-        (marked,) = (row[0] for row in table.rows if row[1].tone)
-        assert float(marked) == result.best
-        assert ("edge" in table.note) == result.at_edge
+        assert ("edge" in sweep_table([result]).note) == result.at_edge
 
 
 def test_a_search_goes_no_further_than_a_step_can_take():
@@ -333,12 +293,10 @@ def test_a_search_goes_no_further_than_a_step_can_take():
 
 
 def test_where_every_lambda_diverges_none_is_called_best_and_no_more_are_tried():
-    found, calls = search(lambda _: math.nan)
+    results, calls = search(lambda _: math.nan)
     assert [len(call.arms) for call in calls] == [len(FACTORS)]
-    assert not any(result.at_edge for result in found)
-    table = sweep_table(found)
-    assert {(cell.text, cell.tone) for row in table.rows for cell in row[1:]} == {("diverged", "")}
-    assert "diverged: lower the learning rate" in table.note
+    assert not any(result.at_edge for result in results)
+    assert {(cell.text, cell.tone) for row in sweep_table(results).rows for cell in row[1:]} == {("diverged", "")}
 
 
 # The verdict.
@@ -346,31 +304,25 @@ def test_where_every_lambda_diverges_none_is_called_best_and_no_more_are_tried()
 
 def test_the_verdict_follows_the_interval():
     clear = verdict(Outcome(BOTH, (pair(GAINS),)))
-    assert "'scaled' ended lower than 'constant' over 3 seeds (-0.1000 nats, 95% t interval -0.1248 to -0.0752" in clear
-    assert "matched the best loss of 'constant' in 80% of the steps" in clear
+    assert "'scaled' ended lower than 'constant' over 3 seeds (-0.1000 nats" in clear
+    assert "80% of the steps" in clear
     worse = verdict(Outcome(BOTH, (pair((0.10, 0.11, 0.09)),)))
     assert "'scaled' ended higher" in worse
     assert "80%" not in worse
     unsure = verdict(Outcome(BOTH, (pair((-0.10, 0.11, -0.09)),)))
-    assert "No significant difference between 'scaled' and 'constant' over 3 seeds" in unsure
-    assert all("--tune-lambda" in text for text in (clear, worse, unsure))
+    assert "No significant difference" in unsure
     alone = PairOutcome("constant", "scaled", (0,), (0.0,), 0.0, None, (1.0,))
-    equal = verdict(Outcome(BOTH, (alone,)))
-    assert "one seed gives no error bar" in equal
-    assert not {"below", "above"} & set(equal.split())
+    assert "one seed gives no error bar" in verdict(Outcome(BOTH, (alone,)))
 
 
-def test_the_verdict_judges_decay_and_lambda_before_the_difference():
+def test_the_verdict_judges_lambda_unless_arms_have_their_own():
     gain = pair(GAINS)
     for lam, words in ((1.0, "too large"), (0.27, "fits"), (0.1, "small")):
         advice = advise_arm(replace(small_run(), steps=420), Arm("", OptimizerConfig(weight_decay=lam)), 1.0)
         text = verdict(Outcome(tuple(replace(each, weight_decay=lam) for each in BOTH), (gain,)), advice=advice)
-        places = [text.index(part) for part in ("Decay matters", f"Lambda {lam:g} ", words, "ended lower")]
-        assert places == sorted(places)
+        assert words in text
         assert ("--tune-lambda" in text) == (words != "fits")
-    # At lambdas of their own, or where no run of ours tells, nothing is said about them.
     assert "Lambda" not in verdict(Outcome((BOTH[0], replace(BOTH[1], weight_decay=0.5)), (gain,)), advice=advice)
-    assert "Lambda" not in verdict(Outcome(BOTH, (gain,)))
 
 
 @pytest.mark.parametrize(("left", "share"), [(0.2, "80%"), (1.0, "0%"), (-0.3, "100%")])
@@ -378,26 +330,22 @@ def test_the_verdict_says_how_much_of_a_gain_is_less_decay(left, share):
     arms = (*BOTH, arm(CONTROL, "constant", total_decay=3.6))
     against_control = pair(tuple(left * gain for gain in GAINS), baseline=CONTROL)
     text = verdict(Outcome(arms, (pair(GAINS), against_control)))
-    assert f"So {share} of the gain is explained by less total decay." in text
+    assert f"{share} of the gain is explained" in text
     unsure = verdict(Outcome(arms, (pair((-0.10, 0.11, -0.09)), against_control)))
     assert "explained" not in unsure
 
 
 def test_the_verdict_says_when_decay_cannot_matter():
-    """The same total as in `muonsw advise` and `muonsw diagnose`; tuning lambda is then no advice."""
     unsure = pair((-0.1, 0.1, 0.0))
     for total, idle in ((0.99 * IDLE, True), (1.01 * IDLE, False)):
         both = (arm("constant", "constant", total_decay=total), arm("scaled", "scaled", total_decay=0.73 * total))
         text = verdict(Outcome(both, (unsure,)))
         assert (text.startswith("Too short for decay to matter"), text.startswith("Decay matters")) == (idle, not idle)
-    # The total of a rule that follows the gradients is not known.
-    both = (arm("constant", "constant", total_decay=0.0), arm("scaled", "gradient_norm", total_decay=math.nan))
-    assert "Too short" not in verdict(Outcome(both, (unsure,)))
 
 
 def test_the_verdict_names_skipped_steps_and_lost_seeds_first():
     skipped = verdict(Outcome((BOTH[0], replace(BOTH[1], skipped={0: 7, 2: 1})), (pair(GAINS),)))
-    assert skipped.startswith("'scaled' skipped 7 steps (seed 0), 1 step (seed 2) with non-finite gradients")
+    assert skipped.startswith("'scaled' skipped 7 steps (seed 0), 1 step (seed 2)")
     lost = replace(BOTH[1], seeds=(0, 2), final=(3.0, 3.1), diverged={1: 40})
     text = verdict(Outcome((BOTH[0], lost), (pair(GAINS),)))
-    assert text.startswith("'scaled' diverged at step 40 (seed 1): the comparison uses its other seeds")
+    assert text.startswith("'scaled' diverged at step 40 (seed 1)")

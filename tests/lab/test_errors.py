@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from muonsw.lab.errors import ERROR_FILE, VARIABLES, end, is_rank, report_error
+from muonsw.lab.errors import ERROR_FILE, report_error
 
 # Rank 0 ends while a thread of gloo waits for Python's lock, to let go of a tensor of a collective that is over.
 ENDING = """
@@ -48,14 +48,6 @@ def test_a_rank_ends_with_its_code_whatever_threads_of_gloo_still_do():
     (printed, errors), _ = [rank.communicate(timeout=120) for rank in ranks]
     assert ranks[0].returncode == 5, errors
     assert printed == "done printed at exit\n"
-
-
-def test_a_process_on_its_own_ends_as_every_program_does(monkeypatch):
-    monkeypatch.delenv(VARIABLES[0], raising=False)
-    assert not is_rank()
-    with pytest.raises(SystemExit) as ended:
-        end(3)
-    assert ended.value.code == 3
 
 
 def test_the_launcher_reads_the_error_as_torch_writes_one(tmp_path, monkeypatch):

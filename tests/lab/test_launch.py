@@ -115,8 +115,8 @@ def test_a_run_that_diverges_does_not_end_the_others_and_is_not_tried_again(tmp_
     before = {job.name: (job.folder / "metrics.jsonl").stat().st_mtime_ns for job in jobs}
     shown = StringIO()
     run(jobs, workers, Console(file=shown, width=200))
-    note = "1 of 2 runs diverged earlier; --retry-diverged tries them again"
-    assert shown.getvalue().splitlines() == ["1 of 2 runs are complete already", note]
+    assert "1 of 2 runs diverged earlier; --retry-diverged" in shown.getvalue()
+    assert all((job.folder / "metrics.jsonl").stat().st_mtime_ns == before[job.name] for job in jobs)
     run(jobs, workers, retry_diverged=True)
     after = {job.name: (job.folder / "metrics.jsonl").stat().st_mtime_ns for job in jobs}
     assert {name for name in before if before[name] != after[name]} == {"wild"}
@@ -195,22 +195,11 @@ if __name__ == "__main__":
 """
 
 
-def children_of(parent):
-    return Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text(encoding="utf-8").split()
-
-
 def is_running(process):
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def assert_gone(children):
-    deadline = time.monotonic() + 10.0
-    while any(is_running(child) for child in children):
-        assert time.monotonic() < deadline, "a worker outlives its parent"
-        time.sleep(0.01)
 
 
 @IN_PROC
@@ -225,13 +214,16 @@ def test_no_worker_outlives_its_parent(tmp_path, signals):
         while not all((tmp_path / f"{kind} now").exists() for kind in ("deaf", "deaf too")):
             assert parent.poll() is None
             time.sleep(0.01)
-        children = children_of(parent)
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text(encoding="utf-8").split()
         for number in signals:
             assert parent.poll() is None
             parent.send_signal(number)
             time.sleep(1.0)
         parent.wait(timeout=10)
-    assert_gone(children)
+    deadline = time.monotonic() + 10.0
+    while any(map(is_running, children)):
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.01)
 
 
 def test_the_last_records_are_found_in_a_file_that_is_still_written(tmp_path):
@@ -251,9 +243,7 @@ def test_the_last_records_are_found_in_a_file_that_is_still_written(tmp_path):
     [
         ({"slurm": ("partition=gpu",)}, "auto", "--slurm needs --cluster slurm"),
         ({"cluster": "slurm"}, "auto", "needs --time"),
-        ({"cluster": "slurm", "time": 60, "gpus_per_run": -1}, "auto", "--gpus-per-run -1 does not go with"),
         ({"cluster": "slurm", "time": 60, "gpus_per_run": 1}, "cpu", "does not go with --device cpu"),
-        ({"cluster": "slurm", "time": 60, "gpus_per_run": 0}, "cuda", "does not go with --device cuda"),
     ],
 )
 def test_options_that_slurm_cannot_take_are_refused_before_anything_is_prepared(options, device, message, tmp_path):

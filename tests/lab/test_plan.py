@@ -14,7 +14,6 @@ import torch
 from muonsw.distributed.exchange import share_by_cost
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig, count, layers, preset
-from muonsw.lab.paper import ROWS
 from muonsw.lab.plan import (
     H200,
     ON_PAPER,
@@ -24,7 +23,6 @@ from muonsw.lab.plan import (
     activation_bytes,
     heaviest,
     orthogonalizer_flops,
-    parse_amount,
     parts_of,
     plan_step,
 )
@@ -52,17 +50,6 @@ def test_the_memory_of_one_gpu_is_as_it_was_measured(name, sequences):
     """One constant (the share of activations that is kept) was fitted to the three."""
     planned = plan_step(preset(name), Setup(micro_batch=sequences))
     assert planned.memory.total / 2**30 == pytest.approx(TRAINING_GIB[name, sequences], rel=0.03)
-
-
-@pytest.mark.parametrize(("width", "gflop"), [(256, 0.219), (512, 0.646), (768, 1.195), (1024, 2.009)])
-def test_the_papers_rows(width, gflop, capsys):
-    row = ROWS[width]
-    assert Plan(preset=f"w{width}", steps=row.steps, json=True).run() == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert planned["parameters"] == pytest.approx(row.parameters, abs=5e4)
-    assert planned["active"] == pytest.approx(row.active, abs=5e4)
-    assert planned["tokens"] == pytest.approx(row.tokens, rel=5e-3)
-    assert planned["flops_per_token"] / 1e9 == pytest.approx(gflop, abs=6e-4)
 
 
 @pytest.mark.parametrize(("width", "ff", "top_k"), [(64, 256, 2), (128, 128, 4), (128, 384, 1)])
@@ -155,25 +142,17 @@ def test_the_strategies_trade_memory_for_traffic_as_they_should():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"preset": "w256"}, "either --tokens or --steps"),
-        ({"preset": "w257", "steps": 5}, "unknown preset"),
-        ({"preset": "w256", "steps": 0}, "steps=0 must be positive"),
-        ({"setup": Setup(0)}, "gpus=0 must be a positive multiple"),
-        ({"setup": Setup(6, "fsdp", replicas=4)}, "multiple of replicas=4"),
-        ({"setup": Setup(8, replicas=2)}, "needs strategy fsdp or ep"),
-        ({"setup": Setup(8, outside=0.0)}, "outside=0.0 must be positive"),
+        ({}, "either --tokens or --steps"),
+        ({"tokens": "12 Q"}, "197B"),
+        ({"steps": 0}, "steps=0 must be positive"),
+        ({"steps": 10, "setup": Setup(6, "fsdp", replicas=4)}, "multiple of replicas=4"),
+        ({"steps": 10, "setup": Setup(8, replicas=2)}, "needs strategy fsdp or ep"),
+        ({"steps": 10, "setup": Setup(8, outside=0.0)}, "outside=0.0 must be positive"),
     ],
 )
 def test_mistakes_are_named(settings, message):
-    usual = {"preset": "w256", "steps": 10} if "setup" in settings else {}
     with pytest.raises(UsageError, match=message):
-        Plan(**usual | settings).run()
-
-
-@pytest.mark.parametrize("text", ["", "-3B", "1.2.3", "0", "1e999", "12 Q"])
-def test_a_bad_amount_is_refused(text):
-    with pytest.raises(ValueError, match="197B"):
-        parse_amount(text)
+        Plan(preset="w256", **settings).run()
 
 
 @pytest.mark.parametrize("name", ["demo", "w256"])
@@ -182,6 +161,7 @@ def test_the_command_plans_a_preset_as_it_is_trained(name, capsys):
     assert Plan(preset=name, steps=run.steps, json=True).run() == 0
     planned = json.loads(capsys.readouterr().out)
     assert (planned["batch_tokens"], planned["parameters"]) == (run.tokens_per_step, count(run.model).total)
+    assert planned["tokens"] == run.steps * run.tokens_per_step
 
 
 def test_the_command_answers_first_and_then_shows_the_links(capsys):

@@ -2,9 +2,7 @@
 
 import base64
 import hashlib
-import html
 import json
-import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -14,7 +12,7 @@ import numpy as np
 import plotly.graph_objects
 import pytest
 
-from muonsw.lab.charts import HUES, Axis, Chart, Curve, LegendEntry, Level
+from muonsw.lab.charts import HUES, Axis, Chart, Curve, LegendEntry
 from muonsw.lab.console import Table
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report import (
@@ -23,7 +21,6 @@ from muonsw.lab.report import (
     Report,
     differences_table,
     loss_axis,
-    median_curve,
     origin_table,
     run_charts,
     runs_table,
@@ -33,17 +30,19 @@ from muonsw.lab.report import (
 )
 from muonsw.lab.runs import load_runs
 from muonsw.lab.stats import Claim, Criterion
-from tests.lab.made_runs import HOSTILE, Recipe, write_run
+from tests.lab.made_runs import make_run
+
+LAST = ("scaled", 1)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    recipes = {
-        "constant-0": Recipe("constant", 0, 400), "constant-1": Recipe("constant", 1, 400),
-        "scaled-0": Recipe("scaled", 0, 400), "scaled-1": Recipe("scaled", 1, 400, complete=False),
-    }  # fmt: skip
-    return load_runs(write_run(root / name, recipe) for name, recipe in recipes.items())
+    return load_runs(
+        make_run(root / f"{rule}-{seed}", rule=rule, seed=seed, steps=400, until=191 if (rule, seed) == LAST else None)
+        for rule in ("constant", "scaled")
+        for seed in (0, 1)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,41 +91,23 @@ def test_every_point_of_a_curve_is_a_value_of_its_run(runs):
     (middle,) = (curve for curve in charts["validation-loss"].curves if curve.middle and curve.arm == "constant")
     pairs = np.stack([run.evals["loss"] for run in runs[:2]])
     np.testing.assert_allclose(middle.y, np.median(pairs, axis=0), rtol=1e-12)
-    for chart in charts.values():
-        assert chart.x.title
-        assert chart.y.title
-        assert chart.note
-        assert ("loss" in chart.name) == (chart.y.unit == "nats per token")
 
 
-@pytest.mark.parametrize("steps", [12, 4000])
-def test_only_the_first_steps_of_a_run_may_be_out_of_sight(steps):
-    x = list(range(0, steps + 1, max(1, steps // 12)))
-    curve = Curve("run", "arm", x, [3.0 + 7.0 * math.exp(-10.0 * step / steps) for step in x])
-    low, high = loss_axis([curve], []).limits
-    every = np.arange(steps + 1)
-    seen = np.interp(every, curve.x, curve.y)
-    hidden = every[(seen < low) | (seen > high)]
+def test_only_the_first_steps_of_a_run_may_be_out_of_sight():
+    steps = np.arange(0, 4001, 333)
+    losses = 3.0 + 7.0 * np.exp(-10.0 * steps / 4000)
+    low, high = loss_axis([Curve("run", "arm", steps.tolist(), losses.tolist())], []).limits
+    hidden = steps[(losses < low) | (losses > high)]
     assert hidden.size
-    assert hidden.max() <= BEGINNING * steps
-    assert loss_axis([], []).limits is None
-    assert loss_axis([Curve("run", "arm", [0, 50, 100], [3.0, 4.0, 2.0])], []).limits is None
+    assert hidden.max() <= BEGINNING * 4000
 
 
-def test_the_median_keeps_steps_that_all_have():
-    curves = {(1, 2, 3): [1.0, 2, 3], (2, 3): [4.0, 5], (2, 3, 9): [9.0, 0, 1]}
-    steps, middle = median_curve([(np.array(at), np.array(values)) for at, values in curves.items()])
-    assert (steps.tolist(), middle.tolist()) == ([2, 3], [4.0, 3.0])
-
-
-@pytest.mark.parametrize("count", [1, 100, 101, 10_001])
-def test_thinning_averages_and_keeps_the_end(count):
-    steps, values = np.arange(count), np.random.default_rng(count).standard_normal(count)
+def test_thinning_averages_and_keeps_the_end():
+    steps, values = np.arange(10_001), np.random.default_rng(0).standard_normal(10_001)
     places, means = thinned((steps, values), 100)
     assert len(places) <= 100
-    assert places[-1] == count - 1
-    edges = [0, *(places + 1)]
-    expected = [values[start:end].mean() for start, end in pairwise(edges)]
+    assert places[-1] == steps[-1]
+    expected = [values[start:end].mean() for start, end in pairwise([0, *(places + 1)])]
     np.testing.assert_allclose(means, expected, rtol=1e-12)
 
 
@@ -144,14 +125,11 @@ def test_tables_say_how_runs_ended(runs):
     assert first["weight RMS"] == f"{norms[-1]:#.3g}"
     change = float(first["change since largest"].removesuffix("%"))
     assert change == pytest.approx(100 * (norms[-1] / norms.max() - 1), abs=0.5)
-    assert rows["scaled-1"][-1].text == "200 of 400 steps"
+    assert rows["scaled-1"][-1].text == "191 of 400 steps"
     (differences,), (origin,) = differences_table(group), origin_table(group)
     assert differences.columns == ("run", "optimizer.decay", "seed")
     assert ("torch", "2.13.0") in [tuple(row) for row in origin.rows]
-    sentence = summary(group)
-    assert sentence.startswith("4 runs in 2 arms, 1 not complete; median final validation loss: ")
-    for arm in ((0, 1), (2, 3)):  # with as many digits as the table
-        assert f"{np.median([runs[place].final_loss for place in arm]):.4f} (" in sentence
+    assert f"{np.median([run.final_loss for run in runs[:2]]):.4f} (" in summary(group)
 
 
 def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_last(runs, tmp_path):
@@ -161,7 +139,8 @@ def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_
     }
     pairs, arms = (Table(name, name, ("a", "b"), [("x", 1.5)]) for name in ("pairs", "arms"))
     content = {"verdict": "Mine.", "claims": claims, "tables": [pairs], "details": [arms]}
-    text = write_report(tmp_path / "report.html", "x", runs, **content).read_text(encoding="utf-8")
+    text = write_report(tmp_path / "report.html", "<script>", runs, **content).read_text(encoding="utf-8")
+    assert len(Tags(text).scripts) == 3, "a title is text"
     ids = [attrs.get("id") for tag, attrs in Tags(text).elements if tag in ("section", "details")]
     assert ids == ["pairs", "figures", "arms", "runs", "differences", "origin", "claims"]
     assert text.index('<p class="verdict fails">Mine.') < text.index('id="pairs"')
@@ -186,7 +165,7 @@ def test_the_lines_of_a_users_own_loop_make_a_report(runs, tmp_path):
     assert [chart.name for chart in run_charts(group)] == [
         "weight-norm", "alignment", "relative-update", "learning-rate", "decay"
     ]  # fmt: skip
-    assert summary(group) == f"telemetry; final weight RMS: {runs[0].final_norm:#.3g} (constant)."
+    assert f"{runs[0].final_norm:#.3g} (constant)" in summary(group)
     assert group.arms == [LegendEntry("constant", "constant", 1)]
 
 
@@ -200,18 +179,17 @@ def test_the_command_writes_and_refuses(runs, tmp_path, capsys):
     for paths in ((root, runs[0].path), (comparison,)):  # a folder of runs, one of them twice; one with `runs`
         assert Report(paths, out=out).run() == 0
         assert f"<title>{len(runs)} runs</title>" in out.read_text(encoding="utf-8")
-    assert Report((runs[0].path,), out=out).run() == 0
     assert f"wrote {out}" in capsys.readouterr().out.replace("\n", "")
-    assert "Run constant-0" in out.read_text(encoding="utf-8")
-    for bad, message in (((), "missing run"), ((tmp_path / "none",), "none is not a run")):
-        with pytest.raises(UsageError, match=message):
-            Report(bad, out=out).run()
-    with pytest.raises(UsageError, match=r"must end in \.html"):
-        Report((runs[0].path,), out=tmp_path / "page.txt").run()
     foreign = tmp_path / "mine.html"
     foreign.write_text("of another program", encoding="utf-8")
-    with pytest.raises(UsageError, match="was not written by muonsw"):
-        Report((runs[0].path,), out=foreign).run()
+    for paths, page, message in (
+        ((), out, "missing run"),
+        ((tmp_path / "none",), out, "none is not a run"),
+        ((runs[0].path,), tmp_path / "page.txt", r"must end in \.html"),
+        ((runs[0].path,), foreign, "was not written by muonsw"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Report(paths, out=page).run()
     assert foreign.read_text(encoding="utf-8") == "of another program"
 
 
@@ -236,33 +214,8 @@ def test_the_page_asks_for_nothing_and_admits_only_its_scripts(text):
     assert "Cloud" not in code[-1]
 
 
-def test_ids_are_unique_and_tables_have_headings(text):
-    elements = Tags(text).elements
-    ids = [attrs["id"] for _, attrs in elements if "id" in attrs]
-    assert len(ids) == len(set(ids))
-    assert {attrs["href"][1:] for _, attrs in elements if "href" in attrs} <= set(ids)
-    names = [tag for tag, _ in elements]
-    assert names.count("table") == names.count("caption") == names.count("thead") == 3
-    assert all(attrs.get("scope") in ("row", "col") for tag, attrs in elements if tag == "th")
-
-
 def test_plotly_accepts_every_figure(text):
     """It raises for a property that it does not know."""
     figures = data_of(text)["figures"]
     drawn = [plotly.graph_objects.Figure(figure["data"], figure["layout"]) for figure in figures]
     assert [len(figure.data) for figure in drawn] == [len(figure["data"]) for figure in figures] != []
-
-
-def test_hostile_names_stay_text(runs, tmp_path):
-    recipe = Recipe(steps=40, arm=HOSTILE, extra={"note": HOSTILE, HOSTILE: 1})
-    evil = load_runs([write_run(tmp_path / HOSTILE.replace("/", "|"), recipe)])
-    bad = {HOSTILE: [Claim(*[HOSTILE] * 4, 1.0, 2.0, Criterion.ABSOLUTE, 0.0, HOSTILE)]}
-    table = Table(HOSTILE, HOSTILE, (HOSTILE,), [(HOSTILE,)], note=HOSTILE)
-    figure = Chart("plot", HOSTILE, [Curve(HOSTILE, HOSTILE, [1], [1])], note=HOSTILE, levels=[Level(1.0, HOSTILE)])
-    content = {"verdict": HOSTILE, "claims": bad, "tables": [table], "figures": [figure]}
-    text = write_report(tmp_path / "out.html", HOSTILE, [*runs, *evil], **content).read_text(encoding="utf-8")
-    tags = Tags(text)
-    assert not {"img", "b"} & {tag for tag, _ in tags.elements}
-    assert len(tags.scripts) == 3
-    assert HOSTILE in html.unescape(text)
-    assert HOSTILE in [arm["name"] for arm in data_of(text)["arms"]]

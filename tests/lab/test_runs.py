@@ -2,23 +2,22 @@
 
 import json
 import math
-import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from muonsw import MuonSW, Telemetry
-from muonsw.lab import runs
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import differences, load_run, load_runs, name_arms
 from muonsw.telemetry import JsonlSink
-from tests.lab.made_runs import Recipe, write_run
+from tests.lab.made_runs import make_run
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("runs") / "first", Recipe(steps=200, extra={"note": "λ"}))
+    return make_run(tmp_path_factory.mktemp("runs") / "first", steps=200)
 
 
 def records(folder, kind):
@@ -55,42 +54,26 @@ def test_everything_written_is_read_back(folder):
     assert set(scopes) <= set(run.telemetry.scopes())
 
 
-def test_details_are_read_on_demand_and_once(folder, monkeypatch):
-    run, reads, original = load_run(folder), [], runs.read_metrics
-    monkeypatch.setattr(runs, "read_metrics", lambda *a, **k: reads.append(k) or original(*a, **k))
-    assert run.telemetry.scope("decayed").records
-    assert not reads
-    assert run.telemetry.scope("layer:1").records
-    assert run.telemetry.scope("layer:0").records
-    assert reads == [{"details": True}]
-
-
-@pytest.mark.parametrize("cut", [1, 2, 30])
-def test_a_line_that_is_being_written_is_left_out(tmp_path, folder, cut):
-    text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:40]
-    (tmp_path / "config.json").write_text('{"steps": 200}', encoding="utf-8")
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join(text)[:-cut])
-    run = load_run(tmp_path)
-    count = 40 - (cut > 1)  # without its newline alone a line is still whole
-    assert run.train.records + run.evals.records + run.telemetry.records == count
+def test_a_run_in_progress_is_read_without_the_line_that_is_being_written(tmp_path):
+    folder = make_run(tmp_path / "half", steps=200, until=91)
+    (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes() + b'{"kind": "train", "st')
+    run = load_run(folder)
+    assert run.in_progress
     assert run.result is None
-    assert run.environment == {}
+    assert (run.steps, run.planned_steps) == (91, 200)
+    assert run.final_loss == run.losses[1][-1]
+    assert np.isnan(run.seconds)
 
 
 def test_what_has_not_been_written_yet_is_empty(tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    for text in (None, "", '{"kind"'):
-        if text is not None:
-            (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
-        run = load_run(tmp_path)
-        assert run.train.records == run.evals.records == run.telemetry.records == 0
-        assert run.telemetry.scopes() == []
-        assert np.isnan([run.final_loss, run.best_loss, run.final_norm, run.norm_change]).all()
-        assert run.rule == ""
-        assert not run.in_progress
-        assert all(len(part) == 0 for part in run.norms)
-        with pytest.raises(KeyError, match="weight_rms"):
-            run.telemetry.scope("all")["weight_rms"]
+    run = load_run(tmp_path)
+    assert run.train.records == run.evals.records == run.telemetry.records == 0
+    assert run.telemetry.scopes() == []
+    assert np.isnan([run.final_loss, run.best_loss, run.final_norm, run.norm_change]).all()
+    assert run.rule == ""
+    assert not run.in_progress
+    assert all(len(part) == 0 for part in run.norms)
 
 
 ODD = [
@@ -132,15 +115,8 @@ def test_what_is_not_a_run_is_named(tmp_path, folder):
         load_run(folder / "config.json")
     with pytest.raises(UsageError, match=r"no config\.json; it holds runs: first"):
         load_run(folder.parent)
-    shutil.copytree(folder, tmp_path / "compared" / "runs" / "first")  # as `muonsw compare` leaves them
-    with pytest.raises(UsageError, match=r"no config\.json; it holds runs: runs/first"):
-        load_run(tmp_path / "compared")
-    for text, message in (("{", r"config\.json cannot be read"), ("[]", "does not hold a JSON object")):
-        (tmp_path / "config.json").write_text(text, encoding="utf-8")
-        with pytest.raises(UsageError, match=message):
-            load_run(tmp_path)
-    (tmp_path / "config.json").write_text('{"optimizer": {"betas": ["x"]}}', encoding="utf-8")
-    with pytest.raises(UsageError, match=r"has optimizer\.betas=x"):
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"config\.json cannot be read"):
         load_run(tmp_path)
 
 
@@ -160,14 +136,14 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path, line, message):
 
 
 def test_arms_are_named_after_the_settings_that_differ(tmp_path):
-    recipes = {
-        "a": Recipe("constant", 0, 40), "b": Recipe("constant", 1, 40), "c": Recipe("scaled", 0, 40),
-        "d": Recipe("scaled", 0, 40, weight_decay=0.4), "e": Recipe("scaled", 3, 40, arm="mine"),
-    }  # fmt: skip
-    found = load_runs(write_run(tmp_path / name, recipe) for name, recipe in recipes.items())
-    assert name_arms(found[:3]) == ["constant", "constant", "scaled"]
-    assert name_arms(found) == ["constant λ=0.1", "constant λ=0.1", "scaled λ=0.1", "scaled λ=0.4", "mine"]
-    differing = differences([run.settings for run in found])
+    recipes = [
+        {"rule": "constant"}, {"rule": "constant", "seed": 1}, {"rule": "scaled"},
+        {"rule": "scaled", "lam": 0.4}, {"rule": "scaled", "seed": 3, "arm": "mine"},
+    ]  # fmt: skip
+    runs = load_runs(make_run(tmp_path / str(n), steps=40, **recipe) for n, recipe in enumerate(recipes))
+    assert name_arms(runs[:3]) == ["constant", "constant", "scaled"]
+    assert name_arms(runs) == ["constant λ=0.1", "constant λ=0.1", "scaled λ=0.1", "scaled λ=0.4", "mine"]
+    differing = differences([run.settings for run in runs])
     assert list(differing)[:2] == ["optimizer.decay", "optimizer.weight_decay"]
     assert differing["seed"] == [0, 1, 0, 0, 3]
     assert "steps" not in differing
@@ -184,23 +160,7 @@ def test_a_run_knows_its_losses_and_its_norm(folder):
     assert run.final_norm == norms[-1]
     assert run.norm_change == norms[-1] / max(norms) - 1.0
     assert (run.steps, run.seconds) == (200, 8.0)
-
-
-def test_a_final_loss_that_is_not_finite_is_no_earlier_one(tmp_path):
-    folder = write_run(tmp_path / "run", Recipe(steps=40))
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    (folder / "result.json").write_text(json.dumps(result | {"final_loss": None}), encoding="utf-8")
-    run = load_run(folder)
-    assert math.isnan(run.final_loss)
-    assert run.best_loss == result["best_loss"]
-
-
-def test_a_run_in_progress_knows_what_it_has(tmp_path):
-    run = load_run(write_run(tmp_path / "half", Recipe(steps=200, complete=False)))
-    assert run.in_progress
-    assert (run.steps, run.planned_steps) == (100, 200)
-    assert run.final_loss == run.losses[1][-1]
-    assert np.isnan(run.seconds)
+    assert math.isnan(replace(run, result={**run.result, "final_loss": None}).final_loss), "no earlier loss instead"
 
 
 def test_the_lines_of_a_users_own_loop_are_a_run(tmp_path):

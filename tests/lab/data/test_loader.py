@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import threading
 from pathlib import Path
 
@@ -23,12 +22,10 @@ from muonsw.lab.data.loader import (
     Windows,
     fingerprint,
     load_tokenizer,
-    open_shard,
     open_split,
     prefetch,
     read_record,
     save_record,
-    shard_path,
     shuffled,
     verify_folder,
 )
@@ -58,7 +55,7 @@ def starts(loader, steps):
     return torch.cat([loader.batch_at(step)[0][:, 0] for step in steps]).tolist()
 
 
-@pytest.mark.parametrize("sequence", [1, 8, 40])
+@pytest.mark.parametrize("sequence", [1, 40])
 def test_windows_stay_inside_their_shard_and_targets_follow_inputs(shards, sequence):
     windows = Windows(shards, sequence)
     inputs, targets = windows.gather(np.arange(windows.count))
@@ -114,33 +111,17 @@ def prefetching():
 
 def test_prefetching_gives_the_same_items_reads_ahead_and_ends_its_thread():
     read = []
-    assert list(prefetch(lambda step: step, 4, 9, ahead=30)) == [4, 5, 6, 7, 8]
     items = prefetch(lambda step: read.append(step) or step, 5, 100, ahead=3)
-    assert not prefetching(), "nothing runs before the first item is asked for"
     assert [next(items) for _ in range(4)] == [5, 6, 7, 8]
     items.close()
     assert not prefetching()
     assert read == list(range(5, 5 + len(read)))
     assert len(read) <= 4 + 3
-
-
-def test_an_error_while_prefetching_is_raised_in_its_place():
-    def read(step):
-        if step == 2:
-            raise OSError("the disk is gone")
-        return step
-
-    items = prefetch(read, 0, 5)
+    items = prefetch(lambda step: 1 // (2 - step), 0, 5)
     assert [next(items), next(items)] == [0, 1]
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(ZeroDivisionError):
         next(items)
     assert not prefetching()
-
-
-def test_a_limit_visits_the_first_windows_only(shards):
-    loader = TokenLoader(shards, 8, 5, 0, limit=10)
-    assert sorted(starts(loader, range(2))) == [8 * window for window in range(10)]
-    assert loader.epochs(4) == 2.0
 
 
 def test_validation_reads_the_same_windows_whatever_the_batch_and_the_ranks(shards):
@@ -155,7 +136,7 @@ def test_validation_reads_the_same_windows_whatever_the_batch_and_the_ranks(shar
         assert same(joined(tuple(rows[:count] for rows in part) for part, count in in_turn), every)
 
 
-@pytest.mark.parametrize("windows", [1, 5, 10_000])
+@pytest.mark.parametrize("windows", [5, 10_000])
 def test_validation_windows_are_different_and_spread(shards, windows):
     loader = ValidationLoader(shards, 8, 4, windows)
     assert len(loader.ids) == min(windows, loader.windows.count) == len(np.unique(loader.ids))
@@ -164,9 +145,9 @@ def test_validation_windows_are_different_and_spread(shards, windows):
 
 
 def test_a_corpus_that_is_too_short_is_refused(shards):
-    with pytest.raises(ValueError, match=r"no shard holds one window of 251 tokens \(403 tokens in 5 shards\)"):
+    with pytest.raises(ValueError, match="no shard holds one window of 251 tokens"):
         TokenLoader(shards, 250, 1, 0)
-    with pytest.raises(ValueError, match="the corpus has 1 windows of 250 tokens, fewer than one batch of 2"):
+    with pytest.raises(ValueError, match="fewer than one batch of 2"):
         TokenLoader(shards, 249, 2, 0)
 
 
@@ -241,18 +222,6 @@ def change_record(folder, change):
     (folder / RECORD).write_text(json.dumps(fields), encoding="utf-8")
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
-def test_tokens_take_the_smaller_of_two_types(tmp_path, vocab_size, dtype):
-    ids = np.array([0, 1, vocab_size - 1], dtype=dtype)
-    group = Group("0123456789", 1, {"train": 3}, {"train": ""})
-    path = shard_path(tmp_path, "train", 0, group)
-    path.write_bytes(ids.tobytes())
-    shard = open_shard(path, group, "train", DataRecord("ab", vocab_size, 0.1, 1000), check=False)
-    assert isinstance(shard.tokens, np.memmap)
-    assert shard.tokens.dtype == dtype
-    assert shard.tokens.tolist() == ids.tolist()
-
-
 def test_a_record_is_read_as_it_was_written_and_its_fingerprint_is_pinned(folder, tmp_path):
     """Records of runs name the fingerprint."""
     group = Group("0123", 3, {"train": 5, "validation": 1}, {"train": "a", "validation": "b"}, bytes=20)
@@ -271,17 +240,6 @@ def test_a_large_split_is_opened_without_reading_it_and_verified_by_byte(folder,
     assert f"{path.name} was altered" in problem
 
 
-def test_verify_names_every_problem(folder):
-    assert list(verify_folder(folder)) == []
-    change_record(folder, lambda fields: fields.update(complete=False, vocab_size=200))
-    os.truncate(shard_of(folder), 10)
-    shard_of(folder, "validation").unlink()
-    problems = list(verify_folder(folder))
-    expected = ("not prepared to the end", "is not the one that made its tokens", "has 10 bytes", "cannot be read")
-    assert len(problems) == len(expected)
-    assert all(words in problem for words, problem in zip(expected, problems, strict=True))
-
-
 def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path):
     texts = ["the quick brown fox jumps over the lazy dog. " * 20]
     prepare(texts, BPETokenizer.train(texts, 300), tmp_path, validation_fraction=0.0)
@@ -290,7 +248,7 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path):
     with pytest.raises(UsageError, match="is not the one that made its tokens"):
         load_tokenizer(tmp_path)
     (tmp_path / BPE_FILE).unlink()
-    with pytest.raises(UsageError, match=rf"{BPE_FILE} cannot be read: No such file or directory; put the right"):
+    with pytest.raises(UsageError, match=rf"{BPE_FILE} cannot be read"):
         load_tokenizer(tmp_path)
 
 
@@ -300,21 +258,9 @@ def test_a_folder_without_usable_data_is_named(folder, tmp_path):
     prepare(["one"], ByteTokenizer(), tmp_path / "one", validation_fraction=0.0)
     with pytest.raises(UsageError, match="has no validation tokens"):
         open_split(tmp_path / "one", "validation")
-    change_record(folder, lambda fields: fields.pop("format"))
-    with pytest.raises(UsageError, match=r"data\.json is of format 1, and .* reads format 2: delete the folder"):
+    change_record(folder, lambda fields: fields.update(vocab_size="257"))
+    with pytest.raises(UsageError, match=r"data\.json cannot be read"):
         open_split(folder, "train")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda fields: fields.update(vocab_size="257"),
-        lambda fields: fields.update(extra=1),
-        lambda fields: fields.pop("tokenizer"),
-        lambda fields: fields["groups"][0].update(tokens={"train": 5}),
-    ],
-)
-def test_a_damaged_record_is_refused(folder, change):
-    change_record(folder, change)
-    with pytest.raises(UsageError, match=r"data\.json cannot be read .*: delete the folder and prepare the data again"):
+    change_record(folder, lambda fields: fields.pop("format"))
+    with pytest.raises(UsageError, match=r"data\.json is of format 1"):
         open_split(folder, "train")

@@ -113,20 +113,8 @@ def test_gpt2_merges_apply_in_order_and_are_read_again_if_the_files_change(tmp_p
     assert tokenizer.encode("the the").tolist() == [257, 258]
     assert tokenizer.vocab_size == 260
     assert GPT2Tokenizer(gpt2_files(tmp_path, (("a", "b"),))).vocab_size == 258
-
-
-def test_a_missing_gpt2_vocabulary_is_said(tmp_path, monkeypatch):
-    tiktoken = pytest.importorskip("tiktoken")
     with pytest.raises(UsageError, match=r"nowhere .*vocab\.bpe and encoder\.json"):
         GPT2Tokenizer(tmp_path / "nowhere")
-    files = gpt2_files(tmp_path)
-    (files / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=f"no GPT-2 vocabulary from {files}"):
-        GPT2Tokenizer(files)
-
-    def offline(_):
-        raise ConnectionError
-
-    monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(UsageError, match=r"ConnectionError.*folder with GPT-2's vocab\.bpe"):
-        GPT2Tokenizer()
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\nthere is\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="no GPT-2 vocabulary"):
+        GPT2Tokenizer(tmp_path)

@@ -5,13 +5,8 @@ import math
 import pytest
 import torch
 
-from muonsw.lab.model import (
-    Decoder,
-    MuP,
-    role_of,
-    scalings,
-)
-from tests.lab.model.small_models import small, tokens
+from muonsw.lab.model import Decoder, MuP, role_of, scalings
+from tests.lab.model.small_models import small
 
 
 @pytest.mark.parametrize(
@@ -21,24 +16,15 @@ from tests.lab.model.small_models import small, tokens
         ({"width": 0}, r"width=0 must be a positive"),
         ({"width": 9, "head_dim": 3}, r"head_dim=3 must be even"),
         ({"layers": 2.5}, r"layers=2\.5 must be a whole number"),
-        ({"ff": 0}, r"ff=0 must be a positive"),
         ({"top_k": 9}, r"top_k=9 must not exceed experts=8"),
-        ({"rope_theta": math.inf}, r"rope_theta=inf"),
-        ({"balance_coef": -0.1}, r"balance_coef=-0.1 .* 0 switches"),
+        ({"balance_coef": -0.1}, r"balance_coef=-0.1"),
         ({"balance_over": "epoch"}, r"balance_over='epoch' must be one of batch, sequence"),
-        ({"init_std": 0}, r"mup\.init_std=0 must be a positive"),
         ({"base_width": -1}, r"mup\.base_width=-1"),
     ],
 )
 def test_invalid_configs_name_the_field_and_the_fix(changes, message):
     with pytest.raises(ValueError, match=message):
-        (MuP if set(changes) <= {"init_std", "base_width"} else small)(**changes)
-
-
-def test_a_sequence_that_is_too_long_is_refused():
-    config = small()
-    with pytest.raises(ValueError, match="has 17 tokens, more than sequence=16"):
-        Decoder(config).logits(tokens(config, length=17))
+        (MuP if "base_width" in changes else small)(**changes)
 
 
 # Sampling error of an estimate of the standard deviation from n normal numbers is std/sqrt(2n), of the mean
@@ -68,9 +54,8 @@ def test_standard_parametrization_has_the_base_row_at_every_width():
     assert scalings(standard) == scalings(small(width=256, head_dim=64))
 
 
-@pytest.mark.parametrize("width", [64, 256])
-def test_statistics_by_role_match_the_table(width):
-    config = small(width=width, head_dim=32, layers=3, ff=96, vocab=500)
+def test_statistics_by_role_match_the_table():
+    config = small(width=256, head_dim=32, layers=3, ff=96, vocab=500)
     table = scalings(config)
     for name, param in Decoder(config, seed=3).named_parameters():
         std = table[role_of(name)].std
@@ -84,11 +69,11 @@ def test_statistics_by_role_match_the_table(width):
 
 def test_same_seed_same_bits_and_no_other_randomness():
     torch.manual_seed(1)
-    one = Decoder(small(), seed=5).state_dict()
+    first = Decoder(small(), seed=5).state_dict()
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    two = Decoder(small(), seed=5).state_dict()
+    again = Decoder(small(), seed=5).state_dict()
     assert torch.equal(torch.get_rng_state(), state)
     other = Decoder(small(), seed=6).state_dict()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not any(torch.equal(one[name], other[name]) for name in one if not name.endswith("norm.weight"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first if not name.endswith("norm.weight"))

@@ -1,4 +1,4 @@
-"""The model on a CUDA device: same results as on the CPU, no waiting, and a step that a graph can hold."""
+"""The model on a CUDA device: the same results as on the CPU, and no waiting."""
 
 import re
 
@@ -66,26 +66,6 @@ def test_a_step_never_waits_for_the_device(autocast):
     with no_waiting():
         losses = step(model, ids, autocast)
     assert losses.total.isfinite()
-
-
-def test_a_step_can_be_captured_and_replayed():
-    model, ids = Decoder(CONFIG).cuda(), tokens(CONFIG, batch=4).cuda()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            model.zero_grad(set_to_none=True)
-            step(model, ids, autocast=True)
-    torch.cuda.current_stream().wait_stream(side)
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(model, ids, autocast=True)
-    other = tokens(CONFIG, batch=4, seed=1).cuda()
-    ids.copy_(other)
-    graph.replay()
-    eager = Decoder(CONFIG).cuda()
-    torch.testing.assert_close(captured.total, step(eager, other, autocast=True).total, rtol=1e-5, atol=0)
 
 
 def reads_back(source):

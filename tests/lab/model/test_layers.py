@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from muonsw.lab.model.config import initialize
 from muonsw.lab.model.layers import (
     DenseFeedForward,
     MoE,
@@ -45,6 +44,15 @@ def test_same_outputs_and_gradients_as_the_reference(experts, top_k):
     assert_equals_reference(moe, torch.randn(2, 5, 16, dtype=torch.float64))
 
 
+def test_the_router_works_in_float32_under_autocast():
+    moe = double_moe(small()).float()
+    x = torch.randn(1, 5, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, out = moe.router_logits(x.flatten(0, 1)), moe(x)
+    assert torch.equal(logits, x[0] @ moe.router.weight.T * moe.router_multiplier)
+    assert (logits.dtype, out.x.dtype, out.balance.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+
+
 def test_same_as_the_reference_when_an_expert_gets_no_token():
     moe = double_moe(small(experts=4))
     x = torch.randn(2, 5, 16, dtype=torch.float64).abs()
@@ -75,15 +83,15 @@ def slice_by_slice(x, weight, ends):
     return torch.cat([rows @ matrix.T for rows, matrix in zip(x.tensor_split(ends[:-1]), weight, strict=True)])
 
 
-def traced_linear(*given):
+def traced_linear(*args):
     """As a compiler sees it, which does not know the sizes of groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        return grouped_linear(*given)
+        return grouped_linear(*args)
 
 
 @pytest.mark.parametrize("product", [grouped_linear, traced_linear])
-@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (2, 3, 4, 0)])
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0)])
 def test_products_agree_with_slices_in_value_and_gradient(product, sizes):
     x = torch.randn(sum(sizes), 16, requires_grad=True)
     weight = torch.randn(len(sizes), 8, 16, requires_grad=True)
@@ -122,23 +130,3 @@ def test_balance_over_sequences_is_the_mean_of_the_single_ones():
     torch.testing.assert_close(moe(x).balance, single.mean(), **EXACT)
     whole = double_moe(small())(x).balance
     assert abs(whole - single.mean()) > 1e-6
-
-
-def test_router_works_in_float32_under_autocast():
-    config = small()
-    moe = MoE(config)
-    initialize_alone(moe, config)
-    x = torch.randn(1, 5, 16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = moe.router_logits(x.flatten(0, 1))
-        out = moe(x)
-    assert logits.dtype == torch.float32
-    assert torch.equal(logits, x[0] @ moe.router.weight.T * moe.router_multiplier)
-    assert out.x.dtype == torch.bfloat16
-    assert out.balance.dtype == torch.float32
-
-
-def initialize_alone(moe, config):
-    holder = torch.nn.Module()
-    holder.layers = torch.nn.ModuleDict({"moe": moe})
-    initialize(holder, config)

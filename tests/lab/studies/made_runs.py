@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from muonsw.lab.runs import Run, load_run
-from tests.lab.norm_runs import make_run
+from tests.lab.made_runs import make_run
 from tests.lab.train.small_runs import small_run
 
 

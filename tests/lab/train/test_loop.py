@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from muonsw.lab.data.prepare import markov_texts
-from muonsw.lab.errors import Diverged, MachineError, UsageError
+from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, torch_threads, train
 from muonsw.lab.train.state import Training, with_fingerprint
@@ -51,7 +50,7 @@ def test_a_run_learns_and_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(tmp_path, number, code):
+def test_a_signal_finishes_the_step_and_saves(tmp_path, number, code):
     config = small_run(steps=4000, checkpoint_every=4000, eval_every=4000)
     config_file, run = tmp_path / "config.json", tmp_path / "run"
     config_file.write_text(json.dumps(config.as_data()), encoding="utf-8")
@@ -85,35 +84,6 @@ def test_when_a_run_is_saved_changes_no_number_of_it(uninterrupted, tmp_path, mo
     assert saved == ({5, 10, 12} if "checkpoint_every" in settings else set(range(1, 13)))
     assert_same_run(uninterrupted, tmp_path, 12)
     train(small_run(), tmp_path)  # and it may be called for with other such settings
-
-
-def test_the_clock_asks_by_age_and_less_often_where_saving_is_slow(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
-    clock, never = (loop.SaveClock(seconds, _saved=0.0) for seconds in (60.0, 0.0))
-    now[0] = 59.0
-    assert not clock.due()
-    now[0] = 60.0
-    assert clock.due()
-    with clock.saving():
-        now[0] += 10.0
-    now[0] += 10.0 * loop.SAVING_INTERVALS - 1.0
-    assert not clock.due()
-    now[0] += 1.0
-    assert clock.due()
-    assert not never.due()
-
-
-def test_a_run_whose_folder_is_deleted_fails_at_the_next_save(tmp_path):
-    folder = tmp_path / "run"
-
-    def delete(record):
-        if (record["kind"], record["step"]) == ("train", 2):
-            shutil.rmtree(folder)
-
-    with pytest.raises(MachineError, match="step-00000004 cannot be written: No such file or directory"):
-        train(small_run(), folder, Watch(record=delete))
-    assert not folder.exists()
 
 
 def test_a_changed_config_is_refused_once_something_was_trained(tmp_path):
@@ -165,10 +135,8 @@ def with_gradients(broken):
 
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 def test_a_run_that_skips_update_after_update_stops(tmp_path):
-    said = r"gradients of 4 steps in a row, up to step 9, are not finite.*setting `skipped`.*step-00000008"
-    with pytest.raises(Diverged, match=said) as stopped:
+    with pytest.raises(Diverged, match=r"4 steps in a row, up to step 9, .*step-00000008"):
         train(small_run(skipped=4), tmp_path, with_gradients(lambda step: step == 2 or step >= 6))
-    assert stopped.value.step == 9
 
 
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
@@ -183,8 +151,7 @@ def test_updates_that_are_skipped_now_and_then_are_counted_also_over_a_resume(tm
     assert train(small_run(skipped=4), tmp_path, broken)["skipped"] == 9
 
 
-def test_the_threads_of_a_run_are_restored_and_the_difference_is_said(uninterrupted, tmp_path):
-    """What torch would choose differs from process to process; a resumed run has the number that it began with."""
+def test_a_resumed_run_has_the_number_of_threads_that_it_began_with(tmp_path):
     with torch_threads(2):
         stop_at(4, small_run(threads=0), tmp_path)
     notes, used = [], []
@@ -192,9 +159,7 @@ def test_the_threads_of_a_run_are_restored_and_the_difference_is_said(uninterrup
     train(small_run(threads=0), tmp_path, watch)
     assert set(used) == {2}
     assert torch.get_num_threads() == 1
-    assert notes[1] == "using 2 CPU threads as before, instead of torch's default of 1"
-    assert json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))["threads"] == 2
-    assert json.loads((uninterrupted / "environment.json").read_text(encoding="utf-8"))["threads"] == 1
+    assert "using 2 CPU threads" in notes[1]
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
@@ -234,7 +199,7 @@ OTHER_RULES = {
 
 
 @pytest.mark.parametrize("optimizer", OTHER_RULES.values(), ids=OTHER_RULES)
-def test_rules_that_follow_the_run_go_on_where_it_stopped(optimizer, tmp_path):
+def test_rules_that_follow_the_run_resume_where_it_stopped(optimizer, tmp_path):
     """Through a checkpoint, in which groups are plain data; with weights in bfloat16, and on a part of the text."""
     dtype = "float32" if "norm" in optimizer else "bfloat16"  # which norm rules refuse
     config = small_run(optimizer=optimizer, weights=dtype, steps=6, checkpoint_every=3)
