@@ -3,6 +3,16 @@
 import pytest
 import torch
 
+from tests.common.problems import flag_on_device
+
+
+@pytest.fixture(params=["host", "device"])
+def known_by(request, monkeypatch):
+    """Who learns of bad gradients: on accelerators the device alone."""
+    if request.param == "device":
+        monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
+    return request.param
+
 
 @pytest.fixture(autouse=True)
 def _repeatable():

@@ -1,5 +1,7 @@
 """The fast path against the float64 reference that follows the paper line by line."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,27 +58,25 @@ def test_muon_algorithm_one(form, nesterov, cautious):
     assert follow(optimizer, params, references, STEPS, SCHEDULE) < 1e-7
 
 
-@pytest.mark.parametrize(("rule", "dtype"), RULES_IN_DTYPES)
-@pytest.mark.parametrize("cautious", [False, True])
-def test_adamw(rule, dtype, cautious):
-    params = matrices((7,), (4, 5), (), dtype=dtype)
-    lam = LAMBDA.get(rule, 0.3)
-    references = [ReferenceAdamWSW(p.detach(), Decay(rule, lam, PEAK, STEPS), cautious=cautious) for p in params]
-    optimizer = AdamWSW(params, lr=PEAK, weight_decay=lam, decay=rule, cautious=cautious, **OF_THE_RUN)
-    assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
+ELEMENTWISE = {
+    "adamw": (AdamWSW, {}, ReferenceAdamWSW),
+    "cautious adamw": (AdamWSW, {"cautious": True}, partial(ReferenceAdamWSW, cautious=True)),
+    "sgd": (SGDSW, {}, ReferenceSGDSW),
+    "sgd, ema": (
+        SGDSW,
+        {"momentum": 0.9, "momentum_form": "ema", "nesterov": True},
+        partial(ReferenceSGDSW, beta=0.9, nesterov=True, heavy_ball=False),
+    ),
+}
 
 
 @pytest.mark.parametrize(("rule", "dtype"), RULES_IN_DTYPES)
-@pytest.mark.parametrize(("momentum", "form", "nesterov"), [(0.0, "heavy_ball", False), (0.9, "ema", True)])
-def test_sgd(rule, dtype, momentum, form, nesterov):
-    params = matrices((7,), (4, 5), dtype=dtype)
-    lam = LAMBDA.get(rule, 0.3)
-    references = [
-        ReferenceSGDSW(p.detach(), Decay(rule, lam, PEAK, STEPS), momentum, nesterov, heavy_ball=form == "heavy_ball")
-        for p in params
-    ]
-    options = {"momentum": momentum, "momentum_form": form, "nesterov": nesterov, **OF_THE_RUN}
-    optimizer = SGDSW(params, lr=PEAK, weight_decay=lam, decay=rule, **options)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_adamw_and_sgd(name, rule, dtype):
+    build, options, reference = ELEMENTWISE[name]
+    params, lam = matrices((7,), (4, 5), (), dtype=dtype), LAMBDA.get(rule, 0.3)
+    references = [reference(p.detach(), Decay(rule, lam, PEAK, STEPS)) for p in params]
+    optimizer = build(params, lr=PEAK, weight_decay=lam, decay=rule, **options, **OF_THE_RUN)
     assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
 
 

@@ -1,6 +1,7 @@
 """With constant decay every optimizer is torch's own, to rounding, over schedules."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -86,21 +87,32 @@ def test_sgd_with_decay_applied_apart(pair, momentum, nesterov):
     assert_near(ours, theirs, 1e-6)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_state_of_torchs_adamw_goes_on(pair, fused):
-    ours, theirs = pair
-    settings = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.95)}
-    adamw = torch.optim.AdamW(theirs, **settings, fused=fused)
-    run(adamw, theirs, 30, schedule=SCHEDULE)
-    ours = clones(theirs)
-    optimizer = AdamWSW(ours, **settings, decay="constant")
-    optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
-    run(adamw, theirs, 30, start=30, schedule=SCHEDULE)
-    run(optimizer, ours, 30, start=30, schedule=SCHEDULE)
-    assert_near(ours, theirs, 1e-6)
+ADAMW = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
-def test_a_state_of_torchs_muon_goes_on(pair):
+@pytest.mark.parametrize(
+    ("torchs", "ours"),
+    [
+        (partial(torch.optim.AdamW, fused=False, **ADAMW), partial(AdamWSW, decay="constant", **ADAMW)),
+        (partial(torch.optim.AdamW, fused=True, **ADAMW), partial(AdamWSW, decay="constant", **ADAMW)),
+        # its momenta are sums, which a state keeps
+        (partial(torch.optim.SGD, momentum=0.9), partial(SGDSW, weight_decay=0.0, momentum_form="ema")),
+    ],
+    ids=["adamw", "fused adamw", "sgd"],
+)
+def test_training_continues_from_a_state_of_torch(pair, torchs, ours):
+    _, theirs = pair
+    saved = torchs(theirs, lr=0.05)
+    run(saved, theirs, 30, schedule=SCHEDULE)
+    params = clones(theirs)
+    optimizer = ours(params, lr=0.05)
+    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    run(saved, theirs, 30, start=30, schedule=SCHEDULE)
+    run(optimizer, params, 30, start=30, schedule=SCHEDULE)
+    assert_near(params, theirs, 1e-6)
+
+
+def test_training_continues_from_a_state_of_torchs_muon(pair):
     _, theirs = pair
     muon = torch.optim.Muon(theirs, lr=0.05, adjust_lr_fn="match_rms_adamw")
     run(muon, theirs, 30, schedule=SCHEDULE)

@@ -1,4 +1,4 @@
-"""Saving, loading, copying and pickling: training goes on bit for bit."""
+"""Saving, loading, copying and pickling: training continues bit for bit."""
 
 import copy
 import io
@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRWarning
-from tests.common.problems import OPTIMIZERS, assert_same, clones, cosine, dion2, matrices, run
+from muonsw import DECAY_RULES, SGDSW, AdamWSW, MuonSW, PeakLRWarning
+from tests.common.problems import OPTIMIZERS, RULE_OPTIONS, assert_same, clones, cosine, dion2, matrices, run
 
 OPTIONS = {"muon": {"ns_dtype": "float32"}, "adamw": {}, "sgd": {"momentum": 0.9}, "lion": {}, "dion2": {}}
 
 
-def trained(algorithm, steps=10):
+def trained(algorithm, steps=10, **options):
     params = matrices((4, 6), (6, 6), (4, 6))
-    optimizer = OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **OPTIONS[algorithm])
+    optimizer = OPTIMIZERS[algorithm](params, lr=0.05, **{"weight_decay": 0.3, **OPTIONS[algorithm], **options})
     scheduler = CosineAnnealingLR(optimizer, 40)
     run(optimizer, params, steps, scheduler=scheduler)
     return params, optimizer, scheduler
@@ -37,13 +37,15 @@ def via_file(state):
     return torch.load(buffer, weights_only=True)
 
 
+@pytest.mark.parametrize("decay", DECAY_RULES)
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
-def test_save_and_load_continue_bit_for_bit(algorithm):
-    params, optimizer, scheduler = trained(algorithm)
+def test_save_and_load_continue_bit_for_bit(algorithm, decay):
+    rule = {"decay": decay, "weight_decay": 0.01, **RULE_OPTIONS.get(decay, {})}
+    params, optimizer, scheduler = trained(algorithm, **rule)
     saved, saved_scheduler = via_file(optimizer.state_dict()), scheduler.state_dict()
-    resumed = clones(params)
-    other = OPTIMIZERS[algorithm](resumed, lr=0.05, weight_decay=0.3, **OPTIONS[algorithm])
-    other_scheduler = CosineAnnealingLR(other, 40)
+    _, other, other_scheduler = trained(algorithm, steps=0, **rule)
+    resumed = other.param_groups[0]["params"]
+    torch._foreach_copy_([param.data for param in resumed], [param.data for param in params])
     other.load_state_dict(saved)
     other_scheduler.load_state_dict(saved_scheduler)
     run(optimizer, params, 10, start=10, scheduler=scheduler)
@@ -53,7 +55,7 @@ def test_save_and_load_continue_bit_for_bit(algorithm):
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
-def test_copies_go_on_like_the_original(algorithm, copier):
+def test_copies_train_like_the_original(algorithm, copier):
     params, optimizer, _ = trained(algorithm)
     optimizer.nonfinite = "raise"
     other = copier(optimizer)
@@ -65,7 +67,7 @@ def test_copies_go_on_like_the_original(algorithm, copier):
     assert repr(other) == repr(optimizer)
 
 
-def test_a_group_that_was_taken_out_is_left_out_of_what_is_saved():
+def test_the_state_of_a_removed_group_is_not_saved():
     gone, kept = matrices((4, 6), (6, 6))
     optimizer = AdamWSW([{"params": [gone]}, {"params": [kept]}], lr=0.05)
     run(optimizer, [gone, kept], 3)
@@ -79,16 +81,16 @@ def test_a_group_that_was_taken_out_is_left_out_of_what_is_saved():
         run(one, [param], 3, start=3)
     assert_same([resumed], [kept])
     assert "exp_avg" in optimizer.state[gone]
-    optimizer.add_param_group({**group, "params": [gone]})  # and goes on
+    optimizer.add_param_group({**group, "params": [gone]})
     optimizer.state_dict()
 
 
 @pytest.mark.parametrize("options", [{"heads": 2, "block_period": 2}, {"precondition": "soap"}])
-def test_what_an_optimizer_did_before_it_loads_a_state_of_torch_is_forgotten(options):
+def test_loading_a_state_of_torch_discards_all_earlier_state(options):
     params = matrices((4, 6), (6, 6))
     theirs = torch.optim.Muon(params, lr=0.05)
     run(theirs, params, 3)
-    found = []
+    actual = []
     for steps_before in (0, 3):
         optimizer = MuonSW(clones(params), lr=0.05, decay="constant", **options)
         own = optimizer.param_groups[0]["params"]
@@ -98,12 +100,12 @@ def test_what_an_optimizer_did_before_it_loads_a_state_of_torch_is_forgotten(opt
                 param.copy_(start)
         optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
         run(optimizer, own, 4, start=3)
-        found.append(own)
-    assert_same(*found)
+        actual.append(own)
+    assert_same(*actual)
 
 
 @pytest.mark.parametrize(("torchs", "ours"), [(None, "original"), ("spectral_unclamped", "spectral")])
-def test_a_state_of_torchs_muon_brings_its_scale(torchs, ours):
+def test_a_state_of_torchs_muon_sets_the_scale(torchs, ours):
     """Also where the torch that is installed is older than the name."""
     (param,) = matrices((4, 6))
     saved = torch.optim.Muon([param], lr=0.05).state_dict()
@@ -114,8 +116,8 @@ def test_a_state_of_torchs_muon_brings_its_scale(torchs, ours):
     run(optimizer, [param], 1)
 
 
-def test_a_momentum_of_none_is_one_that_has_not_begun():
-    """As torch's SGD saved it for years, where it had no momentum."""
+def test_a_saved_momentum_of_none_starts_at_zero():
+    """As older versions of torch saved SGD without momentum."""
     param = nn.Parameter(torch.ones(2, 3))
     saved = torch.optim.SGD([param], lr=0.1).state_dict() | {"state": {0: {"momentum_buffer": None}}}
     optimizer = SGDSW([param], lr=0.1, weight_decay=0.0)
@@ -127,30 +129,8 @@ def test_a_momentum_of_none_is_one_that_has_not_begun():
     torch.testing.assert_close(param.detach(), torch.full((2, 3), 1 - 0.1 - 0.15))
 
 
-def test_loading_hooks_of_the_user_see_and_change_the_state():
-    _, optimizer, _ = trained("muon")
-    other_params = matrices((4, 6), (6, 6), (4, 6))
-    other = MuonSW(other_params, lr=0.05, weight_decay=0.3, state_dtype="float64")
-    seen = []
-
-    def halve(_, saved):
-        halved = {k: {"momentum_buffer": v["momentum_buffer"] / 2} for k, v in saved["state"].items()}
-        return {
-            **saved,
-            "state": halved,
-            "param_groups": [{**g, "state_dtype": "float64"} for g in saved["param_groups"]],
-        }
-
-    other.register_load_state_dict_pre_hook(halve)
-    other.register_load_state_dict_post_hook(lambda o: seen.append(o.state[other_params[0]]["momentum_buffer"].dtype))
-    other.load_state_dict(optimizer.state_dict())
-    original = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
-    assert torch.equal(other.state[other_params[0]]["momentum_buffer"], original.double() / 2)
-    assert seen == [torch.float64]
-
-
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
-def test_a_rate_or_lambda_in_a_tensor_is_filled_in_place_by_a_load(key):
+def test_a_load_fills_tensor_rates_and_lambdas_in_place(key):
     """Code that changes it in the tensor, as a graph asks, still changes it after the load."""
     params = matrices((4, 4))
     held = torch.tensor(0.1)
@@ -213,6 +193,19 @@ def group_update(**options):
     return lambda saved: saved["param_groups"][0].update(options)
 
 
+def test_load_hooks_of_the_user_see_and_change_the_state():
+    _, optimizer, _ = trained("muon")
+    (param, *_), other, _ = trained("muon", steps=0)
+    seen = []
+    other.register_load_state_dict_pre_hook(
+        lambda _, saved: {**saved, "param_groups": [{**saved["param_groups"][0], "nesterov": False}]}
+    )
+    other.register_load_state_dict_post_hook(lambda loaded: seen.append("momentum_buffer" in loaded.state[param]))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["nesterov"] is False
+    assert seen == [True]
+
+
 def state_update(index, shape):
     return lambda saved: saved["state"][index].update(momentum_buffer=torch.zeros(shape))
 
@@ -270,7 +263,7 @@ OF_TIMM = [
 @pytest.mark.parametrize(
     ("kind", "theirs", "options", "message"), [*OF_OTHER_RULES, *((k, "", *rest) for k, *rest in OF_TIMM)]
 )
-def test_states_of_other_rules_are_not_taken_for_ours(kind, theirs, options, message):
+def test_states_of_other_rules_are_refused(kind, theirs, options, message):
     """Averages of the same name may be other averages."""
     params = matrices((4, 4))
     state = {key: torch.ones(4, 4) for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
@@ -314,21 +307,7 @@ def named(order, dtype=torch.float32):
     return [(name, tensors[name]) for name in order]
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module."])
-def test_parameters_that_have_changed_places_are_matched_by_name(prefix):
-    """torch goes by position, and would hand `a` the momentum of `b`."""
-    before, after = named("abc"), named("cba")
-    optimizer = MuonSW([(prefix + name, param) for name, param in before], lr=0.05)
-    run(optimizer, [param for _, param in before], 5)
-    other = MuonSW(after, lr=0.05)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for name, param in after:
-        expected = optimizer.state[dict(before)[name]]["momentum_buffer"]
-        assert torch.equal(other.state[param]["momentum_buffer"], expected), name
-    assert other.param_groups[0]["param_names"] == ["c", "b", "a"]
-
-
-def test_names_that_do_not_agree_go_by_position_as_torch_does():
+def test_unknown_names_are_matched_by_position_as_in_torch():
     optimizer = MuonSW(named("abc"), lr=0.05)
     run(optimizer, optimizer.param_groups[0]["params"], 2)
     renamed = [(f"new.{name}", param) for name, param in named("abc")]
@@ -336,19 +315,6 @@ def test_names_that_do_not_agree_go_by_position_as_torch_does():
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for (_, mine), theirs in zip(renamed, optimizer.param_groups[0]["params"], strict=True):
         assert torch.equal(other.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"])
-
-
-def test_torchs_averages_go_on_as_they_were_made():
-    """Those of SGD are sums, also where ours would be averages."""
-    params = matrices((4, 4))
-    theirs = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    run(theirs, params, 3)
-    resumed = clones(params)
-    optimizer = SGDSW(resumed, lr=0.1, weight_decay=0.0, momentum_form="ema")
-    optimizer.load_state_dict(theirs.state_dict())
-    run(theirs, params, 3, start=3)
-    run(optimizer, resumed, 3, start=3)
-    torch.testing.assert_close(resumed[0], params[0], rtol=1e-5, atol=1e-7)
 
 
 class Layers(nn.Module):
@@ -369,7 +335,7 @@ def set_gradients_by_name(model, step):
         param.grad = torch.randn(param.shape, generator=generator)
 
 
-def go_on_by_name(model, optimizer, start, end):
+def train_by_name(model, optimizer, start, end):
     for step in range(start, end):
         set_gradients_by_name(model, step)
         optimizer.step()
@@ -384,7 +350,7 @@ def options_by_name(optimizer):
     }
 
 
-def test_a_model_whose_attributes_are_in_another_order_goes_on():
+def test_a_model_with_reordered_attributes_resumes():
     """Its groups come in another order too: options by place would split a Linear as the GRU was."""
     patterns = {"down.weight": {"lr": 0.002, "weight_decay": 0.4}}
     models = [Layers(order) for order in (("gru", "up", "down", "norm"), ("norm", "down", "up", "gru"))]
@@ -392,35 +358,34 @@ def test_a_model_whose_attributes_are_in_another_order_goes_on():
     before, after = (
         MuonSW.for_model(model, lr=0.02, weight_decay=0.1, patterns=patterns, ns_dtype="float32") for model in models
     )
-    go_on_by_name(models[0], before, 0, 3)
+    train_by_name(models[0], before, 0, 3)
     models[1].load_state_dict(models[0].state_dict())
     after.load_state_dict(via_file(before.state_dict()))
     assert options_by_name(after) == options_by_name(before)
-    go_on_by_name(models[0], before, 3, 6)
-    go_on_by_name(models[1], after, 3, 6)
+    train_by_name(models[0], before, 3, 6)
+    train_by_name(models[1], after, 3, 6)
     for name, param in models[0].named_parameters():
         torch.testing.assert_close(dict(models[1].named_parameters())[name], param, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def two_groups(first, second, **options):
-    a, b = named("ab")
-    members = {"a": [a], "b": [b]}
-    groups = [{"params": members[name], **given} for name, given in (first, second)]
-    return MuonSW(groups, **{"lr": 0.05, **options})
-
-
-def test_groups_that_are_divided_or_joined_are_matched_by_name():
-    joined = MuonSW(named("abc"), lr=0.05, weight_decay=0.2, decay="constant")
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module."])
+def test_reordered_divided_and_joined_groups_are_matched_by_name(prefix):
+    """torch matches by position, and would load the momentum of `b` into `a`."""
+    joined = MuonSW([(prefix + name, param) for name, param in named("abc")], lr=0.05, weight_decay=0.2)
     run(joined, joined.param_groups[0]["params"], 2)
+    expected = dict(zip("abc", joined.param_groups[0]["params"], strict=True))
     a, b, c = named("abc")
-    divided = MuonSW([{"params": [c]}, {"params": [b, a]}], lr=0.01, weight_decay=0.7)
-    divided.load_state_dict(joined.state_dict())
+    divided = MuonSW([{"params": [c]}, {"params": [b, a]}], lr=0.01, weight_decay=0.7, peak_lr=0.05)
+    divided.load_state_dict(copy.deepcopy(joined.state_dict()))
     assert [group["weight_decay"] for group in divided.param_groups] == [0.2, 0.2]
-    back = MuonSW(named("abc"), lr=0.01, weight_decay=0.7)
-    back.load_state_dict(divided.state_dict())
-    assert options_by_name(back) == options_by_name(joined)
-    for mine, theirs in zip(back.param_groups[0]["params"], joined.param_groups[0]["params"], strict=True):
-        assert torch.equal(back.state[mine]["momentum_buffer"], joined.state[theirs]["momentum_buffer"])
+    back = MuonSW(named("bca"), lr=0.05, weight_decay=0.7)
+    back.load_state_dict(copy.deepcopy(divided.state_dict()))
+    assert list(options_by_name(back).values()) == list(options_by_name(joined).values())
+    for optimizer in (divided, back):
+        for group in optimizer.param_groups:
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                momentum = joined.state[expected[name]]["momentum_buffer"]
+                assert torch.equal(optimizer.state[param]["momentum_buffer"], momentum), name
 
 
 @pytest.mark.parametrize(
@@ -432,7 +397,8 @@ def test_groups_that_are_divided_or_joined_are_matched_by_name():
     ],
 )
 def test_a_group_whose_parameters_were_saved_with_different_options_is_refused(options, message):
-    saved = two_groups(("a", {}), ("b", options), lr=torch.tensor(0.05)).state_dict()
+    a, b = named("ab")
+    saved = MuonSW([{"params": [a]}, {"params": [b], **options}], lr=torch.tensor(0.05)).state_dict()
     other = MuonSW(named("ab"), lr=0.03, weight_decay=0.5)
     before = copy.deepcopy(other.param_groups[0])
     with pytest.raises(ValueError, match=message):
@@ -442,14 +408,14 @@ def test_a_group_whose_parameters_were_saved_with_different_options_is_refused(o
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_where_state_lies_is_the_optimizers_own_choice(own):
+def test_a_load_keeps_the_optimizers_own_offload_setting(own):
     saved = MuonSW(matrices((4, 6)), lr=0.05, offload=not own).state_dict()
     optimizer = MuonSW(matrices((4, 6)), lr=0.05, offload=own)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["offload"] is own
 
 
-def test_a_state_of_torchs_past_its_peak_has_reached_it():
+def test_a_state_of_torch_past_its_peak_does_not_warn():
     """Its groups do not say how high the rate was; that it falls from where it is, is no cause to warn."""
     params = matrices((4, 6))
     theirs = torch.optim.AdamW(params, lr=0.05)
@@ -461,7 +427,7 @@ def test_a_state_of_torchs_past_its_peak_has_reached_it():
     assert optimizer.summary().groups[0].highest_lr == 0.05
 
 
-def test_names_that_agree_in_part_must_not_contradict_the_places():
+def test_names_and_positions_must_not_contradict_each_other():
     """By place, `b` would get the state of `a`; nothing but a new name at the same place can be meant."""
     saved = MuonSW(named("abc"), lr=0.05).state_dict()
     b, a, c = named("bac")
@@ -475,7 +441,7 @@ def test_names_that_agree_in_part_must_not_contradict_the_places():
     assert renamed.param_groups[0]["param_names"] == ["a", "b", "new"]
 
 
-def test_groups_that_share_a_tensor_rate_each_get_their_own():
+def test_loaded_groups_that_shared_a_tensor_rate_get_their_own():
     a, b, c = named("abc")
     rates = [0.02, 3e-4, 0.02]
     groups = [{"params": [p], "lr": lr} for p, lr in zip((a, b, c), rates, strict=True)]
@@ -486,7 +452,7 @@ def test_groups_that_share_a_tensor_rate_each_get_their_own():
     assert [float(group["lr"]) for group in other.param_groups] == pytest.approx(rates)
     assert all(isinstance(group["lr"], torch.Tensor) for group in other.param_groups)
     assert other.param_groups[0]["lr"] is shared
-    assert other.param_groups[2]["lr"] is shared  # equal rates go on sharing it
+    assert other.param_groups[2]["lr"] is shared  # equal rates keep sharing it
 
 
 flatten = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
@@ -500,7 +466,7 @@ def in_another_order_by_checkpoint(flat, patterns, other_patterns):
         MuonSW.for_model(model, lr=0.02, weight_decay=0.1, patterns=given, decay="constant")
         for model, given in zip(models, (patterns, other_patterns), strict=True)
     )
-    go_on_by_name(models[0], before, 0, 2)
+    train_by_name(models[0], before, 0, 2)
     saved = get_optimizer_state_dict(models[0], before, options=options)
     set_optimizer_state_dict(models[1], after, saved, options=options)
     return before, after
@@ -532,13 +498,13 @@ ONE_GROUP, TWO_GROUPS = {}, {"down.weight": {"weight_decay": 0.4}}
     [(False, ONE_GROUP, TWO_GROUPS), (False, TWO_GROUPS, ONE_GROUP), (True, TWO_GROUPS, ONE_GROUP)],
     ids=["nested divided", "nested joined", "flat joined"],
 )
-def test_what_distributed_checkpoints_make_of_other_groups_is_refused(flat, saved, built):
+def test_distributed_checkpoints_of_other_groups_are_refused(flat, saved, built):
     """torch takes the options of one saved group for those that it joins, and forgets them for those it divides."""
     with pytest.raises(ValueError, match="was saved in another param group"):
         in_another_order_by_checkpoint(flat, saved, built)
 
 
-def test_a_saved_count_of_steps_may_be_a_plain_number_and_is_not_rounded():
+def test_a_saved_step_count_may_be_a_number_and_is_not_rounded():
     """Older states count in numbers; a default dtype of bfloat16 holds none of the odd ones above 256."""
     (param,) = matrices((4, 4))
     theirs = torch.optim.AdamW([param], lr=0.01)

@@ -52,15 +52,15 @@ def assert_same_states(one, params, other, others):
 
 def test_codes_are_the_same_on_every_device():
     x = torch.randn(64, 512) * torch.exp(3 * torch.randn(64, 512))
-    found = []
+    actual = []
     for device in ("cpu", "cuda"):
         codes, scale = (
             torch.zeros(x.shape, dtype=torch.int8, device=device),
             torch.zeros(x.shape[0], x[0].numel() // block_length(tuple(x.shape)), device=device),
         )
         encode(x.to(device), codes, scale, Noise(torch.tensor(5.0, device=device), 7, 9))
-        found.append((codes.cpu(), scale.cpu(), decode(codes, scale).cpu()))
-    assert all(map(torch.equal, *found))
+        actual.append((codes.cpu(), scale.cpu(), decode(codes, scale).cpu()))
+    assert all(map(torch.equal, *actual))
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 70_000])
@@ -107,7 +107,7 @@ def test_replayed_steps_make_the_same_bits(name, form, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_the_host_waits_for_nothing(name, form):
+def test_a_step_never_waits_for_the_device(name, form):
     params, optimizer = problem(name, **form)
     steps(params, optimizer, 2)
     before = params[0].detach().clone()
@@ -118,7 +118,7 @@ def test_the_host_waits_for_nothing(name, form):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_run_that_was_saved_goes_on_as_if_it_had_not_stopped(name, form, tmp_path):
+def test_a_saved_run_resumes_bit_for_bit(name, form, tmp_path):
     params, optimizer = problem(name, **form)
     steps(params, optimizer, 3)
     torch.save((params, optimizer.state_dict()), tmp_path / "saved")
@@ -127,7 +127,7 @@ def test_a_run_that_was_saved_goes_on_as_if_it_had_not_stopped(name, form, tmp_p
     others, again = problem(name, **form)
     for param, weight in zip(others, weights, strict=True):
         param.data.copy_(weight)
-        param.grad = torch.zeros_like(param)  # as `steps` goes on
+        param.grad = torch.zeros_like(param)  # `steps` then reuses it
     again.load_state_dict(saved)
     steps(others, again, 3, first=3)
     assert_same_states(optimizer, params, again, others)
@@ -156,7 +156,7 @@ def test_memory_on_the_device(form, bytes_an_element):
     assert peak <= 10 * chunk
 
 
-def test_a_group_that_has_left_host_memory_saves_what_the_last_step_returned_to_it():
+def test_a_group_that_stops_offloading_saves_its_latest_state():
     params, optimizer = problem("adamw", ((4096, 4096),), offload=True)
     steps(params, optimizer, 2)
     optimizer.param_groups[0]["offload"] = False

@@ -52,7 +52,7 @@ def test_backward_through_weights_that_were_stepped_raises(name):
 
 
 @every
-def test_what_torch_cannot_do_takes_our_path(name, monkeypatch):
+def test_unsupported_settings_take_our_path(name, monkeypatch):
     for dtype, options, expected in [
         (torch.float32, {}, True),
         (torch.float64, {}, True),

@@ -18,7 +18,7 @@ ASKING = (
 )
 
 
-def test_nothing_else_in_the_source_asks():
+def test_nothing_else_in_the_source_probes_the_machine():
     asking = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")
@@ -27,7 +27,7 @@ def test_nothing_else_in_the_source_asks():
     assert asking == {"machine.py"}
 
 
-def test_words_answer_for_the_machine(monkeypatch):
+def test_pretended_answers_replace_the_machines(monkeypatch):
     pretend("cores=77 fast_bfloat16=1 gpu_capability=70", monkeypatch)
     assert (machine.cores(), machine.fast_bfloat16(), machine.gpu_capability(torch.device("cpu"))) == (77, 1, 70)
     with pytest.raises(AttributeError, match="no attribute 'core'"):

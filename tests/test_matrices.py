@@ -19,7 +19,7 @@ VIEWS = [
     ((3, 4, 10), {"transposed": True, "matrix": "stack"}, list),
     ((12, 5), {"heads": 3}, lambda t: t.split(4)),
     ((5, 12), {"heads": 3, "split_dim": 1}, lambda t: t.split(4, 1)),
-    ((5, 12), {"heads": 3, "transposed": True}, lambda t: t.split(4, 1)),  # heads lie along out, the last axis here
+    ((5, 12), {"heads": 3, "transposed": True}, lambda t: t.split(4, 1)),  # heads are along out, the last axis here
     ((12, 5), {"heads": 3, "transposed": True, "split_dim": 1}, lambda t: t.split(4)),
     ((3, 10, 4), {"matrix": "stack", "split_sizes": (4, 6)}, lambda t: [m for p in t.split((4, 6), 1) for m in p]),
     ((3, 4, 10), {"matrix": "stack", "split_sizes": (4, 6), "split_dim": 1},
@@ -36,7 +36,7 @@ VIEWS = [
 @pytest.mark.parametrize(
     ("shape", "options", "pieces_of"), VIEWS, ids=lambda value: None if callable(value) else str(value)
 )
-def test_a_view_moves_as_the_matrices_that_it_stands_for(shape, options, pieces_of, scale):
+def test_a_view_moves_like_its_matrices(shape, options, pieces_of, scale):
     (param,) = matrices(shape, dtype=torch.float64)
     listing = {"nesterov": True, "heavy_ball": False, "orthogonalize": ns5, "stretch": SHAPE_SCALES[scale]}
     listing["in_out"] = options.get("transposed", False)
@@ -149,6 +149,6 @@ def test_chunks_of_any_size_give_the_same(algorithm):
         ((12, 4), {"transposed": 1}, "transposed=1: must be True or False"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(shape, options, message):
+def test_unfit_shapes_are_refused_by_name(shape, options, message):
     with pytest.raises(ValueError, match=message):
         MuonSW([("layer.w", nn.Parameter(torch.ones(shape)))], lr=0.1, **options)

@@ -1,4 +1,4 @@
-"""The finite check and its flag: what is found, what is counted, and that the host does not wait for it."""
+"""The check for finite gradients and its flag, which the host does not wait for."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ BAD = [float("nan"), float("inf"), float("-inf")]
 
 
 def on_the_device(monkeypatch, bad=0.0):
-    """Let the optimizers hear from the device alone whether gradients are finite, as on an accelerator."""
+    """Let only the device know whether gradients are finite, as on an accelerator."""
     flag = torch.tensor(bad)
     monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(flag.clone()))
     return flag
@@ -72,16 +72,16 @@ def test_the_check_of_mixed_precision_leaves_gradients_bit_for_bit():
 class Waits(TorchDispatchMode):
     """Counts how often a number is brought from a tensor to the host."""
 
-    asked = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.asked += func is torch.ops.aten._local_scalar_dense.default
+        self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("algorithm", ["adamw", "sgd", "lion"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_under_the_flag_asks_for_no_value(algorithm, dtype, monkeypatch):
+def test_a_step_under_the_flag_reads_no_value_on_the_host(algorithm, dtype, monkeypatch):
     on_the_device(monkeypatch)
     params = matrices((6, 4), (4, 4), dtype=dtype)
     options = {"momentum": 0.9} if algorithm == "sgd" else {}
@@ -90,10 +90,10 @@ def test_a_step_under_the_flag_asks_for_no_value(algorithm, dtype, monkeypatch):
     set_gradients(params, 2)
     with Waits() as waits:
         optimizer.step()
-    assert waits.asked == 0
+    assert waits.count == 0
     with Waits() as waits:
         float(params[0].detach().sum())
-    assert waits.asked == 1  # it would have been seen
+    assert waits.count == 1  # the counter works
 
 
 def test_adamw_under_the_flag_is_torchs_fused_step_bit_for_bit(monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from muonsw import ALGORITHMS, PRESETS, SGDSW, AdamWSW, MuonSW
+from muonsw import PRESETS, SGDSW, AdamWSW, MuonSW
 from muonsw.state import state_bytes
 
 
@@ -38,7 +38,7 @@ def test_a_preset_trains_hidden_matrices_by_its_options(cls, name):
 
 
 @pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
-def test_what_is_given_beside_a_preset_wins(cls):
+def test_explicit_options_override_a_preset(cls):
     given = {"scale": "spectral", "normalize_beta2": 0.9, "momentum": 0.9, "heads": 2}
     for group in cls.for_model(model(), lr=0.02, preset="normuon", **given).param_groups:
         is_muon = group["role"] == "hidden"
@@ -47,7 +47,7 @@ def test_what_is_given_beside_a_preset_wins(cls):
         assert ("heads" in group) == is_muon
 
 
-def test_a_preset_of_another_algorithm_leaves_the_rest_to_adamw():
+def test_under_a_preset_of_another_algorithm_the_rest_is_adamw():
     optimizer = MuonSW.for_model(model(), lr=0.02, preset="soap", precondition_frequency=3)
     algorithms = {group["role"]: group["algorithm"] for group in optimizer.param_groups}
     assert algorithms.pop("hidden") == "soap"
@@ -55,17 +55,7 @@ def test_a_preset_of_another_algorithm_leaves_the_rest_to_adamw():
     assert optimizer.param_groups[0]["precondition_frequency"] == 3
 
 
-@pytest.mark.parametrize("algorithm", ["soap", "dion2", "lion"])
-def test_an_algorithm_may_be_named_without_a_preset(algorithm):
-    built = model()
-    optimizer = MuonSW.for_model(built, lr=0.02, algorithm=algorithm)
-    group, defaults = optimizer.param_groups[0], ALGORITHMS[algorithm].defaults
-    assert group["algorithm"] == algorithm
-    assert {key: group[key] for key in defaults} == defaults
-    trained(built, optimizer)
-
-
-def test_an_option_is_kept_even_where_it_is_a_default_of_the_class():
+def test_an_option_equal_to_a_default_of_the_class_is_kept():
     assert MuonSW.for_model(model(), lr=0.02, algorithm="sgd", momentum=0.95).param_groups[0]["momentum"] == 0.95
     with pytest.raises(ValueError, match="'ns_steps' is an option of muon and dion2, not of soap"):
         MuonSW.for_model(model(), lr=0.02, algorithm="soap", ns_steps=3)

@@ -8,7 +8,7 @@ import muonsw
 
 SOURCE = Path(muonsw.__file__).parent
 
-# Functions whose result depends on torch.set_default_dtype or torch.set_default_device where it is not said.
+# Functions whose result depends on torch's default dtype or device unless both are given.
 MAKERS = {
     *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "from_numpy", "full", "linspace", "logspace"),
     *("normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
@@ -29,7 +29,7 @@ def calls(path, *words):
 
 def test_no_tensor_is_made_without_its_dtype_and_device():
     """Users set torch's defaults: LLM code its dtype, notebooks its device."""
-    found = [
+    actual = [
         f"{path.relative_to(SOURCE)}:{call.lineno}: {ast.unparse(call)}"
         for path in files(lab=False)
         for call in calls(path, "torch.")
@@ -38,20 +38,20 @@ def test_no_tensor_is_made_without_its_dtype_and_device():
         and call.func.attr in MAKERS
         and not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
     ]
-    assert not found
+    assert not actual
 
 
 def test_triton_kernels_are_launched_in_one_place():
-    """`kernel[grid](...)` launches on the current device, whatever the device of its arguments."""
-    found = [
+    """`kernel[grid](...)` launches on the current device, not on that of its arguments."""
+    actual = [
         f"{path.relative_to(SOURCE)}:{call.lineno}"
         for path in files(lab=True)
         if "import triton" in path.read_text(encoding="utf-8") or path.parent.name == "kernels"
         for call in calls(path, "](")
         if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name)
     ]
-    assert found
-    assert {place.split(":")[0] for place in found} == {"kernels/__init__.py"}
+    assert actual
+    assert {place.split(":")[0] for place in actual} == {"kernels/__init__.py"}
 
 
 def opens_text(call):
@@ -62,14 +62,14 @@ def opens_text(call):
 def test_text_files_are_read_and_written_in_utf_8():
     """Without an encoding Python takes the locale's, which in a container is often ASCII."""
     root = Path(__file__).parents[1]
-    found = [
+    actual = [
         f"{path.relative_to(root)}:{call.lineno}"
         for folder in (SOURCE, root / "tests", root / "bench", root / "examples")
         for path in sorted(folder.rglob("*.py"))
         for call in calls(path, "_text", "open")
         if opens_text(call) and "utf-8" not in ast.unparse(call)
     ]
-    assert not found
+    assert not actual
 
 
 def test_public_names_and_their_public_methods_are_documented():

@@ -16,9 +16,6 @@ from muonsw.state import zeros
 from tests.common.problems import (
     OPTIMIZERS,
     assert_same,
-    clones,
-    eager_and_compiled,
-    flag_on_device,
     matrices,
     run,
     set_gradients,
@@ -47,70 +44,7 @@ def assert_nothing_changed(optimizer, params, before):
         assert all(torch.equal(value, before[2][number][key]) for key, value in tensors.items())
 
 
-@pytest.mark.parametrize("algorithm", OPTIMIZERS)
-def test_a_parameter_without_gradient_is_untouched_with_its_state(algorithm):
-    used, unused = matrices((4, 4), (4, 4))
-    before = unused.detach().clone()
-    optimizer = make(algorithm, [used, unused])
-    set_gradients([used], 0)
-    optimizer.step()
-    assert torch.equal(unused, before)
-    assert optimizer.state[unused].keys() == optimizer.state[used].keys()
-    assert not any(value.any() for value in optimizer.state[unused].values())
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_non_finite_gradient_skips_the_whole_step(bad):
-    params = matrices((4, 4), (4, 4))
-    optimizer = make("adamw", params)
-    run(optimizer, params, 3)
-    before = everything(optimizer, params)
-    set_gradients(params, 3)
-    params[1].grad[2, 1] = bad
-    with pytest.warns(NonFiniteGradientWarning, match="1 step has been skipped so far: the gradient of parameter 1"):
-        optimizer.step()
-    weights, _, state = everything(optimizer, params)  # the step is counted, as a scheduler does
-    assert_same(weights, before[0])
-    assert all(torch.equal(value, before[2][number][key]) for number in state for key, value in state[number].items())
-    run(optimizer, params, 1, start=3)
-    assert optimizer.skipped_steps == 1
-    assert not torch.equal(params[0], before[0][0])
-
-
-@pytest.mark.parametrize("algorithm", OPTIMIZERS)
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_device_flag_leaves_everything_bit_for_bit(algorithm, first, dtype, monkeypatch):
-    """On accelerators the host never learns of a skip; the same paths are run here on the CPU."""
-    monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
-    params = matrices((4, 4), (4, 4), dtype=dtype)
-    optimizer = make(algorithm, params)
-    if not first:
-        run(optimizer, params, 3)
-    before = everything(optimizer, params)
-    set_gradients(params, 3)
-    params[0].grad[0, 0] = float("nan")
-    optimizer.step()
-    weights, _, state = everything(optimizer, params)
-    assert_same(weights, before[0])
-    for number, tensors in state.items():
-        for key, value in tensors.items():
-            assert not value.any() if first else torch.equal(value, before[2][number][key]), key
-    assert optimizer.skipped_steps == 1
-    host_params = clones(params)
-    host = make(algorithm, host_params)
-    if not first:
-        with pytest.warns(NonFiniteGradientWarning, match="gradients held infinities or NaNs"):
-            host.load_state_dict(optimizer.state_dict())
-    run(optimizer, params, 3, start=4)
-    monkeypatch.undo()
-    run(host, host_params, 3, start=4)
-    if dtype == torch.float64:  # what the device chooses is no coarser than the host
-        for a, b in zip(params, host_params, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
-
-
-def test_skipped_steps_are_reported_of_at_growing_intervals():
+def test_skipped_steps_are_reported_at_growing_intervals():
     (param,) = matrices((4, 4))
     optimizer = MuonSW([param], lr=0.1)
     param.grad = torch.full_like(param, float("nan"))
@@ -119,10 +53,11 @@ def test_skipped_steps_are_reported_of_at_growing_intervals():
         for _ in range(150):
             optimizer.step()
     assert [str(entry.message).split()[0] for entry in caught] == ["1", "10", "100"]
+    assert "1 step has been skipped so far: the gradient of parameter 0" in str(caught[0].message)
     assert optimizer.skipped_steps == 150
 
 
-def test_a_step_that_finds_no_gradient_is_reported_of_once():
+def test_a_step_without_gradients_warns_once():
     params = matrices((4, 4))
     optimizer = MuonSW(params, lr=0.1)
     with pytest.warns(UserWarning, match="found no gradients, so nothing was changed"):
@@ -130,7 +65,7 @@ def test_a_step_that_finds_no_gradient_is_reported_of_once():
     optimizer.step()
 
 
-def test_a_parameter_that_is_unfrozen_later_is_reported_of_once():
+def test_a_parameter_unfrozen_later_warns_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     optimizer = MuonSW.for_model(model, lr=0.1)
@@ -165,27 +100,13 @@ def test_raise_names_the_parameter_and_changes_nothing():
     assert_nothing_changed(optimizer, params, before)
 
 
-def test_propagate_lets_them_through():
+def test_propagate_lets_non_finite_gradients_through():
     (param,) = matrices((4, 4))
     optimizer = MuonSW([param], lr=0.1, nonfinite="propagate")
     param.grad = torch.full_like(param, float("nan"))
     optimizer.step()
     assert param.isnan().any()
     assert optimizer.skipped_steps == 0
-
-
-def test_muon_does_not_depend_on_the_size_of_gradients():
-    def result(size):
-        (param,) = matrices((4, 6), dtype=torch.float64)
-        optimizer = MuonSW([param], lr=0.05)
-        for step in range(5):
-            set_gradients([param], step)
-            param.grad *= size
-            optimizer.step()
-        return param
-
-    for size in (1e-30, 1e-8, 1e20):
-        torch.testing.assert_close(result(size), result(1.0), rtol=1e-9, atol=1e-12)
 
 
 def test_a_closure_runs_once_with_gradients_enabled():
@@ -240,7 +161,7 @@ def flattened(optimizer):
     return optimizer
 
 
-def test_parameters_that_were_flattened_after_construction_are_stepped_or_refused_by_reason():
+def test_parameters_flattened_after_construction_are_stepped_or_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="ZeRO"):
         flattened(MuonSW.for_model(model, lr=0.05)).step()
@@ -275,14 +196,6 @@ def test_state_and_gradients_of_another_shape_are_refused_with_nothing_changed(a
     assert not torch.equal(params[1], before[1])
 
 
-def test_a_group_whose_warning_is_made_an_error_is_not_added():
-    optimizer = MuonSW([nn.Parameter(torch.ones(2, 2))], lr=0.1)
-    rounded = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="rounding='nearest'"):
-        optimizer.add_param_group({"params": [rounded], "rounding": "nearest"})
-    assert len(optimizer.param_groups) == 1
-
-
 def test_a_mixed_optimizer_steps_each_group_by_its_own_algorithm():
     shapes = [(4, 4), (5,), (3, 3)]
     params, apart = matrices(*shapes), matrices(*shapes)
@@ -307,11 +220,11 @@ def test_a_mixed_optimizer_steps_each_group_by_its_own_algorithm():
 
 
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
-@pytest.mark.parametrize("decay_tensor", [False, True])
-def test_tensor_learning_rate_and_decay_give_the_same(algorithm, decay_tensor):
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_tensor_learning_rate_and_decay_give_the_same(algorithm, shape):
     plain, held = matrices((4, 6), dtype=torch.float64), matrices((4, 6), dtype=torch.float64)
-    lr = torch.tensor(0.05, dtype=torch.float64)
-    lam = torch.tensor(0.3, dtype=torch.float64) if decay_tensor else 0.3
+    lr = torch.full(shape, 0.05, dtype=torch.float64)
+    lam = torch.full(shape, 0.3, dtype=torch.float64)
     cls = OPTIMIZERS[algorithm]
     a, b = cls(plain, lr=0.05, weight_decay=0.3), cls(held, lr=lr, weight_decay=lam)
     for step in range(6):
@@ -326,7 +239,7 @@ def test_tensor_learning_rate_and_decay_give_the_same(algorithm, decay_tensor):
     ("given", "in_one_group", "expected"),
     [({}, {}, 1), ({"weight_decay": 0.0}, {}, 0), ({"decay": "none"}, {}, 0), ({}, {"weight_decay": 0.1}, 0)],
 )
-def test_it_says_once_that_no_group_decays(given, in_one_group, expected):
+def test_a_run_without_decay_warns_once(given, in_one_group, expected):
     """As under a framework whose own groups say 0.0; not where that is meant or one group decays."""
     params = matrices((4, 6), (6,))
     groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:], "weight_decay": 0.0, **in_one_group}]
@@ -374,7 +287,7 @@ def test_a_step_that_a_later_group_refuses_changes_nothing(message):
 
 
 @pytest.mark.parametrize("norm", ["target", "hyperball"])
-def test_a_weight_of_norm_zero_in_a_later_group_leaves_the_first_where_it_was(norm):
+def test_a_weight_of_norm_zero_in_a_later_group_changes_nothing(norm):
     params = matrices((4, 6), (6, 6))
     params[1].data.zero_()
     optimizer = MuonSW([{"params": [p]} for p in params], lr=0.05, weight_decay=0.1, norm=norm)
@@ -431,7 +344,7 @@ def test_a_step_without_memory_for_a_later_chunk_is_not_counted(options, monkeyp
     assert everything(optimizer, params)[1] == before[1]
 
 
-def test_options_that_change_within_their_bounds_are_taken():
+def test_options_may_change_within_their_bounds():
     """As under OneCycleLR, which cycles momentum, and under schedules of the weight decay."""
     params = matrices((4, 6), dtype=torch.float64)
     optimizer, average = MuonSW(params, lr=0.05, weight_decay=0.1), torch.zeros(4, 6, dtype=torch.float64)
@@ -444,7 +357,7 @@ def test_options_that_change_within_their_bounds_are_taken():
         assert optimizer.summary().groups[0].decay == pytest.approx(lam * 0.05)
 
 
-def test_a_momentum_that_a_scheduler_leaves_alone_while_it_cycles_betas_is_warned_of_once():
+def test_a_scheduler_that_cycles_betas_but_not_momentum_warns_once():
     """torch's OneCycleLR cycles either betas or momentum, in all groups alike."""
     params = matrices((4, 6), (6,))
     groups = [{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}]
@@ -458,23 +371,6 @@ def test_a_momentum_that_a_scheduler_leaves_alone_while_it_cycles_betas_is_warne
         optimizer = MuonSW([{"params": part, **options}], lr=0.05)
         OneCycleLR(optimizer, max_lr=0.05, total_steps=10, cycle_momentum=cycle)
         run(optimizer, part, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compiled_step_is_the_eager_one(dtype):
-    """`torch.compile` leaves a step eager, with the same bits."""
-
-    def build(params):
-        groups = [
-            {"params": params[:2]},
-            {"params": params[2:3], "algorithm": "adamw"},
-            {"params": params[3:], "matrix": "stack", "cautious": True},
-        ]
-        return MuonSW(groups, lr=0.05, weight_decay=0.3)
-
-    eager, compiled, optimizer = eager_and_compiled(build, (8, 8), (4, 12), (5,), (3, 4, 4), dtype=dtype)
-    assert_same(compiled, eager)
-    assert {group["resolved_peak_lr"] for group in optimizer.param_groups} == {0.05}
 
 
 def test_a_training_step_compiles_around_it():
@@ -516,7 +412,7 @@ OPTIONS = [{}, {"norm": "hyperball"}, {"decay": "gradient_norm"}, {"dtype": torc
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
-def test_steps_states_and_telemetry_are_the_same_whatever_torchs_defaults(algorithm, options, other_defaults):
+def test_torchs_default_dtype_and_device_change_nothing(algorithm, options, other_defaults):
     """LLM code sets the default dtype, notebooks the device."""
 
     def trained(switch, dtype=torch.float32, **options):
@@ -537,9 +433,9 @@ def test_steps_states_and_telemetry_are_the_same_whatever_torchs_defaults(algori
         return [t.detach() for p in params for t in (p, *optimizer.state[p].values())], telemetry.last["all"]
 
     expected = trained(lambda: None, **options)
-    found = trained(other_defaults, **options)
+    actual = trained(other_defaults, **options)
     torch.set_default_device(None)
     torch.set_default_dtype(torch.float32)
-    assert [tensor.device.type for tensor in found[0]] == ["cpu"] * len(expected[0])
-    assert_same(found[0], expected[0])
-    assert found[1] == expected[1]
+    assert [tensor.device.type for tensor in actual[0]] == ["cpu"] * len(expected[0])
+    assert_same(actual[0], expected[0])
+    assert actual[1] == expected[1]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from muonsw import MuonSW, Telemetry
-from tests.common.problems import flag_on_device, matrices, run
+from tests.common.problems import matrices, run
 
 
 def optimizer_of_many_kinds():
@@ -40,11 +40,9 @@ def test_it_counts_what_the_step_orthogonalized_and_moved():
     assert [group.rule for group in summary.groups] == ["scaled"] * 4 + ["none"], "as routing() says it"
 
 
-@pytest.mark.parametrize("on_device", [False, True])  # on accelerators a flag there says so, which the summary reads
+@pytest.mark.usefixtures("known_by")
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
-def test_before_the_first_step_and_after_a_skipped_one_nothing_was_moved(monkeypatch, on_device):
-    if on_device:
-        monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
+def test_nothing_is_reported_as_moved_before_the_first_step_and_after_a_skipped_one():
     optimizer, params = optimizer_of_many_kinds()
     before = optimizer.summary()
     assert before.parameters == {"muon": 0, "adamw": 0}
@@ -61,14 +59,14 @@ def test_before_the_first_step_and_after_a_skipped_one_nothing_was_moved(monkeyp
     assert "the last step was skipped" in str(summary)
 
 
-def test_the_rates_are_those_of_the_step_and_not_of_the_next_one():
+def test_rates_are_of_the_last_step_not_the_next():
     optimizer, params = optimizer_of_many_kinds()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t)
     run(optimizer, params, 2, scheduler=scheduler)
     assert optimizer.summary().groups[0].lr == pytest.approx(0.05)
 
 
-def test_telemetry_carries_it():
+def test_telemetry_records_the_summary():
     optimizer, params = optimizer_of_many_kinds()
     telemetry = Telemetry(optimizer, every=1)
     run(optimizer, params, 1)

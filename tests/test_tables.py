@@ -73,7 +73,7 @@ def test_tables_that_do_not_fit_are_refused():
             table(((5,), (6,)), CPU)
 
 
-def test_whether_kernels_run_is_not_asked_under_a_capture(device, monkeypatch):
+def test_kernels_are_not_probed_under_a_capture(device, monkeypatch):
     """Nothing can be compiled then, and the answer would stay for the process."""
     monkeypatch.setattr(kernels, "_USABLE", {})
     monkeypatch.setattr(kernels, "_usable", lambda _: not device.capturing)

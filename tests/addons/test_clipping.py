@@ -44,7 +44,7 @@ def test_a_spike_in_the_embedding_does_not_reach_the_matrices():
 
 
 @pytest.mark.parametrize("cls", [AdamWSW, SGDSW])
-def test_for_other_algorithms_it_is_torchs(cls):
+def test_clipping_of_other_algorithms_matches_torch(cls):
     ours, theirs = model_and_gradients(5.0), model_and_gradients(5.0)
     optimizer = cls.for_model(ours, lr=0.01)
     norm = clip_optimizer_grads_(optimizer, 0.7)
@@ -53,37 +53,33 @@ def test_for_other_algorithms_it_is_torchs(cls):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
 
 
-def test_the_whole_model_by_one_norm_on_request():
+def test_all_algorithms_can_be_clipped_by_one_norm():
     model = model_and_gradients()
     optimizer = MuonSW.for_model(model, lr=0.01)
     clip_optimizer_grads_(optimizer, 0.7, algorithms=("adamw", "sgd", "muon"))
     assert math.hypot(*(param.grad.norm().item() for param in model.parameters())) == pytest.approx(0.7, rel=1e-5)
 
 
-def test_wrong_arguments():
+def test_mistakes_are_named():
     model = model_and_gradients()
     optimizer = MuonSW.for_model(model, lr=0.01)
-    for wrong in (0, "1", None, [1.0]):
-        with pytest.raises(ValueError, match=r"max_norm=.*: must be"):
-            clip_optimizer_grads_(optimizer, wrong)
-    for wrong in ("adamw", 3):
-        with pytest.raises(TypeError, match="a collection of names"):
-            clip_optimizer_grads_(optimizer, 1.0, algorithms=wrong)
-    for wrong in ([["adamw"]], ("adagrad",)):
-        with pytest.raises(ValueError, match="unknown algorithm"):
-            clip_optimizer_grads_(optimizer, 1.0, algorithms=wrong)
-    for other in (torch.optim.AdamW(model.parameters()), model, model.parameters()):
-        with pytest.raises(TypeError, match="use torch"):
-            clip_optimizer_grads_(other, 1.0)
+    with pytest.raises(ValueError, match=r"max_norm=0: must be"):
+        clip_optimizer_grads_(optimizer, 0)
+    with pytest.raises(TypeError, match="a collection of names"):
+        clip_optimizer_grads_(optimizer, 1.0, algorithms="adamw")
+    with pytest.raises(ValueError, match="unknown algorithm"):
+        clip_optimizer_grads_(optimizer, 1.0, algorithms=["adagrad"])
+    with pytest.raises(TypeError, match="use torch"):
+        clip_optimizer_grads_(torch.optim.AdamW(model.parameters()), 1.0)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(1e-3, 1.0), (1e6, 0.0)])
-def test_telemetry_tells_how_often_it_acts(limit, expected):
+def test_telemetry_records_how_often_clipping_acts(limit, expected):
     model = model_and_gradients()
     optimizer = MuonSW.for_model(model, lr=0.01)
     findings = Findings()
-    said = []
-    with Telemetry(optimizer, every=3, sink=lambda record: said.extend(findings(record))) as telemetry:
+    messages = []
+    with Telemetry(optimizer, every=3, sink=lambda record: messages.extend(findings(record))) as telemetry:
         for _ in range(12):
             torch.manual_seed(0)
             for param in model.parameters():
@@ -91,7 +87,7 @@ def test_telemetry_tells_how_often_it_acts(limit, expected):
             clip_optimizer_grads_(optimizer, limit)
             optimizer.step()
     assert [record["clipped"] for record in telemetry.records] == [expected] * 5
-    assert any("Gradient clipping acts on 100%" in text for text in said) == (expected == 1.0)
+    assert any("Gradient clipping acts on 100%" in text for text in messages) == (expected == 1.0)
 
 
 def test_calls_in_a_graph_are_counted_at_each_replay():

@@ -3,25 +3,19 @@
 import pytest
 import torch
 
-from muonsw import SGDSW, AdamWSW, MuonSW
-from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
-from tests.common.problems import cosine, flag_on_device, follow, matrices, run, set_gradients
-
-CLASSES = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW}
+from muonsw import AdamWSW, MuonSW
+from muonsw.reference import Decay
+from tests.common.problems import WITH_REFERENCE, cosine, follow, matrices, run, set_gradients, step_with_nan
 
 
-@pytest.mark.parametrize("algorithm", CLASSES)
+@pytest.mark.parametrize("algorithm", WITH_REFERENCE)
 def test_decay_by_the_size_of_gradients_is_the_reference(algorithm):
     """The other rules are held against it in `test_against_reference.py`, with several parameters in a group."""
-    references = {
-        "muon": lambda W, d: ReferenceMuonSW(W, d, nesterov=True, heavy_ball=False, orthogonalize=ns5),
-        "adamw": ReferenceAdamWSW,
-        "sgd": ReferenceSGDSW,
-    }
+    build, reference_of = WITH_REFERENCE[algorithm]
     (param,) = matrices((5, 7), dtype=torch.float64)
     beta2 = 0.999 if algorithm == "adamw" else 0.95
-    reference = references[algorithm](param.detach(), Decay("gradient_norm", 0.3, 0.05, beta2=beta2))
-    optimizer = CLASSES[algorithm]([param], lr=0.05, weight_decay=0.3, decay="gradient_norm")
+    reference = reference_of(param.detach(), Decay("gradient_norm", 0.3, 0.05, beta2=beta2))
+    optimizer = build([param], lr=0.05, weight_decay=0.3, decay="gradient_norm")
     assert follow(optimizer, [param], [reference], 30, cosine(0.05, 30)) < 1e-9
 
 
@@ -37,18 +31,13 @@ def test_the_average_over_steps_is_the_mean_of_adams_own():
     assert optimizer.summary().groups[0].decay == pytest.approx(0.01 * 0.05 / (squares / (1 - 0.999**7)) ** 0.5)
 
 
-@pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
-@pytest.mark.parametrize("known_by", ["host", "device"])
-def test_an_infinite_gradient_does_not_enter_the_average(known_by, monkeypatch):
-    if known_by == "device":
-        monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
+@pytest.mark.usefixtures("known_by")
+def test_a_non_finite_gradient_does_not_enter_the_average():
     params = matrices((4, 6))
     optimizer = MuonSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
     run(optimizer, params, 2)
     before = optimizer.param_groups[0]["gradient_average"]
-    set_gradients(params, 2)
-    params[0].grad[0, 0] = torch.inf
-    optimizer.step()
+    step_with_nan(optimizer, params, 2)
     assert optimizer.skipped_steps == 1
     assert optimizer.param_groups[0]["gradient_average"] == before
 

@@ -52,23 +52,6 @@ def test_a_scaled_muon_is_ours():
 
 
 @pytest.mark.parametrize("rule", ["scaled", "log_time"])
-def test_lambda_peak_and_count_survive_a_save_and_load(rule):
-    params = matrices((4, 4))
-    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    scale_weight_decay(optimizer, rule)
-    run(optimizer, params, 5, scheduler=CosineAnnealingLR(optimizer, 10))
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert saved["param_groups"][0]["weight_decay"] != 0.3
-    resumed = clones(params)
-    other = torch.optim.AdamW(resumed, lr=0.003, weight_decay=0.3)
-    scale_weight_decay(other, rule)
-    other.load_state_dict(saved)
-    run(optimizer, params, 1, start=5)
-    run(other, resumed, 1, start=5)
-    assert torch.equal(params[0], resumed[0])
-
-
-@pytest.mark.parametrize("rule", ["scaled", "log_time"])
 @pytest.mark.parametrize("edit", [None, 0.2])
 def test_our_optimizer_loads_the_state_of_a_scaled_one_with_its_lambda(rule, edit):
     params = [nn.Parameter(param.detach().double()) for param in matrices((4, 4), (3,))]
@@ -100,17 +83,26 @@ def test_rules_that_cannot_be_followed_are_refused():
         scale_weight_decay(optimizer, "cosine")
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_a_copy_goes_on_once_it_is_scaled_too(copier):
+def by_state_dict(both):
+    params, optimizer = both
+    resumed = clones(params)
+    other = torch.optim.AdamW(resumed, lr=0.003, weight_decay=0.3)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return resumed, other
+
+
+@pytest.mark.parametrize("rule", ["scaled", "log_time"])
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both)), by_state_dict])
+def test_a_copy_continues_with_the_same_lambda_peak_and_count(copier, rule):
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    scale_weight_decay(optimizer)
+    scale_weight_decay(optimizer, rule)
     run(optimizer, params, 5, scheduler=CosineAnnealingLR(optimizer, 10))
     copied, other = copier((params, optimizer))
-    scale_weight_decay(other)
-    for one, its in ((optimizer, params), (other, copied)):
-        one.param_groups[0]["lr"] = 0.02
-        run(one, its, 1, start=5)
+    scale_weight_decay(other, rule)
+    for each, its in ((optimizer, params), (other, copied)):
+        each.param_groups[0]["lr"] = 0.02
+        run(each, its, 1, start=5)
     assert torch.equal(params[0], copied[0])
 
 
@@ -178,7 +170,7 @@ def test_our_optimizers_and_models_are_refused_by_name():
         scale_weight_decay(nn.Linear(2, 2))
 
 
-def test_a_state_that_was_not_scaled_leaves_the_peak_where_it_was():
+def test_a_load_of_an_unscaled_state_keeps_the_peak():
     """Its learning rate may be any of the schedule; taken for the peak it would make decay many times too strong."""
     plain_params = matrices((4, 4))
     plain = torch.optim.AdamW(plain_params, lr=0.1, weight_decay=0.3)
@@ -280,7 +272,7 @@ def test_a_late_start_needs_a_peak_that_was_not_recorded():
     scale_weight_decay(optimizer, "constant")
 
 
-def test_a_weight_decay_that_is_set_later_is_the_lambda_from_then_on():
+def test_a_weight_decay_set_later_becomes_lambda():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     group, keys = optimizer.param_groups[0], set(optimizer.param_groups[0])
@@ -332,7 +324,7 @@ def test_a_step_that_is_refused_changes_no_group(peak_lr):
     assert optimizer.param_groups == before
 
 
-def test_state_that_is_made_before_the_first_step_is_no_step():
+def test_state_made_before_the_first_step_is_not_a_step():
     """As dion makes it: zeros, without a count."""
     (param,) = matrices((4, 4))
     optimizer = torch.optim.Muon([param], lr=0.1, weight_decay=0.3)

@@ -1,7 +1,7 @@
-"""Child processes of tests, which may be killed, starved of disk space or patched without harm to the tests.
+"""Child processes, which a test may kill, patch or starve of disk space without harm to other tests.
 
-They are forked from a server that has imported what they need and has never run a backward pass: torch refuses to run
-one in a fork of a process that has. A child that itself starts children, in a mount namespace of its own say, forks.
+They are forked from a server that has imported what they need and never run a backward pass: torch refuses to run one
+in a fork of a process that has. A child that itself starts children, say in its own mount namespace, forks.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def start_child(work: Callable[[], int], output: Path) -> BaseProcess:
 
 
 def _serve(sent: bytes, environment: dict[str, str], threads: int, output: Path) -> None:
-    """Run what was sent, and end at once: a clean-up would meet what `work` has broken."""
+    """Run the function and exit without clean-up, which could trip over what `work` has broken."""
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(threads)
@@ -42,7 +42,7 @@ def _serve(sent: bytes, environment: dict[str, str], threads: int, output: Path)
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
-    with contextlib.suppress(OSError):  # of a traceback for which there is no room
+    with contextlib.suppress(OSError):  # no room for the traceback
         try:
             code = pickle.loads(sent)()
         except BaseException:

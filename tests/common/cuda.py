@@ -1,4 +1,4 @@
-"""What tests on a CUDA device share, and a tensor that passes as one there."""
+"""Helpers of tests on a CUDA device, and a CPU tensor that claims to be on one."""
 
 import contextlib
 import warnings
@@ -6,7 +6,7 @@ import warnings
 import torch
 from torch import nn
 
-from tests.common.problems import set_gradients
+from tests.common.problems import matrices, set_gradients
 
 
 @contextlib.contextmanager
@@ -21,6 +21,11 @@ def no_waiting():
             torch.cuda.set_sync_debug_mode("default")
 
 
+def on_gpu(*shapes, dtype=torch.float32):
+    """The parameters of `matrices`, moved."""
+    return [nn.Parameter(param.detach().cuda()) for param in matrices(*shapes, dtype=dtype)]
+
+
 def feed(params, step):
     """The same gradients as `set_gradients`, moved."""
     twins = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in params]
@@ -32,6 +37,6 @@ def feed(params, step):
 
 
 class OnAGPU(torch.Tensor):
-    """A tensor that says it is on a GPU, wherever it is."""
+    """A tensor that claims to be on a GPU."""
 
     is_cuda = True

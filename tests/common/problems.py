@@ -1,12 +1,15 @@
 """Small problems that many tests run optimizers on."""
 
+import copy
 import math
+import warnings
 
 import torch
 from torch import nn
 
-from muonsw import SGDSW, AdamWSW, MuonSW
+from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning
 from muonsw.nonfinite import Flag, all_finite
+from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 
 
 def lion(params, **options):
@@ -15,10 +18,19 @@ def lion(params, **options):
 
 
 def dion2(params, **options):
-    """Dion2, which has none either."""
+    """Dion2, which has no class either."""
     return MuonSW([{"params": params, "algorithm": "dion2"}], **options)
 
 
+def reference_muon(W, decay):
+    return ReferenceMuonSW(W, decay, nesterov=True, heavy_ball=False, orthogonalize=ns5)
+
+
+WITH_REFERENCE = {
+    "muon": (MuonSW, reference_muon),
+    "adamw": (AdamWSW, ReferenceAdamWSW),
+    "sgd": (SGDSW, ReferenceSGDSW),
+}
 OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW, "lion": lion, "dion2": dion2}
 
 
@@ -27,7 +39,7 @@ RULE_OPTIONS = {"cosine": {"total_steps": 1000}}
 
 
 def formulas(lam, lr, peak, *, step, steps, gradient):
-    """The decay of one step by the formula of every rule; `gradient` is the root of its mean square."""
+    """The decay of one step by the formula of every rule; `gradient` is the root mean square of the gradients."""
     return {
         "constant": lam * lr,
         "scaled": lam * lr**2 / peak,
@@ -61,7 +73,7 @@ def matrices(*shapes, dtype=torch.float32, seed=0):
 
 
 def set_gradients(params, step, seed=0):
-    """Gradients that depend on the step alone, so that two optimizers can be fed the same."""
+    """Set gradients that depend only on the step, the same for every optimizer."""
     for number, param in enumerate(params):
         generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + number)
         grad = torch.randn(param.shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -92,29 +104,34 @@ def follow(optimizer, params, references, steps, schedule):
     return max(float((p.detach().double() - r.W).norm() / r.W.norm()) for p, r in zip(params, references, strict=True))
 
 
+def assert_resumes(build, params, optimizer, *, start, steps=4):
+    """An optimizer of `build(params)` that loads this one's state takes the same steps; return it."""
+    resumed = clones(params)
+    other = build(resumed)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, params, steps, start=start)
+    run(other, resumed, steps, start=start)
+    assert_same(params, resumed)
+    return other
+
+
+def step_with_nan(optimizer, params, number):
+    """A step whose last gradient holds a NaN, which is skipped."""
+    set_gradients(params, number)
+    params[-1].grad[0, 0] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NonFiniteGradientWarning)
+        optimizer.step()
+
+
 def flag_on_device(work, *_):
-    """In the place of `muonsw.step.finite_flag`: the host never learns of bad gradients, as on accelerators."""
+    """A replacement of `muonsw.step.finite_flag`: the host never learns of bad gradients, as on accelerators."""
     return Flag((~all_finite([grad for batch in work for grad in batch.grads])).float())
 
 
 def clones(params):
     """Independent copies of parameters."""
     return [nn.Parameter(p.detach().clone()) for p in params]
-
-
-def eager_and_compiled(build, *shapes, backend="aot_eager", steps=4, dtype=torch.float32):
-    """Parameters after steps of `build(params)` taken eagerly, and of one that is compiled; and that optimizer."""
-    torch._dynamo.reset()
-    results = []
-    for compiled in (False, True):
-        params = matrices(*shapes, dtype=dtype)
-        optimizer = build(params)
-        step = torch.compile(optimizer.step, backend=backend) if compiled else optimizer.step
-        for number in range(steps):
-            set_gradients(params, number)
-            step()
-        results.append([param.detach() for param in params])
-    return *results, optimizer
 
 
 def assert_same(left, right):

@@ -1,4 +1,4 @@
-"""A new algorithm in one file and one line, as CONTRIBUTING promises: along a fading sum of gradients."""
+"""A new algorithm in one file and one line, as CONTRIBUTING promises: it moves along a decaying sum of gradients."""
 
 import torch
 

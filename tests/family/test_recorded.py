@@ -127,15 +127,15 @@ def test_kl_shampoo_with_roots_in_float16(number):
     """Each of the three products of the ten steps of two roots rounds its operands to eleven bits."""
     run = recorded("kl_shampoo")["runs"][number]
     (m, n), expected, weight = run["shape"], torch.tensor(run["float16"]), start(run["shape"]).float()
-    group, moved, found = {"betas": run["betas"], "eps": run["eps"], "ns_dtype": "float16"}, expected - weight, []
+    group, moved, actual = {"betas": run["betas"], "eps": run["eps"], "ns_dtype": "float16"}, expected - weight, []
     shapes = {"exp_avg": (m, n), "factors_left": (m, m + 1), "factors_right": (n, n + 1)}
     state = {key: torch.zeros(1, *shape) for key, shape in shapes.items()}
     for step in range(len(expected)):
         G = gradient((m, n), step).float()[None]
         direction, state = kl_shampoo(group | {"update_count": step + 1}, G, state)
         weight = weight - run["lr"] * scale(group, m, n) * direction[0]
-        found.append(weight)
-    assert (torch.stack(found) - expected).norm() < 60 * 2**-11 * moved.norm()
+        actual.append(weight)
+    assert (torch.stack(actual) - expected).norm() < 60 * 2**-11 * moved.norm()
 
 
 def grouped(qkv):

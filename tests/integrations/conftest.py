@@ -1,4 +1,4 @@
-"""Tests that run the real frameworks; their own warnings about themselves are not ours to mend."""
+"""Tests that run the real frameworks, whose own warnings we ignore."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ OURS_STAY_ERRORS = ("error::muonsw.PeakLRWarning", "error::muonsw.NonFiniteGradi
 
 @pytest.fixture(autouse=True)
 def _float32(monkeypatch):
-    """Numbers are compared with those of plain loops: products in float32, here and in processes that tests start."""
+    """Multiply in float32, here and in child processes, as the plain loops do."""
     monkeypatch.setattr(machine, "fast_bfloat16", lambda: False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")  # no bfloat16 there, as machine.py reads it
 

@@ -1,4 +1,4 @@
-"""One of the scripts in this folder in processes of its own, over gloo, and what rank 0 wrote."""
+"""Run a script of this folder in separate processes, over gloo, and read the result that rank 0 wrote."""
 
 import json
 import os
@@ -34,6 +34,15 @@ def one_process(script, what, folder, launcher=()):
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
     return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+
+
+def deepspeed_on_the_cpu():
+    """One process, without the C++ operator that DeepSpeed compiles for processes that share memory."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.update({**alone, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"})
+    from deepspeed.comm.comm import TorchBackend
+
+    sys.modules[TorchBackend.__module__].build_shm_op = lambda: None  # deepspeed.comm.torch is torch itself
 
 
 def sections():

@@ -1,4 +1,6 @@
-"""Accelerate, for real: wrapped optimizers and schedulers are accepted everywhere, and a saved state goes on."""
+"""Accelerate itself: wrapped optimizers and schedulers work everywhere, and a saved state resumes."""
+
+import math
 
 import pytest
 import torch
@@ -45,16 +47,18 @@ def accelerator():
     return Accelerator(cpu=True)
 
 
-def by_hand():
-    """The same steps in a plain loop."""
+def by_hand(batches=None, clip=math.inf, processes=1):
+    """The same steps in a plain loop; Accelerate steps a scheduler once for each process."""
     set_seed(0)
     model = MODELS["llama"]()
     optimizer = MuonSW.for_model(model, lr=LR, weight_decay=0.1)
     scheduler = CosineAnnealingLR(optimizer, STEPS)
-    for batch in list(torch.utils.data.DataLoader(Tokens(), batch_size=4))[:STEPS]:
+    for batch in batches or list(torch.utils.data.DataLoader(Tokens(), batch_size=4))[:STEPS]:
         model(**batch).loss.backward()
+        clip_optimizer_grads_(optimizer, clip)
         optimizer.step()
-        scheduler.step()
+        for _ in range(processes):
+            scheduler.step()
         optimizer.zero_grad()
     return {name: param.detach() for name, param in model.named_parameters()}
 
@@ -66,7 +70,7 @@ def test_prepared_steps_are_those_of_a_plain_loop(accelerator):
     assert {group["resolved_peak_lr"] for group in run.plain.param_groups} == {LR}
 
 
-def test_a_saved_state_goes_on_bit_for_bit(accelerator, tmp_path):
+def test_a_saved_state_resumes_bit_for_bit(accelerator, tmp_path):
     whole = Run(accelerator)
     whole.go(0, 3)
     accelerator.save_state(str(tmp_path))
@@ -78,8 +82,8 @@ def test_a_saved_state_goes_on_bit_for_bit(accelerator, tmp_path):
     assert_same(resumed.go(3, STEPS), expected)
 
 
-def test_a_wrapped_scheduler_hands_over_its_peak(accelerator):
-    """CyclicLR records its peak nowhere in the groups, so only the object can tell."""
+def test_set_peak_lr_reads_a_wrapped_scheduler(accelerator):
+    """CyclicLR does not record its peak in the groups, only in the scheduler object."""
     cyclic = Run(
         accelerator,
         scheduler=lambda o: CyclicLR(o, base_lr=0.005, max_lr=0.03, step_size_up=2, cycle_momentum=False),
@@ -89,20 +93,20 @@ def test_a_wrapped_scheduler_hands_over_its_peak(accelerator):
     assert {group["resolved_peak_lr"] for group in cyclic.plain.param_groups} == {0.03}
 
 
-def test_a_compiled_model_trains_as_the_plain_one_and_its_state_goes_on(tmp_path):
+def test_a_compiled_model_trains_and_resumes_like_the_plain_one(tmp_path):
     """`prepare` compiles after the optimizer was built; the backend traces and generates no code."""
     compiled = Accelerator(cpu=True, dynamo_backend="aot_eager")
     run = Run(compiled)
     assert isinstance(run.model, torch._dynamo.OptimizedModule)
     run.go(0, 3)
     compiled.save_state(str(tmp_path))
-    found = run.go(3, STEPS)
+    actual = run.go(3, STEPS)
     for name, value in by_hand().items():
-        torch.testing.assert_close(found[f"_orig_mod.{name}"], value, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(actual[f"_orig_mod.{name}"], value, rtol=1e-3, atol=1e-5)
     other = Accelerator(cpu=True, dynamo_backend="aot_eager")
     resumed = Run(other)
     other.load_state(str(tmp_path))
-    assert_same(resumed.go(3, STEPS), found)
+    assert_same(resumed.go(3, STEPS), actual)
 
 
 def test_both_ways_of_clipping(accelerator):

@@ -1,4 +1,4 @@
-"""Lightning, for real: automatic optimization with one optimizer object."""
+"""Lightning itself: automatic optimization with one optimizer."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class Regression(LightningModule):
 
 
 def batches():
-    """Four: Lightning goes on at the first batch of an epoch, wherever in it the checkpoint was made."""
+    """Four: Lightning resumes at the first batch of an epoch, even from a checkpoint in its middle."""
     numbers = torch.randint(16, (16, 3), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(numbers, numbers.sum(1) / 24)
     return torch.utils.data.DataLoader(data, batch_size=4)
@@ -129,7 +129,7 @@ class TwoOptimizers(Regression):
 
 
 @pytest.mark.parametrize(("module", "per_update"), [(Regression, 1), (TwoOptimizers, 2)])
-def test_telemetry_goes_on_counting_the_updates_of_its_optimizer(tmp_path, module, per_update):
+def test_telemetry_continues_counting_the_steps_of_its_optimizer(tmp_path, module, per_update):
     saver = ModelCheckpoint(dirpath=tmp_path, filename="half", every_n_train_steps=4 * per_update)
     fit(tmp_path, module(), max_steps=4 * per_update, callbacks=[saver, TelemetryCallback(every=1)])
     resumed = TelemetryCallback(every=1)
@@ -137,7 +137,7 @@ def test_telemetry_goes_on_counting_the_updates_of_its_optimizer(tmp_path, modul
     assert [record["step"] for record in resumed.telemetry.records] == [5, 6, 7, 8]
 
 
-def test_a_compiled_network_trains_and_resumes_as_the_plain_one(tmp_path):
+def test_a_compiled_network_trains_and_resumes_like_the_plain_one(tmp_path):
     """The network inside is compiled: the `log` of a whole module does not trace. The backend generates no code."""
 
     def compiled():
@@ -198,7 +198,7 @@ class FailsOnce(Callback):
             raise RuntimeError("failed")
 
 
-def test_telemetry_goes_on_with_the_same_optimizer_after_a_failure(tmp_path):
+def test_telemetry_continues_with_the_same_optimizer_after_a_failure(tmp_path):
     module, callback, failing = Regression(), TelemetryCallback(every=3), FailsOnce()
     made = module.configure_optimizers()
     module.configure_optimizers = lambda: made

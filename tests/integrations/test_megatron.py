@@ -42,7 +42,7 @@ def test_our_rule_under_its_scheduler_and_in_its_groups():
     assert optimizer.param_groups[0]["resolved_peak_lr"] == LR
 
 
-def test_without_its_key_its_scheduler_decays_what_should_not():
+def test_without_wd_mult_its_scheduler_decays_every_group():
     """Which is why the guide sets `wd_mult`."""
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 8))
     optimizer = MuonSW.for_model(model, lr=LR, weight_decay=LAMBDA)
@@ -59,7 +59,7 @@ def test_without_its_key_its_scheduler_decays_what_should_not():
 
 
 @pytest.mark.parametrize("theirs", [torch.optim.AdamW, torch.optim.Muon])
-def test_driving_follows_the_rule_although_its_scheduler_writes_decay_at_every_step(theirs):
+def test_scaled_decay_survives_a_scheduler_that_writes_decay(theirs):
     """Megatron falls back to torch's AdamW where no fused one is installed."""
     weight = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = theirs([megatrons_group(weight)], lr=LR, weight_decay=LAMBDA)

@@ -1,4 +1,4 @@
-"""`scale_weight_decay` on optimizers of other packages, for real; the guide has the table of what was tested."""
+"""`scale_weight_decay` on optimizers of other packages; the guide lists the tested ones."""
 
 import copy
 
@@ -48,7 +48,7 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def _without_compiling():
-    """Some of them compile their step, which takes minutes on a CPU and changes no value."""
+    """Some optimizers compile their step, which takes minutes on a CPU and changes no value."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -67,7 +67,7 @@ def build(package, name, options, weight):
 
 
 def decayed(optimizer, scheduler, weight, start, end):
-    """Step with zero gradients, so that only decay moves the weight; what the rule makes of it."""
+    """Step with zero gradients, so that only decay moves the weight; return the weight that the rule predicts."""
     expected = weight.detach().clone()
     for _ in range(start, end):
         weight.grad = torch.zeros_like(weight)
@@ -78,7 +78,7 @@ def decayed(optimizer, scheduler, weight, start, end):
 
 
 @pytest.mark.parametrize(("package", "name", "options"), cases(SCALED))
-def test_decay_follows_the_rule_and_goes_on_from_a_saved_state(package, name, options):
+def test_decay_follows_the_rule_and_resumes(package, name, options):
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(16, 32))
     optimizer = build(package, name, options, weight)

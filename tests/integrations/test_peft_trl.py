@@ -1,4 +1,4 @@
-"""PEFT's LoRA and TRL's SFTTrainer, for real."""
+"""PEFT's LoRA and TRL's SFTTrainer themselves."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""timm, for real: its models, its groups with layer decay, its schedulers."""
+"""timm itself: its models, its groups with layer decay, its schedulers."""
 
 import copy
 
@@ -94,7 +94,7 @@ def test_layer_decay_keeps_the_options_of_the_class_and_of_for_model():
     plain = MuonSW.for_model(vit(), lr=LR, **options)
     assert (optimizer.nonfinite, optimizer.chunk_bytes) == ("raise", 4096)
     assert optimizer.defaults == plain.defaults
-    found, expected = (
+    actual, expected = (
         {
             name: {
                 key: value for key, value in group.items() if key not in ("params", "param_names", "name", "lr_scale")
@@ -104,7 +104,7 @@ def test_layer_decay_keeps_the_options_of_the_class_and_of_for_model():
         }
         for made in (optimizer, plain)
     )
-    assert found == expected
+    assert actual == expected
     assert layer_decay(MuonSW, vit(), lr=LR, replay=True).replay
     assert optimizer.routing(reasons=True).count("\n") == plain.routing(reasons=True).count("\n")
 
@@ -178,7 +178,7 @@ def test_its_registry_refuses_a_model_that_was_not_registered():
         create_optimizer_v2(vit(), opt="muonsw", lr=LR)
 
 
-def test_parameters_in_the_place_of_the_model_are_refused_with_the_remedy():
+def test_parameters_instead_of_a_model_are_refused():
     for build in (register, lambda params: layer_decay(MuonSW, params, lr=LR)):
         with pytest.raises(TypeError, match="takes the model itself"):
             build(vit().parameters())

@@ -1,4 +1,4 @@
-"""Two processes under each framework, for real, over gloo: DistributedDataParallel, then FSDP2."""
+"""Two processes under each framework, over gloo: DistributedDataParallel, then FSDP2."""
 
 import pytest
 
@@ -10,12 +10,10 @@ from tests.integrations.launching import two_processes
 MATRICES = {"transformers": 7, "transformers-experts": 12, "accelerate": 7, "lightning": 1}
 
 
-@pytest.mark.parametrize(
-    ("framework", "sampled"), [("transformers", [1, 2, 4, 6]), ("accelerate", [1, 2]), ("lightning", [1, 2, 4])]
-)
-def test_both_processes_end_with_the_same_weights(tmp_path, framework, sampled):
+@pytest.mark.parametrize("framework", ["transformers", "accelerate", "lightning"])
+def test_both_processes_end_with_the_same_weights(tmp_path, framework):
     result = two_processes(f"ddp-{framework}", tmp_path)
-    assert result == {"equal": True, "peaks": [0.02], "matrices": MATRICES[framework], "sampled": sampled}
+    assert result == {"equal": True, "peaks": [0.02], "matrices": MATRICES[framework]}
 
 
 @pytest.mark.parametrize("framework", MATRICES)

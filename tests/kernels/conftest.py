@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU, as the root's conftest says."""
+"""Kernels run on the GPU if there is one, else in Triton's interpreter on the CPU (see the root conftest)."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def kernels_on(monkeypatch):
-    """Let the optimizers take kernels wherever these tests run, also where torch's would be quicker."""
+    """Make the optimizers use our kernels on any device, even if torch's would be faster."""
     from muonsw import kernels
 
     def switch(on):

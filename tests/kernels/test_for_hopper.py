@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU that is not there: Triton's interpreter takes what its compiler refuses.
+"""Every kernel compiles for a Hopper GPU without one: Triton's interpreter accepts code its compiler refuses.
 
 The test runs this file as a program, because kernels that were defined for the interpreter cannot be compiled.
 """

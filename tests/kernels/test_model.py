@@ -45,6 +45,6 @@ def test_a_logit_that_is_not_finite_shows_in_its_loss_alone(device):
 def test_rows_of_the_choices_are_added_up(tokens, top_k, width, dtype, bound, weighted, device):
     rows, places = torch.randn(tokens * top_k, width).to(device, dtype), torch.randperm(tokens * top_k).to(device)
     weights = torch.rand(tokens, top_k).to(device) if weighted else None
-    found = kernels.add_rows(rows, places.view(tokens, top_k), weights)
+    actual = kernels.add_rows(rows, places.view(tokens, top_k), weights)
     expected = _add_choices(rows.double(), places.view(tokens, top_k), None if weights is None else weights.double())
-    torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
+    torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=bound)

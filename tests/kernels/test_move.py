@@ -1,4 +1,4 @@
-"""Weights that a kernel moves and rounds are those of torch operations; and the check for finite gradients."""
+"""The kernels that move and round weights, and the check for finite gradients, match torch operations."""
 
 import pytest
 import torch

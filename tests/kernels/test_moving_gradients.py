@@ -1,4 +1,4 @@
-"""Graphs whose gradients lie elsewhere at each replay. Where there is no GPU, a recorder stands for CUDA's graphs."""
+"""Graphs whose gradients move between replays. Without a GPU, a recorder replaces CUDA's graphs."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SHAPES = [(16, 16), (8, 24), (2, 24, 16), (24, 8)]
 
 
 class Recorder(TorchDispatchMode):
-    """A CUDA graph as far as it matters here: records a program without running it, then runs it on the same memory."""
+    """Like a CUDA graph, record a program without running it, then run it on the same memory."""
 
     def __init__(self, program, device, pool):
         super().__init__()
@@ -75,7 +75,7 @@ def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, split=
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = cosine(0.05, steps)(step)
-        kept.append([p.grad for p in params])  # so that the next ones lie elsewhere
+        kept.append([p.grad for p in params])  # so that the next ones get other addresses
         for param in params:
             param.grad = None
         twins = [nn.Parameter(torch.empty(p.shape)) for p in params]
@@ -101,7 +101,7 @@ def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, split=
     ids=str,
 )
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-def test_one_graph_serves_gradients_wherever_they_lie(algorithm, options, device):
+def test_one_graph_serves_gradients_at_any_address(algorithm, options, device):
     optimizer, params = trained(algorithm, device, captured=True, **options)
     assert optimizer._replay._replays == 8 - (SETTLED + 2)
     eager, twins = trained(algorithm, device, captured=False, **options)
@@ -112,7 +112,7 @@ def test_one_graph_serves_gradients_wherever_they_lie(algorithm, options, device
 
 
 @pytest.mark.usefixtures("graphs")
-def test_addresses_are_handed_over_in_the_order_of_the_parameters(device):
+def test_gradient_addresses_follow_the_order_of_the_parameters(device):
     """Batches are of one dtype, so their order is another; and some parameters have no gradient."""
 
     def run(captured):
@@ -135,7 +135,7 @@ def test_addresses_are_handed_over_in_the_order_of_the_parameters(device):
 
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("options", [{}, {"normalize": "normuon"}, {"state_dtype": "bfloat16"}], ids=str)
-def test_a_replay_whose_gradients_are_bad_changes_nothing_and_the_summary_says_so(options, device, monkeypatch):
+def test_a_replay_with_bad_gradients_changes_nothing_and_is_reported_as_skipped(options, device, monkeypatch):
     def on_the_device(work, *_):
         bad = torch.zeros((), device=device)
         finite.find_bad([grad for batch in work for grad in batch.grads], bad)
@@ -160,14 +160,14 @@ def test_tables_follow_the_gradients_that_their_entries_point_into(device):
     tables = GraphTables([first, second], device, 256)
     rows = [[first[0].data_ptr(), first[1, 2].data_ptr(), second.data_ptr()], [weight.data_ptr(), 24, 0]]
     with in_graph(tables):
-        found = table(rows, device).numbers
+        actual = table(rows, device).numbers
         another = table([[second[4:].data_ptr()]], device).numbers
     tables.finish()
     for places in ((first.data_ptr(), second.data_ptr()), (2**40, 2**41)):
         tables.move(places)
         tables.compute()
         a, b = places
-        assert found.tolist() == [[a, a + 4 * (24 + 8), b], rows[1]]
+        assert actual.tolist() == [[a, a + 4 * (24 + 8), b], rows[1]]
         assert another.tolist() == [[b + 16]]
 
 
@@ -178,7 +178,7 @@ def test_gradients_that_share_memory_are_known_as_such(device):
     assert GraphTables([both, both], device, 0).overlap
 
 
-def test_operations_and_kernels_that_are_given_a_gradient_are_seen(device):
+def test_operations_that_read_a_gradient_are_detected(device):
     grad, other = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
 
     def seen(work):

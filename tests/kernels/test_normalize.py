@@ -1,4 +1,4 @@
-"""What kernels make of directions is what the members of the `normalize` slot make, state included."""
+"""Kernels of the `normalize` slot match its members, including their state."""
 
 import pytest
 import torch
@@ -40,11 +40,11 @@ def test_two_steps(shape, options, dtype, transposed, device):
         kept = [state[key][:2].clone(), state[key][2].clone()]  # a stack, and a matrix by itself
     for _ in range(2):
         expected, state = NORMALIZE.apply(group, U.float(), state)
-        found = U.clone()
-        factors = slice_factors(group, found, kept, kept_shape, None)
+        actual = U.clone()
+        factors = slice_factors(group, actual, kept, kept_shape, None)
         # only AdaMuon's divided elements are rounded
-        torch.testing.assert_close(found * factors, expected, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-5)
-        assert options["normalize"] == "adamuon" or torch.equal(found, U)
+        torch.testing.assert_close(actual * factors, expected, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-5)
+        assert options["normalize"] == "adamuon" or torch.equal(actual, U)
         for average in state.values():
             torch.testing.assert_close(torch.cat([kept[0], kept[1][None]]), average, rtol=1e-5, atol=1e-9)
 

@@ -1,4 +1,4 @@
-"""Whole steps with kernels are the steps without, for every option that reaches a kernel."""
+"""Steps with kernels match steps without, for every option that reaches a kernel."""
 
 from functools import partial
 
@@ -31,9 +31,9 @@ def largest_difference(build, device, dtype, kernels_on):
     kernels_on(False)
     expected = trained(build, device, dtype)
     kernels_on(True)
-    found = trained(build, device, dtype)
+    actual = trained(build, device, dtype)
     total = 0.0
-    for p, q in zip(expected, found, strict=True):
+    for p, q in zip(expected, actual, strict=True):
         a, b = p.detach().double(), q.detach().double()
         total = max(total, float((a - b).norm() / a.norm()))
     return total
@@ -83,9 +83,13 @@ def test_muon_in_low_precision(options, device, kernels_on):
 
 
 @pytest.mark.parametrize("split_dim", [0, 1])
-@pytest.mark.parametrize("slot", [{}, {"normalize": "normuon"}, {"normalize": "adamuon"}], ids=str)
+@pytest.mark.parametrize(
+    "slot",
+    [{}, {"normalize": "normuon"}, {"normalize": "adamuon"}, {"precondition": "muon2"}, {"precondition": "equalize"}],
+    ids=str,
+)
 def test_blocks_of_one_matrix(slot, split_dim, device, kernels_on):
-    """Those along the second axis have gaps between their rows."""
+    """Blocks along the second axis have gaps between their rows."""
 
     def build(params):
         options = {"split_sizes": (12, 12), "split_dim": split_dim, "ns_dtype": "float16"}
@@ -99,7 +103,7 @@ def test_blocks_of_one_matrix(slot, split_dim, device, kernels_on):
     "slot", [{}, {"normalize": "adamuon"}, {"normalize": "normuon"}, {"precondition": "muon2"}], ids=str
 )
 @pytest.mark.parametrize("split", [{}, {"heads": 2}, {"split_sizes": (3, 5), "split_dim": 1}], ids=str)
-def test_a_flattened_matrix_with_gaps_is_no_stack(split, slot, device, kernels_on):
+def test_a_flattened_matrix_with_gaps_is_not_a_stack(split, slot, device, kernels_on):
     """Its last two axes look like a matrix: those of a block of inputs of a convolution, or of a gradient with gaps."""
 
     def moved(on):
@@ -160,7 +164,7 @@ def test_adamw(options, dtype, device, kernels_on):
     ids=["muon", "slots", "adamw", "adamw in 8 bits"],
 )
 def test_a_flag_on_the_device_skips_everything(build, dtype, device, kernels_on, monkeypatch):
-    """What a GPU step does with a bad gradient, driven by hand so that it runs on a CPU as well."""
+    """A GPU step with a bad gradient, with the flag set by hand so that it runs on a CPU too."""
     kernels_on(True)
     bad = torch.zeros((), device=device)
     monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(bad.clone()))

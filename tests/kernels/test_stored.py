@@ -1,4 +1,4 @@
-"""State in 8 bits and in bfloat16: the kernels make the codes of their torch twins, bit for bit."""
+"""State in 8 bits and in bfloat16: the kernels match their torch versions bit for bit."""
 
 import math
 
@@ -28,18 +28,18 @@ def numbers(rows, columns, device):
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 @pytest.mark.parametrize("shape", [(20, 512), (5, 1009), (70, 96)], ids=str)
-def test_codes_and_what_they_mean_are_the_twins(shape, dtype, noisy, device):
+def test_codes_and_decoded_values_match_the_torch_version(shape, dtype, noisy, device):
     x = numbers(*shape, device)
     x = x if dtype == torch.int8 else x.square()
     noise = Noise(torch.tensor(3.0, device=device), 77, 2**33 + 5) if noisy else None
-    found = []
+    actual = []
     for encode in (lambda *a: kernels.encode(*a, LEVELS[dtype], noise, None),
                    lambda *a: twins.encode(*a, noise, fused=False)):  # fmt: skip
         codes = torch.zeros(shape, dtype=dtype, device=device)
         scale = torch.zeros(x.shape[0], x[0].numel() // twins.block_length(tuple(x.shape)), device=device)
         encode(x, codes, scale)
-        found.append((codes, scale))
-    (codes, scale), (others, other_scale) = found
+        actual.append((codes, scale))
+    (codes, scale), (others, other_scale) = actual
     assert torch.equal(codes, others)
     assert torch.equal(scale, other_scale)
     assert codes.unique().numel() > 50
@@ -51,7 +51,7 @@ def test_codes_and_what_they_mean_are_the_twins(shape, dtype, noisy, device):
         assert torch.equal(*low)
 
 
-def test_a_flag_forbids_and_what_is_no_number_is_kept(device):
+def test_a_flag_prevents_writes_and_nan_is_stored(device):
     x = numbers(20, 512, device)
     x[3, 7] = torch.nan
     codes, scale = torch.ones(x.shape, dtype=torch.int8, device=device), torch.ones(20, 2, device=device)
@@ -83,7 +83,7 @@ def of_shape(shape, device):
 
 
 def after_steps(device, *, bad=None, dtype=torch.float32, **options):
-    """Weights and state after three steps, the second of which may have a gradient that is not finite."""
+    """Weights and state after three steps, the second with a NaN in gradient number `bad`."""
     params = [torch.nn.Parameter(of_shape(shape, device).sign().to(dtype)) for shape in SHAPES]
     optimizer = AdamWSW(params, lr=0.01, weight_decay=0.1, **options)
     for number in range(3):
@@ -105,25 +105,23 @@ def assert_same_bits(one, other):
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 @pytest.mark.parametrize("bad", [None, 1])
 @pytest.mark.parametrize("form", FORMS)
-def test_state_that_a_kernel_reads_as_it_is_kept_makes_the_bits_of_decoded_state(
-    form, bad, device, kernels_on, monkeypatch
-):
+def test_in_place_updates_of_encoded_state_equal_decoded_updates(form, bad, device, kernels_on, monkeypatch):
     kernels_on(True)
     monkeypatch.setattr(twins, "position", lambda _: 2**33 + 5)  # as of a shard
-    found, made = after_steps(device, bad=bad, **FORMS[form]), []
+    actual, made = after_steps(device, bad=bad, **FORMS[form]), []
     monkeypatch.setattr(twins, "update_in_place", lambda _, items, __: made.append(True) or items)
-    assert_same_bits(found, after_steps(device, bad=bad, **FORMS[form]))
+    assert_same_bits(actual, after_steps(device, bad=bad, **FORMS[form]))
     assert made  # the other way was there to be taken
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_kernel_is_told_where_one_tensor_of_state_is_not_aligned(form, device, kernels_on, monkeypatch):
+def test_kernels_know_when_a_tensor_of_state_is_not_aligned(form, device, kernels_on, monkeypatch):
     """Else it would read sixteen bytes at a time, which a GPU refuses and the interpreter does not notice."""
     kernels_on(True)
-    told = []
+    aligned = []
 
     def noted(*given, **options):
-        told.append(options["ALIGNED"])
+        aligned.append(options["ALIGNED"])
         launch_on(*given, **options)
 
     monkeypatch.setattr(adamw, "launch_on", noted)
@@ -132,12 +130,12 @@ def test_a_kernel_is_told_where_one_tensor_of_state_is_not_aligned(form, device,
     param.grad = torch.ones_like(param)
     optimizer = AdamWSW([param], lr=0.01, **options)
     optimizer.step()
-    assert all(told)
+    assert all(aligned)
     for key, value in optimizer.state[param].items():
         before = value.data
         value.data = value.new_empty(value.numel() + 1)[1:].view_as(value).copy_(value)
-        told.clear()
+        aligned.clear()
         optimizer.step()
-        assert told, key
-        assert not any(told), key
+        assert aligned, key
+        assert not any(aligned), key
         value.data = before

@@ -1,4 +1,4 @@
-"""The symmetric product equals the dense one, whatever the sizes, the layout and the tiles."""
+"""The symmetric product equals the dense one at any size, layout and tile size."""
 
 import pytest
 import torch
@@ -44,9 +44,9 @@ def test_products_equal_dense_ones(engine, turned, size, inner, device, monkeypa
 def test_every_entry_is_written_and_strides_do_not_matter(device):
     base = torch.randn(6, 70, 90).to(device, torch.float16)
     for view in (base[::2, :33, 1:80:3], base.permute(2, 0, 1)[:4, :, :20], base[:1].expand(3, 70, 90)):
-        found = symmetric_product(view, view)
+        actual = symmetric_product(view, view)
         again = symmetric_product(view.contiguous(), view.contiguous())
-        assert torch.equal(found, again)
+        assert torch.equal(actual, again)
 
 
 def test_undefined_entries_stay_in_their_matrix(device):
@@ -69,7 +69,7 @@ def test_iterations_with_kernels_are_as_good_as_without(columns, tall, log_condi
     kernels_on(False)
     plain = torch.linalg.matrix_norm(fn(batch, dtype=torch.float16).double() - expected, 2).max()
     kernels_on(True)
-    found = fn(batch, dtype=torch.float16).double()
+    actual = fn(batch, dtype=torch.float16).double()
     # Both round each product once, in other places: errors in directions of singular value zero grow 485 times.
-    assert torch.linalg.matrix_norm(found - expected, 2).max() < max(3 * float(plain), 0.1)
-    assert torch.linalg.matrix_norm(found, 2).max() < 1.22
+    assert torch.linalg.matrix_norm(actual - expected, 2).max() < max(3 * float(plain), 0.1)
+    assert torch.linalg.matrix_norm(actual, 2).max() < 1.22

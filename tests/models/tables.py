@@ -29,10 +29,10 @@ def read_tables(file):
         if line.startswith("["):
             current = tables.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
-            found = LINE.match(line)
-            assert found, f"{file}.txt: cannot read {line!r}"
-            roles = tuple(found["roles"].split("|"))
-            current.extend(Expected(p, roles, found["view"] or _usual_view(roles)) for p in found["patterns"].split())
+            actual = LINE.match(line)
+            assert actual, f"{file}.txt: cannot read {line!r}"
+            roles = tuple(actual["roles"].split("|"))
+            current.extend(Expected(p, roles, actual["view"] or _usual_view(roles)) for p in actual["patterns"].split())
     return tables
 
 
@@ -40,11 +40,11 @@ def _usual_view(roles):
     return "flatten" if roles == ("convolution",) else ""
 
 
-def differences(table, found):
-    """Where a routing, `{name: (role, view)}`, is not what the table says, and what has no partner in the other."""
+def differences(table, actual):
+    """How a routing, `{name: (role, view)}`, differs from a table, including names that only one of them has."""
     unused = {entry.pattern for entry in table}
     wrong = []
-    for name, (role, view) in found.items():
+    for name, (role, view) in actual.items():
         entry = next((entry for entry in table if fnmatchcase(name, entry.pattern)), None)
         if entry is None:
             wrong.append(f"{name}: the table does not mention it")
@@ -57,12 +57,12 @@ def differences(table, found):
     return wrong + [f"{pattern}: matches no parameter" for pattern in sorted(unused)]
 
 
-def _same_view(found, expected):
+def _same_view(actual, expected):
     """Whether two views are one; a square matrix is the same as (in, out) and as (out, in).
 
     `thirds` is a split into three equal parts of any size, for models whose width changes from stage to stage.
     """
     if "thirds" in expected:
-        found = ["thirds" if re.fullmatch(r"split=(\d+),\1,\1", word) else word for word in found]
-    free = {"square", "transposed"} if "square" in found else set()
-    return set(found) - free == set(expected) - free
+        actual = ["thirds" if re.fullmatch(r"split=(\d+),\1,\1", word) else word for word in actual]
+    free = {"square", "transposed"} if "square" in actual else set()
+    return set(actual) - free == set(expected) - free

@@ -75,8 +75,8 @@ def named(group):
 def test_tables_notice_what_is_wrong():
     """A wrong role, a wrong view, a name that the table lacks and a pattern without a parameter are all reported."""
     table = read_tables("idioms")["recurrent"]
-    found = {"lstm.weight_ih_l0": ("hidden", ""), "rnn.weight_ih_l0": ("head", None), "new": ("bias", None)}
-    report = "\n".join(differences(table, found))
+    actual = {"lstm.weight_ih_l0": ("hidden", ""), "rnn.weight_ih_l0": ("head", None), "new": ("bias", None)}
+    report = "\n".join(differences(table, actual))
     assert "lstm.weight_ih_l0: hidden seen as 'a matrix', expected 'split=8,8,8,8'" in report
     assert "rnn.weight_ih_l0: head, expected hidden" in report
     assert "new: the table does not mention it" in report

@@ -23,9 +23,9 @@ def test_equal_to_the_reference(rows, columns, iterations, beta, seed):
     batch = torch.randn(2, rows, columns, generator=generator, dtype=torch.float64)
     batch *= torch.randn(2, rows, 1, generator=generator, dtype=torch.float64).exp()
     expected = torch.stack([references.aurora(matrix, iterations, beta) for matrix in batch])
-    found = aurora(batch, iterations=iterations, beta=beta)
+    actual = aurora(batch, iterations=iterations, beta=beta)
     # 12 steps multiply rounding in directions that are not yet at one by up to 4096, once for each iteration
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(("iterations", "beta", "spread"), [(1, 0.5, 0.06), (2, 0.5, 0.017), (3, 0.5, 0.006)])
@@ -51,9 +51,9 @@ def test_square_matrices_are_the_polars_and_zero_rows_stay():
     assert torch.equal(aurora(square, polar=newton_schulz, steps=5), newton_schulz(square))
     tall = torch.randn(2, 9, 4)
     tall[:, 3] = 0
-    found = aurora(tall)
-    assert found.isfinite().all()
-    assert not found[:, 3].any()
+    actual = aurora(tall)
+    assert actual.isfinite().all()
+    assert not actual[:, 3].any()
 
 
 def test_a_saved_state_with_other_constants_is_refused():

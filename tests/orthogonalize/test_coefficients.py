@@ -22,9 +22,9 @@ def test_equal_to_the_authors(name):
     for matrix, wide, narrow in zip(INPUTS, results["float64"], results["own_dtype"], strict=True):
         expected = torch.tensor(wide, dtype=torch.float64)
         torch.testing.assert_close(ORTHOGONALIZERS[name](matrix), expected, rtol=0, atol=1e-12)
-        found = ORTHOGONALIZERS[name](matrix.float(), dtype=dtype).double()
+        actual = ORTHOGONALIZERS[name](matrix.float(), dtype=dtype).double()
         theirs = (torch.tensor(narrow, dtype=torch.float64) - expected).norm()
-        assert (found - expected).norm() < 3 * theirs + torch.finfo(dtype).eps * expected.norm()
+        assert (actual - expected).norm() < 3 * theirs + torch.finfo(dtype).eps * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_documented_interval_and_slope(name, steps, low, high, slope):
 
 @pytest.mark.parametrize("name", COEFFICIENT_SETS)
 @pytest.mark.parametrize("steps", [1, 2, 5, 8, 20])
-def test_the_whole_range_stays_bounded_however_many_steps(name, steps):
+def test_the_whole_range_stays_bounded_at_any_number_of_steps(name, steps):
     values = mapped(COEFFICIENT_SETS[name], steps, torch.linspace(0, 1, 20_001).double())
     assert values[0] == 0
     assert (values[1:] > 0).all()

@@ -20,7 +20,7 @@ from muonsw.orthogonalize import (
     polar_express,
 )
 from muonsw.orthogonalize.iterations import gram_saves
-from tests.orthogonalize.spectra import hard_spectra, mapped, rotation, with_spectrum
+from tests.orthogonalize.spectra import hard_spectra, mapped, with_spectrum
 
 ITERATIONS = {
     "auto": auto,
@@ -68,13 +68,6 @@ def test_transposition_commutes(fn, shape):
     )
 
 
-@polar
-def test_rotations_commute(fn):
-    matrix, left, right = random(8, 20), rotation(8, 1), rotation(20, 2)
-    result = fn(left @ matrix @ right, steps=5)
-    torch.testing.assert_close(result, left @ fn(matrix, steps=5) @ right, rtol=0, atol=1e-10)
-
-
 @every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_shape_and_dtype_are_kept_and_zero_stays_zero(fn, dtype):
@@ -88,7 +81,7 @@ def test_shape_and_dtype_are_kept_and_zero_stays_zero(fn, dtype):
 
 @polar
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_asked_dtype_is_that_of_the_result(fn, dtype):
+def test_the_result_has_the_requested_dtype(fn, dtype):
     matrix = random(4, 10, dtype=torch.float32)
     result = fn(matrix, steps=5, dtype=dtype)
     assert result.dtype == dtype
@@ -165,11 +158,8 @@ def test_zeros_and_undefined_entries_are_not_hidden_and_stay_in_their_matrix(fn)
 def test_errors_are_clear(fn):
     with pytest.raises(ValueError, match=r"\(\.\.\., m, n\).*\(5,\)"):
         fn(torch.ones(5), steps=5)
-    for dtype in (torch.int64, torch.complex64, torch.bool):
-        with pytest.raises(ValueError, match="real floating-point"):
-            fn(torch.ones(2, 2).to(dtype), steps=5)
     with pytest.raises(ValueError, match="real floating-point"):
-        fn(torch.ones(2, 2), steps=5, dtype=torch.int32)
+        fn(torch.ones(2, 2).to(torch.int64), steps=5)
     if fn is not exact:
         with pytest.raises(ValueError, match="steps=0"):
             fn(torch.ones(2, 3), steps=0)
@@ -189,7 +179,7 @@ def largest_norm(matrices):
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 12])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", COEFFICIENT_SETS)
-def test_the_gram_form_is_the_plain_one(name, dtype, steps):
+def test_the_gram_form_matches_the_plain_one(name, dtype, steps):
     """Rounding of the input and of the first products, eps / 2, grows by the slope at zero; twice that is allowed.
 
     Few steps have not converged, so there the slopes of larger singular values count as well.
@@ -220,7 +210,7 @@ def test_the_gram_form_gives_bfloat16_and_computes_in_float32():
 
 
 @pytest.mark.parametrize("name", ["newton_schulz", "polar_express"])
-def test_what_the_gram_form_saves_is_what_is_executed(name):
+def test_the_gram_form_saves_the_expected_products(name):
     coefficients, matrix, products = COEFFICIENT_SETS[name], random(16, 64), []
     for form in ("plain", "gram"):
         with FlopCounterMode(display=False) as counter:

@@ -19,7 +19,7 @@ def test_frozen_parameters_are_left_out():
 
 @pytest.mark.parametrize("model", [nn.ParameterList([torch.ones(3, 2)]), nn.ParameterDict({"w": torch.ones(3, 2)})])
 def test_a_model_that_is_a_bare_list_of_parameters_is_routed(model):
-    assert [found.name for found in classify(model)] == [name for name, _ in model.named_parameters()]
+    assert [actual.name for actual in classify(model)] == [name for name, _ in model.named_parameters()]
 
 
 def lines_run_to_classify(model):
@@ -67,7 +67,7 @@ def test_patterns_and_names_see_through_wrappers(wrap):
     assert roles_of(wrapped) == roles_of(plain)
 
 
-def test_a_module_that_is_only_called_module_keeps_its_name():
+def test_an_attribute_named_module_keeps_its_name():
     model = nn.Module()
     model.module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     assert set(roles_of(MuonSW.for_model(model, lr=0.02))) == {"module.0.weight", "module.1.weight"}

@@ -50,18 +50,12 @@ def test_a_pattern_that_matches_nothing_is_an_error():
         MuonSW.for_model(Model(), lr=0.02, patterns={"*.qkv.*": {}, "blocks.0.qkv.weight": {}})
 
 
-def test_separate_adamw_options():
-    optimizer = MuonSW.for_model(Model(), lr=0.02, adamw={"lr": 3e-4, "betas": (0.8, 0.9), "weight_decay": 0.01})
-    for group in optimizer.param_groups:
-        if group["algorithm"] == "adamw":
-            assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-4, (0.8, 0.9), 0.01)
-
-
 def test_adamw_options_follow_what_a_pattern_moves():
     """They apply to what ends at AdamW, and not to what leaves it."""
     patterns = {"*.qkv.*": {"algorithm": "adamw"}, "role:router": {"algorithm": "muon", "weight_decay": 0.1}}
-    of = by_name(MuonSW.for_model(Model(), lr=0.02, adamw={"lr": 3e-4}, patterns=patterns))
-    assert of["blocks.0.qkv.weight"]["lr"] == of["embed.weight"]["lr"] == 3e-4
+    of = by_name(MuonSW.for_model(Model(), lr=0.02, adamw={"lr": 3e-4, "betas": (0.8, 0.9)}, patterns=patterns))
+    for name in ("blocks.0.qkv.weight", "embed.weight"):
+        assert (of[name]["lr"], of[name]["betas"]) == (3e-4, (0.8, 0.9))
     assert of["blocks.0.moe.router.weight"]["lr"] == 0.02
     sgd = by_name(
         SGDSW.for_model(Model(), lr=0.02, adamw={"lr": 3e-4}, patterns={"embed.weight": {"algorithm": "adamw"}})
@@ -83,7 +77,7 @@ def test_adamw_options_must_be_known_and_reach_something(cls, adamw, message):
         cls.for_model(Model(), lr=0.02, adamw=adamw)
 
 
-def test_what_nothing_explains_gets_adamw_without_decay_until_the_user_says_how():
+def test_unclear_parameters_get_adamw_without_decay_unless_a_pattern_decides():
     model = nn.Module()
     model.blob, model.body = nn.Parameter(torch.randn(2, 3, 4, 5)), nn.Linear(4, 4, bias=False)
     of = by_name(MuonSW.for_model(model, lr=0.02))
@@ -128,7 +122,7 @@ def test_groups_made_by_hand_have_a_table_too():
         ({"patterns": "embed.weight"}, r"patterns='embed\.weight': must be a dict, such as \{\"role:embedding\": "),
     ],
 )
-def test_a_number_or_a_name_in_the_place_of_options_is_refused_by_name(given, message):
+def test_options_that_are_not_dicts_are_refused_by_name(given, message):
     with pytest.raises(TypeError, match=message):
         MuonSW.for_model(Model(), lr=0.02, **given)
 
@@ -170,18 +164,18 @@ def test_low_rank_factors_move_to_muon_on_request():
     assert {(g["algorithm"], g["weight_decay"]) for g in moved.param_groups} == {("muon", 0.0)}
 
 
-def test_groups_have_readable_names_that_no_other_group_has():
+def test_groups_have_readable_unique_names():
     """A second group of one role is numbered, what a pattern calls a group stays, and names are always the same."""
     patterns = {"blocks.0.qkv.*": {"name": "first", "lr": 0.1}, "blocks.1.qkv.*": {"lr": 0.2}}
 
     def names():
         return [group["name"] for group in MuonSW.for_model(Model(), lr=0.02, patterns=patterns).param_groups]
 
-    found = names()
-    assert found == names()
-    assert len(set(found)) == len(found)
-    assert found[0] == "first"
-    assert {"hidden", "hidden-2", "experts", "embedding"} <= set(found)
+    actual = names()
+    assert actual == names()
+    assert len(set(actual)) == len(actual)
+    assert actual[0] == "first"
+    assert {"hidden", "hidden-2", "experts", "embedding"} <= set(actual)
 
 
 @pytest.mark.parametrize("values", [(1.1e-4, 1.4e-4), (1e-4, 1e-4)], ids=["different", "equal"])

@@ -29,8 +29,8 @@ class Step:
         (step or optimizer.step)()
         self.after = [p.detach().double().clone() for p in params]
         states = [optimizer.state[p] for p in params]
-        found = [s.get("momentum_buffer", s.get("exp_avg")) for s in states]
-        self.momenta = [None if m is None else m.detach().double().clone() for m in found]
+        actual = [s.get("momentum_buffer", s.get("exp_avg")) for s in states]
+        self.momenta = [None if m is None else m.detach().double().clone() for m in actual]
 
     def updates(self, phis):
         """What is left of each change once decay by phi is taken out: W' = (1 - phi) W - u."""

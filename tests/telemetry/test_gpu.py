@@ -1,12 +1,12 @@
-"""What holds on a CUDA device. Run by `make test-gpu`."""
+"""Telemetry on a CUDA device. Run by `make test-gpu`."""
 
 import pytest
 import torch
 from torch import nn
 
 from muonsw import ALGORITHMS, MuonSW, Telemetry, machine
-from tests.common.cuda import no_waiting
-from tests.common.problems import assert_same, matrices
+from tests.common.cuda import feed, no_waiting, on_gpu
+from tests.common.problems import assert_same
 from tests.telemetry.float64_telemetry import Step, assert_values
 
 pytestmark = [
@@ -15,16 +15,7 @@ pytestmark = [
 ]
 
 
-def on_gpu(dtype=torch.float32):
-    return [nn.Parameter(p.detach().cuda()) for p in matrices((64, 64), (32, 96), (4, 48, 32), dtype=dtype)]
-
-
-def feed(params, step):
-    generator = torch.Generator("cuda").manual_seed(step)
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.empty_like(param)
-        param.grad.copy_(torch.randn(param.shape, generator=generator, device="cuda"))
+SHAPES = [(64, 64), (32, 96), (4, 48, 32)]
 
 
 def ours(params, algorithm="muon", **options):
@@ -39,7 +30,7 @@ def torchs(params):
 
 @pytest.mark.parametrize("build", [ours, torchs])
 def test_the_host_never_waits_between_samples(build):
-    params = on_gpu()
+    params = on_gpu(*SHAPES)
     optimizer = build(params)
     telemetry = Telemetry(optimizer, every=5)
     feed(params, 0)
@@ -57,7 +48,7 @@ def test_the_host_never_waits_between_samples(build):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_values_and_weights_on_the_device(algorithm, dtype):
     def trained(every):
-        params = on_gpu(dtype)
+        params = on_gpu(*SHAPES, dtype=dtype)
         optimizer = ours(params, algorithm)
         telemetry = Telemetry(optimizer, every=every)
         for number in range(4):
@@ -76,7 +67,7 @@ def test_values_and_weights_on_the_device(algorithm, dtype):
 
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 def test_an_update_that_the_device_skips_is_reported():
-    params = on_gpu()
+    params = on_gpu(*SHAPES)
     optimizer = ours(params)
     telemetry = Telemetry(optimizer, every=1)
     for number in range(3):
@@ -91,7 +82,7 @@ def test_an_update_that_the_device_skips_is_reported():
 
 
 def test_replays_of_a_graph_are_counted_by_hand():
-    params = on_gpu()
+    params = on_gpu(*SHAPES)
     optimizer = torch.optim.AdamW(params, lr=0.02, weight_decay=0.3, capturable=True)
     telemetry = Telemetry(optimizer, every=4)
     feed(params, 0)

@@ -1,4 +1,4 @@
-"""What telemetry leaves alone, when it samples, and what it refuses."""
+"""Telemetry changes nothing, samples when it should, and refuses mistakes."""
 
 import copy
 import math
@@ -19,6 +19,7 @@ from muonsw import (
     Telemetry,
 )
 from tests.common.problems import assert_same, matrices, run, set_gradients
+from tests.family.members import OPTIONS
 from tests.telemetry.float64_telemetry import Step, assert_values
 
 
@@ -29,6 +30,8 @@ def groups_under(algorithm, params):
 
 BUILDS = {name: partial(groups_under, name) for name in ALGORITHMS}
 BUILDS["cautious"] = lambda params: MuonSW(params, lr=0.02, weight_decay=0.3, cautious=True, matrix="stack")
+BUILDS |= {name: partial(MuonSW, lr=0.02, matrix="stack", **options) for name, options in OPTIONS.items()}
+BUILDS["int8"] = partial(AdamWSW, lr=0.02, state_dtype="int8")
 BUILDS |= {f"torch {kind.__name__}": partial(kind, lr=0.02) for kind in (torch.optim.AdamW, torch.optim.SGD)}
 
 
@@ -36,7 +39,7 @@ BUILDS |= {f"torch {kind.__name__}": partial(kind, lr=0.02) for kind in (torch.o
 @pytest.mark.parametrize("build", BUILDS)
 def test_weights_and_state_are_the_same_with_and_without(build, dtype):
     def trained(watched):
-        params = matrices((12, 8), (8, 8), (3, 6, 4), dtype=dtype)
+        params = matrices((12, 8), (64, 96), (3, 6, 4), dtype=dtype)
         optimizer = BUILDS[build](params)
         if watched:
             Telemetry(optimizer, every=2, spectral_norm=True, condition=True)
@@ -69,43 +72,46 @@ def test_a_compiled_step_is_measured_and_stays_the_same():
     assert_same(params, trained(False)[0])
 
 
-def test_when_it_samples():
-    params = matrices((4, 4))
+def test_when_it_samples_and_which_records_it_keeps():
+    params, seen = matrices((4, 4)), []
     optimizer = MuonSW(params, lr=0.02)
-    with Telemetry(optimizer, every=3) as telemetry:
+    with Telemetry(optimizer, every=3, keep=2, sink=seen.append, parameters=False) as telemetry:
+        assert telemetry.last is None
         due = []
         for number in range(7):
             due.append(telemetry.due)
             run(optimizer, params, 1, start=number)
     run(optimizer, params, 3)
-    assert [record["step"] for record in telemetry.records] == [1, 3, 6]
+    assert [record["step"] for record in telemetry.records] == [3, 6]
+    assert [record["step"] for record in seen] == [1, 3, 6]
+    assert all("parameters" not in record for record in seen)
     assert due == [True, False, True, False, False, True, False]
     assert telemetry.step == 7
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped():
+def test_a_resumed_run_has_the_records_of_the_uninterrupted_one():
     def records(stop):
         params = matrices((6, 4), (3, 4, 4))
         groups = [{"params": params[:1]}, {"params": params[1:], "matrix": "stack"}]
         optimizer = MuonSW(groups, lr=0.02, ns_dtype="float32")
         telemetry = Telemetry(optimizer, every=2, spectral_norm=True)
         run(optimizer, params, stop)
-        found = telemetry.records
+        actual = telemetry.records
         if stop < 9:
             other = MuonSW(copy.deepcopy(groups), lr=0.02, ns_dtype="float32")
             other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             resumed = [p for group in other.param_groups for p in group["params"]]
             telemetry = Telemetry(other, every=2, start_step=stop, spectral_norm=True)
             run(other, resumed, 9 - stop, start=stop)
-            found += telemetry.records
-        return found
+            actual += telemetry.records
+        return actual
 
     assert records(9) == records(5) == records(4)
 
 
 @pytest.mark.parametrize("build", [MuonSW, torch.optim.AdamW])
-def test_the_step_by_which_torch_makes_state_for_a_checkpoint_is_no_update(build):
+def test_the_step_torch_takes_to_allocate_state_is_not_counted(build):
     """It has gradients and a learning rate of zero; a first update of a warmup from zero has gradients."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = build(model.parameters(), lr=0.02)
@@ -121,19 +127,7 @@ def test_the_step_by_which_torch_makes_state_for_a_checkpoint_is_no_update(build
     assert telemetry.last["step"] == 1
 
 
-def test_only_the_latest_records_are_kept():
-    params = matrices((4, 4))
-    optimizer = MuonSW(params, lr=0.02)
-    seen = []
-    telemetry = Telemetry(optimizer, every=1, keep=2, sink=seen.append, parameters=False)
-    assert telemetry.last is None
-    run(optimizer, params, 5)
-    assert [record["step"] for record in telemetry.records] == [4, 5]
-    assert [record["step"] for record in seen] == [1, 2, 3, 4, 5]
-    assert all("parameters" not in record for record in seen)
-
-
-def test_a_skipped_update_is_reported_apart_from_one_of_size_zero():
+def test_a_skipped_step_is_reported_differently_from_an_update_of_zero():
     params = matrices((6, 4), (5,))
     optimizer = MuonSW([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}], lr=0.02)
     telemetry = Telemetry(optimizer, every=1)
@@ -165,7 +159,7 @@ def test_a_skipped_update_is_reported_apart_from_one_of_size_zero():
 
 
 @pytest.mark.parametrize("cautious", [False, True])  # which spares nothing that does not move outward
-def test_an_update_of_size_zero_is_no_skip(cautious):
+def test_an_update_of_zero_is_not_a_skip(cautious):
     params = matrices((6, 4))
     optimizer = MuonSW(params, lr=0.02, weight_decay=0.5, cautious=cautious)
     telemetry = Telemetry(optimizer, every=1)
@@ -232,7 +226,7 @@ def test_parameters_without_a_gradient_are_left_out():
         assert telemetry.last["all"]["weight_rms"] is None
 
 
-def test_an_error_in_the_step_is_no_update():
+def test_a_step_that_raises_is_not_counted():
     params = matrices((6, 4))
     optimizer = MuonSW(params, lr=0.02, nonfinite="raise")
     telemetry = Telemetry(optimizer, every=2)

@@ -44,7 +44,7 @@ def trained(*sinks):
     return telemetry
 
 
-def test_a_file_of_records_reads_back_as_they_were(tmp_path):
+def test_a_jsonl_file_reads_back_as_the_records(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     first, second = trained(JsonlSink(path)), trained(JsonlSink(path))
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -77,7 +77,7 @@ def test_scalars_go_to_a_tensorboard_writer():
     assert None not in every.scalars.values()
 
 
-def test_scalars_go_to_a_wandb_run_under_a_step_of_their_own():
+def test_scalars_go_to_a_wandb_run_under_their_own_step():
     run_object = Run()
     telemetry = trained(WandbSink(run_object))
     assert run_object.metrics["telemetry/*"] == "telemetry/step"
