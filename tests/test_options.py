@@ -44,7 +44,7 @@ WRONG = [
     ({"normalize": "normuon", "normalize_axis": "columns"}, "must be one of None, 'rows', 'longer'"),
     ({"orthogonalizer": "aurora", "aurora_beta": 0.25}, "'aurora_beta' is not an option: register"),
     ({"block_period": 5}, "block_period=5 needs blocks: pass heads= or split_sizes="),
-    ({"heads": 2, "block_period": 5, "norm": "hyperball"}, "norm='hyperball' of param group 0 and block_period="),
+    ({"heads": 2, "block_period": 5, "norm": "hyperball"}, "norm='hyperball' .* combined with block_period"),
     ({"heads": 2, "block_period": 5, "normalize": "normuon"}, "block_period=5 and normalize='normuon'"),
 ]
 OF_OTHERS = [
