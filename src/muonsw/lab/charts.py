@@ -1,4 +1,4 @@
-"""Charts as data, their look, and how they are drawn as PNG and SVG; `report` draws the same charts on a page.
+"""Charts as data, their style, and drawing to PNG and SVG; `report` draws the same charts on a page.
 
 Constant decay is blue and scaled decay is vermillion in every figure of the project. The hues are those of Okabe and
 Ito, which readers with any common colour blindness can tell apart.
@@ -31,8 +31,8 @@ class Axis:
     label: str = ""
     unit: str = ""
     log: int = 0  # the base of a logarithmic axis; 0 for a linear one
-    limits: tuple[float, float] | None = None  # the range that is shown first
-    ticks: Sequence[float] = ()  # where it is labelled; chosen automatically unless given
+    limits: tuple[float, float] | None = None  # initial range
+    ticks: Sequence[float] = ()  # positions of the labels; automatic if empty
 
     @property
     def title(self) -> str:
@@ -43,17 +43,17 @@ class Axis:
 class Curve:
     """A curve over steps, or points over anything."""
 
-    label: str  # which run it is of; shown on hover
-    arm: str  # the entry of the legend that it belongs to
+    label: str  # name of the run, shown on hover
+    arm: str  # its entry in the legend
     x: Sequence[float]  # ascending
-    y: Sequence[float]  # gaps where not finite
+    y: Sequence[float]  # non-finite values are gaps
     dashed: bool = False  # predicted or published values
-    middle: bool = False  # the middle of an arm's runs, drawn thick; the single ones are then drawn thin
+    middle: bool = False  # the median of an arm, drawn thick; its runs are then drawn thin
 
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line: a thin one, or a dashed bound with its name."""
+    """A horizontal line: thin, or dashed if it has a label."""
 
     y: float
     label: str = ""
@@ -65,25 +65,25 @@ class Chart:
 
     name: str  # its id on the page and the stem of its files
     title: str
-    curves: Sequence[Curve]  # in the order in which they are drawn
+    curves: Sequence[Curve]  # in drawing order
     x: Axis = Axis("step")
     y: Axis = Axis()
     note: str = ""
-    points: bool = False  # whether each value is marked
+    points: bool = False  # whether each value has a marker
     levels: Sequence[Level] = ()
-    key: Sequence[tuple[str, str]] = ()  # what "solid" and "dashed" lines mean, in words
+    key: Sequence[tuple[str, str]] = ()  # what "solid" and "dashed" lines mean
 
 
 @dataclass(frozen=True)
 class LegendEntry:
-    """An arm as the legend shows it."""
+    """An arm in the legend."""
 
     name: str
-    rule: str = ""  # the decay rule, which fixes its hue; any other word gets one of the further colours
-    runs: int = 1  # how many it stands for
+    rule: str = ""  # the decay rule, which sets the hue
+    runs: int = 1  # number of runs
 
 
-# ---- The look
+# ---- The style
 
 FONT_SIZE = 12.0
 SANS = ("DejaVu Sans", "Helvetica Neue", "Arial", "sans-serif")
@@ -91,13 +91,13 @@ TEXT, MUTED, GRID = "#1B1F24", "#57606A", "#E3E6EA"
 HUES = {"constant": "#0072B2", "scaled": "#D55E00"}
 FURTHER = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", MUTED)
 RULE_NAMES = {"constant": "constant (λη)", "scaled": "scaled (λη²/ηₘₐₓ)"}
-# Arms of one rule: how far the hue is moved towards the text, and plotly's word for the dashes of the line.
+# Arms of one rule: how far to darken the hue, and plotly's name of the dash style.
 SHADES = ((0.0, "solid"), (0.45, "dashdot"), (0.2, "dot"), (0.65, "longdashdot"))
-MARKERS = "os^vD"  # so that colour is not all there is
+MARKERS = "os^vD"  # for readers who cannot tell the colours apart
 
 
 class ArmStyle(NamedTuple):
-    """How one arm is drawn: its colour, its dashes (plotly's words), its markers (matplotlib's)."""
+    """Colour, dash style (plotly's name) and marker (matplotlib's) of an arm."""
 
     colour: str
     dash: str
@@ -105,7 +105,7 @@ class ArmStyle(NamedTuple):
 
 
 def arm_styles(arms: Sequence[LegendEntry]) -> dict[str, ArmStyle]:
-    """A style for each arm: the rule fixes the hue, further arms of the same rule are shaded and dashed.
+    """Choose a style per arm: the rule sets the hue, and more arms of the same rule are shaded and dashed.
 
     Examples:
         >>> arm_styles([LegendEntry("a", "scaled"), LegendEntry("b", "scaled")])["b"]
@@ -125,14 +125,14 @@ def arm_styles(arms: Sequence[LegendEntry]) -> dict[str, ArmStyle]:
 
 # ---- PNG and SVG
 
-# Inches of a panel: one alone, one of two, and one of many.
+# Size of a panel in inches, by the number of columns.
 PANELS = {1: (8.0, 4.9), 2: (5.75, 4.6)}
 SMALL = (3.5, 3.2)
-LETTER, HANDLE = 0.083, 0.55  # width of a letter and of what stands before an entry of the legend
+LETTER, HANDLE = 0.083, 0.55  # inches of a letter and of the handle of a legend entry
 LONGEST_TEXT = 120  # characters
-FEW = 15  # values of a curve below which each is marked
-LARGEST = 1e100  # far beyond it margins and ticks of an axis overflow
-DASHES: Mapping[str, Any] = {  # plotly's words for dashes
+FEW = 15  # curves with fewer values get markers
+LARGEST = 1e100  # values far beyond it overflow margins and ticks
+DASHES: Mapping[str, Any] = {  # by plotly's name
     "solid": "-",
     "dashdot": (0, (5, 2, 1, 2)),
     "dot": (0, (1, 1.5)),
@@ -160,7 +160,7 @@ STYLE: Any = {
 def draw(
     stem: Path, charts: Sequence[Chart], arms: Sequence[LegendEntry], *, title: str = "", columns: int = 2
 ) -> list[Path]:
-    """Draw charts on one picture, row by row, with the legend below them, and write it as PNG and SVG."""
+    """Draw charts row by row with a legend below, and write the picture as PNG and SVG."""
     import matplotlib  # takes a second, and training draws nothing
     from matplotlib.figure import Figure
 
@@ -179,9 +179,9 @@ def draw(
             figure.legend(handles=entries, loc="outside lower left", ncols=across, fontsize=10.5)
         written = []
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # letters that the font lacks show as boxes
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # missing letters show as boxes
             for suffix in ("png", "svg"):
-                # Without a date two equal runs give equal files.
+                # Without a date, equal runs give equal files.
                 metadata = {"Date": None} if suffix == "svg" else {}
                 figure.savefig(buffer := io.BytesIO(), format=suffix, dpi=160, metadata=metadata)
                 written.append(write_atomically(stem.with_name(f"{stem.name}.{suffix}"), buffer.getvalue()))
@@ -210,14 +210,16 @@ def _draw_chart(axes: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, sma
 
 
 def _draw_arm(axes: Axes, curves: Sequence[Curve], style: ArmStyle, marked: bool) -> None:
-    """Curves that look alike as one collection, which draws hundreds at once; thin where there is a middle."""
+    """Draw curves of the same look as one collection, which is fast for hundreds; thin if there is a median."""
     from matplotlib.collections import LineCollection
 
     has_middle, single = any(curve.middle for curve in curves), sum(not curve.middle for curve in curves)
     groups: dict[tuple[bool, bool], list[Any]] = {}
     for curve in curves:
         y = np.asarray(curve.y, dtype=float)
-        points = np.column_stack([curve.x, np.where(np.abs(y) < LARGEST, y, np.nan)])  # gaps where axes would overflow
+        points = np.column_stack(
+            [curve.x, np.where(np.abs(y) < LARGEST, y, np.nan)]
+        )  # values that would overflow the axes are gaps
         groups.setdefault((curve.dashed, curve.middle), []).append(points)
     for (dashed, middle), lines in groups.items():
         look: dict[str, Any] = {"linewidths": 1.6, "linestyles": [DASHES["dashed" if dashed else style.dash]]}
@@ -235,7 +237,7 @@ def _draw_arm(axes: Axes, curves: Sequence[Curve], style: ArmStyle, marked: bool
 
 
 def _set_ticks(drawn: DrawnAxis, axis: Axis, most: int) -> None:
-    """Ticks: the given ones, powers, or round numbers, thousands of steps as `20k`."""
+    """Set ticks: those of the axis, powers, or round numbers (20,000 steps as `20k`)."""
     from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     if axis.ticks or axis.log:
@@ -251,7 +253,7 @@ def _set_ticks(drawn: DrawnAxis, axis: Axis, most: int) -> None:
 
 
 def _legend_entries(charts: Sequence[Chart], styles: Mapping[str, ArmStyle]) -> list[Line2D]:
-    """What tells the curves apart: the arms where there are several, then what kinds of lines mean."""
+    """List the arms if there are several, then the meanings of line styles."""
     from matplotlib.lines import Line2D
 
     arms = dict.fromkeys(curve.arm for chart in charts for curve in chart.curves)
@@ -269,5 +271,5 @@ def _legend_entries(charts: Sequence[Chart], styles: Mapping[str, ArmStyle]) -> 
 
 
 def _text(text: str) -> str:
-    """A text for matplotlib, which takes dollars for formulas and leaves no room for a chart beside a long name."""
+    """Shorten a text for matplotlib and escape dollars, which would start formulas."""
     return (text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…").replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""The terminal: sentences that may hold any character, tables, which pages and files show too, and progress."""
+"""The terminal: text with any characters, tables (also for pages and files), and progress."""
 
 from __future__ import annotations
 
@@ -19,33 +19,30 @@ if TYPE_CHECKING:
 
 Value = str | float | int | bool | None
 MISSING = "\N{EN DASH}"
-GAP = 2  # blanks between columns
-NARROWEST_TEXT = 20  # characters that a column of text keeps before it wraps its words over several lines
-LARGE = 1e6  # numbers from here on are written with an exponent
+GAP = 2  # spaces between columns
+NARROWEST_TEXT = 20  # minimum width of a text column before it wraps
+LARGE = 1e6  # from here on, numbers have an exponent
 SECONDS_BETWEEN_LINES = 10.0  # of progress in a file
 TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
 
-# Characters that steer a terminal or reorder text (C0 and C1 controls, bidirectional overrides), and halves of
-# characters, which come from file names that are not UTF-8 and cannot be printed at all.
+# Control characters, bidirectional overrides, and surrogates, which file names that are not UTF-8 contain and which
+# cannot be printed.
 _STEERING = chain(range(0x20), range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
 _SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _STEERING if chr(code) not in "\n\t"}
 
 
 def harmless(text: object) -> str:
-    r"""A text in which nothing can steer a terminal: such characters are shown by their code.
-
-    Names, settings and documents come from files that others may have written.
-    """
+    r"""Escape control characters: names, settings and documents come from files of unknown origin."""
     return str(text).translate(_SHOWN)
 
 
 def say(console: Console, text: object) -> None:
-    """Print a line that may hold any character, unbroken and without colours of rich's own choice."""
+    """Print a line of any characters as it is, without rich's markup, wrapping or colours."""
     console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def paragraph(console: Console, text: str) -> None:
-    """Print sentences, broken between words in a terminal and not at all elsewhere."""
+    """Print sentences, wrapped only in a terminal."""
     if console.is_terminal:
         console.print(harmless(text), highlight=False, markup=False, emoji=False)
     else:
@@ -61,11 +58,11 @@ def print_any_character() -> None:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell that says more than its text."""
+    """A cell with a note or a colour."""
 
     text: str
-    note: str = ""  # a smaller second line; the terminal shows it with `verbose`
-    tone: str = ""  # "holds", "fails" and "undecided" have colours
+    note: str = ""  # a smaller second line, in a terminal only with `verbose`
+    tone: str = ""  # "holds", "fails" or "undecided" sets the colour
 
 
 @dataclass(frozen=True)
@@ -73,33 +70,33 @@ class Column:
     """A column of a table."""
 
     title: str
-    number: bool = False  # numbers are set to the right and never broken
-    digits: int = 5  # significant ones of floats
+    number: bool = False  # right-aligned and never wrapped
+    digits: int = 5  # significant digits of floats
 
 
 @dataclass(frozen=True)
 class Table:
     """A table; the first column names the row."""
 
-    name: str  # its id on a page: letters, digits, hyphens
+    name: str  # its id on a page
     title: str
-    columns: Sequence[Column | str]  # a plain string is a column of text
+    columns: Sequence[Column | str]  # a string is a text column
     rows: Sequence[Sequence[Value | Cell]]  # None shows as a dash
-    note: str = ""  # a sentence below it
-    folded: bool = False  # whether it starts closed on a page
+    note: str = ""  # printed below the table
+    folded: bool = False  # whether it starts collapsed on a page
 
     def headings(self) -> list[Column]:
-        """The columns, all in full."""
+        """Return all columns as `Column`."""
         return [column if isinstance(column, Column) else Column(column) for column in self.columns]
 
     def cells(self) -> list[list[Cell]]:
-        """The rows, all values as text."""
+        """Return all rows as `Cell`."""
         rows = (zip(row, self.headings(), strict=True) for row in self.rows)
         return [[v if isinstance(v, Cell) else Cell(show(v, column.digits)) for v, column in row] for row in rows]
 
 
 def show(value: Value, digits: int = 5) -> str:
-    """A value as a table shows it.
+    """Format a value for a table.
 
     Examples:
         >>> show(0.123456789), show(True), show(12345678), show(float("nan"))
@@ -117,12 +114,12 @@ def show(value: Value, digits: int = 5) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """A loss as tables and sentences show it: four decimals, or four digits from a million on."""
+    """Format a loss with four decimals, or four digits from a million on."""
     return decimals(loss, 4) if math.isfinite(loss) else MISSING
 
 
 def decimals(value: float, digits: int, sign: str = "") -> str:
-    """A number with some decimals; from a million on, as in diverging runs, with as many digits.
+    """Format a number with this many decimals, or significant digits from a million on, as in diverging runs.
 
     Examples:
         >>> decimals(0.5, 3), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3)
@@ -132,12 +129,12 @@ def decimals(value: float, digits: int, sign: str = "") -> str:
 
 
 def norm_text(norm: float) -> str:
-    """A norm as tables and sentences show it: three digits."""
+    """Format a norm with three digits."""
     return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
 
 
 def change_text(change: float) -> str:
-    """A relative change as tables and sentences show it: whole percents with their sign.
+    """Format a relative change in percent with its sign.
 
     Examples:
         >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
@@ -150,12 +147,12 @@ def change_text(change: float) -> str:
 
 
 def print_table(console: Console, table: Table, *, verbose: bool = False) -> None:
-    """Print a table under its title, with its note; with `verbose` cells show their notes.
+    """Print a table with title and note; with `verbose` also the notes of cells.
 
-    Columns that do not fit into the width of a terminal follow below, beside the first column. A file or a pipe gets
-    all columns in one table.
+    Columns that do not fit in the terminal follow below, each time after the first column. A file or a pipe gets one
+    table.
     """
-    from rich.text import Text  # the lab's other packages may be missing where only `harmless` is needed
+    from rich.text import Text  # `muonsw --help` needs only `harmless`, and works without rich
 
     if not console.is_terminal:
         parts = (table.title, plain_text(table, notes=verbose), table.note)
@@ -173,7 +170,7 @@ def print_table(console: Console, table: Table, *, verbose: bool = False) -> Non
 
 
 def side_by_side(table: Table, width: int) -> list[list[int]]:
-    """Which columns stand side by side, as places in the table; the first one begins each row of columns.
+    """Split the columns into groups that fit the width, as indices; each group starts with the first column.
 
     Examples:
         >>> columns = ("arm", "seeds", Column("final loss", number=True))
@@ -195,7 +192,7 @@ def side_by_side(table: Table, width: int) -> list[list[int]]:
 
 
 def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: int) -> int:
-    """Numbers are never broken; text wraps its words, and breaks those beyond 20 characters."""
+    """Return the minimum width: numbers are never wrapped, words of text are broken after 20 characters."""
     from rich.cells import cell_len
 
     texts = [row[place].text for row in cells]
@@ -204,7 +201,7 @@ def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], pla
 
 
 def _drawn(table: Table, places: Sequence[int], *, notes: bool = False) -> RichTable:
-    """The chosen columns: numbers as wide as they are, text in the room that is left."""
+    """Draw these columns; text columns share the width that numbers leave."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -228,7 +225,7 @@ def _drawn(table: Table, places: Sequence[int], *, notes: bool = False) -> RichT
 
 
 def plain_text(table: Table, *, notes: bool = False) -> str:
-    """A table as aligned text without colours, numbers to the right."""
+    """Format a table as aligned text without colours."""
     columns = table.headings()
     lines = [
         [f"{cell.text} ({cell.note})" if notes and cell.note else cell.text for cell in row] for row in table.cells()
@@ -243,13 +240,13 @@ def plain_text(table: Table, *, notes: bool = False) -> str:
 
 
 class View:
-    """Tasks under way, by name, with the numbers to show; `showing` makes one."""
+    """The progress of named tasks; `showing` makes one."""
 
     def __init__(self, console: Console, totals: Mapping[str, float | None], what: str) -> None:
         self.console, self.totals, self.what = console, dict(totals), what
         self.numbers: dict[str, dict[str, str]] = {name: {} for name in totals}
         self.done: dict[str, float] = {}
-        self.first: dict[str, float] = {}  # where each task was when it was first seen: a resumed run begins late
+        self.first: dict[str, float] = {}  # position when first seen; a resumed run does not start at zero
         self.ended: set[str] = set()
         self.begun = self.printed = time.monotonic()
 
@@ -261,35 +258,35 @@ class View:
         *,
         total: float | None = None,
     ) -> None:
-        """Record how far a task is, in the unit of its total, and its numbers; numbers not given stay."""
+        """Record the position of a task, in the unit of its total, and update its numbers."""
         if total is not None:
             self.totals[name] = total
         if done is not None:
             self.done[name] = done
             self.first.setdefault(name, done)
-        self.numbers[name] = {**self.numbers[name], **(numbers or {})}  # in one go: another thread draws
+        self.numbers[name] = {**self.numbers[name], **(numbers or {})}  # atomic, because another thread draws
         if time.monotonic() - self.printed > SECONDS_BETWEEN_LINES and (moving := self._moving()):
             self.printed = time.monotonic()
             texts = {task: ", ".join(f"{key} {text}" for key, text in row.items() if text) for task, row in moving}
             lines = [self.summary(), *(f"{task}: {text}" for task, text in texts.items())]
             self.log("; ".join(filter(None, lines)))
 
-    def finish(self, name: str, said: str) -> None:
-        """Record that a task has ended, and print the outcome."""
+    def finish(self, name: str, outcome: str) -> None:
+        """Record that a task has ended, and print its outcome."""
         self.ended.add(name)
-        self.say(f"{name}: {said}")
+        self.say(f"{name}: {outcome}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays, above the table."""
+        """Print a permanent line above the table."""
         say(self.console, text)
 
     def log(self, text: str) -> None:
-        """Print a line to a file; a terminal shows the same in its table."""
+        """Print a line unless a terminal shows it in its table."""
         if not self.console.is_terminal:
             say(self.console, text)
 
     def summary(self) -> str:
-        """Count what is complete, and estimate the time left from the pace so far."""
+        """Count completed tasks, and estimate the time left from the pace so far."""
         count = f"{len(self.ended)} of {len(self.totals)} {self.what} complete" if len(self.totals) > 1 else ""
         totals = {name: total for name, total in self.totals.items() if total is not None}
         made = sum(self._position(name, total) - self.first.get(name, 0.0) for name, total in totals.items())
@@ -313,7 +310,7 @@ class View:
         if moving := self._moving()[: max(1, console.height - 4)]:
             headings = list(dict.fromkeys(heading for _, row in moving for heading in row))
             table = RichTable.grid(padding=(0, 2, 0, 0))
-            table.add_column()  # a long name is broken; numbers never are
+            table.add_column()  # names may wrap, numbers may not
             for _ in headings:
                 table.add_column(justify="right", no_wrap=True)
             table.add_row("", *(Text(heading, style="dim") for heading in headings))
@@ -325,12 +322,12 @@ class View:
 
 @contextmanager
 def showing(console: Console, totals: Mapping[str, float | None], *, what: str = "runs") -> Iterator[View]:
-    """Show tasks under way while the block runs.
+    """Show the progress of tasks while the block runs.
 
     Args:
-        console: Where to.
-        totals: How much there is to do, by name, in one unit for all; None is unknown.
-        what: What the tasks are called together, as in "3 of 6 runs complete".
+        console: Where to show it.
+        totals: Amount of work by task, all in the same unit; None if unknown.
+        what: Plural noun for the tasks, as in "3 of 6 runs complete".
 
     Examples:
         >>> from rich.console import Console
@@ -352,7 +349,7 @@ def showing(console: Console, totals: Mapping[str, float | None], *, what: str =
 
 
 def clock(seconds: float) -> str:
-    """Format seconds as a clock shows them."""
+    """Format seconds as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

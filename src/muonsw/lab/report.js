@@ -4,7 +4,7 @@
   const coarse = window.matchMedia("(pointer: coarse)").matches;
   const config = {
     responsive: true, displaylogo: false,
-    // All buttons: among plotly's own is one that uploads the chart.
+    // Listed here because plotly's default includes a button that uploads the chart.
     modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["autoScale2d", "resetScale2d"]],
   };
   const hidden = new Set();
@@ -13,7 +13,7 @@
   const draw = (figure) => {
     drawn.add(figure);
     const data = figure.data.map((trace) => ({ ...trace, visible: !hidden.has(trace.meta) }));
-    // Zoom survives when arms are hidden; on a touch screen dragging scrolls the page.
+    // Keep the zoom when arms are hidden; on a touch screen, dragging scrolls the page.
     const layout = { ...figure.layout, uirevision: figure.layout.yaxis.type, dragmode: coarse ? false : "zoom" };
     Plotly.react(figure.name, data, layout, config);
   };
@@ -52,7 +52,7 @@
     });
   }
 
-  // A chart is drawn when it comes near, so that a page of many opens at once.
+  // Draw a chart when it comes near the viewport, so a long page opens fast.
   const near = new IntersectionObserver((seen) => {
     for (const { isIntersecting, target } of seen) {
       if (!isIntersecting) continue;

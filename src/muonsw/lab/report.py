@@ -1,7 +1,6 @@
-"""`muonsw report`: verdict, tables and curves on one interactive page that loads nothing.
+"""`muonsw report`: verdict, tables and curves on one interactive page that loads nothing from the network.
 
-`report.html` is the template; it escapes whatever is not ours. Charts become plotly figures here, and `report.js` draws
-them.
+`report.html` is the template and escapes all text. Charts become plotly figures here; `report.js` draws them.
 """
 
 from __future__ import annotations
@@ -50,36 +49,35 @@ from muonsw.lab.train.checkpoint import CONFIG
 from muonsw.text import counted
 
 PAGE = "report.html"  # where comparisons and studies write theirs
-MARK = '<meta name="generator" content="muonsw">'  # a page replaces only pages that have it
+MARK = '<meta name="generator" content="muonsw">'  # only pages with this mark are overwritten
 HEAD_BYTES = 4096
 DIGITS = 6  # significant digits of a value on the page
-SHORT = 28  # characters up to which the text of a cell is not broken
-MOST_COLUMNS = 4  # of the table about models and machines
+SHORT = 28  # cells of up to this many characters are not wrapped
+MOST_COLUMNS = 4  # of the table of models and machines
 
 
 @dataclass(frozen=True)
 class Report:
     """Write one self-contained interactive page about runs.
 
-    A run that is still in progress is shown as far as it has got.
+    A run in progress is shown as far as it is recorded.
     """
 
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()
-    """Run folders, folders that hold run folders, such as those of `muonsw compare`, or files of JSON lines that
-    `muonsw.Telemetry` wrote."""
+    """Run folders, folders of runs (such as out/compare), or JSONL files that `muonsw.Telemetry` wrote."""
 
     out: Annotated[Path, arg(aliases=("-o",), metavar="FILE")] = Path("report.html")
-    """The page."""
+    """HTML file to write."""
 
-    title: str = ""
-    """Heading of the page; made from the runs' names unless given."""
+    title: Annotated[str, arg(help_behavior_hint="")] = ""
+    """Title of the page. Default: the name or the number of the runs."""
 
     def run(self) -> int:
         if not self.runs:
             raise UsageError("missing run: muonsw report RUN [RUN ...] -o report.html")
         check_target(self.out)
         folders: list[Path] = []
-        for path in self.runs:  # a folder that is not a run stands for the runs inside it or its `runs`
+        for path in self.runs:  # a folder that is not a run stands for the runs in it or in its `runs`
             single = path.is_file() or (path / CONFIG).is_file()
             folders += [path] if single else runs_below(path) or [path]
         loaded = load_runs(dict.fromkeys(folders))
@@ -89,7 +87,7 @@ class Report:
 
 
 def check_target(path: Path) -> None:
-    """Refuse before the work a page that cannot be written there."""
+    """Refuse a path that the page cannot be written to, before any work."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"the report {path} must end in .html")
     if path.is_dir():
@@ -113,17 +111,17 @@ def write_report(
     """Write one HTML file that works offline, and return its path.
 
     Args:
-        path: Where to; the name ends in `.html`.
-        title: Its heading.
-        runs: What is shown; none for a page of claims, tables and charts alone.
-        verdict: The sentences on top; unless given, how many runs there are and how they ended.
+        path: Where to write it; ends in `.html`.
+        title: Title of the page.
+        runs: Runs to show; empty for a page of claims, tables and figures only.
+        verdict: The sentences at the top. Default: a summary of the runs.
         tables: Shown before the charts.
         figures: Shown before the charts of the runs; their curves name arms as `name_arms` does.
         details: Tables shown after the charts.
-        claims: By who makes them; shown last, those that failed first.
+        claims: By experiment; shown last, failed ones first.
     """
     check_target(path)
-    # Plotly is imported here, so that everything else of a report works where it is not installed.
+    # Imported here: the rest of a report works without plotly.
     library = str(needed("plotly.offline", "an interactive page needs", "lab").get_plotlyjs())
     group = Group(runs)
     sections: list[Table | Chart] = [*tables, *figures, *run_charts(group), *details]
@@ -146,8 +144,11 @@ def write_report(
         title=title,
         verdict=verdict or (summary(group) if runs else ""),
         failed=any_failed(claims or {}),
-        # Charts that follow each other share a grid and a legend.
-        groups=[(are_charts, list(members)) for are_charts, members in groupby(sections, _is_chart)],
+        # Consecutive charts share a grid and a legend.
+        groups=[
+            (are_charts, list(members))
+            for are_charts, members in groupby(sections, lambda section: isinstance(section, Chart))
+        ],
         contents=dict(
             ("figures", "Curves") if isinstance(section, Chart) else (anchor(section.name), section.title)
             for section in sections
@@ -156,7 +157,7 @@ def write_report(
         mark=MARK,
         policy=f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:",
         style=_resource("report.css"),
-        # A name could otherwise end the script element.
+        # Otherwise a name could close the script element.
         data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         library=library,
         code=code,
@@ -165,16 +166,12 @@ def write_report(
     return write_atomically(path, text)
 
 
-def _is_chart(section: Table | Chart) -> bool:
-    return isinstance(section, Chart)
-
-
 def _resource(name: str) -> str:
     return files("muonsw.lab").joinpath(name).read_text(encoding="utf-8")
 
 
 class Group:
-    """Runs that are shown together, with their names and arms."""
+    """Runs shown together, with their names and arms."""
 
     def __init__(self, runs: Sequence[Run]):
         self.runs = list(runs)
@@ -188,7 +185,7 @@ class Group:
 
 TOTAL_POINTS, MOST, LEAST = 240_000, 1500, 100  # points of a page, and of one curve
 SMOOTH = 100  # points of a training loss: each is the mean over a hundredth of the run
-BEGINNING = 0.1  # share of the steps whose losses may leave the chart at the top
+BEGINNING = 0.1  # initial share of the run whose losses may be cut off
 
 
 class Panel(NamedTuple):
@@ -203,11 +200,11 @@ class Panel(NamedTuple):
 
 LOSS = Axis("loss")
 TRAINED = "training-loss"
-EVALUATED = "On what is held out. Thick: the median over the runs of an arm, where it has several."
+EVALUATED = "On held-out data. Thick: the median over the runs of an arm, if it has several."
 PANELS = (
     Panel("validation-loss", "Validation loss", lambda run: run.losses, LOSS, EVALUATED),
     Panel(TRAINED, "Training loss", lambda run: run.training_losses, LOSS,
-          f"Means over a {SMOOTH}th of the records. Thick: the median over the runs of an arm."),
+          f"Means over 1/{SMOOTH} of the records. Thick: the median over the runs of an arm."),
     Panel("weight-norm", "Weight norm", lambda run: run.norms, Axis("weight RMS"),
           "Root mean square over all elements of the weights that decay, before each recorded step."),
     Panel("alignment", "Alignment", lambda run: run.recorded("alignment_update"), Axis("cosine of weight and update"),
@@ -224,7 +221,7 @@ PANELS = (
 
 
 def run_charts(group: Group) -> list[Chart]:
-    """Every chart for which something was recorded: a curve for each run, and the median of arms with several."""
+    """Make every chart with data: a curve per run, and the median of arms with several runs."""
 
     def metric(name: str, run: Run) -> Points:
         return run.evals.known(name)
@@ -252,7 +249,7 @@ def _curve(label: str, arm: str, points: Points, *, middle: bool = False) -> Cur
 
 
 def anchor(name: str) -> str:
-    """A name as an id on the page and in the name of a file.
+    """Turn a name into an id for the page.
 
     Examples:
         >>> anchor('weight norm"')
@@ -262,9 +259,9 @@ def anchor(name: str) -> str:
 
 
 def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
-    """An axis for losses on which each run is seen from the first tenth of its steps on.
+    """Scale the axis to the losses after the first tenth of each run.
 
-    The fall before that may be ten times as high as everything after it, and would flatten the rest.
+    The initial fall may be ten times as high as everything after it and would flatten the rest.
     """
     # The loss of a user's own task or loop may have any unit.
     unit = "nats per token" if runs and all(run.unit for run in runs) else ""
@@ -281,7 +278,7 @@ def loss_axis(curves: Sequence[Curve], runs: Sequence[Run]) -> Axis:
 
 
 def median_curve(parts: Sequence[Points]) -> Points:
-    """The median over curves at the steps that all of them have.
+    """Take the median over curves at their common steps.
 
     Examples:
         >>> one, two = np.array([1, 2, 3]), np.array([2, 3, 4])
@@ -296,7 +293,7 @@ def median_curve(parts: Sequence[Points]) -> Points:
 
 
 def thinned(points: Points, most: int) -> Points:
-    """At most so many points: the means over equally many steps each, at the last of them.
+    """Reduce to at most `most` points: means over equally many steps, placed at the last one.
 
     Examples:
         >>> steps, means = thinned((np.arange(1, 6), np.array([5.0, 4.0, 9.0, 3.0, 1.0])), most=3)
@@ -313,7 +310,7 @@ def thinned(points: Points, most: int) -> Points:
 
 
 def summary(group: Group) -> str:
-    """How many runs there are, and the final loss, or else norm, of each arm."""
+    """Count the runs, and give the final loss (or else norm) of each arm."""
     several = len(group.runs) > 1
     text = f"{len(group.runs)} runs in {counted(len(group.arms), 'arm')}" if several else group.labels[0]
     if running := sum(run.in_progress for run in group.runs):
@@ -354,7 +351,7 @@ def runs_table(group: Group) -> Table:
 
 
 def differences_table(group: Group) -> list[Table]:
-    """The settings that are not the same in all runs; no table where all agree."""
+    """Show the settings that differ between runs; no table if none do."""
     settings = differences([run.settings for run in group.runs])
     if not settings:
         return []
@@ -364,10 +361,10 @@ def differences_table(group: Group) -> list[Table]:
 
 
 def origin_table(group: Group) -> list[Table]:
-    """What was trained and on which machine; runs with the same facts share a column, no table where none says so."""
+    """Show model, data and machine; equal runs share a column. No table if nothing is recorded."""
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for label, run in zip(group.labels, group.runs, strict=True):
-        # The command differs between runs on one machine.
+        # The command differs between runs on the same machine.
         facts = flatten({key: value for key, value in run.environment.items() if key != "command"})
         if facts:
             groups.setdefault(json.dumps(facts, sort_keys=True, default=str), (facts, []))[1].append(label)
@@ -396,7 +393,7 @@ def _setting(value: Any) -> str:
 
 def _figure(chart: Chart, styles: Mapping[str, ArmStyle]) -> dict[str, Any]:
     middles = {curve.arm for curve in chart.curves if curve.middle}
-    curves = sorted(chart.curves, key=lambda curve: curve.middle)  # thick lines above thin ones
+    curves = sorted(chart.curves, key=lambda curve: curve.middle)  # thick lines are drawn last
     levels = [
         {
             "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level.y, "y1": level.y,
@@ -419,7 +416,7 @@ def _figure(chart: Chart, styles: Mapping[str, ArmStyle]) -> dict[str, Any]:
 
 
 def _trace(curve: Curve, style: ArmStyle, has_middle: bool, points: bool) -> dict[str, Any]:
-    """A curve as plotly's trace; `meta` tells the legend which arm it belongs to."""
+    """Turn a curve into a plotly trace; `meta` links it to its arm in the legend."""
     line: dict[str, Any] = {"color": style.colour, "width": 1.7, "dash": style.dash}
     if curve.middle:
         line["width"] = 2.6
@@ -427,7 +424,7 @@ def _trace(curve: Curve, style: ArmStyle, has_middle: bool, points: bool) -> dic
         line["dash"] = "dash"
     elif has_middle:
         line |= {"width": 0.9, "dash": "solid"}
-    label, arm = html.escape(curve.label), html.escape(curve.arm)  # plotly reads a few tags in its texts
+    label, arm = html.escape(curve.label), html.escape(curve.arm)  # plotly interprets some tags
     predicted = " predicted" if curve.dashed else ""
     return {
         "x": [_number(value) for value in curve.x],
@@ -447,7 +444,7 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
         "title": {"text": html.escape(title), "standoff": 6, "font": {"size": 13}},
         "automargin": True,
         "exponentformat": "power",
-        "nticks": 4 if axis.log else 7,  # more would label every digit between two powers of ten
+        "nticks": 4 if axis.log else 7,  # more would label digits between powers of ten
         "gridcolor": GRID,
         "linecolor": MUTED,
         "showline": True,
@@ -460,7 +457,7 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | int | None:
-    """A number in as few characters as its digits need; steps stay whole."""
+    """Round a number to keep the page small; integers stay exact."""
     if not math.isfinite(value):
         return None
     if value == int(value) and abs(value) < 1e15:

@@ -1,6 +1,6 @@
 """Claims: statements with a prediction, a measurement and a verdict; t intervals; claims as a table.
 
-Student's t is ours because scipy would replace thirty lines by a hundred megabytes on every machine that judges runs.
+Student's t is implemented here: scipy would save thirty lines and cost a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ ONE_SEED = "one seed: chance is not excluded"
 
 
 class Criterion(StrEnum):
-    """When a measured value agrees with a predicted one; `tolerance` means something else in each."""
+    """How a measurement must agree with a prediction; each criterion uses `tolerance` differently."""
 
-    RELATIVE = "relative"  # it is within `tolerance` times the size of the prediction
-    ABSOLUTE = "absolute"  # it is within `tolerance`
-    AT_MOST = "at most"  # it is no larger; `tolerance` is a share of the bound, absolute where the bound is zero
-    AT_LEAST = "at least"  # it is no smaller, with the same slack
-    ABOVE = "above"  # it is larger by more than `tolerance`: an effect, which is not there if nothing moved
-    BELOW = "below"  # it is smaller by more than `tolerance`
-    COVERED = "inside the interval"  # the interval around the measurement contains the prediction
+    RELATIVE = "relative"  # within `tolerance` times the size of the prediction
+    ABSOLUTE = "absolute"  # within `tolerance`
+    AT_MOST = "at most"  # no larger; `tolerance` is a share of the bound, or absolute if the bound is zero
+    AT_LEAST = "at least"  # no smaller, with the same slack
+    ABOVE = "above"  # larger by more than `tolerance`, so the claim fails if there is no effect
+    BELOW = "below"  # smaller by more than `tolerance`
+    COVERED = "inside the interval"  # the interval of the measurement contains the prediction
 
 
 SIGNS = {Criterion.AT_MOST: "≤ ", Criterion.AT_LEAST: "≥ ", Criterion.ABOVE: "> ", Criterion.BELOW: "< "}
 
 
 class Verdict(StrEnum):
-    """What the numbers say about a claim."""
+    """The outcome of a claim."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -47,7 +47,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a measured mean lies, and by which method that was found."""
+    """A confidence interval of a mean and its method."""
 
     low: float
     high: float
@@ -61,14 +61,14 @@ class Interval:
 class Estimate:
     """A measured mean with its interval."""
 
-    value: float  # the mean
-    interval: Interval | None = None  # of the mean; None where there is one sample only
+    value: float
+    interval: Interval | None = None  # None with a single sample
     limits: str = ""  # what this sample cannot show
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the paper makes a statement, and under which condition; the run satisfies it."""
+    """Where the paper makes a statement, and the hypothesis it assumes."""
 
     reference: str
     hypothesis: str
@@ -76,25 +76,25 @@ class Source:
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement with what it predicts, what was measured, and when the two agree."""
+    """A statement with its prediction, its measurement, and how the two must agree."""
 
     id: str  # short name, unique within its experiment
     statement: str  # in the project's own words
     reference: str  # where the paper makes it
-    hypothesis: str  # under which condition it is made; the run satisfies it
-    predicted: float  # the value or the bound that theory gives
-    measured: float  # what the run gave
-    criterion: Criterion  # how the two are compared
-    tolerance: float  # by how much they may differ
-    because: str  # where the tolerance comes from
-    interval: Interval | None = None  # uncertainty of the measurement, for statements about means
-    limits: str = ""  # what a finite run cannot show of this statement
+    hypothesis: str  # what it assumes; the run satisfies it
+    predicted: float  # value or bound from theory
+    measured: float  # value from the run
+    criterion: Criterion
+    tolerance: float
+    because: str  # reason for the tolerance
+    interval: Interval | None = None  # of the measurement, if it is a mean
+    limits: str = ""  # what a finite run cannot show
 
     @property
     def verdict(self) -> Verdict:
-        """It holds if the whole interval agrees, fails if none of it does, and is undecided in between.
+        """Hold if the entire interval agrees, fail if none of it does, else undecided.
 
-        A measurement without interval is judged as it stands. One that is not a number agrees with nothing: it fails.
+        Without an interval only the measurement counts. NaN fails.
 
         Examples:
             >>> close = Estimate(0.9, Interval(0.7, 1.1, "95% t, n=3"))
@@ -111,7 +111,7 @@ class Claim:
         return Verdict.HOLDS if holds else Verdict.FAILS if fails else Verdict.UNDECIDED
 
     def _judge(self, low: float, high: float) -> tuple[bool, bool]:
-        """Whether all between low and high is as the claim says, and whether none of it is."""
+        """Return whether all values from low to high agree, and whether none does."""
         slack = self.tolerance * (abs(self.predicted) or 1.0)
         above, below = low > self.predicted + self.tolerance, high < self.predicted - self.tolerance
         match self.criterion:
@@ -131,22 +131,19 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether the verdict is that it holds."""
         return self.verdict is Verdict.HOLDS
 
     @property
     def fails(self) -> bool:
-        """Whether the verdict is that it fails, which sets the exit code of a command."""
         return self.verdict is Verdict.FAILS
 
     def as_data(self) -> dict[str, Any]:
-        """The claim with its verdict as plain data; numbers that JSON does not know become None."""
+        """Return the claim and its verdict as JSON data; non-finite numbers become None."""
         data = {("comparison" if key == "criterion" else key): value for key, value in asdict(self).items()}
         return {**plain(data), "verdict": str(self.verdict)}
 
 
-# By who makes them.
-Claims = Mapping[str, Sequence[Claim]]
+Claims = Mapping[str, Sequence[Claim]]  # by experiment
 
 
 def make_claim(
@@ -160,20 +157,20 @@ def make_claim(
     *,
     limits: str = "",
 ) -> Claim:
-    """A claim; the functions below have the criterion filled in."""
-    found = measured if isinstance(measured, Estimate) else Estimate(measured)
+    """Make a claim; the functions below fill in the criterion."""
+    estimate = measured if isinstance(measured, Estimate) else Estimate(measured)
     return Claim(
         id=id,
         statement=statement,
         reference=source.reference,
         hypothesis=source.hypothesis,
         predicted=predicted,
-        measured=found.value,
+        measured=estimate.value,
         criterion=criterion,
         tolerance=tolerance.size,
         because=tolerance.because,
-        interval=found.interval,
-        limits="; ".join(part for part in (limits, found.limits) if part),
+        interval=estimate.interval,
+        limits="; ".join(part for part in (limits, estimate.limits) if part),
     )
 
 
@@ -188,36 +185,36 @@ covered = partial(make_claim, Criterion.COVERED)
 
 @dataclass(frozen=True)
 class Series:
-    """Curves over steps of several chains that follow one rule."""
+    """Curves over steps of several chains under one rule."""
 
-    name: str  # which curves these are
-    rule: str  # `"constant"` or `"scaled"`, which fixes their colour
-    steps: Sequence[float]  # the steps at which values were kept
-    values: Sequence[Sequence[float]]  # one list for each chain, as long as `steps`
-    level: float | None = None  # an analytic value to draw as a line, if there is one
+    name: str
+    rule: str  # `"constant"` or `"scaled"`; sets the colour
+    steps: Sequence[float]
+    values: Sequence[Sequence[float]]  # one list per chain, as long as `steps`
+    level: float | None = None  # an analytic value to draw as a line
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one experiment found: claims that can fail, and series that can be drawn."""
+    """The claims and series of one experiment."""
 
     claims: Sequence[Claim]
     series: Sequence[Series] = ()
 
 
 def failed_first(claims: Iterable[Claim]) -> list[Claim]:
-    """The same claims: those that failed, then those that are undecided, then those that hold."""
+    """Sort claims: failed, then undecided, then those that hold."""
     order = (Verdict.FAILS, Verdict.UNDECIDED, Verdict.HOLDS)
     return sorted(claims, key=lambda claim: order.index(claim.verdict))
 
 
 def any_failed(claims: Claims) -> bool:
-    """Whether one of the claims fails; one that is undecided does not."""
+    """Whether a claim fails; an undecided one does not."""
     return any(claim.fails for those in claims.values() for claim in those)
 
 
 def count_verdicts(claims: Sequence[Claim]) -> str:
-    """How the claims came out, in one sentence.
+    """Summarize the verdicts in a sentence.
 
     Examples:
         >>> claim = at_most("x", "", Source("", ""), 2.0, 1.0, Tolerance(0.0, ""))
@@ -238,9 +235,9 @@ def count_verdicts(claims: Sequence[Claim]) -> str:
 
 
 def student_t_cdf(t: float, freedom: int) -> float:
-    """The probability that Student's t with a whole number of degrees of freedom is at most t.
+    """Compute the probability that Student's t is at most t, for an integer number of degrees of freedom.
 
-    Its density has an elementary integral then, a finite sum in the angle `atan(t / sqrt(freedom))`.
+    The density then integrates to a finite sum in the angle `atan(t / sqrt(freedom))`.
     """
     angle = math.atan(t / math.sqrt(freedom))
     cos2, odd = math.cos(angle) ** 2, freedom % 2
@@ -254,7 +251,7 @@ def student_t_cdf(t: float, freedom: int) -> float:
 
 @lru_cache
 def student_t_quantile(probability: float, freedom: int) -> float:
-    """The value that Student's t stays below with the given probability, above one half, by bisection."""
+    """Find the quantile of Student's t by bisection, for a probability of at least one half."""
     if not 0.5 <= probability < 1.0 or freedom < 1:
         raise ValueError(f"no t quantile for probability {probability} and {freedom} degrees of freedom")
     low, high = 0.0, 1.0
@@ -267,7 +264,7 @@ def student_t_quantile(probability: float, freedom: int) -> float:
 
 
 def t_interval(samples: Tensor, confidence: float = 0.95) -> Interval:
-    """The t interval of the mean of independent samples.
+    """Compute the t interval of the mean of independent samples.
 
     Examples:
         >>> interval = t_interval(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
@@ -283,41 +280,40 @@ def t_interval(samples: Tensor, confidence: float = 0.95) -> Interval:
 
 
 def mean_of(samples: Tensor, confidence: float = 0.95) -> Estimate:
-    """The mean of independent samples with its t interval."""
+    """Estimate the mean of independent samples with its t interval."""
     return Estimate(float(samples.mean()), t_interval(samples, confidence))
 
 
 def interval_of(values: Sequence[float]) -> Interval | None:
-    """The t interval of the mean of plain numbers; None where there are fewer than two."""
+    """Compute the t interval of the mean of numbers; None if there are fewer than two."""
     return t_interval(torch.tensor(values, dtype=torch.float64)) if len(values) > 1 else None
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """The mean over seeds with its t interval; one seed has none, and its limits say so."""
+    """Estimate the mean over seeds with its t interval; a single seed has none, as its limits say."""
     mean, interval = math.fsum(values) / len(values), interval_of(values)
     return Estimate(mean, interval, "" if interval else ONE_SEED)
 
 
 def from_means(value: float, seeds: int) -> Estimate:
-    """A number that means over seeds make together, so that it has no interval."""
+    """Wrap a number computed from means over seeds, which has no interval."""
     return Estimate(value, None, "from means over seeds, so without an interval" if seeds > 1 else ONE_SEED)
 
 
 def log_log_slope(x: Tensor, y: Tensor) -> Tensor:
-    """Least-squares slopes of log y (..., n) over log x (n,), one for each row of y."""
+    """Fit least-squares slopes of log y (..., n) over log x (n,), one per row of y."""
     u = x.log() - x.log().mean()
     slopes: Tensor = (y.log() * u).sum(-1) / u.square().sum()
     return slopes
 
 
 def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours")) -> Table:
-    """Claims with what was predicted and what was measured under these headings, those that failed first."""
+    """Show claims, failed ones first, with prediction and measurement under these headings."""
     names = {id(claim): f"{owner}/{claim.id}" for owner, members in claims.items() for claim in members}
     numbers = [Column(heading, number=True) for heading in headings]
     columns = [Column("claim"), Column("name"), *numbers, Column("verdict")]
     rows = []
     for claim in failed_first(claim for members in claims.values() for claim in members):
-        # Where it is made, what it assumes, how it is judged and what it cannot show, in sentences.
         parts = [
             claim.reference,
             f"assumes {claim.hypothesis}" if claim.hypothesis else "",
@@ -334,7 +330,7 @@ def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours")) 
 
 
 def predicted_text(claim: Claim) -> str:
-    """The prediction, with its sign and any slack that a reader would see, where it is a bound.
+    """Format the prediction; a bound has its sign and any visible slack.
 
     Examples:
         >>> predicted_text(Claim("x", "", "", "", 1.0, 1.001, Criterion.AT_MOST, 0.015, ""))
@@ -353,7 +349,7 @@ def predicted_text(claim: Claim) -> str:
 
 
 def measured_text(claim: Claim) -> str:
-    """The measurement, with its interval, or by how much it deviates where that is what is judged.
+    """Format the measurement with its interval or, if a relative criterion judges it, its deviation.
 
     Examples:
         >>> measured_text(Claim("x", "", "", "", 2.0, 2.0001, Criterion.RELATIVE, 1e-3, ""))

@@ -301,7 +301,7 @@ class Compare(RunOptions):
         prepare_folder(self.out)
         names = [*(arm.name for arm in arms), *["constant decay of the same total"] * self.control]
         length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'step')} of {seen}"
-        paragraph(console, f"{' and '.join(names)}, {length}, {workers} at a time, in {self.out}")
+        paragraph(console, f"{', '.join(names)}; {length}, {workers} at a time, in {self.out}")
 
         train_runs = partial(
             train_all,
