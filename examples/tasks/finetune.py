@@ -59,7 +59,7 @@ def batches(split, seed, start="", text="", batch=8):
     if split == "train":
         return number
     old = ValidationLoader(open_split(Path(run.data.path), "validation"), length, batch, windows=8 * batch)
-    return [{**number(i), "old": pair} for i, pair in enumerate(old)]
+    return [{**number(i), "old": pair} for i, (pair, _) in enumerate(old.parts())]
 
 
 def loss(model, batch):
