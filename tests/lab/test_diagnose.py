@@ -324,3 +324,32 @@ def test_what_cannot_be_diagnosed_is_refused_before_anything_is_written(tmp_path
         with pytest.raises(UsageError, match=message):
             command.run()
     assert not (run / "diagnose").exists()
+
+
+def test_a_peak_between_two_samples_counts_as_reached(tmp_path):
+    path, model = tmp_path / "telemetry.jsonl", nn.Linear(8, 8, bias=False)
+    for peak_lr, fires in ((None, False), (0.04, True)):
+        optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.5, peak_lr=peak_lr)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
+        with Telemetry(optimizer, every=30, start_step=1, sink=JsonlSink(path)):
+            for _ in range(100):
+                model.weight.grad = torch.ones_like(model.weight)
+                optimizer.step()
+                schedule.step()
+        history = History(load_run(path))
+        assert history.highest("lr") < 0.95 * 0.02
+        assert (CHECKS["peak-not-reached"](history) is not None) == fires
+
+
+def test_cautious_decay_is_no_rounding_loss(tmp_path):
+    """It moves weights by more than decay and update intend."""
+    model, path = nn.Linear(8, 8, bias=False), tmp_path / "telemetry.jsonl"
+    optimizer = MuonSW.for_model(model, lr=0.01, weight_decay=5.0, cautious=True)
+    with Telemetry(optimizer, every=1, sink=JsonlSink(path)):
+        for _ in range(60):
+            model(torch.randn(16, 8)).sub(1.0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finding = CHECKS["rounding"](History(load_run(path)))
+    assert finding.numbers["arrived"] > 1.05
+    assert finding.severity is Severity.NOTE

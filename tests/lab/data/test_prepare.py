@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import shutil
+import sys
 import threading
 import tracemalloc
 from itertools import islice
@@ -358,3 +359,15 @@ def test_text_that_cannot_be_held_out_is_refused_before_any_work(tmp_path):
     with pytest.raises(UsageError, match="one document"):
         prepare_default(tmp_path / "data", source="text", files=(str(tmp_path / "line.txt"),))
     assert not (tmp_path / "data").exists()
+
+
+def test_patterns_are_checked_before_the_first_document(tmp_path, monkeypatch):
+    write(tmp_path, {"a.txt": "a", "b.pdf": "b", "d.parquet": "d", "e.jsonl.gz": "e"})
+    with pytest.raises(UsageError, match=r"no file matches .*md: give \.txt"):
+        Corpus("text", files=(f"{tmp_path}/a.txt", f"{tmp_path}/*.md")).documents()
+    with pytest.raises(UsageError, match=r"unknown kind of file: .*b.pdf; give \.txt"):
+        Corpus("text", files=(f"{tmp_path}/b.pdf",)).documents()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("d.parquet", "e.jsonl.gz"):
+        with pytest.raises(UsageError, match=rf"{name} needs the package datasets: run pip install '\.\[data\]'"):
+            Corpus("text", files=(f"{tmp_path}/{name}",)).documents()
