@@ -42,7 +42,6 @@ WRONG = [
     ({"normalize": "normuom"}, r"unknown normalize 'normuom' \(did you mean 'normuon'\?\)"),
     ({"normalize_beta2": 0.9}, "normalize_beta2=0.9 is an option of normalize='normuon'"),
     ({"normalize": "normuon", "normalize_axis": "columns"}, "must be one of None, 'rows', 'longer'"),
-    ({"orthogonalizer": "aurora", "aurora_beta": 0.25}, "'aurora_beta' is not an option: register"),
     ({"block_period": 5}, "block_period=5 needs blocks: pass heads= or split_sizes="),
     ({"heads": 2, "block_period": 5, "norm": "hyperball"}, "norm='hyperball' .* combined with block_period"),
     ({"heads": 2, "block_period": 5, "normalize": "normuon"}, "block_period=5 and normalize='normuon'"),

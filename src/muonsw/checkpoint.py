@@ -17,7 +17,7 @@ from muonsw import peak
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import is_code, refuse_shards
 from muonsw.decay import LAMBDA_KEYS, decays, needs_peak, require_length, user_weight_decay
-from muonsw.options import BOOKKEEPING, CHECKS, REMOVED, differing_options, prune, validate_option
+from muonsw.options import BOOKKEEPING, CHECKS, prune, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.precision import SCALE
 from muonsw.routing.facts import WRAPPER_WORDS
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 StateDict = dict[str, Any]
 
-# Labels of groups, without effect on training.
-_LABELS = ("name", "role")
-
 # Earlier names of options.
 _RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
 
@@ -45,24 +42,6 @@ _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "
 
 # Options of torch's and timm's optimizers that change the update rule if set.
 _UNSUPPORTED = ("amsgrad", "caution", "delta", "trust_coeff", "dampening")
-
-
-def save(optimizer: Optimizer, state_dict: Callable[[], StateDict]) -> StateDict:
-    """Call torch's `state_dict` without the state of parameters in no group, which would raise a KeyError."""
-    members = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    strays = {param: state for param, state in optimizer.state.items() if id(param) not in members}
-    if strays:
-        warnings.warn(
-            f"not saving the state of {len(strays)} parameters that are no longer in a param group; to freeze "
-            f"parameters, leave them in their group and call requires_grad_(False)",
-            stacklevel=users_line(),
-        )
-    try:
-        for param in strays:
-            del optimizer.state[param]
-        return state_dict()
-    finally:
-        optimizer.state.update(strays)
 
 
 def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Callable[[StateDict], None]) -> None:
@@ -100,7 +79,6 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
     finally:
         for handle in handles:
             handle.remove()
-    _fill_tensors(optimizer.param_groups, groups)
 
 
 def _settle_peaks(groups: list[Group], expected: list[tuple[float, float]], saved: StateDict) -> None:
@@ -125,22 +103,6 @@ def _settle_peaks(groups: list[Group], expected: list[tuple[float, float]], save
     if not any("highest_lr" in group for group in saved["param_groups"]):  # assume that the peak was reached
         for group in groups:
             group["highest_lr"] = group["resolved_peak_lr"] or peak.expected_peak(group)
-
-
-def _fill_tensors(groups: list[Group], before: list[Group]) -> None:
-    """Write loaded rates and lambdas into the tensors this optimizer had, because user code changes them in place.
-
-    Groups that share a tensor keep sharing it if their values are equal.
-    """
-    filled: dict[tuple[int, float], Tensor] = {}
-    for key in ("lr", "weight_decay"):
-        for group, old in zip(groups, before, strict=True):
-            tensor, value = old[key], float(group[key])
-            group[key] = value
-            if isinstance(tensor, Tensor):
-                is_taken = any(held is tensor for held in filled.values())
-                held = filled.setdefault((id(tensor), value), tensor.clone() if is_taken else tensor)
-                group[key] = held.fill_(value)
 
 
 # translate a saved state and refuse one that does not fit, without changing the optimizer
@@ -175,8 +137,7 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
         for former, key in _RENAMED.items():
             if former in old and group.get(key) is None:
                 group[key] = old[former]
-        known = CHECKS.keys() | REMOVED.keys()
-        group = {key: validate_option(key, value) if key in known else value for key, value in group.items()}
+        group = {key: validate_option(key, value) if key in CHECKS else value for key, value in group.items()}
         options = {key: value for key, value in here.items() if key not in ("params", "param_names")}
         fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
         names = {"param_names": here["param_names"]} if "param_names" in here else {}
@@ -229,22 +190,14 @@ def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
     matched = []
     for names in wanted:
         group: Group = members[names[0]][1] if names else {}
-        joined = [name for name in names if members[name][1] is not group]
-        for name in joined:
-            different = differing_options(group, members[name][1], ignored=("params", "param_names", *_LABELS))
-            if different:
-                raise ValueError(
-                    f"{names[0]} and {name} are in one param group of this optimizer but were saved with different "
-                    f"options: {'; '.join(f'{key} is {a!r} and {b!r}' for key, (a, b) in different.items())}. Build it "
-                    f"with the saved groups"
-                )
+        is_split = any(members[name][1] is not group for name in names)
         # If groups were merged or split, distributed checkpoint passes the options of just one of them.
-        known = {_plain_name(name) for name in group.get("param_names") or names}
-        is_checkpoint = bool(names) and isinstance(group["params"][0], str)
-        if is_checkpoint and ("lr" not in group or 0 < len(known & set(names)) < len(names)):
+        if names and isinstance(group["params"][0], str):
+            known = {_plain_name(name) for name in group.get("param_names") or names}
+            is_split |= "lr" not in group or 0 < len(known & set(names)) < len(names)
+        if is_split:
             raise ValueError(f"{names[0]} was saved in another param group; build the optimizer with the saved groups")
-        options = {key: value for key, value in group.items() if not joined or key not in _LABELS}
-        matched.append({**options, "params": [members[name][0] for name in names]})
+        matched.append({**group, "params": [members[name][0] for name in names]})
     return matched
 
 

@@ -21,10 +21,8 @@ from muonsw.distributed import Ranks
 from muonsw.nonfinite import Counters, Flag
 from muonsw.options import (
     SETTINGS,
-    algorithm_defaults,
     complete_group,
     constructor_defaults,
-    differing_options,
     options_of,
     prune,
     refuse_options_of_others,
@@ -38,8 +36,8 @@ from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import state_bytes
 from muonsw.step import take_step
 from muonsw.summary import LastStep, Summary, state_line, summarize
-from muonsw.text import counted, users_line
-from muonsw.work import Group, label_of, names_of
+from muonsw.text import users_line
+from muonsw.work import Group, names_of
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -266,12 +264,11 @@ class ScaledDecayOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`.
 
-        It never raises: it warns of skipped steps and of state whose parameter is no longer in a group, because a
-        flawed checkpoint is better than none.
+        Warns if steps were skipped since the last warning.
         """
         self._counters.warn_of_skips()
         self._wait_for_host()
-        return checkpoint.save(self, super().state_dict)
+        return super().state_dict()
 
     def _wait_for_host(self) -> None:
         states = [(param.device, state.values()) for param, state in self.state.items() if param.is_cuda]
@@ -298,18 +295,6 @@ class ScaledDecayOptimizer(Optimizer):
             self._reset()
         super().__setstate__(state)
         self._attach_addons()  # copies have none of torch's hooks
-
-    def __repr__(self) -> str:
-        lines = []
-        for number, group in enumerate(self.param_groups):
-            defaults = algorithm_defaults(group["algorithm"])
-            always = dict.fromkeys(("lr", "weight_decay", *(["decay"] if decays(group) else [])))
-            current = {key: group.get(key, default) for key, default in defaults.items()}
-            shown = differing_options(current, {**defaults, **always}, ignored=("algorithm", "role"))
-            options = [f"{key}={shown[key][0]!r}" for key in [*always, *sorted(shown.keys() - always)]]
-            parts = [group["algorithm"], counted(len(group["params"]), "tensor"), *options]
-            lines.append(f"{label_of(group, number)}: {', '.join(parts)}")
-        return "\n  ".join([f"{type(self).__name__} (", *lines]) + "\n)"
 
     def _patch_step_function(self) -> None:
         """Keep torch from wrapping `step` again in every subclass.

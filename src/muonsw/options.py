@@ -262,12 +262,6 @@ CHECKS: dict[str, Check] = {
 # Keys of schedulers and other libraries that look like misspelt options.
 _FOREIGN_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 
-# Options of earlier versions that saved groups may hold, and what to do instead.
-REMOVED = dict.fromkeys(
-    ("aurora_iterations", "aurora_beta", "aurora_polar"),
-    "register functools.partial(muonsw.orthogonalize.aurora, ...) and name it in orthogonalizer=",
-)
-
 # Names from other libraries: our name for the option, or what to do instead.
 _INSTEAD = {
     "wd": "weight_decay",
@@ -284,7 +278,6 @@ _INSTEAD = {
     "adjust_lr_fn": "it is called scale here, with the same values, except that spectral_unclamped is spectral",
     "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
-    **REMOVED,
 }
 
 
@@ -431,11 +424,3 @@ def refuse_options_of_others(keys: Iterable[str], algorithm: str, allowed: Itera
 
 def _owners(key: str) -> list[str]:
     return [name for name in ALGORITHMS if key in options_of(name)]
-
-
-def differing_options(left: Group, right: Group, ignored: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Both values of each key in which two groups differ; tensors as numbers."""
-    keys = sorted((left.keys() | right.keys()) - set(ignored))
-    unequal = [(key, left.get(key), right.get(key)) for key in keys if left.get(key) is not right.get(key)]
-    plain = {key: tuple(v.tolist() if isinstance(v, Tensor) else v for v in pair) for key, *pair in unequal}
-    return {key: (a, b) for key, (a, b) in plain.items() if a != b}
