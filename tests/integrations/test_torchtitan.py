@@ -204,7 +204,7 @@ def test_decay_rules_resume_and_the_step_that_allocates_state_is_not_counted(opt
 def test_parameters_saved_with_different_options_are_not_joined():
     saved = Training([llama()], for_model(lr=LR, patterns={"layers.1.*.wq.*": {"weight_decay": 0.7}}))
     saved.go(0, 1)
-    with pytest.raises(ValueError, match=r"saved with different options: weight_decay is 0\.1 and 0\.7"):
+    with pytest.raises(ValueError, match="saved with different options: weight_decay"):
         Training([llama()]).resume(*saved.saved(), 1)
 
 

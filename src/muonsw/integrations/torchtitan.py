@@ -97,17 +97,19 @@ class ScaledDecayOptimizers(OptimizersContainer):
         """Load a result of `state_dict`, also from an earlier release or from other model parts."""
         for optimizer in self.optimizers:
             allocate(optimizer)
-            names = [name for group in optimizer.param_groups for name in group["param_names"]]
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            state = {
-                number: {key: state_dict[f"state.{name}.{key}"] for key in optimizer.state[param]}
-                for number, (name, param) in enumerate(zip(names, params, strict=True))
-            }
-            # One group per parameter, so that loading compares the options that each was saved with.
-            groups = [
-                {**json.loads(state_dict[f"param_groups.{name}.options"]), "params": [number], "param_names": [name]}
-                for number, name in enumerate(names)
-            ]
+            state, groups = {}, []
+            for group in optimizer.param_groups:
+                names, first = group["param_names"], len(state)
+                for number, (name, param) in enumerate(zip(names, group["params"], strict=True), start=first):
+                    state[number] = {key: state_dict[f"state.{name}.{key}"] for key in optimizer.state[param]}
+                saved = [json.loads(state_dict[f"param_groups.{name}.options"]) for name in names]
+                # another division of the model may label groups differently
+                saved = [{k: v for k, v in options.items() if k not in ("name", "role")} for options in saved]
+                for name, options in zip(names, saved, strict=True):
+                    if options != saved[0]:
+                        keys = sorted(k for k in options.keys() | saved[0].keys() if options.get(k) != saved[0].get(k))
+                        raise ValueError(f"{names[0]} and {name} were saved with different options: {', '.join(keys)}")
+                groups.append({**saved[0], "params": list(range(first, len(state))), "param_names": names})
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
