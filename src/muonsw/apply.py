@@ -32,7 +32,7 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
         for part, weight, direction in zip(update.parts, weights, directions, strict=True):
             wide = weight.float()
             shrink_and_move([wide], [direction.float()], move, phi, group["cautious"])
-            seed = mix(part.item.state["step"].to(torch.int32) ^ rounding_key(group, part))
+            seed = mix(part.item.state["step"].to(torch.int32) ^ rounding_key(part))
             rounded = stochastic_round(wide, weight.dtype, seed)
             weight.copy_(rounded if ctx.ok is None else torch.where(ctx.ok, rounded, weight))
     else:

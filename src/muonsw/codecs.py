@@ -10,7 +10,7 @@ need, and adds 1.5% of noise to normally distributed elements; the second power 
 1e-5. A square above zero never becomes zero, because updates divide by its root. Blocks never cross rows, so parameters
 sharded along their first axis have the same codes on any number of ranks.
 
-Rounding is stochastic, by a hash of seed, step and position: rounded to nearest, averages that move by less than half
+Rounding is stochastic, by a hash of step and position: rounded to nearest, averages that move by less than half
 the distance between two codes would never move. With beta2=0.999, the root of the average square was then still 4
 times too large 2,500 steps after gradients had become 10 times smaller; stochastic rounding gave 0.97 times.
 
@@ -197,7 +197,7 @@ def _noise(group: Group, item: Item, number: int) -> Noise | None:
     if not rounds_state(group):
         return None
     place = item.position - noise_place(item.parameter)  # the noise has the origin of a shard separately
-    key = (group["rounding_seed"] * 0x9E3779B1 + place * 0x10001 + number + 1) & 0x7FFFFFFF
+    key = (place * 0x10001 + number + 1) & 0x7FFFFFFF
     return Noise(item.state["step"], key, position(item.parameter))
 
 

@@ -56,8 +56,6 @@ class GroupOptions(TypedDict, total=False):
     rounding: str
     """how bfloat16 and float16 weights are rounded: "stochastic", or "nearest", which loses decay and warns, and also
     applies to state below float32."""
-    rounding_seed: int
-    """seed of the stochastic rounding."""
     maximize: bool
     """maximize the objective instead of minimizing it."""
     fused: bool | None
@@ -185,7 +183,6 @@ _COMMON: dict[str, tuple[Any, Check]] = {
     "state_dtype": (AUTO, _dtype(INT8)),
     "offload": (False, _flag),
     "rounding": ("stochastic", _one_of(*ROUNDINGS)),
-    "rounding_seed": (0, _whole(0)),
     "maximize": (False, _flag),
     "fused": (None, _or_none(_flag)),
     "role": (None, _or_none(_check("a string", lambda value: isinstance(value, str)))),

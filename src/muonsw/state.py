@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonsw.addons.norm_rules import RADIUS
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import block_length, decode, encode, is_code, refuse_shards, rounds_state
 from muonsw.distributed.shards import (
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
 class StateLayout(NamedTuple):
     """The layout of one tensor in a parameter's state."""
 
+    name: str  # of the spec that asks for it; several tensors may share one, such as codes and their scales
     shape: torch.Size  # over all ranks
     dtype: torch.dtype
     extra_axis: int | None = None  # the first axis that the parameter lacks; None if laid out like the parameter
     on_host: bool = False  # in pinned host memory
 
 
-COUNTER_LAYOUT = StateLayout(torch.Size(()), torch.float32, 0)
+COUNTER_LAYOUT = StateLayout("step", torch.Size(()), torch.float32, 0)
 
 
 def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
@@ -61,13 +63,13 @@ def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
             stack = param.shape[: view.stack_axes(param.dim())]
             for cell_key, cell in zip(view.cell_keys(key), view.cells(param.shape), strict=True):
                 shape = torch.Size((*stack, *spec.shape(*view.out_in(cell.rows, cell.columns))))
-                known[cell_key] = StateLayout(shape, wide_dtype(param.dtype), len(stack), on_host)
+                known[cell_key] = StateLayout(key, shape, wide_dtype(param.dtype), len(stack), on_host)
         elif block is None:
-            known[key] = StateLayout(param.shape, dtype, None, on_host)
+            known[key] = StateLayout(key, param.shape, dtype, None, on_host)
         else:
             scales = torch.Size((param.shape[0], math.prod(param.shape[1:]) // block))
-            known[key] = StateLayout(param.shape, torch.uint8 if spec.squares else torch.int8, None, on_host)
-            known[f"{key}{SCALE}"] = StateLayout(scales, torch.float32, 2, on_host)
+            known[key] = StateLayout(key, param.shape, torch.uint8 if spec.squares else torch.int8, None, on_host)
+            known[f"{key}{SCALE}"] = StateLayout(key, scales, torch.float32, 2, on_host)
     if rounds_state(group) or (param.dtype in LOW_PRECISION and group["rounding"] == "stochastic"):
         known["step"] = COUNTER_LAYOUT  # the noise of rounding depends on it
     return known
@@ -110,15 +112,14 @@ def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
     totals: dict[str, int] = {}
     for group in groups:
         for param in group["params"]:
-            for key, layout in layouts(group, param).items():
+            for layout in layouts(group, param).values():
                 if layout.extra_axis is None:
                     count = local(param).numel()
                 elif is_dtensor(param) and layout is not COUNTER_LAYOUT:
                     count = math.prod(held_state(param, layout.shape, layout.extra_axis))
                 else:
                     count = layout.shape.numel()
-                base = key.partition(".")[0].removesuffix(SCALE)
-                totals[base] = totals.get(base, 0) + count * layout.dtype.itemsize
+                totals[layout.name] = totals.get(layout.name, 0) + count * layout.dtype.itemsize
     return totals
 
 
@@ -126,34 +127,27 @@ def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
 
 
 def restored(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, Any]:
-    """Copy a parameter's saved state into the encoding, dtype and placement of its group.
-
-    Tensors of a preconditioner or normalizer that the group no longer has are dropped.
-    """
+    """Copy a parameter's saved state into the encoding, dtype and placement of its group."""
     known = layouts(group, param)
-    formed = dict(state)  # converted between floats and codes, as the group stores them
-    for key, value in state.items():
-        scale_key = f"{key}{SCALE}"
-        if not isinstance(value, Tensor) or key == "step":
-            continue
-        if is_code(value) and (key not in known or known[key].dtype.is_floating_point) and scale_key in state:
-            formed[key] = decode(whole(value), whole(formed.pop(scale_key)))  # blocks may now cross ranks
-        elif not is_code(value) and scale_key in known:
-            codes, scale = zeros(known[key], param), zeros(known[scale_key], param)
-            shard = local(_placed(value, StateLayout(param.shape, torch.float32), param))
+    recoded = dict(state)  # converted between floats and codes, as the group stores them
+    for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
+        value, scale_key, layout = state[key], f"{key}{SCALE}", known.get(key)
+        if is_code(value) and (layout is None or layout.dtype.is_floating_point) and scale_key in state:
+            recoded[key] = decode(whole(value), whole(recoded.pop(scale_key)))  # blocks may now cross ranks
+        elif layout is not None and not is_code(value) and scale_key in known:
+            codes, scale = zeros(layout, param), zeros(known[scale_key], param)
+            shard = local(_placed(value, StateLayout(key, param.shape, torch.float32), param))
             encode(shard.to(local(codes).device), local(codes), local(scale))
-            formed |= {key: codes, scale_key: scale}
+            recoded |= {key: codes, scale_key: scale}
     copies: dict[str, Any] = {}
-    for key, value in formed.items():
-        layout = known.get(key)
-        if not isinstance(value, Tensor):
-            copies[key] = torch.tensor(value, dtype=torch.float32, device=param.device) if key == "step" else value
-        elif key == "radius":  # of a norm rule, the same on every rank
-            copies[key] = whole(value).to(local(param).device, copy=True)
-        elif layout is None and value.dim() and value.shape != param.shape:
-            continue
-        elif key == "step":
-            copies[key] = value.to(local(param).device, torch.float32, copy=True)
+    for key, value in recoded.items():
+        layout, device = known.get(key), local(param).device
+        if layout is COUNTER_LAYOUT:  # a number in older states
+            copies[key] = torch.as_tensor(value, dtype=torch.float32, device=device).clone()
+        elif not isinstance(value, Tensor):
+            copies[key] = value
+        elif key == RADIUS or (layout is None and value.shape != param.shape):  # the same on every rank
+            copies[key] = whole(value).to(device, copy=True)
         else:
             copies[key] = _placed(value, layout, param)
     return copies

@@ -196,11 +196,11 @@ def test_ranks_may_hold_any_number_of_whole_matrices(pool):
 
 
 def changed_on_all():
-    """A schedule, a new peak and another seed on every rank are no reason to complain."""
+    """A schedule, a new peak and another momentum on every rank are no reason to complain."""
     optimizer, give = built("shards")
     take_step(optimizer, 0, give)
     optimizer.set_peak_lr(2 * PEAK)
-    optimizer.param_groups[0]["rounding_seed"] = 5
+    optimizer.param_groups[0]["momentum"] = 0.9
     take_step(optimizer, 1, give)
     return optimizer.summary().skipped
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
 
 FREE = "free"
+RADIUS = "radius"  # the key of R in a parameter's state
 
 Number = float | Tensor
 
@@ -169,7 +170,7 @@ class _NormHooks:
             for name, param in zip(names_of(group, number), group["params"], strict=True) if acts(group) else ():
                 if is_dtensor(param):
                     refuse_interleaved(name, param)
-                if group.get("target_norm") is None and "radius" not in state.get(param, {}):
+                if group.get("target_norm") is None and RADIUS not in state.get(param, {}):
                     without_radius.append((name, group, param))
                 if param.grad is not None or is_dtensor(param):
                     self._before[param] = local(param).detach().clone()
@@ -183,7 +184,7 @@ class _NormHooks:
                     f"target_norm=, or put it into a group with norm='free'"
                 )
         for (_, _, param), norm in zip(without_radius, norms, strict=True):
-            state[param]["radius"] = norm.to(torch.promote_types(param.dtype, torch.float32))
+            state[param][RADIUS] = norm.to(torch.promote_types(param.dtype, torch.float32))
 
     def after(self) -> None:
         """Apply the norm rules to the weights that the step has moved."""
@@ -205,7 +206,7 @@ class _NormHooks:
         for (group, param, eta, phi), (WW, UU, WU) in zip(moved, totals, strict=True):
             matrices, weight, old = _matrices(group, param), local(param).detach(), before[param]
             if group.get("target_norm") is None:
-                R = self._optimizer.state[param]["radius"].double()
+                R = self._optimizer.state[param][RADIUS].double()
             else:
                 areas = [math.prod(cell.region.shape_in(param.shape)[len(matrices.stack) :]) for cell in matrices.cells]
                 column = WW.new_tensor(areas).sqrt().view(-1, *[1] * len(matrices.stack))

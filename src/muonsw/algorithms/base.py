@@ -104,10 +104,10 @@ def has_kernels(group: Group, device: torch.device) -> bool:
     return group["fused"] is not False and kernels.available(device)
 
 
-def rounding_key(group: Group, part: Part) -> int:
+def rounding_key(part: Part) -> int:
     """A number for this part of this parameter, the same at every step."""
     place = part.item.position * 0x10001 + sum((axis + 1) * start for axis, start, _ in part.region.cuts)
-    return int((group["rounding_seed"] * 0x9E3779B1 + place) & 0x7FFFFFFF)
+    return place & 0x7FFFFFFF
 
 
 def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> Weights:
@@ -116,7 +116,7 @@ def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> We
     if weights[0].dtype not in LOW_PRECISION or group["rounding"] == "nearest":
         return Weights(weights)
     counters = [part.item.state["step"] for part in parts]
-    return Weights(weights, counters, [rounding_key(group, part) for part in parts])
+    return Weights(weights, counters, [rounding_key(part) for part in parts])
 
 
 def suits_torch(group: Group, ctx: StepContext, *lists: Sequence[Tensor]) -> bool:

@@ -97,7 +97,8 @@ class ScaledDecayOptimizers(OptimizersContainer):
         """Load a result of `state_dict`, also from an earlier release or from other model parts."""
         for optimizer in self.optimizers:
             allocate(optimizer)
-            state, groups = {}, []
+            state: dict[int, dict[str, Any]] = {}
+            groups = []
             for group in optimizer.param_groups:
                 names, first = group["param_names"], len(state)
                 for number, (name, param) in enumerate(zip(names, group["params"], strict=True), start=first):
