@@ -23,7 +23,7 @@ from muonsw.precision import SCALE
 from muonsw.routing.facts import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
 from muonsw.state import layouts, restored
-from muonsw.text import counted, listed, users_line
+from muonsw.text import listed, users_line
 from muonsw.work import Group, label_of, names_of
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ StateDict = dict[str, Any]
 # Earlier names of options.
 _RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
 
-# Options that identify a torch optimizer's groups, with our algorithm and class.
-_TORCH_OPTIMIZERS = {"adjust_lr_fn": ("muon", "MuonSW"), "amsgrad": ("adamw", "AdamWSW"), "dampening": ("sgd", "SGDSW")}
+# Options that identify a torch optimizer's groups, with our algorithm.
+_TORCH_ALGORITHMS = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
 
 # Keys of torch's groups to drop after checking them.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
@@ -128,7 +128,7 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
     for number, (old, here) in enumerate(zip(_matched(saved_groups, groups), groups, strict=True)):
         # Other libraries' state may have the same names for other averages. Ours may change algorithm if it fits.
         if old["params"] and "peak_lr" not in old and old.get("algorithm") != here["algorithm"]:
-            source = f"torch's {old['algorithm']}" if "algorithm" in old else f"another kind, with {listed(list(old))}"
+            source = f"torch's {old['algorithm']}" if "algorithm" in old else "an unknown optimizer"
             raise ValueError(
                 f"param group {number} has algorithm={here['algorithm']!r}, but the saved state is from {source}; "
                 f"build the optimizer with the saved algorithm, or start with fresh state"
@@ -163,8 +163,8 @@ def _translated(group: Group) -> Group:
             f"them, and remove ns_coefficients from the saved groups"
         )
     translated = {key: value for key, value in group.items() if key not in (*_TORCH_KEYS, *LAMBDA_KEYS)}
-    for key in _TORCH_OPTIMIZERS.keys() & group.keys():
-        translated["algorithm"] = _TORCH_OPTIMIZERS[key][0]
+    for key in _TORCH_ALGORITHMS.keys() & group.keys():
+        translated["algorithm"] = _TORCH_ALGORITHMS[key]
     if "weight_decay" in group:
         translated["weight_decay"] = user_weight_decay(group)
     if "adjust_lr_fn" in translated:
@@ -205,16 +205,10 @@ def _matched_by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
     """Match groups by position, as torch does; names known to both sides must agree."""
     sizes, sizes_here = ([len(group["params"]) for group in side] for side in (saved, groups))
     if sizes != sizes_here:
-        remedy = "build the optimizer with the same groups"
-        classes = dict(_TORCH_OPTIMIZERS.values())
-        if len(saved) == 1 and "peak_lr" not in saved[0] and saved[0].get("algorithm") in classes:
-            remedy = (
-                f"to resume that run, load it into {classes[saved[0]['algorithm']]}(model.parameters(), lr=...) with "
-                f"the parameters in the same order; to train with these groups, start without the saved state"
-            )
         raise ValueError(
-            f"the saved state has {counted(len(sizes), 'param group')} of {listed(list(map(str, sizes)))} parameters "
-            f"and this optimizer has {len(sizes_here)} of {listed(list(map(str, sizes_here)))}; {remedy}"
+            f"the saved state has param groups of {listed(list(map(str, sizes)))} parameters and this optimizer of "
+            f"{listed(list(map(str, sizes_here)))}; build the optimizer with the same groups, such as "
+            f"AdamWSW(model.parameters(), lr=...) for torch.optim.AdamW(model.parameters())"
         )
     known, wanted = ({name for group in side for name in _names(group)} for side in (saved, groups))
     for old, here in zip(saved, groups, strict=True):
@@ -248,17 +242,17 @@ def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]
     for name, key_of_state, param in zip(names_of(here, number), group["params"], here["params"], strict=True):
         algorithm.validate(group, name, param)
         refuse_shards(name, group, param)
-        state = states.get(key_of_state) or {}
-        missing = [key for key in needed if key not in state and f"{key}.0" not in state]
+        state, known = states.get(key_of_state) or {}, layouts({**here, **group}, param)
+        missing = needed.keys() - {known[key].name for key in state if key in known}
         if state and missing:
             raise ValueError(
                 f"the saved state of {name} holds {', '.join(state)} but algorithm={group['algorithm']!r} "
-                f"needs {', '.join(missing)}; it was saved by another algorithm"
+                f"needs {', '.join(sorted(missing))}; it was saved by another algorithm"
             )
         codes = [key for key, value in state.items() if isinstance(value, Tensor) and is_code(value)]
         for key in [key for key in codes if f"{key}{SCALE}" not in state]:
             raise ValueError(f"the saved {key} of {name} is in 8 bits, but its scales {key}{SCALE} are missing")
-        for key, layout in layouts({**here, **group}, param).items():
+        for key, layout in known.items():
             value = state.get(key)
             if isinstance(value, Tensor) and value.shape != layout.shape:
                 raise ValueError(

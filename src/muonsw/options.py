@@ -329,14 +329,12 @@ def require_model(model: Any, caller: str) -> None:
 
 
 def refuse_parameter(name: str, param: Tensor) -> None:
-    """Refuse what no algorithm can optimize: integer, complex, 8-bit, flattened and expanded parameters."""
+    """Refuse what no algorithm can optimize: integer, complex, 8-bit and flattened parameters."""
     if param.dtype not in DTYPES.values():
         raise ValueError(
             f"{name} has dtype {param.dtype}; weights must be one of {', '.join(DTYPES)}. Optimize a copy of quantized "
             f"weights in bfloat16 or float32"
         )
-    if any(size > 1 and not stride for size, stride in zip(param.shape, param.stride(), strict=True)):
-        raise ValueError(f"{name} is expanded, so elements share memory; optimize the tensor that was expanded")
     if getattr(param, "_is_flat_param", False):
         raise ValueError(
             f"{name} is a flattened parameter of FullyShardedDataParallel, which hides its matrices; "
