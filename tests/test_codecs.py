@@ -105,20 +105,18 @@ def test_a_saved_run_resumes_bit_for_bit(name, dtype):
     torch.save((params, optimizer.state_dict()), file)
     steps(params, optimizer, 3, seed=1)
     file.seek(0)
-    again, fresh = problem(name, state_dtype=dtype)
+    resumed, fresh = problem(name, state_dtype=dtype)
     weights, saved = torch.load(file, weights_only=True)
-    for param, weight in zip(again, weights, strict=True):
+    before = copy.deepcopy(saved["state"])
+    for param, weight in zip(resumed, weights, strict=True):
         param.data.copy_(weight)
     fresh.load_state_dict(saved)
-    kept = copy.deepcopy(saved["state"])
-    for key, value in kept.items():
-        assert_same(value, fresh.state[again[key]])
-    steps(again, fresh, 3, seed=1)
-    for key, value in kept.items():
-        assert_same(value, saved["state"][key])  # what was loaded may be loaded again
-    assert all(map(torch.equal, params, again))
-    for one, other in zip(params, again, strict=True):
-        assert_same(optimizer.state[one], fresh.state[other])
+    steps(resumed, fresh, 3, seed=1)
+    for param, other in zip(params, resumed, strict=True):
+        assert torch.equal(param, other)
+        assert_same(optimizer.state[param], fresh.state[other])
+    for key, value in before.items():
+        assert_same(value, saved["state"][key])  # a loaded state may be loaded again
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -196,16 +194,15 @@ def test_codes_without_scales_are_refused():
         problem("adamw", state_dtype="int8")[1].load_state_dict(saved)
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
+@pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_chunk_size_does_not_matter(name):
-    """Parameters in pieces are decoded and encoded once; splits of a fused weight are apart in the plan."""
-    actual = []
+    results = []
     for chunk_bytes in (None, 256, 40_000):
         params, optimizer = problem(name, state_dtype="int8", chunk_bytes=chunk_bytes)
         steps(params, optimizer, 3)
-        actual.append([[param, *optimizer.state[param].values()] for param in params])
-    for tensors, *others in zip(*actual, strict=True):
-        assert all(all(map(torch.equal, tensors, other)) for other in others)
+        results.append([tensor for param in params for tensor in (param, *optimizer.state[param].values())])
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
 
 
 def test_layouts_with_gaps_and_fused_weights():
@@ -221,30 +218,25 @@ def test_layouts_with_gaps_and_fused_weights():
 
 def test_bfloat16_state_forgets_no_small_contributions():
     """An average with beta2=0.999 of squares that have become 100 times smaller: rounded to nearest it stays."""
-    left = {}
+    left, exact, sizes = {}, 0.0, [1.0] * 50 + [0.1] * 450
     for rounding in ("stochastic", "nearest"):
         param = nn.Parameter(torch.zeros(32, 32))
         optimizer = AdamWSW([param], lr=0.0, betas=(0.9, 0.999), state_dtype="bfloat16", rounding=rounding)
-        for size in (*[1.0] * 50, *[0.1] * 450):
+        for size in sizes:
             param.grad = torch.full_like(param, size)
             optimizer.step()
         left[rounding] = optimizer.state[param]["exp_avg_sq"].double().mean().item()
-    v = 0.0
-    for size in (*[1.0] * 50, *[0.1] * 450):
-        v = 0.999 * v + 0.001 * size**2
-    assert left["stochastic"] == pytest.approx(v, rel=0.02)
-    assert left["nearest"] > 1.2 * v
+    for size in sizes:
+        exact = 0.999 * exact + 0.001 * size**2
+    assert left["stochastic"] == pytest.approx(exact, rel=0.02)
+    assert left["nearest"] > 1.2 * exact
 
 
-def a_model(seed=0, kind=MuonSW, **options):
+def final_loss(seed, kind, dtype, count=300):
+    """The mean loss over the last tenth of a run that predicts the next token in a noisy permutation."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 128), nn.RMSNorm(128), nn.Linear(128, 64))
-    own = {"ns_dtype": "float32"} if kind is MuonSW else {}
-    return model, kind.for_model(model, lr=0.02, weight_decay=0.1, **own, **options)
-
-
-def trained(model, optimizer, count):
-    """Predict the token that follows in a fixed permutation, with noise; the loss of the last tenth."""
+    optimizer = kind.for_model(model, lr=0.02, weight_decay=0.1, state_dtype=dtype)
     losses, following = [], torch.randperm(64, generator=torch.Generator().manual_seed(0))
     for number in range(count):
         tokens = torch.randint(64, (32,), generator=torch.Generator().manual_seed(number))
@@ -254,16 +246,15 @@ def trained(model, optimizer, count):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return sum(losses[-count // 10 :]) / (count // 10 or 1)
+    return sum(losses[-count // 10 :]) / (count // 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [MuonSW, AdamWSW])
 def test_training_ends_where_float32_state_ends(kind):
     """The mean difference of five seeds is under one standard deviation between seeds."""
-    ends = {}
-    for dtype in ("float32", "int8", "bfloat16"):
-        ends[dtype] = torch.tensor([trained(*a_model(seed, kind, state_dtype=dtype), 300) for seed in range(5)])
+    dtypes = ("float32", "int8", "bfloat16")
+    ends = {dtype: torch.tensor([final_loss(seed, kind, dtype) for seed in range(5)]) for dtype in dtypes}
     for dtype in ("int8", "bfloat16"):
         assert (ends[dtype] - ends["float32"]).mean().abs() < ends["float32"].std()
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning
+from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, PeakLRWarning, scale_weight_decay
 
 LAMBDA = 0.5
 
@@ -302,8 +302,12 @@ def test_a_scheduler_that_ignores_lr_scale_keeps_the_full_peak():
     assert_scaled_by(decay_only(optimizer, CosineAnnealingLR(optimizer, 10), 8), 0.2)
 
 
-def test_raised_peaks_warn_once_and_name_the_groups_with_decay():
-    optimizer = SGDSW([{"params": [weight()], "weight_decay": lam} for lam in (0.1, 0.0, 0.2)], lr=0.1)
+@pytest.mark.parametrize("driven", [False, True])
+def test_raised_peaks_warn_once_and_name_the_groups_with_decay(driven):
+    groups = [{"params": [weight()], "weight_decay": lam} for lam in (0.1, 0.0, 0.2)]
+    optimizer = torch.optim.AdamW(groups, lr=0.1) if driven else SGDSW(groups, lr=0.1)
+    if driven:
+        scale_weight_decay(optimizer, "scaled")
     shrinks(optimizer)
     OneCycleLR(optimizer, max_lr=0.5, total_steps=20, cycle_momentum=False)
     with pytest.warns(PeakLRWarning) as caught:
