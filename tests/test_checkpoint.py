@@ -64,7 +64,6 @@ def test_copies_train_like_the_original(algorithm, copier):
     run(optimizer, params, 5, start=10)
     run(other, copied, 5, start=10)
     assert_same(copied, params)
-    assert repr(other) == repr(optimizer)
 
 
 @pytest.mark.parametrize("options", [{"heads": 2, "block_period": 2}, {"precondition": "soap"}])
@@ -112,30 +111,25 @@ def test_a_saved_momentum_of_none_starts_at_zero():
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "error"),
+    ("spoil", "error"),
     [
-        ({"resolved_peak_lr": "none"}, TypeError),
-        ("a hook of the user", ZeroDivisionError),
-        ("a warning made an error", PeakLRWarning),
+        (lambda saved, _: [group.update(resolved_peak_lr="none") for group in saved["param_groups"]], TypeError),
+        (lambda _, optimizer: optimizer.register_load_state_dict_post_hook(lambda _: 1 // 0), ZeroDivisionError),
+        (lambda *_: None, PeakLRWarning),  # a warning made an error
     ],
-    ids=str,
+    ids=["peak", "hook of the user", "warning"],
 )
-@pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_a_load_that_fails_late_is_undone(spoilt, error, kind):
-    def made(lr, peak_lr):
+def test_a_load_that_fails_late_is_undone(spoil, error):
+    def trained(lr, peak_lr):
         params = matrices((4, 4), (3, 4))
         groups = [{"params": params[:1], "decay": "gradient_norm"}, {"params": params[1:], "decay": "log_time"}]
-        optimizer = AdamWSW(groups, lr=kind(lr), weight_decay=kind(0.1), peak_lr=peak_lr)
+        optimizer = AdamWSW(groups, lr=lr, weight_decay=0.1, peak_lr=peak_lr)
         run(optimizer, params, 3)
         return optimizer, params
 
-    (optimizer, params), (twin, expected) = made(0.1, 0.1), made(0.1, 0.1)
-    saved = copy.deepcopy(made(0.05, 0.4)[0].state_dict())
-    if isinstance(spoilt, dict):
-        for group in saved["param_groups"]:
-            group.update(spoilt)
-    elif error is ZeroDivisionError:
-        optimizer.register_load_state_dict_post_hook(lambda _: 1 // 0)
+    (optimizer, params), (twin, expected) = trained(0.1, 0.1), trained(0.1, 0.1)
+    saved = copy.deepcopy(trained(0.05, 0.4)[0].state_dict())
+    spoil(saved, optimizer)
     with warnings.catch_warnings(action="error"), pytest.raises(error):
         optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["param_groups"] == twin.state_dict()["param_groups"]
@@ -206,54 +200,37 @@ OF_OTHER_RULES = [
     (MuonSW, "AdamW", {}, "has algorithm='muon', but the saved state is from torch's adamw"),
     (dion2, "Muon", {}, "has algorithm='dion2', but the saved state is from torch's muon"),
 ]
-# keys of timm's NAdamW, AdamP, cautious AdamW and Lars
-OF_TIMM = [
-    (AdamWSW, {"betas": (0.9, 0.999), "eps": 1e-8, "caution": False}, "start with fresh state"),
-    (AdamWSW, {"betas": (0.9, 0.999), "eps": 1e-8, "delta": 0.1}, "delta=0.1, which has no counterpart"),
-    (AdamWSW, {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "caution": True}, "caution=True, which has no"),
-    (SGDSW, {"momentum": 0.9, "dampening": 0, "nesterov": False, "trust_coeff": 0.001}, "trust_coeff=0.001, which has"),
-]
 
 
-@pytest.mark.parametrize(
-    ("kind", "theirs", "options", "message"), [*OF_OTHER_RULES, *((k, "", *rest) for k, *rest in OF_TIMM)]
-)
+@pytest.mark.parametrize(("kind", "theirs", "options", "message"), OF_OTHER_RULES)
 def test_states_of_other_rules_are_refused(kind, theirs, options, message):
     """Averages of the same name may be other averages."""
     params = matrices((4, 4))
-    state = {key: torch.ones(4, 4) for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
-    saved = {"state": {0: state}, "param_groups": [{"params": [0], "lr": 0.1, "weight_decay": 0.0, **options}]}
-    if theirs:
-        optimizer = getattr(torch.optim, theirs)(params, lr=0.1, **options)
-        run(optimizer, params, 2)
-        saved = optimizer.state_dict()
+    optimizer = getattr(torch.optim, theirs)(params, lr=0.1, **options)
+    run(optimizer, params, 2)
     ours = kind(matrices((4, 4)), lr=0.2)
     with pytest.raises(ValueError, match=message):
-        ours.load_state_dict(saved)
+        ours.load_state_dict(optimizer.state_dict())
     assert not ours.state
     assert ours.param_groups[0]["lr"] == 0.2
 
 
-@pytest.mark.parametrize("chunk_bytes", [None, 64])
-def test_a_loaded_state_gets_the_strides_of_its_parameter(chunk_bytes):
-    """A channels_last checkpoint in a contiguous model; in chunks, state of other strides cannot be cut at all."""
+def test_a_loaded_state_gets_the_strides_of_its_parameter():
+    """A channels_last checkpoint in a contiguous model; state of other strides cannot be cut into chunks."""
 
     def stepped(memory_format):
         param = nn.Parameter(matrices((6, 4, 3, 5))[0].detach().to(memory_format=memory_format))
-        optimizer = AdamWSW([param], lr=0.05, weight_decay=0.3, chunk_bytes=chunk_bytes)
+        optimizer = AdamWSW([param], lr=0.05, weight_decay=0.3, chunk_bytes=64)
         run(optimizer, [param], 2)
         return optimizer, param
 
-    theirs, param = stepped(torch.channels_last)
-    ours, own = stepped(torch.contiguous_format)
-    with torch.no_grad():
-        own.copy_(param)
+    (theirs, param), (ours, contiguous) = stepped(torch.channels_last), stepped(torch.contiguous_format)
+    contiguous.data.copy_(param)
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    assert {tensor.stride() for tensor in ours.state[own].values() if tensor.dim()} == {own.stride()}
-    assert_same(ours.state[own], theirs.state[param])
-    run(ours, [own], 2, start=2)
+    assert {tensor.stride() for tensor in ours.state[contiguous].values() if tensor.dim()} == {contiguous.stride()}
+    run(ours, [contiguous], 2, start=2)
     run(theirs, [param], 2, start=2)
-    torch.testing.assert_close(own, param)
+    torch.testing.assert_close(contiguous, param)
 
 
 def named(order, dtype=torch.float32):
@@ -262,14 +239,16 @@ def named(order, dtype=torch.float32):
     return [(name, tensors[name]) for name in order]
 
 
+def momenta(optimizer):
+    return [optimizer.state[param]["momentum_buffer"] for param in optimizer.param_groups[0]["params"]]
+
+
 def test_unknown_names_are_matched_by_position_as_in_torch():
     optimizer = MuonSW(named("abc"), lr=0.05)
     run(optimizer, optimizer.param_groups[0]["params"], 2)
-    renamed = [(f"new.{name}", param) for name, param in named("abc")]
-    other = MuonSW(renamed, lr=0.05)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for (_, mine), theirs in zip(renamed, optimizer.param_groups[0]["params"], strict=True):
-        assert torch.equal(other.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"])
+    renamed = MuonSW([(f"new.{name}", param) for name, param in named("abc")], lr=0.05)
+    renamed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same(momenta(renamed), momenta(optimizer))
 
 
 class Layers(nn.Module):
@@ -297,11 +276,18 @@ def train_by_name(model, optimizer, start, end):
 
 
 def options_by_name(optimizer):
-    left_out = ("params", "param_names")
     return {
-        name: {key: value for key, value in group.items() if key not in left_out}
+        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
         for name in group["param_names"]
+    }
+
+
+def state_by_name(optimizer):
+    return {
+        name: optimizer.state[param]
+        for group in optimizer.param_groups
+        for name, param in zip(group["param_names"], group["params"], strict=True)
     }
 
 
@@ -328,25 +314,22 @@ def test_reordered_and_divided_groups_are_matched_by_name(prefix):
     """torch matches by position, and would load the momentum of `b` into `a`."""
     joined = MuonSW([(prefix + name, param) for name, param in named("abc")], lr=0.05, weight_decay=0.2)
     run(joined, joined.param_groups[0]["params"], 2)
-    expected = dict(zip("abc", joined.param_groups[0]["params"], strict=True))
     a, b, c = named("abc")
     divided = MuonSW([{"params": [c]}, {"params": [b, a]}], lr=0.01, weight_decay=0.7, peak_lr=0.05)
     divided.load_state_dict(copy.deepcopy(joined.state_dict()))
     assert [group["weight_decay"] for group in divided.param_groups] == [0.2, 0.2]
-    for group in divided.param_groups:
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            momentum = joined.state[expected[name]]["momentum_buffer"]
-            assert torch.equal(divided.state[param]["momentum_buffer"], momentum), name
+    states = state_by_name(divided)
+    for name, state in state_by_name(joined).items():
+        assert_same(states[name.removeprefix(prefix)], state)
     with pytest.raises(ValueError, match="b was saved in another param group"):
         MuonSW(named("bca"), lr=0.05).load_state_dict(divided.state_dict())
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_load_keeps_the_optimizers_own_offload_setting(own):
-    saved = MuonSW(matrices((4, 6)), lr=0.05, offload=not own).state_dict()
-    optimizer = MuonSW(matrices((4, 6)), lr=0.05, offload=own)
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["offload"] is own
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_load_keeps_the_optimizers_offload_setting(offload):
+    optimizer = MuonSW(matrices((4, 6)), lr=0.05, offload=offload)
+    optimizer.load_state_dict(MuonSW(matrices((4, 6)), lr=0.05, offload=not offload).state_dict())
+    assert optimizer.param_groups[0]["offload"] is offload
 
 
 def test_a_state_of_torch_past_its_peak_does_not_warn():
@@ -398,16 +381,9 @@ def test_distributed_checkpoints_keep_names_and_options_together(flat):
     patterns = {"down.weight": {"weight_decay": 0.4}}
     before, after = in_another_order_by_checkpoint(flat, patterns, patterns)
     assert options_by_name(after) == options_by_name(before)
-    mine, theirs = (
-        {
-            name: optimizer.state[param]
-            for group in optimizer.param_groups
-            for name, param in zip(group["param_names"], group["params"], strict=True)
-        }
-        for optimizer in (after, before)
-    )
-    for name, state in theirs.items():
-        assert_same(mine[name].values(), state.values())
+    states = state_by_name(after)
+    for name, state in state_by_name(before).items():
+        assert_same(states[name], state)
 
 
 ONE_GROUP, TWO_GROUPS = {}, {"down.weight": {"weight_decay": 0.4}}

@@ -40,8 +40,8 @@ _TORCH_ALGORITHMS = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "s
 # Keys of torch's groups to drop after checking them.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
 
-# Options of torch's and timm's optimizers that change the update rule if set.
-_UNSUPPORTED = ("amsgrad", "caution", "delta", "trust_coeff", "dampening")
+# Options of torch's optimizers that change the update rule if set.
+_UNSUPPORTED = ("amsgrad", "dampening")
 
 
 def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Callable[[StateDict], None]) -> None:
