@@ -77,20 +77,19 @@ def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
 
 def allocate(optimizer: ScaledDecayOptimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
-        specs = ALGORITHMS[group["algorithm"]].state(group)
-        wanted = (group["algorithm"], group["state_dtype"], group["rounding"], group["offload"], *specs)
-        settled, first_key = optimizer._allocated.get(number) == wanted, next(iter(specs), None)
+        specs = tuple(ALGORITHMS[group["algorithm"]].state(group))
+        settled = optimizer._allocated.get(number) == specs
         for place, param in enumerate(group["params"]):
-            state = optimizer.state.get(param)
-            if settled and (first_key is None or (state is not None and first_key in state)):
+            state = optimizer.state.get(param) or {}
+            if settled and (not specs or specs[0] in state):
                 continue
             if not (param.requires_grad or param.grad is not None):
                 continue
             refuse_shards(names_of(group, number)[place], group, param)  # frameworks may put DTensors into groups
-            missing = [(k, v) for k, v in layouts(group, param).items() if k not in (state or ())]
-            fresh = {key: zeros(layout, param) for key, layout in missing}
-            optimizer.state[param].update(fresh)
-        optimizer._allocated[number] = wanted
+            wanted = layouts(group, param)
+            new = {key: zeros(layout, param) for key, layout in wanted.items() if key not in state}
+            optimizer.state[param].update(new)
+        optimizer._allocated[number] = specs
 
 
 def zeros(layout: StateLayout, param: Tensor) -> Tensor:
@@ -127,7 +126,10 @@ def state_bytes(groups: Iterable[Group]) -> dict[str, int]:
 
 
 def restored(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, Any]:
-    """Copy a parameter's saved state into the encoding, dtype and placement of its group."""
+    """Copy a parameter's saved state into the encoding, dtype and placement of its group.
+
+    Tensors of a preconditioner or normalizer that the group no longer has are dropped.
+    """
     known = layouts(group, param)
     recoded = dict(state)  # converted between floats and codes, as the group stores them
     for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
@@ -146,9 +148,9 @@ def restored(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, An
             copies[key] = torch.as_tensor(value, dtype=torch.float32, device=device).clone()
         elif not isinstance(value, Tensor):
             copies[key] = value
-        elif key == RADIUS or (layout is None and value.shape != param.shape):  # the same on every rank
+        elif key == RADIUS:  # the same on every rank
             copies[key] = whole(value).to(device, copy=True)
-        else:
+        elif layout is not None or not value.dim() or value.shape == param.shape:
             copies[key] = _placed(value, layout, param)
     return copies
 
