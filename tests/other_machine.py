@@ -1,7 +1,7 @@
-"""Other answers of `muonsw.machine` than this machine's own, for `make test-again`.
+"""Answers of `muonsw.machine` that differ from this machine's, for `make test-again`.
 
-`python -m tests.other_machine` prints them as `name=number` words, which conftest.py reads from TEST_MACHINE. A GPU and
-Triton can be done without, and not made up; what a GPU is like matters to the tests of GPUs alone.
+`python -m tests.other_machine` prints them as `name=number` words, which conftest.py reads from TEST_MACHINE. Tests can
+run as if a GPU or Triton were missing, but not as if one were there.
 """
 
 from muonsw import machine

@@ -1,7 +1,10 @@
-"""Rules that the source keeps: tensors say what and where they are, text files their encoding, kernels one launcher."""
+"""Rules that the source keeps."""
 
 import ast
 import inspect
+import re
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import muonsw
@@ -77,6 +80,47 @@ def test_public_names_and_their_public_methods_are_documented():
     for name in set(muonsw.__all__) - {"__version__"}:
         thing = getattr(muonsw, name)
         members = vars(thing).items() if isinstance(thing, type) else ()
-        parts = {name: thing} | {f"{name}.{key}": one for key, one in members if callable(one) and key[0] != "_"}
-        bare += [key for key, one in parts.items() if callable(one) and not inspect.getdoc(one)]
+        parts = {name: thing} | {f"{name}.{key}": member for key, member in members if key[0] != "_"}
+        bare += [key for key, part in parts.items() if callable(part) and not inspect.getdoc(part)]
     assert not bare
+
+
+# Queries of hardware and installed packages.
+QUERIES = (
+    r"is_available\(|device_count\(|get_device_capability\(|is_bf16_supported\(|_is_amx|_is_avx|torch\.backends"
+    r"|find_spec\(|cpu_count\(|sched_getaffinity\(|getlocale|getpreferredencoding|\.isatty\("
+)
+
+
+def test_one_module_queries_the_machine():
+    """So tests can patch its answers."""
+    querying = [path for path in files(lab=True) if re.search(QUERIES, path.read_text(encoding="utf-8"))]
+    assert querying == [SOURCE / "machine.py"]
+
+
+def private_names_of_torch():
+    for path in files(lab=True):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+                names = [ast.unparse(node)]
+            yield from (name for name in names if "._" in name and "(" not in name and ".__" not in name)
+
+
+def has(name):
+    module, _, attribute = name.rpartition(".")
+    try:
+        attrgetter(attribute)(import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_the_installed_torch_has_every_private_name_we_use():
+    """Also names for devices that are not tested."""
+    names = set(private_names_of_torch())
+    assert {"torch._foreach_norm", "torch._compile._disable_dynamo", "torch._fused_adamw_"} <= names
+    assert [name for name in names if not has(name)] == []
+    assert not has("torch._foreach_gone_")
