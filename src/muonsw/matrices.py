@@ -254,11 +254,6 @@ def _planned_chunks(
     return planned
 
 
-def empty_batch(tensors: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    count = sum(t.numel() for t in tensors) // (rows * columns)
-    return tensors[0].new_empty(count, rows, columns, dtype=dtype)
-
-
 def scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Split a batch (count, rows, columns) into tensors of the shapes of `like`, which have as many matrices."""
     if all(t.dim() == 2 for t in like):

@@ -7,6 +7,7 @@ time, which bounds temporary memory for models of any size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.matrices import WHOLE, Bucket, MatrixView, Part, Region, empty_batch, scatter, views
+from muonsw.matrices import WHOLE, Bucket, MatrixView, Part, Region, scatter, views
 from muonsw.precision import LOW_PRECISION, StoredState
 from muonsw.slots import Specs, StateSpec, oriented, wide_dtype
 from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_of, elements
@@ -55,8 +56,10 @@ class MatrixRule(NamedTuple):
         scale: the scale of directions for a matrix of shape (out, in).
         state: the state that `directions` reads and returns; it is sent with the matrix.
         sends_gradient: whether `directions` also needs the gradient, as `state["grad"]`.
-        sent_dtype: the dtype of the inputs of `directions`.
+        input_dtype: the dtype of the inputs of `directions` for whole matrices.
+        sent_dtype: their dtype for sharded matrices.
         result_dtype: the dtype of directions.
+        by_kernels: a faster update of whole matrices; returns None, without side effects, if it cannot.
     """
 
     advance: Callable[[Group, list[Part], list[Tensor] | None, Flag | None], None]
@@ -64,8 +67,10 @@ class MatrixRule(NamedTuple):
     scale: Callable[[Group, int, int], float]
     state: Callable[[Group], Specs]
     sends_gradient: Callable[[Group], bool] = lambda _: False
+    input_dtype: Callable[[Group, Chunk], torch.dtype] = lambda _, chunk: wide_dtype(chunk.bucket.dtype)
     sent_dtype: Callable[[Group, torch.dtype], torch.dtype] = lambda _, dtype: wide_dtype(dtype)
     result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype] = lambda _, dtype, __: wide_dtype(dtype)
+    by_kernels: Callable[[Group, Chunk, StepContext], Update | None] | None = None
 
 
 class Algorithm(NamedTuple):
@@ -267,11 +272,34 @@ def _state_views(chunk: Chunk, key: str, spec: StateSpec) -> list[Tensor]:
     return tensors
 
 
-def gradients(group: Group, chunk: Chunk, ok: Tensor | None, dtype: torch.dtype) -> Tensor:
-    grads = views(chunk.parts, [part.item.grad for part in chunk.parts])
-    batch = empty_batch(grads, chunk.bucket.rows, chunk.bucket.columns, dtype)
-    torch._foreach_copy_(scatter(batch, grads), clean(grads, [batch] * len(grads), group["maximize"], ok))
-    return batch
+def copy_gradients(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
+    """Write descent gradients to targets, if any."""
+    if targets is not None:
+        grads, ok = views(parts, [part.item.grad for part in parts]), None if flag is None else flag.ok
+        torch._foreach_copy_(targets, clean(grads, targets, group["maximize"], ok))
+
+
+def update_matrices(rule: MatrixRule, group: Group, chunk: Chunk, ctx: StepContext) -> Update:
+    """Advance the state of a chunk of matrices that are whole on this rank, and return their directions."""
+    parts, (rows, columns, home) = chunk.parts, chunk.bucket
+    like = views(parts, [part.item.param for part in parts])
+    if rule.by_kernels is not None and has_kernels(group, like[0].device):
+        updated = rule.by_kernels(group, chunk, ctx)
+        if updated is not None:
+            return updated
+    dtype = rule.input_dtype(group, chunk)
+    X = like[0].new_empty(elements(like) // (rows * columns), rows, columns, dtype=dtype)
+    rule.advance(group, parts, scatter(X, like), ctx.flag)
+    specs = rule.state(group)
+    batch = StateBatch(chunk, specs) if specs else None
+    before = batch.gathered() if batch else {}
+    if rule.sends_gradient(group):
+        before["grad"] = torch.empty_like(X, dtype=wide_dtype(dtype))
+        copy_gradients(group, parts, scatter(before["grad"], like), ctx.flag)
+    X, after = rule.directions(group, X, before, rule.result_dtype(group, home, X.device))
+    if batch:
+        batch.write(before, after, ctx.ok)
+    return Update(parts, scatter(X, like), rule.scale(group, *chunk.view.out_in(rows, columns)))
 
 
 def validate_matrices(group: Group, name: str, param: Tensor) -> None:
@@ -327,25 +355,13 @@ def matrix_algorithm(
         X, after = oriented(lambda X, s: directions(group, X, s), state(group), X, before, transposed=transposed)
         return X.to(dtype), after
 
-    def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
-        dtype, batch = wide_dtype(chunk.bucket.dtype), StateBatch(chunk, state(group))
-        before = batch.gathered()
-        X, after = oriented_directions(group, gradients(group, chunk, ctx.ok, dtype), before, dtype)
-        batch.write(before, after, ctx.ok)
-        like = views(chunk.parts, [part.item.param for part in chunk.parts])
-        return Update(chunk.parts, scatter(X, like), scale(group, *chunk.view.out_in(*chunk.bucket[:2])))
-
-    def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
-        if targets is not None:
-            grads, ok = views(parts, [part.item.grad for part in parts]), None if flag is None else flag.ok
-            torch._foreach_copy_(targets, clean(grads, targets, group["maximize"], ok))
-
+    rule = MatrixRule(copy_gradients, oriented_directions, scale, state)
     return Algorithm(
         defaults={"matrix": None, **defaults},
         state=state,
-        update=update,
+        update=partial(update_matrices, rule),
         validate=validate,
-        matrices=MatrixRule(advance, oriented_directions, scale, state),
+        matrices=rule,
         scale_free=scale_free,
         counts_steps=lambda _: counts_steps,
     )

@@ -7,6 +7,8 @@ relatives (`muonsw.slots`).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -18,41 +20,18 @@ from muonsw.algorithms.base import (
     Update,
     advance_momentum,
     clean,
-    gradients,
     has_kernels,
     look_ahead,
+    update_matrices,
     validate_matrices,
 )
 from muonsw.machine import product_dtype
-from muonsw.matrices import SHAPE_SCALES, Part, empty_batch, scatter, views
+from muonsw.matrices import SHAPE_SCALES, Part, scatter, views
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration
 from muonsw.precision import state_dtype
-from muonsw.slots import ELEMENTWISE, MUON2, NORMALIZE, PRECONDITION, Slot, wide_dtype
+from muonsw.slots import ELEMENTWISE, MUON2, NORMALIZE, PRECONDITION, wide_dtype
 from muonsw.work import Group, State, StepContext
-
-
-def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
-    """Directions for a chunk of equal matrices that are whole on this rank."""
-    parts, (rows, columns, dtype) = chunk.parts, chunk.bucket
-    momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    scale = SHAPE_SCALES[group["scale"]](*chunk.view.out_in(rows, columns))
-    dtype = product_dtype(group["ns_dtype"], dtype, momenta[0].device)
-    if has_kernels(group, momenta[0].device):
-        fused = directions_by_kernels(group, chunk, momenta, dtype, ctx)
-        if fused is not None:
-            return Update(parts, scatter(fused[0], momenta), scale, fused[1])
-    # momentum and elementwise preconditioner
-    elementwise, wide = PRECONDITION.member(group).elementwise, wide_dtype(momenta[0].dtype)
-    X = empty_batch(momenta, rows, columns, wide if elementwise else momenta[0].dtype)
-    advance(group, parts, scatter(X, momenta), ctx.flag)
-    # whole matrices
-    if group["precondition"] is not None and not elementwise:
-        X = apply_slot(PRECONDITION, group, chunk, X.to(wide), ctx.ok)
-    X = ORTHOGONALIZERS[group["orthogonalizer"]](X, steps=group["ns_steps"], dtype=dtype)
-    if group["normalize"] is not None:
-        X = apply_slot(NORMALIZE, group, chunk, X, ctx.ok)
-    return Update(parts, scatter(X, momenta), scale)
 
 
 def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
@@ -62,7 +41,7 @@ def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag:
     """
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    member, options = PRECONDITION.member(group), PRECONDITION.options(group)
+    member = PRECONDITION.member(group)
     if has_kernels(group, grads[0].device) and (member.has_kernel or not member.elementwise):
         from muonsw.kernels.momentum import advance_momenta
 
@@ -78,6 +57,7 @@ def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag:
         torch._foreach_copy_(targets, momenta)
     if not member.elementwise:
         return
+    options = PRECONDITION.options(group)
     for part, target in zip(parts, momenta if targets is None else targets, strict=True):
         state = {key: part.state(key) for key in member.state(options)}
         before = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in state.items()}
@@ -90,17 +70,8 @@ def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag:
             target.copy_(X)
 
 
-def apply_slot(slot: Slot, group: Group, chunk: Chunk, X: Tensor, ok: Tensor | None) -> Tensor:
-    batch = StateBatch(chunk, slot.specs(group))
-    before = batch.gathered()
-    extra = {"grad": gradients(group, chunk, ok, X.dtype)} if slot.member(group).uses_gradient else {}
-    X, after = slot.apply(group, X, {**before, **extra})
-    batch.write(before, after, ok)
-    return X
-
-
-def sharded_directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:
-    """Directions for matrices gathered from shards after `advance`, with the state sent along."""
+def directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:
+    """Precondition, orthogonalize and normalize; elementwise preconditioners acted in `advance`."""
     after: State = {}
     if group["precondition"] is not None and not PRECONDITION.member(group).elementwise:
         X, after = PRECONDITION.apply(group, X.to(wide_dtype(X.dtype)), before)
@@ -111,29 +82,33 @@ def sharded_directions(group: Group, X: Tensor, before: State, dtype: torch.dtyp
     return X, after
 
 
-def directions_by_kernels(
-    group: Group, chunk: Chunk, momenta: list[Tensor], dtype: torch.dtype, ctx: StepContext
-) -> tuple[Tensor, Tensor | None] | None:
-    """Directions, and factors for the move to multiply them by; None, without side effects, if kernels cannot."""
-    iteration, parts, (rows, columns, _) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk.parts, chunk.bucket
+def by_kernels(group: Group, chunk: Chunk, ctx: StepContext) -> Update | None:
+    iteration, parts, (rows, columns, dtype) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk.parts, chunk.bucket
     if not isinstance(iteration, Iteration) or not slots_have_kernels(group):
         return None
     from muonsw.kernels.momentum import normalized_momentum
     from muonsw.kernels.normalize import slice_factors
 
     # momentum, preconditioner and division by the norm in two launches
-    grads, dtype = views(parts, [part.item.grad for part in parts]), iteration.inner(dtype, momenta[0].device)
+    grads = views(parts, [part.item.grad for part in parts])
+    momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
+    device = momenta[0].device
+    dtype = iteration.inner(product_dtype(group["ns_dtype"], dtype, device), device)
     X = normalized_momentum(group, grads, momenta, _squares(group, parts), (rows, columns), dtype, ctx.flag)
     if X is None:
         return None
     steps = group["ns_steps"] or iteration.coefficients.steps
     X = iteration.run(X.mT, steps).mT if rows > columns else iteration.run(X, steps)
-    if group["normalize"] is None:
-        return X, None
-    batch = StateBatch(chunk, NORMALIZE.specs(group))
-    averages = [tensor for tensors in batch.views.values() for tensor in tensors]
-    factors = slice_factors(group, X, averages, next(iter(batch.shapes.values()), (0, 0)), ctx.flag)
-    return (X if factors is not None else apply_slot(NORMALIZE, group, chunk, X, ctx.ok)), factors
+    factors = None
+    if group["normalize"] is not None:
+        batch = StateBatch(chunk, NORMALIZE.specs(group))
+        averages = [tensor for tensors in batch.views.values() for tensor in tensors]
+        factors = slice_factors(group, X, averages, next(iter(batch.shapes.values()), (0, 0)), ctx.flag)
+        if factors is None:
+            before = batch.gathered()
+            X, after = NORMALIZE.apply(group, X, before)
+            batch.write(before, after, ctx.ok)
+    return Update(parts, scatter(X, momenta), RULE.scale(group, *chunk.view.out_in(rows, columns)), factors)
 
 
 def slots_have_kernels(group: Group) -> bool:
@@ -164,6 +139,29 @@ def validate(group: Group, name: str, param: Tensor) -> None:
             )
 
 
+def input_dtype(group: Group, chunk: Chunk) -> torch.dtype:
+    dtype = chunk.parts[0].item.state["momentum_buffer"].dtype
+    return wide_dtype(dtype) if PRECONDITION.member(group).elementwise else dtype
+
+
+RULE = MatrixRule(
+    advance=advance,
+    directions=directions,
+    scale=lambda group, m, n: SHAPE_SCALES[group["scale"]](m, n),
+    state=lambda group: {
+        **({} if PRECONDITION.member(group).elementwise else PRECONDITION.specs(group)),
+        **NORMALIZE.specs(group),
+    },
+    sends_gradient=lambda group: (
+        ((first := PRECONDITION.member(group)).uses_gradient and not first.elementwise)
+        or NORMALIZE.member(group).uses_gradient
+    ),
+    input_dtype=input_dtype,
+    sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
+    result_dtype=lambda group, dtype, device: product_dtype(group["ns_dtype"], dtype, device),
+    by_kernels=by_kernels,
+)
+
 MUON = Algorithm(
     defaults={
         "momentum": 0.95,
@@ -178,20 +176,9 @@ MUON = Algorithm(
         "matrix": None,
     },
     state=lambda group: {"momentum_buffer": ELEMENTWISE, **PRECONDITION.specs(group), **NORMALIZE.specs(group)},
-    update=update,
+    update=partial(update_matrices, RULE),
     validate=validate,
-    matrices=MatrixRule(
-        advance=advance,
-        directions=sharded_directions,
-        scale=lambda group, m, n: SHAPE_SCALES[group["scale"]](m, n),
-        state=lambda group: {
-            **({} if PRECONDITION.member(group).elementwise else PRECONDITION.specs(group)),
-            **NORMALIZE.specs(group),
-        },
-        sends_gradient=lambda group: (first := PRECONDITION.member(group)).uses_gradient and not first.elementwise,
-        sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
-        result_dtype=lambda group, dtype, device: product_dtype(group["ns_dtype"], dtype, device),
-    ),
+    matrices=RULE,
     scale_free=True,
     counts_steps=lambda group: bool(group.get("block_period")) or PRECONDITION.member(group).counts_steps,
 )

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, Coefficients, CoefficientSet
+from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, CoefficientSet
 
 # The slowest polynomial in use, 1.5 s - 0.5 s^3, multiplies small values by 1.5, so it lifts the smallest float64 to
 # one in 1074 / log2(1.5) = 1837 steps: no matrix needs more.
@@ -116,19 +116,20 @@ class Iteration:
         launches_matter = self.form == "auto" and not X.is_cpu and saved < WORTH_MORE_LAUNCHES
         if self.form == "plain" or X.dtype == torch.bfloat16 or saved <= 0 or launches_matter:
             segments = [(polynomial,) for segment in segments for polynomial in segment]
-        for first, *others in segments:
+        for segment in segments:
+            a, b, c = segment[0]
             R = symmetric(X, X)
-            if not others and X.is_cpu:  # saves an addition; GPUs would copy X first
-                a, b, c = first
+            if len(segment) == 1 and X.is_cpu:  # saves an addition; GPUs would copy X first
                 X = torch.baddbmm(X, torch.baddbmm(R, R, R, beta=b, alpha=c), X, beta=a)
                 continue
-            Q = Z = polynomial(R, first)  # all matrices but X are symmetric and commute
-            for coefficients in others:
+            Q = Z = symmetric(R, R, alpha=c, term=R, beta=b, diagonal=a)  # all matrices but X are symmetric and commute
+            for a, b, c in segment[1:]:
                 R = symmetric(symmetric(Z, R), Z)
-                Z = polynomial(R, coefficients)
+                Z = symmetric(R, R, alpha=c, term=R, beta=b, diagonal=a)
                 Q = symmetric(Q, Z)
             del R, Z
-            X = multiply(Q, X)
+            # on accelerators in the memory order of X
+            X = torch.bmm(Q, X) if X.is_cpu or X.is_contiguous() else torch.bmm(Q, X, out=torch.empty_like(X))
         return X
 
 
@@ -144,48 +145,39 @@ auto = Iteration(COEFFICIENT_SETS["newton_schulz"])
 polar_express = Iteration(COEFFICIENT_SETS["polar_express"])
 
 
-# The products, each by the method that measured fastest.
-
 # Rows from which computing one triangle in Triton beats the vendor's dense product, in half precision: on one H200
 # 1.15 (X X^T) and 1.5 times (the square) at 512, 1.4 and 1.7 times at 1024; at 256 it loses the first.
 KERNEL_ROWS = 512
 
 
-def symmetric(left: Tensor, right: Tensor) -> Tensor:
-    """`left right^T` if that is symmetric: `X X^T`, or the product of two commuting symmetric matrices."""
-    if _kernel_pays(left):
-        from muonsw.kernels.symmetric import symmetric_product
+def symmetric(
+    left: Tensor,
+    right: Tensor,
+    *,
+    alpha: float = 1.0,
+    term: Tensor | None = None,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+) -> Tensor:
+    """`alpha left right^T + beta term + diagonal I`, by the method that measured fastest.
 
-        return symmetric_product(left, right)
-    return torch.bmm(left, right.mT)
-
-
-def polynomial(R: Tensor, coefficients: Coefficients) -> Tensor:
-    """`a I + b R + c R^2` of symmetric matrices."""
-    a, b, c = coefficients
-    if _kernel_pays(R):
-        from muonsw.kernels.symmetric import symmetric_product
-
-        return symmetric_product(R, R, alpha=c, term=R, beta=b, diagonal=a)
-    Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
-    Z.diagonal(dim1=-2, dim2=-1).add_(a)
-    return Z
-
-
-def multiply(Q: Tensor, X: Tensor) -> Tensor:
-    """`Q X`, in the memory order of `X` on accelerators."""
-    if X.is_cpu or X.is_contiguous():
-        return torch.bmm(Q, X)
-    return torch.bmm(Q, X, out=torch.empty_like(X))
-
-
-def _kernel_pays(left: Tensor) -> bool:
-    return (
+    The product is `X X^T` or one of two commuting symmetric matrices.
+    """
+    by_kernel = (
         left.dtype in (torch.float16, torch.bfloat16)
         and left.shape[-2] >= KERNEL_ROWS
         and left.shape[-2] * left.shape[-1] < 2**31  # the kernel counts in int32
         and kernels.available(left.device)
     )
+    if by_kernel:
+        from muonsw.kernels.symmetric import symmetric_product
+
+        return symmetric_product(left, right, alpha=alpha, term=term, beta=beta, diagonal=diagonal)
+    if term is None:
+        return torch.bmm(left, right.mT)
+    result = torch.baddbmm(term, left, right, beta=beta, alpha=alpha)
+    result.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    return result
 
 
 def check_matrices(matrices: Tensor, dtype: torch.dtype | None = None, *, steps: int = 1) -> torch.dtype:
