@@ -53,7 +53,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
     parser.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
     parser.add_argument("--host", action="store_true", help="profile one step on the host instead")
-    parser.add_argument("--top", type=int, default=25, help="number of functions in the profile")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
     parser.add_argument("--json", type=Path, default=Path("out/bench/gpt2_loop.json"))
     args = parser.parse_args()
@@ -65,7 +64,7 @@ def main() -> None:
     if args.host:
         for name, build in chosen.items():
             model = GPT2LMHeadModel(config).to(device)
-            profile_host(name, build, sharded(model, device) if args.fsdp else model, device, args.top)
+            profile_host(name, build, sharded(model, device) if args.fsdp else model, device)
         return
     record = {"environment": environment(device), "results": {}}
     for rows in args.batches:
@@ -221,7 +220,7 @@ def require_close(name: str, losses: dict[str, float]) -> None:
         raise RuntimeError(f"loss {loss:.3f} after {CHECKED} steps, torch's {twin:.3f}: not timed")
 
 
-def profile_host(name: str, build: Build, model: nn.Module, device: torch.device, top: int) -> None:
+def profile_host(name: str, build: Build, model: nn.Module, device: torch.device) -> None:
     """Print the host time of `step`, its launches, and a profile."""
     torch.manual_seed(0)
     params, optimizers = list(model.parameters()), build(model)
@@ -260,13 +259,12 @@ def profile_host(name: str, build: Build, model: nn.Module, device: torch.device
     replays = getattr(getattr(optimizers[0], "_replay", None), "_replays", 0)
     print(f"\n{name}: host ms a step {settled:.2f}, gradients moving {moving:.2f}; {replays} steps replayed")
     print(f"launches {launches}")
-    if top:
-        profiler = cProfile.Profile()
-        for _ in range(30):
-            new_gradients()
-            synchronize(device)
-            profiler.runcall(step)
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(top)
+    profiler = cProfile.Profile()
+    for _ in range(30):
+        new_gradients()
+        synchronize(device)
+        profiler.runcall(step)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
 if __name__ == "__main__":

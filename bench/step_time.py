@@ -2,7 +2,6 @@
 
     python bench/step_time.py                          # this machine's CPU
     python bench/step_time.py --device cuda --sets w1024
-    python bench/step_time.py --device cuda --sets w1024 --profile
 
 Ours holds experts as stacks `(8, out, in)` with fused gate and up projections, as in the lab's model. Dion gets stacks
 of single projections; the others accept only lists of the same matrices. Before anything is timed, our steps are
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 from muonsw import SGDSW, AdamWSW, MuonSW, ScheduleFree
 from muonsw.addons.replay import SETTLED
 from muonsw.registry import unknown
-from timing import WARMING_ROUNDS, chosen_device, environment, in_turn, milliseconds, save, synchronize
+from timing import WARMING_ROUNDS, chosen_device, environment, in_turn, milliseconds, save
 from timing import peak_extra_bytes as extra_bytes
 
 LR, LAMBDA = 1e-3, 0.1
@@ -290,7 +289,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of weights and gradients")
-    parser.add_argument("--profile", action="store_true", help="show where our step spends its time, and stop")
     parser.add_argument("--json", type=Path, default=Path("out/bench/step_time.json"))
     args = parser.parse_args()
     device, dtype = chosen_device(args.device), getattr(torch, args.dtype)
@@ -298,9 +296,6 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     usual = ["small", "wide", "w1024"] if device.type == "cuda" else ["small", "square512", "wide", "w256"]
     sets, make = args.sets or usual, maker(device, dtype)
-    if args.profile:
-        profile(SETS[sets[0]], make, device)
-        return
     chosen, missing = contenders(args.only)
     checked = check(device) if dtype == torch.float32 else {}
     record = {"environment": environment(device, PACKAGES), "dtype": args.dtype, "check": checked, "results": {}}
@@ -320,18 +315,6 @@ def main() -> None:
                 f"{name:10} {contender:20} {row['ms']:9.2f} {(row['extra_bytes'] or 0) / 2**20:10.1f} "
                 f"{row['state_bytes_per_parameter']:14.2f} {row['first_step_s']:14.2f}"
             )
-
-
-def profile(matrices: Matrices, make: Make, device: torch.device) -> None:
-    """Print the time of our step by kernel."""
-    optimizer, _ = ours()(matrices, make)
-    for _ in range(3):
-        optimizer.step()
-    with torch.profiler.profile() as profiler:
-        optimizer.step()
-        synchronize(device)
-    by = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    print(profiler.key_averages().table(sort_by=by, row_limit=18, max_name_column_width=60))
 
 
 if __name__ == "__main__":
