@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, without the slow import of their module."""
-    return hasattr(tensor, "device_mesh")
+    return hasattr(type(tensor), "device_mesh")
 
 
 def as_dtensor(tensor: Tensor) -> DTensor:
@@ -29,7 +29,8 @@ def as_dtensor(tensor: Tensor) -> DTensor:
 
 def local(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor, or the tensor itself."""
-    return as_dtensor(tensor)._local_tensor if is_dtensor(tensor) else tensor
+    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def whole(tensor: Tensor) -> Tensor:
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The local part of each tensor; checks each type once, because this runs before every step."""
     sharded = {kind for kind in set(map(type, tensors)) if hasattr(kind, "device_mesh")}
-    return [as_dtensor(tensor)._local_tensor if type(tensor) in sharded else tensor for tensor in tensors]
+    return [t._local_tensor if type(t) in sharded else t for t in tensors]  # type: ignore[attr-defined]
 
 
 def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
@@ -49,10 +50,10 @@ def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
         raise ValueError(
             f"{name} is a DTensor but its gradient is a plain tensor; give it a gradient with the same placements"
         )
-    found, like = as_dtensor(grad), as_dtensor(param)
-    if found.placements != like.placements:
-        found = found.redistribute(like.device_mesh, like.placements)
-    return found.to_local()
+    like = as_dtensor(param)
+    if grad.placements != like.placements:
+        grad = grad.redistribute(like.device_mesh, like.placements)
+    return grad._local_tensor
 
 
 def shard_like(param: Tensor, shard: Tensor) -> Tensor:
