@@ -29,7 +29,7 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import whole_parts
-from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, noise_place, position
+from muonsw.distributed.shards import cutting_order, is_dtensor, noise_place, position
 from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Noise, StoredState, stochastic_round, uniform_hash
 from muonsw.work import Group, Item, StepContext
 
@@ -76,15 +76,17 @@ def refuse_shards(name: str, group: Group, param: Tensor) -> None:
 
     Only the same number of ranks could load a block that spans two shards.
     """
-    if group["offload"] and is_dtensor(param):
+    if not is_dtensor(param):
+        return
+    if group["offload"]:
         raise ValueError(
             f"offload=True does not support DTensors, and {name} is one; use "
             f"fully_shard(offload_policy=CPUOffloadPolicy())"
         )
-    length = block_length(tuple(param.shape)) if group["state_dtype"] == INT8 and is_dtensor(param) else None
+    length = block_length(tuple(param.shape)) if group["state_dtype"] == INT8 else None
     if length is None:
         return
-    mesh, places, shape = as_dtensor(param).device_mesh.shape, as_dtensor(param).placements, param.shape
+    mesh, places, shape = param.device_mesh.shape, param.placements, param.shape
     axes = [(size, getattr(place, "dim", 0)) for size, place in zip(mesh, places, strict=True)]
     pieces = math.prod(size for size, axis in axes if axis == 1)
     even = shape[1] % pieces == 0 and shape[1] // pieces * math.prod(shape[2:]) % length == 0

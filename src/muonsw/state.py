@@ -18,7 +18,6 @@ from muonsw.addons.norm_rules import RADIUS
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import block_length, decode, encode, is_code, refuse_shards, rounds_state
 from muonsw.distributed.shards import (
-    as_dtensor,
     held_state,
     is_dtensor,
     local,
@@ -159,7 +158,7 @@ def _placed(value: Tensor, layout: StateLayout | None, param: Tensor) -> Tensor:
     """Copy a saved tensor as its layout says: over ranks, on its device, with the parameter's strides."""
     if is_dtensor(param) and (layout is not None or value.shape == param.shape):
         extra_axis = None if layout is None else layout.extra_axis
-        places = as_dtensor(param).placements if extra_axis is None else state_placements(param, extra_axis)
+        places = param.placements if extra_axis is None else state_placements(param, extra_axis)
         value = put_state(param, value, places)
     else:
         value = whole(value)

@@ -192,8 +192,9 @@ def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, Flag | bool]:
     try:
         plan = make_plan(optimizer)
         for batch in [batch for batch in plan.batches if ALGORITHMS[batch.group["algorithm"]].matrices is not None]:
-            for item in [item for item in batch.items if item.dtensor is not None]:
-                refuse_interleaved(item.name, item.parameter)
+            for item in batch.items:
+                if is_dtensor(item.parameter):
+                    refuse_interleaved(item.name, item.parameter)
         finite: Flag | bool = optimizer.nonfinite == "propagate" or finite_flag(plan.batches)
         allocate(optimizer)  # here, so that a rank that runs out of memory does not leave the others waiting
     except Exception:

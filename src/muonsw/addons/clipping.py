@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.checkpoint import unwrap_optimizer
-from muonsw.distributed.shards import as_dtensor, is_dtensor, whole
+from muonsw.distributed.shards import is_dtensor, whole
 from muonsw.options import require_number
 
 
@@ -86,7 +86,7 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
     for group in optimizer.param_groups:
         for param in group["params"] if group["algorithm"] in clipped else ():
             if param.grad is not None or (is_dtensor(param) and param.requires_grad):
-                by_mesh.setdefault(as_dtensor(param).device_mesh if is_dtensor(param) else None, []).append(param)
+                by_mesh.setdefault(param.device_mesh if is_dtensor(param) else None, []).append(param)
     norms = []
     for params in by_mesh.values():
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from muonsw.decay import DECAY_RULES, decays
-from muonsw.distributed.shards import as_dtensor, is_dtensor, local
+from muonsw.distributed.shards import is_dtensor, local
 from muonsw.work import Group
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def _sum_of_squares(param: Tensor) -> Tensor:
         return squares
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    dtensor = as_dtensor(param.grad)
     # Test for replicas, because is_shard() is false for shards of tensor parallelism before FSDP.
-    places = [Replicate() if place.is_replicate() else Partial() for place in dtensor.placements]
-    total: Tensor = DTensor.from_local(squares, dtensor.device_mesh, places, run_check=False).full_tensor()
+    places = [Replicate() if place.is_replicate() else Partial() for place in param.grad.placements]
+    total: Tensor = DTensor.from_local(squares, param.grad.device_mesh, places, run_check=False).full_tensor()
     return total

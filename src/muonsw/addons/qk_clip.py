@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw.distributed.shards import as_dtensor, cutting_order, is_dtensor, local, offset
+from muonsw.distributed.shards import cutting_order, is_dtensor, local, offset
 from muonsw.machine import has_ranks
 from muonsw.options import require_number, require_whole
 
@@ -64,7 +64,7 @@ class HeadRows(NamedTuple):
                 f"a parameter of shape {tuple(self.param.shape)}; pass size, start and stride in HeadRows"
             )
         if is_dtensor(self.param):
-            mesh, placements = as_dtensor(self.param).device_mesh, as_dtensor(self.param).placements
+            mesh, placements = self.param.device_mesh, self.param.placements
             if cutting_order(placements, mesh.shape) is None:
                 raise ValueError(f"QK-clip needs contiguous shards, but a parameter has placements {placements}")
         return self._replace(size=size, stride=stride)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonsw.distributed.shards import as_dtensor, box_at, cutting_order, is_dtensor, state_placements
+from muonsw.distributed.shards import box_at, cutting_order, is_dtensor, state_placements
 from muonsw.matrices import Region, box
 
 if TYPE_CHECKING:
@@ -117,10 +117,9 @@ class Layouts:
         """The layout of a parameter whose axes before `first_matrix_axis` count matrices."""
         if not is_dtensor(param):
             return self._plain(param.shape)
-        like = as_dtensor(param)
-        key = (like.device_mesh, like.placements, like.shape, first_matrix_axis)
+        key = (param.shape, param.device_mesh, param.placements, first_matrix_axis)
         if key not in self._known:
-            self._known[key] = self._on_mesh(like.shape, like.device_mesh, like.placements, first_matrix_axis)
+            self._known[key] = self._on_mesh(*key)
         return self._known[key]
 
     def of_state(self, param: Tensor, shape: torch.Size, first_matrix_axis: int) -> Layout:
@@ -128,13 +127,13 @@ class Layouts:
         if not is_dtensor(param):
             return self._plain(shape)
         placements = state_placements(param, first_matrix_axis)
-        return self._on_mesh(shape, as_dtensor(param).device_mesh, placements, first_matrix_axis)
+        return self._on_mesh(shape, param.device_mesh, placements, first_matrix_axis)
 
     def sharding_groups(self, param: Tensor) -> tuple[dist.ProcessGroup, ...]:
         """The process groups over which to reduce, in turn, a sum over the shards of a parameter."""
         if not is_dtensor(param):
             return ()
-        mesh, placements = as_dtensor(param).device_mesh, as_dtensor(param).placements
+        mesh, placements = param.device_mesh, param.placements
         dims = [dim for dim, place in enumerate(placements) if not place.is_replicate() and mesh.shape[dim] > 1]
         return _grid(mesh, dims).groups if dims else ()
 
@@ -182,5 +181,5 @@ def _grid(mesh: DeviceMesh, dims: Sequence[int]) -> Grid:
 
 
 def mesh_ranks(params: Iterable[Tensor]) -> set[int]:
-    meshes = {as_dtensor(param).device_mesh for param in params if is_dtensor(param)}
+    meshes = {param.device_mesh for param in params if is_dtensor(param)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}

@@ -30,7 +30,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.distributed.exchange import Round, exchange_nothing, make_rounds
 from muonsw.distributed.layout import Layout, Layouts, mesh_ranks
-from muonsw.distributed.shards import as_dtensor, is_dtensor, local, shard_misfit
+from muonsw.distributed.shards import is_dtensor, local, shard_misfit
 from muonsw.kernels.graphs import eagerly
 from muonsw.kernels.tables import on_host
 from muonsw.matrices import MatrixView
@@ -284,7 +284,7 @@ class Ranks:
             if all_lack != -any_lacks and (
                 not is_dtensor(param)
                 or (
-                    all(placement.is_replicate() for placement in as_dtensor(param).placements)
+                    all(placement.is_replicate() for placement in param.placements)
                     and mesh_ranks([param]) == mesh_ranks(other for _, other in self._known.watched)
                 )
             ):
@@ -355,7 +355,7 @@ def _circles(process_group: dist.ProcessGroup | None, params: Sequence[Tensor]) 
         return [process_group]
     if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return [dist.group.WORLD]
-    meshes = list(dict.fromkeys(as_dtensor(param).device_mesh for param in params if is_dtensor(param)))
+    meshes = list(dict.fromkeys(param.device_mesh for param in params if is_dtensor(param)))
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
     groups += [] if process_group is None else [process_group]
     return groups if len(meshes) == 1 and process_group is None else groups * 2
@@ -408,10 +408,10 @@ def _plain_options(group: Group) -> Group:
 
 def _describe(group: Group, name: str, param: Tensor) -> str:
     """One line about a parameter: shape, sharding, algorithm and the precision of its orthogonalization."""
-    sharded = f" {as_dtensor(param).placements} over {as_dtensor(param).device_mesh.shape}" if is_dtensor(param) else ""
+    sharded = f" {param.placements} over {param.device_mesh.shape}" if is_dtensor(param) else ""
     frozen = "" if param.requires_grad else " frozen"
     rule, where, misfit = ALGORITHMS.get(group["algorithm"]), str(param.device.type), ""
     if rule is not None and rule.matrices is not None:
         where = str(rule.matrices.result_dtype(group, param.dtype, param.device))
-        misfit = shard_misfit(param, MatrixView.of(group).stack_axes(param.dim())) if sharded else ""
+        misfit = shard_misfit(param, MatrixView.of(group).stack_axes(param.dim())) if is_dtensor(param) else ""
     return f"{name} {tuple(param.shape)} {param.dtype}{sharded}{frozen}: {group['algorithm']} in {where}{misfit}"

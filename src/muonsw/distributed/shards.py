@@ -23,19 +23,10 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(type(tensor), "device_mesh")
 
 
-def as_dtensor(tensor: Tensor) -> DTensor:
-    return cast("DTensor", tensor)  # for the type checker
-
-
 def local(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor, or the tensor itself."""
     shard: Tensor = getattr(tensor, "_local_tensor", tensor)
     return shard
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor; a collective if it is a DTensor."""
-    return as_dtensor(tensor.detach()).full_tensor() if is_dtensor(tensor) else tensor
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -44,77 +35,76 @@ def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t._local_tensor if type(t) in sharded else t for t in tensors]  # type: ignore[attr-defined]
 
 
-def local_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor; a collective if it is a DTensor."""
+    return tensor.full_tensor().detach() if is_dtensor(tensor) else tensor
+
+
+def local_gradient(name: str, param: DTensor, grad: Tensor) -> Tensor:
     """The gradient of this rank's shard, redistributed if its placements are not those of the parameter."""
     if not is_dtensor(grad):
         raise ValueError(
             f"{name} is a DTensor but its gradient is a plain tensor; give it a gradient with the same placements"
         )
-    like = as_dtensor(param)
-    if grad.placements != like.placements:
-        grad = grad.redistribute(like.device_mesh, like.placements)
+    if grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
     return grad._local_tensor
 
 
-def shard_like(param: Tensor, shard: Tensor) -> Tensor:
+def shard_like(param: DTensor, shard: Tensor) -> Tensor:
     """A DTensor placed like `param` with this local shard."""
-    like = as_dtensor(param)
-    return _on_mesh_of(param, shard, like.placements, like.shape, like.stride())
+    return _on_mesh_of(param, shard, param.placements, param.shape, param.stride())
 
 
 def _on_mesh_of(
-    param: Tensor, shard: Tensor, placements: Sequence[Any], shape: torch.Size, stride: tuple[int, ...] | None = None
+    param: DTensor, shard: Tensor, placements: Sequence[Any], shape: torch.Size, stride: tuple[int, ...]
 ) -> Tensor:
-    """A DTensor of `shape` on the mesh of a parameter; contiguous unless a stride is given."""
     from torch.distributed.tensor import DTensor
 
-    if stride is None:
-        stride = torch.empty(shape, dtype=shard.dtype, device="meta").stride()
-    mesh = as_dtensor(param).device_mesh
-    return cast("Tensor", DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride))
+    made = DTensor.from_local(shard, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return cast("Tensor", made)
 
 
-def state_placements(param: Tensor, axis: int) -> tuple[Any, ...]:
+def state_placements(param: DTensor, axis: int) -> tuple[Any, ...]:
     """Placements of a state tensor with a parameter's axes before `axis`, then axes of its own.
 
     If the parameter is sharded along a later axis, the state is sharded along the first axis of its own.
     """
     from torch.distributed.tensor import Replicate, Shard
 
-    like = as_dtensor(param)
-    if cutting_order(like.placements, like.device_mesh.shape) is None:  # can be shown and loaded; a step refuses it
-        return (Replicate(),) * len(like.placements)
-    places: list[Any] = list(like.placements)  # the type of a placement has no axis
+    places: list[Any] = list(param.placements)  # the type of a placement has no axis
+    if cutting_order(places, param.device_mesh.shape) is None:  # can be shown and loaded; a step refuses it
+        return (Replicate(),) * len(places)
     return tuple(place if place.is_replicate() or place.dim < axis else Shard(axis) for place in places)
 
 
-def held_state(param: Tensor, shape: torch.Size, axis: int) -> tuple[int, ...]:
+def held_state(param: DTensor, shape: torch.Size, axis: int) -> tuple[int, ...]:
     """The local shape of a state tensor, placed by `state_placements`, whose global shape is `shape`."""
     mine = _box_here(param, shape, state_placements(param, axis))
     assert mine is not None
     return mine.lengths
 
 
-def zeros_like_state(param: Tensor, shape: torch.Size, axis: int, dtype: torch.dtype) -> Tensor:
+def zeros_like_state(param: DTensor, shape: torch.Size, axis: int, dtype: torch.dtype) -> Tensor:
     """Zeros of a global shape, placed by `state_placements`, on the device of this rank's shard."""
-    held = torch.zeros(held_state(param, shape, axis), dtype=dtype, device=local(param).device)
-    return _on_mesh_of(param, held, state_placements(param, axis), shape)
+    held = torch.zeros(held_state(param, shape, axis), dtype=dtype, device=param._local_tensor.device)
+    stride = torch.empty(shape, dtype=dtype, device="meta").stride()
+    return _on_mesh_of(param, held, state_placements(param, axis), shape, stride)
 
 
-def put_state(param: Tensor, value: Tensor, places: tuple[Any, ...]) -> Tensor:
+def put_state(param: DTensor, value: Tensor, places: tuple[Any, ...]) -> Tensor:
     """Put a saved state tensor, whole or sharded, on the mesh of its DTensor parameter.
 
     A whole tensor is cut locally, because every rank has loaded the same one.
     """
     from torch.distributed.tensor import distribute_tensor
 
-    like = as_dtensor(param)
     if is_dtensor(value):
-        if (as_dtensor(value).device_mesh, as_dtensor(value).placements) == (like.device_mesh, places):
+        if (value.device_mesh, value.placements) == (param.device_mesh, places):
             return value
         value = whole(value)
-    moved = value.to(like.to_local().device)
-    return cast("Tensor", distribute_tensor(moved, like.device_mesh, places, src_data_rank=None))
+    moved = value.to(param._local_tensor.device)
+    return cast("Tensor", distribute_tensor(moved, param.device_mesh, places, src_data_rank=None))
 
 
 def cutting_order(placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[int] | None:
@@ -145,15 +135,15 @@ def cutting_order(placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[
     return plain + strided
 
 
-def refuse_interleaved(name: str, param: Tensor) -> None:
+def refuse_interleaved(name: str, param: DTensor) -> None:
     """Refuse a DTensor whose shards are not contiguous boxes, for which there is no exchange."""
-    like = as_dtensor(param)
-    if cutting_order(like.placements, like.device_mesh.shape) is None:
+    placements, mesh_shape = param.placements, param.device_mesh.shape
+    if cutting_order(placements, mesh_shape) is None:
         raise ValueError(
-            f"{name} has placements {like.placements} on a mesh of {tuple(like.device_mesh.shape)}, whose shards are "
-            f"not contiguous blocks; Muon, other rules of whole matrices and norm rules need Shard or Replicate on "
-            f"each mesh axis (copies as under DDP, FSDP2, HSDP, tensor or expert parallelism) or the strided shards "
-            f"that FSDP2 makes over tensor parallelism"
+            f"{name} has placements {placements} on a mesh of {tuple(mesh_shape)}, whose shards are not contiguous "
+            f"blocks; Muon, other rules of whole matrices and norm rules need Shard or Replicate on each mesh axis "
+            f"(copies as under DDP, FSDP2, HSDP, tensor or expert parallelism) or the strided shards that FSDP2 makes "
+            f"over tensor parallelism"
         )
 
 
@@ -175,26 +165,26 @@ def box_at(
     return box(starts, lengths)
 
 
-def _box_here(param: Tensor, shape: Sequence[int], placements: Sequence[Any]) -> Region | None:
+def _box_here(param: DTensor, shape: Sequence[int], placements: Sequence[Any]) -> Region | None:
     """This rank's box of a tensor on the mesh of a DTensor; None if shards are not contiguous."""
-    mesh = as_dtensor(param).device_mesh
+    mesh = param.device_mesh
     order, mine = cutting_order(placements, mesh.shape), mesh.get_coordinate()
     return None if order is None or mine is None else box_at(mine, shape, placements, mesh.shape, order)
 
 
 def offset(param: Tensor) -> tuple[int, ...]:
     """Where this rank's shard begins along each axis; zeros if shards are not contiguous."""
-    mine = _box_here(param, param.shape, as_dtensor(param).placements) if is_dtensor(param) else None
+    mine = _box_here(param, param.shape, param.placements) if is_dtensor(param) else None
     return (0,) * param.dim() if mine is None else mine.starts
 
 
-def shard_misfit(param: Tensor, axis: int) -> str:
+def shard_misfit(param: DTensor, axis: int) -> str:
     """Describe a DTensor cut along `axis` or later whose local shard has the wrong shape; empty if it is right.
 
     `DTensor.from_local` can make such tensors, and an exchange would put their pieces in the wrong places.
     """
-    placements: list[Any] = list(as_dtensor(param).placements)
-    mine, shape = _box_here(param, param.shape, placements), tuple(local(param).shape)
+    placements: list[Any] = list(param.placements)
+    mine, shape = _box_here(param, param.shape, placements), tuple(param._local_tensor.shape)
     if mine is None or mine.lengths == shape or all(p.is_replicate() or p.dim < axis for p in placements):
         return ""
     here = f"rank {dist.get_rank()}"  # the text differs between ranks, so that all of them refuse the step
@@ -202,6 +192,7 @@ def shard_misfit(param: Tensor, axis: int) -> str:
 
 
 def position(param: Tensor) -> int:
+    """The index, in the flattened parameter, of the first element of this rank's shard."""
     return sum(begin * math.prod(param.shape[axis + 1 :]) for axis, begin in enumerate(offset(param)))
 
 
@@ -210,8 +201,8 @@ def noise_place(param: Tensor) -> int:
     return position(param) if param.dtype in LOW_PRECISION else 0
 
 
-def local_item(position: int, name: str, param: Tensor, grad: Tensor | None) -> Item:
+def local_item(position: int, name: str, param: DTensor, grad: Tensor | None) -> Item:
     """This rank's shard of a DTensor parameter at one step, with a zero gradient if it has none."""
-    shard = local(param)
+    shard = param._local_tensor
     gradient = torch.zeros_like(shard) if grad is None else local_gradient(name, param, grad)
     return Item(position + noise_place(param), name, shard, gradient, {}, param)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from muonsw.addons.norm_rules import FREE, sum_over_ranks
 from muonsw.codecs import decode, decode_items, is_code
-from muonsw.distributed.shards import as_dtensor, is_dtensor, local, local_gradient, put_state, shard_like, whole
+from muonsw.distributed.shards import is_dtensor, local, local_gradient, put_state, shard_like, whole
 from muonsw.matrices import Region
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION, SCALE
@@ -212,7 +212,7 @@ class Observer:
         ctx = StepContext(info.lr, 0.0, chunk_bytes(self.ours, moved.device))
         update_batch(batch, [item], ctx, is_decoded=True)
         moved.neg_()
-        return local(put_state(param, moved, as_dtensor(param).placements)) if is_dtensor(param) else moved
+        return local(put_state(param, moved, param.placements)) if is_dtensor(param) else moved
 
     def _spectra(self, info: ParameterInfo, weight: Tensor) -> dict[str, Tensor]:
         """The requested values of each matrix of a parameter; empty if it holds none."""
