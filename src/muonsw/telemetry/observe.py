@@ -7,6 +7,7 @@ stored change.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.linalg import vecdot
 from torch.optim import Optimizer
 
-from muonsw.addons.norm_rules import FREE, sum_over_ranks
+from muonsw.addons.norm_rules import sum_over_ranks
 from muonsw.codecs import decode, decode_items, is_code
 from muonsw.distributed.shards import is_dtensor, local, local_gradient, put_state, shard_like, whole
 from muonsw.matrices import Region
@@ -23,8 +24,7 @@ from muonsw.precision import LOW_PRECISION, SCALE
 from muonsw.slots import wide_dtype
 from muonsw.state import layouts, zeros
 from muonsw.step import chunk_bytes, update_batch
-from muonsw.summary import Summary
-from muonsw.telemetry.record import MEASURED, SQUARES, ModelView, ParameterInfo, Sample, parameter_infos
+from muonsw.telemetry.record import MEASURED, SQUARES, Measured, ParameterInfo, measured
 from muonsw.work import Batch, Group, Item, StepContext
 
 # Updates below this many rounding units of the weight count as zero.
@@ -39,11 +39,6 @@ _DECOUPLED = (torch.optim.AdamW, torch.optim.Muon)
 # Power iteration on a block of vectors: the error falls with the gap to the first singular value outside the block.
 BLOCK, ITERATIONS = 8, 12
 
-_ANNOUNCEMENT = (
-    "telemetry that measures this step (attach it on every rank, with the same `every` and `start_step`, and give the "
-    "sink to one of them)"
-)
-
 
 class Before(NamedTuple):
     """Copies before a step: the weight, the state if u is recomputed, the gradient if the optimizer is not ours."""
@@ -53,180 +48,151 @@ class Before(NamedTuple):
     gradient: Tensor | None
 
 
-class Observer:
-    """Copies the weights before a sampled step and measures them after it."""
-
-    def __init__(self, optimizer: Optimizer, view: ModelView, *, spectral_norm: bool, condition: bool) -> None:
-        self.optimizer, self.view = optimizer, view
-        self.spectral_norm, self.condition = spectral_norm, condition
-        self.ours = optimizer if isinstance(optimizer, ScaledDecayOptimizer) else None
-        # Our optimizers count skipped steps themselves; subtract those from before telemetry was attached.
-        self._skipped = 0 if self.ours is None else -self.ours.skipped_steps
-        self._before: dict[Tensor, Before] = {}
-
-    def begin(self, closure: bool) -> None:
-        """Copy the weights that the step may move; before a closure runs there are no gradients."""
-        self.stop()
-        ranks = None if self.ours is None else self.ours._ranks
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                # if ranks share the parameter, another rank may have the gradient
-                shared = is_dtensor(param) or (ranks is not None and ranks.process_group is not None)
-                if param.grad is None and not shared and not (closure and param.requires_grad):
-                    continue
-                weight, state, gradient = param.detach().clone(), None, None
-                if self.ours is not None and param.dtype in LOW_PRECISION:
-                    state = {
-                        key: value.clone() if is_dtensor(value) else value.to(local(param).device, copy=True)
-                        for key, value in self.ours.state.get(param, {}).items()
-                    }
-                if self.ours is None and not closure:
-                    gradient = param.grad.clone()  # some optimizers overwrite it
-                self._before[param] = Before(weight, state, gradient)
-        if ranks is not None and any(map(is_dtensor, self._before)):
-            ranks.announced.append(_ANNOUNCEMENT)
-
-    def stop(self) -> None:
-        self._before = {}
-        if self.ours is not None and _ANNOUNCEMENT in self.ours._ranks.announced:
-            self.ours._ranks.announced.remove(_ANNOUNCEMENT)
-
-    def finish(self, summary: Summary | None) -> Sample:
-        """Measure the step; only our optimizers have a summary."""
-        if self.ours is not None and summary is not None:
-            was_skipped, skipped = summary.skipped, self._skipped + summary.skipped_steps
-            stepped = {param for _, params, _ in self.ours._last for param in params}
-            # under a norm rule the decay factor differs between weights
-            phis = [group.decay if group.norm == FREE else None for group in summary.groups]
-        else:
-            found_inf = getattr(self.optimizer, "found_inf", None)  # with a GradScaler fused kernels may skip
-            was_skipped = isinstance(found_inf, Tensor) and bool(found_inf)
-            self._skipped += was_skipped
-            skipped, stepped = self._skipped, {param for param in self._before if param.grad is not None}
-            phis = [known_decay(self.optimizer, group) for group in self.optimizer.param_groups]
-        infos = parameter_infos(self.optimizer, self.view, phis)
-        tables = {
-            param: torch.zeros(len(MEASURED), info.matrices.shape.numel(), dtype=torch.float64, device="cpu")
-            for param, info in infos.items()
-        }
-        measured, spectra = [], {}
-        for param in [param for param in infos if param in stepped and param in self._before]:
-            info, before, update = infos[param], self._before[param], None
-            # Both are collectives for a sharded parameter, even on ranks with an empty shard.
-            spectra[param] = self._spectra(info, before.weight)
-            if before.state is not None and info.decay is not None and not was_skipped:
-                update = self._intended_update(info, param, before.weight, before.state)
-            measured += self._measure(info, param, before, update)
-        for param, numbers, area, values in measured:  # last, because each transfer waits for the device
-            tables[param][0, numbers] = area
-            tables[param][1:, numbers] = values.cpu().double()
-        for table in tables.values():
-            table[1 : 1 + len(SQUARES)].square_()
-            # Overflows become NaN: dividing by infinity would report an alignment or relative size of zero.
-            table[~table.isfinite()] = torch.nan
-        if self.ours is not None:
-            tables = dict(zip(tables, sum_over_ranks(self.ours, list(tables), list(tables.values())), strict=True))
-        self.stop()
-        return Sample(infos, tables, spectra, skipped, was_skipped)
-
-    def _measure(
-        self, info: ParameterInfo, param: Tensor, before: Before, intended: Tensor | None
-    ) -> list[tuple[Tensor, Tensor, int, Tensor]]:
-        """Norms and inner products of this rank's matrices, batched by area.
-
-        Returns the parameter, the indices of its matrices, their area, and a row of values per name in `MEASURED`.
-        """
-        momentum, state = None, self.optimizer.state.get(param, {})
-        for key in ("exp_avg", "momentum_buffer"):
-            value = state.get(key)
-            if isinstance(value, Tensor) and value.shape == param.shape:
-                momentum = local(value).to(local(param).device)
-                if is_code(momentum):
-                    momentum = decode(momentum, local(state[f"{key}{SCALE}"]).to(momentum.device))
-        grad = _local_gradient(param) if before.gradient is None else before.gradient
-        grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
-
-        held, stack, dtype = local(param), info.matrices.stack, wide_dtype(param.dtype)
-        places = torch.arange(info.matrices.shape.numel(), dtype=torch.int64, device="cpu").view(info.matrices.shape)
-        by_area: dict[int, list[tuple[Region, Tensor]]] = {}
-        for part, index in info.matrices.here(param):
-            shape = part.shape_in(held.shape)
-            if shape.numel():
-                by_area.setdefault(shape[len(stack) :].numel(), []).append((part, places[index].flatten()))
-        measured = []
-        for area, parts in by_area.items():
-
-            def rows(tensor: Tensor, area: int = area, parts: list[tuple[Region, Tensor]] = parts) -> Tensor:
-                pieces = [part.of(local(tensor)).reshape(-1, area) for part, _ in parts]
-                return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(dtype)
-
-            w = rows(before.weight)
-            change = rows(param.detach()) - w
-            u = -change if intended is None else rows(intended)
-            decayed = w
-            if self.ours is not None and info.group["cautious"]:
-                # an inward update has the weight's sign, with or without decay in it
-                same = w.sign() * u.sign()
-                decayed = torch.where(same > 0 if intended is None else same >= 0, w, 0)
-            if intended is None and info.decay:
-                u.sub_(decayed, alpha=info.decay)
-            values = {
-                "ww": norms(w),
-                "dd": norms(change),
-                "decayed": norms(decayed),
-                "uu": norms(u),
-                "wu": vecdot(w, u),
+def copies(optimizer: Optimizer, *, closure: bool) -> dict[Tensor, Before]:
+    """Copy the weights that the step may move; before a closure runs there are no gradients."""
+    ours = isinstance(optimizer, ScaledDecayOptimizer)
+    has_copies = isinstance(optimizer, ScaledDecayOptimizer) and optimizer._ranks.process_group is not None
+    before = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        shared = has_copies or is_dtensor(param)  # another rank may have the gradient
+        if param.grad is None and not shared and not (closure and param.requires_grad):
+            continue
+        weight, state, gradient = param.detach().clone(), None, None
+        if ours and param.dtype in LOW_PRECISION:
+            state = {
+                key: value.clone() if is_dtensor(value) else value.to(local(param).device, copy=True)
+                for key, value in optimizer.state.get(param, {}).items()
             }
-            if intended is None:
-                lost = values["uu"] <= ROUNDING * torch.finfo(w.dtype).eps * values["ww"]
-                values |= {key: torch.where(lost, 0.0, values[key]) for key in ("uu", "wu")}
-            if grad is not None:
-                g = rows(grad)
-                values |= {"gg": norms(g), "wg": vecdot(w, g)}
-            if momentum is not None:
-                m = rows(momentum)
-                values |= {"mm": norms(m), "wm": vecdot(w, m), "ww_momentum": values["ww"]}
-            zero = torch.zeros_like(values["ww"])
-            numbers = torch.cat([numbers for _, numbers in parts])
-            measured.append((param, numbers, area, torch.stack([values.get(name, zero) for name in MEASURED[1:]])))
-        return measured
+        if not ours and not closure:
+            gradient = param.grad.clone()  # some optimizers overwrite it
+        before[param] = Before(weight, state, gradient)
+    return before
 
-    def _intended_update(self, info: ParameterInfo, param: Tensor, weight: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """The unrounded update of this rank's shard, from a second step on float32 zeros.
 
-        For a sharded parameter this is a collective, and every rank computes the whole update.
-        """
-        assert self.ours is not None
-        group, grad = info.group, _local_gradient(param)
-        grad = torch.zeros_like(local(weight)) if grad is None else grad
-        grad = whole(shard_like(param, grad)) if is_dtensor(param) else grad
-        state = {key: whole(value) for key, value in state.items()}
-        weight = whole(weight)
-        for key, layout in layouts(group, weight).items():
-            state.setdefault(key, zeros(layout, weight))
-        if "step" in state:
-            state["step"].add_(1)
-        moved = torch.zeros_like(weight, dtype=wide_dtype(weight.dtype))
-        (item,) = decode_items(group, [Item(0, info.name, moved, grad.to(moved.dtype), state)])
-        batch = Batch(0, group, moved.device, moved.dtype, [moved], [item], info.view)
-        ctx = StepContext(info.lr, 0.0, chunk_bytes(self.ours, moved.device))
-        update_batch(batch, [item], ctx, is_decoded=True)
-        moved.neg_()
-        return local(put_state(param, moved, param.placements)) if is_dtensor(param) else moved
+def measure(
+    optimizer: Optimizer,
+    infos: Mapping[Tensor, ParameterInfo],
+    before: Mapping[Tensor, Before],
+    spectra: Sequence[str],
+    *,
+    was_skipped: bool,
+) -> list[Measured]:
+    """Measure the copied parameters; a collective for sharded ones, even on ranks with an empty shard."""
+    ours = optimizer if isinstance(optimizer, ScaledDecayOptimizer) else None
+    tables = {
+        param: torch.zeros(len(MEASURED), info.matrices.shape.numel(), dtype=torch.float64, device="cpu")
+        for param, info in infos.items()
+    }
+    rows, spectra_of = [], {}
+    for param, copied in before.items():
+        info, update = infos[param], None
+        cells = [cell for cell in info.matrices.cells if param.numel() and cell.rows * cell.columns]
+        if cells and spectra:
+            W = whole(copied.weight)
+            batches = [cell.region.of(W).reshape(-1, cell.rows, cell.columns) for cell in cells]
+            spectra_of[param] = {name: torch.cat(list(map(SPECTRA[name], batches))) for name in spectra}
+        if ours is not None and copied.state is not None and info.decay is not None and not was_skipped:
+            update = _intended_update(ours, info, param, copied.weight, copied.state)
+        rows += _norms_and_products(optimizer, info, param, copied, update)
+    for param, numbers, area, values in rows:  # last, because each transfer waits for the device
+        tables[param][0, numbers] = area
+        tables[param][1:, numbers] = values.cpu().double()
+    for table in tables.values():
+        table[1 : 1 + len(SQUARES)].square_()
+        # Overflows become NaN: dividing by infinity would report an alignment or relative size of zero.
+        table[~table.isfinite()] = torch.nan
+    if ours is not None:
+        tables = dict(zip(tables, sum_over_ranks(ours, list(tables), list(tables.values())), strict=True))
+    entries = [measured(info, tables[param], spectra_of.get(param, {})) for param, info in infos.items()]
+    return [entry for entry in entries if entry.matrices]
 
-    def _spectra(self, info: ParameterInfo, weight: Tensor) -> dict[str, Tensor]:
-        """The requested values of each matrix of a parameter; empty if it holds none."""
-        values: dict[str, Tensor] = {}
-        cells = [cell for cell in info.matrices.cells if weight.numel() and cell.rows * cell.columns]
-        if not cells or not (self.spectral_norm or self.condition):
-            return values
-        W = whole(weight)
-        batches = [cell.region.of(W).reshape(-1, cell.rows, cell.columns) for cell in cells]
-        if self.spectral_norm:
-            values["spectral_norm"] = torch.cat(list(map(spectral_norms, batches)))
-        if self.condition:
-            values["condition"] = torch.cat(list(map(condition_numbers, batches)))
-        return values
+
+def _norms_and_products(
+    optimizer: Optimizer, info: ParameterInfo, param: Tensor, before: Before, intended: Tensor | None
+) -> list[tuple[Tensor, Tensor, int, Tensor]]:
+    """Norms and inner products of this rank's matrices, batched by area.
+
+    Returns the parameter, the indices of its matrices, their area, and a row of values per name in `MEASURED`.
+    """
+    momentum, state = None, optimizer.state.get(param, {})
+    for key in ("exp_avg", "momentum_buffer"):
+        value = state.get(key)
+        if isinstance(value, Tensor) and value.shape == param.shape:
+            momentum = local(value).to(local(param).device)
+            if is_code(momentum):
+                momentum = decode(momentum, local(state[f"{key}{SCALE}"]).to(momentum.device))
+    grad = _local_gradient(param) if before.gradient is None else before.gradient
+    grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+    held, stack, dtype = local(param), info.matrices.stack, wide_dtype(param.dtype)
+    places = torch.arange(info.matrices.shape.numel(), dtype=torch.int64, device="cpu").view(info.matrices.shape)
+    by_area: dict[int, list[tuple[Region, Tensor]]] = {}
+    for part, index in info.matrices.here(param):
+        shape = part.shape_in(held.shape)
+        if shape.numel():
+            by_area.setdefault(shape[len(stack) :].numel(), []).append((part, places[index].flatten()))
+    measured = []
+    for area, parts in by_area.items():
+
+        def rows(tensor: Tensor, area: int = area, parts: list[tuple[Region, Tensor]] = parts) -> Tensor:
+            pieces = [part.of(local(tensor)).reshape(-1, area) for part, _ in parts]
+            return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(dtype)
+
+        w = rows(before.weight)
+        change = rows(param.detach()) - w
+        u = -change if intended is None else rows(intended)
+        decayed = w
+        if isinstance(optimizer, ScaledDecayOptimizer) and info.group["cautious"]:
+            # an inward update has the weight's sign, with or without decay in it
+            same = w.sign() * u.sign()
+            decayed = torch.where(same > 0 if intended is None else same >= 0, w, 0)
+        if intended is None and info.decay:
+            u.sub_(decayed, alpha=info.decay)
+        values = {
+            "ww": norms(w),
+            "dd": norms(change),
+            "decayed": norms(decayed),
+            "uu": norms(u),
+            "wu": vecdot(w, u),
+        }
+        if intended is None:
+            lost = values["uu"] <= ROUNDING * torch.finfo(w.dtype).eps * values["ww"]
+            values |= {key: torch.where(lost, 0.0, values[key]) for key in ("uu", "wu")}
+        if grad is not None:
+            g = rows(grad)
+            values |= {"gg": norms(g), "wg": vecdot(w, g)}
+        if momentum is not None:
+            m = rows(momentum)
+            values |= {"mm": norms(m), "wm": vecdot(w, m), "ww_momentum": values["ww"]}
+        zero = torch.zeros_like(values["ww"])
+        numbers = torch.cat([numbers for _, numbers in parts])
+        measured.append((param, numbers, area, torch.stack([values.get(name, zero) for name in MEASURED[1:]])))
+    return measured
+
+
+def _intended_update(
+    ours: ScaledDecayOptimizer, info: ParameterInfo, param: Tensor, weight: Tensor, state: dict[str, Tensor]
+) -> Tensor:
+    """The unrounded update of this rank's shard, from a second step on float32 zeros.
+
+    For a sharded parameter this is a collective, and every rank computes the whole update.
+    """
+    group, grad = info.group, _local_gradient(param)
+    grad = torch.zeros_like(local(weight)) if grad is None else grad
+    grad = whole(shard_like(param, grad)) if is_dtensor(param) else grad
+    state = {key: whole(value) for key, value in state.items()}
+    weight = whole(weight)
+    for key, layout in layouts(group, weight).items():
+        state.setdefault(key, zeros(layout, weight))
+    if "step" in state:
+        state["step"].add_(1)
+    moved = torch.zeros_like(weight, dtype=wide_dtype(weight.dtype))
+    (item,) = decode_items(group, [Item(0, info.name, moved, grad.to(moved.dtype), state)])
+    batch = Batch(0, group, moved.device, moved.dtype, [moved], [item], info.view)
+    ctx = StepContext(info.lr, 0.0, chunk_bytes(ours, moved.device))
+    update_batch(batch, [item], ctx, is_decoded=True)
+    moved.neg_()
+    return local(put_state(param, moved, param.placements)) if is_dtensor(param) else moved
 
 
 def norms(x: Tensor) -> Tensor:
@@ -287,3 +253,6 @@ def _eigenvalues(gram: Tensor) -> Tensor:
     finite = gram.isfinite().all(-1).all(-1, keepdim=True)
     values: Tensor = torch.linalg.eigvalsh(torch.where(finite.unsqueeze(-1), gram, 0.0))
     return torch.where(finite, values, torch.nan)
+
+
+SPECTRA = {"spectral_norm": spectral_norms, "condition": condition_numbers}

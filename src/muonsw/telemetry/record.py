@@ -99,16 +99,6 @@ def model_view(model: nn.Module | None) -> ModelView:
     return {entry.param: (entry.name, entry.role, entry.view.get("matrix")) for entry in routed}
 
 
-class Sample(NamedTuple):
-    """The measurements of one step: a table per parameter, with a row per name in `MEASURED`."""
-
-    infos: dict[Tensor, ParameterInfo]
-    tables: dict[Tensor, Tensor]
-    spectra: dict[Tensor, dict[str, Tensor]]
-    skipped: int
-    was_skipped: bool
-
-
 class Measured(NamedTuple):
     """One parameter: sums over its matrices for each name in `MEASURED`, and means with their weights."""
 
@@ -118,25 +108,28 @@ class Measured(NamedTuple):
     means: dict[str, tuple[float, float]]
 
 
-def build(step: int, sample: Sample, *, parameters: bool) -> Record:
-    entries = [measured(info, sample.tables[p], sample.spectra.get(p, {})) for p, info in sample.infos.items()]
-    entries = [entry for entry in entries if entry.matrices]
+def describe_step(entries: list[Measured], *, was_skipped: bool, parameters: bool) -> Record:
+    """The values of all measured parameters, and by role, layer and name."""
 
     def pooled(key: str) -> Record:
-        values = dict.fromkeys(getattr(entry.info, key) for entry in entries)
-        chosen = {value: [e for e in entries if getattr(e.info, key) == value] for value in values if value is not None}
-        return {value: describe(chosen[value], sample.was_skipped) for value in chosen}
+        members: dict[str | None, list[Measured]] = {}
+        for entry in entries:
+            members.setdefault(getattr(entry.info, key), []).append(entry)
+        return {value: describe(chosen, was_skipped) for value, chosen in members.items() if value is not None}
 
-    record: Record = {"kind": "telemetry", "step": step, "all": describe(entries, sample.was_skipped)}
-    record["decayed"] = describe([entry for entry in entries if entry.info.decayed], sample.was_skipped)
     layers = pooled("layer")
-    record |= {"roles": pooled("role"), "layers": {layer: layers[layer] for layer in sorted(layers, key=int)}}
+    record: Record = {
+        "all": describe(entries, was_skipped),
+        "decayed": describe([entry for entry in entries if entry.info.decayed], was_skipped),
+        "roles": pooled("role"),
+        "layers": {layer: layers[layer] for layer in sorted(layers, key=int)},
+    }
     if parameters:
-        record["parameters"] = {entry.info.name: describe([entry], sample.was_skipped) for entry in entries}
+        record["parameters"] = {entry.info.name: describe([entry], was_skipped) for entry in entries}
         for entry in entries:
             for name in ALIGNMENTS if entry.matrices == 1 else ():  # the mean over one matrix adds nothing
                 del record["parameters"][entry.info.name][f"{name}_mean"]
-    return {**record, "skipped": sample.skipped, "was_skipped": sample.was_skipped}
+    return record
 
 
 def measured(info: ParameterInfo, table: Tensor, spectra: dict[str, Tensor]) -> Measured:

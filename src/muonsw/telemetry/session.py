@@ -9,21 +9,27 @@ from math import isfinite
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from muonsw import machine
 from muonsw.addons.clipping import clipped_share
+from muonsw.addons.norm_rules import FREE
 from muonsw.checkpoint import required_optimizer
 from muonsw.distributed.shards import is_dtensor, local
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_whole
-from muonsw.telemetry.observe import Observer
-from muonsw.telemetry.record import Record, build, model_view
+from muonsw.telemetry import observe
+from muonsw.telemetry.record import Record, describe_step, model_view, parameter_infos
 from muonsw.work import names_of
 
 Sink = Callable[[Record], object]
+
+_ANNOUNCEMENT = (
+    "telemetry that measures this step (attach it on every rank, with the same `every` and `start_step`, and give the "
+    "sink to one of them)"
+)
 
 
 class Telemetry:
@@ -80,8 +86,6 @@ class Telemetry:
         if keep is not None:
             require_whole("keep", keep, 1)
         optimizer = required_optimizer(optimizer, "Telemetry")
-        if not any(group["params"] for group in optimizer.param_groups):
-            raise ValueError(f"this {type(optimizer).__name__} has no parameters, so there is nothing to measure")
         for number, group in enumerate(optimizer.param_groups):
             for name, param in zip(names_of(group, number), group["params"], strict=True):
                 if is_dtensor(param) and not isinstance(optimizer, ScaledDecayOptimizer):
@@ -101,9 +105,15 @@ class Telemetry:
         for entry in self.sinks:
             if not callable(entry):
                 raise TypeError(f"sink={entry!r} is not callable; pass a function of a record, or a list of them")
+        self._ours = optimizer if isinstance(optimizer, ScaledDecayOptimizer) else None
+        # Our optimizers count skipped steps themselves; subtract those from before telemetry was attached.
+        self._skipped = 0 if self._ours is None else -self._ours.skipped_steps
+        self._view = model_view(model)
+        spectra = {"spectral_norm": spectral_norm, "condition": condition}
+        self._spectra = [name for name, wanted in spectra.items() if wanted]
         self._records: deque[Record] = deque(maxlen=keep)
-        self._observer = Observer(optimizer, model_view(model), spectral_norm=spectral_norm, condition=condition)
-        self._sampling = self._unseen = False
+        self._before: dict[Tensor, observe.Before] | None = None  # the weights before a step that is sampled
+        self._unseen = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -128,7 +138,7 @@ class Telemetry:
         """Stop measuring; records stay readable."""
         for handle in self._handles:
             handle.remove()
-        self._observer.stop()
+        self._stop()
 
     def __enter__(self) -> Self:
         return self
@@ -136,41 +146,66 @@ class Telemetry:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
+    def _stop(self) -> None:
+        self._before = None
+        if self._ours is not None and _ANNOUNCEMENT in self._ours._ranks.announced:
+            self._ours._ranks.announced.remove(_ANNOUNCEMENT)
+
     @_disable_dynamo  # a compiled step calls its hooks uncompiled
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._observer.stop()  # in case the last step raised
+        self._stop()  # in case the last step raised
         is_capturing = machine.gpus() > 0 and torch.cuda.is_current_stream_capturing()
         self._unseen = is_capturing or _makes_state(optimizer)
-        self._sampling = self.due and not self._unseen
-        if self._sampling:  # hooks of our optimizers run after the closure, those of others before it
+        if self.due and not self._unseen:
+            # hooks of our optimizers run after the closure, those of others before it
             closure = kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:])
-            self._observer.begin(closure)
+            self._before = observe.copies(optimizer, closure=closure)
+            if self._ours is not None and any(map(is_dtensor, self._before)):
+                self._ours._ranks.announced.append(_ANNOUNCEMENT)
 
     @_disable_dynamo
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+    def _after_step(self, *_: object) -> None:
         self.step += not self._unseen
-        if not self._sampling:
+        if self._before is None:
             return
-        self._sampling = False
-        if isinstance(optimizer, ScaledDecayOptimizer):
-            summary = optimizer.summary()
-            record = build(self.step, self._observer.finish(summary), parameters=self.parameters)
-            record |= {"matrices": summary.matrices, "groups": []}
-            for values, group in zip(map(asdict, summary.groups), optimizer.param_groups, strict=True):
-                diverged = [key for key, value in values.items() if isinstance(value, float) and not isfinite(value)]
-                record["groups"].append({**values, **dict.fromkeys(diverged), "rounding": group["rounding"]})
-            clipped = clipped_share(optimizer)
-            if clipped is not None:
-                record["clipped"] = clipped
-        else:
-            record = build(self.step, self._observer.finish(None), parameters=self.parameters)
+        record = self._measured(self._before)
+        self._stop()
         self._records.append(record)
         for sink in self.sinks:
             sink(record)
-        if isinstance(optimizer, ScaledDecayOptimizer):
-            optimizer._counters.warn_of_skips()
+        if self._ours is not None:
+            self._ours._counters.warn_of_skips()
+
+    def _measured(self, before: dict[Tensor, observe.Before]) -> Record:
+        optimizer, ours = self.optimizer, self._ours
+        if ours is not None:
+            summary = ours.summary()
+            was_skipped, skipped = summary.skipped, self._skipped + summary.skipped_steps
+            stepped = {param for _, params, _ in ours._last for param in params}
+            # under a norm rule the decay factor differs between weights
+            phis = [group.decay if group.norm == FREE else None for group in summary.groups]
+        else:
+            found_inf = getattr(optimizer, "found_inf", None)  # with a GradScaler fused kernels may skip
+            was_skipped = isinstance(found_inf, Tensor) and bool(found_inf)
+            skipped = self._skipped = self._skipped + was_skipped
+            stepped = {param for param in before if param.grad is not None}
+            phis = [observe.known_decay(optimizer, group) for group in optimizer.param_groups]
+        infos = parameter_infos(optimizer, self._view, phis)
+        moved = {param: copied for param, copied in before.items() if param in stepped}
+        entries = observe.measure(optimizer, infos, moved, self._spectra, was_skipped=was_skipped)
+        values = describe_step(entries, was_skipped=was_skipped, parameters=self.parameters)
+        record: Record = {"kind": "telemetry", "step": self.step, **values}
+        record |= {"skipped": skipped, "was_skipped": was_skipped}
+        if ours is not None:
+            record |= {"matrices": summary.matrices, "groups": []}
+            for entry, group in zip(map(asdict, summary.groups), optimizer.param_groups, strict=True):
+                diverged = [key for key, value in entry.items() if isinstance(value, float) and not isfinite(value)]
+                record["groups"].append({**entry, **dict.fromkeys(diverged), "rounding": group["rounding"]})
+            if (clipped := clipped_share(ours)) is not None:
+                record["clipped"] = clipped
+        return record
 
 
 def _makes_state(optimizer: Optimizer) -> bool:
