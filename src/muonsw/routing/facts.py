@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase, nn.LocalResponseNorm)
+TORCH_NORMS = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | _NormBase
 RECURRENT = nn.RNNBase | nn.RNNCellBase
 TABLES = nn.Embedding | nn.EmbeddingBag
 LISTS = nn.ModuleList | nn.ModuleDict
@@ -100,8 +100,7 @@ class ModelFacts:
     """Everything that the rules look up, under names without wrappers such as torch.compile's."""
 
     def __init__(self, model: nn.Module) -> None:
-        # A wrapper and its content share a clean name; the content comes later and replaces the wrapper.
-        self.modules = {clean_name(model, path): module for path, module in model.named_modules()}
+        self.modules = dict(_named_modules(model, "", set()))
         self.subjects: list[Subject] = []  # every parameter once, under its first name
         self.owners: dict[Tensor, list[nn.Module]] = {}
         weights: dict[str, Tensor] = {}
@@ -310,15 +309,14 @@ def _ask(module: nn.Module, method: str) -> Any:
         return None
 
 
-def clean_name(model: nn.Module, name: str) -> str:
-    """A module's path without the words that wrappers add."""
-    module: object = model
-    words = []
-    for word in name.split("."):
-        if not _is_wrappers(module, word):
-            words.append(word)
-        module = getattr(module, word, None)
-    return ".".join(words)
+def _named_modules(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Each module once, by its path without wrappers; the content comes later and replaces its wrapper."""
+    seen.add(module)
+    yield path, module
+    for word, part in module.named_children():
+        if part not in seen:
+            inner = path if _is_wrappers(module, word) else f"{path}.{word}" if path else word
+            yield from _named_modules(part, inner, seen)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -326,7 +324,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module if inner is None else unwrapped(inner)
 
 
-def _is_wrappers(module: object, word: str) -> bool:
+def _is_wrappers(module: nn.Module, word: str) -> bool:
     classes = {cls.__name__ for cls in type(module).__mro__}
     return word in WRAPPER_WORDS or (word == "module" and bool(classes & WRAPPER_CLASSES))
 

@@ -18,8 +18,6 @@ MATRIX_ROLES = ("hidden", "experts", "convolution")
 OTHER_ROLES = ("embedding", "head", "router", "norm", "bias", "vector", "depthwise", "lora", "unclear")
 ROLES = (*MATRIX_ROLES, *OTHER_ROLES)
 
-# How many gates torch's recurrent layers stack in one weight.
-GATES = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 # Libraries whose `qkv` holds all queries, then all keys, then all values; and timm's exceptions, ordered by head.
 QKV_LIBRARIES = frozenset({"timm", "torchvision", "transformers"})
 HEAD_BY_HEAD = frozenset(f"timm.models.{file}" for file in ("efficientformer", "levit", "maxxvit", "tiny_vit"))
@@ -202,9 +200,8 @@ def known_module(subject: Subject, _: ModelFacts) -> Decision | None:
             return "hidden", "a projection of attention", {}
         return "hidden", "queries, keys and values of torch's attention", _parts(subject, 3)
     if isinstance(module, facts.RECURRENT):
-        gates = next((count for kind, count in GATES.items() if isinstance(module, kind)), 1)
-        fused = gates > 1 and not subject.key.startswith("weight_hr")
-        return "hidden", "a recurrent layer of torch", _parts(subject, gates) if fused else {}
+        gates = subject.param.shape[0] // module.hidden_size  # 4 for LSTM, 3 for GRU
+        return "hidden", "a recurrent layer of torch", _parts(subject, gates) if gates > 1 else {}
     return None
 
 
