@@ -253,6 +253,13 @@ def test_a_first_step_at_zero_makes_state_in_both_modes_and_moves_nothing():
     assert optimizer.param_groups[0]["averaged_steps"] == 0
 
 
+def test_warmup_leaves_a_tensor_rate_as_it_was():
+    params = matrices((4, 6))
+    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT | {"lr": torch.tensor(0.05)}), warmup_steps=5)
+    trained(optimizer, params, 0, 2)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
+
+
 def test_norm_rules_act_on_z():
     params = matrices((4, 6), dtype=torch.float64)
     norm = params[0].detach().norm()

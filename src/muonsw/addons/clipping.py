@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,16 +24,9 @@ from muonsw.checkpoint import unwrap_optimizer
 from muonsw.distributed.shards import is_dtensor, whole
 from muonsw.options import require_number
 
-
-class Counts(NamedTuple):
-    """How often `clip_optimizer_grads_` was called since telemetry last read this, and how often it clipped."""
-
-    # updated in place, because captured graphs write to these tensors
-    calls: Tensor
-    clipped: Tensor
-
-
-_counts: WeakKeyDictionary[Optimizer, Counts] = WeakKeyDictionary()
+# Of the calls since telemetry last read this: how many clipped, and how many there were. Updated in place, because
+# captured graphs write to the tensor.
+_counts: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -75,11 +68,11 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
             f"clip_optimizer_grads_ needs an optimizer of this library, whose groups name their algorithm, not a "
             f"{type(optimizer).__name__}; use torch.nn.utils.clip_grad_norm_"
         )
-    clipped = [name for name, algorithm in ALGORITHMS.items() if not algorithm.scale_free]
-    if algorithms is not None:
-        clipped = [str(name) for name in algorithms]
-        for name in clipped:
-            ALGORITHMS[name]  # raises if unknown
+    if algorithms is None:
+        algorithms = [name for name, algorithm in ALGORITHMS.items() if not algorithm.scale_free]
+    clipped = list(algorithms)
+    for name in clipped:
+        ALGORITHMS[name]  # raises if unknown
 
     # torch's functions refuse mixed meshes; a shard without a gradient may have one on other ranks
     by_mesh: dict[Any, list[Tensor]] = {}
@@ -98,18 +91,18 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
 
     counts = _counts.get(optimizer)
-    if counts is None or counts.clipped.device != norm.device:
-        counts = _counts[optimizer] = Counts(*(torch.zeros_like(norm, dtype=torch.int64) for _ in Counts._fields))
-    counts.calls.add_(1)
-    counts.clipped.add_(norm > max_norm)
+    if counts is None or counts.device != norm.device:
+        counts = _counts[optimizer] = torch.zeros(2, dtype=torch.int64, device=norm.device)
+    counts[0].add_(norm > max_norm)
+    counts[1].add_(1)
     return norm
 
 
 def clipped_share(optimizer: Optimizer) -> float | None:
     """The share of calls that clipped since the last read, None without calls; waits for the device."""
     counts = _counts.get(optimizer)
-    if counts is None or not int(counts.calls):
+    if counts is None:
         return None
-    share = float(counts.clipped) / int(counts.calls)
-    torch._foreach_zero_(list(counts))
-    return share
+    clipped, calls = counts.tolist()
+    counts.zero_()
+    return clipped / calls if calls else None

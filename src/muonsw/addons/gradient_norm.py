@@ -31,35 +31,28 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
             group.setdefault("gradient_average", [0.0, 0.0])
     if any(map(_follows_gradient, optimizer.param_groups)) and "gradient norm" not in optimizer._addons:
         optimizer._addons.add("gradient norm")
-        hook = _GradientHook(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: hook.average())
+        before: dict[int, tuple[int, list[float]]] = {}
+        optimizer.register_step_pre_hook(lambda *_: _average(optimizer.param_groups, before))
 
 
 def _follows_gradient(group: Group) -> bool:
     return DECAY_RULES[group["decay"]].uses_gradient and decays(group)
 
 
-class _GradientHook:
-    def __init__(self, optimizer: ScaledDecayOptimizer) -> None:
-        self._optimizer = optimizer
-        self._before: dict[int, tuple[int, list[float]]] = {}
-
-    def average(self) -> None:
-        for number, group in enumerate(self._optimizer.param_groups):
-            if not _follows_gradient(group) or not float(group["lr"]) > 0:  # a step at rate zero does not count
-                continue
-            step, before = self._before.get(number, (-1, []))
-            if step == group["step_count"]:  # the last step raised, so undo its average
-                group["gradient_average"] = before
-            before = group["gradient_average"]
-            self._before[number] = group["step_count"], before
-            params = [param for param in group["params"] if param.grad is not None]
-            if not params:
-                continue
-            total = sum(float(_sum_of_squares(param)) for param in params)
-            if math.isfinite(total):
-                mean, beta = total / sum(param.numel() for param in params), group["betas"][1]
-                group["gradient_average"] = [beta * before[0] + (1 - beta) * mean, beta * before[1] + (1 - beta)]
+def _average(groups: list[Group], before: dict[int, tuple[int, list[float]]]) -> None:
+    """Add this step's gradients to each group's average; `before` holds the step count and average of the last call."""
+    for number, group in enumerate(groups):
+        if not _follows_gradient(group) or not float(group["lr"]) > 0:  # a step at rate zero does not count
+            continue
+        step, average = before.get(number, (-1, []))
+        if step != group["step_count"]:  # else the last step raised, so undo its average
+            average = group["gradient_average"]
+        before[number], group["gradient_average"] = (group["step_count"], average), average
+        params = [param for param in group["params"] if param.grad is not None]
+        total = sum(float(_sum_of_squares(param)) for param in params)
+        if params and math.isfinite(total):
+            mean, beta = total / sum(param.numel() for param in params), group["betas"][1]
+            group["gradient_average"] = [beta * average[0] + (1 - beta) * mean, beta * average[1] + (1 - beta)]
 
 
 def _sum_of_squares(param: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ attention), a group is clipped by its largest logit, as in Megatron-LM d98e8a64.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -91,14 +92,14 @@ class HeadRows(NamedTuple):
 Rows = Tensor | HeadRows | Sequence[Tensor | HeadRows]
 
 
+@dataclass(eq=False)
 class AttentionLogits:
     """The largest logit of each head of an attention layer since the last step, reported by its forward passes."""
 
-    def __init__(self, heads: int, groups: int, parts: list[tuple[HeadRows, int, float]]) -> None:
-        self.heads = heads
-        self.groups = groups
-        self.parts = parts
-        self.maximum: Tensor | None = None
+    heads: int
+    groups: int  # key heads
+    parts: list[tuple[HeadRows, int, float]]  # rows, their number of heads, the power of gamma that scales them
+    maximum: Tensor | None = None
 
     def observe(self, max_logits: Tensor, first_head: int = 0) -> None:
         """Report the largest logits of a forward pass, of shape (..., heads).

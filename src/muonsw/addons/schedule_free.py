@@ -181,24 +181,18 @@ class ScheduleFree(Optimizer):
                 self.state[param].setdefault("z", param.detach().clone())
             return loss
         self._join_groups()  # the model's dtype may have changed
-        rates_before = [group["lr"] for group in self.param_groups]
-        warmups = [
-            min(1.0, (group["averaged_steps"] + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-            for group in self.param_groups
-        ]
-        highest = [
-            max(group["averaging_lr"], float(lr) * warmup)
-            for group, lr, warmup in zip(self.param_groups, rates_before, warmups, strict=True)
-        ]
+        rates, highest = [group["lr"] for group in self.param_groups], []
         ys, stepped = self._put_z(), set[Tensor]()
         try:
-            for group, warmup in zip(self.param_groups, warmups, strict=True):
-                group["lr"] *= warmup
+            for group in self.param_groups:
+                warmup = min(1.0, (group["averaged_steps"] + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+                group["lr"] = float(group["lr"]) * warmup
+                highest.append(max(group["averaging_lr"], group["lr"]))
             self.optimizer.step()
             if self.optimizer._last_skipped is not True:
                 stepped = self._stepped()
         finally:
-            for group, lr in zip(self.param_groups, rates_before, strict=True):
+            for group, lr in zip(self.param_groups, rates, strict=True):
                 group["lr"] = lr
             for param in ys.keys() - stepped:
                 held = local(param.detach())
