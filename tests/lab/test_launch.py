@@ -232,7 +232,7 @@ def test_the_last_records_are_found_in_a_file_that_is_still_written(tmp_path):
     records = [{"kind": "eval", "step": 0, "loss": 3.0}]
     records += [{"kind": "train", "step": step, "loss": 2.0} for step in range(1, 40)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"kind": "tr', encoding="utf-8")
-    assert last_records(path) == [records[0], records[-1]]
+    assert last_records(path) == [records[-1], records[0]]
 
 
 # ---- Options of Slurm; tests/slurm runs jobs on a real one

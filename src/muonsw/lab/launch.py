@@ -7,7 +7,6 @@ that was stopped, or whose worker was killed, resumes it.
 from __future__ import annotations
 
 import gc
-import math
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from importlib import import_module
 from itertools import cycle, islice
 from multiprocessing.connection import wait as wait_for_process
 from operator import itemgetter
@@ -73,13 +73,8 @@ def run(
 ) -> None:
     """Train every run without a result; names and folders must differ.
 
-    Args:
-        jobs: The runs.
-        console: Shows progress.
-        workers: How many runs to train at a time, each on its own GPU; 1 trains in this process. With Slurm, the
-            largest number of jobs in the queue.
-        cluster: Slurm options, if runs are trained there.
-        retry_diverged: Whether to retrain runs that diverged in an earlier call.
+    `workers` runs are trained at a time, each on its own GPU; 1 trains in this process. With Slurm, `workers` is the
+    largest number of jobs in the queue. `retry_diverged` retrains runs that diverged in an earlier call.
 
     Raises:
         UsageError: If a run cannot start, or a worker was killed (`MachineError`). The other runs are saved.
@@ -87,14 +82,14 @@ def run(
     """
     todo, diverged = {}, 0
     for job in jobs:
-        result = read_object(job.folder / RESULT) if (job.folder / RESULT).exists() else None
-        if result is not None:
+        if (job.folder / RESULT).exists():
             refuse_changes(job.folder, recorded_settings(job.folder), with_fingerprint(job.config))
-        if result is None or (retry_diverged and "diverged" in result):
-            (job.folder / RESULT).unlink(missing_ok=True)
-            todo[job.name] = job
-        else:
-            diverged += "diverged" in result
+            failed = "diverged" in read_object(job.folder / RESULT)
+            if not (failed and retry_diverged):
+                diverged += failed
+                continue
+            (job.folder / RESULT).unlink()
+        todo[job.name] = job
     if complete := len(jobs) - len(todo) - diverged:
         say(console, f"{complete} of {len(jobs)} runs are complete already")
     if diverged:
@@ -137,8 +132,7 @@ def _following(view: View, jobs: Mapping[str, Job]) -> Iterator[None]:
     def follow() -> None:
         while not over.wait(1.0):
             for name in jobs.keys() - view.ended:
-                records = last_records(jobs[name].folder / METRICS)
-                for record in sorted(records, key=itemgetter("kind"), reverse=True):  # "train" fills the first columns
+                for record in last_records(jobs[name].folder / METRICS):
                     step = float(record["step"]) if record["kind"] == "train" else None
                     view.update(name, step, numbers_of(record, jobs[name].config.steps))
 
@@ -152,19 +146,18 @@ def _following(view: View, jobs: Mapping[str, Job]) -> Iterator[None]:
 
 
 def last_records(path: Path) -> list[Record]:
-    """Return the last record of each kind near the end of a run's metrics."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # the last line may be incomplete
-    except OSError:
+    """Return the last record of each kind near the end of a run's metrics, of training first."""
+    if not path.exists():
         return []
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().split(b"\n")
     records: dict[str, Record] = {}
     for line in lines:
-        with suppress(ValueError):  # the first line may be incomplete, too
+        with suppress(ValueError):  # the first and the last line may be incomplete
             record = parse_json(line)
             records[record["kind"]] = record
-    return list(records.values())
+    return sorted(records.values(), key=itemgetter("kind"), reverse=True)
 
 
 # ---- Worker processes
@@ -183,11 +176,6 @@ def each(
 
     `done` is called here with the name and the result of each task. An error in a task ends all work. SIGTERM makes
     tasks save their work and raise `Interrupted`; with `saves=False` it kills them.
-
-    Examples:
-        >>> each(abs, {"first": -2, "second": 3}, lambda name, result: print(name, result), workers=1)
-        first 2
-        second 3
     """
     workers = min(workers, len(tasks))
     if workers <= 1:
@@ -203,7 +191,7 @@ def each(
     waiting, idle, busy = deque(tasks), list(pools), dict[Future[Result], tuple[str, ProcessPoolExecutor]]()
     with stop_requests() as request:
         try:
-            while waiting or busy:
+            while (waiting or busy) and request.signal is None:
                 while waiting and idle:
                     name, pool = waiting.popleft(), idle.pop(0)
                     with _naming(name):
@@ -217,17 +205,19 @@ def each(
                         with _naming(name):
                             result = future.result()
                         done(name, result)
-                if request.signal is not None:
-                    _stop(busy)
-                    failed = [
-                        f"{name} {problem}" for future, (name, _) in busy.items() if (problem := _unsaved(future))
-                    ]
-                    saved = f"stopped, {'; '.join(failed) or 'all runs saved'}; {RESUME}"
-                    raise Interrupted(saved if saves else "stopped; nothing was saved", request.signal)
         finally:
             _stop(busy)
             for pool in pools:
                 pool.shutdown()
+        if request.signal is not None:
+            errors = {name: future.exception() for future, (name, _) in busy.items()}
+            unsaved = [
+                f"{name} {'keeps its last checkpoint' if isinstance(e, BrokenProcessPool) else f'was not saved: {e}'}"
+                for name, e in errors.items()
+                if not isinstance(e, Interrupted | None)
+            ]
+            saved = f"stopped, {'; '.join(unsaved) or 'all runs saved'}; {RESUME}"
+            raise Interrupted(saved if saves else "stopped; nothing was saved", request.signal)
 
 
 @contextmanager
@@ -253,13 +243,6 @@ def _stop(busy: Mapping[Future[Any], Any]) -> None:
         for child in multiprocessing.active_children():
             child.kill()
         raise
-
-
-def _unsaved(future: Future[Any]) -> str:
-    error = future.exception()
-    if isinstance(error, BrokenProcessPool):  # killed, or not started yet
-        return "keeps its last checkpoint"
-    return "" if error is None or isinstance(error, Interrupted) else f"was not saved: {error}"
 
 
 def _start_worker(device: str, saves: bool) -> None:
@@ -326,8 +309,7 @@ class Cluster:
             return
         if self.time < 1:
             raise UsageError("--cluster slurm needs --time, the time limit of a job in minutes")
-        low, high = {"cpu": (0, 0), "cuda": (1, math.inf), "auto": (0, math.inf)}.get(device, (1, 1))
-        if not low <= self.gpus(device) <= high:
+        if device != "auto" and (device == "cpu") == (self.gpus(device) > 0):
             raise UsageError(f"--gpus-per-run {self.gpus_per_run} does not go with --device {device}: leave one out")
 
     def gpus(self, device: str) -> int:
@@ -362,7 +344,13 @@ def _run_on_slurm(
     """Submit runs as jobs and wait for their results; a failed job does not end the others."""
     first = next(iter(runs.values()))
     folder = first.folder.parent / JOBS
-    submit = _submitter(folder, cluster.parameters(first.config.device))
+    submitit = needed("submitit", "--cluster needs", "cluster")
+    prepare_folder(folder)
+    try:
+        executor = submitit.SlurmExecutor(folder.absolute(), max_num_timeout=TIMEOUTS)
+        executor.update_parameters(**cluster.parameters(first.config.device))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"jobs cannot be submitted here: {error}") from error
     waiting, queued = deque(runs), dict[str, str]()  # the job number of each run
     missing, failures = Counter[str](), list[UsageError]()
     with stop_requests() as request:
@@ -385,7 +373,7 @@ def _run_on_slurm(
                     record = folder / f"{runs[name].folder.name}.json"
                     number = str(read_object(record)["job"]) if record.exists() else ""
                     if number not in states:
-                        number = submit(runs[name])
+                        number = SlurmRun(runs[name], folder).submit(executor)
                         write_json(record, {"job": number})
                     queued[name] = number
             until = time.monotonic() + POLL_SLURM_SECONDS
@@ -397,31 +385,6 @@ def _run_on_slurm(
     if failures:
         kind = MachineError if all(isinstance(error, MachineError) for error in failures) else UsageError
         raise kind("\n".join(f"{error}; {RESUME}" for error in failures))
-
-
-def _submitter(folder: Path, parameters: Mapping[str, Any]) -> Callable[[Job], str]:
-    """Return a function that submits a run and returns its job number."""
-    submitit = needed("submitit", "--cluster needs", "cluster")
-    prepare_folder(folder)
-    try:
-        executor = submitit.SlurmExecutor(folder.absolute(), max_num_timeout=TIMEOUTS)
-        executor.update_parameters(**parameters)
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"jobs cannot be submitted here: {error}") from error
-    refused = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError)
-
-    def submit(job: Job) -> str:
-        run = SlurmRun(job, folder)
-        run.error.unlink(missing_ok=True)
-        executor.update_parameters(job_name=f"muonsw-{job.folder.name}")
-        try:
-            with submitit.helpers.clean_env():  # this process may itself run in a job
-                return str(executor.submit(run).job_id)
-        except refused as error:
-            reason = " ".join(str(error).split())
-            raise UsageError(f"Slurm refused {job.name}: {reason}; check --time and --slurm") from error
-
-    return submit
 
 
 def queued_jobs() -> dict[str, str] | None:
@@ -446,6 +409,18 @@ class SlurmRun:
         """The file for the job's error message."""
         return self.folder / f"{self.job.folder.name}.error"
 
+    def submit(self, executor: Any) -> str:
+        """Submit the job and return its number."""
+        submitit = import_module("submitit")
+        self.error.unlink(missing_ok=True)
+        executor.update_parameters(job_name=f"muonsw-{self.job.folder.name}")
+        try:
+            with submitit.helpers.clean_env():  # this process may itself run in a job
+                return str(executor.submit(self).job_id)
+        except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise UsageError(f"Slurm refused {self.job.name}: {reason}; check --time and --slurm") from error
+
     def failure(self, number: str) -> UsageError:
         """The error for a job that ended without a result."""
         log = self.folder / f"{number}_0_log.err"
@@ -455,7 +430,7 @@ class SlurmRun:
 
     def __call__(self) -> None:
         """Train; shortly before the time limit, save and requeue."""
-        submitit = needed("submitit", "--cluster needs", "cluster")
+        submitit = import_module("submitit")
         ranks = submitit.helpers.TorchDistributedEnvironment()
         if ranks.world_size > 1:
             ranks.export(set_cuda_visible_devices=False, overwrite=True)
@@ -481,7 +456,7 @@ class SlurmRun:
 
     def checkpoint(self) -> Any:
         """Tell submitit what to requeue: the same call, which resumes from the run's folder."""
-        return needed("submitit", "--cluster needs", "cluster").helpers.DelayedSubmission(self)
+        return import_module("submitit").helpers.DelayedSubmission(self)
 
 
 def saved_step(folder: Path) -> int:
