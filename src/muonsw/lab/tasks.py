@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from muonsw.lab.data.loader import TokenBatch, TokenLoader, ValidationLoader, open_split, read_record
@@ -371,7 +372,7 @@ class Loss(NamedTuple):
 
 
 class LossModule(nn.Module):
-    """The loss as a module, so that wrappers go around it and the user's functions see the bare model."""
+    """The loss as a module, so that DDP wraps it and the user's functions see the bare model."""
 
     def __init__(self, model: nn.Module, functions: Functions) -> None:
         super().__init__()
@@ -425,19 +426,23 @@ class UserTask(Task):
         if rest:
             split = f"{ranks} ranks x {accumulation} micro-batches"
             raise UsageError(f"{self.config.name}: batch {step} has {rows_of(batch)} rows, not a multiple of {split}")
-        starts = [rows * (ranks * micro + rank) for micro in range(accumulation)]
-        return iter([batch] if parts == 1 else [rows_between(batch, start, start + rows) for start in starts])
+
+        def part(micro: int) -> Batch:
+            """A slice of the batch; tensors of another length stay as they are."""
+            start = rows * (ranks * micro + rank)
+            return map_tensors(lambda x: x[start : start + rows] if x.shape[:1] == (rows * parts,) else x, batch)
+
+        return iter([batch]) if parts == 1 else map(part, range(accumulation))
 
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
-        first, number = None, -1
+        number = -1
         for number, batch in enumerate(self.held_out.first(self.config.eval_batches)):
-            first = batch if first is None else first
             if number % ranks == rank:
                 yield batch, rows_of(batch)
         if number < 0:
             raise UsageError(f"{self.config.name}: batches({VALIDATION!r}, {VALIDATION_SEED}) has no batch")
         if number % ranks < rank:  # all ranks must take part in the forward pass of a sharded model
-            yield first, 0
+            yield batch, 0
 
     def data(self, steps: int) -> str:
         options = "".join(f" --task.{option.replace('=', ' ', 1)}" for option in self.config.options)
@@ -675,45 +680,25 @@ def same(batch: Batch, other: Batch) -> bool:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Apply a function to every tensor of a batch, and keep everything else.
+    """Apply a function to every tensor of a batch, and keep everything else."""
 
-    Examples:
-        >>> map_tensors(lambda x: x + 1, {"x": torch.zeros(2), "names": ("a", torch.ones(1))})
-        {'x': tensor([1., 1.]), 'names': ('a', tensor([2.]))}
-    """
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        changed = {key: map_tensors(function, value) for key, value in batch.items()}
-        # Another mapping, such as a BatchEncoding, may have its values as attributes too.
-        return changed if isinstance(batch, dict) else type(batch)(changed)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):
-        return batch._make(map_tensors(function, value) for value in batch)
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(function, value) for value in batch)
-    return batch
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):  # a kind that torch does not know, such as a BatchEncoding
+            return type(leaf)(map_tensors(function, dict(leaf)))  # type: ignore[call-arg]
+        return function(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(visit, batch)
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     tensors: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_tensors(keep, batch)
+    map_tensors(lambda tensor: (tensors.append(tensor), tensor)[1], batch)  # type: ignore[func-returns-value]
     return tensors
 
 
 def rows_of(batch: Batch) -> int:
     """The length of the first tensor with at least one axis; 1 if there is none."""
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), 1)
-
-
-def rows_between(batch: Batch, start: int, stop: int) -> Batch:
-    """A slice of a batch; tensors of another length stay as they are."""
-    rows = rows_of(batch)
-    return map_tensors(lambda tensor: tensor[start:stop] if tensor.shape[:1] == (rows,) else tensor, batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

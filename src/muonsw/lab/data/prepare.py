@@ -17,8 +17,9 @@ import tokenize
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from itertools import chain, count, islice
+from itertools import accumulate, chain, count, islice
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, Literal, TypeAlias
@@ -81,12 +82,7 @@ NO_DOCUMENT = "the source gave no document: check its path, and whether its file
 
 @dataclass(frozen=True)
 class Corpus:
-    """The options of `muonsw data prepare`: the documents, which of them to hold out, and the tokenizer.
-
-    Examples:
-        >>> len(list(Corpus("synthetic", seed=1, limit_documents=3).documents()))
-        3
-    """
+    """The options of `muonsw data prepare`: the documents, which of them to hold out, and the tokenizer."""
 
     source: Source = "python"
     """Standard library of this Python, files, FineWeb from the Hugging Face hub, or a Markov chain."""
@@ -151,14 +147,14 @@ class Corpus:
         match self.source:
             case "python":
                 paths = sysconfig.get_paths()
-                names = ("stdlib", "purelib", "platlib") if self.packages else ("stdlib",)
+                names = ["stdlib", *["purelib", "platlib"] * self.packages]
                 texts = python_texts(Path(paths[name]).resolve() for name in names)
             case "text":
                 texts = chain.from_iterable(map(_file_texts, matching_files(self.files)))
             case "fineweb":
                 sample = None if Path(self.dataset).exists() else self.sample
-                name = f"{self.dataset} ({sample})" if sample else self.dataset
-                texts = _dataset_texts(f"the dataset {name}", self.dataset, sample)
+                label = f"the dataset {self.dataset}{f' ({sample})' if sample else ''}"
+                texts = _dataset_texts(label, self.dataset, sample)
             case "synthetic":
                 texts = markov_texts(self.seed)
         texts = islice(filter(None, texts), self.limit_documents)
@@ -174,18 +170,12 @@ class Corpus:
 
     def recipe(self) -> dict[str, Any]:
         """The settings of the source and the tokenizer, for the record."""
-        options: dict[Source, dict[str, Any]] = {
-            "python": {"packages": self.packages},
-            "text": {"files": [os.path.abspath(name) for name in self.files]},
-            "fineweb": {"dataset": self.dataset, "sample": self.sample},
-            "synthetic": {"seed": self.seed},
-        }
-        limits = {"limit_documents": self.limit_documents, "limit_characters": self.limit_characters}
+        options = [name for name, reader in ONLY_FOR.items() if reader == ("source", self.source)]
+        corpus = {name: getattr(self, name) for name in ("source", *options, "limit_documents", "limit_characters")}
+        if self.source == "text":
+            corpus["files"] = [os.path.abspath(name) for name in self.files]
         trained = {"vocab": self.vocab, "training_characters": TRAINING_CHARACTERS} if self.tokenizer == "bpe" else {}
-        return {
-            "corpus": {"source": self.source, **options[self.source], **limits},
-            "made_with": {"kind": self.tokenizer, **trained},
-        }
+        return {"corpus": corpus, "made_with": {"kind": self.tokenizer, **trained}}
 
 
 # ---- Documents
@@ -210,16 +200,11 @@ def python_texts(roots: Iterable[Path]) -> Iterator[str]:
             folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
             paths += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
         for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
-            data = path.read_bytes()
-            digest = hashlib.blake2b(data, digest_size=16).digest()
-            if digest in seen:
-                continue
-            seen.add(digest)
-            try:
-                encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-                yield data.decode(encoding)
-            except (SyntaxError, UnicodeDecodeError):
-                continue
+            digest = hashlib.blake2b(data := path.read_bytes(), digest_size=16).digest()
+            if digest not in seen:
+                seen.add(digest)
+                with suppress(SyntaxError, UnicodeDecodeError):
+                    yield data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
 
 
 def matching_files(patterns: Iterable[str]) -> list[Path]:
@@ -259,12 +244,9 @@ def _file_texts(path: Path) -> Iterator[str]:
         if kind == ".jsonl":
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    if not line.strip():
-                        continue
-                    try:
-                        text = json.loads(line)["text"]
-                    except (ValueError, KeyError, TypeError):
-                        text = None
+                    text = None
+                    with suppress(ValueError, KeyError, TypeError):
+                        text = json.loads(line)["text"] if line.strip() else ""
                     if not isinstance(text, str):
                         where = f"{path}, line {number}"
                         raise UsageError(f"{where}: not a JSON object with a string in the field `text`")
@@ -280,15 +262,9 @@ def _file_texts(path: Path) -> Iterator[str]:
 
 
 def pieces(text: str, more: Iterable[str] = ()) -> Iterator[str]:
-    r"""Cut a long text into about 64 pieces of 2,048 to 65,536 characters, after a blank line, a line or a word.
+    """Cut a long text into about 64 pieces of 2,048 to 65,536 characters, after a blank line, a line or a word.
 
     If `more` text follows, `text` must have at least 64 pieces of the largest size.
-
-    Examples:
-        >>> text = "One paragraph.\n\n" * 1000
-        >>> cut = list(pieces(text))
-        >>> "".join(cut) == text, len(cut), max(map(len, cut)), cut[0].endswith("\n\n")
-        (True, 8, 2048, True)
     """
     smallest, largest = PIECE_CHARACTERS
     size, start = min(max(len(text) // PIECES, smallest), largest), 0
@@ -362,12 +338,10 @@ def prepare_corpus(
     """Make the tokenizer of a corpus, then `prepare` its shards."""
     sizes, recipe, trained_on = corpus.sizes(), corpus.recipe(), None
     _finished_groups(folder, {**sizes, **recipe})  # refuses other settings before any work
-    tokenizer: Tokenizer
-    if corpus.tokenizer == "bytes":
-        tokenizer = ByteTokenizer()
-    elif corpus.tokenizer == "gpt2":
+    tokenizer: Tokenizer = ByteTokenizer()
+    if corpus.tokenizer == "gpt2":
         tokenizer = GPT2Tokenizer(corpus.gpt2_files)
-    else:
+    elif corpus.tokenizer == "bpe":
         training = (text for text in corpus.documents() if not is_validation(text, sizes["validation_fraction"]))
         sample = list(up_to(training, TRAINING_CHARACTERS))
         trained_on, _ = digest_of(sample)
@@ -430,7 +404,7 @@ def _finished_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...
     if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()
     shared = [name for name in settings if name in record.settings]
-    before, now = ({name: each[name] for name in shared} for each in (record.settings, settings))
+    before, now = ({name: values[name] for name in shared} for values in (record.settings, settings))
     if changes := differences(before, now):
         listed = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changes.items())
         raise UsageError(f"{folder} holds data with other settings: {listed}; choose another folder or delete it")
@@ -441,19 +415,18 @@ def _write_group(
     folder: Path, record: DataRecord, number: int, group: Group, texts: Sequence[str], tokenizer: Tokenizer
 ) -> Group:
     """Write a group's shard for each split that has documents, and return the group with sizes and checksums."""
-    parts: dict[Split, list[str]] = {split: [] for split in SPLITS}
-    for text in texts:
-        parts["validation" if is_validation(text, record.validation_fraction) else "train"].append(text)
     end = np.array([tokenizer.end_of_document], dtype=np.uint32)
     tokens: dict[Split, int] = {}
     checksums: dict[Split, str] = {}
-    for split, part in parts.items():
+    for split in SPLITS:
+        held_out = split == "validation"
+        part = [text for text in texts if is_validation(text, record.validation_fraction) == held_out]
         if not part:
             continue
         checksum, written = hashlib.sha256(), 0
         with replacing(shard_path(folder, split, number, group), remedy=RERUN) as file:
             for batch in grouped(part, BATCH_CHARACTERS):
-                ids = np.concatenate([each for document in tokenizer.encode_batch(batch) for each in (document, end)])
+                ids = np.concatenate([ids for document in tokenizer.encode_batch(batch) for ids in (document, end)])
                 data = ids.astype(record.dtype).tobytes()
                 checksum.update(data)
                 file.write(data)
@@ -489,17 +462,15 @@ def held_out_fraction(documents: Iterable[str]) -> float:
         sizes[_hash(text)] += len(text)
     if not sizes:
         raise UsageError(NO_DOCUMENT)
-    total, held_out = sum(sizes.values()), 0
+    total = sum(sizes.values())
     share = SMALL_SHARE if total < LARGE_CHARACTERS else LARGE_SHARE
     *candidates, _largest = sorted(sizes)
     if not candidates:
         fix = "give several documents, a text file of 12 kB or more, or `muonsw data prepare --validation-fraction 0`"
         raise UsageError(f"one document ({total:,} characters) cannot be both trained on and held out: {fix}")
-    for candidate in candidates:
-        held_out += sizes[candidate]
-        if held_out >= share * total:
-            break
-    return float(np.nextafter(candidate / 2.0**64, 1.0))
+    held_out = accumulate(sizes[candidate] for candidate in candidates)
+    enough = (candidate for candidate, size in zip(candidates, held_out, strict=True) if size >= share * total)
+    return float(np.nextafter(next(enough, candidates[-1]) / 2.0**64, 1.0))
 
 
 def digest_of(texts: Iterable[str]) -> tuple[str, int]:
