@@ -151,12 +151,6 @@ def balance_loss(
     f is the fraction of tokens that selected the expert, P the mean probability that the router gives it; a balanced
     router has the loss K/E. If ranks share the tokens, f is averaged over ranks. Since the loss is linear in P, the
     mean of the ranks' losses and gradients is then that of all tokens.
-
-    Examples:
-        >>> logits = torch.zeros(8, 8)
-        >>> chosen = torch.stack([torch.arange(8), (torch.arange(8) + 1) % 8], dim=1)
-        >>> balance_loss(logits, chosen).item()
-        0.25
     """
     experts = logits_NE.shape[1]
     selected_NE = _one_hot(chosen_NK, experts).sum(dim=1).to(logits_NE.dtype)

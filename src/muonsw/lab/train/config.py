@@ -242,7 +242,6 @@ def _require_choices(settings: Any, choices: Mapping[str, Sequence[str]], prefix
 
 # The settings most likely used for the paper's numbers: see docs/reproducing.md.
 PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
-PAPER_BATCH = 256
 DEFAULT_DATA = Path("out/data")
 # Most characters in an average BPE token.
 LONG_TOKEN = 4
@@ -250,7 +249,7 @@ LONG_TOKEN = 4
 
 def _paper(steps: int, lr: float) -> dict[str, Any]:
     # Micro-batches fit the memory of one large GPU.
-    return {"steps": steps, "batch": PAPER_BATCH, "accumulation": 8, "optimizer": replace(PAPER_OPTIMIZER, lr=lr)}
+    return {"steps": steps, "batch": 256, "accumulation": 8, "optimizer": replace(PAPER_OPTIMIZER, lr=lr)}
 
 
 # Run settings by model preset; those in SHARED are the defaults.
@@ -282,12 +281,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset_run(name: str, data: str, *, model: ModelConfig | None = None) -> RunConfig:
-    """The run of a preset on prepared tokens; a dense variant has the settings of its mixture of experts.
-
-    Examples:
-        >>> preset_run("w256", "tokens").optimizer.lr, preset_run("w1024-dense", "tokens").steps
-        (0.01, 376000)
-    """
+    """The run of a preset on prepared tokens; a dense variant has the settings of its mixture of experts."""
     model = model or preset(name)
     settings = {**SHARED, **DEFAULTS[name.removesuffix("-dense")]}
     return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), **settings)
@@ -297,10 +291,6 @@ def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **ch
     """The run of a preset, without data, with changes; a new length sets the peak rate by the horizon rule.
 
     That rule counts steps of 524,288 tokens, whatever the batch of this run, and gives 0.02 below 5,000 of them.
-
-    Examples:
-        >>> round(changed_run("w256", 40_000, {}).optimizer.lr, 6)
-        0.01
     """
     try:
         run = replace(preset_run(name, ""), **changes)
@@ -319,7 +309,7 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
     """
     if data is not None and text:
         raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
-    vocab, folder = run.decoder.vocab, data
+    vocab, folder = run.decoder.vocab, data or Path()
     if text:
         # The folder's name depends on the paths and contents of the files.
         paths, digest = matching_files(text), hashlib.blake2b(digest_size=4)
@@ -330,7 +320,8 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
         letters = "".join(letter if letter.isalnum() else "-" for letter in paths[0].name.partition(".")[0])
         folder = DEFAULT_DATA / f"{letters}-bpe{vocab}-{digest.hexdigest()}"
         prepare_default(folder, vocab=vocab, source="text", files=tuple(map(str, paths)))
-    folder = folder or default_data(vocab)
+    elif data is None:
+        folder = default_data(vocab)
     record, sequence = read_record(folder), run.decoder.sequence
     train, validation = run.batch * sequence + 1, sequence + 1
     if text and (record.tokens("train") < train or record.tokens("validation") < validation):
@@ -368,8 +359,7 @@ def task_run(task: TaskConfig, checked: Checked, *, seed: int = 0, **settings: A
         steps = chosen["steps"] if isinstance(chosen["steps"], int) else 0  # from_data refuses anything else
         intervals = {"eval_every": steps // 20, "checkpoint_every": steps // 10, "telemetry_every": steps // 100}
         watching = {name: max(1, every) for name, every in intervals.items()} | parts[RunConfig]
-        run = from_data(RunConfig, {**watching, "batch": checked.rows, "seed": seed, "task": as_data(task)})
-        optimizer = from_data(OptimizerConfig, parts[OptimizerConfig])
-        return replace(run, optimizer=optimizer, schedule=from_data(ScheduleConfig, parts[ScheduleConfig]))
+        split = {"optimizer": parts[OptimizerConfig], "schedule": parts[ScheduleConfig], "task": as_data(task)}
+        return from_data(RunConfig, {**watching, **split, "batch": checked.rows, "seed": seed})
     except (ValueError, TypeError) as error:
         raise UsageError(f"{task.name}: {error}") from error

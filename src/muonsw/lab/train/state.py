@@ -75,13 +75,6 @@ def build_optimizer(
 
     Shard the model first. The ranks of `process_group` have copies of the model and share Muon's work. `steps` is the
     length of the run, for decay rules that depend on it; `patterns` is the routing of a task.
-
-    Examples:
-        >>> from muonsw.lab.model import ModelConfig
-        >>> model = Decoder(ModelConfig(width=64, layers=1, head_dim=32, vocab=64, sequence=8))
-        >>> optimizer = build_optimizer(model, OptimizerConfig(lr=0.01, muon_lr="sqrt"))
-        >>> sorted({(g["role"], g["algorithm"], g["lr"]) for g in optimizer.param_groups})[:2]
-        [('embedding', 'adamw', 0.01), ('experts', 'muon', 0.02)]
     """
     shared: Options = {name: getattr(config, name) for name in ("lr", "weight_decay", "decay", "peak", "norm")}
     shared |= {"target_norm": config.target_norm, "total_steps": steps, "patterns": patterns or {}}
@@ -167,7 +160,7 @@ class Training:
         self.guard = LossGuard(config.diverged, config.skipped)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.device = self.world.together(lambda: device_of_rank(config, self.world))
+        self.device = self.world.together(self._device_of_rank)
         self.world.together(lambda: require_division(config, self.world.size))
         self.task = self.world.together(lambda: open_task(config, self.world.size))
         self.model = self.task.model(config.seed).to(self.device)
@@ -202,6 +195,17 @@ class Training:
         multiple = config.schedule.multiple(config.steps)
         self.scheduler = lr_scheduler(self.optimizer, multiple)
         require_decay_below_one(self.optimizer, multiple, config.steps)
+
+    def _device_of_rank(self) -> torch.device:
+        """The device in the config, or this rank's GPU if there are several ranks."""
+        device, world = resolve_device(self.config.device), self.world
+        if world.alone or device.type != "cuda":
+            return device
+        if world.local >= (gpus := machine.gpus()):
+            many = f"there is no GPU for rank {world.rank}: its machine has {gpus}"
+            raise UsageError(f"{many}; start at most as many processes there, or set device to cpu")
+        torch.cuda.set_device(world.local)
+        return torch.device("cuda", world.local)
 
     def describe(self) -> dict[str, Any]:
         """Describe the model, its parameters by role and algorithm, and the data."""
@@ -422,18 +426,6 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def device_of_rank(config: RunConfig, world: World) -> torch.device:
-    """The device in the config, or this rank's GPU if there are several ranks."""
-    device = resolve_device(config.device)
-    if world.alone or device.type != "cuda":
-        return device
-    if world.local >= (gpus := machine.gpus()):
-        many = f"there is no GPU for rank {world.rank}: its machine has {gpus}"
-        raise UsageError(f"{many}; start at most as many processes there, or set device to cpu")
-    torch.cuda.set_device(world.local)
-    return torch.device("cuda", world.local)
-
-
 def with_fingerprint(config: RunConfig) -> RunConfig:
     """Add the hash of the tokens or of the task's file; raise a `UsageError` if the config has a different one."""
     if config.task is not None:
@@ -457,7 +449,6 @@ class GraphedFunction(Generic[Result]):
         self._result: Result | None = None
 
     def __call__(self, batches: list[Batch]) -> Result:
-        """Call the function on these batches; the first calls are eager."""
         self._calls += 1
         if self._calls == WARM_CALLS + 1:
             self._capture(batches)
@@ -479,7 +470,6 @@ class GraphedFunction(Generic[Result]):
         return result
 
     def _capture(self, batches: list[Batch]) -> None:
-        """Capture a call without running it; prefetching continues meanwhile."""
         self._batches = [map_tensors(Tensor.clone, batch) for batch in batches]
 
         def program() -> None:
