@@ -20,27 +20,20 @@ from muonsw.optimizer import ScaledDecayOptimizer
 
 CONSTANT, SCALED = BOTH = ("constant", "scaled")
 Number = TypeVar("Number", float, torch.Tensor)
-Steps: TypeAlias = Iterable[float] | Tensor
+Steps: TypeAlias = Iterable[float]  # learning rates, step by step
 # Relative rounding allowed for a learning rate at its limit.
 ROUNDING = 1e-12
 
 
 class HypothesisError(ValueError):
-    """A closed form was used although its `hypothesis`, such as `"lambda > 0"`, does not hold."""
-
-    def __init__(self, hypothesis: str, values: str = "") -> None:
-        super().__init__(f"the hypothesis {hypothesis} does not hold" + (f": {values}" if values else ""))
-        self.hypothesis = hypothesis
-        self._values = values
-
-    def __reduce__(self) -> tuple[type[HypothesisError], tuple[str, str]]:
-        return type(self), (self.hypothesis, self._values)
+    """A closed form was used although a hypothesis that the message names, such as lambda > 0, does not hold."""
 
 
 def require(hypothesis: str, holds: bool | Tensor, **values: float | Tensor) -> None:
     """Raise `HypothesisError` unless the hypothesis holds, for a tensor in every element."""
     if not (bool(holds.all()) if isinstance(holds, Tensor) else holds):
-        raise HypothesisError(hypothesis, ", ".join(f"{name}={value}" for name, value in values.items()))
+        shown = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise HypothesisError(f"the hypothesis {hypothesis} does not hold" + (f": {shown}" if shown else ""))
 
 
 def require_positive(name: str, value: float) -> None:
@@ -52,8 +45,8 @@ def require_at_least(name: str, value: float, least: float) -> None:
 
 
 def check_rates(etas: Steps, limits: Mapping[str, float] | None = None) -> list[float]:
-    """Return the learning rates as floats; refuse negative rates and rates above a limit, given by hypothesis."""
-    rates: list[float] = etas.tolist() if isinstance(etas, Tensor) else [float(eta) for eta in etas]
+    """Return the learning rates as floats; refuse negative rates and rates above a limit of a named hypothesis."""
+    rates = [float(eta) for eta in etas]
     for step, eta in enumerate(rates):
         require("eta >= 0", 0.0 <= eta < math.inf, eta=eta, step=step)
     largest = max(rates, default=0.0)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import matrix_norm
 
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, within, within_share
@@ -44,7 +45,6 @@ from muonsw.lab.theory.muon import (
     descend,
     hover_gradient,
     hover_loss,
-    nuclear_norm,
     spectral_norm,
     weighted_mean,
 )
@@ -65,14 +65,13 @@ def muon_norm_bounds(z0: float, etas: Steps, *, lam: float) -> list[float]:
     return [radius + d for d in excess]
 
 
-def muon_loss_floor(singular_values: Iterable[float] | Tensor, *, lam: float) -> float:
+def muon_loss_floor(singular_values: Iterable[float], *, lam: float) -> float:
     """The lowest loss at which Muon with constant decay can settle: `1/2 sum (sigma_i(A) - 1/lambda)_+^2`.
 
     Hypotheses: lambda > 0, eta lambda <= 1, an infinite sum of learning rates.
     """
     require_positive("lambda", lam)
-    sigmas = singular_values.tolist() if isinstance(singular_values, Tensor) else singular_values
-    return 0.5 * sum(max(sigma - 1.0 / lam, 0.0) ** 2 for sigma in sigmas)
+    return 0.5 * sum(max(float(sigma) - 1.0 / lam, 0.0) ** 2 for sigma in singular_values)
 
 
 def clip_projection(A: Tensor, radius: float) -> Tensor:
@@ -237,7 +236,7 @@ def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> l
     rivals = clip_projection(gaussian((1000, *A.shape), generator, std=1e-3 * radius) + P, radius)
     distance, nearest = float(D.square().sum()), float((rivals - A).square().sum((-2, -1)).min())
     floor = 2.0 * muon_loss_floor(torch.linalg.svdvals(A), lam=1.0 / radius)
-    attained, most = float((D * P).sum()), radius * float(nuclear_norm(D))
+    attained, most = float((D * P).sum()), radius * float(matrix_norm(D, "nuc"))
 
     proof = Source("proof of Proposition 3.2", "rho >= 0")
     away = "the clipped matrix is sum (sigma_i - rho)_+^2 away from A"
@@ -329,7 +328,7 @@ def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, generator: t
     nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
     for moves in descend({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator):
         for rule, move in moves.items():
-            nuclear[rule].append(nuclear_norm(move.slope))
+            nuclear[rule].append(matrix_norm(move.slope, "nuc"))
         largest = max(largest, float(spectral_norm(moves[CONSTANT].after).max()))
     means = {rule: weighted_mean(torch.stack(norms), s.etas, start=half) for rule, norms in nuclear.items()}
     missing = 2.0 * prod(1.0 - eta * s.lam for eta in s.etas) + POLAR.size

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.linalg import matrix_norm
 
 from muonsw import decay_factor
 from muonsw.lab.paper import Tolerance
@@ -203,19 +204,19 @@ def follow(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator)
     ends: dict[Name, Tensor] = {}
     for moves in descend(stacks, s, generator):
         for key, move in moves.items():
-            stack, nuclear = stacks[key], nuclear_norm(move.slope)
+            stack, nuclear = stacks[key], matrix_norm(move.slope, "nuc")
             # Computed from the weights, so that it is what the optimizer did.
             O = ((1.0 - move.phi) * move.before - move.after) / move.eta  # noqa: E741 (the paper's name)
-            error = frobenius_norm((1.0 - stack.beta) * move.momentum - move.slope)
+            error = matrix_norm((1.0 - stack.beta) * move.momentum - move.slope)
             # Lemma D.2: <grad f, O> >= |grad f|_* - 2 sqrt(r) |E|_F
             margin = (move.slope * O).sum((-2, -1)) - (nuclear - 2.0 * math.sqrt(stack.rank) * error)
-            measured[key].append((stack.loss(move.before), frobenius_norm(move.before), nuclear, error, margin))
+            measured[key].append((stack.loss(move.before), matrix_norm(move.before), nuclear, error, margin))
             ends[key] = move.after
     paths = {}
     for key, stack in stacks.items():
         losses, norms, nuclear, errors, margins = map(torch.stack, zip(*measured[key], strict=True))
         losses = torch.cat([losses, stack.loss(ends[key])[None]])
-        norms = torch.cat([norms, frobenius_norm(ends[key])[None]])
+        norms = torch.cat([norms, matrix_norm(ends[key])[None]])
         paths[key] = Trajectory(stack, losses, norms, nuclear, errors, margins)
     return paths
 
@@ -239,15 +240,6 @@ def weighted_mean(values: Tensor, etas: Sequence[float], *, start: int = 0) -> T
     weights = values.new_tensor(etas[start:]).unsqueeze(1)
     mean: Tensor = (weights * values[start:]).sum(0) / weights.sum()
     return mean
-
-
-def frobenius_norm(matrices: Tensor) -> Tensor:
-    return matrices.square().sum((-2, -1)).sqrt()
-
-
-def nuclear_norm(matrices: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.svdvals(matrices).sum(-1)
-    return norms
 
 
 def spectral_norm(matrices: Tensor) -> Tensor:
@@ -344,7 +336,7 @@ def descent_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
     """The descent inequality, summed over the run, with the errors and norms of each path."""
     ratios = list[float]()
     for path in paths:
-        constants = {"q": s.lam / s.eta0, "grad_zero": float(frobenius_norm(path.stack.A)), "L": 1.0}
+        constants = {"q": s.lam / s.eta0, "grad_zero": float(matrix_norm(path.stack.A)), "L": 1.0}
         sums = (path.nuclear * path.nuclear.new_tensor(s.etas).unsqueeze(1)).sum(0).tolist()
         drops, tops = (path.losses[0] - path.losses[-1]).tolist(), path.norms.amax(0).tolist()
         for total, drop, top, errors in zip(sums, drops, tops, path.errors.T.tolist(), strict=True):
@@ -359,7 +351,7 @@ def tracking_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
     """Measured mean squared tracking errors over their bounds, summed over the run."""
     ratios = list[float]()
     for path in paths:
-        size, norms = float(frobenius_norm(path.stack.A)), s.by_batch(path.norms)
+        size, norms = float(matrix_norm(path.stack.A)), s.by_batch(path.norms)
         constants = {"sigma": s.sigma, "beta": path.stack.beta, "L": 1.0, "q": s.lam / s.eta0}
         for B, errors in s.by_batch(path.errors).items():
             bound, start = math.sqrt(float(norms[B].square().mean(1).max())), size + float(norms[B][0].max())
@@ -448,7 +440,7 @@ def convex_claims(path: Trajectory, s: DeterministicSettings) -> list[Claim]:
     """Theorem 3.4 on a convex loss that is not a quadratic: `f(W) - f(W*) <= |grad f(W)|_* (bound + |W*|_F)`."""
     initial = float(path.losses[0].mean())
     gaps, slopes = weighted_mean(path.losses[:-1], s.etas), weighted_mean(path.nuclear, s.etas)
-    bound = slopes * (float(path.norms.max()) + float(frobenius_norm(path.stack.A)))
+    bound = slopes * (float(path.norms.max()) + float(matrix_norm(path.stack.A)))
     ratio, lowest = float((gaps / bound).max()), float(path.losses.amin(0).max()) / initial
     hovering = hover_loss(path.stack.rank, s.etas[-1], path.stack.beta) / initial
 

@@ -41,11 +41,9 @@ def warmup_cosine(
         >>> [round(warmup_cosine(t, total_steps=8, warmup_steps=4), 3) for t in range(8)]
         [0.25, 0.5, 0.75, 1.0, 0.868, 0.55, 0.232, 0.1]
     """
-    warming = _warmup(step, total_steps, warmup_steps, final_fraction)
-    if warming is not None:
-        return warming
-    return _fall(
-        step, max(warmup_steps - 1, 0), total_steps - 1, final_fraction, lambda x: (1.0 - math.cos(math.pi * x)) / 2.0
+    start = max(warmup_steps - 1, 0)
+    return _multiple(
+        step, start, lambda x: (1.0 - math.cos(math.pi * x)) / 2.0, total_steps, warmup_steps, final_fraction
     )
 
 
@@ -66,7 +64,6 @@ def warmup_stable_decay(
         >>> [round(warmup_stable_decay(t, **settings), 3) for t in range(8)]
         [0.5, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1]
     """
-    warming = _warmup(step, total_steps, warmup_steps, final_fraction)
     if not 0.0 < decay_fraction <= 1.0:
         raise ValueError(f"decay_fraction must be in (0, 1], got {decay_fraction}; final_fraction=1 gives no decay")
     decay_steps = min(max(1, round(decay_fraction * total_steps)), total_steps - 1)
@@ -75,13 +72,19 @@ def warmup_stable_decay(
             f"warmup_steps={warmup_steps} and decay_fraction={decay_fraction} ({decay_steps} steps) "
             f"do not fit into total_steps={total_steps}; shorten one of them"
         )
-    if warming is not None:
-        return warming
-    return _fall(step, total_steps - 1 - decay_steps, total_steps - 1, final_fraction, lambda x: x)
+    start = total_steps - 1 - decay_steps
+    return _multiple(step, start, lambda x: x, total_steps, warmup_steps, final_fraction)
 
 
-def _warmup(step: int, total_steps: int, warmup_steps: int, final_fraction: float) -> float | None:
-    """Check the settings; return the multiple during warmup, and None after it."""
+def _multiple(
+    step: int,
+    start: int,
+    curve: Callable[[float], float],
+    total_steps: int,
+    warmup_steps: int,
+    final_fraction: float,
+) -> float:
+    """Check the settings; rise during warmup, hold 1 up to the step `start`, then follow the curve to the end."""
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}; the first step of a run is 0")
     _check_positive("total_steps", total_steps)
@@ -92,16 +95,13 @@ def _warmup(step: int, total_steps: int, warmup_steps: int, final_fraction: floa
         )
     if not 0.0 <= final_fraction <= 1.0:
         raise ValueError(f"final_fraction is a fraction of the peak and must be in [0, 1], got {final_fraction}")
-    return (step + 1) / warmup_steps if step < warmup_steps else None
-
-
-def _fall(step: int, start: int, end: int, final_fraction: float, curve: Callable[[float], float]) -> float:
-    """Hold 1 up to the step `start`, then follow the curve to `final_fraction` at the step `end`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
     if step <= start:
         return 1.0
-    if step >= end:
+    if step >= total_steps - 1:
         return final_fraction
-    share = curve((step - start) / (end - start))
+    share = curve((step - start) / (total_steps - 1 - start))
     return 1.0 - share + final_fraction * share
 
 
