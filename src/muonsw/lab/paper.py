@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ class Row:
     constant: float  # best validation loss with constant decay
     scaled: float  # with scaled decay
     saved: float  # share of steps that scaled decay saves to reach the best loss of constant decay
-    constant_norm: float | None = None  # weight RMS at the end, if printed
-    scaled_norm: float | None = None  # with scaled decay
+    constant_norm: float = math.nan  # weight RMS at the end, if printed
+    scaled_norm: float = math.nan  # with scaled decay
 
 
 ROWS: Mapping[int, Row] = {

@@ -10,12 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from operator import attrgetter
 
 import numpy as np
 
 from muonsw.lab import paper
-from muonsw.lab.charts import Axis, Chart, Curve, Level
 from muonsw.lab.compare import (
     CONSTANT,
     CONTROL,
@@ -24,7 +22,6 @@ from muonsw.lab.compare import (
     Arm,
     Comparison,
     Key,
-    Measure,
     Results,
     Runs,
     pair_outcome,
@@ -33,12 +30,11 @@ from muonsw.lab.compare import (
     same_total,
     steps_to_match,
 )
-from muonsw.lab.diagnose import late_fits, open_history
+from muonsw.lab.diagnose import History, LateFits, late_fits, open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.stats import (
     Claim,
-    Estimate,
     Source,
     above,
     at_least,
@@ -68,32 +64,27 @@ MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie ab
 def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
     """Constant decay, scaled decay, and constant decay of the same total.
 
-    Where muP divides the group's learning rate, also scaled decay with the group's own peak.
+    Where muP divides the group's learning rate, also scaled decay with the group's own peak, and its control.
     """
     scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
-    arms = [Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group")), scaled]
-    if run.decoder.relative_width != 1.0 and run.optimizer.peak == "base":
-        arms.append(Arm(GROUP, replace(scaled.optimizer, peak="group")))
-    return (*arms, same_total(run, scaled))
-
-
-def rule_arm(run: RunConfig, rule: str, weight_decay: float) -> Arm:
-    """A rule at one lambda, with every group's own peak, so that all rules agree at the highest learning rate."""
-    by_group = rule == CONSTANT or run.decoder.relative_width != 1.0
-    peak = "group" if by_group else run.optimizer.peak
-    optimizer = replace(run.optimizer, decay=rule, weight_decay=weight_decay, peak=peak)
-    return Arm(f"{rule}, lambda {weight_decay:g}", optimizer)
+    constant = Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group"))
+    if run.decoder.relative_width == 1.0 or run.optimizer.peak != "base":
+        return constant, scaled, same_total(run, scaled)
+    group = Arm(GROUP, replace(scaled.optimizer, peak="group"))
+    return constant, scaled, group, same_total(run, scaled), replace(same_total(run, group), name=GROUP_CONTROL)
 
 
 def row(scale: Scale, width: int) -> Comparison:
-    """The arms of one width, with constant decay of the same total for each form of scaled decay."""
+    """The arms of one width, and both rules at further lambdas, with every group's own peak."""
     run = scale.rows[width]
     arms = list(decay_arms(run))
-    if group := next((arm for arm in arms if arm.name == GROUP), None):
-        arms.append(replace(same_total(run, group), name=GROUP_CONTROL))
-    lambdas = [factor * run.optimizer.weight_decay for factor in scale.near_best]
-    near = (rule_arm(run, rule, lam) for lam in lambdas for rule in RULES)
-    return Comparison(Key(width=width), run, (*arms, *near), tuple(range(scale.seeds)))
+    for factor in scale.near_best:
+        lam = factor * run.optimizer.weight_decay
+        for rule in RULES:
+            peak = run.optimizer.peak if rule == SCALED and run.decoder.relative_width == 1.0 else "group"
+            optimizer = replace(run.optimizer, decay=rule, weight_decay=lam, peak=peak)
+            arms.append(Arm(f"{rule}, lambda {lam:g}", optimizer))
+    return Comparison(Key(width=width), run, tuple(arms), tuple(range(scale.seeds)))
 
 
 def sampled_row(scale: Scale) -> list[Comparison]:
@@ -112,22 +103,21 @@ def judge_rows(results: Results, scale: Scale) -> list[Claim]:
         limits = "" if scale.printed else SMALLER
         claims += judge_pair(f"w{width}", str(key), arms, limits)
         if GROUP in arms:  # the same comparison with eta_max from the group, so that rules agree at the peak
-            constant, group = arms[CONSTANT], arms[GROUP]
             source = Source(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
             form = "scaled decay by the group's own peak"
             lower = f"{key}: {form} ends at a lower validation loss than constant decay"
             larger = f"{key}: the weights end larger under {form} (logarithm of the ratio)"
+            pair = arms[GROUP], arms[CONSTANT]
             claims += [
-                lower_loss(f"w{width}-group-loss", lower, constant, group, source, limits),
-                larger_norm(f"w{width}-group-norm", larger, constant, group, source),
+                lower_loss(f"w{width}-group-loss", lower, source, *pair, limits),
+                larger_norm(f"w{width}-group-norm", larger, source, *pair),
             ]
         for arm, control in CONTROLS.items():
             if control in arms:  # at equal totals, a gain comes from when decay acts and not from less decay
                 words = f"{key}: {arm} minus constant decay of the same total, in nats"
-                gap = over_seeds(paired(arms[arm], arms[control], final_loss))
                 source = Source(BEYOND, "the same weights, batches, learning rate and total decay")
                 id = f"w{width}-{'group-' if arm == GROUP else ''}control"
-                claims.append(below(id, words, source, gap, 0.0, LOWER))
+                claims.append(lower_loss(id, words, source, arms[arm], arms[control]))
         if scale.printed:
             claims += judge_printed(width, arms[CONSTANT], arms[SCALED])
     return claims
@@ -135,19 +125,29 @@ def judge_rows(results: Results, scale: Scale) -> list[Claim]:
 
 def judge_pair(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
     """Scaled decay ends lower and keeps its weights."""
-    constant, scaled = arms[CONSTANT], arms[SCALED]
     table, figure = Source(paper.TABLE, SAME_LAMBDA), Source(paper.HEADLINE, SAME_LAMBDA)
     lower = f"{where}: scaled decay ends at a lower validation loss than constant decay"
     larger = f"{where}: the weights end larger under scaled decay (logarithm of the ratio of their RMS)"
     keeps = f"{where}: scaled decay keeps more of the largest norm while the learning rate falls"
+    pair = arms[SCALED], arms[CONSTANT]
     return [
-        lower_loss(f"{id}-loss", lower, constant, scaled, table, limits),
-        larger_norm(f"{id}-norm", larger, constant, scaled, figure),
-        above(f"{id}-kept", keeps, figure, over_seeds(paired(scaled, constant, norm_change)), 0.0, MOVED),
+        lower_loss(f"{id}-loss", lower, table, *pair, limits),
+        larger_norm(f"{id}-norm", larger, figure, *pair),
+        above(f"{id}-kept", keeps, figure, over_seeds(paired(*pair, lambda run: run.norm_change)), 0.0, MOVED),
     ]
 
 
-final_loss, best_loss, norm_change = map(attrgetter, ("final_loss", "best_loss", "norm_change"))
+def lower_loss(
+    id: str, statement: str, source: Source, arm: Sequence[Run], baseline: Sequence[Run], limits: str = ""
+) -> Claim:
+    """An arm ends at a lower validation loss than the baseline, paired by seed."""
+    differences = over_seeds(paired(arm, baseline, lambda run: run.final_loss))
+    return below(id, statement, source, differences, 0.0, LOWER, limits=limits)
+
+
+def larger_norm(id: str, statement: str, source: Source, arm: Sequence[Run], baseline: Sequence[Run]) -> Claim:
+    """The weights of an arm end larger than those of the baseline, paired by seed."""
+    return above(id, statement, source, over_seeds(paired(arm, baseline, log_end_norm)), 0.0, MOVED)
 
 
 def log_end_norm(run: Run) -> float:
@@ -155,28 +155,11 @@ def log_end_norm(run: Run) -> float:
     return math.log(run.final_norm) if run.final_norm > 0 else math.nan
 
 
-def over_runs(runs: Sequence[Run], measure: Measure) -> Estimate:
-    return over_seeds([measure(run) for run in runs])
-
-
-def lower_loss(
-    id: str, statement: str, constant: Sequence[Run], scaled: Sequence[Run], source: Source, limits: str
-) -> Claim:
-    """The scaled arm ends at a lower validation loss, paired by seed."""
-    differences = over_seeds(paired(scaled, constant, final_loss))
-    return below(id, statement, source, differences, 0.0, LOWER, limits=limits)
-
-
-def larger_norm(id: str, statement: str, small: Sequence[Run], large: Sequence[Run], source: Source) -> Claim:
-    """The weights of one arm end larger than those of another, paired by seed."""
-    return above(id, statement, source, over_seeds(paired(large, small, log_end_norm)), 0.0, MOVED)
-
-
 def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:
     """The numbers that the paper prints for a width: losses, gain, steps saved, end norms."""
     printed, name = paper.ROWS[width], f"w{width}"
     table, figure = Source(paper.TABLE, SAME_RUNS), Source(paper.FIGURES.get(width, ""), SAME_RUNS)
-    gain = over_seeds(paired(scaled, constant, best_loss))
+    gain = over_seeds(paired(scaled, constant, lambda run: run.best_loss))
     matches = (steps_to_match(*pair) for pair in zip(constant, scaled, strict=True))
     saved = over_seeds([math.nan if match is None else 1.0 - match for match in matches])
     lower = f"width {width}: difference of the best losses, scaled minus constant"
@@ -192,10 +175,11 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
     }
     for arm, (runs, loss, norm) in arms.items():
         best = f"width {width}: best validation loss, {arm} decay"
-        claims.append(within(f"{name}-{arm}-loss", best, table, over_runs(runs, best_loss), loss, paper.LOSS))
-        if norm is not None:
+        lowest = over_seeds([run.best_loss for run in runs])
+        claims.append(within(f"{name}-{arm}-loss", best, table, lowest, loss, paper.LOSS))
+        if not math.isnan(norm):
             end = f"width {width}: weight RMS at the end, {arm} decay"
-            norms = over_runs(runs, lambda run: run.final_norm)
+            norms = over_seeds([run.final_norm for run in runs])
             claims.append(within_share(f"{name}-{arm}-norm", end, figure, norms, norm, paper.NORM))
     return claims
 
@@ -224,6 +208,7 @@ LATE_FIGURE = Source("appendix, figure on late alignment", SAME_RUNS)
 def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
     """Negative alignment, the recursion, which rule keeps its norm, and at paper scale when tracking ends."""
     (arms,) = results.values()
+    histories = {rule: [open_history(run) for run in arms[rule]] for rule in RULES}
     predicted = Source(paper.STEADY, "measured update size, decay and alignment")
     interpolated = Tolerance(
         0.1, "alignment is sampled every few steps and interpolated between, and the error adds up"
@@ -232,23 +217,21 @@ def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
     for rule in RULES:
         outward = f"{rule} decay: updates push weights outward (late cosine of weight and update)"
         follows = f"{rule} decay: end norm that the recursion predicts from the first one, over the observed"
-        cosine = over_runs(arms[rule], lambda run: typical(run, "alignment_update", late=True))
-        ratio = over_runs(arms[rule], recursion_ratio)
+        cosine = over_seeds([seen.typical(seen.column("alignment_update"), seen.late) for seen in histories[rule]])
+        ratio = over_seeds(list(map(recursion_ratio, histories[rule])))
         claims += [
             below(f"{rule}-alignment", outward, STEADY_FIGURE, cosine, 0.0, NEGATIVE),
             within_share(f"{rule}-recursion", follows, predicted, ratio, 1.0, interpolated),
         ]
     larger = "the norm ends higher under scaled than under constant decay (logarithm of the ratio)"
-    claims.append(larger_norm("separation", larger, arms[CONSTANT], arms[SCALED], STEADY_FIGURE))
+    claims.append(larger_norm("separation", larger, STEADY_FIGURE, arms[SCALED], arms[CONSTANT]))
     if not scale.printed:
         return claims
 
     printed = paper.ROWS[1024]
-    assert printed.scaled_norm is not None
-    assert printed.constant_norm is not None
     tracked = Source(paper.STEADY, "a norm follows while it is within a fifth of its target")
-    breaks = over_seeds([min(map(tracking_end, pair)) for pair in zip(*(arms[rule] for rule in RULES), strict=True)])
-    fall = over_runs(arms[CONSTANT], norm_change)
+    breaks = over_seeds([min(map(tracking_end, pair)) for pair in zip(*histories.values(), strict=True)])
+    fall = over_seeds([run.norm_change for run in arms[CONSTANT]])
     ends = over_seeds([math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)])
     printed_ends = printed.scaled_norm / printed.constant_norm
     boundary = "the step from which the first of the two norms no longer follows its steady state"
@@ -262,28 +245,11 @@ def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
     ]
 
 
-def norm_charts(results: Results) -> list[Chart]:
-    """Weight RMS, observed and predicted, and the alignment of weights and updates."""
-    norms, alignments = [], []
-    for rule, run in ((rule, arms[rule][0]) for arms in results.values() for rule in RULES):
-        (steps, seen), history = run.norms, open_history(run)
-        norms.append(Curve(rule, rule, steps.tolist(), seen.tolist()))
-        if history.norm is not None and history.tracking is not None:
-            known, predicted = history.norm.steps.tolist(), history.tracking.predicted.tolist()
-            norms.append(Curve(f"{rule}, recursion", rule, known, predicted, dashed=True))
-        at, alignment = run.recorded("alignment_update")
-        alignments.append(Curve(rule, rule, at.tolist(), alignment.tolist()))
-    key = [("solid", "observed"), ("dashed", "by the recursion")]
-    return [
-        Chart("recursion", "Weight RMS", norms, y=Axis("RMS of the entries"), key=key),
-        Chart("outward", "cos(weights, update)", alignments, y=Axis("alignment"), levels=[Level(0.0)]),
-    ]
-
-
 def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
     """The three figures of the appendix: orthogonality, gradient and momentum, late alignment."""
     (arms,) = results.values()
     singular = Tolerance(0.0, "five Newton-Schulz steps leave singular values between about 0.7 and 1.13")
+    histories = {rule: [open_history(run) for run in arms[rule]] for rule in RULES}
     twentieth = Tolerance(0.0, "a twentieth: a cosine at which a gradient is all but orthogonal to its weight")
     claims: list[Claim] = []
     for rule in RULES:
@@ -291,73 +257,64 @@ def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
         low, high = f"{size} is not far below that of a rotation", f"{size} stays below one"
         orthogonal = f"{rule} decay: gradients are nearly orthogonal to weights (size of the cosine)"
         against = f"{rule} decay: momentum is aligned against the weights"
-        defect = over_runs(arms[rule], lambda run: typical(run, "defect"))
-        gradient = over_runs(arms[rule], lambda run: abs(typical(run, "alignment_gradient")))
-        momentum = over_runs(arms[rule], lambda run: typical(run, "alignment_momentum"))
+        defect, gradient, momentum = (
+            [seen.typical(seen.column(key)) for seen in histories[rule]]
+            for key in ("defect", "alignment_gradient", "alignment_momentum")
+        )
         claims += [
-            at_least(f"{rule}-defect-low", low, DEFECT_FIGURE, defect, 0.8, singular),
-            at_most(f"{rule}-defect-high", high, DEFECT_FIGURE, defect, 1.0, singular),
-            at_most(f"{rule}-gradient", orthogonal, GRADIENT_FIGURE, gradient, 0.05, twentieth),
-            below(f"{rule}-momentum", against, GRADIENT_FIGURE, momentum, 0.0, NEGATIVE),
+            at_least(f"{rule}-defect-low", low, DEFECT_FIGURE, over_seeds(defect), 0.8, singular),
+            at_most(f"{rule}-defect-high", high, DEFECT_FIGURE, over_seeds(defect), 1.0, singular),
+            at_most(
+                f"{rule}-gradient", orthogonal, GRADIENT_FIGURE, over_seeds(list(map(abs, gradient))), 0.05, twentieth
+            ),
+            below(f"{rule}-momentum", against, GRADIENT_FIGURE, over_seeds(momentum), 0.0, NEGATIVE),
         ]
     if not scale.printed:
         # In short runs only one part of the late fits holds: scaled decay's alignment falls with the learning rate.
         shrinks = "scaled decay: late alignment over its size at the peak of the learning rate"
         limits = "too few late samples for the paper's fits; only that the alignment falls with the learning rate"
         half = Tolerance(0.0, "less than half as much")
-        ratio = over_runs(arms[SCALED], late_over_peak)
+        ratio = over_seeds(list(map(late_over_peak, histories[SCALED])))
         return [*claims, at_most("late-alignment", shrinks, LATE_FIGURE, ratio, 0.5, half, limits=limits)]
 
     parts = "the last 50 of 376 parts of the run; learning rates are those of the matrices, as muP divides them"
     figure = Source(LATE_FIGURE.reference, parts)
-    size, slope = "scaled decay: normalized size of Muon's direction", "scaled decay: k of the late fit a = -k eta"
-    line = "constant decay: {} of the late fit a = -a0 - k eta"
-    defect = over_runs(arms[SCALED], lambda run: typical(run, "defect"))
-    k_scaled = over_runs(arms[SCALED], lambda run: late_fit(run, "k"))
-    a0 = over_runs(arms[CONSTANT], lambda run: late_fit(run, "offset"))
-    k = over_runs(arms[CONSTANT], lambda run: late_fit(run, "slope"))
+    slope, line = "scaled decay: k of the late fit a = -k eta", "constant decay: {} of the late fit a = -a0 - k eta"
+    k_scaled = over_seeds([late_fit(seen).k for seen in histories[SCALED]])
+    a0 = over_seeds([late_fit(seen).offset for seen in histories[CONSTANT]])
+    k = over_seeds([late_fit(seen).slope for seen in histories[CONSTANT]])
     return [
-        *claims,
-        within("defect", size, DEFECT_FIGURE, defect, paper.DEFECT, paper.DEFECT_TOLERANCE),
+        *claims,  # `defect` and `size` are those of scaled decay, the last rule
+        within("defect", size, DEFECT_FIGURE, over_seeds(defect), paper.DEFECT, paper.DEFECT_TOLERANCE),
         within_share("scaled-slope", slope, figure, k_scaled, paper.SCALED_SLOPE, paper.FIT),
         within_share("constant-offset", line.format("a0"), figure, a0, paper.CONSTANT_OFFSET, paper.FIT),
         within_share("constant-slope", line.format("k"), figure, k, paper.CONSTANT_SLOPE, paper.FIT),
     ]
 
 
-def typical(run: Run, key: str, *, late: bool = False) -> float:
-    """The median of a column after the peak of the learning rate, or over the last part of the run."""
-    seen = open_history(run)
-    return seen.typical(seen.column(key), seen.late if late else None)
-
-
-def late_over_peak(run: Run) -> float:
-    """The late alignment over the alignment while the learning rate is above nine tenths of its peak."""
-    seen = open_history(run)
-    alignment, lr = seen.column("alignment_update"), seen.column("lr")
-    high = (lr >= 0.9 * seen.highest("lr")) & np.isfinite(lr)
-    return seen.typical(alignment, seen.late) / seen.typical(alignment, high)
-
-
-def recursion_ratio(run: Run) -> float:
+def recursion_ratio(seen: History) -> float:
     """The end norm that the recursion predicts over the observed one; NaN without telemetry."""
-    seen = open_history(run)
     if seen.tracking is None or seen.norm is None:
         return math.nan
     return float(seen.tracking.predicted[-1] / seen.norm.r[-1])
 
 
-def tracking_end(run: Run) -> float:
+def tracking_end(seen: History) -> float:
     """The step at which the norm stops following its target; infinite if it never does."""
-    tracking = open_history(run).tracking
-    if tracking is None:
+    if seen.tracking is None:
         return math.nan
-    return math.inf if tracking.broke_at is None else float(tracking.broke_at)
+    return math.inf if seen.tracking.broke_at is None else float(seen.tracking.broke_at)
 
 
-def late_fit(run: Run, key: str) -> float:
-    fits = late_fits(open_history(run))
-    return math.nan if fits is None else float(getattr(fits, key))
+def late_over_peak(seen: History) -> float:
+    """The late alignment over the alignment while the learning rate is above nine tenths of its peak."""
+    alignment, lr = seen.column("alignment_update"), seen.column("lr")
+    high = (lr >= 0.9 * seen.highest("lr")) & np.isfinite(lr)
+    return seen.typical(alignment, seen.late) / seen.typical(alignment, high)
+
+
+def late_fit(seen: History) -> LateFits:
+    return late_fits(seen) or LateFits(0, math.nan, math.nan, math.nan)
 
 
 RELAXED = (
@@ -385,7 +342,7 @@ STEADY_STATE = Study(
     title="the steady-state figure: alignment, and the norm beside its target and its recursion",
     reference=paper.STEADY,
     comparisons=sampled_row,
-    judge=lambda results, scale: Findings(judge_steady_state(results, scale), charts=norm_charts(results)),
+    judge=lambda results, scale: Findings(judge_steady_state(results, scale)),
     scales=tuple(SCALES),
     notes=NOTES,
 )
