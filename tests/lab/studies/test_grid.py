@@ -21,7 +21,7 @@ from muonsw.lab.studies.grid import (
     judge_cell,
     judge_horizons,
     judge_widths,
-    over_lambda,
+    sweep,
     vertex,
     width_cells,
 )
@@ -92,7 +92,7 @@ def test_rules_over_rates_are_held_against_constant_decay():
 
 
 def test_a_grid_from_training_to_page(tmp_path):
-    cells = [over_lambda(Key(steps=steps), tiny_run(steps=steps), (0.5, 1.0)) for steps in (4, 8)]
+    cells = [sweep(Key(steps=steps), tiny_run(steps=steps), (0.5, 1.0)) for steps in (4, 8)]
     study, scale = grid("tiny", "a tiny grid", lambda _scale: cells), tiny_scale(seeds=1)
     (tmp_path / "out").mkdir()
     report = study.conduct(tmp_path / "out", scale, console=QUIET, train=train_in(tmp_path / "runs"))
@@ -114,7 +114,7 @@ def test_a_grid_from_training_to_page(tmp_path):
 
 def test_a_run_that_diverged_counts_as_worst():
     run = regret()[0].run
-    cell = over_lambda(Key("x"), run, (0.1, 0.2))
+    cell = sweep(Key("x"), run, (0.1, 0.2))
     runs = runs_of(cell, lambda _rule, lam: 3.0 + lam)
     name = next(iter(runs))
     runs[name] = [replace(one, result={"diverged": 7}) for one in runs[name]]

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from muonsw.decay import convert_weight_decay
-from muonsw.lab.compare import RULES, Key, decay_factors, lr_multiples, multiples
+from muonsw.lab.compare import Key, decay_factors, lr_multiples, multiples
 from muonsw.lab.model import preset
 from muonsw.lab.studies import mup
 from muonsw.lab.studies.figures import draw_convergence, draw_coordinates
-from muonsw.lab.studies.grid import HORIZON_TRANSFER, WIDTH_TRANSFER, GridCell, grid, over_lambda, over_rate
+from muonsw.lab.studies.grid import BOTH, HORIZON_TRANSFER, WIDTH_TRANSFER, GridCell, grid, sweep
 from muonsw.lab.studies.main_table import DIAGNOSTICS, MAIN_TABLE, STEADY_STATE
 from muonsw.lab.studies.scales import MINI, NEVER, NO_DATA, at_width, lean
 from muonsw.lab.studies.study import Study
@@ -54,7 +54,6 @@ OCTAVES = (0.25, 0.5, 1.0, 2.0, 4.0)
 LAMBDAS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 # The RMS of Muon's weights at the end of a run with well-chosen constant decay.
 TARGET = 0.2
-BOTH: dict[str, dict[str, Any]] = {rule: {"decay": rule} for rule in RULES}
 ADAMC: dict[str, Any] = {"decay": "scaled", "unnormalized": "constant"}
 HYPERBALL: dict[str, Any] = {"norm": "hyperball", "target_norm": TARGET}
 EPOCHS = 16
@@ -115,34 +114,34 @@ def with_totals(run: RunConfig, totals: tuple[float, ...]) -> list[float]:
 def regret() -> list[GridCell]:
     """Every lambda at every length; long runs need less decay, so the longest tries one more lambda."""
     maps = {400: LAMBDAS, 1_600: LAMBDAS, 6_400: (0.00625, *LAMBDAS)}
-    return [over_lambda(Key(steps=steps), at_horizon(steps), lambdas) for steps, lambdas in maps.items()]
+    return [sweep(Key(steps=steps), at_horizon(steps), lambdas) for steps, lambdas in maps.items()]
 
 
 def long() -> list[GridCell]:
     """The longest runs of the regret map with half the batch, and runs four times as long."""
     maps = {6_400: (0.00625, 0.0125, 0.025, 0.05, 0.1, 0.2), 25_600: (0.005, 0.01, 0.02, 0.04, 0.08)}
-    return [over_lambda(Key(steps=steps), half_batch(steps), lambdas) for steps, lambdas in maps.items()]
+    return [sweep(Key(steps=steps), half_batch(steps), lambdas) for steps, lambdas in maps.items()]
 
 
 def tokens_per_parameter() -> list[GridCell]:
     """The narrowest model, trained to 300 tokens per active parameter."""
     run = at_width(half_batch(34_800), 64)
     run = replace(run, eval_every=870)  # shows at which step one rule reaches the other's loss
-    return [over_lambda(Key(steps=run.steps), run, (0.003, 0.0065, 0.02, 0.05, 0.1))]
+    return [sweep(Key(steps=run.steps), run, (0.003, 0.0065, 0.02, 0.05, 0.1))]
 
 
 def adamw_lambda() -> list[GridCell]:
     """AdamW at six lambdas and the best of three rates (0.005, 0.01, 0.02), searched in shorter runs."""
     run = replace(half_batch(6_400), eval_every=160)
     run = replace(run, optimizer=replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE))
-    return [over_lambda(Key("adamw"), run, with_totals(run, (0.35, 0.7, 1.4, 2.8, 5.6, 11.2)))]
+    return [sweep(Key("adamw"), run, with_totals(run, (0.35, 0.7, 1.4, 2.8, 5.6, 11.2)))]
 
 
 def adamw_forms() -> list[GridCell]:
     """AdamW with constant decay, scaled decay, and AdamC, which scales decay only on normalized layers."""
     run = MINI.rows[256]
     run = replace(run, optimizer=replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE, peak="group"))
-    return [over_lambda(Key("adamw", width=256), run, (0.1, 0.5), {**BOTH, "adamc": ADAMC})]
+    return [sweep(Key("adamw", width=256), run, (0.1, 0.5), {**BOTH, "adamc": ADAMC})]
 
 
 def drift_run() -> RunConfig:
@@ -164,7 +163,7 @@ def lambda_scaling() -> list[GridCell]:
     for factor in (0.5, 1.5):
         width = int(factor * WIDTHS[1])
         points[Key("size", width=width)] = of_same_total(at_width(shared, width), round(run.steps * factor**2))
-    return [over_lambda(key, point, multiples(point.optimizer.weight_decay, OCTAVES)) for key, point in points.items()]
+    return [sweep(key, point, multiples(point.optimizer.weight_decay, OCTAVES)) for key, point in points.items()]
 
 
 def rate_drift() -> list[GridCell]:
@@ -174,7 +173,8 @@ def rate_drift() -> list[GridCell]:
     cells = []
     for width in WIDTHS:
         rates = (0.0025, *MINI.rates) if width == max(WIDTHS) else MINI.rates
-        cells.append(over_rate(Key(width=width), at_width(run, width), rates, {**BOTH, "hyperball": HYPERBALL}))
+        rules = {**BOTH, "hyperball": HYPERBALL}
+        cells.append(sweep(Key(width=width), at_width(run, width), rates, rules, over="lr"))
     return cells
 
 
@@ -186,7 +186,7 @@ def family() -> list[GridCell]:
     for member, factor in MEMBERS.items():
         optimizer = replace(base, preset="" if member == "muon" else member, lr=factor * lr)
         tried = replace(run, optimizer=optimizer)
-        cells.append(over_lambda(Key(member), tried, with_totals(tried, (0.25, 1.0, 4.0, 16.0))))
+        cells.append(sweep(Key(member), tried, with_totals(tried, (0.25, 1.0, 4.0, 16.0))))
     return cells
 
 
@@ -197,7 +197,7 @@ def little_text(run: RunConfig) -> RunConfig:
 
 def repeated_text() -> list[GridCell]:
     """Both rules at lambdas above the best one of fresh text."""
-    return [over_lambda(Key("repeated text"), little_text(middle_run()), (0.4, 0.8, 1.6, 3.2, 6.4))]
+    return [sweep(Key("repeated text"), little_text(middle_run()), (0.4, 0.8, 1.6, 3.2, 6.4))]
 
 
 def hard_cases() -> list[GridCell]:
@@ -205,7 +205,7 @@ def hard_cases() -> list[GridCell]:
     run = middle_run()
     wsd = replace(run, schedule=ScheduleConfig(shape="wsd", decay_fraction=0.1, final_fraction=0.0))
     cases = {"little text": little_text(run), "wsd": wsd, "bfloat16 weights": replace(run, weights="bfloat16")}
-    return [over_lambda(Key(name), case, (run.optimizer.weight_decay,)) for name, case in cases.items()]
+    return [sweep(Key(name), case, (run.optimizer.weight_decay,)) for name, case in cases.items()]
 
 
 def schedules() -> list[GridCell]:
@@ -221,7 +221,7 @@ def schedules() -> list[GridCell]:
         }
         for shape, (schedule, factors) in shapes.items():
             key = Key(f"{shape} to {final:g}")
-            cells.append(over_lambda(key, replace(run, schedule=schedule), multiples(lam, factors)))
+            cells.append(sweep(key, replace(run, schedule=schedule), multiples(lam, factors)))
     return cells
 
 
@@ -264,7 +264,7 @@ def gradient_growth() -> list[GridCell]:
     for optimizer in (adamw, with_muon):
         for lr in multiples(optimizer.lr, OCTAVES[1:4]):
             tried = replace(run, optimizer=replace(optimizer, lr=lr))
-            cells.append(over_lambda(Key(f"{optimizer.algorithm} lr {lr:g}"), tried, (optimizer.weight_decay,)))
+            cells.append(sweep(Key(f"{optimizer.algorithm} lr {lr:g}"), tried, (optimizer.weight_decay,)))
     return cells
 
 

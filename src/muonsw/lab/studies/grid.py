@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import linear_regression
-from typing import Any
+from typing import Any, Literal
 
 from muonsw.lab import paper
 from muonsw.lab.charts import Axis, Chart, Curve
@@ -39,6 +39,10 @@ BEYOND = Source("beyond the paper; claims written before the runs", "each rule a
 EXACT = Tolerance(0.0, "the bound itself was stated before the runs")
 OCTAVE = Tolerance(1.0, "a factor of two")
 WANTED = 1.0  # the total decay that advice aims at
+
+# By rule, its changes of the optimizer.
+Rules = Mapping[str, Mapping[str, Any]]
+BOTH: Rules = {rule: {"decay": rule} for rule in RULES}
 
 # By value, ascending: the loss of each seed, infinite if the run diverged.
 Losses = Mapping[float, Sequence[float]]
@@ -74,24 +78,16 @@ class GridCell:
         return math.fsum(decay_factors(self.run, self.arms[rule][value]))
 
 
-def over_lambda(
-    key: Key, run: RunConfig, lambdas: Sequence[float], rules: Mapping[str, Mapping[str, Any]] | None = None
+def sweep(
+    key: Key, run: RunConfig, values: Sequence[float], rules: Rules = BOTH, over: Literal["lambda", "lr"] = "lambda"
 ) -> GridCell:
-    """A cell that tries each rule, given as changes of the optimizer, at these lambdas."""
-    rules = rules or {rule: {"decay": rule} for rule in RULES}
+    """A cell that tries each rule, given as changes of the optimizer, at these lambdas or learning rates."""
+    setting = "weight_decay" if over == "lambda" else "lr"
     arms = {
-        rule: {lam: replace(run.optimizer, **{**changes, "weight_decay": lam}) for lam in lambdas}
+        rule: {value: replace(run.optimizer, **{**changes, setting: value}) for value in values}
         for rule, changes in rules.items()
     }
-    return GridCell(key, run, arms)
-
-
-def over_rate(key: Key, run: RunConfig, rates: Sequence[float], rules: Mapping[str, Mapping[str, Any]]) -> GridCell:
-    """A cell that tries each rule at these learning rates."""
-    arms = {
-        rule: {lr: replace(run.optimizer, **{**changes, "lr": lr}) for lr in rates} for rule, changes in rules.items()
-    }
-    return GridCell(key, run, arms, over="lr")
+    return GridCell(key, run, arms, over)
 
 
 def means(losses: Losses) -> dict[float, float]:
@@ -214,16 +210,12 @@ def grid_charts(cells: Sequence[GridCell], results: Results) -> list[Chart]:
     return charts
 
 
-def judge_cells(cells: Sequence[GridCell], results: Results, _scale: Scale) -> list[Claim]:
-    return [claim for cell in cells for claim in judge_cell(cell, results[cell.key])]
-
-
 def grid(
     name: str,
     title: str,
     cells: Callable[[Scale], Sequence[GridCell]],
     *,
-    judge: Callable[[Sequence[GridCell], Results, Scale], list[Claim]] = judge_cells,
+    judge: Callable[[Sequence[GridCell], Results, Scale], list[Claim]] | None = None,
     reference: str = BEYOND.reference,
     scales: tuple[str, ...] = ("mini",),
     notes: Mapping[str, str] | None = None,
@@ -232,7 +224,10 @@ def grid(
 
     def findings(results: Results, scale: Scale) -> Findings:
         known = [cell for cell in cells(scale) if cell.key in results]
-        claims = judge(known, results, scale)
+        if judge is None:
+            claims = [claim for cell in known for claim in judge_cell(cell, results[cell.key])]
+        else:
+            claims = judge(known, results, scale)
         return Findings(claims, [grid_table(known, results)], grid_charts(known, results))
 
     return Study(
@@ -260,14 +255,18 @@ TRANSFER_COST = 0.25
 
 def width_cells(scale: Scale) -> list[GridCell]:
     """The same learning rates at every width."""
-    rule: dict[str, dict[str, Any]] = {"adamw": {}}
-    return [over_rate(Key(width=width), at_width(scale.sweep, width), scale.rates, rule) for width in scale.widths]
+    return [
+        sweep(Key(width=width), at_width(scale.sweep, width), scale.rates, {"adamw": {}}, over="lr")
+        for width in scale.widths
+    ]
 
 
 def horizon_cells(scale: Scale) -> list[GridCell]:
     """The same learning rates for every number of steps."""
-    rule: dict[str, dict[str, Any]] = {"adamw": {}}
-    return [over_rate(Key(steps=steps), adamw_sweep(scale.sweep, steps), scale.rates, rule) for steps in scale.horizons]
+    return [
+        sweep(Key(steps=steps), adamw_sweep(scale.sweep, steps), scale.rates, {"adamw": {}}, over="lr")
+        for steps in scale.horizons
+    ]
 
 
 def sweeps_of(cells: Sequence[GridCell], results: Results) -> dict[Key, Losses]:
@@ -297,7 +296,7 @@ def judge_widths(cells: Sequence[GridCell], results: Results, scale: Scale) -> l
         claims.append(at_most("same-rate", same, WIDTH_FIGURE, moved, 1.0, ONE_STEP))
     for key, losses in wider:
         costs = f"{key}: what the best learning rate of {narrow} costs, over what the worst of the grid costs"
-        share = from_means(transfer_cost(means(first), means(losses)), seeds)
+        share = from_means(transfer_cost(first, losses), seeds)
         claims.append(at_most(f"{key.slug}-cost", costs, WIDTH_FIGURE, share, TRANSFER_COST, TRANSFER))
     if not scale.printed:
         return claims
@@ -313,16 +312,16 @@ def judge_widths(cells: Sequence[GridCell], results: Results, scale: Scale) -> l
     return claims
 
 
-def transfer_cost(narrow: Mapping[float, float], wide: Mapping[float, float]) -> float:
+def transfer_cost(narrow: Losses, wide: Losses) -> float:
     """The cost of one width's best rate at another width, as a share of the cost of the worst rate that trains.
 
     Examples:
-        >>> transfer_cost({0.01: 1.0, 0.02: 2.0}, {0.005: 3.0, 0.01: 1.5, 0.02: 1.0})
+        >>> transfer_cost({0.01: [1.0], 0.02: [2.0]}, {0.005: [3.0], 0.01: [1.5], 0.02: [1.0]})
         0.25
     """
-    taken, lowest = min(narrow, key=narrow.__getitem__), min(wide.values())
-    highest = max((loss for loss in wide.values() if loss < math.inf), default=math.inf)
-    return (wide[taken] - lowest) / (highest - lowest) if highest > lowest else 0.0
+    losses = means(wide)
+    lowest, highest = min(losses.values()), max(loss for loss in (*losses.values(), -math.inf) if loss < math.inf)
+    return (losses[best_of_means(narrow)] - lowest) / (highest - lowest) if highest > lowest else 0.0
 
 
 def _inside(key: Key, losses: Losses, source: Source) -> Claim:
