@@ -12,7 +12,6 @@ from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.figures import draw_convergence
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.study import Study
-from muonsw.registry import Registry
 from tests.lab.small_experiments import SMALL, smaller
 from tests.lab.studies.small_comparisons import tiny_scale
 from tests.lab.train.small_runs import tokens
@@ -21,14 +20,13 @@ from tests.lab.train.small_runs import tokens
 @pytest.fixture
 def studies(monkeypatch):
     """A small study under the name of the real one, and one whose claims fail."""
-    chosen: Registry[Study] = Registry("study")
     small = tuple(SMALL[name] for name in ("scalar", "scalar-figure", "matrix-figure", "fixed-rate"))
-    broken = smaller(SMALL["scalar"], swapped=True)
-    broken = (broken, SMALL["fixed-rate"])
-    chosen.register("theory", Study("theory", "small", experiments=small, picture=draw_convergence))
-    chosen.register("broken", Study("broken", "swapped", experiments=broken, picture=draw_convergence))
+    broken = (smaller(SMALL["scalar"], swapped=True), SMALL["fixed-rate"])
+    chosen = {
+        "theory": Study("theory", "small", experiments=small, picture=draw_convergence),
+        "broken": Study("broken", "swapped", experiments=broken, picture=draw_convergence),
+    }
     monkeypatch.setattr("muonsw.lab.commands.reproduce.STUDIES", chosen)
-    return chosen
 
 
 @pytest.mark.usefixtures("studies")
@@ -81,7 +79,7 @@ def test_list_shows_every_experiment(capsys):
         (["main-table", "--seeds", "0"], "--seeds must be at least 1"),
         (["regret"], "regret has no scale cpu"),
         (["theory", "--cluster", "slurm", "--time", "10"], "theory trains nothing"),
-        (["main-table/width-7"], "it has width-64, width-96"),
+        (["main-table/width-7"], "known: width-64, width-96"),
     ],
 )
 def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):

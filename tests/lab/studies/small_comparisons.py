@@ -9,7 +9,7 @@ from rich.console import Console
 from muonsw.lab.compare import Arm, Comparison, Key, train_all
 from muonsw.lab.model import MuP
 from muonsw.lab.studies.scales import Scale, adamw_sweep
-from muonsw.lab.studies.study import BySettings
+from muonsw.lab.studies.study import by_settings
 from muonsw.lab.train.config import DataConfig, OptimizerConfig
 from tests.lab.train.small_runs import MODEL, small_run, tokens
 
@@ -30,12 +30,8 @@ def comparison(arms=ARMS, seeds=(0, 1, 2), **settings):
     return Comparison(KEY, tiny_run(**settings), tuple(arms), tuple(seeds))
 
 
-def by_settings(folder):
-    return BySettings(folder, Path(tokens()), "cpu").job
-
-
 def train_in(folder):
-    return partial(train_all, place=by_settings(folder), console=QUIET, workers=1)
+    return partial(train_all, place=by_settings(folder, Path(tokens()), "cpu"), console=QUIET, workers=1)
 
 
 def tiny_scale(**changes):

@@ -12,10 +12,10 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES, find_data
-from muonsw.lab.studies.study import run_experiments
+from muonsw.lab.studies.study import by_settings, run_experiments
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.small_experiments import SMALL
-from tests.lab.studies.small_comparisons import QUIET, WILD, by_settings, tiny_run, tiny_scale, train_in
+from tests.lab.studies.small_comparisons import QUIET, WILD, tiny_run, tiny_scale, train_in
 from tests.lab.train.small_runs import tokens
 
 
@@ -42,7 +42,7 @@ def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_
 
 
 def test_equal_runs_are_one_job_and_different_data_or_settings_another(tmp_path):
-    place, scale = by_settings(tmp_path), tiny_scale()
+    place, scale = by_settings(tmp_path, Path(tokens()), "cpu"), tiny_scale()
     table = STUDIES["main-table"].comparisons(scale)
     jobs = jobs_of([*main_table.sampled_row(scale), *table], place)
     assert len(jobs) == len(jobs_of(table, place)) == (3 + 5) * 2

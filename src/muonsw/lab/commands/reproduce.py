@@ -25,7 +25,8 @@ from muonsw.lab.stats import any_failed, claims_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.records import append
 from muonsw.lab.studies.scales import SCALES, Scale, find_data
-from muonsw.lab.studies.study import BySettings, Study
+from muonsw.lab.studies.study import Study, by_settings
+from muonsw.registry import unknown
 from muonsw.text import counted
 
 
@@ -100,10 +101,8 @@ class Reproduce:
         if not planned and self.cluster.cluster is not None:
             raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
         if self.dry_run and not planned:
-            count, seconds = (
-                counted(len(study.experiments), "experiment"),
-                sum(experiment.cost for experiment in study.experiments),
-            )
+            count = counted(len(study.experiments), "experiment")
+            seconds = sum(experiment.cost for experiment in study.experiments)
             say(console, f"{study.name}: {count}, about {seconds:.0f} s on one core; no training runs")
             return 0
         if self.dry_run:
@@ -122,22 +121,23 @@ class Reproduce:
         if planned:
             check_target(folder / PAGE)
             data = find_data(scale, self.data)
-            places = BySettings(folder.parent / f"runs-{scale.name}", data, self.cluster.device_type(self.device))
+            runs_folder = folder.parent / f"runs-{scale.name}"
+            place = by_settings(runs_folder, data, self.cluster.device_type(self.device))
             workers = self.workers or (len(runs) if self.cluster.cluster else runs_at_once(self.device))
             retry, cluster = self.retry_diverged, self.cluster
             train = partial(
-                train_all, place=places.job, console=console, workers=workers, cluster=cluster, retry_diverged=retry
+                train_all, place=place, console=console, workers=workers, cluster=cluster, retry_diverged=retry
             )
         else:
             workers, train = self.workers or machine.cores(), None
         prepare_folder(folder)
         conclusion = study.conduct(folder, scale, console=console, workers=workers, seed=self.seed, train=train)
         if self.record is not None and planned:
-            runs_done = load_runs(jobs_of(planned, places.job))
+            runs_done = load_runs(jobs_of(planned, place))
             added = append(self.record, runs_done, study=study.name, arm=None)
             say(console, f"added {counted(added, 'run')} to {self.record}")
         claims = claims_table(conclusion.claims, ("predicted", "measured"))
-        kept = f"; runs are in {places.folder}" if planned else ""
+        kept = f"; runs are in {runs_folder}" if planned else ""
         tables = [claims, *conclusion.tables]
         print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
         return int(any_failed(conclusion.claims))
@@ -149,17 +149,14 @@ class Reproduce:
         name, _, part = self.name.partition("/")
         scale = SCALES[self.scale or "cpu"]
         scale = scale if self.seeds is None else replace(scale, seeds=self.seeds)
-        try:
-            whole = STUDIES[name]
-            study = whole.select(part) if part else whole
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        if name not in STUDIES:
+            raise UsageError(unknown("study", name, list(STUDIES)))
+        study = STUDIES[name]
         if study.scales and scale.name not in study.scales:
             raise UsageError(f"{name} has no scale {scale.name}: give --scale {' or '.join(study.scales)}")
-        if study.scales and not study.comparisons(scale):
-            parts = ", ".join(comparison.key.slug for comparison in whole.comparisons(scale))
-            raise UsageError(f"scale {scale.name} has no {self.name}: it has {parts}")
-        return study, scale
+        if part and part not in (parts := study.parts(scale)):
+            raise UsageError(unknown(f"part of {name}", part, parts))
+        return study.select(part) if part else study, scale
 
 
 def list_studies(console: Console) -> None:

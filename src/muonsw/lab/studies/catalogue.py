@@ -19,7 +19,6 @@ from muonsw.lab.studies.study import Study
 from muonsw.lab.theory import matrix, muon, noise_equilibrium, scalar, sgd
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
 from muonsw.lab.train.config import RunConfig, ScheduleConfig, preset_run
-from muonsw.registry import Registry
 
 THEORY = Study(
     name="theory",
@@ -289,7 +288,5 @@ GRIDS = (
     beyond("gradient-growth", "both rules without clipping, gradients sampled often (AdamC's claim)", gradient_growth),
 )
 
-STUDIES: Registry[Study] = Registry("study")
-PAPERS_OWN = (MAIN_TABLE, STEADY_STATE, DIAGNOSTICS, WIDTH_TRANSFER, HORIZON_TRANSFER)
-for _study in (THEORY, COORDINATES, *PAPERS_OWN, *GRIDS):
-    STUDIES.register(_study.name, _study)
+PAPERS_OWN = (THEORY, COORDINATES, MAIN_TABLE, STEADY_STATE, DIAGNOSTICS, WIDTH_TRANSFER, HORIZON_TRANSFER)
+STUDIES = {study.name: study for study in (*PAPERS_OWN, *GRIDS)}

@@ -20,7 +20,9 @@ from muonsw.lab.compare import (
     Arm,
     Comparison,
     Conclusion,
+    PlaceJob,
     Results,
+    Train,
     arms_table,
     compare,
     completed,
@@ -38,7 +40,6 @@ from muonsw.lab.train.checkpoint import environment, identity
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.loop import torch_threads
 from muonsw.lab.train.state import with_fingerprint
-from muonsw.registry import Registry
 
 if TYPE_CHECKING:
     from muonsw.lab.charts import Chart
@@ -48,22 +49,18 @@ if TYPE_CHECKING:
 NUMBERS = "claims.json"
 
 
-@dataclass(frozen=True)
-class BySettings:
-    """Places each run in a folder named after a hash of its settings, so that studies share equal runs."""
+def by_settings(folder: Path, data: Path, device: str) -> PlaceJob:
+    """Place each run in a folder named after a hash of its settings, so that studies share equal runs."""
+    vocab = read_record(data).padded_vocab
 
-    folder: Path  # of all runs
-    data: Path  # prepared tokens
-    device: str  # "cpu" or "cuda"
-
-    def job(self, comparison: Comparison, arm: Arm, seed: int) -> Job:
+    def place(comparison: Comparison, arm: Arm, seed: int) -> Job:
         config = comparison.config(arm, seed)
         config = replace(
             config,
-            model=replace(config.decoder, vocab=read_record(self.data).padded_vocab),
-            data=replace(config.tokens, path=str(self.data)),
-            device=self.device,
-            threads=1 if self.device == "cpu" else config.threads,  # the number of workers must not change results
+            model=replace(config.decoder, vocab=vocab),
+            data=replace(config.tokens, path=str(data)),
+            device=device,
+            threads=1 if device == "cpu" else config.threads,  # the number of workers must not change results
             arm="",
         )
         config = with_fingerprint(config)
@@ -71,8 +68,10 @@ class BySettings:
         chosen, dense = config.optimizer, "-dense" if config.decoder.experts == 1 else ""
         rule = f"{chosen.algorithm}-{chosen.decay}-lr{chosen.lr:.4g}-wd{chosen.weight_decay:.4g}"
         config = replace(config, arm=f"w{config.decoder.width}{dense}-{rule}-T{config.steps}")
-        folder = self.folder / f"{config.arm}-seed{config.seed}-{identity(config)}"
-        return Job(f"{comparison.key}: {arm.name}, seed {seed}", config, folder)
+        name = f"{config.arm}-seed{config.seed}-{identity(config)}"
+        return Job(f"{comparison.key}: {arm.name}, seed {seed}", config, folder / name)
+
+    return place
 
 
 def run_experiments(
@@ -128,14 +127,17 @@ class Study:
     scales: tuple[str, ...] = ()  # at which runs are trained; empty for experiments
     notes: Mapping[str, str] = field(default_factory=dict)  # by scale, what a reader should know
 
+    def parts(self, scale: Scale) -> list[str]:
+        """The names of its experiments, or of its comparisons at a scale."""
+        return [each.name for each in self.experiments] or [each.key.slug for each in self.comparisons(scale)]
+
     def select(self, part: str) -> Study:
         """The study with only one experiment or one comparison, such as `width-256`."""
-        if not self.experiments:
-            return replace(self, comparisons=lambda scale: [c for c in self.comparisons(scale) if c.key.slug == part])
-        known: Registry[Experiment] = Registry(f"experiment of {self.name}")
-        for experiment in self.experiments:
-            known.register(experiment.name, experiment)
-        return replace(self, experiments=(known[part],))
+        return replace(
+            self,
+            experiments=tuple(each for each in self.experiments if each.name == part),
+            comparisons=lambda scale: [each for each in self.comparisons(scale) if each.key.slug == part],
+        )
 
     def runs(self, scale: Scale) -> list[RunConfig]:
         """All runs at a scale, without duplicates."""
@@ -149,7 +151,7 @@ class Study:
         console: Console,
         workers: int = 1,
         seed: int = 0,
-        train: Callable[[Sequence[Comparison]], Results] | None = None,
+        train: Train | None = None,
     ) -> Conclusion:
         """Do all missing work, judge it, and write numbers, figures and a page into an existing folder.
 
