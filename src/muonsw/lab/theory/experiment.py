@@ -95,15 +95,8 @@ class Settings:
 
 
 def chain(start: Tensor) -> torch.nn.Parameter:
-    """A float64 parameter that holds many chains, with a gradient to be written by hand."""
-    weight = torch.nn.Parameter(start.to(torch.float64).clone())
-    weight.grad = torch.zeros_like(weight)
-    return weight
-
-
-def gradient(weight: torch.nn.Parameter) -> Tensor:
-    assert weight.grad is not None
-    return weight.grad
+    """A parameter that holds many chains; the caller sets its gradient."""
+    return torch.nn.Parameter(start.clone())
 
 
 def sgd(groups: Sequence[Mapping[str, Any]], *, peak: float, lam: float) -> SGDSW:
@@ -133,7 +126,7 @@ def muon(groups: Sequence[Mapping[str, Any]], *, peak: float, lam: float) -> Muo
 
 
 def march(optimizer: ScaledDecayOptimizer, etas: Sequence[float]) -> Iterator[int]:
-    """Set the learning rate of each step; the caller's loop writes gradients and calls `optimizer.step()`."""
+    """Set the learning rate of each step; the caller's loop sets gradients and calls `optimizer.step()`."""
     with torch.no_grad():
         for t, eta in enumerate(etas):
             for group in optimizer.param_groups:

@@ -28,7 +28,6 @@ from muonsw.lab.theory.experiment import (
     chain,
     check_rates,
     gaussian,
-    gradient,
     log_spaced,
     march,
     muon,
@@ -317,7 +316,7 @@ def rule_gap(
     optimizer = build(groups, peak=peak_factor * s.eta, lam=s.lam)
     for _ in march(optimizer, [s.eta] * s.fixed_steps):
         for w in weights.values():
-            torch.sub(w, A, out=gradient(w))
+            w.grad = w - A
         optimizer.step()
     return float((weights[CONSTANT].detach() - weights[SCALED].detach()).abs().max())
 

@@ -30,7 +30,6 @@ from muonsw.lab.theory.experiment import (
     chain,
     check_rates,
     gaussian,
-    gradient,
     march,
     muon,
     require,
@@ -174,9 +173,9 @@ def descend(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator
         before = {key: weight.detach().clone() for key, weight in weights.items()}
         slopes = {key: stack.slope(before[key]) for key, stack in stacks.items()}
         for key, stack in stacks.items():
-            grad = gradient(weights[key]).copy_(slopes[key])
+            weights[key].grad = slope = slopes[key]
             if stack.noise is not None:
-                grad.add_(gaussian(grad.shape, generator) * stack.noise[:, None, None])
+                weights[key].grad = slope + gaussian(slope.shape, generator) * stack.noise[:, None, None]
         optimizer.step()
         moves = {}
         for key, stack in stacks.items():

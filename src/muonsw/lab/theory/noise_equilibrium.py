@@ -23,7 +23,6 @@ from muonsw.lab.theory.experiment import (
     Settings,
     chain,
     gaussian,
-    gradient,
     march,
     muon,
     require,
@@ -135,7 +134,7 @@ def settle(
     for t in march(optimizer, [s.eta] * s.steps):
         before = {rule: weight.detach().clone() for rule, weight in weights.items()}
         for weight in weights.values():
-            gradient(weight).copy_(gaussian(shape, generator))
+            weight.grad = gaussian(shape, generator)
         optimizer.step()
         if t < s.burn:
             continue

@@ -27,7 +27,6 @@ from muonsw.lab.theory.experiment import (
     check_rates,
     farthest,
     gaussian,
-    gradient,
     log_spaced,
     march,
     require,
@@ -148,7 +147,7 @@ def descend(
     points = {rule: [start] if 0 in wanted else [] for rule, start in starts.items()}
     for t in march(optimizer, etas):
         for w in weights.values():
-            torch.sub(w, s.c, out=gradient(w)).mul_(s.a)
+            w.grad = s.a * (w - s.c)
         optimizer.step()
         if t + 1 in wanted:
             for rule, w in weights.items():

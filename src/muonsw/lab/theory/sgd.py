@@ -42,7 +42,6 @@ from muonsw.lab.theory.experiment import (
     check_rates,
     farthest,
     gaussian,
-    gradient,
     log_spaced,
     march,
     require,
@@ -134,7 +133,7 @@ def wander(s: NonconvexSettings, starts: Tensor, generator: torch.Generator) -> 
             sums[rule][decade].add_(squared, alpha=etas[t])
             squares[rule].append(float(squared.mean()))
             moments[rule] = max(moments[rule], float(w.square().mean()))
-            torch.add(slope, noise, out=gradient(w))
+            w.grad = slope + noise
         optimizer.step()
     totals = torch.tensor([math.fsum(etas[a:b]) for a, b in pairwise(edges)]).unsqueeze(1)
     return {
@@ -305,9 +304,8 @@ def distances(s: StronglyConvexSettings, steps: Sequence[int], generator: torch.
         for name, w in weights.items():
             if t in wanted:
                 measure(name)
-            torch.sub(w, s.c, out=gradient(w)).mul_(s.curvature)
-            if not name.endswith(NOISELESS):
-                gradient(w).add_(noise)
+            slope = s.curvature * (w - s.c)
+            w.grad = slope if name.endswith(NOISELESS) else slope + noise
         optimizer.step()
     for name in weights:
         measure(name)
@@ -375,7 +373,7 @@ def recursion_claims(s: StronglyConvexSettings) -> list[Claim]:
     optimizer = sgd([{"params": [u], "decay": "none"}], peak=max(etas), lam=1.0)
     largest = (start * t0 / nu).max()
     for t in march(optimizer, etas):
-        torch.mul(u, alpha, out=gradient(u)).sub_(kappa, alpha=etas[t])
+        u.grad = alpha * u - kappa * etas[t]
         optimizer.step()
         largest = torch.maximum(largest, (u * (t + 1 + t0) / nu).max())
     limit = farthest(u.detach() * (len(etas) + t0) / (kappa * gamma**2 / (alpha * gamma - 1.0)), 1.0)
