@@ -62,10 +62,7 @@ def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
 def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
     curves, levels = [], []
     for chains in series:
-        arm = chains.rule
-        curves += [Curve(f"start {n}", arm, chains.steps, values) for n, values in enumerate(chains.values)]
-        middle = [median(column) for column in zip(*chains.values, strict=True)]
-        curves.append(Curve("median", arm, chains.steps, middle, middle=True))
+        curves += _with_median("start", chains.rule, chains.steps, chains.values)
         levels += [] if chains.level is None else [Level(chains.level, "lower bound for constant")]
     lowest = min(value for curve in curves for value in curve.y if value > 0)
     highest = max(value for curve in curves for value in curve.y)
@@ -81,37 +78,31 @@ def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
 
 
 def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
-    """Draw sizes over the width for every rule as PNG and SVG; nothing if no arm was run."""
-    shown = {name: outcome for name, outcome in outcomes.items() if name in WIDTH_ARMS and outcome.series}
-    if not shown:
-        return []
-    charts = [_width_chart(size, shown) for size in SIZES]
-    charts = [chart for kind in LABELS for chart in _with_equal_axes(charts, kind)]
+    """Draw sizes over the width for every rule as PNG and SVG; the charts of one row have the same range."""
+    charts = []
+    for kind, label in LABELS.items():
+        row = [_width_chart(size, outcomes) for size in SIZES if size.startswith(kind)]
+        values = [value for chart in row for curve in chart.curves for value in curve.y]
+        y = Axis(label, log=2, limits=(min(values) / 1.15, max(values) * 1.15))
+        charts += [replace(chart, y=y if place == 0 else replace(y, label="")) for place, chart in enumerate(row)]
     arms = [LegendEntry(label, name) for name, label in WIDTH_ARMS.items()]
     return draw(folder / "coordinates", charts, arms, title=COORDINATES_TITLE, columns=4)
 
 
 def _width_chart(size: str, outcomes: Mapping[str, Evidence]) -> Chart:
-    """One size over the width: for every arm the median over seeds and layers, and each of them as a thin line."""
+    """One size over the width, for every arm with a line for each seed and layer."""
     curves: list[Curve] = []
     widths: Sequence[float] = ()
     for name, outcome in outcomes.items():
         layers = [series for series in outcome.series if series.name.partition("/")[0] == size]
         lines = [[value / values[0] for value in values] for series in layers for values in series.values]
-        widths, arm = layers[0].steps, WIDTH_ARMS[name]
-        curves += [Curve("seed and layer", arm, widths, line) for line in lines]
-        middle = [median(column) for column in zip(*lines, strict=True)]
-        curves.append(Curve("median", arm, widths, middle, middle=True))
-    x, y = Axis("width", log=2, ticks=widths), Axis(LABELS[size.partition(" ")[0]], log=2)
-    return Chart(size.replace(" ", "-"), SIZES[size], curves, x=x, y=y, points=True, levels=[Level(1.0)])
+        widths = layers[0].steps
+        curves += _with_median("seed and layer", WIDTH_ARMS[name], widths, lines)
+    x = Axis("width", log=2, ticks=widths)
+    return Chart(size.replace(" ", "-"), SIZES[size], curves, x=x, points=True, levels=[Level(1.0)])
 
 
-def _with_equal_axes(charts: Sequence[Chart], kind: str) -> list[Chart]:
-    """The charts of one row with the same range; only the first has a label."""
-    row = [chart for chart in charts if chart.name.startswith(kind)]
-    values = [value for chart in row for curve in chart.curves for value in curve.y]
-    limits = (min(values) / 1.15, max(values) * 1.15)
-    return [
-        replace(chart, y=replace(chart.y, limits=limits, label=chart.y.label if place == 0 else "", unit=""))
-        for place, chart in enumerate(row)
-    ]
+def _with_median(label: str, arm: str, x: Sequence[float], lines: Sequence[Sequence[float]]) -> list[Curve]:
+    middle = [median(column) for column in zip(*lines, strict=True)]
+    curves = [Curve(f"{label} {number}", arm, x, line) for number, line in enumerate(lines)]
+    return [*curves, Curve("median", arm, x, middle, middle=True)]
