@@ -23,6 +23,9 @@ def test_help_says_first_what_the_command_does(words, capsys, monkeypatch):
     assert empty == ""
     assert answer[0].isupper()
     assert [line for line in lines if len(line.rstrip()) > 80] == []
+    assert not any(
+        noise in " ".join(lines) for noise in ("(default: None", "(default: False", "(default: )", "(default: '')")
+    )
 
 
 def test_the_list_of_commands_names_them_all(capsys):

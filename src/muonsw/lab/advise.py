@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rich.console import Console
-from tyro.conf import arg
 
 from muonsw.decay import decay_factors
 from muonsw.lab.console import paragraph
 from muonsw.lab.errors import UsageError
+from muonsw.lab.options import unset
 from muonsw.lab.theory.schedule import sampled, schedule_of
 
 RULES = ("scaled", "constant")
@@ -69,7 +69,7 @@ class Advise:
     """Steps of the run."""
     lr: float = 0.02
     """Peak learning rate of the matrices that decay."""
-    weight_decay: Annotated[float | None, arg(metavar="LAMBDA")] = None
+    weight_decay: Annotated[float | None, unset(metavar="LAMBDA")] = None
     """The lambda you plan to use."""
     decay: Literal["scaled", "constant"] = "scaled"
     """The decay rule."""
@@ -79,9 +79,9 @@ class Advise:
     """The learning rate at the end, as a share of the peak."""
     decay_fraction: float = 0.2
     """The share of the run in which the learning rate falls under wsd."""
-    warmup_steps: Annotated[int | None, arg(metavar="N")] = None
+    warmup_steps: Annotated[int | None, unset(metavar="N")] = None
     """Steps of warmup. Default: the paper's rule."""
-    base_lr: Annotated[float | None, arg(metavar="LR")] = None
+    base_lr: Annotated[float | None, unset(metavar="LR")] = None
     """The undivided peak, where muP divides the learning rate and scaled decay divides by it."""
     algorithm: Literal["muon", "adamw"] = "muon"
     """The optimizer of these matrices."""
@@ -89,9 +89,9 @@ class Advise:
     """What kind of run it is; we recommend a lambda only for pretraining."""
     epochs: float = 1.0
     """How many times the run sees its text."""
-    tokens: Annotated[float | None, arg(metavar="NUMBER")] = None
+    tokens: Annotated[float | None, unset(metavar="NUMBER")] = None
     """Tokens of the run, such as 2e9."""
-    parameters: Annotated[float | None, arg(metavar="NUMBER")] = None
+    parameters: Annotated[float | None, unset(metavar="NUMBER")] = None
     """Active parameters of the model."""
 
     def run(self) -> int:

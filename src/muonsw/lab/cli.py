@@ -86,8 +86,9 @@ def run(words: Sequence[str]) -> int:
     tyro = needed("tyro", "the lab needs", "lab")
     module, kind, _ = COMMANDS[name]
     command = getattr(needed(f"muonsw.lab.{module}", "the lab needs", "lab"), kind)
-    without_none = (tyro.conf.DisallowNone,)  # `--lr FLOAT`, not `--lr {None}|FLOAT`
-    code: int = tyro.cli(command, prog=f"muonsw {name}", args=with_task_options(options), config=without_none).run()
+    # `--lr FLOAT` instead of `--lr {None}|FLOAT`, and no `--no-control` for `--control`.
+    markers = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+    code: int = tyro.cli(command, prog=f"muonsw {name}", args=with_task_options(options), config=markers).run()
     return code
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
 from muonsw.lab.advise import IDLE
 from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry
@@ -29,6 +29,7 @@ from muonsw.lab.charts import draw as draw_charts
 from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import plain, prepare_folder, write_json
+from muonsw.lab.options import unset
 from muonsw.lab.runs import Columns, Run, load_runs, unique_names
 from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
@@ -658,13 +659,13 @@ class Diagnose:
     Writes all numbers to diagnose.json, and one figure.
     """
 
-    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()
+    runs: Annotated[tuple[Path, ...], Positional, unset(metavar="RUN...")] = ()
     """Run folders, or JSON lines that `muonsw.Telemetry` wrote in your own loop; several are drawn together."""
 
-    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    out: Annotated[Path | None, unset(metavar="DIR")] = None
     """Folder to write to. Default: RUN/diagnose for a run, FILE-diagnose for a file, out/diagnose for several."""
 
-    scope: str = ""
+    scope: Annotated[str, unset()] = ""
     """Which weights: decayed (the default), all, role:NAME, layer:NUMBER or parameter:NAME."""
 
     def run(self) -> int:

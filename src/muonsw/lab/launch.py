@@ -26,7 +26,7 @@ from multiprocessing.connection import wait as wait_for_process
 from operator import itemgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from filelock import FileLock
@@ -36,6 +36,7 @@ from muonsw import machine
 from muonsw.lab.console import View, say, showing
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, needed, stop_requests
 from muonsw.lab.files import LOCK, parse_json, prepare_folder, read_object, write_atomically, write_json
+from muonsw.lab.options import unset
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.checkpoint import CHECKPOINTS, METRICS, RESULT, recorded_settings, refuse_changes
 from muonsw.lab.train.config import RunConfig
@@ -288,16 +289,15 @@ TIMEOUTS = 10_000  # how often submitit may requeue a job; one that saves nothin
 class Cluster:
     """The Slurm options of a run; also command-line options."""
 
-    cluster: Literal["slurm"] | None = None
-    """Train each run as a Slurm job; folder and tokens must be on a disk that all machines share. Default: train on
-    this machine."""
+    cluster: Annotated[Literal["slurm"] | None, unset()] = None
+    """Train each run as a Slurm job. The folder and the tokens must be on a disk that all machines share."""
     time: int = 0
     """Time limit of a job in minutes. A run that needs longer saves before the limit, is requeued and resumes."""
-    gpus_per_run: int | None = None
+    gpus_per_run: Annotated[int | None, unset()] = None
     """GPUs for a run, on one machine, each with its own rank. Default: 1, or 0 with --device cpu."""
-    slurm: tuple[str, ...] = ()
+    slurm: Annotated[tuple[str, ...], unset()] = ()
     """Options of sbatch: partition=gpu, account=lab, mem=32G, cpus-per-task=8, constraint=h100, exclusive."""
-    setup: tuple[str, ...] = ()
+    setup: Annotated[tuple[str, ...], unset()] = ()
     """Shell lines to run before a job starts, such as "module load cuda"."""
 
     def check(self, device: str) -> None:

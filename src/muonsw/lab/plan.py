@@ -18,7 +18,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
+from tyro.conf import OmitArgPrefixes
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.exchange import ROUNDS, SMALLEST_ROUND
@@ -26,6 +26,7 @@ from muonsw.lab.console import Table, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, count, preset, role_of, unallocated
 from muonsw.lab.model.loss import chunk_tokens
+from muonsw.lab.options import Flag, unset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS
 from muonsw.lab.train.config import RunConfig, preset_run
 from muonsw.orthogonalize.iterations import gram_saves
@@ -199,7 +200,7 @@ class Setup:
     tflops: float = 400.0
     """1e12 FLOP per second that one GPU sustains in the model; not the number on its data sheet."""
 
-    recompute: bool = False
+    recompute: Flag = False
     """Store only the inputs of layers and recompute the rest, with a third more FLOPs."""
 
     gathered_bytes: Literal[2, 4] = 4
@@ -413,22 +414,22 @@ class Plan:
     Nothing is trained. `muonsw advise` predicts what weight decay will do.
     """
 
-    preset: str = ""
+    preset: Annotated[str, unset()] = ""
     """The model: w128, w256, w512, w768, w1024, mini or demo, each also with -dense; or the hypothetical moe-1t."""
 
-    tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
+    tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
     """Tokens to train on, such as 197B, 300M or 1.5e9."""
 
-    steps: Annotated[int | None, arg(metavar="N")] = None
+    steps: Annotated[int | None, unset(metavar="N")] = None
     """Steps, instead of tokens."""
 
-    batch_tokens: Annotated[str, arg(metavar="AMOUNT")] = ""
+    batch_tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
     """Tokens per step. Default: the preset's."""
 
-    json: FlagCreatePairsOff[bool] = False
+    json: Flag = False
     """Print JSON instead of a table."""
 
-    setup: OmitArgPrefixes[FlagCreatePairsOff[Setup]] = field(default_factory=Setup)
+    setup: OmitArgPrefixes[Setup] = field(default_factory=Setup)
 
     def run(self) -> int:
         if not self.preset or bool(self.tokens) == (self.steps is not None):

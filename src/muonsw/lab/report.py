@@ -43,6 +43,7 @@ from muonsw.lab.config import flatten
 from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, loss_text, norm_text, say
 from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
+from muonsw.lab.options import unset
 from muonsw.lab.runs import Points, Run, differences, load_runs, name_arms, runs_below, unique_names
 from muonsw.lab.stats import Claims, any_failed, claims_table
 from muonsw.lab.train.checkpoint import CONFIG
@@ -63,13 +64,13 @@ class Report:
     A run in progress is shown as far as it is recorded.
     """
 
-    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN...")] = ()
+    runs: Annotated[tuple[Path, ...], Positional, unset(metavar="RUN...")] = ()
     """Run folders, folders of runs (such as out/compare), or JSONL files that `muonsw.Telemetry` wrote."""
 
     out: Annotated[Path, arg(aliases=("-o",), metavar="FILE")] = Path("report.html")
     """HTML file to write."""
 
-    title: Annotated[str, arg(help_behavior_hint="")] = ""
+    title: Annotated[str, unset()] = ""
     """Title of the page. Default: the name or the number of the runs."""
 
     def run(self) -> int:

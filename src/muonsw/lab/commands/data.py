@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
+from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.lab.commands.training import contents
 from muonsw.lab.console import harmless, say, showing
 from muonsw.lab.data.loader import SPLITS, Group, read_record, verify_folder
 from muonsw.lab.data.prepare import Corpus, prepare_corpus
 from muonsw.lab.errors import UsageError
+from muonsw.lab.options import Flag, unset
 from muonsw.lab.train.config import LARGEST
 from muonsw.lab.train.export import export, load_model, sample
 from muonsw.text import counted
@@ -32,7 +33,7 @@ class Prepare:
     out: Annotated[Path, Positional, arg(metavar="DIR")]
     """Folder for the shards, their record and the tokenizer."""
 
-    corpus: OmitArgPrefixes[FlagCreatePairsOff[Corpus]] = field(default_factory=Corpus)
+    corpus: OmitArgPrefixes[Corpus] = field(default_factory=Corpus)
     """Documents, and how to tokenize them."""
 
     def run(self) -> int:
@@ -114,9 +115,9 @@ class Export:
 
     run_folder: Annotated[Path, Positional, arg(metavar="RUN")]
     """A folder that `muonsw train` filled."""
-    out: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Output folder; default RUN/export."""
-    best: FlagCreatePairsOff[bool] = False
+    out: Annotated[Path | None, unset(metavar="DIR")] = None
+    """Output folder. Default: RUN/export."""
+    best: Flag = False
     """Take the checkpoint with the lowest validation loss instead of the newest."""
 
     def run(self) -> int:
@@ -135,7 +136,7 @@ class Sample:
 
     model: Annotated[Path, Positional, arg(metavar="FOLDER")]
     """A run, or what `muonsw export` wrote."""
-    prompt: str = ""
+    prompt: Annotated[str, unset()] = ""
     """The text to continue; empty starts a document."""
     tokens: int = 200
     """Tokens to generate, at most."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional
 
 from muonsw import machine
 from muonsw.lab.commands.training import print_conclusion, require_at_least_one
@@ -18,6 +18,7 @@ from muonsw.lab.console import Column, Table, Value, paragraph, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder
 from muonsw.lab.launch import Cluster, runs_at_once
+from muonsw.lab.options import Flag, unset
 from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report import PAGE, check_target
 from muonsw.lab.runs import load_runs
@@ -39,41 +40,38 @@ class Reproduce:
     Studies of one scale share their runs. Rerun the same command to resume.
     """
 
-    name: Annotated[str, Positional, arg(metavar="NAME")] = ""
-    """The study, such as `main-table` or `theory`, or a part of it, such as `main-table/width-256` or
-    `theory/matrix`."""
+    name: Annotated[str, Positional, unset(metavar="NAME")] = ""
+    """The study, such as `main-table`, or a part of it, such as `main-table/width-256`."""
 
-    list: FlagCreatePairsOff[bool] = False
+    list: Flag = False
     """Show what can be reproduced, and run nothing."""
 
-    scale: Literal["cpu", "mini", "paper"] | None = None
-    """How large: cpu for a laptop (unless given), mini for minutes to an hour on one GPU, paper for the paper's own
-    configuration. Studies that train nothing have one size; those beyond the paper have mini alone."""
+    scale: Annotated[Literal["cpu", "mini", "paper"] | None, unset()] = None
+    """cpu (the default) for a laptop, mini for up to an hour on one GPU, paper for the paper's own configuration."""
 
-    dry_run: FlagCreatePairsOff[bool] = False
+    dry_run: Flag = False
     """Print runs, tokens, FLOPs and hours, and train nothing."""
 
-    tflops: Annotated[float | None, arg(metavar="X")] = None
-    """For the hours: what one run sustains, in 1e12 FLOPs a second; a guess for the scale unless given."""
+    tflops: Annotated[float | None, unset(metavar="X")] = None
+    """1e12 FLOPs per second that one run sustains, for the hours. Default: a guess for the scale."""
 
-    data: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Prepared tokens; without it Python source is prepared in out/data. Scale paper needs GPT-2 tokens here."""
+    data: Annotated[Path | None, unset(metavar="DIR")] = None
+    """Prepared tokens. Default: the Python standard library, in out/data. Scale paper needs GPT-2 tokens."""
 
-    out: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Folder for claims, figures and page; `out/NAME`, for training `out/NAME-SCALE`, unless given. Runs are kept
-    beside it in `runs-SCALE`, which studies share."""
+    out: Annotated[Path | None, unset(metavar="DIR")] = None
+    """Folder for claims, figures and page, next to runs-SCALE. Default: out/NAME-SCALE; out/NAME if nothing trains."""
 
-    seeds: Annotated[int | None, arg(metavar="N")] = None
-    """How many seeds for each arm of a training study, instead of the scale's."""
+    seeds: Annotated[int | None, unset(metavar="N")] = None
+    """Seeds of each arm of a training study. Default: the scale's."""
 
-    workers: Annotated[int | None, arg(metavar="N")] = None
-    """Runs or experiments at a time; one for each core or GPU, or all runs on a cluster, unless given."""
+    workers: Annotated[int | None, unset(metavar="N")] = None
+    """Runs or experiments at a time. Default: one per core or GPU; on a cluster, all runs."""
 
-    record: Annotated[Path | None, arg(metavar="FILE")] = None
+    record: Annotated[Path | None, unset(metavar="FILE")] = None
     """Append the runs of a training study to this JSONL table; run folders can then be deleted."""
 
-    retry_diverged: FlagCreatePairsOff[bool] = False
-    """Try runs again that diverged in an earlier call."""
+    retry_diverged: Flag = False
+    """Retry runs that diverged earlier."""
 
     device: str = "auto"
     """cpu, cuda or auto, for training."""
@@ -81,11 +79,11 @@ class Reproduce:
     seed: int = 0
     """Seed of every random number of a study that trains nothing."""
 
-    verbose: FlagCreatePairsOff[bool] = False
-    """Print all columns of every table, and what each claim assumes and tolerates."""
+    verbose: Flag = False
+    """Print all columns of every table, and the assumptions and tolerance of each claim."""
 
     cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
-    """Training as jobs of a cluster."""
+    """To train on a Slurm cluster."""
 
     def run(self) -> int:
         console = Console()

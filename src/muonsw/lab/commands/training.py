@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
+from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.compare import (
@@ -38,6 +38,7 @@ from muonsw.lab.data.loader import SPLITS, DataRecord, read_record
 from muonsw.lab.errors import FAILED, OK, Diverged, Interrupted, UsageError, report_error
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.launch import Cluster, runs_at_once
+from muonsw.lab.options import Flag, unset
 from muonsw.lab.report import PAGE, check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
@@ -55,7 +56,6 @@ ARMS_HELP = (
     "(soap/constant), optionally with settings (scaled,weight_decay=0.5 or soap,lr=0.01,adam_lr=0.02). "
     f"Decay rules: {', '.join(DECAY_RULES)}. Presets: {', '.join(PRESETS)}."
 )
-unset = partial(arg, help_behavior_hint="")  # an option without "(default: None)"
 NAME = "training"
 # Dense bfloat16 TFLOP/s from the data sheets, by part of the device name.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0, "4090": 165.0}
@@ -260,17 +260,17 @@ class Compare(RunOptions):
     arms: Annotated[tuple[str, ...], arg(help=ARMS_HELP)] = ("constant", "scaled")
     seeds: int = 3
     """Number of seeds; one gives no error bar, and two a very wide one."""
-    control: FlagCreatePairsOff[bool] = False
+    control: Flag = False
     """Also train constant decay with the scaled arm's total decay, to separate less decay from later decay."""
-    tune_lambda: FlagCreatePairsOff[bool] = False
+    tune_lambda: Flag = False
     """Find the best lambda of each arm on a separate seed, and compare the arms at their best."""
-    retry_diverged: FlagCreatePairsOff[bool] = False
+    retry_diverged: Flag = False
     """Retry runs that diverged earlier."""
     workers: Annotated[int | None, unset(metavar="N")] = None
     """Runs at a time, one thread each. Default: one per core or GPU; on a cluster, all."""
     record: Annotated[Path | None, unset(metavar="FILE")] = None
     """Append the runs to this JSONL table; run folders can then be deleted."""
-    verbose: FlagCreatePairsOff[bool] = False
+    verbose: Flag = False
     """Print all tables with all columns."""
     cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
     """To train on a Slurm cluster."""
@@ -392,9 +392,9 @@ class Train(RunOptions):
     """Seed of the initial weights and the data order."""
     strategy: Annotated[Literal["ddp", "fsdp"] | None, unset()] = None
     """Under torchrun: ddp (default) replicates the model on every rank, fsdp shards it."""
-    tensorboard: FlagCreatePairsOff[bool] = False
+    tensorboard: Flag = False
     """Also write TensorBoard events into the run's folder."""
-    wandb: str = ""
+    wandb: Annotated[str, unset()] = ""
     """Also log to this Weights & Biases project."""
 
     def run(self) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, count, islice
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from muonsw.lab.data.loader import (
 from muonsw.lab.data.tokenizer import BYTES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
 from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import locked, replacing
+from muonsw.lab.options import Flag, unset
 
 Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
@@ -87,10 +88,10 @@ class Corpus:
     source: Source = "python"
     """Standard library of this Python, files, FineWeb from the Hugging Face hub, or a Markov chain."""
 
-    packages: bool = False
+    packages: Flag = False
     """Add the installed packages to the source `python`."""
 
-    files: tuple[str, ...] = ()
+    files: Annotated[tuple[str, ...], unset()] = ()
     """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz) or .parquet."""
 
     dataset: str = "HuggingFaceFW/fineweb"
@@ -102,10 +103,10 @@ class Corpus:
     seed: int = 0
     """Seed of the source `synthetic`."""
 
-    limit_documents: int | None = None
+    limit_documents: Annotated[int | None, unset(metavar="N")] = None
     """Stop after N documents."""
 
-    limit_characters: int | None = None
+    limit_characters: Annotated[int | None, unset(metavar="N")] = None
     """Stop after the document that reaches N characters in total."""
 
     tokenizer: Kind = "bpe"
@@ -114,14 +115,13 @@ class Corpus:
     vocab: int = DEFAULT_VOCAB
     """Tokens of the BPE, including the end-of-document token."""
 
-    gpt2_files: Path | None = None
+    gpt2_files: Annotated[Path | None, unset()] = None
     """Folder with GPT-2's vocab.bpe and encoder.json. Default: download them with tiktoken."""
 
-    validation_fraction: float | None = None
-    """Share of documents to hold out, chosen by their text. Default: 0.05, for FineWeb 0.001, and for text files 5% of
-    the characters (1% above 16 million)."""
+    validation_fraction: Annotated[float | None, unset()] = None
+    """Share of documents to hold out. Default: 0.05; FineWeb 0.001; text 5% of the characters, 1% above 16 million."""
 
-    group_characters: int | None = None
+    group_characters: Annotated[int | None, unset()] = None
     """Characters in a shard. Default: 4 to 64 million, depending on the source."""
 
     def __post_init__(self) -> None:
