@@ -13,11 +13,13 @@ from muonsw import AdamWSW, JsonlSink, MuonSW, Telemetry
 from muonsw.lab.diagnose import (
     AGAIN,
     MOST_SAMPLES,
+    NOTE,
+    PROBLEM,
     RULES,
+    WARNING,
     Diagnose,
     Findings,
     History,
-    Severity,
     diagnose,
     examine,
     late_fits,
@@ -126,7 +128,7 @@ def test_divergence_is_told_from_noise_and_comes_first(tmp_path):
     assert CHECKS["diverging"](make_history(tmp_path / "rising", losses=rising)) is not None
     not_finite = [*losses(4000)[:3900], *[None] * 100]
     first, *others = examine(make_history(tmp_path / "run", **CONSTANT | {"losses": not_finite}))
-    assert (first.rule, first.severity, first.numbers["since"]) == ("diverging", Severity.PROBLEM, 3901)
+    assert (first.rule, first.severity, first.numbers["since"]) == ("diverging", PROBLEM, 3901)
     assert "collapsing" in {finding.rule for finding in others}
 
 
@@ -152,8 +154,8 @@ def test_skipped_steps_are_counted_over_a_resume(tmp_path):
 )
 def test_a_finding_has_two_degrees(tmp_path, rule, note, warning):
     settings = {"steps": 400, "every": 20, "grad_norm": 3.0}
-    for severity, more in ((Severity.NOTE, note), (Severity.WARNING, warning)):
-        assert CHECKS[rule](make_history(tmp_path / severity, **settings | more)).severity is severity
+    for severity, more in ((NOTE, note), (WARNING, warning)):
+        assert CHECKS[rule](make_history(tmp_path / severity, **settings | more)).severity == severity
 
 
 def test_a_finding_names_the_roles_it_holds_for(tmp_path):
@@ -245,7 +247,7 @@ def test_live_hints_are_the_warnings_of_the_diagnosis(tmp_path, settings, rules)
     for number in (6, 20, len(lines)):
         path.write_text("".join(lines[:number]), encoding="utf-8")
         found = [finding for finding in diagnose(load_run(path)).findings if finding.rule in live]
-        warnings = [finding for finding in found if finding.severity in (Severity.PROBLEM, Severity.WARNING)]
+        warnings = [finding for finding in found if finding.severity != NOTE]
         findings = Findings()
         for line in lines[: number - 1]:
             findings(json.loads(line))
@@ -352,4 +354,4 @@ def test_cautious_decay_is_no_rounding_loss(tmp_path):
             optimizer.zero_grad()
     finding = CHECKS["rounding"](History(load_run(path)))
     assert finding.numbers["arrived"] > 1.05
-    assert finding.severity is Severity.NOTE
+    assert finding.severity == NOTE

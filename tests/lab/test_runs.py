@@ -111,7 +111,7 @@ def test_the_last_record_of_a_step_counts(tmp_path):
 def test_what_is_not_a_run_is_named(tmp_path, folder):
     with pytest.raises(UsageError, match="nowhere is not a run: it does not exist"):
         load_run(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="cannot read the metrics"):
+    with pytest.raises(UsageError, match=r"config\.json: line 1: it has no step"):
         load_run(folder / "config.json")
     with pytest.raises(UsageError, match=r"no config\.json; it holds runs: first"):
         load_run(folder.parent)
@@ -123,10 +123,10 @@ def test_what_is_not_a_run_is_named(tmp_path, folder):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{broken", "line 2 is not JSON"),
-        ("[1]", "line 2 is not a JSON object"),
-        ('{"kind": "train", "loss": 1}', "line 2 has no step"),
-        ('{"kind": "telemetry", "step": 1, "all": 3}', "'all' in line 2 is not a JSON object"),
+        ("{broken", "line 2: not JSON"),
+        ("[1]", "line 2: not a JSON object"),
+        ('{"kind": "train", "loss": 1}', "line 2: it has no step"),
+        ('{"kind": "telemetry", "step": 1, "all": 3}', "line 2: 'all' is not a JSON object"),
     ],
 )
 def test_a_damaged_line_in_the_middle_is_named(tmp_path, line, message):

@@ -1,4 +1,4 @@
-"""What weight decay does to the weights of a run: `muonsw diagnose`, and hints while training.
+"""What weight decay does to the weights of a run: `muonsw diagnose`, and findings while training.
 
 Both apply `RULES` to a `History`: `diagnose` to all records of a run, `Findings` to the records so far.
 """
@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -30,7 +29,7 @@ from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, 
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import plain, prepare_folder, write_json
 from muonsw.lab.options import unset
-from muonsw.lab.runs import Columns, Run, load_runs, unique_names
+from muonsw.lab.runs import SCOPES, Run, load_runs, tabulate, unique_names
 from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
 from muonsw.telemetry.record import Record
@@ -84,11 +83,10 @@ class History:
         known = _known(self.column(key))
         return float(known.max()) if len(known) else math.nan
 
-    def typical(self, values: Array, where: NDArray[np.bool_] | None = None) -> float:
+    def typical(self, values: Array, where: Any = None) -> float:
         """The median of the known values, by default from the peak of the learning rate on (all while it rises)."""
         if where is None:
-            first = 0 if self.peak_at == len(self.steps) - 1 else self.peak_at
-            where = np.arange(len(self.steps)) >= first
+            where = slice(0 if self.peak_at == len(self.steps) - 1 else self.peak_at, None)
         known = _known(values[where])
         return float(np.median(known)) if len(known) else math.nan
 
@@ -105,17 +103,14 @@ class History:
     @cached_property
     def norm(self) -> NormHistory | None:
         """The samples with all inputs of the norm recursion, or None."""
-        columns = self.run.telemetry.scope(self.scope)
-        if not all(key in columns for key in MEASURED):
-            return None
-        r, s, phi, a = (columns[key] for key in MEASURED)
+        r, s, phi, a = map(self.column, MEASURED)
         # A float32 cosine may slightly exceed 1.
         known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (phi >= 0) & (np.abs(a) < 1.0 + 1e-5)
-        known &= columns.step <= MOST_STEPS
+        known &= self.steps <= MOST_STEPS
         if not known.any():
             return None
         r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
-        return NormHistory.of(columns.step[known].tolist(), r=r, s=s, phi=phi, a=a)
+        return NormHistory.of(self.steps[known].tolist(), r=r, s=s, phi=phi, a=a)
 
     @cached_property
     def tracking(self) -> Tracking | None:
@@ -142,6 +137,7 @@ class History:
 
     @property
     def lr_left(self) -> float:
+        """The last learning rate as a share of the peak."""
         peak = self.highest("lr")
         return self.last("lr") / peak if peak > 0 else math.nan
 
@@ -225,21 +221,17 @@ def late_fits(history: History) -> LateFits | None:
 # The rules. Each examines a history and returns a severity, one or two sentences, and the numbers behind them.
 
 
-class Severity(StrEnum):
-    """A problem ruins the run, a warning means some loss, a note explains."""
-
-    PROBLEM = "problem"
-    WARNING = "warning"
-    NOTE = "note"
-
-
-Answer = tuple[Severity, str, Mapping[str, float]] | None
+PROBLEM, WARNING, NOTE = "problem", "warning", "note"  # it ruins the run, costs something, or explains
+COLOURS = {PROBLEM: "bold red", WARNING: "yellow", NOTE: "cyan"}  # the most serious first
+Answer = tuple[str, str, Mapping[str, float]] | None
 
 
 def words(history: History) -> str:
     """The weights of a history, as named in a sentence."""
     kind, _, name = history.scope.partition(":")
-    return f"the weights of {kind} {name}" if name else {"all": "all weights"}.get(kind, f"the {kind} weights")
+    if name:
+        return f"the weights of {kind} {name}"
+    return "all weights" if kind == "all" else "the decayed weights"
 
 
 def percent(share: float) -> str:
@@ -250,7 +242,7 @@ def unfinished(history: History) -> Answer:
     step, planned = history.run.steps, history.run.planned_steps
     if planned is None or not history.run.in_progress:
         return None
-    return Severity.NOTE, f"The run is not complete: step {step:,} of {planned:,}.", {"step": step, "planned": planned}
+    return NOTE, f"The run is not complete: step {step:,} of {planned:,}.", {"step": step, "planned": planned}
 
 
 def too_few_samples(history: History) -> Answer:
@@ -261,7 +253,7 @@ def too_few_samples(history: History) -> Answer:
     if not np.isfinite(history.column("decay")).any():
         advice = "The decay is unknown: a norm rule acts, or the optimizer does not report it."
     text = f"Some rules cannot be checked with only {counted(samples, 'complete telemetry sample')}. {advice}"
-    return Severity.NOTE, text, {"samples": samples}
+    return NOTE, text, {"samples": samples}
 
 
 def skipped(history: History) -> Answer:
@@ -276,7 +268,7 @@ def skipped(history: History) -> Answer:
         f"{number:,} of {steps:,} steps ({percent(share)}) were skipped because a gradient was not finite. "
         "Look for overflow (loss scale, data, attention logits), or lower the learning rate."
     )
-    severity = Severity.WARNING if share > MANY_SKIPPED else Severity.NOTE
+    severity = WARNING if share > MANY_SKIPPED else NOTE
     return severity, text, {"skipped": number, "share": share}
 
 
@@ -289,7 +281,7 @@ def diverging(history: History) -> Answer:
         finite = np.flatnonzero(known)
         since = int(steps[finite[-1] + 1]) if len(finite) else int(steps[0])
         text = f"The training loss has been NaN or infinite since step {since:,}. Restart from an earlier checkpoint "
-        return Severity.PROBLEM, text + "with a lower learning rate.", {"since": since}
+        return PROBLEM, text + "with a lower learning rate.", {"since": since}
     # The running average is above its minimum by more than a share of the progress and more than noise.
     steps, losses = steps[known], losses[known]
     width = max(int(AVERAGED * len(losses)), 5)
@@ -306,7 +298,7 @@ def diverging(history: History) -> Answer:
         f"The run is diverging: the training loss rose from {averages[best]:.4f} around step {step:,} to "
         f"{averages[-1]:.4f}. Lower the learning rate, or go back to a checkpoint."
     )
-    return Severity.PROBLEM, text, {"best": float(averages[best]), "now": float(averages[-1]), "best_step": step}
+    return PROBLEM, text, {"best": float(averages[best]), "now": float(averages[-1]), "best_step": step}
 
 
 def collapsing(history: History) -> Answer:
@@ -328,7 +320,7 @@ def collapsing(history: History) -> Answer:
         f'is at {percent(history.lr_left)} of its peak.{hope} Try decay="scaled", or a smaller lambda.'
     )
     numbers = {"lost": lost, "peak_norm": float(r[top]), "peak_step": int(history.steps[top]), "held_norm": held}
-    return Severity.WARNING, text, numbers
+    return WARNING, text, numbers
 
 
 def decay_idle(history: History) -> Answer:
@@ -337,7 +329,7 @@ def decay_idle(history: History) -> Answer:
         return None
     if total == 0.0:
         text = f"No decay acts on {words(history)}: lambda is 0, or the rule is none."
-        return Severity.NOTE, text, {"total_decay": total}
+        return NOTE, text, {"total_decay": total}
     # A larger lambda does not help if decay would then be fast compared with momentum.
     times, fast = f"{1.0 / total:.0f} times", history.highest("decay") / (1.0 - history.momentum) / total > SLOW
     advice = f"train about {times} as long" if fast else f"raise lambda about {times}, or train longer"
@@ -345,7 +337,7 @@ def decay_idle(history: History) -> Answer:
         f"Decay does nothing to {words(history)} in this run: total decay is {total:.2g}, so the choice of rule does "
         f"not matter. For decay to act, {advice}."
     )
-    return Severity.WARNING, text, {"total_decay": total}
+    return WARNING, text, {"total_decay": total}
 
 
 def peak_not_reached(history: History) -> Answer:
@@ -363,7 +355,7 @@ def peak_not_reached(history: History) -> Answer:
         f"The learning rate of {words(history)} never reached the peak that decay divides by ({used:.3g} of "
         f"{peak:.3g}), so decay is {percent(used / peak)} of what lambda says. Set peak_lr to the peak of the schedule."
     )
-    return Severity.WARNING, text, {"highest_lr": used, "peak_lr": peak}
+    return WARNING, text, {"highest_lr": used, "peak_lr": peak}
 
 
 def unexplained_norm(history: History) -> Answer:
@@ -380,7 +372,7 @@ def unexplained_norm(history: History) -> Answer:
         "Something else changes the weights (a constraint, a cautious mask, rounding, groups with different decay), or "
         "samples are too sparse."
     )
-    return Severity.WARNING, text, {"error": float(error[worst]), "step": step}
+    return WARNING, text, {"error": float(error[worst]), "step": step}
 
 
 def large_updates(history: History) -> Answer:
@@ -392,7 +384,7 @@ def large_updates(history: History) -> Answer:
         f"steps that momentum {history.momentum:g} remembers. Lower the learning rate, or lower lambda if decay has "
         "made the weights this small."
     )
-    return Severity.WARNING, text, {"relative_update": size, "bound": bound}
+    return WARNING, text, {"relative_update": size, "bound": bound}
 
 
 def fast_decay(history: History) -> Answer:
@@ -404,7 +396,7 @@ def fast_decay(history: History) -> Answer:
         f"Decay of {words(history)} is fast against momentum: phi reaches {peak:.2g} a step, {percent(speed)} of "
         f"1 - beta = {forgetting:.2g}. Use a smaller lambda and more steps."
     )
-    return Severity.WARNING if speed > TOO_FAST else Severity.NOTE, text, {"phi_peak": peak, "ratio": speed}
+    return WARNING if speed > TOO_FAST else NOTE, text, {"phi_peak": peak, "ratio": speed}
 
 
 def defect_out_of_range(history: History) -> Answer:
@@ -415,7 +407,7 @@ def defect_out_of_range(history: History) -> Answer:
     if defect < low:
         cause = "the momentum has nearly low rank, so many directions hardly move (dead experts, unused rows)"
     text = f"Muon's direction for {words(history)} has size {defect:.2f} (1 is orthogonal): {cause}."
-    return Severity.WARNING, text, {"defect": defect}
+    return WARNING, text, {"defect": defect}
 
 
 def lost_in_rounding(history: History) -> Answer:
@@ -427,11 +419,11 @@ def lost_in_rounding(history: History) -> Answer:
     moved = f"Steps move {words(history)} by {percent(arrived)} of what decay and update intend"
     if arrived > 1.0:
         text = f"{moved}: stochastic rounding adds noise that averages out, or decay is cautious."
-        return Severity.NOTE, text, {"arrived": arrived}
+        return NOTE, text, {"arrived": arrived}
     if history.setting("rounding") == "stochastic":
         return None  # correct on average, even if most steps change nothing
     text = f'{moved}: the rest is lost in rounding. Keep them in float32, or use rounding="stochastic".'
-    return Severity.WARNING, text, {"arrived": arrived}
+    return WARNING, text, {"arrived": arrived}
 
 
 def always_clipped(history: History) -> Answer:
@@ -446,19 +438,19 @@ def always_clipped(history: History) -> Answer:
         return None
     text = f"Gradient clipping acts on {percent(share)} of the steps, so it divides every gradient by its norm"
     if by_trainer and history.setting("algorithm") == "muon":
-        return Severity.NOTE, f"{text}. Muon's steps keep their size; clip only what AdamW trains.", {"share": share}
+        return NOTE, f"{text}. Muon's steps keep their size; clip only what AdamW trains.", {"share": share}
     text += " instead of guarding against outliers. Raise the limit to a few times the usual norm."
-    return Severity.WARNING, text, {"share": share}
+    return WARNING, text, {"share": share}
 
 
 class Rule(NamedTuple):
     """A check, and when it applies."""
 
-    name: str  # as in docs/guide/diagnose.md
+    name: str  # as in docs/guide/telemetry.md
     check: Callable[[History], Answer]
     roles: bool = False  # also checked for every role
     live: bool = False  # also checked while training
-    samples: int = 0  # samples that it needs
+    samples: int = 0  # how many it needs
 
     def find(self, history: History) -> Finding | None:
         answer = self.check(history) if len(history.steps) >= self.samples else None
@@ -487,7 +479,7 @@ class Finding:
     """The result of a rule."""
 
     rule: str
-    severity: Severity
+    severity: str
     scope: str
     text: str  # what is wrong, and what to do
     numbers: Mapping[str, float]
@@ -505,7 +497,7 @@ def examine(history: History, roles: Sequence[History] = (), *, live: bool = Fal
             overall = rule.find(history)
             in_roles = [finding for role in roles if rule.roles and (finding := rule.find(role))]
             findings += [replace(overall, also=tuple(finding.scope for finding in in_roles))] if overall else in_roles
-    return sorted(findings, key=lambda finding: list(Severity).index(finding.severity))
+    return sorted(findings, key=lambda finding: list(COLOURS).index(finding.severity))
 
 
 # The command.
@@ -565,8 +557,7 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-COLOURS = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
-NOTE = (
+TABLE_NOTE = (
     "norm: RMS of the weights, and as a share of its peak; r*: the norm at which it would settle at the present "
     "learning rate; 2Σφ: relaxation times so far, with φ the share of a weight that decay removes in a step."
 )
@@ -593,7 +584,7 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     ]
     titles = ("norm", "of its peak", "r*", "lr left", "2Σφ", "update/weight", "late cosine")
     columns = [Column("weights"), *(Column(title, number=True, digits=3) for title in titles)]
-    print_table(console, Table("norms", "Weight norms", columns, rows, NOTE))
+    print_table(console, Table("norms", "Weight norms", columns, rows, TABLE_NOTE))
 
 
 NORM, RECURSION = "RMS (dashed: steady state)", "RMS (dashed: recursion)"
@@ -698,30 +689,29 @@ def _with_recorded_settings(run: Run) -> Run:
 
 def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer settings in a telemetry record, as in a run's configuration."""
-    listed = record.get("groups")
-    groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
-    decaying = {str(group.get("rule")) for group in groups if group.get("decay")}
-    settings: dict[str, Any] = {"decay": decaying.pop()} if len(decaying) == 1 else {}
+    groups = record.get("groups") or []
+    rules = {str(group.get("rule")) for group in groups if group.get("decay")}
+    settings: dict[str, Any] = {"decay": rules.pop()} if len(rules) == 1 else {}
     if groups and all(group.get("rounding") == "stochastic" for group in groups):
         settings["rounding"] = "stochastic"
     return {"optimizer": settings} if settings else {}
 
 
-# Hints while training.
+# Findings while training.
 
 # The columns that live rules use.
 LIVE = ("weight_rms", "update_rms", "applied_rms", "decay", "lr", "alignment_update", "defect")
-AGAIN = 10  # repeat a hint after ten times as many steps
+AGAIN = 10  # repeat a finding after ten times as many steps
 MOST_SAMPLES = 400
 
 
 class Findings:
-    """A telemetry sink that returns hints: the warnings of `diagnose` about the records so far.
+    """A telemetry sink that returns the problems and warnings of `diagnose` about the records so far.
 
-    A hint is repeated only after ten times as many steps.
+    A finding is repeated only after ten times as many steps.
 
     Attributes:
-        history: every hint so far, with the step of its record.
+        history: every finding so far, with the step of its record.
 
     Examples:
         >>> findings = Findings()
@@ -735,35 +725,31 @@ class Findings:
         self.history: list[tuple[int, str]] = []
         self._reported_at: dict[tuple[str, str], int] = {}
         self._settings: dict[str, Any] = {}
-        self._records: list[dict[str, dict[str, Any]]] = []
+        self._records: list[dict[str, Any]] = []
 
     def __call__(self, record: Record) -> list[str]:
-        """Add a record, and return the hints that are due."""
-        step = record["step"]
-        scopes: dict[str, Any] = {scope: record[scope] for scope in ("all", "decayed") if scope in record}
-        scopes |= {f"role:{role}": values for role, values in record["roles"].items()}
-        columns = {scope: {key: values.get(key) for key in LIVE} for scope, values in scopes.items()}
-        columns[""] = {key: record.get(key) for key in ("skipped", "clipped")}
+        """Add a record, and return the findings that are due."""
+
+        def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: values[key] for key in LIVE if key in values}
+
         if not self._records:
             self._settings = recorded_settings(record)
-        self._records.append({scope: {"step": step, **values} for scope, values in columns.items()})
+        scopes = {scope: kept(record[scope]) for scope in SCOPES if scope in record}
+        scopes["roles"] = {role: kept(values) for role, values in record["roles"].items()}
+        counts = {key: record.get(key) for key in ("step", "skipped", "clipped")}
+        self._records.append({"kind": "telemetry", **counts, **scopes})
         if len(self._records) > MOST_SAMPLES:
             del self._records[1:-1:2]
 
-        tables = {}
-        for scope, values in columns.items():
-            rows = [earlier[scope] for earlier in self._records if scope in earlier]
-            keys = ("step", *values)
-            tables[scope] = Columns({key: np.array([row[key] for row in rows], dtype=np.float64) for key in keys})
-        run = Run("live", Path(), self._settings, {}, None, {"telemetry": tables})
-        history = History(run, "decayed" if "decayed" in columns else "all")
-        roles = [History(run, scope) for scope in sorted(columns) if scope.startswith("role:")]
-
-        hints = []
+        run = Run("live", Path(), self._settings, {}, None, tabulate(self._records))
+        history = History(run, "decayed" if "decayed" in record else "all")
+        roles = [History(run, f"role:{role}") for role in sorted(record["roles"])]
+        step, due = record["step"], []
         for finding in examine(history, roles, live=True):
             topic = finding.rule, finding.scope
-            if finding.severity is not Severity.NOTE and step >= AGAIN * self._reported_at.get(topic, 0):
+            if finding.severity != NOTE and step >= AGAIN * self._reported_at.get(topic, 0):
                 self._reported_at[topic] = step
-                hints.append(finding.text)
-        self.history += [(step, hint) for hint in hints]
-        return hints
+                due.append(finding.text)
+        self.history += [(step, text) for text in due]
+        return due

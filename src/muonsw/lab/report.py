@@ -333,7 +333,7 @@ def runs_table(group: Group) -> Table:
     columns = [Column("run"), Column("arm"), *(Column(name, number=True) for name in numbers), Column("state")]
     rows = []
     for label, arm, run in zip(group.labels, group.arm_of, group.runs, strict=True):
-        lost, diverged = run.lost_losses, run.diverged is not None
+        lost, diverged = int((~np.isfinite(run.train.get("loss", 0.0))).sum()), run.diverged is not None
         state = "diverged" if diverged else "complete"
         if not run.complete:
             state = f"{run.steps:,} of {run.planned_steps:,} steps" if run.in_progress else counted(run.steps, "step")

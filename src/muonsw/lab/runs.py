@@ -17,10 +17,11 @@ Examples:
 from __future__ import annotations
 
 import json
+import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ except ModuleNotFoundError:  # on a machine that only trains; the replacement is
 
 Values = NDArray[np.float64]
 Points = tuple[NDArray[np.int64], Values]
+Tables = Mapping[str, Mapping[str, "Columns"]]  # by kind of record and by scope
 NAN = float("nan")
 NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
 SCOPES = ("decayed", "all")  # pooled over the weights that decay, and over all weights
@@ -52,16 +54,6 @@ REMEDIES = {
     CONFIG: "restore the run's config.json",
     ENVIRONMENT: "delete it: it is only displayed, and a resumed run rewrites it",
     RESULT: "delete it and rerun the command of the run, which rewrites it",
-}
-# Types of the settings used below.
-SETTINGS: Mapping[str, Any] = {
-    "steps": int,
-    "seed": int,
-    "arm": str,
-    "optimizer": dict,
-    "optimizer.algorithm": str,
-    "optimizer.decay": str,
-    **dict.fromkeys((f"optimizer.{name}" for name in ("lr", "weight_decay", "momentum", "betas")), int | float),
 }
 # Settings that may differ between runs of one arm.
 WITHIN_ARM = (
@@ -136,61 +128,77 @@ class _Cells:
         }
 
 
-def read_metrics(path: Path, *, details: bool) -> dict[str, dict[str, Columns]]:
-    """Read a JSONL file into columns by kind of record and by scope; only telemetry has scopes other than "".
-
-    Args:
-        path: The file. An incomplete last line is skipped.
-        details: Whether to read telemetry of roles, layers and parameters as well as the pooled scopes.
+def tabulate(records: Iterable[Any], *, details: bool = True) -> Tables:
+    """Turn records into columns by kind and scope, with or without telemetry of roles, layers and parameters.
 
     Raises:
-        ValueError: If another line is not a record.
+        ValueError: If a record is damaged.
     """
     tables: dict[str, _Cells] = {}
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = loads(line) if line.strip() else None
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    break
-                raise ValueError(f"{path}, line {number} is not JSON ({error})") from None
-            if record is None:
-                continue
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {number} is not a JSON object: {line[:60].decode(errors='replace')}")
-            step = record.get("step")
-            if not isinstance(step, int | float) or not 0 <= step < LARGEST_STEP:
-                raise ValueError(f"{path}: the record in line {number} has no step")
-            cells = tables.setdefault(str(record.pop("kind", "")), _Cells())
-            for name in (*SCOPES, *SPLIT) if "all" in record else ():
-                scopes = {name: record.pop(name, None)}
-                if name in SPLIT and isinstance(scopes[name], dict):
-                    inner = scopes[name] if details else {}
-                    scopes = {f"{SPLIT[name]}:{key}": value for key, value in inner.items()}
-                for scope, values in scopes.items():
-                    if isinstance(values, dict):
-                        cells.add(scope, values)
-                    elif values is not None:
-                        raise ValueError(f"{path}: {scope[:60]!r} in line {number} is not a JSON object")
-            cells.add("", record)
-            cells.records += 1
+    for record in records:
+        if not isinstance(record, dict):
+            raise ValueError("not a JSON object")
+        step = record.get("step")
+        if not isinstance(step, int | float) or not 0 <= step < LARGEST_STEP:
+            raise ValueError("it has no step")
+        cells = tables.setdefault(str(record.get("kind", "")), _Cells())
+        scopes: dict[str, Any] = {"": record}
+        if "all" in record:  # telemetry
+            scopes = {"": {key: value for key, value in record.items() if key not in (*SCOPES, *SPLIT)}}
+            scopes |= {scope: record.get(scope) for scope in SCOPES}
+            for key, name in SPLIT.items() if details else ():
+                parts = record.get(key)
+                scopes |= {f"{name}:{p}": v for p, v in parts.items()} if isinstance(parts, dict) else {key: parts}
+        for scope, values in scopes.items():
+            if isinstance(values, dict):
+                cells.add(scope, values)
+            elif values is not None:
+                raise ValueError(f"{scope[:60]!r} is not a JSON object")
+        cells.records += 1
     return {kind: cells.columns() for kind, cells in tables.items()}
+
+
+def read_metrics(path: Path, *, details: bool = False) -> Tables:
+    """Tabulate a JSONL file; an incomplete last line is skipped, and a file that does not exist has no records.
+
+    Raises:
+        UsageError: If another line is not a record.
+    """
+    number = 0
+
+    def records(file: Iterable[bytes]) -> Iterator[Any]:
+        nonlocal number
+        for number, line in enumerate(file, start=1):  # noqa: B007 (errors name it)
+            try:
+                if line.strip():
+                    yield loads(line)
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    raise ValueError(f"not JSON ({error})") from None
+
+    try:
+        with path.open("rb") as file:
+            return tabulate(records(file), details=details)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"cannot read {path}: line {number}: {error}; delete that line, or the file") from error
 
 
 class Scopes:
     """Telemetry by scope: `all`, `decayed`, `role:NAME`, `layer:NUMBER`, `parameter:NAME`.
 
-    Only the first two are read with the run; the others may be most of the file and are read on demand.
+    Only the first two are read with the run; the others may be most of the file and are read on demand from `path`.
     """
 
-    def __init__(self, pooled: Mapping[str, Columns], details: Callable[[], Mapping[str, Columns]] | None = None):
-        self._pooled = pooled
-        self._details = details
+    def __init__(self, pooled: Mapping[str, Columns], path: Path | None):
+        self._pooled, self._path = pooled, path
 
     @cached_property
     def _every(self) -> Mapping[str, Columns]:
-        return self._pooled if self._details is None else self._details()
+        return self._pooled if self._path is None else read_metrics(self._path, details=True).get("telemetry", {})
 
     def scopes(self) -> list[str]:
         return [scope for scope in self._every if scope]
@@ -222,8 +230,8 @@ class Run:
     settings: dict[str, Any]  # config.json; empty for a file
     environment: dict[str, Any]  # environment.json; may be empty
     result: dict[str, Any] | None  # result.json; None before the end of the run and for a file
-    tables: Mapping[str, Mapping[str, Columns]]  # records by kind and scope; only pooled scopes of telemetry
-    details: Callable[[], Mapping[str, Columns]] | None = None  # reads all scopes of telemetry
+    tables: Tables  # records by kind and scope
+    metrics_path: Path | None = None  # the file of the records, if `tables` has only the pooled scopes of telemetry
 
     @property
     def train(self) -> Columns:
@@ -235,7 +243,7 @@ class Run:
 
     @cached_property
     def telemetry(self) -> Scopes:
-        return Scopes(self.tables.get("telemetry", {}), self.details)
+        return Scopes(self.tables.get("telemetry", {}), self.metrics_path)
 
     @cached_property
     def config(self) -> RunConfig:
@@ -322,11 +330,6 @@ class Run:
         return entropy if len(entropy[0]) else self.train.known("loss")
 
     @property
-    def lost_losses(self) -> int:
-        """Number of logged steps with a non-finite loss."""
-        return int((~np.isfinite(self.train["loss"])).sum()) if "loss" in self.train else 0
-
-    @property
     def diverged(self) -> int | None:
         """The step at which the run diverged; None if it did not."""
         step = (self.result or {}).get("diverged")
@@ -382,72 +385,34 @@ def load_run(path: str | Path) -> Run:
     """
     path = Path(path)
     if path.is_file():
-        tables = _tables(path)
+        tables = read_metrics(path)
         if not {"telemetry", "train", "eval"} & set(tables):
             raise UsageError(f"{path} has no records of a run; {ADVICE}")
-        return Run(path.stem, path, {}, {}, None, tables, partial(_details, path))
-    _require_folder(path)
-    settings = _read_json(path / CONFIG) or {}
-    flat = flatten(settings)
-    if isinstance(betas := flat.get("optimizer.betas", []), list):
-        flat["optimizer.betas"] = next(iter(betas), None)  # only the first is used
-    for name, kind in SETTINGS.items():
-        value = flat.get(name)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise UsageError(f"{path / CONFIG} has {name}={str(value)[:60]}; {REMEDIES[CONFIG]}")
-    return Run(
-        name=path.resolve().name,
-        path=path,
-        settings=settings,
-        environment=_read_json(path / ENVIRONMENT) or {},
-        result=_read_json(path / RESULT),
-        tables=_tables(path / METRICS),
-        details=partial(_details, path / METRICS),
+        return Run(path.stem, path, {}, {}, None, tables, path)
+    if not path.exists():
+        raise UsageError(f"{path} is not a run: it does not exist; {ADVICE}")
+    if not (path / CONFIG).is_file():
+        inside = [str(folder.relative_to(path)) for folder in runs_below(path)]
+        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else ADVICE
+        if not inside and (path / METRICS).exists():
+            hint = REMEDIES[CONFIG]
+        raise UsageError(f"{path} is not a run: it has no config.json; {hint}")
+    settings, environment, result = (
+        read_object(path / name, remedy=remedy) if os.path.lexists(path / name) else None
+        for name, remedy in REMEDIES.items()
     )
+    metrics = path / METRICS
+    return Run(path.resolve().name, path, settings or {}, environment or {}, result, read_metrics(metrics), metrics)
 
 
 def load_runs(paths: Iterable[str | Path]) -> list[Run]:
-    """Load runs in this order; refuse paths that are not runs before reading any."""
-    chosen = [Path(path) for path in paths]
-    for path in chosen:
-        if not path.is_file():
-            _require_folder(path)
-    return [load_run(path) for path in chosen]
-
-
-def _require_folder(folder: Path) -> None:
-    if not folder.exists():
-        raise UsageError(f"{folder} is not a run: it does not exist; {ADVICE}")
-    if not (folder / CONFIG).is_file():
-        inside = [str(path.relative_to(folder)) for path in runs_below(folder)]
-        hint = f"it holds runs: {', '.join(inside[:3])}" if inside else ADVICE
-        if not inside and (folder / METRICS).exists():
-            hint = REMEDIES[CONFIG]
-        raise UsageError(f"{folder} is not a run: it has no config.json; {hint}")
+    return [load_run(path) for path in paths]
 
 
 def runs_below(folder: Path) -> list[Path]:
     """List the run folders inside a folder or inside its `runs`, as `compare` leaves them."""
     configs = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/{CONFIG}") if path.is_file()]
     return sorted(path.parent for path in configs)
-
-
-def _tables(path: Path, *, details: bool = False) -> dict[str, dict[str, Columns]]:
-    try:
-        return read_metrics(path, details=details)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
-        reason = str(error) if str(path) in str(error) else f"{path}: {getattr(error, 'strerror', None) or error}"
-        raise UsageError(f"cannot read the metrics of a run: {reason}; delete that line, or the file") from error
-
-
-def _details(path: Path) -> Mapping[str, Columns]:
-    return _tables(path, details=True).get("telemetry", {})
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    return read_object(path, remedy=REMEDIES[path.name]) if path.exists() or path.is_symlink() else None
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
