@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonsw.decay import decay_factors
-from muonsw.lab.advise import HARMLESS_EPOCHS, RULES, TOKENS_PER_PARAMETER, Advise
+from muonsw.lab.advise import FEW_EPOCHS, RULES, TOKENS_PER_PARAMETER, Advise
 from muonsw.lab.cli import main
 from muonsw.lab.studies import records
 from muonsw.lab.theory import schedule
@@ -106,7 +106,7 @@ def test_repeated_text_wants_twenty_times_the_lambda_or_more(rule):
     assert often / once >= 20
     assert cost(losses, often) < 0.1
     assert cost(losses, once) > 0.5
-    assert advised(config, HARMLESS_EPOCHS).low == once
+    assert advised(config, FEW_EPOCHS).low == once
     assert once < advised(config, 8.0).low < often == advised(config, 100.0).low
 
 

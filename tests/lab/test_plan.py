@@ -4,7 +4,6 @@
 """
 
 import importlib
-import json
 import random
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from muonsw.lab.plan import (
     Plan,
     Setup,
     activation_bytes,
+    amount,
     heaviest,
     orthogonalizer_flops,
     parts_of,
@@ -158,10 +158,11 @@ def test_mistakes_are_named(settings, message):
 @pytest.mark.parametrize("name", ["demo", "w256"])
 def test_the_command_plans_a_preset_as_it_is_trained(name, capsys):
     run = preset_run(name, "tokens")
-    assert Plan(preset=name, steps=run.steps, json=True).run() == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert (planned["batch_tokens"], planned["parameters"]) == (run.tokens_per_step, count(run.model).total)
-    assert planned["tokens"] == run.steps * run.tokens_per_step
+    assert Plan(preset=name, steps=run.steps).run() == 0
+    printed = capsys.readouterr().out
+    for number in (run.tokens_per_step, count(run.model).total, run.steps):
+        assert f"{number:,}" in printed
+    assert f"  {amount(run.steps * run.tokens_per_step, 4)} " in printed
 
 
 def test_the_command_answers_first_and_then_shows_the_links(capsys):

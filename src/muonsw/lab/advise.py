@@ -24,7 +24,7 @@ WANTED, WANTED_FLAT = 1.0, 0.35
 IDLE = 0.3
 # Text seen 16 times needed this much more decay; text seen up to 4 times needed no more than fresh text.
 REPEATED = {"constant": 20.0, "scaled": 40.0}
-HARMLESS_EPOCHS, REPEATED_EPOCHS = 4.0, 16.0
+FEW_EPOCHS, MANY_EPOCHS = 4.0, 16.0
 # A total within this factor of the best cost at most about 0.01 nats.
 FINE = 2.0
 # Steps and tokens per active parameter of our runs: up to twice that we give one lambda, beyond it a range.
@@ -38,6 +38,18 @@ MEASURED = (
     "median, and at most 0.05 (400 steps of width 64)."
 )
 FLAT = "In our runs, a rate that stays flat for most of the run needed at most a quarter of the lambda of a cosine."
+ADAMW = (
+    "A range: we searched AdamW's lambda at one size and length only (width 128, 6,400 steps), where the best totals "
+    "were 1.3 (0.5 to 3.2) under constant and 2.4 (1.5 to 3.9) under scaled decay."
+)
+FAR = (
+    "A range, because this run is far from ours: {}. In ours the best total grew with tokens per parameter under "
+    "scaled decay, from 1.1 at 64 to 2.6 at 300; the paper's runs have 19 to 25, not tuned."
+)
+REPEATS = (
+    f"Text seen {MANY_EPOCHS:g} times needed {REPEATED['constant']:g} (constant) and {REPEATED['scaled']:g} (scaled) "
+    "times the total decay of fresh text. We interpolate below that, and measured nothing above."
+)
 NO_LAMBDA = {
     "finetuning": "Decay pulls trained weights towards zero, not towards where they started.",
     "lora": "Decay of low-rank factors pulls the model back to where it started.",
@@ -117,14 +129,12 @@ class Advise:
             >>> Advise(200, lr=1e-5, weight_decay=0.1).advice().answer
             'Decay does nothing in this run; leave it.'
         """
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps}: must be at least 1")
-        for name in ("lr", "base_lr", "epochs", "tokens", "parameters"):
+        for name in ("steps", "lr", "base_lr", "epochs", "tokens", "parameters"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r}: must be a positive number")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay={self.weight_decay!r}: must be a number of at least 0")
+            raise ValueError(f"weight_decay={self.weight_decay!r}: must be at least 0")
 
         # Total decay is proportional to lambda; `per` is the total at lambda 1.
         multiple = schedule_of(
@@ -142,82 +152,51 @@ class Advise:
         per = per_lambda[self.decay]
         total = None if self.weight_decay is None else self.weight_decay * per
 
+        # The best total: one number, or a range if our runs do not support a single one.
         flat = self.schedule == "constant" or (self.schedule == "wsd" and self.decay_fraction < 0.5)
         fresh = WANTED_FLAT if flat else WANTED
         low = high = fresh * more_decay(self.decay, self.epochs)
         basis = FLAT if flat else MEASURED
-        if far := self._far_from_ours():
-            basis, low, high = far, RANGE[0] * low, RANGE[1] * high
-            if self.algorithm == "adamw":
-                mean_multiple = per_lambda["constant"] / (self.steps * self.lr)
-                high = max(high, published_total(self._tokens_per_parameter(), mean_multiple))
-        # With a larger lambda, one step would remove the whole weight.
+        reasons = []
+        if not SHORTEST / 2 <= self.steps <= LONGEST * 2:
+            reasons.append(f"{self.steps:,} steps (ours: {SHORTEST:,} to {LONGEST:,})")
+        ratio = self.tokens / self.parameters if self.tokens and self.parameters else 0.0
+        if ratio > 2 * TOKENS_PER_PARAMETER:
+            reasons.append(f"{ratio:,.0f} tokens per parameter (ours: up to {TOKENS_PER_PARAMETER})")
+        far = bool(reasons) or self.algorithm == "adamw"
+        if far:
+            low, high = RANGE[0] * low, RANGE[1] * high
+            basis = ADAMW if self.algorithm == "adamw" else FAR.format(" and ".join(reasons))
+
+        # No lambda: we measured none, decay cannot act, or one step would remove the entire weight.
         if self.training in NO_LAMBDA or fresh > LARGEST * per or high * self.lr >= per:
-            return self._without_lambda(total)
+            few = "With so few steps at such a low rate, no usual lambda removes much of a weight."
+            verdict, answer = "idle", "Decay does nothing in this run; leave it."
+            if total is not None and total >= IDLE:
+                verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
+            elif total is None and self.training in NO_LAMBDA:
+                verdict = ""
+                answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
+            return Advice(answer, verdict, total, None, None, (NO_LAMBDA.get(self.training, few),))
 
         # Compare the given lambda with the best total, with some slack, or with the range.
-        slack = FINE if low == high else 1.0
+        slack = 1.0 if far else FINE
         verdict = ""
         if total is not None:
             fits = low / slack <= total <= high * slack
             verdict = "fine" if fits else "large" if total > high else "idle" if total < IDLE else "small"
-        totals, lambdas = (
-            f"{low / unit:.2g}" if low == high else f"{low / unit:.2g} to {high / unit:.2g}" for unit in (1.0, per)
-        )
-        answer = f"Try lambda {lambdas} (total decay {totals}{'' if total is None else f' instead of {total:.2g}'})."
         if verdict == "fine":
             answer = f"Your lambda is {'plausible' if far else 'fine'} (total decay {total:.2g})."
+        else:
+            totals, lambdas = (
+                f"{low / unit:.2g} to {high / unit:.2g}" if far else f"{low / unit:.2g}" for unit in (1.0, per)
+            )
+            answer = (
+                f"Try lambda {lambdas} (total decay {totals}{'' if total is None else f' instead of {total:.2g}'})."
+            )
         removes = " and ".join(f"{per_lambda[rule]:.3g} times lambda under {rule} decay" for rule in RULES)
         notes = [f"Total decay, the sum of the shares of a weight that each step removes, is {removes}.", basis]
-        if self.epochs > HARMLESS_EPOCHS:
-            notes.append(
-                f"Text seen {REPEATED_EPOCHS:g} times needed {REPEATED['constant']:g} (constant) and "
-                f"{REPEATED['scaled']:g} (scaled) times the total decay of fresh text. We interpolate below that, and "
-                "measured nothing above."
-            )
-        return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
-
-    def _far_from_ours(self) -> str:
-        """Why the answer is a range of lambdas; empty if our runs support a single one."""
-        if self.algorithm == "adamw":
-            return (
-                "A range: we searched AdamW's lambda at one size and length only (width 128, 6,400 steps), where the "
-                "best totals were 1.3 (0.5 to 3.2) under constant and 2.4 (1.5 to 3.9) under scaled decay. The upper "
-                "end is at least what Power Lines (arXiv 2505.13738) fitted, given --tokens and --parameters."
-            )
-        reasons = []
-        if not SHORTEST / 2 <= self.steps <= LONGEST * 2:
-            reasons.append(f"{self.steps:,} steps (ours: {SHORTEST:,} to {LONGEST:,})")
-        if (ratio := self._tokens_per_parameter()) > 2 * TOKENS_PER_PARAMETER:
-            reasons.append(f"{ratio:,.0f} tokens per parameter (ours: up to {TOKENS_PER_PARAMETER})")
-        if not reasons:
-            return ""
-        return (
-            f"A range, because this run is far from ours: {' and '.join(reasons)}. In ours the best total grew with "
-            "tokens per parameter under scaled decay, from 1.1 at 64 to 2.6 at 300; the paper's runs have 19 to 25, "
-            "not tuned."
-        )
-
-    def _tokens_per_parameter(self) -> float:
-        return self.tokens / self.parameters if self.tokens and self.parameters else 0.0
-
-    def _without_lambda(self, total: float | None) -> Advice:
-        few = "With so few steps at such a low rate, no usual lambda removes much of a weight."
-        verdict, answer = "idle", "Decay does nothing in this run; leave it."
-        if total is not None and total >= IDLE:
-            verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
-        elif total is None and self.training in NO_LAMBDA:
-            verdict = ""
-            answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
-        return Advice(answer, verdict, total, None, None, (NO_LAMBDA.get(self.training, few),))
-
-
-def published_total(tokens_per_parameter: float, mean_multiple: float) -> float:
-    """The best total decay for AdamW by Power Lines (arXiv 2505.13738).
-
-    They fit lambda times the peak rate times the number of steps; the mean rate is `mean_multiple` times the peak.
-    """
-    return mean_multiple * math.pow(tokens_per_parameter, 0.527) / 1.084
+        return Advice(answer, verdict, total, low / per, high / per, (*notes, *[REPEATS] * (self.epochs > FEW_EPOCHS)))
 
 
 def more_decay(rule: str, epochs: float) -> float:
@@ -227,5 +206,5 @@ def more_decay(rule: str, epochs: float) -> float:
         >>> [round(more_decay("constant", epochs), 1) for epochs in (1, 4, 8, 16, 100)]
         [1.0, 1.0, 4.5, 20.0, 20.0]
     """
-    share = math.log(epochs / HARMLESS_EPOCHS) / math.log(REPEATED_EPOCHS / HARMLESS_EPOCHS)
+    share = math.log(epochs / FEW_EPOCHS) / math.log(MANY_EPOCHS / FEW_EPOCHS)
     return float(REPEATED[rule] ** min(1.0, max(0.0, share)))

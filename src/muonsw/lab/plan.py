@@ -7,15 +7,14 @@ GPU and assumed rates of links (docs/guide/distributed.md), with perfect overlap
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from rich.console import Console
 from tyro.conf import OmitArgPrefixes
@@ -135,14 +134,15 @@ def parts_of(config: ModelConfig) -> ModelParts:
 
 
 def newton_schulz_flops(short: int, long: int) -> int:
-    """FLOPs of Newton-Schulz for one matrix: three products a step."""
+    """FLOPs of Newton-Schulz for one matrix: three products per iteration."""
     return NS_STEPS * (4 * short**2 * long + 2 * short**3)
 
 
 def orthogonalizer_flops(config: ModelConfig) -> float:
-    """FLOPs of Newton-Schulz in one step."""
-    pairs = (pair for part in parts_of(config) for pair in part.matrices.items())
-    return float(sum(number * newton_schulz_flops(*shape) for shape, number in pairs))
+    """FLOPs of Newton-Schulz in one optimizer step."""
+    return float(
+        sum(n * newton_schulz_flops(*shape) for part in parts_of(config) for shape, n in part.matrices.items())
+    )
 
 
 class Cost(NamedTuple):
@@ -426,9 +426,6 @@ class Plan:
     batch_tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
     """Tokens per step. Default: the preset's."""
 
-    json: Flag = False
-    """Print JSON instead of a table."""
-
     setup: OmitArgPrefixes[Setup] = field(default_factory=Setup)
 
     def run(self) -> int:
@@ -451,23 +448,6 @@ class Plan:
         memory, tokens, hours = step.memory, steps * batch, steps * step.seconds / 3600.0
         flops = float(sizes.flops_per_token) * tokens
         newton_schulz = orthogonalizer_flops(model) * steps / flops
-        if self.json:
-            numbers: dict[str, Any] = {
-                "parameters": sizes.total,
-                "active": sizes.active,
-                "steps": steps,
-                "batch_tokens": batch,
-                "tokens": tokens,
-                "flops_per_token": sizes.flops_per_token,
-                "flops": flops,
-                "orthogonalizer_share": newton_schulz,
-                "hours": hours,
-                "setup": asdict(setup),
-                "step": asdict(step),
-            }
-            print(json.dumps(numbers, indent=2))
-            return 0
-
         console = Console()
         time = f"{hours:,.1f} hours" if hours >= 0.1 else f"{3600 * hours:.3g} seconds"
         gpus = "1 GPU" if setup.gpus == 1 else f"{setup.gpus:,} GPUs ({setup.strategy})"
@@ -481,11 +461,7 @@ class Plan:
             ("FLOPs per token", amount(sizes.flops_per_token, 4), "forward and backward, full causal attention"),
             ("FLOPs", f"{flops:.3g}", f"Newton-Schulz adds {100 * newton_schulz:.1f}%"),
             ("weights", gib(memory.weights), "float32; gradients take the same"),
-            (
-                "optimizer state",
-                gib(memory.muon_state + memory.adamw_state),
-                f"AdamW for everything would take {gib(2 * memory.weights)}",
-            ),
+            ("optimizer state", gib(memory.muon_state + memory.adamw_state), f"AdamW alone: {gib(2 * memory.weights)}"),
             ("activations", gib(memory.activations), f"estimate: {setup.micro_batch} sequences at once, compiled"),
             ("weight copies", gib(memory.gathered), "bfloat16 or gathered weights"),
             ("optimizer buffers", gib(memory.buffers), "at most"),
