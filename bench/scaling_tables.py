@@ -1,23 +1,38 @@
-"""Write the tables of docs/guide/distributed.md from the cost model of `muonsw plan`.
+"""Write the tables of docs/guide/distributed.md and bench/scaling.md from the cost model of `muonsw plan`.
 
     python bench/scaling_tables.py
 
-Two comments with its name enclose each table. A test compares the page with the model.
+Two comments with its name enclose each table. A test compares the pages with the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab.model import preset
-from muonsw.lab.plan import H200, Setup, plan_step
+from muonsw.lab.plan import H200, ON_PAPER, Setup, StepCost, parts_of, plan_step
 
-W1024 = preset("w1024")
-BATCH_TOKENS = 524_288  # the paper's
-TFLOPS = 460.0  # measured for w1024 on one H200 without its optimizer (docs/performance.md)
+ROOT = Path(__file__).parents[1]
+W1024, MOE = preset("w1024"), ON_PAPER["moe-1t"]
+SMALL_BATCH = 524_288  # the paper's
+LARGE_BATCH = 16_000_000
+BATCHES = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
+NEAR = 1024
+# Measured for w1024 on one H200 without its optimizer (docs/performance.md), and assumed for the large model.
+TFLOPS = 460.0
 GIB, MB = 2**30, 1e6
+
+
+def small(setup: Setup) -> StepCost:
+    """A run of width 1024 at the paper's batch."""
+    return plan_step(W1024, replace(setup, micro_batch=1, tflops=TFLOPS), SMALL_BATCH)
+
+
+def large(setup: Setup, batch: int = LARGE_BATCH) -> StepCost:
+    """The model of 1T parameters, with recomputation and weights gathered in bfloat16."""
+    return plan_step(MOE, replace(setup, micro_batch=1, tflops=TFLOPS, gathered_bytes=2, recompute=True), batch)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -30,8 +45,11 @@ def seconds(value: float) -> str:
 
 
 def label(setup: Setup) -> str:
-    strategy = "hsdp" if setup.replicas > 1 else setup.strategy
-    return f"{setup.gpus:,}, {strategy}{', experts by rows' if setup.experts == 'rows' else ''}"
+    if setup.replicas > 1 and setup.strategy == "fsdp":
+        return f"{setup.gpus:,}, hsdp, experts by rows"
+    if setup.replicas > 1:
+        return f"{setup.gpus:,}, {setup.strategy}, the rest on {setup.shards:,}"
+    return f"{setup.gpus:,}, {setup.strategy}{', experts by rows' if setup.experts == 'rows' else ''}"
 
 
 def strategies() -> str:
@@ -40,7 +58,7 @@ def strategies() -> str:
     for gpus in (8, 64, 1024):
         hsdp = [Setup(gpus, "fsdp", "rows", replicas=gpus // 8)] if gpus > 8 else []
         for setup in (Setup(gpus, "ddp"), Setup(gpus, "fsdp"), Setup(gpus, "fsdp", "rows"), *hsdp, Setup(gpus, "ep")):
-            cost = plan_step(W1024, replace(setup, micro_batch=1, tflops=TFLOPS), BATCH_TOKENS)
+            cost = small(setup)
             rows.append((
                 label(setup),
                 f"{cost.memory.total / GIB:.1f}",
@@ -54,6 +72,54 @@ def strategies() -> str:
             ))  # fmt: skip
     headings = ("GPUs", "GiB each", "MB received", "collectives", "products", "exchange", "optimizer", "model", "share")
     return table(headings, rows)
+
+
+def one_trillion() -> str:
+    """The model of 1T parameters on thousands of GPUs."""
+    rows = []
+    for gpus in (1024, 4096, 16_384):
+        # Also with everything but the experts sharded over a thousand ranks and copied.
+        near = Setup(gpus, "ep", replicas=gpus // NEAR)
+        for setup in dict.fromkeys((Setup(gpus, "ep"), near, Setup(gpus, "fsdp", "rows"))):
+            cost = large(setup)
+            alone = cost.optimizer_seconds / (cost.optimizer_seconds + cost.model_seconds)
+            rows.append((
+                label(setup),
+                f"{cost.memory.total / GIB:.0f}",
+                seconds(cost.model_seconds),
+                seconds(cost.model_link_seconds),
+                f"{cost.optimizer_bytes / MB:,.0f}",
+                seconds(cost.product_seconds),
+                seconds(cost.exchange_seconds),
+                seconds(cost.optimizer_seconds),
+                f"{100 * cost.optimizer_share:.1f}%",
+                f"{100 * alone:.1f}%",
+            ))  # fmt: skip
+    headings = ("GPUs", "GiB a GPU", "model computes", "its links", "MB received", "products", "exchange")
+    return table((*headings, "optimizer", "share", "share, model's links hidden"), rows)
+
+
+def batches() -> str:
+    """The optimizer's share by tokens in a step."""
+    rows = []
+    for gpus in (1024, 4096, 16_384):
+        shares = [large(Setup(gpus, "ep"), batch).optimizer_share for batch in BATCHES]
+        # The batch at which the optimizer takes a tenth of the time, if the model's traffic is hidden.
+        cost = large(Setup(gpus, "ep"))
+        tenth = 9 * cost.optimizer_seconds / cost.model_seconds * LARGE_BATCH
+        rows.append((f"{gpus:,}, ep", *(f"{100 * share:.1f}%" for share in shares), f"{tenth / 1e6:.2f}M"))
+    return table(("GPUs", *(f"{batch // 10**6}M" for batch in BATCHES), "a tenth at"), rows)
+
+
+def sizes() -> str:
+    """The parts of the hypothetical model."""
+    parts = parts_of(MOE)
+    labels = {"experts": parts.experts, "attention": parts.hidden, "embedding, norms, routers": parts.rest}
+    rows = []
+    for name, part in labels.items():
+        matrices = [f"{number:,} of {short:,} by {long:,}" for (short, long), number in part.matrices.items()]
+        rows.append((name, f"{part.parameters / 1e9:,.1f}B", ", ".join(matrices) or "AdamW"))
+    return table(("part", "parameters", "matrices"), rows)
 
 
 def rates() -> str:
@@ -71,13 +137,16 @@ def rates() -> str:
     return table(("rate", "value", "from"), rows)
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "guide" / "distributed.md"
+TABLES: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "docs" / "guide" / "distributed.md": {"rates": rates, "strategies": strategies},
+    ROOT / "bench" / "scaling.md": {"sizes": sizes, "one-trillion": one_trillion, "batches": batches},
+}
 
 
-def written() -> str:
-    """The page with its tables updated."""
-    page = PAGE.read_text(encoding="utf-8")
-    for name, table_of in {"rates": rates, "strategies": strategies}.items():
+def written(path: Path) -> str:
+    """A page with its tables updated."""
+    page = path.read_text(encoding="utf-8")
+    for name, table_of in TABLES[path].items():
         begin, end = f"<!-- table: {name} -->\n", f"\n<!-- end: {name} -->"
         before, rest = page.split(begin)
         page = before + begin + table_of() + end + rest.split(end)[1]
@@ -85,4 +154,5 @@ def written() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(), encoding="utf-8")
+    for path in TABLES:
+        path.write_text(written(path), encoding="utf-8")
