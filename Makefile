@@ -1,22 +1,22 @@
-# Everything runs inside .venv, which the first target that needs it makes.
+# Everything runs in .venv, created by the first target that needs it.
 PYTHON ?= python3
-# Which build of torch: cpu, default (on Linux for CUDA, 5 GB), or unset: the CPU build where pip finds it.
+# Build of torch: cpu, default (on Linux with CUDA, 5 GB), or unset: the CPU build if pip finds it.
 export TORCH
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS := .[lab,data,tensorboard,dev]
-# Triton takes a gigabyte, and its interpreter half a minute: apart from the rest.
+# A separate environment: Triton takes a gigabyte, its interpreter half a minute.
 KERNELS_VENV := .venv-kernels
 KERNELS_INSTALLED := $(KERNELS_VENV)/.installed
-# Apart from the rest: a torchvision that cannot load its operators would break other packages' imports.
+# A separate environment: a torchvision that cannot load its operators would break other packages' imports.
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
 NEWEST_VENV := .venv-newest
 PACKAGE_VENV := .venv-package
 DOCS_INSTALLED := $(VENV)/.installed-docs
 WORKERS ?= 2
-# Tests compiled once serve every worker, every process that a test starts, and the next time.
+# Share compiled tests among workers, the processes that tests start, and later runs.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 19
 
-install: $(INSTALLED)  ## make .venv and install the project with pinned versions
+install: $(INSTALLED)  ## create .venv and install the project with pinned versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,13 +34,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '$(EXTRAS)'
 	@touch $@
 
-demo: install  ## constant against scaled decay on a small model, at a deliberately large lambda, 8 minutes
-	@echo "The demo takes a deliberately large lambda, 1, at which the rules differ; 0.3 would suit its 420 steps."
+demo: install  ## compare constant and scaled decay on a small model, at a deliberately large lambda (8 minutes)
+	@echo "The demo uses a deliberately large lambda, 1, so that the rules differ; 0.3 would suit its 420 steps."
 	$(BIN)/muonsw compare --weight-decay 1 --control
 
-test: lint types pytest  ## format, lint, types and the quick tests
+test: lint types pytest  ## check format, lint and types; run the quick tests
 
-check: test  ## the same as test, under the name that other projects use
+check: test  ## the same as test
 
 lint: install  ## check format and style with ruff
 	$(BIN)/ruff format --check .
@@ -49,54 +49,53 @@ lint: install  ## check format and style with ruff
 types: install  ## check types with mypy
 	$(BIN)/mypy
 
-# One thread for each worker: two workers with two threads each on two cores run many times slower. Work is stolen, not
-# dealt out: the tests of a file stay together, so that what they share is made once.
+# One thread per worker: two workers with two threads each on two cores are many times slower. With worksteal the tests
+# of a file stay together and share their fixtures.
 QUICK := pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not models and not integrations and not slurm and not browser"
 
-pytest: install  ## the quick tests and the examples of the documentation
+pytest: install  ## run the quick tests and the examples of the documentation
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK) -p no:randomly
 
-# Nothing is pinned, and what is there already is upgraded: on Linux torch is the CUDA build, which needs no GPU.
-test-newest:  ## the quick tests with what pip installs today, on the newest Python found (6 GB)
+# Install the newest versions, unpinned; on Linux torch is then the CUDA build, which also runs without a GPU.
+test-newest:  ## run the quick tests on the newest packages and Python (6 GB)
 	"$$(.ci/newest-python)" -m venv $(NEWEST_VENV)
 	$(NEWEST_VENV)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '$(EXTRAS)'
 	$(NEWEST_VENV)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "with torch", torch.__version__)'
 	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m $(QUICK) -p no:randomly
 
-# No result may rest on one machine's rounding and answers, or on the order of the tests; every name must be the same at
-# each collection, or the workers refuse to share the tests. The seed of the order is printed; `--randomly-seed=N`
-# repeats it.
-test-again: install  ## the same tests as on another machine and in a random order
+# Results must not depend on one machine or on the order of the tests. Test names must be the same at each collection,
+# or workers cannot share the tests. pytest prints the seed of the order; `--randomly-seed=N` repeats it.
+test-again: install  ## run the quick tests as on another machine, in random order
 	PYTHONHASHSEED=1 $(BIN)/pytest -q --collect-only -p no:randomly > $(VENV)/collected-once
 	PYTHONHASHSEED=2 $(BIN)/pytest -q --collect-only -p no:randomly > $(VENV)/collected-twice
 	@grep -h :: $(VENV)/collected-once > $(VENV)/names && grep -h :: $(VENV)/collected-twice | diff $(VENV)/names - \
-	  || { echo "the tests above have other names at each collection: give their parameters ids"; exit 1; }
+	  || { echo "the names of the tests above change at each collection: give their parameters ids"; exit 1; }
 	TEST_MACHINE="$$($(BIN)/python -m tests.other_machine)" CUDA_VISIBLE_DEVICES= FORCE_COLOR=1 COLUMNS=40 \
 	  ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m $(QUICK)
 
-test-browser: install  ## the pages of reports in a real Chromium
+test-browser: install  ## test report pages in Chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m browser tests/lab/test_report_in_browser.py
 
-test-slow: install  ## the tests that take minutes
+test-slow: install  ## run the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -p no:randomly -m slow
 
-# In one process: kills and full disks happen in forked children.
-test-faults: install  ## kill at every file operation, fill the disk and break every file; about half an hour
+# In one process, because kills and full disks happen in forked children.
+test-faults: install  ## kill at every file operation, fill the disk, damage every file (half an hour)
 	MUONSW_FAULTS=long OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/lab/test_end_to_end.py
 
-# The set-up script needs root; the Slurm that it makes stays, and serves the next time.
-test-slurm: install  ## runs as jobs of a real Slurm: preempted, requeued, cancelled, killed, collected
+# The setup script needs root; its Slurm stays installed for the next time.
+test-slurm: install  ## train runs as jobs of a real Slurm: preempted, requeued, cancelled, killed, collected
 	squeue > /dev/null 2>&1 || sh tests/slurm/setup.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m slurm tests/slurm
 
-# Only the files that have such tests, so that nothing is needed which those of the command line import.
-test-gpu:  ## the tests that need a CUDA device, with the current python
+# Only files with such tests, so that the dependencies of the command line are not needed.
+test-gpu:  ## run the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu $$(grep -rl --include='*.py' 'mark.gpu' tests)
-	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels  # which run wherever they can
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels  # not marked gpu: they also run in Triton's interpreter
 
-# Twice: with the Triton of the newest torch, and with that of the oldest that the library takes, which knows less, and
-# whose interpreter reads numbers out of arrays as numpy will no longer allow.
-test-kernels: $(KERNELS_INSTALLED)  ## the Triton kernels in its interpreter, and compiled for a GPU, on any CPU
+# Twice: with the Triton of the newest torch and of the oldest supported torch, whose interpreter converts arrays to
+# scalars in a way that numpy deprecates.
+test-kernels: $(KERNELS_INSTALLED)  ## test Triton kernels on any CPU: interpreted, and compiled for a GPU
 	OMP_NUM_THREADS=1 $(KERNELS_VENV)/bin/python -m pytest -q -n $(WORKERS) tests/kernels
 	PYTHONPATH=$(KERNELS_VENV)/oldest OMP_NUM_THREADS=1 $(KERNELS_VENV)/bin/python -m pytest -q -n $(WORKERS) \
 	  -W 'ignore:Conversion of an array with ndim:DeprecationWarning' tests/kernels
@@ -108,27 +107,27 @@ $(KERNELS_INSTALLED): pyproject.toml constraints.txt
 	$(KERNELS_VENV)/bin/python -m pip install -q --no-deps --target $(KERNELS_VENV)/oldest triton==3.6.0 numpy==2.2.6
 	@touch $@
 
-test-models: $(INTEGRATIONS_INSTALLED)  ## routing of 147 models of transformers, timm, torchvision and PEFT
+test-models: $(INTEGRATIONS_INSTALLED)  ## test routing on 147 models of transformers, timm, torchvision and PEFT
 	OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m models tests/models
 
-test-integrations: $(INTEGRATIONS_INSTALLED)  ## the optimizers in Trainer, Lightning, torchtitan, DeepSpeed and others
+test-integrations: $(INTEGRATIONS_INSTALLED)  ## test the optimizers in Trainer, Lightning, torchtitan, DeepSpeed and others
 	OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m pytest -q -n $(WORKERS) -m integrations tests/integrations
 
-# DeepSpeed builds no operators: none are needed on CPUs. torchtitan asks for an older datasets than TRL needs.
+# DeepSpeed needs no compiled operators on CPUs. torchtitan pins an older datasets than TRL needs, hence --no-deps.
 $(INTEGRATIONS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	.ci/install-torch $(INTEGRATIONS_VENV)/bin/python
 	{ DS_BUILD_OPS=0 $(INTEGRATIONS_VENV)/bin/python -m pip install -q -c constraints.txt -e '.[integrations]' pytest \
 	    pytest-xdist && $(INTEGRATIONS_VENV)/bin/python -m pip install -q -c constraints.txt --no-deps torchtitan; } \
-	  || { echo "the packages of the extra 'integrations' could not be installed, so nothing was tested"; exit 1; }
+	  || { echo "could not install the packages of the extra 'integrations'; nothing was tested"; exit 1; }
 	@touch $@
 
-test-package:  ## build wheel and sdist, check what they hold, use the wheel in an environment of its own
+test-package:  ## build wheel and sdist, check their contents, use the wheel in a fresh environment
 	$(PYTHON) -m venv $(PACKAGE_VENV)
 	$(PACKAGE_VENV)/bin/python -m pip install -q -c constraints.txt build cffconvert twine
 	$(PACKAGE_VENV)/bin/python tests/package/check.py
 
-bench: install  ## time our step against torch's, on this machine
+bench: install  ## time our step and torch's on this machine
 	$(BIN)/python bench/step_time.py
 
 evidence: install  ## rebuild the tables and figures of docs/evidence.md from research/runs.jsonl
@@ -138,8 +137,8 @@ docs: $(DOCS_INSTALLED)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
-# Versions of the site live side by side on the branch gh-pages, which this commits to and does not push.
-docs-version: $(DOCS_INSTALLED)  ## add the documentation of this version to the branch that serves them all
+# All versions of the site are on the branch gh-pages; this commits to it and does not push.
+docs-version: $(DOCS_INSTALLED)  ## add this version's documentation to gh-pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $$($(BIN)/python -c 'import muonsw; print(muonsw.__version__)') latest
 	$(BIN)/mike set-default latest
 
@@ -147,5 +146,5 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	@touch $@
 
-clean:  ## remove the environment and everything built
+clean:  ## remove environments and build outputs
 	rm -rf $(VENV) $(NEWEST_VENV) $(KERNELS_VENV) $(INTEGRATIONS_VENV) $(PACKAGE_VENV) build dist site out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -47,7 +47,7 @@ def main(steps: int = 60) -> tuple[list[float], MuonSW]:
             report_to=[],
             use_cpu=True,
         )
-        # The Trainer makes the scheduler. Its peak, which decay divides by, is this learning rate.
+        # The Trainer creates the scheduler; this learning rate is the peak that decay divides by.
         trainer = Trainer(
             model=model,
             args=arguments,

@@ -1,7 +1,7 @@
 """Scaled decay for any other optimizer: `scale_weight_decay` on torch's AdamW.
 
 Run it: `python examples/other_optimizer.py`. It works the same way for torch's Muon and the decoupled optimizers of
-timm and dion. The optimizer takes its own steps; only its `weight_decay` is set before each of them.
+timm and dion. Only `weight_decay` is set before each step; the optimizer does the rest.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A plain training loop: a small model learns to continue this file, character by character.
 
-Run it: `python examples/plain_loop.py`. It needs only torch and muonsw, and takes a few seconds.
+Run it: `python examples/plain_loop.py`. It needs only torch and muonsw and takes a few seconds.
 """
 
 from pathlib import Path

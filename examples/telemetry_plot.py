@@ -1,8 +1,8 @@
-"""See what decay does to the weights: telemetry in a plain loop, written as JSON lines and drawn.
+"""Show what decay does to the weights: telemetry of a plain loop, written as JSON lines and plotted.
 
 Run it: `python examples/telemetry_plot.py`. It also needs matplotlib, and writes
 `telemetry-constant.jsonl`, `telemetry-scaled.jsonl` and `weight-norm.png`. With the lab installed,
-`muonsw diagnose telemetry-*.jsonl` explains the same records in words.
+`muonsw diagnose telemetry-*.jsonl` explains the records.
 """
 
 from pathlib import Path

@@ -1,10 +1,11 @@
-"""Reinforcement learning: a token game, learned from rewards alone by REINFORCE with a baseline.
+"""Reinforcement learning: a token game, learned from rewards by REINFORCE with a baseline.
 
     muonsw compare --task examples/tasks/bandit.py
 
 The player sees eight tokens and must name them in reverse; each token in the right place earns a reward. The gradient
-comes only from the rewards of sampled moves. The learning rate is flat after its warmup, as often in reinforcement
-learning. Both rules then decay by the same amount, so expect no difference; with "cosine" in `SETTINGS` they differ.
+comes only from the rewards of sampled moves. The learning rate is flat after its warmup, as is common in
+reinforcement learning, so both rules decay by the same amount: expect no difference. With "cosine" in `SETTINGS` they
+differ.
 """
 
 import torch
@@ -37,7 +38,7 @@ def model(seed, width=64, depth=2):
 
 
 def batches(split, seed, batch=128):
-    """Games, and the noise that samples moves, as a function of (seed, i): every arm has the same luck."""
+    """Games, and the noise that samples moves, as a function of (seed, i): equal in every arm."""
 
     def number(i):
         return torch.randint(TOKENS, (batch, LENGTH)), torch.rand(batch, LENGTH, TOKENS)

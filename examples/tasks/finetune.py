@@ -6,9 +6,9 @@ r"""Fine-tuning: a model that was pre-trained under each rule learns another tex
             --task.text new.txt --out out/tuned-$rule
     done
 
-There are four arms: does the rule of pre-training leave a model that learns better? `{seed}` in `start` is replaced by
-the seed of the run, so each seed starts from its own model. The metric `old` is the loss on the text of pre-training,
-which the model should not forget.
+The four arms show whether models pre-trained under one rule learn better. The run's seed replaces `{seed}` in `start`,
+so each seed starts from its own model. The metric `old` is the loss on the text of pre-training, which the model should
+not forget.
 """
 
 from functools import cache

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from muonsw.lab.train.export import load_model
 
 SETTINGS = {"steps": 200, "lr": 0.001, "weight_decay": 1.0, "ns_dtype": "float32"}
-BETA = 0.1  # how strongly the model is held near its start
+BETA = 0.1  # how strongly DPO keeps the model near its start
 PROMPT = 16  # tokens that both continuations share
 
 
