@@ -83,11 +83,6 @@ def test_bad_groups_leave_the_optimizer_as_it_was(group, fix):
     assert len(optimizer.param_groups) == 1
 
 
-def test_for_model_without_a_learning_rate_says_what_to_write():
-    with pytest.raises(TypeError, match=r"write AdamWSW\.for_model\(model, lr=\.\.\.\)"):
-        AdamWSW.for_model(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("again", [lambda groups: groups, lambda groups: groups[1:]])
 def test_groups_of_one_optimizer_work_in_another(again):
     """They keep their options and algorithms."""

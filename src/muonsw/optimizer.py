@@ -70,7 +70,7 @@ class ScaledDecayOptimizer(Optimizer):
     def for_model(
         cls,
         model: torch.nn.Module,
-        lr: float | Tensor | None = None,
+        lr: float | Tensor,
         weight_decay: float | Tensor = 0.1,
         *,
         preset: str | None = None,
@@ -86,7 +86,7 @@ class ScaledDecayOptimizer(Optimizer):
 
         Args:
             model: the model; frozen parameters are left out, tied ones are included once.
-            lr: learning rate of every group that does not set one; there is no default.
+            lr: learning rate of every group that does not set one.
             weight_decay: lambda of the decayed groups.
             preset: a name from `PRESETS` ("normuon", "soap", ...), with the options of a method's authors; options that
                 you pass override it.
@@ -106,10 +106,6 @@ class ScaledDecayOptimizer(Optimizer):
             [('hidden', 'muon', 0.1), ('embedding', 'adamw', 0.0), ('bias', 'adamw', 0.0), ('head', 'adamw', 0.0)]
         """
         require_model(model, f"{cls.__name__}.for_model")
-        if lr is None:
-            raise TypeError(
-                f"{cls.__name__}.for_model needs a learning rate: write {cls.__name__}.for_model(model, lr=...)"
-            )
         known = {} if preset is None else PRESETS[str(preset)]
         options = {**known, **options}
         algorithm = validate_option("algorithm", options.pop("algorithm", cls.algorithm))

@@ -256,15 +256,10 @@ CHECKS: dict[str, Check] = {
     "replay": _or_none(_flag),
 }
 
-# Keys of schedulers and other libraries that look like misspelt options.
-_FOREIGN_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
-
 # Names from other libraries: our name for the option, or what to do instead.
 _INSTEAD = {
     "wd": "weight_decay",
     "learning_rate": "lr",
-    "beta1": "betas",
-    "beta2": "betas",
     "epsilon": "eps",
     "preset": "pass it to for_model, which routes a whole model",
     "differentiable": "steps are not differentiable",
@@ -291,7 +286,7 @@ def validate_option(key: str, value: Any) -> Any:
         raise ValueError(unknown_option(key, CHECKS))
     if instead and value:
         raise ValueError(f"{key!r} is not an option: {instead}")
-    if key not in (*_INSTEAD, *_FOREIGN_KEYS, *BOOKKEEPING) and not _owners(key):
+    if key not in _INSTEAD and not _owners(key):
         close = difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
         if close and abs(len(close[0]) - len(key)) <= 2:  # a much longer name is no typo
             raise ValueError(unknown_option(key, CHECKS))

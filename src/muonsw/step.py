@@ -307,14 +307,10 @@ def update_batch(batch: Batch, items: list[Item], ctx: StepContext, *, is_decode
 
 def count_step(items: list[Item], flag: Flag | None) -> None:
     counters = [item.state["step"] for item in items if "step" in item.state]
-    if not counters:
-        return
-    if flag is not None:
-        torch._foreach_add_(counters, flag.taken, alpha=1)  # without alpha torch would read the tensor on the host
-    elif not counters[0].is_cpu:
-        torch._foreach_add_(counters, 1)
-    else:  # CPU foreach falls back to a loop that would turn the number into a tensor each time
-        torch._foreach_add_(counters, counters[0].new_ones(()), alpha=1)
+    if counters:
+        # A tensor, because CPU foreach is a loop that would convert a number each time. Without alpha torch would read
+        # the tensor on the host.
+        torch._foreach_add_(counters, counters[0].new_ones(()) if flag is None else flag.taken, alpha=1)
 
 
 def exchange(
