@@ -162,13 +162,9 @@ def scheduler_peaks(scheduler: Any) -> list[float]:
     parts = getattr(scheduler, "_schedulers", None)  # of a SequentialLR or ChainedScheduler
     if parts:
         return [max(peaks) for peaks in zip(*map(scheduler_peaks, parts), strict=True)]
-    if isinstance(scheduler, OneCycleLR):  # its base_lrs are the initial rates
-        return [float(group["max_lr"]) for group in groups]
-    if hasattr(scheduler, "base_values"):  # timm
-        scales = [float(group.get("lr_scale", 1.0)) for group in groups]
-        return [float(lr) * scale for lr, scale in zip(scheduler.base_values, scales, strict=True)]
     rates = getattr(scheduler, "max_lrs", None) or getattr(scheduler, "base_lrs", None)
-    if rates is None:  # ReduceLROnPlateau only lowers the rates that it finds
+    # ReduceLROnPlateau and timm's schedulers have no such list, and OneCycleLR's holds the initial rates.
+    if rates is None or isinstance(scheduler, OneCycleLR):
         return [max(expected_peak({**group, "peak_lr": None}), float(group["lr"])) for group in groups]
     return [float(lr) for lr in rates]
 
