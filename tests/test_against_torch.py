@@ -1,4 +1,4 @@
-"""With constant decay every optimizer is torch's own, to rounding, over schedules."""
+"""With constant decay every optimizer equals torch's to rounding."""
 
 import copy
 from functools import partial

@@ -30,7 +30,7 @@ def trained(algorithm, steps=10, **options):
 
 
 def via_file(state):
-    """Through a file that holds plain data."""
+    """Save and load plain data."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -204,7 +204,7 @@ OF_OTHER_RULES = [
 
 @pytest.mark.parametrize(("kind", "theirs", "options", "message"), OF_OTHER_RULES)
 def test_states_of_other_rules_are_refused(kind, theirs, options, message):
-    """Averages of the same name may be other averages."""
+    """Averages of the same name may differ in meaning."""
     params = matrices((4, 4))
     optimizer = getattr(torch.optim, theirs)(params, lr=0.1, **options)
     run(optimizer, params, 2)
@@ -234,7 +234,7 @@ def test_a_loaded_state_gets_the_strides_of_its_parameter():
 
 
 def named(order, dtype=torch.float32):
-    """Three parameters, two of them of equal shape, in an order of the caller's."""
+    """Three parameters, two of them of equal shape, in the given order."""
     tensors = dict(zip(("a", "b", "c"), matrices((4, 6), (4, 6), (6, 6), dtype=dtype), strict=True))
     return [(name, tensors[name]) for name in order]
 
@@ -252,7 +252,7 @@ def test_unknown_names_are_matched_by_position_as_in_torch():
 
 
 class Layers(nn.Module):
-    """A GRU, whose matrices are split, and two Linear layers, as attributes in an order of the caller's."""
+    """A GRU, whose matrices are split, and two Linear layers, as attributes in the given order."""
 
     def __init__(self, order):
         super().__init__()
@@ -316,7 +316,7 @@ def test_a_load_keeps_the_optimizers_offload_setting(offload):
 
 
 def test_a_state_of_torch_past_its_peak_does_not_warn():
-    """Its groups do not say how high the rate was; that it falls from where it is, is no cause to warn."""
+    """Its groups do not record the highest rate, so a falling rate must not warn."""
     params = matrices((4, 6))
     theirs = torch.optim.AdamW(params, lr=0.05)
     scheduler = CosineAnnealingLR(theirs, 20)
@@ -328,7 +328,7 @@ def test_a_state_of_torch_past_its_peak_does_not_warn():
 
 
 def test_names_and_positions_must_not_contradict_each_other():
-    """By place, `b` would get the state of `a`; nothing but a new name at the same place can be meant."""
+    """Only a new name in the same position is unambiguous."""
     saved = MuonSW(named("abc"), lr=0.05).state_dict()
     b, a, c = named("bac")
     for second in (a, ("other", a[1])):
@@ -378,13 +378,13 @@ ONE_GROUP, TWO_GROUPS = {}, {"down.weight": {"weight_decay": 0.4}}
     ids=["nested divided", "nested joined", "flat joined"],
 )
 def test_distributed_checkpoints_of_other_groups_are_refused(flat, saved, built):
-    """torch takes the options of one saved group for those that it joins, and forgets them for those it divides."""
+    """If groups are joined, torch passes the options of one of them; if a group is divided, it passes none."""
     with pytest.raises(ValueError, match="was saved in another param group"):
         in_another_order_by_checkpoint(flat, saved, built)
 
 
 def test_a_saved_step_count_may_be_a_number_and_is_not_rounded():
-    """Older states count in numbers; a default dtype of bfloat16 holds none of the odd ones above 256."""
+    """bfloat16, as the default dtype, would round odd counts above 256."""
     (param,) = matrices((4, 4))
     theirs = torch.optim.AdamW([param], lr=0.01)
     run(theirs, [param], 1)

@@ -1,4 +1,4 @@
-"""State in blocks of 8 bits and in bfloat16: its error, its memory, and that nothing else changes."""
+"""State in 8 bits and in bfloat16: error and memory."""
 
 import copy
 import io
@@ -137,7 +137,7 @@ def test_it_follows_float32_and_takes_a_quarter_of_its_memory(name):
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_a_skipped_step_leaves_codes_as_they_are(name, dtype, monkeypatch):
-    """On the device a skipped step runs with a flag that forbids it; here the same flag is handed over on the CPU."""
+    """With the flag that only a device sets, here on the CPU."""
     from muonsw import nonfinite, step
 
     params, optimizer = problem(name, state_dtype=dtype)

@@ -1,4 +1,4 @@
-"""Updates that one kernel makes whole are the updates that `apply` makes of directions."""
+"""Fused updates equal those that `apply` makes from directions."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SHAPES = [(4, 6), (7,), (2, 3, 5)]
 
 
 def is_fused(optimizer, params, monkeypatch):
-    """Whether the next step leaves directions out."""
+    """Whether the next step computes no directions."""
     applied = []
     with monkeypatch.context() as patch:
         patch.setattr("muonsw.step.apply_update", lambda *_: applied.append(True))
@@ -29,7 +29,7 @@ def is_fused(optimizer, params, monkeypatch):
 @every
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("decay", DECAY_RULES)
-def test_every_rule_is_the_same_with_and_without(name, decay, maximize):
+def test_every_decay_rule_is_the_same_fused_or_not(name, decay, maximize):
     options = {"decay": decay, "weight_decay": 0.01, "maximize": maximize, **RULE_OPTIONS.get(decay, {})}
 
     def trained(**more):
@@ -43,7 +43,7 @@ def test_every_rule_is_the_same_with_and_without(name, decay, maximize):
 
 @every
 def test_backward_through_weights_that_were_stepped_raises(name):
-    """As with torch's own optimizers; else the gradient would be of weights that the forward pass never saw."""
+    """As with torch's optimizers: the gradient would belong to weights that the forward pass never saw."""
     params = matrices(*SHAPES)
     loss = sum(param.square().sum() for param in params)
     run(BUILD[name](params), params, 1)
@@ -52,7 +52,7 @@ def test_backward_through_weights_that_were_stepped_raises(name):
 
 
 @every
-def test_unsupported_settings_take_our_path(name, monkeypatch):
+def test_unsupported_options_are_not_fused(name, monkeypatch):
     for dtype, options, expected in [
         (torch.float32, {}, True),
         (torch.float64, {}, True),

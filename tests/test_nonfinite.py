@@ -36,20 +36,20 @@ def check_exactly(grads):
 @pytest.mark.parametrize("check", [check_by_amp, check_on_host, check_exactly])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bad", BAD, ids=str)
-def test_one_bad_entry_is_found_wherever_it_is(check, dtype, bad):
+def test_a_single_bad_element_is_detected_anywhere(check, dtype, bad):
     grads = [torch.randn(3, 5), torch.randn(()), torch.empty(0, 4), torch.randn(70).to(dtype), torch.randn(70, 70)]
     assert check(grads)
     for grad in (grad for grad in grads if grad.numel()):
         for place in (0, grad.numel() - 1):
-            kept = grad.view(-1)[place].clone()
+            before = grad.view(-1)[place].clone()
             grad.view(-1)[place] = bad
             assert not check(grads)
-            grad.view(-1)[place] = kept
+            grad.view(-1)[place] = before
     assert check(grads)
 
 
 @pytest.mark.parametrize("check", [check_by_amp, check_on_host, check_exactly])
-def test_large_numbers_are_finite_also_where_their_norm_is_not(check):
+def test_large_finite_gradients_pass_even_if_their_norm_overflows(check):
     for dtype in (torch.float32, torch.float16):
         grads = [torch.full(shape, torch.finfo(dtype).max).to(dtype) for shape in ((40, 40), (8, 8), (256, 257))]
         assert check(grads)
@@ -57,12 +57,12 @@ def test_large_numbers_are_finite_also_where_their_norm_is_not(check):
         assert not check(grads)
 
 
-def test_without_entries_everything_is_finite():
+def test_empty_gradients_are_finite():
     assert check_on_host([])
     assert check_on_host([torch.empty(0)])
 
 
-def test_the_check_of_mixed_precision_leaves_gradients_bit_for_bit():
+def test_the_mixed_precision_check_does_not_change_gradients():
     grad = torch.cat([torch.randn(100), torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3.4e38, *BAD])])
     before = grad.view(torch.int32).clone()
     assert not check_by_amp([grad])
@@ -70,7 +70,7 @@ def test_the_check_of_mixed_precision_leaves_gradients_bit_for_bit():
 
 
 class Waits(TorchDispatchMode):
-    """Counts how often a number is brought from a tensor to the host."""
+    """Counts how often a tensor's value is read on the host."""
 
     count = 0
 
@@ -107,12 +107,9 @@ def test_adamw_under_the_flag_is_torchs_fused_step_bit_for_bit(monkeypatch):
             flag.fill_(1)
             run(optimizer, ours, 1, start=99)
             flag.zero_()
-        for one, params in ((optimizer, ours), (torchs, theirs)):
-            run(one, params, 1, start=step)
+        run(optimizer, ours, 1, start=step)
+        run(torchs, theirs, 1, start=step)
     assert_same(ours, theirs)
     assert optimizer.skipped_steps == 1
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same(
-            [optimizer.state[mine][key] for key in ("step", "exp_avg", "exp_avg_sq")],
-            [torchs.state[other][key] for key in ("step", "exp_avg", "exp_avg_sq")],
-        )
+    for param, twin in zip(ours, theirs, strict=True):
+        assert_same(optimizer.state[param], torchs.state[twin])

@@ -1,4 +1,4 @@
-"""Wrong settings are named, with the fix, before anything is built."""
+"""Invalid options raise an error that names the fix, before anything is built."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def weights():
     return [nn.Parameter(torch.ones(4, 4))]
 
 
-# Wrong settings, and the part of the message that names the fix, or "" if the option's name is enough.
+# Invalid options, and the part of the message that names the fix, or "" if the option's name is enough.
 WRONG = [
     ({"lr": -1.0}, "finite number of at least 0"),
     ({"lr": torch.ones(2)}, "one floating-point number"),
@@ -42,7 +42,7 @@ WRONG = [
     ({"heads": 2, "block_period": 5, "norm": "hyperball"}, "norm='hyperball' .* combined with block_period"),
     ({"heads": 2, "block_period": 5, "normalize": "normuon"}, "block_period=5 and normalize='normuon'"),
 ]
-OF_OTHERS = [
+OF_OTHER_CLASSES = [
     (AdamWSW, {"betas": 0.9}, "two numbers"),
     (AdamWSW, {"amsgrad": True}, "no AMSGrad variant"),
     (AdamWSW, {"momentum": 0.9}, "option of muon.*, not of adamw"),
@@ -51,8 +51,8 @@ OF_OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "options", "fix"), [*((MuonSW, *row) for row in WRONG), *OF_OTHERS])
-def test_wrong_settings_are_named_with_the_fix(cls, options, fix):
+@pytest.mark.parametrize(("cls", "options", "fix"), [*((MuonSW, *row) for row in WRONG), *OF_OTHER_CLASSES])
+def test_invalid_options_are_refused_with_the_fix(cls, options, fix):
     with pytest.raises(ValueError, match=fix or next(iter(options))):
         cls(weights(), **options)
 
@@ -145,20 +145,19 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def test_groups_reordered_mid_run_keep_their_algorithm():
-    """A group is known by what it is, not by its place: else another one's algorithm is taken for its own."""
+    """Bookkeeping by position would give a group the algorithm of another."""
 
-    def run(places):
+    def run(moved):
         params = [nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(4))]
-        groups = [{"params": [one], "algorithm": name} for one, name in zip(params, ("muon", "adamw"), strict=True)]
-        optimizer = MuonSW(groups, lr=0.1)
-        for place in places:
+        optimizer = MuonSW([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}], lr=0.1)
+        for _ in range(3):
             for param in params:
                 param.grad = torch.ones_like(param)
             optimizer.step()
-            optimizer.param_groups.append(optimizer.param_groups.pop(place))
+            optimizer.param_groups.append(optimizer.param_groups.pop(moved))  # moving the last changes nothing
         return params
 
-    assert all(map(torch.equal, run([0, 0, 0]), run([1, 1, 1])))  # the last one is put where it was
+    assert all(map(torch.equal, run(moved=0), run(moved=1)))
 
 
 @pytest.mark.parametrize("given", [lambda model: model.parameters(), lambda model: AdamWSW(model.parameters()), list])

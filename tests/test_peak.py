@@ -1,4 +1,4 @@
-"""The peak learning rate under every scheduler, loop, save and load that people use."""
+"""The peak learning rate under schedulers, loops, saves and loads."""
 
 import copy
 import re
@@ -287,7 +287,7 @@ def test_set_peak_lr_with_a_scheduler_overrides_earlier_peaks(make):
 
 
 def test_layer_decay_is_part_of_the_peak():
-    """timm's schedulers multiply the rate of a group by its `lr_scale`, and not the record."""
+    """timm's schedulers multiply a group's rate by its `lr_scale`, but not the record."""
     groups = [{"params": [weight()], "lr_scale": scale, "initial_lr": 0.2} for scale in (1.0, 0.25)]
     optimizer = SGDSW(groups, weight_decay=LAMBDA, lr=0.2)
     for multiple in (0.1, 0.5, 1.0, 0.7, 0.2):

@@ -1,4 +1,4 @@
-"""Low-precision weights shrink for real, state keeps its dtype, and rounding is honest."""
+"""Low-precision weights decay, state keeps its dtype, and rounding is unbiased."""
 
 import math
 
@@ -12,7 +12,7 @@ from muonsw.precision import mix, stochastic_round, uniform_hash
 from tests.common.problems import OPTIMIZERS, flag_on_device, matrices, run
 
 LOW = [torch.bfloat16, torch.float16]
-# Of a thousandth each, which plain rounding to bfloat16 takes back every time.
+# Decays by 0.001, which rounding to nearest in bfloat16 would undo.
 DECAYS = 200
 
 
@@ -35,7 +35,6 @@ def test_stochastic_rounding_keeps_the_mean_and_picks_neighbours(dtype, value):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_representable_values_and_non_finite_ones_stay(dtype):
-    """Whatever the noise: that of seed 0 is 0 at its first place."""
     exact = torch.randn(1000).to(dtype).float()
     exact[:6] = torch.tensor([0.0, -0.0, 1.0, 2.0, float("inf"), -float("inf")])
     assert torch.equal(stochastic_round(exact, dtype, seed(0)).float(), exact)

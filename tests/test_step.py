@@ -217,7 +217,7 @@ def test_tensor_learning_rate_and_decay_give_the_same(algorithm):
     [({}, {}, 1), ({"weight_decay": 0.0}, {}, 0), ({"decay": "none"}, {}, 0), ({}, {"weight_decay": 0.1}, 0)],
 )
 def test_a_run_without_decay_warns_once(given, in_one_group, expected):
-    """As under a framework whose own groups say 0.0; not where that is meant or one group decays."""
+    """A framework's groups may set 0.0; no warning if the user chose that or a group decays."""
     params = matrices((4, 6), (6,))
     groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:], "weight_decay": 0.0, **in_one_group}]
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""One look tells whether Muon is Muon: what was orthogonalized, moved and decayed in the last step."""
+"""The summary of the last step: what was orthogonalized, moved and decayed."""
 
 import json
 from dataclasses import asdict
@@ -37,12 +37,12 @@ def test_it_counts_what_the_step_orthogonalized_and_moved():
     assert "10 matrices orthogonalized; moved 164 parameters by muon, 7 parameters by adamw" in text
     assert "hidden" in text
     json.dumps(asdict(summary), allow_nan=False)
-    assert [group.rule for group in summary.groups] == ["scaled"] * 4 + ["none"], "as routing() says it"
+    assert [group.rule for group in summary.groups] == ["scaled"] * 4 + ["none"]
 
 
 @pytest.mark.usefixtures("known_by")
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
-def test_nothing_is_reported_as_moved_before_the_first_step_and_after_a_skipped_one():
+def test_nothing_has_moved_before_the_first_step_and_after_a_skipped_step():
     optimizer, params = optimizer_of_many_kinds()
     before = optimizer.summary()
     assert before.parameters == {"muon": 0, "adamw": 0}

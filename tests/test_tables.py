@@ -1,4 +1,4 @@
-"""Tables of addresses: their rows are checked, and a reader finds one filled. On any machine."""
+"""Tables of addresses: their rows are checked, and they are filled before they are read."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
