@@ -124,18 +124,8 @@ def time_kernels() -> None:
     )
 
     def ours_adamw() -> None:
-        adamw(
-            Weights(weights),
-            grads,
-            StoredState(momenta),
-            StoredState(squares),
-            steps,
-            (0.9, 0.95),
-            1e-8,
-            False,
-            False,
-            ctx,
-        )
+        options = {"betas": (0.9, 0.95), "eps": 1e-8, "maximize": False, "cautious": False}
+        adamw(options, Weights(weights), grads, StoredState(momenta), StoredState(squares), steps, ctx)
 
     def torchs_adamw() -> None:
         hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}

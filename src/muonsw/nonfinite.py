@@ -94,10 +94,9 @@ def _bad_on_device(device: torch.device, grads: Sequence[Tensor], captured: bool
         if by_dtype and all_contiguous(grads) and all(same[0].dtype in _AMP_DTYPES for same in by_dtype):
             return _bad_by_amp(bad, by_dtype)
         if kernels.available(device):
-            from muonsw.kernels import finite
+            from muonsw.kernels.finite import find_bad
 
-            if finite.takes(grads):
-                finite.find_bad(grads, bad)
+            if find_bad(grads, bad):
                 return bad
     return bad.copy_(~all_finite(grads))
 

@@ -691,7 +691,7 @@ def test_a_graph_holds_the_address_tables_that_it_reads(algorithm, monkeypatch):
     def run(captured):
         optimizer, params = trained(algorithm, captured=captured, steps=8)
         assert bool(captured) == bool(optimizer._replay._graphs and optimizer._replay._graphs[0].tables.held)
-        for number in range(tables._KEPT + 10):
+        for number in range(tables._MOST_CACHED + 10):
             tables.table(((number,), (1,)), torch.device("cuda", 0))
             tables.block_map((number + 1,), 64, torch.device("cuda", 0))
         filled = [torch.full((size,), -1, dtype=torch.int64, device="cuda") for size in [1, 8, 64, 128] * 200]

@@ -1,11 +1,11 @@
-"""Every member of the family with the options that choose it, and its reference in float64."""
+"""Options and float64 reference of every member of the family."""
 
 from functools import partial
 
 from muonsw.reference import ns5
 from tests.family.references import AdaMuon, Adapted, Equalized, Muon2, NorMuon, Signs, Snapped, SoapMuon
 
-# Options of MuonSW, and a function from weight, orthogonalizer, decay and stretch to a reference.
+# Options of MuonSW, and the class of the reference.
 MEMBERS = {
     "normuon": ({"normalize": "normuon"}, NorMuon),
     "normuon, longer axis": (
@@ -27,7 +27,7 @@ MEMBERS = {
 }
 OPTIONS = {name: options for name, (options, _) in MEMBERS.items()}
 
-# Algorithms with factors, with refreshes that fall into short runs.
+# Algorithms with factors, which refresh often enough for short runs.
 WITH_FACTORS = {
     "soap": {"algorithm": "soap", "precondition_frequency": 2},
     "soap, one side": {"algorithm": "soap", "precondition_frequency": 2, "precondition_max_dim": 8},
@@ -40,5 +40,4 @@ WITH_FACTORS = {f"algorithm={name}": options for name, options in WITH_FACTORS.i
 
 
 def reference(name, weight, *, lam, peak, orthogonalize=ns5, stretch=lambda m, n: 0.2 * max(m, n) ** 0.5):
-    """The reference of a member, with scaled decay."""
     return MEMBERS[name][1](weight, orthogonalize=orthogonalize, phi=lambda lr: lam * lr**2 / peak, stretch=stretch)

@@ -1,7 +1,7 @@
 """Every member of the family in float64, one matrix at a time.
 
-`recorded.json` holds what the authors' own code did, in float64 wherever it casts to something narrower. Each entry
-names the repository, commit and file.
+`recorded.json` holds the steps of the authors' own code, run in float64 even where it casts to something narrower. Each
+entry names the repository, commit and file.
 """
 
 import json
@@ -21,7 +21,7 @@ def recorded(name):
 
 
 def gradient(shape, step):
-    """A formula: full rank, singular values well apart, another one at every step."""
+    """Full rank with well-separated singular values, different at every step; a formula that needs no generator."""
     rows, columns = (torch.arange(1, length + 1, dtype=torch.float64) for length in shape)
     phases = torch.outer(rows.sqrt(), columns) + torch.outer(rows**2, (columns + 2).sqrt()) + 1.7 * (step + 1)
     return torch.sin(3 * phases) + 0.3 * torch.cos((step + 2) * phases)
@@ -36,11 +36,11 @@ def zeros(size):
 
 
 def orthogonalize(name, M, steps=None):
-    known = COEFFICIENT_SETS[name]
+    coefficients = COEFFICIENT_SETS[name]
     U, S, Vh = torch.linalg.svd(M.double(), full_matrices=False)
-    s = S / (known.divisor * S.norm()) if S.norm() > 0 else S
-    for k in range(steps or known.steps):
-        a, b, c = known.polynomials[min(k, len(known.polynomials) - 1)]
+    s = S / (coefficients.divisor * S.norm()) if S.norm() > 0 else S
+    for k in range(steps or coefficients.steps):
+        a, b, c = coefficients.polynomials[min(k, len(coefficients.polynomials) - 1)]
         s = a * s + b * s**3 + c * s**5
     return torch.mm(U * s, Vh)
 
@@ -60,7 +60,7 @@ def aurora(M, K=2, beta=0.5):
     return U
 
 
-# Relatives of Muon: something before the orthogonalizer, something after it.
+# Relatives of Muon, which add something before or after the orthogonalizer.
 
 
 class Member:
@@ -91,7 +91,7 @@ class Member:
 
 
 class NorMuon(Member):
-    """Rows of (nearly) equal size, from section 3 of the paper."""
+    """Rows of nearly equal norm, from section 3 of the paper."""
 
     beta2, eps, longer, snap = 0.95, 1e-10, False, False
 
@@ -121,7 +121,7 @@ class Signs(Member):
 
 
 class Adapted(Member):
-    """Directions divided by the root of their average square, of the norm of an orthogonal matrix in the end."""
+    """Directions divided by the root of their average square, then scaled to the norm of an orthogonal matrix."""
 
     eps = 1e-8
 
@@ -136,7 +136,7 @@ class AdaMuon(Signs, Adapted):
 
 
 class Equalized(Member):
-    """MuonEq: rows of one norm before the orthogonalization."""
+    """MuonEq: rows of equal norm before the orthogonalizer."""
 
     def before(self, ahead, G):
         del G
@@ -144,7 +144,7 @@ class Equalized(Member):
 
 
 class Snapped(Member):
-    """Muon+: the norm of an orthogonal matrix after it."""
+    """Muon+: directions scaled to the norm of an orthogonal matrix."""
 
     def after(self, U):
         return U * math.sqrt(min(U.shape)) / U.norm()
@@ -182,7 +182,7 @@ def stretched(scale, m, n):
 
 @dataclass
 class ReferenceMuonBP:
-    """Heavy ball without Nesterov, as the paper has it; `sizes` are those of the blocks along `axis`."""
+    """Heavy ball without Nesterov, as in the paper; `sizes` are the lengths of the blocks along `axis`."""
 
     W: Tensor
     decay: Decay

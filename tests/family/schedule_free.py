@@ -1,4 +1,4 @@
-"""Schedule-Free in float64 with all three sequences, and the problem that its authors' code was recorded on."""
+"""Schedule-Free in float64 with all three sequences, and the problem on which its authors' code was recorded."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ def start(shape):
 
 
 def gradient(y, step):
-    """A gradient that depends on where it is taken."""
+    """A noisy gradient at y."""
     generator = torch.Generator().manual_seed(31 * step + len(y))
     return y - 1 + 0.5 * torch.randn(y.shape, generator=generator, dtype=torch.float64)
 
@@ -39,7 +39,7 @@ class ReferenceScheduleFree:
         return self.beta * self.x + (1 - self.beta) * self.base.W
 
     def step(self, G: Tensor | None, eta: float) -> None:
-        """One step with the gradient at y; without one the step counts and nothing moves."""
+        """Take a step with the gradient at y; without a gradient, count the step but move nothing."""
         k = len(self.rates) + 1
         self.rates.append(eta * min(1.0, k / self.warmup) if self.warmup else eta)
         self.weights.append(k**self.r * max(self.rates) ** self.power)

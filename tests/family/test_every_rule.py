@@ -1,4 +1,4 @@
-"""Promises of every update rule in any layout, precision and history."""
+"""Promises of every update rule in every layout, precision and history."""
 
 import copy
 from functools import partial
@@ -18,7 +18,7 @@ ELEMENTWISE["sgd, nesterov"] = {"algorithm": "sgd", "momentum": 0.9, "nesterov":
 OF_MATRICES = {
     "muon": EXACT,
     "dion2": {"algorithm": "dion2", "ns_dtype": "float64"},
-    **{name: {**EXACT, **own} for name, own in OPTIONS.items()},
+    **{name: {**EXACT, **options} for name, options in OPTIONS.items()},
     **WITH_FACTORS,
 }
 RULES = {**ELEMENTWISE, **OF_MATRICES}
@@ -36,7 +36,7 @@ def build(name, params, weight_decay=0.1, chunk_bytes=None, **options):
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_repeats_and_resumes_bit_for_bit(name, dtype):
-    """With the noise of stochastic rounding too."""
+    """Even with stochastic rounding."""
 
     def trained(steps):
         params = matrices((4, 6), (6, 6), (4, 6), dtype=dtype)
@@ -58,7 +58,7 @@ def snapshot(optimizer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("known_by")
 def test_a_skipped_step_leaves_weights_and_state(name, taken, dtype):
-    """Also the first one, and one that refreshes."""
+    """Including the first step and steps that refresh bases."""
     params = matrices((4, 4), (6, 3), dtype=dtype)
     optimizer = build(name, params)
     run(optimizer, params, taken)
@@ -75,7 +75,7 @@ def test_a_skipped_step_leaves_weights_and_state(name, taken, dtype):
 @every_rule
 @pytest.mark.usefixtures("known_by")
 def test_a_run_whose_first_steps_are_skipped_begins_after_them(name):
-    """With the first gradient that is finite, not at the next refresh."""
+    """At the first finite gradient, not at the next refresh."""
     results = []
     for skipped in (0, 2):
         params = matrices((4, 4), (6, 3))
@@ -90,7 +90,7 @@ def test_a_run_whose_first_steps_are_skipped_begins_after_them(name):
 @every_rule
 @pytest.mark.parametrize("cautious", [False, True])
 def test_with_zero_gradients_only_decay_acts(name, cautious):
-    """Also with cautious decay: an element that does not move does not move outward."""
+    """Even under cautious decay: an element that does not move does not move outward."""
     params = matrices((4, 6), (6, 6), dtype=torch.float64)
     optimizer, before = build(name, params, weight_decay=0.3, cautious=cautious), clones(params)
     for _ in range(5):
@@ -101,7 +101,7 @@ def test_with_zero_gradients_only_decay_acts(name, cautious):
         torch.testing.assert_close(param, first * (1 - 0.3 * 0.05) ** 5, rtol=1e-14, atol=0)
 
 
-# A shape, the options that say which matrices it holds, and these matrices.
+# A shape, the options that define its matrices, and those matrices.
 LAYOUTS = {
     "stack": ((3, 2, 4, 4), {"matrix": "stack"}, lambda x: x.reshape(-1, 4, 4).unbind()),
     "stack in chunks": ((6, 4, 4), {"matrix": "stack", "chunk_bytes": 64}, lambda x: x.unbind()),
@@ -117,7 +117,7 @@ LAYOUTS = {
 @every_rule_of_matrices
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_parameter_is_its_matrices(name, layout):
-    """Up to rounding; that decides what SOAP does in the null space of a singular factor, so its matrix is square."""
+    """Up to rounding, which decides what SOAP does in the null space of a factor, so its matrices are square."""
     shape, options, of = LAYOUTS[layout]
     shape = (5, 5) if layout == "transposed" and name.startswith("algorithm=") else shape
     drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(7)]
@@ -155,7 +155,7 @@ def test_parameters_without_a_gradient_keep_their_state(name, taken):
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_follow_the_rule_in_float32(name, dtype):
-    """Rounding loses at most an ulp per step; state is float32."""
+    """Up to an ulp per step; state is float32."""
     params = matrices((6, 6), (4, 4), dtype=dtype)
     wide = [nn.Parameter(param.detach().float()) for param in params]
     low, high = build(name, params), build(name, wide)
@@ -173,7 +173,7 @@ def test_low_precision_weights_follow_the_rule_in_float32(name, dtype):
 
 
 @every_rule
-def test_maximizing_is_minimizing_the_opposite_and_gradients_are_the_callers(name):
+def test_maximizing_negates_gradients_and_leaves_the_callers_unchanged(name):
     up, down = matrices((4, 6)), matrices((4, 6))
     maximizer, minimizer = build(name, up, maximize=True), build(name, down)
     for step in range(4):
@@ -189,7 +189,7 @@ def test_maximizing_is_minimizing_the_opposite_and_gradients_are_the_callers(nam
 
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_size_of_state_is_known_before_it_is_made(name, dtype):
+def test_the_size_of_state_is_known_before_it_is_allocated(name, dtype):
     params = matrices((6, 6), (4, 10), (3, 10, 4), dtype=dtype)
     optimizer = build(name, params[:2])
     layout = {"matrix": "stack", "split_sizes": (4, 6)} if name in OF_MATRICES else {}
@@ -198,30 +198,30 @@ def test_the_size_of_state_is_known_before_it_is_made(name, dtype):
     assert not optimizer.state
     set_gradients(params, 0)
     optimizer.step()
-    made = {}
+    allocated = {}
     for key, value in [pair for state in optimizer.state.values() for pair in state.items()]:
         base = key.partition(".")[0]
-        made[base] = made.get(base, 0) + value.nbytes
-    assert made == announced == optimizer.summary().state
+        allocated[base] = allocated.get(base, 0) + value.nbytes
+    assert allocated == announced == optimizer.summary().state
     assert table == optimizer.routing()
-    if made:
-        assert table.splitlines()[-1].startswith(f"state: {sized(sum(made.values()))} (")
+    if allocated:
+        assert table.splitlines()[-1].startswith(f"state: {sized(sum(allocated.values()))} (")
 
 
 @every_rule_of_matrices
-def test_state_of_elements_may_be_kept_in_bfloat16(name):
-    """State with its own shape stays float32, and directions are computed in float32."""
-    narrow, wide = matrices((8, 8), (6, 6)), matrices((8, 8), (6, 6))
+def test_elementwise_state_may_be_stored_in_bfloat16(name):
+    """Per-matrix state stays float32, and directions are computed in float32."""
+    narrow, full = matrices((8, 8), (6, 6)), matrices((8, 8), (6, 6))
     single = {"ns_dtype": "float32"} if "ns_dtype" in OF_MATRICES[name] else {}
-    low, high = build(name, narrow, state_dtype="bfloat16", **single), build(name, wide, **single)
+    low, high = build(name, narrow, state_dtype="bfloat16", **single), build(name, full, **single)
     run(low, narrow, 1)
-    run(high, wide, 1)
+    run(high, full, 1)
     specs = ALGORITHMS[low.param_groups[0]["algorithm"]].state(low.param_groups[0])
     for param in narrow:
         dtypes = {key: value.dtype for key, value in low.state[param].items()}
-        own = {key for key in dtypes if key == "step" or specs[key].shape}
-        assert dtypes == {key: torch.float32 if key in own else torch.bfloat16 for key in dtypes}
-    after, expected = (torch.cat([param.detach().flatten() for param in params]) for params in (narrow, wide))
+        wide = {key for key in dtypes if key == "step" or specs[key].shape}
+        assert dtypes == {key: torch.float32 if key in wide else torch.bfloat16 for key in dtypes}
+    after, expected = (torch.cat([param.detach().flatten() for param in params]) for params in (narrow, full))
     before = torch.cat([param.detach().flatten() for param in matrices((8, 8), (6, 6))])
     assert (after - expected).norm() <= 0.1 * (expected - before).norm()
 
@@ -243,7 +243,7 @@ def test_a_first_gradient_may_come_late(name):
 
 @every_member
 def test_members_continue_from_a_state_of_plain_muon(name):
-    """A state of torch's Muon has no slot state, which then starts at zero."""
+    """The state of torch's Muon has no slot state, which then starts at zero."""
     param = matrices((4, 6))[0]
     muon = torch.optim.Muon([param], lr=0.05)
     set_gradients([param], 0)
@@ -255,7 +255,7 @@ def test_members_continue_from_a_state_of_plain_muon(name):
     assert optimizer.param_groups[0]["normalize"] == OPTIONS[name].get("normalize")
 
 
-def test_state_is_kept_by_matrix():
+def test_every_matrix_has_its_own_state():
     param = nn.Parameter(torch.randn(3, 10, 4))
     optimizer = MuonSW([param], lr=0.05, normalize="normuon", matrix="stack", split_sizes=(4, 6))
     param.grad = torch.randn_like(param)
@@ -268,7 +268,7 @@ def test_state_is_kept_by_matrix():
     }
 
 
-def test_a_member_may_change_mid_run_and_a_load_drops_its_state():
+def test_a_member_may_change_mid_run_and_a_load_drops_the_old_state():
     params = matrices((4, 6), (6, 4))
     optimizer = MuonSW(params, lr=0.05, ns_dtype="float32", normalize="normuon")
     run(optimizer, params, 2)
@@ -281,16 +281,16 @@ def test_a_member_may_change_mid_run_and_a_load_drops_its_state():
     assert sorted(state) == ["exp_avg_sq", "exp_avg_sq_direction", "momentum_buffer"]
 
 
-def test_a_group_with_another_member_takes_no_options_of_the_constructors():
-    one, two, three = (matrices((4, 6))[0] for _ in range(3))
-    groups = [{"params": [one]}, {"params": [two], "normalize": None}, {"params": [three], "normalize": "adamuon"}]
+def test_a_group_with_another_member_ignores_the_constructors_options():
+    groups = [{}, {"normalize": None}, {"normalize": "adamuon"}]
+    groups = [{"params": matrices((4, 6)), **group} for group in groups]
     optimizer = MuonSW(groups, lr=0.05, normalize="normuon", normalize_beta2=0.9, normalize_axis="longer")
     actual = [(group["normalize"], group.get("normalize_beta2")) for group in optimizer.param_groups]
     assert actual == [("normuon", 0.9), (None, None), ("adamuon", None)]
 
 
 def test_muonbp_resumes_in_the_middle_of_a_period_and_counts_skipped_steps():
-    """On accelerators only the device knows of a skipped step, so the host counts it."""
+    """On accelerators the host does not know that a step was skipped, so skipped steps count."""
     options = {"lr": 0.05, "ns_dtype": "float64", "block_period": 3, "heads": 2}
     params = matrices((8, 6), dtype=torch.float64)
     optimizer = MuonSW(params, **options)

@@ -1,4 +1,4 @@
-"""Rules are their authors': equal to what the authors' code did, as `recorded.json` holds it."""
+"""Rules take the steps of their authors' code, recorded in `recorded.json`."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.family.references import gradient, recorded, start
 
 JORDAN = {"scale": "original", "orthogonalizer": "newton_schulz", "ns_dtype": "float64", "decay": "constant"}
 
-# What to ask of MuonSW to get the recorded rule.
+# Options of MuonSW that give the recorded rule.
 OURS = {
     "normuon": {**JORDAN, "normalize": "normuon"},
     "adamuon": {**JORDAN, "precondition": "sign", "normalize": "adamuon", "scale": "match_rms_adamw"},
@@ -29,7 +29,7 @@ def wide(values):
 
 
 def follows(optimizer, params, grads, weights, **close):
-    """Whether an optimizer takes the recorded steps: gradients and weights after them, of each parameter."""
+    """Check each recorded step: the gradients of all parameters, and the weights after it."""
     for step, after in zip(grads, weights, strict=True):
         for param, grad in zip(params, step, strict=True):
             param.grad = wide(grad)
@@ -40,10 +40,11 @@ def follows(optimizer, params, grads, weights, **close):
 
 @pytest.mark.parametrize("name", OURS)
 def test_members(name):
-    """Authors add 1e-7 to the norms of momenta, which are above 1e3 here: a relative change of 1e-10.
+    """Tolerances cover the authors' epsilons.
 
-    Muon^2 and AdaMuon orthogonalize matrices of norm one or more, where it is 1e-7; so is nanochat's 1e-6 beside 1e3,
-    and AdaMuon's own 1e-8. An iteration turns a relative change of its input into one of less than ten times that.
+    They add 1e-7 to norms of momenta, which are above 1e3 here: a relative change of 1e-10. Muon^2 and AdaMuon
+    orthogonalize matrices of norm one or more, where it is 1e-7. nanochat's 1e-6 next to 1e3 and AdaMuon's other
+    epsilon of 1e-8 matter less. The iteration magnifies a relative change of its input less than tenfold.
     """
     data = recorded(name)
     theirs, close = data["source"]["options"], 1e-9 if name == "normuon" else 1e-6
@@ -63,7 +64,7 @@ def test_lion():
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_aurora(number):
-    """Their floor of 1e-7 under norms does not show: rows here are longer, and the polynomial converges."""
+    """The authors' floor of 1e-7 under norms has no effect: rows here are longer, and the polynomial converges."""
     run = recorded("aurora")["runs"][number]
     first, *weights = run["weights"]
     param = nn.Parameter(wide(first))
@@ -87,7 +88,7 @@ def test_dion2(number):
 
 
 def runs_with_factors():
-    """The options of each recorded run, its shape, and the weights after each step without decay."""
+    """Each recorded run: algorithm, shape, learning rate, options, and the weights after each step without decay."""
     renamed = {"frequency": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
     for name in ("soap", "shampoo", "kl_shampoo", "asgo"):
         data = recorded(name)
@@ -105,11 +106,11 @@ def runs_with_factors():
 
 @pytest.mark.parametrize(("name", "shape", "lr", "options", "weights"), list(runs_with_factors()))
 def test_algorithms_with_factors(name, shape, lr, options, weights):
-    """Decay comes on top of their steps without decay: it is the same fraction at each, and in the first as well."""
+    """Decay is added to the recorded steps: the same fraction at every step, including the first."""
     param, decayed = nn.Parameter(start(shape)), nn.Parameter(start(shape))
     optimizer, other = (
-        MuonSW([{"params": [one], "algorithm": name, **options}], lr=lr, weight_decay=lam, decay="constant")
-        for one, lam in ((param, 0.0), (decayed, 0.7))
+        MuonSW([{"params": [weight], "algorithm": name, **options}], lr=lr, weight_decay=lam, decay="constant")
+        for weight, lam in ((param, 0.0), (decayed, 0.7))
     )
     expected = start(shape)
     for step, after in enumerate(wide(weights)):
@@ -124,7 +125,7 @@ def test_algorithms_with_factors(name, shape, lr, options, weights):
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_kl_shampoo_with_roots_in_float16(number):
-    """Each of the three products of the ten steps of two roots rounds its operands to eleven bits."""
+    """The bound: two roots take ten steps of three products, each of which rounds its operands to eleven bits."""
     run = recorded("kl_shampoo")["runs"][number]
     (m, n), expected, weight = run["shape"], torch.tensor(run["float16"]), start(run["shape"]).float()
     group, moved, actual = {"betas": run["betas"], "eps": run["eps"], "ns_dtype": "float16"}, expected - weight, []
@@ -152,12 +153,12 @@ def latent(q, kv):
 
 @pytest.mark.parametrize("layout", [grouped, latent], ids=lambda layout: layout.__name__)
 def test_qk_clip_of_megatron(layout):
-    """Logits and factors are float32 here: an error of a few units of 6e-8."""
+    """Logits and factors are float32, which gives errors of a few times 6e-8."""
     data = recorded("qk_clip")
-    known = data[layout.__name__]
-    params = [nn.Parameter(wide(values)) for values in known["before"]]
+    case = data[layout.__name__]
+    params = [nn.Parameter(wide(values)) for values in case["before"]]
     clip = QKClip(data["threshold"], alpha=data["alpha"])
     clip.add(heads=6, **layout(*params)).observe(torch.tensor(data["logits"]))
     clip.step()
-    for param, values in zip(params, known["after"], strict=True):
+    for param, values in zip(params, case["after"], strict=True):
         torch.testing.assert_close(param.detach(), wide(values), rtol=3e-7, atol=0)

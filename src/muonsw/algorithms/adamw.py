@@ -65,9 +65,8 @@ def in_place(group: Group, parts: list[Part], state: dict[str, StoredState], ctx
 
     weights, grads = columns(parts, ())
     counters = [part.item.state["step"] for part in parts]
-    options = group["betas"], group["eps"], group["maximize"], group["cautious"]
     averages, squares = (state[key] for key in KEYS)
-    return adamw(kernel_weights(group, parts, weights), grads, averages, squares, counters, *options, ctx)
+    return adamw(group, kernel_weights(group, parts, weights), grads, averages, squares, counters, ctx)
 
 
 def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:

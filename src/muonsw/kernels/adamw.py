@@ -29,9 +29,9 @@ from muonsw.kernels.move import BLOCK, WARPS, Weights, choices, rates, write
 from muonsw.kernels.stored import decoded, encoded, tile
 from muonsw.kernels.tables import addresses, block_map, runs, table
 from muonsw.precision import StoredState
-from muonsw.work import StepContext, all_contiguous, one_dtype
+from muonsw.work import Group, StepContext, all_contiguous, one_dtype
 
-KEPT = {**DTYPES, torch.int8: tl.int8, torch.uint8: tl.uint8}
+STATE_DTYPES = {**DTYPES, torch.int8: tl.int8, torch.uint8: tl.uint8}
 
 
 @triton.jit
@@ -144,26 +144,23 @@ def _adamw(
 
 
 def adamw(
+    group: Group,
     weights: Weights,
     grads: Sequence[Tensor],
     averages: StoredState,
     squares: StoredState,
     counters: Sequence[Tensor],
-    betas: tuple[float, float],
-    eps: float,
-    maximize: bool,
-    cautious: bool,
     ctx: StepContext,
 ) -> bool:
     """Take one step of AdamW; `counters` hold each tensor's step number, from 1.
 
     Returns False, without a step, if the kernel cannot read the tensors.
     """
-    device, (beta1, beta2) = weights.tensors[0].device, betas
+    device, (beta1, beta2) = weights.tensors[0].device, group["betas"]
     coded, noisy = bool(averages.scales), bool(averages.noises)
     stretches = runs(weights.tensors)
     for tensors in (weights.tensors, grads, averages.values, squares.values):
-        if tensors[0].dtype not in KEPT or not one_dtype(tensors) or not all_contiguous(tensors):
+        if tensors[0].dtype not in STATE_DTYPES or not one_dtype(tensors) or not all_contiguous(tensors):
             return False
     if stretches is None or (not coded and averages.values[0].dtype != squares.values[0].dtype):
         return False
@@ -179,7 +176,7 @@ def adamw(
     if coded:
         tiles = tile(averages.values[0].numel() // averages.scales[0].numel())
     blocks = block_map(stretches.sizes, tiles["ROWS"] * tiles["LENGTH"], device)
-    kinds = [KEPT[state.values[0].dtype] for state in (averages, squares)]
+    kinds = [STATE_DTYPES[state.values[0].dtype] for state in (averages, squares)]
     large = [weights.tensors[0], *(tensors[0] for tensors in lists if tensors[0].dim())]  # without counters
     launch_on(
         device,
@@ -191,13 +188,13 @@ def adamw(
         len(weights.tensors),
         _log(beta1),
         _log(beta2),
-        eps,
+        group["eps"],
         1 - beta1,
         beta2,
         1 - beta2,
         *(ctx.eta, ctx.phi, 1.0, flag_or(ctx.flag, pointers)),
         STATE_ROW=row,
-        MAXIMIZE=maximize,
+        MAXIMIZE=group["maximize"],
         GRAD=DTYPES[grads[0].dtype],
         STATE=tl.float32 if coded or noisy else kinds[0],
         AVERAGES=kinds[0],
@@ -205,7 +202,7 @@ def adamw(
         CODED=coded,
         NOISY=noisy,
         **tiles,
-        **choices(weights, cautious, ctx),
+        **choices(weights, group["cautious"], ctx),
         ALIGNED=alignment(is_aligned, *large),
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -27,14 +27,11 @@ def _set_if_not_finite(bad, pointers, tensors, blocks, DTYPE: tl.constexpr, ALIG
         tl.store(bad, 1.0)
 
 
-def takes(grads: Sequence[Tensor]) -> bool:
-    return {grad.dtype for grad in grads} <= DTYPES.keys() and all_contiguous(grads)
-
-
-def find_bad(grads: Sequence[Tensor], bad: Tensor) -> None:
-    """Set `bad`, a float32 scalar, to 1 if any element is not finite."""
-    device = bad.device
-    dtypes = {grad.dtype for grad in grads}
+def find_bad(grads: Sequence[Tensor], bad: Tensor) -> bool:
+    """Set `bad`, a float32 scalar, to 1 if any element is not finite; return False if the kernel cannot read them."""
+    device, dtypes = bad.device, {grad.dtype for grad in grads}
+    if not (dtypes <= DTYPES.keys() and all_contiguous(grads)):
+        return False
     for dtype in dtypes:
         same = grads if len(dtypes) == 1 else [grad for grad in grads if grad.dtype == dtype]
         sizes, block = lengths(same), BLOCK_BYTES // dtype.itemsize
@@ -52,3 +49,4 @@ def find_bad(grads: Sequence[Tensor], bad: Tensor) -> None:
             BLOCK=block,
             num_warps=WARPS,
         )
+    return True

@@ -26,7 +26,7 @@ T = TypeVar("T")
 # Copies integers to a device, as int64.
 Copy = Callable[[Sequence[int], torch.device], Tensor]
 
-_KEPT = 1024
+_MOST_CACHED = 1024
 
 
 class GraphTables:
@@ -129,7 +129,7 @@ class TensorCache(Generic[T]):
                 make(lambda numbers, to: on_host(numbers, to).to(to, non_blocking=True)),
             )
         self._made.move_to_end(key)
-        if len(self._made) > _KEPT:
+        if len(self._made) > _MOST_CACHED:
             self._made.popitem(last=False)
         return cached[1]
 
@@ -211,17 +211,17 @@ def runs(tensors: Sequence[Tensor]) -> Stretches | None:
     """The stretches that tensors consist of; None where one is neither contiguous nor made of rows that are."""
     if all_contiguous(tensors):
         return Stretches(addresses(tensors), lengths(tensors), range(len(tensors)), [0] * len(tensors))
-    found: list[tuple[int, int, int, int, int, int]] = []
+    pieces: list[tuple[int, int, int, int, int, int]] = []
     for owner, tensor in enumerate(tensors):
-        pieces = [tensor] if tensor.is_contiguous() or tensor.dim() < 3 else tensor.unbind()
-        for place, piece in enumerate(pieces):
+        parts = [tensor] if tensor.is_contiguous() or tensor.dim() < 3 else tensor.unbind()
+        for place, piece in enumerate(parts):
             size = width = stride = piece.numel()
             if not piece.is_contiguous():
                 if piece.dim() != 2 or piece.stride(1) != 1:
                     return None
                 width, stride = piece.shape[1], piece.stride(0)
-            found.append((piece.data_ptr(), size, owner, size * place, width, stride))
-    begins, sizes, owners, positions, widths, strides = map(list, zip(*found, strict=True))
+            pieces.append((piece.data_ptr(), size, owner, size * place, width, stride))
+    begins, sizes, owners, positions, widths, strides = map(list, zip(*pieces, strict=True))
     rows = () if widths == strides else (widths, strides)
     return Stretches(begins, tuple(sizes), owners, positions, rows)
 
