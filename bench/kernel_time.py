@@ -35,14 +35,11 @@ from muonsw.orthogonalize import normalize as divide_by_norm
 from muonsw.precision import StoredState
 from muonsw.slots import PRECONDITIONERS
 from muonsw.work import StepContext
+from step_time import SETS, Shape, grouped
 
-Matrices = list[tuple[tuple[int, ...], dict[str, Any]]]
+Matrices = list[tuple[Shape, dict[str, Any]]]
 
-# Shapes and group options of parameters: the paper's decoder of 12 layers and 8 experts, and GPT-2.
-W1024: Matrices = [((1024, 1024), {})] * 48 + [
-    ((8, 5632, 1024), {"matrix": "stack", "split_sizes": (2816, 2816)}),
-    ((8, 1024, 2816), {"matrix": "stack"}),
-] * 12
+# Shapes and group options of GPT-2.
 GPT2: Matrices = [
     ((2304, 768), {"split_sizes": (768, 768, 768)}),
     ((768, 768), {}),
@@ -97,9 +94,7 @@ def compare(name: str, ours: Callable[[], object], torchs: Callable[[], object],
 def time_kernels() -> None:
     """Each kernel alone."""
     shape, count = (8, 1024, 2816), 5
-    grads, momenta, weights, squares = (
-        [torch.rand(shape, device="cuda") for _ in range(count)] for _ in range(4)
-    )  # fmt: skip
+    grads, momenta, weights, squares = ([torch.rand(shape, device="cuda") for _ in range(count)] for _ in range(4))
     steps = [torch.ones((), device="cuda") for _ in range(count)]
     group = MuonSW(weights, lr=0.1, matrix="stack").param_groups[0]
     X = torch.empty(8 * count, *shape[1:], dtype=torch.float16, device="cuda")
@@ -169,15 +164,10 @@ def time_members(name: str, matrices: Matrices, replay: bool) -> None:
     for param in params:
         param.grad = torch.randn_like(param)
     last, start = params[-1], params[-1].detach().clone()
-    groups: dict[str, dict[str, Any]] = {}  # one for each kind of matrix, as `for_model` makes them
-    for param, (_, settings) in zip(params, matrices, strict=True):
-        groups.setdefault(str(settings), {**settings, "params": []})["params"].append(param)
 
     def timed(options: dict[str, str], *, kernels: bool = True) -> tuple[float, Tensor]:
         last.data.copy_(start)
-        optimizer = MuonSW(
-            [dict(group) for group in groups.values()], lr=1e-3, weight_decay=0.1, replay=replay, **options
-        )
+        optimizer = MuonSW(grouped(matrices, params), lr=1e-3, weight_decay=0.1, replay=replay, **options)
         with ExitStack() as without:
             if not kernels:
                 without.enter_context(mock.patch.object(normalize, "slice_factors", return_value=None))
@@ -203,7 +193,7 @@ def main() -> None:
     print(f"{'':<22} {'kernels':>9} {'torch':>9} {'speedup':>8} {'difference':>10}")
     time_kernels()
     torch.cuda.empty_cache()
-    time_members("w1024", W1024, replay=False)
+    time_members("w1024", SETS["w1024"].ours, replay=False)
     torch.cuda.empty_cache()
     time_members("GPT-2", GPT2, replay=True)
 

@@ -87,15 +87,21 @@ def maker(device: torch.device, dtype: torch.dtype = torch.float32) -> Make:
     return make
 
 
+def grouped(shapes: Sequence[tuple[Shape, dict[str, Any]]], params: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """A group for each kind of matrix, as `for_model` makes them."""
+    groups: dict[str, dict[str, Any]] = {}
+    for (_, settings), param in zip(shapes, params, strict=True):
+        groups.setdefault(repr(settings), {**settings, "params": []})["params"].append(param)
+    return list(groups.values())
+
+
 def ours(orthogonalizer: str = "auto", group: Mapping[str, Any] | None = None, **options: Any) -> Contender:
     """MuonSW, or another algorithm through options of its groups."""
 
     def build(matrices: Matrices, make: Make) -> Built:
         params = make([shape for shape, _ in matrices.ours])
-        groups: dict[str, dict[str, Any]] = {}
-        for (_, settings), param in zip(matrices.ours, params, strict=True):
-            groups.setdefault(repr(settings), {**settings, **(group or {}), "params": []})["params"].append(param)
-        optimizer = MuonSW(list(groups.values()), lr=LR, weight_decay=LAMBDA, orthogonalizer=orthogonalizer, **options)
+        groups = [{**settings, **(group or {})} for settings in grouped(matrices.ours, params)]
+        optimizer = MuonSW(groups, lr=LR, weight_decay=LAMBDA, orthogonalizer=orthogonalizer, **options)
         return optimizer, params
 
     return build
@@ -286,14 +292,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=None)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of weights and gradients")
     parser.add_argument("--json", type=Path, default=Path("out/bench/step_time.json"))
     args = parser.parse_args()
     device, dtype = chosen_device(args.device), getattr(torch, args.dtype)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     usual = ["small", "wide", "w1024"] if device.type == "cuda" else ["small", "square512", "wide", "w256"]
     sets, make = args.sets or usual, maker(device, dtype)
     chosen, missing = contenders(args.only)

@@ -20,10 +20,9 @@ WARMING_ROUNDS = 2
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device that "auto", "cpu" or "cuda" means here."""
     if name == "cuda" and not machine.gpus():
         raise SystemExit("torch finds no CUDA device: use --device cpu")
-    return torch.device("cuda" if name != "cpu" and machine.gpus() else "cpu")
+    return torch.device(name)
 
 
 def synchronize(device: torch.device) -> None:
