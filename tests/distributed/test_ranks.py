@@ -320,7 +320,8 @@ def a_run_with_troubles(kind, chosen, replaying, **options):
 
 @pytest.mark.parametrize("replaying", [(), (0, 3)], ids=["eager", "two ranks replay"])
 @pytest.mark.parametrize(("kind", "options"), [
-    ("shards", {}), ("copies", {}), ("shards", {"normalize": "normuon", "precondition": "muon2"}),
+    ("shards", {"decay": "cosine", "total_steps": 12}), ("copies", {}),
+    ("shards", {"normalize": "normuon", "precondition": "muon2"}),
 ], ids=str)  # fmt: skip
 def test_settled_steps_are_those_of_ranks_that_wait(pool, kind, options, replaying):
     for rank, answer in enumerate(pool.run(a_run_with_troubles, kind, CHOSEN, replaying, **options, timeout=60)):

@@ -402,7 +402,7 @@ def _plain_options(group: Group) -> Group:
     options = {k: v for k, v in sorted(options.items()) if k not in _NOT_COMPARED and isinstance(v, _PLAIN)}
     rule = DECAY_RULES.get(group["decay"])  # the plan refuses an unknown rule, on every rank
     if rule is not None and rule.uses_step:
-        options["step_count"] = group["step_count"]
+        options["step_count"] = float(group["step_count"])  # compared like a rate, which changes at every step
     return options
 
 
