@@ -8,7 +8,7 @@ which are equal on all ranks, so planning needs no communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -150,14 +150,7 @@ def make_rounds(
             wires.setdefault(wire, []).extend(_units(number, place, batch, layout, chunk_bytes, known))
     rounds: list[Round] = []
     for wire, units in wires.items():
-        # A rank that holds all of a unit owns it; the rest are shared by cost.
-        loads, holders = [0] * len(wire.grid.ranks), [unit.holder() for unit in units]
-        for unit, holder in zip(units, holders, strict=True):
-            if holder is not None:
-                loads[holder] += unit.cost
-        free = [unit.cost for unit, holder in zip(units, holders, strict=True) if holder is None]
-        shared = iter(share_by_cost(free, len(loads), loads))
-        owners = [next(shared) if holder is None else holder for holder in holders]
+        owners = share_by_cost([unit.cost for unit in units], [unit.holder() for unit in units], len(wire.grid.ranks))
         owned = [unit._replace(owner=owner) for unit, owner in zip(units, owners, strict=True)]
         rounds += _rounds(wire, owned, chunk_bytes)
     return rounds
@@ -196,17 +189,17 @@ def _in_stack(piece: Region, first: int) -> Region:
     return Region(tuple((axis - first + 1, start, length) for axis, start, length in piece.cuts if axis >= first))
 
 
-def share_by_cost(costs: Sequence[int], ranks: int, loads: Iterable[int] = ()) -> list[int]:
-    """An owner for each cost: the most expensive first, each to the rank with the least load so far.
+def share_by_cost(costs: Sequence[int], holders: Sequence[int | None], ranks: int) -> list[int]:
+    """An owner for each cost: its holder, or else the rank with the least load so far, the most expensive first.
 
     Examples:
-        >>> share_by_cost([1, 8, 2, 4, 1], ranks=2)
+        >>> share_by_cost([1, 8, 2, 4, 1], [None] * 5, ranks=2)
         [1, 0, 1, 1, 1]
     """
-    load = list(loads) or [0] * ranks
-    owners = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owners[index] = min(range(ranks), key=load.__getitem__)
+    load, owners = [0] * ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (holders[i] is None, -costs[i])):
+        holder = holders[index]
+        owners[index] = min(range(ranks), key=load.__getitem__) if holder is None else holder
         load[owners[index]] += costs[index]
     return owners
 
@@ -234,15 +227,15 @@ def _round(wire: Wire, units: list[Unit]) -> Round:
     """The trips of a round: one each way for the matrices, and one each way for their state."""
     owned = [[unit for unit in units if unit.owner == rank] for rank in range(len(wire.grid.ranks))]
     others = [unit for unit in units if unit.owner != wire.grid.me] if wire.copies else []
-    there, back = _trip(wire, owned, wire.there, {MATRIX}), _trip(wire, owned, wire.back, {MATRIX}, back=True)
+    there, back = [_trip(wire, owned, wire.there, {MATRIX})], [_trip(wire, owned, wire.back, {MATRIX}, back=True)]
     keys = {tensor.key for unit in units for tensor in unit.shape.tensors} - {MATRIX}
     if keys:
         dtype = wide_dtype(wire.home)
-        state = _trip(wire, owned, dtype, keys), _trip(wire, owned, dtype, keys - {GRADIENT}, back=True)
-        return Round(wire, [there, state[0]], [back, state[1]], others)
-    if all(unit.holder() == unit.owner for unit in units):
-        there, back = there._replace(hops=()), back._replace(hops=())
-    return Round(wire, [there], [back], others)
+        there.append(_trip(wire, owned, dtype, keys))
+        back.append(_trip(wire, owned, dtype, keys - {GRADIENT}, back=True))
+    elif all(unit.holder() == unit.owner for unit in units):  # nothing travels
+        there, back = [there[0]._replace(hops=())], [back[0]._replace(hops=())]
+    return Round(wire, there, back, others)
 
 
 def _trip(wire: Wire, owned: list[list[Unit]], dtype: torch.dtype, keys: set[str], *, back: bool = False) -> Trip:
@@ -284,15 +277,12 @@ def exchange_nothing(rounds: Sequence[Round]) -> None:
     """Send zeros in a step that this rank cannot take, so that ranks that have begun it do not hang."""
 
     def exchange(round_: Round) -> Iterator[None]:
-        ranks = _holders(round_)
+        me, device = round_.wire.grid.me, round_.wire.device
         for trips in (round_.there, round_.back):
             arriving = []
             for trip in trips:
-                length = sum(trip.lengths)
-                if trips is round_.back:
-                    pieces = [(shape.tensors[number].pieces, count) for shape, number, count in trip.owned]
-                    length = sum(count * math.prod(of[rank].lengths) for of, count in pieces for rank in ranks)
-                arriving.append(_send(round_, trip, torch.zeros(length, dtype=trip.dtype, device=round_.wire.device)))
+                length = sum(trip.hops[0].lengths) if trip.hops else sum(trip.shares[me : me + 1])
+                arriving.append(_send(round_, trip, torch.zeros(length, dtype=trip.dtype, device=device)))
             yield
             for arrival in arriving:
                 arrival()
@@ -301,6 +291,7 @@ def exchange_nothing(rounds: Sequence[Round]) -> None:
 
 
 def _interleave(tasks: Sequence[Iterator[None]]) -> None:
+    """Run tasks of three parts, so that each begins while the one before it is under way."""
     for tick in range(len(tasks) + 2):
         for task in tasks[max(tick - 2, 0) : tick + 1][::-1]:
             next(task, None)

@@ -104,6 +104,9 @@ class Layout(NamedTuple):
     copies: bool = False  # every rank holds everything, orthogonalizes a share of the matrices and gets all results
 
 
+Places = tuple["DeviceMesh", Sequence[Any]] | None  # mesh and placements of a DTensor
+
+
 class Layouts:
     """Finds and caches layouts."""
 
@@ -115,19 +118,16 @@ class Layouts:
 
     def of(self, param: Tensor, first_matrix_axis: int) -> Layout:
         """The layout of a parameter whose axes before `first_matrix_axis` count matrices."""
-        if not is_dtensor(param):
-            return self._plain(param.shape)
-        key = (param.shape, param.device_mesh, param.placements, first_matrix_axis)
+        places = (param.device_mesh, param.placements) if is_dtensor(param) else None
+        key = (param.shape, places, first_matrix_axis)
         if key not in self._known:
-            self._known[key] = self._on_mesh(*key)
+            self._known[key] = self._find(*key)
         return self._known[key]
 
     def of_state(self, param: Tensor, shape: torch.Size, first_matrix_axis: int) -> Layout:
         """The layout of a state tensor of this shape, whose last axes are not those of the matrices."""
-        if not is_dtensor(param):
-            return self._plain(shape)
-        placements = state_placements(param, first_matrix_axis)
-        return self._on_mesh(shape, param.device_mesh, placements, first_matrix_axis)
+        places = (param.device_mesh, state_placements(param, first_matrix_axis)) if is_dtensor(param) else None
+        return self._find(shape, places, first_matrix_axis)
 
     def sharding_groups(self, param: Tensor) -> tuple[dist.ProcessGroup, ...]:
         """The process groups over which to reduce, in turn, a sum over the shards of a parameter."""
@@ -137,20 +137,10 @@ class Layouts:
         dims = [dim for dim, place in enumerate(placements) if not place.is_replicate() and mesh.shape[dim] > 1]
         return _grid(mesh, dims).groups if dims else ()
 
-    def _plain(self, shape: torch.Size) -> Layout:
-        if self._process_group is None:
-            return Layout(shape)
-        if shape not in self._known:
-            self._known[shape] = self._copies(shape, self._process_group)
-        return self._known[shape]
-
-    def _copies(self, shape: torch.Size, group: dist.ProcessGroup) -> Layout:
-        ranks = dist.get_world_size(group)
-        if ranks < self.fewest:
-            return Layout(shape)
-        return Layout(shape, row(group), (box((0,) * len(shape), shape),) * ranks, copies=True)
-
-    def _on_mesh(self, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any], first: int) -> Layout:
+    def _find(self, shape: torch.Size, places: Places, first: int) -> Layout:
+        if places is None:
+            return self._copies(shape, self._process_group)
+        mesh, placements = places
         order = cutting_order(placements, mesh.shape)
         assert order is not None, "the step refuses other placements"
         if not order:
@@ -165,6 +155,12 @@ class Layouts:
         held = torch.Size((*boxes[0].shape_in(shape)[:first], *shape[first:]))
         shifted = (Region(tuple((a, start if a >= first else 0, n) for a, start, n in box.cuts)) for box in boxes)
         return Layout(held, grid, tuple(shifted))
+
+    def _copies(self, shape: torch.Size, group: dist.ProcessGroup | None) -> Layout:
+        if group is None or dist.get_world_size(group) < self.fewest:
+            return Layout(shape)
+        grid = row(group)
+        return Layout(shape, grid, (box((0,) * len(shape), shape),) * len(grid.ranks), copies=True)
 
 
 def _grid(mesh: DeviceMesh, dims: Sequence[int]) -> Grid:
