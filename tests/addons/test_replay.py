@@ -1,4 +1,4 @@
-"""Steps that are replayed from a CUDA graph: the same weights, whatever moves meanwhile. The rest needs no GPU."""
+"""Steps that are replayed from a CUDA graph: the same weights, whatever moves meanwhile. Most of it needs no GPU."""
 
 import copy
 import weakref
@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine
 from muonsw.addons import replay
@@ -16,11 +16,10 @@ from muonsw.kernels.graphs import GradientReads
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
 from muonsw.step import make_plan
 from tests.common.cuda import no_waiting
-from tests.common.problems import OPTIMIZERS, assert_same, cosine, flag_on_device, matrices, set_gradients
+from tests.common.problems import assert_same, cosine, flag_on_device, matrices, set_gradients
 
 SHAPES = [(64, 64), (32, 96), (4, 48, 32), (96, 32)]
-
-on_a_gpu = pytest.mark.skipif(not machine.gpus(), reason="needs a CUDA device")
+REPLAYED = ("muon", "adamw")
 
 
 def optimizer_on(device, algorithm="muon", dtype=torch.float32, **options):
@@ -32,38 +31,51 @@ def optimizer_on(device, algorithm="muon", dtype=torch.float32, **options):
     return MuonSW(groups, **{"lr": 0.05, "weight_decay": 0.3, **options}), params
 
 
-def feed(params, step, *, in_place=True):
-    """Gradients that depend on the step alone, in the same place as before or wherever they come to lie."""
+def feed(params, step, *, in_place=True, absent=None):
+    """Gradients that depend on the step alone, at the same addresses as before or at others; one may be absent."""
     twins = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in params]
     set_gradients(twins, step)
-    for param, twin in zip(params, twins, strict=True):
-        if in_place and param.grad is not None:
-            param.grad.copy_(twin.grad)
+    for number, (param, twin) in enumerate(zip(params, twins, strict=True)):
+        if in_place and hasattr(param, "buffer"):
+            param.buffer.copy_(twin.grad)
         else:
-            param.grad = twin.grad.to(param.device)
+            param.buffer = twin.grad.to(param.device)
+        param.grad = None if number == absent else param.buffer
 
 
 def tensors_of(optimizer, params):
     return [t.detach().clone() for p in params for t in (p, *optimizer.state[p].values())]
 
 
+def take_steps(optimizer, params, steps, *, captured=True, absent=()):
+    """Steps of a schedule that are captured once they settle, or never, because the optimizer forgets what it saw."""
+    for step, missing in zip(steps, absent or [None] * len(steps), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = cosine(0.05, 16)(step)
+        feed(params, step, absent=missing)
+        if not captured:
+            optimizer._replay._seen.clear()
+        optimizer.step()
+    return tensors_of(optimizer, params)
+
+
+def trained(algorithm, device, *, captured=True, steps=8, absent=(), **options):
+    optimizer, params = optimizer_on(device, algorithm, replay=True, **options)
+    take_steps(optimizer, params, range(steps), captured=captured, absent=absent)
+    assert bool(optimizer._replay._graphs) == captured
+    return optimizer, params
+
+
 # On any device
 
 
-@pytest.mark.parametrize("algorithm", OPTIMIZERS)
-def test_on_a_cpu_steps_are_taken_eagerly_and_that_is_reported_once(algorithm):
-    plain, params = optimizer_on("cpu", algorithm)
-    replaying, twins = optimizer_on("cpu", algorithm, replay=True)
-    for step in range(SETTLED + 3):
-        feed(params, step)
-        feed(twins, step)
-        plain.step()
-        if step:
-            replaying.step()
-        else:
-            with pytest.warns(UserWarning, match="on cpu, not on one CUDA device"):
-                replaying.step()
-    assert_same(tensors_of(replaying, twins), tensors_of(plain, params))
+def test_on_a_cpu_steps_are_eager_with_one_warning():
+    plain, params = optimizer_on("cpu")
+    replaying, twins = optimizer_on("cpu", replay=True)
+    with pytest.warns(UserWarning, match="on cpu, not on one CUDA device"):
+        take_steps(replaying, twins, [0])
+    take_steps(replaying, twins, range(1, SETTLED + 3))  # warnings are errors
+    assert_same(tensors_of(replaying, twins), take_steps(plain, params, range(SETTLED + 3)))
 
 
 def bound(optimizer):
@@ -73,52 +85,48 @@ def bound(optimizer):
 
 MATMUL = torch.backends.cuda.matmul
 
-
-def changes(optimizer, param):
-    """Changes, each with what of a graph's binding it must be seen in."""
-    group, state, momentum = (
-        optimizer.param_groups[0],
-        optimizer.state[param],
-        optimizer.state[param]["momentum_buffer"],
-    )
-    return [
-        ("parameters", lambda: setattr(param, "data", param.data.clone())),
-        ("parameters", lambda: setattr(param, "data", param.data.mT)),
-        ("gradients", lambda: setattr(param, "grad", param.grad.mT.contiguous().mT)),
-        ("state", lambda: state.update(momentum_buffer=momentum.clone())),
-        ("state", lambda: momentum.set_(momentum.clone())),  # as an offload does
-        ("state", lambda: momentum.set_(momentum.mT)),
-        ("options", lambda: group.update(momentum=0.8)),
-        ("options", lambda: group.update(weight_decay=0.0)),
-        ("options", lambda: setattr(MATMUL, "allow_tf32", True)),
-        ("options", lambda: setattr(MATMUL, "allow_bf16_reduced_precision_reduction", False)),
-        ("options", lambda: setattr(MATMUL, "allow_fp16_accumulation", True)),
-        ("options", lambda: torch.use_deterministic_algorithms(True)),
-    ]
+# Changes of an optimizer, a parameter of its first group and its momentum, by the part of a binding that must differ.
+CHANGES = [
+    ("parameters", lambda _o, p, _m: setattr(p, "data", p.data.clone())),
+    ("parameters", lambda _o, p, _m: setattr(p, "data", p.data.mT)),
+    ("gradients", lambda _o, p, _m: setattr(p, "grad", p.grad.mT.contiguous().mT)),
+    ("state", lambda o, p, m: o.state[p].update(momentum_buffer=m.clone())),
+    ("state", lambda _o, _p, m: m.set_(m.clone())),  # as an offload does
+    ("state", lambda _o, _p, m: m.set_(m.mT)),
+    ("options", lambda o, _p, _m: o.param_groups[0].update(momentum=0.8)),
+    ("options", lambda o, _p, _m: o.param_groups[0].update(weight_decay=0.0)),  # a norm rule would no longer act
+    ("options", lambda *_: setattr(MATMUL, "allow_tf32", True)),
+    ("options", lambda *_: setattr(MATMUL, "allow_bf16_reduced_precision_reduction", False)),
+    ("options", lambda *_: setattr(MATMUL, "allow_fp16_accumulation", True)),
+    ("options", lambda *_: torch.use_deterministic_algorithms(True)),
+]
 
 
-@pytest.mark.parametrize("number", range(12))
-def test_a_graph_is_bound_to_what_it_reads_and_writes(number):
-    optimizer, params = optimizer_on("cpu")
-    feed(params, 0)
-    optimizer.step()
-    before, param = bound(optimizer), params[0]
-    alive = [param.data, param.grad, *(value.detach() for value in optimizer.state[param].values())]
+@pytest.fixture
+def product_settings():
     keys = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation")
     settings, deterministic = [getattr(MATMUL, key) for key in keys], torch.are_deterministic_algorithms_enabled()
-    changed, change = changes(optimizer, param)[number]
-    try:
-        change()
-        assert bound(optimizer).difference(before) == changed
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        for key, value in zip(keys, settings, strict=True):
-            setattr(MATMUL, key, value)
-    assert all(tensor.numel() for tensor in alive)  # alive until here, so that no address was used twice
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    for key, value in zip(keys, settings, strict=True):
+        setattr(MATMUL, key, value)
+
+
+@pytest.mark.usefixtures("product_settings")
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_a_graph_is_bound_to_what_it_reads_and_writes(number):
+    optimizer, params = optimizer_on("cpu")
+    take_steps(optimizer, params, [0])
+    before, param, (part, change) = bound(optimizer), params[0], CHANGES[number]
+    momentum = optimizer.state[param]["momentum_buffer"]
+    alive = [param.data, param.grad, momentum.detach()]  # so that no address is used twice
+    change(optimizer, param, momentum)
+    assert bound(optimizer).difference(before) == part
+    assert all(tensor.numel() for tensor in alive)
 
 
 def test_a_graph_is_bound_to_which_gradients_are_aligned():
-    """Its kernels read sixteen bytes at a time of those that were."""
+    """Its kernels read sixteen bytes of those at a time."""
     params = matrices((4, 4), (4, 4))
     optimizer, rooms = AdamWSW(params, lr=0.1), [torch.zeros(24) for _ in params]
 
@@ -134,18 +142,12 @@ def test_a_graph_is_bound_to_which_gradients_are_aligned():
 
 def test_a_graph_is_not_bound_to_rates_peaks_and_counters():
     optimizer, params = optimizer_on("cpu", decay="log_time")
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    feed(params, 0)
-    optimizer.step()
+    CosineAnnealingLR(optimizer, 10)
+    take_steps(optimizer, params, [0])
     before = bound(optimizer)
-    for step in range(3):
-        feed(params, step)
-        optimizer.step()
-        scheduler.step()
-        optimizer.param_groups[0]["weight_decay"] *= 0.9
+    optimizer.param_groups[0]["weight_decay"] *= 0.9
+    take_steps(optimizer, params, range(1, 4))
     assert bound(optimizer) == before
-    optimizer.param_groups[0]["weight_decay"] = 0.0  # a norm rule would not act any more
-    assert bound(optimizer).difference(before) == "options"
 
 
 def test_a_sparse_gradient_is_bound_to_nothing():
@@ -157,7 +159,7 @@ def test_a_sparse_gradient_is_bound_to_nothing():
     assert bound(optimizer) is None
 
 
-def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monkeypatch, waiting):
+def test_steps_are_replayed_by_default_where_they_are_cpu_bound(monkeypatch, waiting):
     monkeypatch.setattr(kernels, "available", lambda _: True)
 
     def pays(*shapes, **options):
@@ -170,7 +172,7 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
     assert not pays((8, 8), fused=False)
     assert pays((8, 8), norm="hyperball")
     assert not pays((8, 8), heads=2, block_period=5)
-    assert not pays((8, 8), orthogonalizer=waiting)  # or whatever else a user has registered
+    assert not pays((8, 8), orthogonalizer=waiting)  # nor whatever else a user has registered
     assert pays((8, 8), orthogonalizer="aurora", precondition="muon2", normalize="adamuon")
     assert not pays((8, 8), precondition="soap")
     optimizer = AdamWSW(matrices((4, 4)), lr=0.1)
@@ -179,11 +181,10 @@ def test_steps_are_replayed_unasked_where_the_host_would_be_what_takes_long(monk
 
 
 @pytest.mark.parametrize(("algorithm", "reads_it"), [("muon", False), ("adamw", True)])
-def test_a_scheduler_that_cycles_the_first_beta_makes_those_steps_eager_that_read_it(algorithm, reads_it, monkeypatch):
-    """OneCycleLR cycles it in all groups, unless it is asked not to."""
+def test_a_scheduler_that_cycles_the_first_beta_makes_steps_that_read_it_eager(algorithm, reads_it, monkeypatch):
+    """OneCycleLR cycles it in all groups unless `cycle_momentum=False`."""
     optimizer, params = optimizer_on("cpu", algorithm)
-    feed(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, [0])
     monkeypatch.setattr(kernels, "available", lambda _: True)
     assert Replay().pays(optimizer.param_groups)
     OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
@@ -194,13 +195,33 @@ def test_a_scheduler_that_cycles_the_first_beta_makes_those_steps_eager_that_rea
     assert (bound(optimizer) == before) != reads_it
 
 
+def test_steps_that_torch_runs_are_refused_before_a_capture():
+    optimizer, params = optimizer_on("cpu", orthogonalizer="exact")
+    feed(params, 0)
+    work = [batch._replace(device=torch.device("cuda", 0)) for batch in make_plan(optimizer).batches]
+    assert "torch operations" in replay.supports(optimizer, work)
+    for batch in work:
+        batch.group["orthogonalizer"] = "auto"
+    assert not replay.supports(optimizer, work)
+
+
 class Repeated:
-    """Stands for a graph where there are none: the program again, on the same tensors."""
+    """Replaces a graph on a CPU: runs the program again, on the same tensors."""
 
     def __init__(self, program, device, pool):
         assert device.type == "cpu"
         assert pool is None or isinstance(pool, Repeated)
         self.replay, self.pool = program, self
+
+
+class Nothing:
+    """Replaces a graph where it does not matter what it does; like a real one, it holds no tensor."""
+
+    def __init__(self, *_):
+        self.pool = self
+
+    def replay(self):
+        pass
 
 
 class SeesNothing(GradientReads):
@@ -218,71 +239,30 @@ def graphs_on_cpus(monkeypatch):
     monkeypatch.setattr(replay, "supports", lambda _optimizer, _batches: "")
 
 
-def no_memory(*_arguments):
-    raise MemoryError
-
-
-def run_over(frozen, *, algorithm="adamw", captured=True):
-    """Steps in each of which the parameter at one index has no gradient, or none lacks it."""
-    optimizer, params = optimizer_on("cpu", algorithm, replay=True)
-    buffers = [torch.empty_like(param) for param in params]
-    for step, index in enumerate(frozen):
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = cosine(0.05, len(frozen))(step)
-        for param, grad in zip(params, buffers, strict=True):
-            param.grad = grad
-        feed(params, step)
-        if index is not None:
-            params[index].grad = None
-        if not captured:
-            optimizer._replay._seen.clear()
-        optimizer.step()
-    return optimizer, params
-
-
-class Nothing:
-    """Stands for a graph where it does not matter what it does: like a real one, it holds no tensor."""
-
-    def __init__(self, program, device, pool):
-        del program, device, pool
-        self.pool = self
-
-    def replay(self):
-        pass
-
-
 @pytest.mark.usefixtures("graphs_on_cpus")
-def test_graphs_keep_no_state_alive_that_was_replaced(monkeypatch):
+def test_graphs_keep_neither_replaced_state_nor_replaced_parameters_alive(monkeypatch):
     monkeypatch.setattr(replay, "recorded", Nothing)
-    optimizer, params = run_over([None] * (SETTLED + 2))
-    assert optimizer._replay._graphs
+    optimizer, params = trained("adamw", "cpu")
     gone = [weakref.ref(tensor) for state in optimizer.state.values() for tensor in state.values()]
     for state in optimizer.state.values():
         state.update({key: tensor.clone() for key, tensor in state.items()})
     assert not any(reference() is not None for reference in gone)
-    feed(params, 9)
-    optimizer.step()
+    take_steps(optimizer, params, [9])
     assert optimizer._replay._chosen is None
-
-
-@pytest.mark.usefixtures("graphs_on_cpus")
-def test_graphs_of_parameters_that_were_replaced_are_dropped(monkeypatch):
-    monkeypatch.setattr(replay, "recorded", Nothing)
-    optimizer, params = run_over([None] * (SETTLED + 2))
+    gone = list(map(weakref.ref, params))
     for group in optimizer.param_groups:
         group["params"] = [nn.Parameter(param.detach().clone()) for param in group["params"]]
-    feed([param for group in optimizer.param_groups for param in group["params"]], 0)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     optimizer.state.clear()
-    optimizer.step()
+    take_steps(optimizer, params, [10])
     assert not optimizer._replay._graphs
-    gone = [weakref.ref(param) for param in params]
-    del params
     assert not any(reference() is not None for reference in gone)
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
-def test_a_graph_is_not_replayed_where_its_count_of_skipped_steps_lies_elsewhere():
-    """As in a model that has left the device, was stepped elsewhere and is back in the same places."""
-    optimizer, _ = run_over([None] * (SETTLED + 3))
+def test_a_graph_is_not_replayed_if_its_count_of_skipped_steps_has_moved():
+    """As in a model that has left the device, was stepped elsewhere and is back at the same addresses."""
+    optimizer, _ = trained("adamw", "cpu")
     assert optimizer._replay._chosen is not None
     counters = optimizer._counters
     there, counters._skipped_on_device = counters._skipped_on_device, counters._skipped_on_device.clone()
@@ -293,39 +273,29 @@ def test_a_graph_is_not_replayed_where_its_count_of_skipped_steps_lies_elsewhere
     assert optimizer._replay._chosen is not None
 
 
-def cannot_be_captured(*_arguments):
-    raise LookupError("not while a graph is captured")
-
-
 @pytest.mark.usefixtures("graphs_on_cpus")
-def test_whatever_keeps_a_step_from_being_captured_it_is_taken_eagerly(monkeypatch):
-    expected = tensors_of(*run_over([None] * 8, captured=False))
-    monkeypatch.setattr(replay, "recorded", cannot_be_captured)
+def test_a_step_that_cannot_be_captured_is_eager(monkeypatch):
+    def fails(*_):
+        raise LookupError("not while a graph is captured")
+
+    expected = tensors_of(*trained("adamw", "cpu", captured=False))
+    monkeypatch.setattr(replay, "recorded", fails)
+    optimizer, params = optimizer_on("cpu", "adamw", replay=True)
     with pytest.warns(UserWarning, match="cannot be captured: not while a graph is captured"):
-        optimizer, params = run_over([None] * 8)
+        assert_same(take_steps(optimizer, params, range(8)), expected)
     assert optimizer._replay._captures == 1
-    assert_same(tensors_of(optimizer, params), expected)
-
-
-def test_what_torch_runs_is_refused_before_a_capture():
-    optimizer, params = optimizer_on("cpu", orthogonalizer="exact")
-    feed(params, 0)
-    work = [batch._replace(device=torch.device("cuda", 0)) for batch in make_plan(optimizer).batches]
-    assert "torch operations" in replay.supports(optimizer, work)
-    for batch in work:
-        batch.group["orthogonalizer"] = "auto"
-    assert not replay.supports(optimizer, work)
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
-@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("algorithm", REPLAYED)
 def test_each_of_several_sets_of_gradients_gets_its_graph(algorithm):
-    """The first steps with a set are taken as written, the fourth is captured; the very first lacks its state."""
-    order = [None, 0, 1] * 8
-    optimizer, params = run_over(order, algorithm=algorithm)
+    """The first steps with a set are eager, the fourth is captured; the very first lacks its state."""
+    absent = [None, 0, 1] * 8
+    optimizer, params = trained(algorithm, "cpu", steps=24, absent=absent)
     assert len(optimizer._replay._graphs) == optimizer._replay._captures == 3
-    assert optimizer._replay._replays == len(order) - 3 * (SETTLED + 1) - 1
-    assert_same(tensors_of(optimizer, params), tensors_of(*run_over(order, algorithm=algorithm, captured=False)))
+    assert optimizer._replay._replays == 24 - 3 * (SETTLED + 1) - 1
+    eager = trained(algorithm, "cpu", steps=24, absent=absent, captured=False)
+    assert_same(tensors_of(optimizer, params), tensors_of(*eager))
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
@@ -333,310 +303,94 @@ def test_each_of_several_sets_of_gradients_gets_its_graph(algorithm):
 def test_captures_are_rationed():
     """An option that changes as soon as it was captured does not cost a capture every few steps."""
     optimizer, params = optimizer_on("cpu", "adamw", replay=True)
-    for step in range(60 * (SETTLED + 2)):
-        feed(params, step)
+    steps = 60 * (SETTLED + 2)
+    for step in range(steps):
         for group in optimizer.param_groups:
             group["eps"] = 1e-8 * (1 + step // (SETTLED + 2))
-        optimizer.step()
-    found = optimizer._replay
-    assert len(found._graphs) == replay._REMEMBERED
-    assert 0 <= found._captures - replay._FIRST_CAPTURES <= (step + 1) // replay._STEPS_FOR_A_CAPTURE
+        take_steps(optimizer, params, [step])
+    assert len(optimizer._replay._graphs) == replay._REMEMBERED
+    assert 0 <= optimizer._replay._captures - replay._FIRST_CAPTURES <= steps // replay._STEPS_FOR_A_CAPTURE
+
+
+@pytest.mark.usefixtures("graphs_on_cpus")
+def test_options_that_change_at_each_step_are_warned_of_once():
+    optimizer, params = optimizer_on("cpu", replay=True)
+
+    def step_with_momentum(numbers):
+        for step in numbers:
+            optimizer.param_groups[0]["momentum"] = 0.8 + 0.001 * step
+            take_steps(optimizer, params, [step])
+
+    with pytest.warns(UserWarning, match="options changed too often in 50 steps$"):
+        step_with_momentum(range(PATIENCE + 1))
+    step_with_momentum(range(PATIENCE + 1, PATIENCE + 10))  # warnings are errors
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
 def test_a_loaded_state_is_the_one_that_moves():
     """Twice from one saved state, the second time with graphs of the state that it replaces."""
-    optimizer, params = run_over([None] * 8)
+    optimizer, params = trained("adamw", "cpu")
     saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
 
     def go_on():
         optimizer.load_state_dict(saved)
         for param, value in zip(params, weights, strict=True):
             param.data.copy_(value)
-        for step in range(SETTLED + 4):
-            feed(params, step)
-            optimizer.step()
+        found = take_steps(optimizer, params, range(SETTLED + 4))
         assert optimizer._replay._replays
-        return tensors_of(optimizer, params)
+        return found
 
     assert_same(go_on(), go_on())
 
 
+def no_memory(*_arguments):
+    raise MemoryError
+
+
 @pytest.mark.usefixtures("graphs_on_cpus")
 def test_a_step_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch):
-    optimizer, params = run_over([None] * 8)
-    other, twins = run_over([None] * 8)
-    known = [param.grad for param in params]
-    feed(params, 98, in_place=False)
+    """An eager step, then a replayed one: neither their rates, nor the belief that gradients' addresses arrived."""
+    expected = tensors_of(*trained("adamw", "cpu", steps=9))
+    optimizer, params = trained("adamw", "cpu")
+    before, graph = tensors_of(optimizer, params), optimizer._replay._graphs[0]
     with monkeypatch.context() as patch:
         patch.setattr("muonsw.step.update_batch", no_memory)
+        params[0].grad = params[0].grad.mT.contiguous().mT
         with pytest.raises(MemoryError):
             optimizer.step()
-    for param, grad in zip(params, known, strict=True):
-        param.grad = grad
-    for one, theirs in ((optimizer, params), (other, twins)):
-        feed(theirs, 99)
-        one.step()
-        assert one._replay._chosen is not None
-    assert_same(tensors_of(optimizer, params), tensors_of(other, twins))
-
-
-@pytest.mark.usefixtures("graphs_on_cpus")
-def test_a_replay_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch):
-    """Neither its rates, nor the belief that its gradients' addresses have arrived."""
-    optimizer, params = run_over([None] * 8)
-    before, captured = tensors_of(optimizer, params), optimizer._replay._graphs[0].tables
-    captured._placed = ()  # as if gradients had moved
+    graph.tables._placed = ()  # as if gradients had moved
+    params[0].grad = params[0].buffer
     with monkeypatch.context() as patch:
         patch.setattr(tables, "on_host", no_memory)
         with pytest.raises(MemoryError):
             optimizer.step()
-    assert_same(tensors_of(optimizer, params), before)
+    assert optimizer._replay._chosen is graph
+    assert not graph.tables._placed
     assert not any(optimizer._replay._scalars)
-    assert not captured._placed
-
-
-@pytest.mark.usefixtures("graphs_on_cpus")
-def test_measured_steps_are_replayed_and_change_nothing():
-    optimizer, params = run_over([None] * 8)
-    other, twins = run_over([None] * 8)
-    feed(params, 99)
-    feed(twins, 99)
-    replays, before = other._replay._replays, [p.detach().clone() for p in twins]
-    with Telemetry(other, every=1) as telemetry:
-        optimizer.step()
-        other.step()
-    assert other._replay._replays == replays + 1
-    assert_same(tensors_of(optimizer, params), tensors_of(other, twins))
-    change = torch.cat([(p.detach() - old).flatten() for p, old in zip(twins, before, strict=True)])
-    assert telemetry.last["all"]["applied_rms"] == pytest.approx(change.square().mean().sqrt().item(), rel=1e-5)
+    assert_same(tensors_of(optimizer, params), before)
+    assert_same(take_steps(optimizer, params, [8]), expected)
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
-def test_a_step_that_the_device_skipped_is_none_in_summary_and_telemetry(monkeypatch):
+def test_telemetry_measures_replayed_and_skipped_steps_and_changes_nothing(monkeypatch):
     monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
-    optimizer, params = run_over([None] * 8, algorithm="muon")
-    assert not optimizer.summary().skipped
-    before, replays = tensors_of(optimizer, params), optimizer._replay._replays
-    params[0].grad[0, 0] = torch.nan
-    optimizer.step()
-    assert optimizer._replay._replays == replays + 1
-    assert (optimizer.summary().skipped, optimizer.summary().matrices) == (True, 0)
+    expected = tensors_of(*trained("muon", "cpu", steps=9))
+    optimizer, params = trained("muon", "cpu")
+    replays, before = optimizer._replay._replays, [p.detach().clone() for p in params]
     with Telemetry(optimizer, every=1) as telemetry:
+        assert_same(take_steps(optimizer, params, [8]), expected)
+        change = torch.cat([(p.detach() - old).flatten() for p, old in zip(params, before, strict=True)])
+        assert telemetry.last["all"]["applied_rms"] == pytest.approx(change.square().mean().sqrt().item(), rel=1e-5)
+        params[0].grad[0, 0] = torch.nan
         optimizer.step()
-    assert (telemetry.last["skipped"], telemetry.last["matrices"]) == (1, 0)
-    assert_same(tensors_of(optimizer, params), before)
-    feed(params, 99)
-    optimizer.step()
-    assert not optimizer.summary().skipped
-
-
-@pytest.mark.usefixtures("graphs_on_cpus")
-def test_what_keeps_steps_from_being_replayed_is_reported_once():
-    optimizer, params = optimizer_on("cpu", replay=True)
-
-    def take_steps(numbers):
-        for step in numbers:
-            feed(params, step)
-            optimizer.param_groups[0]["momentum"] = 0.8 + 0.001 * step
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match="options changed too often in 50 steps$"):
-        take_steps(range(PATIENCE + 1))
-    take_steps(range(PATIENCE + 1, PATIENCE + 10))  # warnings are errors
+        assert (telemetry.last["skipped"], telemetry.last["matrices"]) == (1, 0)
+    assert optimizer._replay._replays == replays + 2
+    assert (optimizer.summary().skipped, optimizer.summary().matrices) == (True, 0)
+    assert_same(tensors_of(optimizer, params), expected)
 
 
 # On a GPU
-
-RULES = [
-    {},
-    {"decay": "constant", "cautious": True},
-    {"decay": "cosine", "total_steps": 40},
-    {"decay": "log_time"},
-    {"norm": "hyperball"},
-    {"nonfinite": "propagate"},
-]
-
-
-def trained(algorithm, *, captured, steps=16, begin=0, optimizer=None, params=None, **options):
-    """A run whose optimizer captures, or never does because it forgets what it has seen."""
-    if optimizer is None:
-        optimizer, params = optimizer_on("cuda", algorithm, replay=True, **options)
-    schedule = cosine(0.05, 16)
-    for step in range(begin, steps):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
-        feed(params, step)
-        if not captured:
-            optimizer._replay._seen.clear()
-        optimizer.step()
-    assert bool(optimizer._replay._graphs) == captured
-    return optimizer, params
-
-
-REPLAYED = ("muon", "adamw")
-CASES = [(algorithm, dtype, {}) for algorithm in REPLAYED for dtype in (torch.float32, torch.bfloat16)]
-CASES += [(algorithm, torch.float32, options) for algorithm in REPLAYED for options in RULES[1:]]
-
-
-@on_a_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize(("algorithm", "dtype", "options"), CASES)
-def test_replayed_steps_are_the_written_ones_bit_for_bit(algorithm, dtype, options):
-    replayed = tensors_of(*trained(algorithm, captured=True, dtype=dtype, **options))
-    assert_same(replayed, tensors_of(*trained(algorithm, captured=False, dtype=dtype, **options)))
-
-
-SLOTS = [
-    {"normalize": "normuon"},
-    {"normalize": "muon_plus", "precondition": "muon2"},
-    {"normalize": "adamuon", "precondition": "sign"},
-    {"precondition": "equalize"},
-    {"orthogonalizer": "aurora"},
-]
-
-
-@on_a_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("slots", SLOTS, ids=str)
-def test_slots_are_replayed(slots, dtype):
-    optimizer, params = trained("muon", captured=True, dtype=dtype, **slots)
-    assert_same(tensors_of(optimizer, params), tensors_of(*trained("muon", captured=False, dtype=dtype, **slots)))
-
-
-@on_a_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", REPLAYED)
-def test_replayed_steps_are_those_of_a_plain_optimizer_up_to_rounding(algorithm):
-    optimizer, params = optimizer_on("cuda", algorithm, replay=False)
-    for step in range(16):
-        for group in optimizer.param_groups:
-            group["lr"] = cosine(0.05, 16)(step)
-        feed(params, step)
-        optimizer.step()
-    _, replayed = trained(algorithm, captured=True)
-    for a, b in zip(replayed, params, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@on_a_gpu
-@pytest.mark.gpu
-def test_a_replay_waits_for_nothing_and_checks_the_learning_rate_at_once():
-    optimizer, params = trained("muon", captured=True, steps=SETTLED + 4)
-    optimizer.param_groups[0]["lr"] = 0.01
-    with no_waiting():
-        optimizer.step()
-    before = tensors_of(optimizer, params)
-    optimizer.param_groups[0]["lr"] = 0.2
-    with pytest.raises(ValueError, match="peak"):
-        optimizer.step()
-    assert_same(tensors_of(optimizer, params), before)
-
-
-@on_a_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", REPLAYED)
-def test_a_bad_gradient_changes_nothing_and_is_counted(algorithm):
-    optimizer, params = trained(algorithm, captured=True, steps=SETTLED + 4)
-    before = tensors_of(optimizer, params)
-    params[1].grad[3, 3] = float("nan")
-    optimizer.step()
-    optimizer.step()
-    assert_same(tensors_of(optimizer, params), before)
-    assert optimizer.skipped_steps == 2
-    assert optimizer.summary().skipped
-    with pytest.warns(NonFiniteGradientWarning):
-        optimizer.state_dict()
-    feed(params, 99)
-    optimizer.step()
-    assert not torch.equal(params[0], before[0])
-    assert not optimizer.summary().skipped
-
-
-@on_a_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", REPLAYED)
-def test_whatever_moves_in_mid_run_changes_nothing(algorithm):
-    """Gradients that lie elsewhere, a frozen parameter, other momentum, loaded state, measured steps."""
-
-    def run(captured):
-        optimizer, params = trained(algorithm, captured=captured, steps=8)
-        everywhere = []
-        for step in range(8, 20):
-            feed(params, step, in_place=step not in (9, 12))
-            everywhere.append([p.grad for p in params])
-            params[2].requires_grad_(step != 11)
-            if step == 11:
-                params[2].grad = None
-            if step == 14:
-                optimizer.param_groups[0]["betas"] = (0.8, 0.9)
-                optimizer.param_groups[0]["momentum"] = 0.8
-            if step == 16:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            if not captured:
-                optimizer._replay._seen.clear()
-            if step == 18:
-                with Telemetry(optimizer, every=1):
-                    optimizer.step()
-            else:
-                optimizer.step()
-        return tensors_of(optimizer, params)
-
-    assert_same(run(True), run(False))
-
-
-@on_a_gpu
-@pytest.mark.gpu
-def test_a_training_loop_that_frees_its_gradients_is_replayed():
-    """Gradients come to lie in two places in turn; no graph holds on to their memory."""
-
-    def run(captured):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64), nn.Linear(64, 8)).cuda()
-        optimizer = MuonSW.for_model(model, lr=0.02, replay=True)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        batch = torch.randn(32, 64, device="cuda")
-        for _ in range(PATIENCE - 5):
-            model(batch).square().mean().backward()
-            if not captured:
-                optimizer._replay._seen.clear()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        assert optimizer._replay._replays > 25 or not captured
-        return [param.detach() for param in model.parameters()]
-
-    assert_same(run(True), run(False))
-
-
-def steps_with(optimizer, params, *, captured, steps):
-    for step in steps:
-        feed(params, step)
-        if not captured:
-            optimizer._replay._seen.clear()
-        optimizer.step()
-    return tensors_of(optimizer, params)
-
-
-@on_a_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", REPLAYED)
-def test_state_that_is_moved_in_place_is_the_state_that_moves(algorithm):
-    """Also where nothing but its address says so; what lay there before becomes NaN."""
-
-    def run(captured):
-        optimizer, params = trained(algorithm, captured=captured, steps=8)
-        left = []
-        for state in optimizer.state.values():
-            for tensor in state.values():
-                left.append(tensor.data)
-                tensor.data = tensor.data.clone()
-        torch._foreach_mul_(left, float("nan"))
-        return steps_with(optimizer, params, captured=captured, steps=range(8, 16))
-
-    assert_same(run(True), run(False))
 
 
 @pytest.fixture
@@ -652,51 +406,151 @@ def waiting():
     del ORTHOGONALIZERS["waits"]
 
 
-@on_a_gpu
+CASES = [
+    *((algorithm, {"dtype": dtype}) for algorithm in REPLAYED for dtype in (torch.float32, torch.bfloat16)),
+    *((algorithm, options) for algorithm in REPLAYED for options in (
+        {"decay": "constant", "cautious": True}, {"decay": "cosine", "total_steps": 40}, {"decay": "log_time"},
+        {"norm": "hyperball"}, {"nonfinite": "propagate"},
+    )),
+    *(("muon", {"dtype": dtype, **slots}) for dtype in (torch.float32, torch.bfloat16) for slots in (
+        {"normalize": "normuon"}, {"normalize": "muon_plus", "precondition": "muon2"},
+        {"normalize": "adamuon", "precondition": "sign"}, {"precondition": "equalize"}, {"orthogonalizer": "aurora"},
+    )),
+]  # fmt: skip
+
+
 @pytest.mark.gpu
-def test_a_capture_that_fails_leaves_the_process_as_it_was(waiting, monkeypatch):
-    """The step is taken eagerly; generator, allocator and later captures work."""
-    monkeypatch.setattr(replay, "has_kernels_throughout", lambda _group: True)
-    torch.manual_seed(0)
-    expected = torch.randn(8, device="cuda")
-    torch.manual_seed(0)
-    optimizer, params = optimizer_on("cuda", replay=True, orthogonalizer=waiting)
-    with pytest.warns(UserWarning, match="cannot be captured"):
-        found = steps_with(optimizer, params, captured=True, steps=range(SETTLED + 3))
-    assert optimizer._replay._captures == 1
-    assert torch.equal(torch.randn(8, device="cuda"), expected)
-    nn.functional.dropout(expected, 0.5)
-    torch.cuda.empty_cache()
-    trained("muon", captured=True)
-    graph, numbers = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
-    with torch.cuda.graph(graph):
-        numbers.copy_(torch.rand(8, device="cuda"))
-    graph.replay()
-    first = numbers.clone()
-    graph.replay()
-    assert not torch.equal(first, numbers)
-    plain, twins = optimizer_on("cuda", replay=True, orthogonalizer=waiting)
-    plain._replay._failure = "none is wanted"
-    with pytest.warns(UserWarning, match="none is wanted"):
-        assert_same(found, steps_with(plain, twins, captured=False, steps=range(SETTLED + 3)))
+@pytest.mark.skipif(not machine.gpus(), reason="needs a CUDA device")
+class TestOnAGPU:
+    @pytest.mark.parametrize(("algorithm", "options"), CASES, ids=str)
+    def test_replayed_steps_are_the_eager_ones_bit_for_bit(self, algorithm, options):
+        replayed, eager = (trained(algorithm, "cuda", captured=c, steps=16, **options) for c in (True, False))
+        assert_same(tensors_of(*replayed), tensors_of(*eager))
 
+    @pytest.mark.parametrize("algorithm", REPLAYED)
+    def test_replayed_steps_are_those_of_a_plain_optimizer_up_to_rounding(self, algorithm):
+        optimizer, params = optimizer_on("cuda", algorithm, replay=False)
+        take_steps(optimizer, params, range(16))
+        for a, b in zip(trained(algorithm, "cuda", steps=16)[1], params, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
-@on_a_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", REPLAYED)
-def test_a_graph_holds_the_address_tables_that_it_reads(algorithm, monkeypatch):
-    """However many others are made meanwhile, and whatever takes the memory of those that are dropped."""
-    monkeypatch.setattr(kernels, "TORCH_BELOW", 0)
+    def test_a_replay_waits_for_nothing_and_checks_the_learning_rate_at_once(self):
+        optimizer, params = trained("muon", "cuda")
+        optimizer.param_groups[0]["lr"] = 0.01
+        with no_waiting():
+            optimizer.step()
+        before = tensors_of(optimizer, params)
+        optimizer.param_groups[0]["lr"] = 0.2
+        with pytest.raises(ValueError, match="peak"):
+            optimizer.step()
+        assert_same(tensors_of(optimizer, params), before)
 
-    def run(captured):
-        optimizer, params = trained(algorithm, captured=captured, steps=8)
-        assert bool(captured) == bool(optimizer._replay._graphs and optimizer._replay._graphs[0].tables.held)
-        for number in range(tables._MOST_CACHED + 10):
-            tables.table(((number,), (1,)), torch.device("cuda", 0))
-            tables.block_map((number + 1,), 64, torch.device("cuda", 0))
-        filled = [torch.full((size,), -1, dtype=torch.int64, device="cuda") for size in [1, 8, 64, 128] * 200]
-        found = steps_with(optimizer, params, captured=captured, steps=range(8, 16))
-        assert all(bool((tensor == -1).all()) for tensor in filled)
-        return found
+    @pytest.mark.parametrize("algorithm", REPLAYED)
+    def test_a_bad_gradient_changes_nothing_and_is_counted(self, algorithm):
+        optimizer, params = trained(algorithm, "cuda")
+        before = tensors_of(optimizer, params)
+        params[1].grad[3, 3] = float("nan")
+        optimizer.step()
+        optimizer.step()
+        assert_same(tensors_of(optimizer, params), before)
+        assert optimizer.skipped_steps == 2
+        assert optimizer.summary().skipped
+        with pytest.warns(NonFiniteGradientWarning):
+            optimizer.state_dict()
+        take_steps(optimizer, params, [9])
+        assert not torch.equal(params[0], before[0])
+        assert not optimizer.summary().skipped
 
-    assert_same(run(True), run(False))
+    @pytest.mark.parametrize("algorithm", REPLAYED)
+    def test_whatever_moves_in_mid_run_changes_nothing(self, algorithm):
+        """Gradients at other addresses, a frozen parameter, other momentum, state that was loaded or moved."""
+
+        def run(captured):
+            optimizer, params = trained(algorithm, "cuda", captured=captured)
+            held = []
+            for step in range(8, 28):
+                held.append([p.grad for p in params])
+                feed(params, step, in_place=step not in (9, 12), absent=2 if step == 11 else None)
+                params[2].requires_grad_(step != 11)
+                if step == 14:
+                    for group in optimizer.param_groups[:1]:
+                        group.update(betas=(0.8, 0.9), momentum=0.8)
+                if step == 16:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                if step == 22:  # nothing but addresses shows it; what lay there before becomes NaN
+                    moved = [tensor for state in optimizer.state.values() for tensor in state.values()]
+                    left = [tensor.data for tensor in moved]
+                    for tensor in moved:
+                        tensor.data = tensor.data.clone()
+                    torch._foreach_mul_(left, float("nan"))
+                if not captured:
+                    optimizer._replay._seen.clear()
+                optimizer.step()
+            return tensors_of(optimizer, params)
+
+        assert_same(run(True), run(False))
+
+    def test_a_training_loop_that_frees_its_gradients_is_replayed(self):
+        """Gradients alternate between two places; no graph holds on to their memory."""
+
+        def run(captured):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64), nn.Linear(64, 8)).cuda()
+            optimizer = MuonSW.for_model(model, lr=0.02, replay=True)
+            scheduler = CosineAnnealingLR(optimizer, 100)
+            batch = torch.randn(32, 64, device="cuda")
+            for _ in range(PATIENCE - 5):
+                model(batch).square().mean().backward()
+                if not captured:
+                    optimizer._replay._seen.clear()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            assert optimizer._replay._replays > 25 or not captured
+            return [param.detach() for param in model.parameters()]
+
+        assert_same(run(True), run(False))
+
+    def test_a_capture_that_fails_leaves_the_process_as_it_was(self, waiting, monkeypatch):
+        """The step is eager; generator, allocator and later captures work."""
+        monkeypatch.setattr(replay, "has_kernels_throughout", lambda _group: True)
+        torch.manual_seed(0)
+        expected = torch.randn(8, device="cuda")
+        torch.manual_seed(0)
+        optimizer, params = optimizer_on("cuda", replay=True, orthogonalizer=waiting)
+        with pytest.warns(UserWarning, match="cannot be captured"):
+            found = take_steps(optimizer, params, range(SETTLED + 3))
+        assert optimizer._replay._captures == 1
+        assert torch.equal(torch.randn(8, device="cuda"), expected)
+        nn.functional.dropout(expected, 0.5)
+        torch.cuda.empty_cache()
+        trained("muon", "cuda")
+        graph, numbers = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+        with torch.cuda.graph(graph):
+            numbers.copy_(torch.rand(8, device="cuda"))
+        graph.replay()
+        first = numbers.clone()
+        graph.replay()
+        assert not torch.equal(first, numbers)
+        plain, twins = optimizer_on("cuda", replay=True, orthogonalizer=waiting)
+        plain._replay._failure = "none is wanted"
+        with pytest.warns(UserWarning, match="none is wanted"):
+            assert_same(found, take_steps(plain, twins, range(SETTLED + 3), captured=False))
+
+    @pytest.mark.parametrize("algorithm", REPLAYED)
+    def test_a_graph_holds_the_address_tables_that_it_reads(self, algorithm, monkeypatch):
+        """However many others are made meanwhile, and whatever takes the memory of those that are dropped."""
+        monkeypatch.setattr(kernels, "TORCH_BELOW", 0)
+
+        def run(captured):
+            optimizer, params = trained(algorithm, "cuda", captured=captured)
+            assert captured == bool(optimizer._replay._graphs and optimizer._replay._graphs[0].tables.held)
+            for number in range(tables._MOST_CACHED + 10):
+                tables.table(((number,), (1,)), torch.device("cuda", 0))
+                tables.block_map((number + 1,), 64, torch.device("cuda", 0))
+            filled = [torch.full((size,), -1, dtype=torch.int64, device="cuda") for size in [1, 8, 64, 128] * 200]
+            found = take_steps(optimizer, params, range(8, 16), captured=captured)
+            assert all(bool((tensor == -1).all()) for tensor in filled)
+            return found
+
+        assert_same(run(True), run(False))
