@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-from itertools import chain
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from muonsw import MuonSW, NonFiniteGradientError, NonFiniteGradientWarning
 from muonsw.distributed.shards import local
-from muonsw.kernels.graphs import GradientReads
+from tests.addons.test_replay import Repeated, SeesNothing
 from tests.distributed.problems import (
     PEAK,
     give_plain,
@@ -26,26 +25,11 @@ from tests.distributed.problems import (
     shard0,
     sharded_over,
     take_step,
+    whole,
     worst,
 )
 
 CHOSEN = ("matrices", "vectors")
-
-
-class Repeated:
-    """Stands for a graph: the program again, on the same tensors."""
-
-    def __init__(self, program, device, pool):
-        del device, pool
-        self.replay, self.pool = program, self
-
-
-class SeesNothing(GradientReads):
-    """On CPUs torch operations read the gradients, which stay in place in these tests."""
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.seen = False
 
 
 def built(kind, **options):
@@ -91,13 +75,10 @@ def test_a_nan_on_one_rank_makes_all_ranks_skip(pool, kind):
 
 def raising():
     optimizer, give = built("shards", nonfinite="raise")
-    before = [p.detach().full_tensor() for p in parameters(optimizer)]
-    try:
+    before = whole(optimizer)
+    with pytest.raises(NonFiniteGradientError) as error:
         take_step(optimizer, 0, poisoned(give, 1))
-    except NonFiniteGradientError as error:
-        after = [p.detach().full_tensor() for p in parameters(optimizer)]
-        return str(error), all(map(torch.equal, before, after))
-    return "", False
+    return str(error.value), all(map(torch.equal, before, whole(optimizer)))
 
 
 def test_every_rank_raises_for_a_nan_on_one(pool):
@@ -135,38 +116,46 @@ DIFFERENCES = {
 }
 
 
-def different_on_rank_2(kind, what, steps_before):
-    """Rank 2 differs, from the start or after some steps. The error of this rank, and whether the weights stayed."""
-    optimizer, give = built(kind)
-    if "tensor" in what:
-        rates = {"lr": torch.tensor(PEAK, dtype=torch.float64), "weight_decay": torch.tensor(0.5, dtype=torch.float64)}
-        optimizer.param_groups[1].update(rates)
-    every = parameters(optimizer)
-    for step in range(steps_before + 1):
-        if step == steps_before and dist.get_rank() == 2:
-            DIFFERENCES[what][0](optimizer)
-        for number, param in enumerate(every):
-            param.grad = give(param, gradient(param.shape, step, number))
-        before = [local(param.detach()).clone() for param in every]
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            return str(error), all(map(torch.equal, before, [local(param.detach()) for param in every]))
+def different_on_rank_2(kind, what, steps_before, is_settled=False):
+    """Rank 2 differs after some steps. The error of this rank, and whether its weights stayed since the difference."""
+    with settled() if is_settled else contextlib.nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer, give = built(kind)
+        if "tensor" in what:
+            optimizer.param_groups[1]["lr"] = torch.tensor(PEAK, dtype=torch.float64)
+        every = parameters(optimizer)
+        for step in range(steps_before + (3 if is_settled else 1)):
+            if step == steps_before:
+                before = [local(param.detach()).clone() for param in every]
+                if dist.get_rank() == 2:
+                    DIFFERENCES[what][0](optimizer)
+            for number, param in enumerate(every):
+                param.grad = give(param, gradient(param.shape, step, number))
+            try:
+                optimizer.step()
+            except (RuntimeError, ValueError, KeyError) as error:
+                return str(error), all(map(torch.equal, before, [local(param.detach()) for param in every]))
     return "", False
 
 
-def different_sooner_or_later(kind, what):
-    return [different_on_rank_2(kind, what, steps_before) for steps_before in (0, 1)]
+def different_at_any_time(kind, what):
+    return [different_on_rank_2(kind, what, *when) for when in ((0,), (1,), (3, True))]
 
 
 @pytest.mark.parametrize("kind", ["shards", "copies"])
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_a_difference_on_one_rank_is_an_error_on_all(pool, kind, what):
-    """A rank that waits for the others fails by the time limit of the pool."""
-    for message, unchanged in chain(*pool.run(different_sooner_or_later, kind, what, timeout=20)):
-        assert "the ranks would take different steps" in message
-        assert DIFFERENCES[what][1] in message
-        assert unchanged
+    """A rank that waits for the others fails by the time limit of the pool; settled ranks notice one step later."""
+    for rank, answers in enumerate(pool.run(different_at_any_time, kind, what, timeout=30)):
+        *waiting, (when_settled, _) = answers
+        for message, _ in waiting:
+            assert "the ranks would take different steps" in message
+            assert DIFFERENCES[what][1] in message
+        assert all(unchanged for _, unchanged in answers)
+        refused = "unknown" in what  # when settled, rank 2 finds the mistake itself and tells the others
+        assert when_settled
+        assert ("rank 2 could not take a step" in when_settled) == (refused and rank != 2)
+        assert refused or DIFFERENCES[what][1] in when_settled
 
 
 def shards_of_other_shapes(rows, matrix):
@@ -280,19 +269,13 @@ def settled(replay=False):
         yield
 
 
-def a_run_with_troubles(kind, chosen, replaying, **options):
+def a_run_with_troubles(kind, replaying, **options):
     """A NaN on one rank, gradients that only one rank lacks, and that no rank has: like a run whose ranks wait."""
-    mesh, waited = mesh_of(4), 0
-    replay = dist.get_rank() in replaying
+    waited, replay = 0, dist.get_rank() in replaying
 
-    def made(**more):
-        if kind == "copies":
-            return MuonSW(groups_of(chosen, plain), lr=PEAK, process_group=dist.group.WORLD, **options, **more)
-        return MuonSW(groups_of(chosen, sharded_over(mesh, shard0)), lr=PEAK, **options, **more)
-
-    def run(optimizer):
+    def run(**more):
         nonlocal waited
-        give = give_plain if kind == "copies" else give_sharded
+        optimizer, give = built(kind, **options, **more)
         buffers = [torch.zeros_like(param) for param in parameters(optimizer)]
         for step in range(12):
             absent = (0,) if step == 9 or (step == 7 and dist.get_rank() == 3 and kind == "shards") else ()
@@ -304,16 +287,15 @@ def a_run_with_troubles(kind, chosen, replaying, **options):
                 param.grad = None if number in absent else buffers[number]
             optimizer.step()
             waited += not optimizer._ranks.is_settled
-        return [local(param.detach()) for param in parameters(optimizer)], optimizer.skipped_steps
+        return optimizer, [local(param.detach()) for param in parameters(optimizer)], optimizer.skipped_steps
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NonFiniteGradientWarning)
-        expected, skipped = run(made())
+        _, expected, skipped = run()
         assert waited == 12
         waited = 0
         with settled(replay):
-            optimizer = made(replay=True) if replay else made()
-            found, found_skipped = run(optimizer)
+            optimizer, found, found_skipped = run(replay=replay)
     furthest = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel())
     return furthest, skipped, found_skipped, waited, optimizer._replay._replays
 
@@ -324,44 +306,10 @@ def a_run_with_troubles(kind, chosen, replaying, **options):
     ("shards", {"normalize": "normuon", "precondition": "muon2"}),
 ], ids=str)  # fmt: skip
 def test_settled_steps_are_those_of_ranks_that_wait(pool, kind, options, replaying):
-    for rank, answer in enumerate(pool.run(a_run_with_troubles, kind, CHOSEN, replaying, **options, timeout=60)):
+    for rank, answer in enumerate(pool.run(a_run_with_troubles, kind, replaying, **options, timeout=60)):
         furthest, skipped, found_skipped, waited, replays = answer
         assert furthest < 1e-14  # of weights of size 0.1 in float64
         assert skipped == found_skipped == 1
         # the first step, a gradient that comes and goes; and where one rank alone lacks it, until all have noticed
         assert waited <= 6
         assert bool(replays) == (rank in replaying)
-
-
-@pytest.mark.parametrize("kind", ["shards", "copies"])
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_a_difference_in_a_settled_step_is_an_error_on_all_soon(pool, kind, what):
-    for rank, (message, unchanged) in enumerate(pool.run(different_when_settled, kind, what, timeout=20)):
-        refused = "unknown" in what  # rank 2 finds the mistake itself, and the others hear of it
-        assert ("rank 2 could not take a step" in message) == (refused and rank != 2)
-        assert refused or DIFFERENCES[what][1] in message
-        assert message
-        assert unchanged
-
-
-def different_when_settled(kind, what):
-    """Rank 2 differs from the fourth step on. The error of this rank, and whether weights stayed since the third."""
-    with settled():
-        optimizer, give = built(kind)
-        if "tensor" in what:
-            optimizer.param_groups[1]["lr"] = torch.tensor(PEAK, dtype=torch.float64)
-        every = parameters(optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for step in range(6):
-                if step == 3:
-                    before = [local(param.detach()).clone() for param in every]
-                    if dist.get_rank() == 2:
-                        DIFFERENCES[what][0](optimizer)
-                for number, param in enumerate(every):
-                    param.grad = give(param, gradient(param.shape, step, number))
-                try:
-                    optimizer.step()
-                except (RuntimeError, ValueError, KeyError) as error:
-                    return str(error), all(map(torch.equal, before, [local(param.detach()) for param in every]))
-    return "", False
