@@ -146,16 +146,6 @@ def test_its_steps_are_those_of_a_plain_loop():
     assert next(iter(training.schedulers.get_metrics())) == "lr/MuonSW/0"  # the matrices
 
 
-def test_saving_before_the_first_step_changes_nothing():
-    """torchtitan makes the state by a step with zero gradients at rate 0, and a first step must stay the first."""
-    saved_early = Training([llama()])
-    before = weights(saved_early.parts)
-    saved_early.optimizers.state_dict()
-    assert_same(before, weights(saved_early.parts))
-    assert_same(Training([llama()]).go(0, STEPS), saved_early.go(0, STEPS))
-    assert {group["resolved_peak_lr"] for group in saved_early.optimizers.optimizers[0].param_groups} == {LR}
-
-
 def test_the_keys_of_a_checkpoint_are_those_of_every_release():
     """A new option must not be a new key: torchtitan refuses a checkpoint that lacks one."""
     training = Training([llama()])

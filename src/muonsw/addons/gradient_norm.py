@@ -15,10 +15,10 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from muonsw.addons.norm_rules import sum_over_ranks
 from muonsw.decay import DECAY_RULES, decays
-from muonsw.distributed.shards import is_dtensor, local
+from muonsw.distributed.shards import is_dtensor, local_gradient
 from muonsw.work import Group
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
     if any(map(_follows_gradient, optimizer.param_groups)) and "gradient norm" not in optimizer._addons:
         optimizer._addons.add("gradient norm")
         before: dict[int, tuple[int, list[float]]] = {}
-        optimizer.register_step_pre_hook(lambda *_: _average(optimizer.param_groups, before))
+        optimizer.register_step_pre_hook(lambda *_: _average(optimizer, before))
 
 
 def _follows_gradient(group: Group) -> bool:
     return DECAY_RULES[group["decay"]].uses_gradient and decays(group)
 
 
-def _average(groups: list[Group], before: dict[int, tuple[int, list[float]]]) -> None:
+def _average(optimizer: ScaledDecayOptimizer, before: dict[int, tuple[int, list[float]]]) -> None:
     """Add this step's gradients to each group's average; `before` holds the step count and average of the last call."""
-    for number, group in enumerate(groups):
+    for number, group in enumerate(optimizer.param_groups):
         if not _follows_gradient(group) or not float(group["lr"]) > 0:  # a step at rate zero does not count
             continue
         step, average = before.get(number, (-1, []))
@@ -49,21 +49,12 @@ def _average(groups: list[Group], before: dict[int, tuple[int, list[float]]]) ->
             average = group["gradient_average"]
         before[number], group["gradient_average"] = (group["step_count"], average), average
         params = [param for param in group["params"] if param.grad is not None]
-        total = sum(float(_sum_of_squares(param)) for param in params)
+        squares = []
+        for param in params:
+            grad = local_gradient("a parameter", param, param.grad) if is_dtensor(param) else param.grad
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            squares.append(torch.linalg.vector_norm(grad, dtype=dtype).square())
+        total = sum(map(float, sum_over_ranks(optimizer, params, squares)))
         if params and math.isfinite(total):
             mean, beta = total / sum(param.numel() for param in params), group["betas"][1]
             group["gradient_average"] = [beta * average[0] + (1 - beta) * mean, beta * average[1] + (1 - beta)]
-
-
-def _sum_of_squares(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    grad = local(param.grad)
-    squares: Tensor = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).square()
-    if not is_dtensor(param.grad):
-        return squares
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    # Test for replicas, because is_shard() is false for shards of tensor parallelism before FSDP.
-    places = [Replicate() if place.is_replicate() else Partial() for place in param.grad.placements]
-    total: Tensor = DTensor.from_local(squares, param.grad.device_mesh, places, run_check=False).full_tensor()
-    return total
