@@ -91,11 +91,11 @@ def test_telemetry_records_how_often_clipping_acts(limit, expected):
 
 
 def test_calls_in_a_graph_are_counted_at_each_replay():
-    """A graph writes to the tensors that the call found at its capture, and calls nothing."""
+    """A replay writes to the tensor that was used at capture, and calls no Python."""
     optimizer = MuonSW.for_model(model_and_gradients(), lr=0.02)
     clip_optimizer_grads_(optimizer, 1e-3)
-    known_to_the_graph = clipping._counts[optimizer]
+    used_by_the_graph = clipping._counts[optimizer]
     assert (clipping.clipped_share(optimizer), clipping.clipped_share(optimizer)) == (1.0, None)
     for clipped in (True, False, False, False):
-        known_to_the_graph.add_(torch.tensor([clipped, True]))
+        used_by_the_graph.add_(torch.tensor([clipped, True]))
     assert clipping.clipped_share(optimizer) == 0.25

@@ -1,4 +1,4 @@
-"""Decay by the size of gradients: the average that it divides by, and which steps enter it."""
+"""Decay by the size of gradients: the average that it divides by, and the steps that count."""
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ from tests.common.problems import WITH_REFERENCE, cosine, follow, matrices, run,
 
 
 @pytest.mark.parametrize("algorithm", WITH_REFERENCE)
-def test_decay_by_the_size_of_gradients_is_the_reference(algorithm):
-    """The other rules are held against it in `test_against_reference.py`, with several parameters in a group."""
+def test_it_matches_the_reference(algorithm):
     build, reference_of = WITH_REFERENCE[algorithm]
     (param,) = matrices((5, 7), dtype=torch.float64)
     beta2 = 0.999 if algorithm == "adamw" else 0.95
@@ -19,8 +18,8 @@ def test_decay_by_the_size_of_gradients_is_the_reference(algorithm):
     assert follow(optimizer, [param], [reference], 30, cosine(0.05, 30)) < 1e-9
 
 
-def test_the_average_over_steps_is_the_mean_of_adams_own():
-    """Averages over entries and over steps commute, so that the rule needs no state of Adam's."""
+def test_the_average_equals_the_mean_of_adams_average_squares():
+    """Averages over elements and over steps commute."""
     params = matrices((5, 7), (4,), dtype=torch.float64)
     optimizer = AdamWSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
     run(optimizer, params, 7)

@@ -27,7 +27,7 @@ ACTING = [name for name in NORM_RULES if name != "free"]
 norm_rules = pytest.mark.parametrize("norm", ACTING)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 CLASSES = {**WITH_REFERENCE, "sgd": (SGDSW, partial(ReferenceSGDSW, beta=0.9))}
-OWN = {"sgd": {"momentum": 0.9}}
+OPTIONS = {"sgd": {"momentum": 0.9}}
 every = pytest.mark.parametrize("algorithm", CLASSES)
 
 
@@ -42,12 +42,12 @@ def norms(params):
     (torch.float32, "constant", 16), (torch.float32, "scaled", None),
 ])  # fmt: skip
 def test_it_matches_the_reference(algorithm, norm, dtype, rule, chunk_bytes):
-    """Whole weights are measured, however small the chunks are that an algorithm would cut them into."""
+    """Norms are of whole weights, also if the algorithm works in smaller chunks."""
     build, reference = CLASSES[algorithm]
     params = matrices((6, 6), (4, 10), dtype=dtype)
     references = [reference(p.detach(), Decay(rule, 0.5, PEAK, norm=norm)) for p in params]
-    own = {**OWN, "muon": {"ns_dtype": dtype}}.get(algorithm, {})
-    optimizer = build(params, lr=PEAK, weight_decay=0.5, decay=rule, norm=norm, chunk_bytes=chunk_bytes, **own)
+    options = {"lr": PEAK, "weight_decay": 0.5, "decay": rule, "norm": norm, "chunk_bytes": chunk_bytes}
+    optimizer = build(params, **options, **{**OPTIONS, "muon": {"ns_dtype": dtype}}.get(algorithm, {}))
     assert follow(optimizer, params, references, STEPS, SCHEDULE) < TOLERANCE[dtype]
 
 
@@ -71,8 +71,8 @@ def assert_moves_as_its_parts(together, apart, cut):
             part.grad = grad.clone()
         together.step()
         apart.step()
-    for part, own in zip(cut(whole.detach()), parts, strict=True):
-        torch.testing.assert_close(part, own.detach(), rtol=1e-10, atol=1e-12)
+    for part, alone in zip(cut(whole.detach()), parts, strict=True):
+        torch.testing.assert_close(part, alone.detach(), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def assert_moves_as_its_parts(together, apart, cut):
 )
 @norm_rules
 def test_every_expert_of_a_stack_has_its_own_norm(algorithm, stacked, norm):
-    """A stack moves as its matrices would move as parameters of their own."""
+    """A stack moves as its matrices would as separate parameters."""
     (stack,) = matrices((3, 4, 5), dtype=torch.float64)
     stack.data *= torch.tensor([1.0, 2.0, 5.0]).view(3, 1, 1)
     single = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
-    options = {"lr": 0.05, "weight_decay": 0.5, "norm": norm, **OWN.get(algorithm, {})}
+    options = {"lr": 0.05, "weight_decay": 0.5, "norm": norm, **OPTIONS.get(algorithm, {})}
     build = CLASSES[algorithm][0]
     assert_moves_as_its_parts(
         build([{"params": [stack], **stacked}], **options), build(single, **options), Tensor.unbind
@@ -95,7 +95,7 @@ def test_every_expert_of_a_stack_has_its_own_norm(algorithm, stacked, norm):
 
 @norm_rules
 @pytest.mark.parametrize(("split_dim", "shape"), [(0, (9, 5)), (1, (5, 9)), (0, (2, 9, 5)), (1, (2, 5, 9))])
-def test_parts_of_a_fused_projection_have_norms_of_their_own(norm, split_dim, shape):
+def test_each_part_of_a_fused_projection_has_its_own_norm(norm, split_dim, shape):
     (fused,) = matrices(shape, dtype=torch.float64)
     axis = len(shape) - 2 + split_dim
     fused.data.narrow(axis, 0, 2).mul_(7)
@@ -107,14 +107,14 @@ def test_parts_of_a_fused_projection_have_norms_of_their_own(norm, split_dim, sh
 
 @norm_rules
 def test_low_precision_weights_are_refused(norm):
-    """Their change is rounded by more than it is."""
+    """Rounding would exceed the change."""
     with pytest.raises(ValueError, match="needs float32 weights, but parameter 0 of group 0 is"):
         MuonSW(matrices((4, 6), dtype=torch.bfloat16), norm=norm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_leaves_its_update_to_the_rule(algorithm, monkeypatch):
-    """A rule of the user's: an update as long as its weight."""
+    """The user's rule here scales each update to the norm of its weight."""
     rule = NormRule(lambda norms, eta, phi: (1 - phi, eta * norms.W / norms.U.clamp(min=1e-300)))
     monkeypatch.setitem(NORM_RULES, "relative", rule)
     params = matrices((6, 6), (4, 10), dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_every_algorithm_leaves_its_update_to_the_rule(algorithm, monkeypatch):
 @every
 @norm_rules
 def test_it_resumes_bit_for_bit_with_the_first_norm(algorithm, norm):
-    options = {"lr": 0.05, "weight_decay": 0.3, "norm": norm, **OWN.get(algorithm, {})}
+    options = {"lr": 0.05, "weight_decay": 0.3, "norm": norm, **OPTIONS.get(algorithm, {})}
     build = partial(CLASSES[algorithm][0], **options)
     params = matrices((4, 6), (6, 6))
     optimizer = build(params)
@@ -156,7 +156,7 @@ def test_groups_without_decay_are_left_alone(norm):
 @norm_rules
 def test_skipped_steps_and_steps_at_rate_zero_leave_the_weights(algorithm, norm):
     params = matrices((4, 6))
-    optimizer = CLASSES[algorithm][0](params, lr=0.05, weight_decay=0.3, norm=norm, **OWN.get(algorithm, {}))
+    optimizer = CLASSES[algorithm][0](params, lr=0.05, weight_decay=0.3, norm=norm, **OPTIONS.get(algorithm, {}))
     run(optimizer, params, 2)
     before = [p.detach().clone() for p in params]
     step_with_nan(optimizer, params, 2)
@@ -166,7 +166,7 @@ def test_skipped_steps_and_steps_at_rate_zero_leave_the_weights(algorithm, norm)
 
 
 def test_an_update_that_cancels_a_weight_leaves_it_finite():
-    """The square of what is left is a sum of three terms, which rounding takes below zero for some of the weights."""
+    """Rounding takes the squared norm of the remainder below zero for some of these weights."""
     for param in matrices(*[(4, 5)] * 20, dtype=torch.float64):
         param.grad = param.detach().clone()
         SGDSW([param], lr=1.0, weight_decay=1.0, norm="hyperball").step()

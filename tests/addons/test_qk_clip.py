@@ -121,7 +121,7 @@ def test_a_hook_clips_after_each_step_and_resets_the_maximum():
     start = q.weight.detach().clone()
     for micro in ([5.0, 40.0], [30.0, 1.0]):
         attention.observe(torch.tensor([micro, [0.0, 0.0]]))
-    for _ in range(2):  # in the second nothing was reported
+    for _ in range(2):  # nothing is reported before the second
         for weight in (q.weight, k.weight):
             weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -131,7 +131,7 @@ def test_a_hook_clips_after_each_step_and_resets_the_maximum():
 
 @pytest.mark.parametrize("on", ["outside", "inside"])
 def test_under_schedule_free_the_average_is_clipped_too(on):
-    """z would grow on behind the clipped weights, and x = (y - (1 - b) z) / b turn against them."""
+    """Otherwise z would keep growing, and x = (y - (1 - b) z) / b would turn against the clipped weights."""
     q, k = linear(2 * SIZE, seed=1).weight, linear(2 * SIZE, seed=2).weight
     optimizer = ScheduleFree(AdamWSW([q, k], lr=0.05, weight_decay=0.0, decay="constant", betas=(0.0, 0.999)))
     optimizer.train()
@@ -156,15 +156,15 @@ def test_under_schedule_free_the_average_is_clipped_too(on):
 
 
 def test_forward_passes_of_a_graph_report_at_each_replay():
-    """A graph writes to the tensor that `observe` found at its capture, and calls nothing."""
+    """A replay writes to the tensor that `observe` used at capture, and calls no Python."""
     q, k = linear(2 * SIZE), linear(2 * SIZE)
     clip = QKClip(threshold=50.0)
     attention = clip.add(query=q.weight, key=k.weight, heads=2)
     attention.observe(torch.tensor([1.0, 2.0]))
-    known_to_the_graph = attention.maximum
+    used_by_the_graph = attention.maximum
     clip.step()
     assert clip.step().tolist() == [-torch.inf, -torch.inf]
-    known_to_the_graph.copy_(torch.tensor([200.0, 3.0]))
+    used_by_the_graph.copy_(torch.tensor([200.0, 3.0]))
     before = q.weight.detach().clone()
     assert clip.step().tolist() == [200.0, 3.0]
     torch.testing.assert_close(q.weight[:SIZE], 0.5 * before[:SIZE])
@@ -190,7 +190,7 @@ def test_invalid_logits_change_nothing(bad):
     assert torch.equal(q.weight, before)
 
 
-def test_weights_that_are_stored_as_in_out_are_scaled_by_columns():
+def test_weights_stored_as_in_out_are_scaled_by_columns():
     weight, key = nn.Parameter(torch.ones(5, 4)), nn.Parameter(torch.ones(4, 5))
     clip = QKClip(threshold=1.0)
     clip.add(query=HeadRows(weight, dim=1), key=key, heads=2).observe(torch.tensor([4.0, 0.5]))

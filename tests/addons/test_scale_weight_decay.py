@@ -1,4 +1,4 @@
-"""Scaled decay for optimizers that are not ours."""
+"""Scaled decay for optimizers of torch and others."""
 
 import copy
 import pickle
@@ -25,13 +25,13 @@ LAMBDA = {"squared": 0.5, "independent": 0.002, "fixed": 0.01}
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_scaled_adamw_is_ours(rule):
+def test_a_scaled_adamw_equals_ours(rule):
     ours, theirs = matrices((4, 6), (5,)), matrices((4, 6), (5,))
     lam = LAMBDA.get(rule, 0.3)
-    of_the_run = RULE_OPTIONS.get(rule, {})
-    mine = AdamWSW(ours, lr=0.01, weight_decay=lam, decay=rule, **of_the_run)
+    options = RULE_OPTIONS.get(rule, {})
+    mine = AdamWSW(ours, lr=0.01, weight_decay=lam, decay=rule, **options)
     scaled = torch.optim.AdamW(theirs, lr=0.01, weight_decay=lam)
-    scale_weight_decay(scaled, rule, **of_the_run)
+    scale_weight_decay(scaled, rule, **options)
     for optimizer, params in ((mine, ours), (scaled, theirs)):
         scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=41, cycle_momentum=False)
         run(optimizer, params, 40, scheduler=scheduler)
@@ -39,7 +39,7 @@ def test_a_scaled_adamw_is_ours(rule):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_a_scaled_muon_is_ours():
+def test_a_scaled_muon_equals_ours():
     ours = matrices((4, 6), (6, 6))
     theirs = clones(ours)
     mine = MuonSW(ours, lr=0.05, weight_decay=0.3, ns_dtype="bfloat16")
@@ -100,9 +100,9 @@ def test_a_copy_continues_with_the_same_lambda_peak_and_count(copier, rule):
     run(optimizer, params, 5, scheduler=CosineAnnealingLR(optimizer, 10))
     copied, other = copier((params, optimizer))
     scale_weight_decay(other, rule)
-    for each, its in ((optimizer, params), (other, copied)):
+    for each, weights in ((optimizer, params), (other, copied)):
         each.param_groups[0]["lr"] = 0.02
-        run(each, its, 1, start=5)
+        run(each, weights, 1, start=5)
     assert torch.equal(params[0], copied[0])
 
 
@@ -171,7 +171,7 @@ def test_our_optimizers_and_models_are_refused_by_name():
 
 
 def test_a_load_of_an_unscaled_state_keeps_the_peak():
-    """Its learning rate may be any of the schedule; taken for the peak it would make decay many times too strong."""
+    """Its learning rate may be far below the peak; dividing by it would make decay many times too strong."""
     plain_params = matrices((4, 4))
     plain = torch.optim.AdamW(plain_params, lr=0.1, weight_decay=0.3)
     run(plain, plain_params, 2)
@@ -188,7 +188,7 @@ def test_a_load_of_an_unscaled_state_keeps_the_peak():
 
 
 class Wrapped(torch.optim.Optimizer):
-    """What Accelerate hands out: an optimizer that keeps the real one under `optimizer`."""
+    """An optimizer that keeps the real one in `optimizer`, as Accelerate's does."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -255,9 +255,9 @@ def test_a_late_start_counts_the_steps_before(rule):
     run(early, params[:1], 5)
     run(late, others[:1], 5)
     scale_weight_decay(late, rule, total_steps=20, peak_lr=0.1)
-    for optimizer, own in ((early, params), (late, others)):
-        optimizer.add_param_group({"params": [own[1]]})
-        run(optimizer, own, 2, start=5)
+    for optimizer, weights in ((early, params), (late, others)):
+        optimizer.add_param_group({"params": [weights[1]]})
+        run(optimizer, weights, 2, start=5)
     decays = [[group["weight_decay"] for group in optimizer.param_groups] for optimizer in (early, late)]
     assert decays[0] == decays[1]
     assert decays[0][0] == decays[0][1]
@@ -325,7 +325,7 @@ def test_a_step_that_is_refused_changes_no_group(peak_lr):
 
 
 def test_state_made_before_the_first_step_is_not_a_step():
-    """As dion makes it: zeros, without a count."""
+    """dion starts with zeros and no step count."""
     (param,) = matrices((4, 4))
     optimizer = torch.optim.Muon([param], lr=0.1, weight_decay=0.3)
     optimizer.state[param]["momentum"] = torch.zeros_like(param)

@@ -22,7 +22,7 @@ CLASSES = {
         lambda W, decay: NorMuon(W, orthogonalize=ns5, phi=decay.phi, stretch=lambda m, n: 0.2 * max(m, n) ** 0.5),
     ),
 }
-OWN = {
+OPTIONS = {
     "muon": {"ns_dtype": torch.float64},
     "adamw": {"betas": (0.9, 0.999)},
     "normuon": {"ns_dtype": torch.float64, "normalize": "normuon"},
@@ -30,19 +30,19 @@ OWN = {
 CONSTANT = {"lr": 0.05, "decay": "constant"}
 
 
-def as_ours(options):
-    """The authors' options in our words."""
+def translated(options):
+    """The authors' options as ours, for AdamWSW and for ScheduleFree."""
     beta, beta2 = options.get("betas", (0.9, 0.999))
-    own = {key: options[key] for key in ("r", "weight_lr_power", "warmup_steps") if key in options}
+    averaging = {key: options[key] for key in ("r", "weight_lr_power", "warmup_steps") if key in options}
     inner = {"betas": (0.0, beta2), "eps": options.get("eps", 1e-8)}
     decay = {"weight_decay": options.get("weight_decay", 0.0), "decay": "constant"}
-    return {"lr": options["lr"], **inner, **decay}, {"beta": beta, **own}
+    return {"lr": options["lr"], **inner, **decay}, {"beta": beta, **averaging}
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_adamw_is_the_authors(name):
-    known = RECORDED[name]
-    inner, outer = as_ours(known["options"])
+def test_adamw_equals_the_authors(name):
+    recording = RECORDED[name]
+    inner, outer = translated(recording["options"])
     params = [nn.Parameter(start(shape)) for shape in SHAPES]
     optimizer = ScheduleFree(AdamWSW(params, **inner), **outer)
     optimizer.train()
@@ -51,7 +51,7 @@ def test_adamw_is_the_authors(name):
             param.grad = gradient(param.detach(), step)
         optimizer.step()
     for sequence in ("y", "x"):
-        for param, values in zip(params, known[sequence], strict=True):
+        for param, values in zip(params, recording[sequence], strict=True):
             torch.testing.assert_close(param.detach(), param.new_tensor(values).detach(), rtol=1e-11, atol=1e-13)
         optimizer.eval()
 
@@ -59,22 +59,20 @@ def test_adamw_is_the_authors(name):
 @pytest.mark.parametrize("algorithm", CLASSES)
 @pytest.mark.parametrize("rule", ["constant", "scaled"])
 def test_it_matches_the_reference(algorithm, rule):
-    """Missing gradients count as steps of their group and leave a parameter where it is.
-
-    Where the rate falls, steps still weigh by the highest so far.
-    """
-    build, reference = CLASSES[algorithm]
+    """Also with missing gradients, which leave a parameter as it is, and with a falling rate."""
+    build, reference_of = CLASSES[algorithm]
     params = matrices((6, 4), (3, 5), dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = ScheduleFree(
-            build(params, lr=0.05, weight_decay=0.5, decay=rule, **OWN.get(algorithm, {})),
+            build(params, lr=0.05, weight_decay=0.5, decay=rule, **OPTIONS.get(algorithm, {})),
             beta=0.95,
             warmup_steps=4,
             r=0.5,
         )
-    expected = [
-        ReferenceScheduleFree(reference(p.detach(), Decay(rule, 0.5, 0.05)), beta=0.95, warmup=4, r=0.5) for p in params
+    references = [
+        ReferenceScheduleFree(reference_of(p.detach(), Decay(rule, 0.5, 0.05)), beta=0.95, warmup=4, r=0.5)
+        for p in params
     ]
     optimizer.train()
     for step in range(25):
@@ -82,14 +80,14 @@ def test_it_matches_the_reference(algorithm, rule):
         if step % 7 == 3:
             params[1].grad = None
         optimizer.param_groups[0]["lr"] = lr = 0.05 if step < 15 else 0.03
-        for param, one in zip(params, expected, strict=True):
-            torch.testing.assert_close(param.detach(), one.y, rtol=1e-9, atol=1e-11)
-            one.step(param.grad, lr)
+        for param, reference in zip(params, references, strict=True):
+            torch.testing.assert_close(param.detach(), reference.y, rtol=1e-9, atol=1e-11)
+            reference.step(param.grad, lr)
         optimizer.step()
     optimizer.eval()
-    for param, one in zip(params, expected, strict=True):
-        torch.testing.assert_close(param.detach(), one.x, rtol=1e-9, atol=1e-11)
-        torch.testing.assert_close(optimizer.state[param]["z"], one.base.W, rtol=1e-9, atol=1e-11)
+    for param, reference in zip(params, references, strict=True):
+        torch.testing.assert_close(param.detach(), reference.x, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(optimizer.state[param]["z"], reference.base.W, rtol=1e-9, atol=1e-11)
 
 
 def trained(optimizer, params, begin, end):
@@ -107,8 +105,8 @@ def take_steps(optimizer, params, begin, end):
 @pytest.mark.parametrize("algorithm", CLASSES)
 def test_it_resumes_bit_for_bit(algorithm):
     def build(params):
-        own = {"normalize": "normuon"} if algorithm == "normuon" else {}
-        return ScheduleFree(CLASSES[algorithm][0](params, **CONSTANT, **own), warmup_steps=5)
+        options = {"normalize": "normuon"} if algorithm == "normuon" else {}
+        return ScheduleFree(CLASSES[algorithm][0](params, **CONSTANT, **options), warmup_steps=5)
 
     params = matrices((4, 6), (6, 6))
     optimizer = build(params)
@@ -140,8 +138,8 @@ def test_a_state_saved_in_training_mode_resumes_in_it(joined):
     assert other.training
     take_steps(optimizer, params, 5, 9)
     take_steps(other, resumed, 5, 9)
-    for one in (optimizer, other):
-        one.eval()
+    optimizer.eval()
+    other.eval()
     assert_same(params, resumed)
 
 
@@ -152,17 +150,15 @@ def test_a_state_without_schedule_free_starts_a_new_average():
     plain.step()
     saved, actual = copy.deepcopy(plain.state_dict()), []
     for steps_before in (0, 3):
-        own = clones(params)
-        optimizer = ScheduleFree(AdamWSW(own, **CONSTANT))
+        resumed = clones(params)
+        optimizer = ScheduleFree(AdamWSW(resumed, **CONSTANT))
         optimizer.train()
-        take_steps(optimizer, own, 0, steps_before)
-        own[0].data.copy_(params[0])
+        take_steps(optimizer, resumed, 0, steps_before)
+        resumed[0].data.copy_(params[0])
         optimizer.load_state_dict(saved)
         assert not optimizer.training
-        optimizer.train()
-        take_steps(optimizer, own, 1, 4)
-        optimizer.eval()
-        actual.append(own)
+        trained(optimizer, resumed, 1, 4)
+        actual.append(resumed)
     assert_same(*actual)
 
 
@@ -182,14 +178,14 @@ def test_the_wrong_mode_is_an_error():
     optimizer.eval()
     model(torch.ones(4))
     with torch.no_grad():
-        model.train()(torch.ones(4))  # batch norms take their statistics at x
+        model.train()(torch.ones(4))  # batch norms update their statistics at x
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(RuntimeError, match=r"in evaluation mode; call optimizer.train\(\)"):
         optimizer.step()
     assert str(optimizer.state_dict()) == str(before)
 
 
-def everything(optimizer, params):
+def snapshot(optimizer, params):
     tensors = [value for param in params for value in (param, *optimizer.state.get(param, {}).values())]
     return [tensor.detach().clone() for tensor in tensors], [
         group["averaged_steps"] for group in optimizer.param_groups
@@ -203,7 +199,7 @@ def test_a_step_that_fails_changes_nothing(error, lr, monkeypatch):
     optimizer = ScheduleFree(SGDSW(params, lr=0.05, decay="independent", weight_decay=0.3))
     optimizer.train()
     take_steps(optimizer, params, 0, 3)
-    before = everything(optimizer, params)
+    before = snapshot(optimizer, params)
 
     def no_memory(*_arguments):
         raise torch.OutOfMemoryError
@@ -212,7 +208,7 @@ def test_a_step_that_fails_changes_nothing(error, lr, monkeypatch):
     optimizer.param_groups[0]["lr"] = lr
     with pytest.raises(error):
         optimizer.step()
-    after = everything(optimizer, params)
+    after = snapshot(optimizer, params)
     assert_same(before[0], after[0])
     assert before[1] == after[1] == [3]
     assert optimizer.param_groups[0]["lr"] == lr
@@ -308,8 +304,8 @@ def test_copies_train_like_the_original(copier):
     take_steps(optimizer, list(model.parameters()), 0, 3)
     copied, other = copier((model, optimizer))
     assert other.training
-    for one, its in ((optimizer, model), (other, copied)):
-        take_steps(one, list(its.parameters()), 3, 9)
+    take_steps(optimizer, list(model.parameters()), 3, 9)
+    take_steps(other, list(copied.parameters()), 3, 9)
     assert_same(list(copied.parameters()), list(model.parameters()))
     other.eval()
     with pytest.raises(RuntimeError, match="the model trains while its optimizer is in evaluation mode"):
@@ -328,7 +324,7 @@ def test_hooks_of_saving_and_loading_run_once():
 
 
 @pytest.mark.parametrize("begun_in", [torch.float32, torch.float64])
-def test_a_model_may_be_converted_in_mid_run(begun_in):
+def test_a_model_may_be_converted_mid_run(begun_in):
     (param,), (double,) = matrices((4, 6), dtype=begun_in), matrices((4, 6), dtype=torch.float64)
     double.data.copy_(param)
     converted, reference = (ScheduleFree(AdamWSW([p], **CONSTANT)) for p in (param, double))
@@ -345,11 +341,11 @@ def test_a_model_may_be_converted_in_mid_run(begun_in):
     converted.train()
     param.data = param.data.bfloat16()
     param.grad = torch.ones_like(param)
-    before = everything(converted, [param])[0]
+    before = snapshot(converted, [param])[0]
     with pytest.raises(ValueError, match=r"less than torch\.bfloat16 weights with torch\.float32 state can hold"):
         converted.step()
-    assert_same(before, everything(converted, [param])[0])
-    converted.eval()  # to evaluate in it is another matter
+    assert_same(before, snapshot(converted, [param])[0])
+    converted.eval()  # evaluating in bfloat16 is allowed
     torch.testing.assert_close(param.double(), double, rtol=0.02, atol=0.01)
 
 
@@ -364,16 +360,16 @@ def test_a_load_of_what_cannot_be_averaged_changes_nothing():
         params = matrices((4, 6))
         return AdamWSW(params, **CONSTANT | options), params
 
-    plain, own = build(state_dtype="bfloat16")
-    take_steps(plain, own, 0, 2)
+    plain, others = build(state_dtype="bfloat16")
+    take_steps(plain, others, 0, 2)
     inside, params = build()
     optimizer = ScheduleFree(inside)
     optimizer.train()
     take_steps(optimizer, params, 0, 3)
-    before, groups = everything(optimizer, params), copy.deepcopy(optimizer.param_groups)
+    before, groups = snapshot(optimizer, params), copy.deepcopy(optimizer.param_groups)
     with pytest.raises(ValueError, match="param group 0: "):
         optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
-    assert_same(before[0], everything(optimizer, params)[0])
+    assert_same(before[0], snapshot(optimizer, params)[0])
     for group, old in zip(optimizer.param_groups, groups, strict=True):
         assert {**group, "params": None} == {**old, "params": None}
 

@@ -20,7 +20,7 @@ def flat(tensors):
 
 
 class Step:
-    """One step of an optimizer, with everything kept: `before`, `after`, `grads` and `momenta`, in float64."""
+    """One step of an optimizer, with `before`, `after`, `grads` and `momenta` in float64."""
 
     def __init__(self, optimizer, params, step=None):
         self.params = params
@@ -33,7 +33,7 @@ class Step:
         self.momenta = [None if m is None else m.detach().double().clone() for m in actual]
 
     def updates(self, phis):
-        """What is left of each change once decay by phi is taken out: W' = (1 - phi) W - u."""
+        """Each change without its decay: u in W' = (1 - phi) W - u."""
         return [(1 - phi) * w - v for w, v, phi in zip(self.before, self.after, phis, strict=True)]
 
     def expected(self, phis, chosen=None):
@@ -59,12 +59,10 @@ class Step:
             values["alignment_momentum"] = cosine(flat(self.before[i] for i in with_momentum), m)
         return values
 
-    def mean_cosine(self, others, chosen=None):
+    def mean_cosine(self, others):
         """The mean over parameters of the mean over the matrices of a stack."""
-        chosen = range(len(self.params)) if chosen is None else chosen
         means = []
-        for i in chosen:
-            w, x = self.before[i], others[i]
+        for w, x in zip(self.before, others, strict=True):
             area = w[0].numel() if w.dim() == 3 else w.numel()
             pairs = zip(w.reshape(-1, area), x.reshape(-1, area), strict=True)
             means.append(torch.tensor([cosine(a, b) for a, b in pairs]).mean().item())
@@ -77,11 +75,11 @@ def directions(optimizer, params):
     The copy decays nothing and stretches nothing, so its weights move by the directions.
     """
     twin = copy.deepcopy(optimizer)
-    for own, other in zip(optimizer.param_groups, twin.param_groups, strict=True):
-        for p, q in zip(own["params"], other["params"], strict=True):
+    for group, copied in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        for p, q in zip(group["params"], copied["params"], strict=True):
             q.grad = p.grad.clone()
             q.data.zero_()
-        other.update(lr=1.0, weight_decay=0.0, scale="none", decay="none")
+        copied.update(lr=1.0, weight_decay=0.0, scale="none", decay="none")
     twin.step()
     pairs = zip(optimizer.param_groups, twin.param_groups, strict=True)
     moved = {p: -q.detach().double() for a, b in pairs for p, q in zip(a["params"], b["params"], strict=True)}
@@ -98,8 +96,8 @@ def defects(direction, matrix=None):
 def assert_values(record, expected, rel=2e-5, absolute=3e-6):
     """A record's values agree with those expected, cosines absolutely and sizes relatively.
 
-    Expected updates are read off float32 weights, of which small ones are 3e-3: an entry is wrong by 1e-5, a cosine of
-    200 of them by 7e-7 on average, and four times that is allowed.
+    Expected updates are differences of float32 weights: an element of 3e-3 is off by 1e-5, a cosine of 200 of them by
+    7e-7 on average, of which four times is allowed.
     """
     for name, value in expected.items():
         allowed = absolute if name.startswith("alignment") else rel * abs(value)

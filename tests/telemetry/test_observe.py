@@ -15,8 +15,7 @@ from tests.telemetry.float64_telemetry import Step, assert_values, defects, dire
 LAMBDA = {"squared": 3.0, "independent": 0.02}
 PEAK, LR = 0.05, 0.02
 
-
-# every algorithm under one rule, and every rule under one algorithm: what is measured of them comes from two places
+# Every algorithm under one rule, and every rule under one algorithm.
 PAIRS = dict.fromkeys([(name, "scaled") for name in ALGORITHMS] + [("muon", rule) for rule in DECAY_RULES])
 
 
@@ -54,7 +53,7 @@ def test_values_of_our_optimizers(algorithm, decay):
     uses_peak = DECAY_RULES[decay].uses_peak
     assert record["decayed"]["peak_lr"] == (pytest.approx(PEAK) if uses_peak else None)
     assert record["roles"]["experts"]["peak_lr"] is None
-    assert ("defect" in record["all"]) == (algorithm == "muon")  # the others' directions are not to be orthogonal
+    assert ("defect" in record["all"]) == (algorithm == "muon")  # other directions need not be orthogonal
 
 
 @pytest.mark.parametrize("lam", [0.3, 0.0])
@@ -129,9 +128,9 @@ def test_the_defect_is_that_of_the_direction_before_its_scale():
         optimizer.step()
     views = [None, None, "stack", "flatten"]
     expected = [defects(d, view) for d, view in zip(moved, views, strict=True)]
-    for values, own in zip(telemetry.last["parameters"].values(), expected, strict=True):
-        assert values["defect"] == pytest.approx(sum(own) / len(own), rel=1e-5)
-    every = [value for own in expected for value in own]
+    for values, each in zip(telemetry.last["parameters"].values(), expected, strict=True):
+        assert values["defect"] == pytest.approx(sum(each) / len(each), rel=1e-5)
+    every = [value for each in expected for value in each]
     assert telemetry.last["all"]["defect"] == pytest.approx(sum(every) / len(every), rel=1e-5)
 
 
@@ -151,7 +150,7 @@ def test_whole_matrix_steps_of_muonbp_are_measured_as_whole_matrices():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.filterwarnings("ignore:rounding='nearest' loses")
 def test_intended_updates_of_low_precision_weights(algorithm, rounding):
-    """They are those of a twin with the same gradients and float32 weights, which are not part of an update."""
+    """They equal those of float32 weights with the same gradients."""
 
     def record(dtype):
         params = matrices((12, 8), (3, 6, 4), dtype=torch.bfloat16)
@@ -233,7 +232,6 @@ def test_spectral_norms_and_condition_numbers(build):
         set_gradients(params, number)
         step = Step(optimizer, params)
     for values, weight in zip(telemetry.last["parameters"].values(), step.before, strict=True):
-        # four iterations after AdamW's move of a fifth of the weights leave 1e-5; condition numbers are float64's
         assert values["spectral_norm"] == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-4)
         assert values["condition"] == pytest.approx(torch.linalg.cond(weight).item(), rel=1e-7)
     norms = [torch.linalg.matrix_norm(weight, ord=2).item() for weight in step.before]
@@ -241,7 +239,7 @@ def test_spectral_norms_and_condition_numbers(build):
 
 
 def test_a_singular_weight_has_no_condition_number():
-    """Rounding makes the least eigenvalue of its Gram matrix a little more than zero, or less."""
+    """Rounding moves the smallest eigenvalue of its Gram matrix slightly above or below zero."""
     singular = torch.randn(20, 8, 5, dtype=torch.float64) @ torch.randn(20, 5, 6, dtype=torch.float64)
     assert not condition_numbers(singular).isfinite().any()
 

@@ -155,10 +155,10 @@ def test_a_skipped_step_is_reported_differently_from_an_update_of_zero():
     telemetry.detach()
     with Telemetry(optimizer, every=1) as late:
         run(optimizer, params, 1)
-    assert (late.last["skipped"], late.last["step"]) == (0, 1)  # of the updates that it counts none was
+    assert (late.last["skipped"], late.last["step"]) == (0, 1)  # steps before it was attached do not count
 
 
-@pytest.mark.parametrize("cautious", [False, True])  # which spares nothing that does not move outward
+@pytest.mark.parametrize("cautious", [False, True])  # cautious decay spares only weights that move outward
 def test_an_update_of_zero_is_not_a_skip(cautious):
     params = matrices((6, 4))
     optimizer = MuonSW(params, lr=0.02, weight_decay=0.5, cautious=cautious)
@@ -176,7 +176,7 @@ def test_an_update_of_zero_is_not_a_skip(cautious):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_grad_scaler_that_skips_leaves_no_trace_unless_a_fused_kernel_skips(fused):
-    """Such a step never reaches our optimizers; torch's fused ones are called all the same, and skip by themselves."""
+    """GradScaler does not call our optimizers for such a step; it calls torch's fused ones, which skip it."""
     model = nn.Linear(4, 4)
     ours, theirs = MuonSW.for_model(model, lr=0.02), torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
     optimizer = theirs if fused else ours
