@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from muonsw import peak
 from muonsw.checkpoint import required_optimizer
 from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, decay_factor, require_length, user_weight_decay
+from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import validate_option
 from muonsw.text import users_line
 
@@ -68,7 +69,7 @@ def scale_weight_decay(
     require_length(decay, length)
     if hasattr(optimizer, _HANDLE):
         raise ValueError(f"this {name} already has scaled decay; call remove() on its handle first")
-    if any("algorithm" in group and "resolved_peak_lr" in group for group in groups):
+    if isinstance(optimizer, ScaledDecayOptimizer):
         raise ValueError(f"{name} is one of ours; pass decay= to it instead")
     if not all("weight_decay" in group for group in groups) or _decays_otherwise(optimizer):
         raise ValueError(

@@ -8,7 +8,7 @@ cosines are computed from the sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -136,10 +136,7 @@ def measured(info: ParameterInfo, table: Tensor, spectra: dict[str, Tensor]) -> 
     exist = table[0] > 0
     of = dict(zip(MEASURED, table[:, exist], strict=True))
     sums = {name: float(values.sum()) for name, values in of.items()}
-    means = {}
-    for name, setting in (("decay", info.decay), ("lr", info.lr), ("peak_lr", info.peak_lr)):
-        if setting is not None:
-            means[name] = setting, sums["numel"]
+    means = {name: (value, sums["numel"]) for name in SETTINGS if (value := getattr(info, name)) is not None}
     if sums["ww"] != 0 and info.decay is not None:  # cautious decay spares some elements
         means["decay"] = info.decay * sums["decayed"] / sums["ww"], sums["numel"]
     for name, (product, left, right) in ALIGNMENTS.items():
@@ -163,19 +160,16 @@ def describe(entries: Sequence[Measured], was_skipped: bool) -> Record:
         "applied_rms": math.sqrt(_ratio(total["dd"], total["numel"])),
         "gradient_rms": math.sqrt(_ratio(total["gg"], total["numel"])),
     }
-    means = {}
-    for name in MEANS:
-        pairs = [entry.means[name] for entry in entries if name in entry.means]
-        means[name] = _ratio(sum(value * weight for value, weight in pairs), sum(weight for _, weight in pairs))
-    values |= {name: means[name] for name in SETTINGS}
     for name, (product, left, right) in ALIGNMENTS.items():
         cosine = _ratio(total[product], math.sqrt(total[left]) * math.sqrt(total[right]))
         values[name] = cosine if math.isnan(cosine) else max(-1.0, min(1.0, cosine))  # against rounding
-        values[f"{name}_mean"] = means[f"{name}_mean"]
-    values |= {name: means[name] for name in PER_MATRIX if any(name in entry.means for entry in entries)}
+    for name in MEANS:
+        pairs = [entry.means[name] for entry in entries if name in entry.means]
+        if pairs or name not in PER_MATRIX:
+            values[name] = _ratio(sum(value * weight for value, weight in pairs), sum(weight for _, weight in pairs))
     # A skipped step has no update, so its size must be None and not zero.
-    known: Iterable[str] = KNOWN_WHEN_SKIPPED if was_skipped else values
-    finite = {name: value if math.isfinite(value) and name in known else None for name, value in values.items()}
+    unknown = values.keys() - KNOWN_WHEN_SKIPPED if was_skipped else ()
+    finite = {name: value if math.isfinite(value) and name not in unknown else None for name, value in values.items()}
     return {**finite, "numel": int(total["numel"])}
 
 
