@@ -513,11 +513,3 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     assert code == 0, output
     assert "resuming after step" in output
     assert rank_ending(folder) == undisturbed()
-
-
-@pytest.mark.slow
-def test_a_run_through_torchrun_is_that_of_its_ranks(tmp_path):
-    code, text = finished(torchrun("muonsw", *training_words(write_config(ranks_config()), tmp_path / "run"), ranks=4))
-    assert code == 0, text
-    assert text.count("validation loss") == 1, "one rank speaks"
-    assert rank_ending(tmp_path / "run") == undisturbed(4)

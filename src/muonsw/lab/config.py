@@ -15,7 +15,6 @@ _hints = cache(get_type_hints)  # parsing annotations takes longer than everythi
 
 
 def as_data(settings: Any) -> dict[str, Any]:
-    """A dataclass, with nested ones, as plain JSON data."""
     data: dict[str, Any] = plain(asdict(settings))
     return data
 
@@ -54,7 +53,6 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
 
 
 def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted names."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         name = _dotted(where, key)

@@ -57,8 +57,6 @@ TAIL_BYTES = 1 << 16  # of a run's metrics, read for the progress display
 
 @dataclass(frozen=True)
 class Job:
-    """One run to train."""
-
     name: str  # on the console
     config: RunConfig
     folder: Path
@@ -317,13 +315,11 @@ class Cluster:
         return int(device != "cpu") if self.gpus_per_run is None else self.gpus_per_run
 
     def device_type(self, device: str) -> str:
-        """The type of device that trains the runs."""
         if self.cluster is None:
             return resolve_device(device).type
         return "cuda" if self.gpus(device) else "cpu"
 
     def parameters(self, device: str) -> dict[str, Any]:
-        """The job's parameters for submitit's executor."""
         options: dict[str, str | bool] = {"requeue": True}  # some clusters do not requeue jobs by default
         for option in self.slurm:
             key, equals, value = option.removeprefix("--").partition("=")
@@ -410,7 +406,6 @@ class SlurmRun:
         return self.folder / f"{self.job.folder.name}.error"
 
     def submit(self, executor: Any) -> str:
-        """Submit the job and return its number."""
         submitit = import_module("submitit")
         self.error.unlink(missing_ok=True)
         executor.update_parameters(job_name=f"muonsw-{self.job.folder.name}")

@@ -79,8 +79,6 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """A user's task."""
-
     path: str  # a Python file
     options: tuple[str, ...] = ()  # options that differ from their defaults, as `name=value`
     # A hash of the file. None accepts any; the run then records the hash and requires it when it resumes.
@@ -192,7 +190,6 @@ class DecoderTask(Task):
         return self.loader.micro_batches(step, ranks=ranks, rank=rank, accumulation=accumulation)
 
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[TokenBatch, int]]:
-        """The same windows for every run on this data."""
         return self.held_out.parts(ranks=ranks, rank=rank)
 
     def epochs(self, steps: int) -> float:
@@ -366,8 +363,6 @@ def with_file(task: TaskConfig) -> TaskConfig:
 
 
 class Loss(NamedTuple):
-    """What is minimised."""
-
     total: Tensor
 
 

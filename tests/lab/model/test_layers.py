@@ -8,7 +8,6 @@ from muonsw.lab.model.layers import (
     MoE,
     balance_loss,
     grouped_linear,
-    plan_routes,
 )
 from tests.lab.model.small_models import reference_moe, small
 
@@ -102,16 +101,6 @@ def test_products_agree_with_slices_in_value_and_gradient(product, sizes):
         results.append([out, *torch.autograd.grad(out, (x, weight), direction)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_routes_sort_by_expert_keep_token_order_and_invert():
-    chosen = torch.tensor([[2, 0], [0, 3], [2, 3]])
-    routes = plan_routes(chosen, 5)
-    assert chosen.flatten()[routes.order].tolist() == [0, 0, 2, 2, 3, 3]
-    assert routes.order.tolist() == [1, 2, 0, 4, 3, 5]
-    assert routes.order[routes.inverse].tolist() == list(range(6))
-    assert routes.ends.tolist() == [2, 2, 4, 6, 6]
-    assert routes.ends.dtype == torch.int32
 
 
 def test_balance_loss_is_a_quarter_at_balance_and_larger_when_all_go_to_the_same():

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from muonsw import machine
-from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.loop import train
 from muonsw.lab.train.state import WARM_CALLS, Training, with_fingerprint
 from muonsw.presets import PRESETS
 from tests.lab.test_end_to_end import finished, torchrun
 from tests.lab.train.ranks import on_ranks, training, write_config
-from tests.lab.train.small_runs import losses, small_run
+from tests.lab.train.small_runs import losses, small_run, stop_at
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,19 +73,10 @@ def test_an_update_that_cannot_be_captured_stays_eager():
     assert found[-1] < found[0]
 
 
-class StoppedError(Exception):
-    pass
-
-
 def test_a_run_with_graphs_resumes_after_a_stop(tmp_path):
-    def stop(record):
-        if record["step"] > 16:
-            raise StoppedError
-
     whole = run(tmp_path / "whole", "on")
     config = small_run(steps=24, device="cuda", compile="off", graphs="on", precision="float32")
-    with pytest.raises(StoppedError):
-        train(config, tmp_path / "stopped", Watch(record=stop))
+    stop_at(16, config, tmp_path / "stopped")
     train(config, tmp_path / "stopped")
     resumed = {(r["kind"], r["step"]): r for r in losses(tmp_path / "stopped")}
     assert resumed.keys() == whole.keys()

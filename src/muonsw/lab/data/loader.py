@@ -85,7 +85,6 @@ class DataRecord:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of a token on disk."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
 
     @property
@@ -266,7 +265,6 @@ class TokenLoader:
         return (self.batch_at(step, start, start + rows) for start in starts)
 
     def epochs(self, total_steps: int) -> float:
-        """The number of epochs in this many steps."""
         return total_steps * self.batch / self.size
 
     def batch_at(self, step: int, first: int = 0, last: int | None = None) -> TokenBatch:

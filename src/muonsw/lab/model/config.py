@@ -15,12 +15,10 @@ FF_MULTIPLE = 256
 BALANCE_SCOPES = ("batch", "sequence")
 
 
-def _require_positive(settings: object, names: tuple[str, ...], *, prefix: str = "", integers: int = 0) -> None:
-    """Raise a `ValueError` unless the settings are positive and finite, and the first `integers` of them integers."""
-    for number, name in enumerate(names):
+def _require_positive(settings: object, names: tuple[str, ...], prefix: str = "") -> None:
+    """Raise a `ValueError` unless the settings are positive and finite."""
+    for name in names:
         value = getattr(settings, name)
-        if number < integers and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{prefix}{name}={value} must be a whole number")
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{prefix}{name}={value} must be a positive, finite number")
 
@@ -36,7 +34,7 @@ class MuP:
     residual: float = 1.4  # multiplier of a residual branch, divided by the square root of the number of layers
 
     def __post_init__(self) -> None:
-        _require_positive(self, ("base_width", "init_std", "embedding", "residual"), prefix="mup.", integers=1)
+        _require_positive(self, ("base_width", "init_std", "embedding", "residual"), "mup.")
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,8 @@ class ModelConfig:
     mup: MuP = field(default_factory=MuP)
 
     def __post_init__(self) -> None:
-        sizes: tuple[str, ...] = ("width", "layers", "head_dim", "experts", "top_k", "vocab", "sequence")
-        sizes = sizes if self.ff is None else (*sizes, "ff")
-        _require_positive(self, (*sizes, "rope_theta", "norm_eps"), integers=len(sizes))
+        sizes = ("width", "layers", "head_dim", "experts", "top_k", "vocab", "sequence", "rope_theta", "norm_eps")
+        _require_positive(self, sizes if self.ff is None else (*sizes, "ff"))
         for name in ("balance_coef", "z_coef"):
             if not (math.isfinite(value := getattr(self, name)) and value >= 0):
                 raise ValueError(f"{name}={value} must be finite and not negative; 0 switches this loss off")
@@ -83,7 +80,6 @@ class ModelConfig:
 
     @property
     def ff_width(self) -> int:
-        """Inner size of an expert."""
         return self.ff if self.ff is not None else -(-8 * self.width // (3 * FF_MULTIPLE)) * FF_MULTIPLE
 
     @property
@@ -92,7 +88,6 @@ class ModelConfig:
         return self.width / self.mup.base_width if self.mup.enabled else 1.0
 
     def dense(self) -> ModelConfig:
-        """The same decoder with one expert and no routers."""
         return replace(self, experts=1, top_k=1)
 
 
@@ -150,12 +145,6 @@ def scalings(config: ModelConfig) -> dict[str, Scaling]:
 
     `residual` projections end a residual branch; `head` is the embedding matrix used as the output layer, with the
     initialization and learning rate of the embedding.
-
-    Examples:
-        >>> scalings(ModelConfig(width=1024))["router"]
-        Scaling(std=0.02, multiplier=0.25, lr=1.0)
-        >>> scalings(ModelConfig(width=1024))["hidden"]
-        Scaling(std=0.01, multiplier=1.0, lr=0.25)
     """
     m, std, depth = config.relative_width, config.mup.init_std, config.layers
     return {
@@ -169,12 +158,11 @@ def scalings(config: ModelConfig) -> dict[str, Scaling]:
 
 
 def muon_lr_multiplier(config: ModelConfig, rule: str) -> float:
-    """The multiplier of Muon's learning rate for hidden and expert matrices."""
+    """Muon's learning-rate multiplier for hidden and expert matrices."""
     return float(config.relative_width ** MUON_LR_POWERS[rule])
 
 
 def role_of(name: str) -> str:
-    """The role of the parameter with this name."""
     for pattern, role in ROLE_PATTERNS.items():
         if fnmatchcase(name, pattern):
             return role

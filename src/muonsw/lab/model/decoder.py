@@ -126,8 +126,6 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a model."""
-
     total: int  # parameters; the tied matrix counts once
     active: int  # parameters that one token uses: all except those of the other experts
     attention_flops: int  # of causal attention per token, forward and backward, at the longest sequence
@@ -139,7 +137,6 @@ class ModelSize:
 
 
 def count(config: ModelConfig) -> ModelSize:
-    """Count the parameters and FLOPs of a model."""
     model = unallocated(config)
     total = sum(param.numel() for param in model.parameters())
     mixtures = [layer for layer in model.modules() if isinstance(layer, MoE)]
@@ -151,15 +148,14 @@ def count(config: ModelConfig) -> ModelSize:
 
 
 def unallocated(config: ModelConfig) -> Decoder:
-    """The decoder on the meta device."""
     with torch.device("meta"):
         return Decoder(config, seed=None)
 
 
-def rotary_table(length: int, head_dim: int, theta: float, *, start: int = 0) -> Rotary:
-    """Cosines and sines (T, C/2) of positions `start` to `start + length`, in float64 for accurate large angles."""
+def rotary_table(length: int, head_dim: int, theta: float) -> Rotary:
+    """Cosines and sines (T, C/2) of the first positions, in float64 for accurate large angles."""
     frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle_TC = torch.arange(start, start + length, dtype=torch.float64)[:, None] * frequency
+    angle_TC = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     return angle_TC.cos(), angle_TC.sin()
 
 

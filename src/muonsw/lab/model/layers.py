@@ -135,11 +135,11 @@ class DenseFeedForward(nn.Module):
 
 
 def swiglu_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
-    """Apply its expert to each group of rows."""
     if rows_RD.device.type == "cpu" and not torch.compiler.is_compiling():
         return expert_by_expert(rows_RD, gate_up_EFD, down_EDF, ends_E)
-    if takes_grouped_gemm(rows_RD, product_dtype(rows_RD), gate_up_EFD, down_EDF):
-        return grouped_experts(rows_RD, gate_up_EFD, down_EDF, ends_E)
+    dtype = product_dtype(rows_RD)
+    if takes_grouped_gemm(rows_RD, dtype, gate_up_EFD, down_EDF):
+        return cast("Tensor", cast("Any", _GroupedExperts).apply(rows_RD.to(dtype), gate_up_EFD, down_EDF, ends_E))
     return grouped_linear(gated(grouped_linear(rows_RD, gate_up_EFD, ends_E)), down_EDF, ends_E)
 
 
@@ -328,17 +328,12 @@ def gated(fused: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def grouped_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+class _GroupedExperts(torch.autograd.Function):
     """`expert_by_expert` for GPUs, with all experts in each kernel.
 
-    The autograd function casts the weights, so their gradients are float32 whatever the products are.
+    It casts the weights itself, so their gradients are float32 whatever the products are. It saves the fused
+    projection; recomputing its gate is cheaper than saving it.
     """
-    dtype = product_dtype(rows_RD)
-    return cast("Tensor", cast("Any", _GroupedExperts).apply(rows_RD.to(dtype), gate_up_EFD, down_EDF, ends_E))
-
-
-class _GroupedExperts(torch.autograd.Function):
-    """Saves the fused projection; recomputing its gate is cheaper than saving it."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:

@@ -226,7 +226,6 @@ class Shelf:
     world: World
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, then delete old ones."""
 
         def write() -> None:
             save(self.folder, checkpoint)

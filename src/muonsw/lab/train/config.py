@@ -13,7 +13,7 @@ from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.config import as_data, from_data
 from muonsw.lab.data.loader import read_record
-from muonsw.lab.data.prepare import SMALL_SHARE, matching_files, prepare_default
+from muonsw.lab.data.prepare import matching_files, prepare_default
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, ROWS
@@ -105,7 +105,6 @@ class ScheduleConfig:
         _require_choices(self, {"shape": SHAPES}, "schedule.")
 
     def warmup(self, steps: int) -> int:
-        """Warmup steps of a run of this length."""
         return warmup_steps_for_horizon(steps) if self.warmup_steps is None else self.warmup_steps
 
     def multiple(self, steps: int) -> Callable[[int], float]:
@@ -140,8 +139,6 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run."""
-
     # The decoder and its tokens, or None for a task. Code for decoders reads `decoder` and `tokens`.
     model: ModelConfig | None = None
     data: DataConfig | None = None
@@ -243,8 +240,6 @@ def _require_choices(settings: Any, choices: Mapping[str, Sequence[str]], prefix
 # The settings most likely used for the paper's numbers: see docs/reproducing.md.
 PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
 DEFAULT_DATA = Path("out/data")
-# Most characters in an average BPE token.
-LONG_TOKEN = 4
 
 
 def _paper(steps: int, lr: float) -> dict[str, Any]:
@@ -322,15 +317,7 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
         prepare_default(folder, vocab=vocab, source="text", files=tuple(map(str, paths)))
     elif data is None:
         folder = default_data(vocab)
-    record, sequence = read_record(folder), run.decoder.sequence
-    train, validation = run.batch * sequence + 1, sequence + 1
-    if text and (record.tokens("train") < train or record.tokens("validation") < validation):
-        kilobytes = math.ceil(LONG_TOKEN * max(train, validation / SMALL_SHARE) / 900)
-        has = f"{record.tokens('train'):,} tokens to train on and {record.tokens('validation'):,} to validate on"
-        needs = f"{train:,} ({run.batch} sequences of {sequence}) and {validation:,}"
-        fix = f"give {kilobytes:,} kB of text, and a hundred times as much for a meaningful result"
-        raise UsageError(f"the text is too small: it has {has}, and this run needs {needs}; {fix}")
-    fitting = replace(run.decoder, vocab=record.padded_vocab)
+    fitting = replace(run.decoder, vocab=read_record(folder).padded_vocab)
     return replace(run, model=fitting, data=with_tokens(replace(run.tokens, path=str(folder)), fitting))
 
 

@@ -116,8 +116,6 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
             outcome = {"diverged": error.step, "steps": error.step, "reason": reason}
             world.leading(lambda: write_json(folder / RESULT, outcome))
             raise Diverged(reason, error.step) from error
-        assert training.best
-        assert training.latest
         epochs = training.task.epochs(training.step)
         result = {
             "steps": training.step,
@@ -205,7 +203,6 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Set the number of torch's threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

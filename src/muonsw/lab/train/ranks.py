@@ -98,7 +98,6 @@ class World:
         return self.together(lambda: work() if self.leads else None)
 
     def from_leader(self, value: T) -> T:
-        """Broadcast rank 0's value to all ranks."""
         values = [value]
         if not self.alone:
             dist.broadcast_object_list(values, src=0)
@@ -112,7 +111,6 @@ class World:
         return summed
 
     def largest(self, number: int) -> int:
-        """The maximum of a number over all ranks."""
         largest = torch.tensor(number)
         if not self.alone:
             dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -112,11 +112,11 @@ class MetricsFile:
                 damaged = 0
                 with self.path.open("rb") as before, replacing(self.path) as file:
                     for line in before:
-                        step = _step_in(line)
-                        if step is None and line.endswith(b"\n"):  # a partial last line is expected after a kill
-                            damaged += 1
-                        elif step is not None and step <= after:
-                            file.write(line.removesuffix(b"\n") + b"\n")
+                        try:
+                            if parse_json(line)["step"] <= after:
+                                file.write(line.removesuffix(b"\n") + b"\n")
+                        except (ValueError, LookupError, TypeError):
+                            damaged += line.endswith(b"\n")  # a partial last line is expected after a kill
                     if damaged:
                         shutil.copyfile(self.path, aside := numbered(self.path))
                         note(f"removed {damaged} damaged lines from {self.path}; the original is {aside}")
@@ -137,14 +137,6 @@ class MetricsFile:
     def close(self) -> None:
         with suppress(OSError):  # failed writes were reported already
             self._file.close()
-
-
-def _step_in(line: bytes) -> int | None:
-    try:
-        step = parse_json(line)["step"]
-    except (ValueError, LookupError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
 
 
 def numbers_of(record: Record, steps: int) -> dict[str, str]:

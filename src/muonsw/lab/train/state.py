@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -123,8 +123,7 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
             continue  # unknown before the step, which checks it
         # Rules that do not depend on the step decay most at the peak.
         rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
-        peak = eta_max({**group, "resolved_peak_lr": lr}) or 0.0
-        phi = max(decay_factors(rule, lam, rates, peak))
+        phi = max(decay_factors(rule, lam, rates, eta_max({**group, "resolved_peak_lr": lr}) or 0.0))
         if phi > 1:
             size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
             fix = "lower optimizer.lr or optimizer.weight_decay"
@@ -153,8 +152,7 @@ class Training:
         self.config, self.world = config, world or World()
         self.step = 0  # completed
         self.seconds = 0.0  # training time up to the last checkpoint
-        self.best: Evaluation | None = None
-        self.latest: Evaluation | None = None
+        self.best = self.latest = Evaluation(0, math.nan)
         self.metrics: dict[str, float] = {}  # of the latest evaluation, without the loss
         self._measured: tuple[str, ...] = ()  # the names of all measurements
         self.guard = LossGuard(config.diverged, config.skipped)
@@ -208,7 +206,6 @@ class Training:
         return torch.device("cuda", world.local)
 
     def describe(self) -> dict[str, Any]:
-        """Describe the model, its parameters by role and algorithm, and the data."""
         roles: Counter[str] = Counter()
         for group in self.optimizer.param_groups:
             decays = "decayed" if group["weight_decay"] else "not decayed"
@@ -287,7 +284,7 @@ class Training:
         *sums, rows_of_all = self.world.total(torch.tensor([*total.tolist(), rows], dtype=torch.float64)).tolist()
         self.metrics = dict(zip(self._measured, (value / rows_of_all for value in sums), strict=True))
         self.latest = Evaluation(self.step, self.metrics.pop("loss"))
-        if self.best is None or math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
+        if math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
 
@@ -307,7 +304,6 @@ class Training:
         return torch.stack([torch.as_tensor(values[name], device=self.device).double() for name in self._measured])
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Compute products in bfloat16 if the precision says so."""
         precision = self.config.precision
         enabled = precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if enabled else nullcontext()
@@ -352,9 +348,9 @@ class Training:
                 value = saved.state["guard"][name]
                 setattr(self.guard, name, math.inf if value is None else value)
             # JSON writes a loss that is not finite as None.
-            evaluations = (saved.state["best"], saved.state["latest"])
             self.best, self.latest = (
-                Evaluation(step, math.nan if loss is None else loss) for step, loss in evaluations
+                Evaluation(step, math.nan if loss is None else loss)
+                for step, loss in (saved.state["best"], saved.state["latest"])
             )
             self.step, self.seconds = saved.step, saved.state["seconds"]
             # Another number of threads would change the rounding of sums.
@@ -385,13 +381,16 @@ def first_names(model: torch.nn.Module) -> dict[str, str]:
 _compiled_shape: tuple[ModelConfig | TaskConfig, int] | None = None
 
 
+@dataclass
 class LossGuard:
     """Stops a run if its loss is more than `excess` above the minimum, or `most_skipped` steps in a row are skipped."""
 
-    def __init__(self, excess: float, most_skipped: int) -> None:
-        self.excess, self.most_skipped = excess, most_skipped
-        self.lowest, self.strikes = math.inf, 0
-        self.skipped, self.skipped_in_a_row = 0, 0
+    excess: float
+    most_skipped: int
+    lowest: float = math.inf
+    strikes: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
 
     def watch(self, step: int, loss: float, norm: float) -> None:
         """Raise `Diverged` if the loss is not finite or stays too high, or too many steps in a row were skipped."""
@@ -437,7 +436,7 @@ class GraphedFunction(Generic[Result]):
     """A function that is captured as a CUDA graph and replayed on new batches of the same shape.
 
     It never waits for the device. Each call overwrites the result of the previous one. If capturing fails, it warns and
-    stays eager.
+    stays eager, as it is in its first calls.
     """
 
     def __init__(self, function: Callable[[list[Batch]], Result], device: torch.device) -> None:
@@ -445,41 +444,33 @@ class GraphedFunction(Generic[Result]):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._calls = 0
         self._graph: Recording | None = None
-        self._batches: list[Batch] = []
+        self._captured: list[Tensor] = []  # what the graph reads
         self._result: Result | None = None
 
     def __call__(self, batches: list[Batch]) -> Result:
         self._calls += 1
+        device, tensors = self._stream.device, tensors_of(batches)
         if self._calls == WARM_CALLS + 1:
-            self._capture(batches)
-        if self._graph is None or [t.shape for t in _tensors(batches)] != [t.shape for t in _tensors(self._batches)]:
-            return self.eager(batches)
+            copies = map_tensors(Tensor.clone, batches)
+            self._captured = tensors_of(copies)
+
+            def program() -> None:
+                self._result = self.function(copies)
+
+            try:  # capture a call without running it; prefetching continues meanwhile
+                self._graph = recorded(program, device, stream=self._stream)
+            except RuntimeError as error:
+                warnings.warn(f"steps are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+        if self._graph is None or [t.shape for t in tensors] != [t.shape for t in self._captured]:
+            # On the stream of the capture: autograd remembers the stream on which it first saw the weights.
+            current = torch.cuda.current_stream(device)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                result = self.function(batches)
+            current.wait_stream(self._stream)
+            return result
         assert self._result is not None
-        for captured, new in zip(_tensors(self._batches), _tensors(batches), strict=True):
+        for captured, new in zip(self._captured, tensors, strict=True):
             captured.copy_(new, non_blocking=True)
         self._graph.replay()
         return self._result
-
-    def eager(self, batches: list[Batch]) -> Result:
-        """Call on the stream of the capture: autograd remembers the stream on which it first saw the weights."""
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = self.function(batches)
-        current.wait_stream(self._stream)
-        return result
-
-    def _capture(self, batches: list[Batch]) -> None:
-        self._batches = [map_tensors(Tensor.clone, batch) for batch in batches]
-
-        def program() -> None:
-            self._result = self.function(self._batches)
-
-        try:
-            self._graph = recorded(program, self._stream.device, stream=self._stream)
-        except RuntimeError as error:
-            warnings.warn(f"steps are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
-
-
-def _tensors(batches: list[Batch]) -> list[Tensor]:
-    return [tensor for batch in batches for tensor in tensors_of(batch)]
