@@ -7,11 +7,11 @@ half a power apart, so a fit within a quarter of its prediction fits no other ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,13 +76,19 @@ class CoordinateSettings:
         )
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Tensors recorded in one forward pass."""
+class Matrix(NamedTuple):
+    """A weight matrix in one forward pass."""
+
+    path: str  # of its parameter
+    rows: Tensor  # its input
+    apply: Callable[[Tensor, Tensor], Tensor]  # its output for rows and a weight
+
+
+class Activations(NamedTuple):
+    """What one forward pass computes."""
 
     outputs: Mapping[str, Tensor]  # by coordinate: the stream after each block, the outputs of its branches, the logits
-    inputs: Mapping[str, Tensor]  # by matrix: its input rows
-    ends: Sequence[Tensor]  # by layer: where each expert's rows end
+    matrices: Mapping[str, Matrix]
 
 
 def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generator) -> Tensor:
@@ -122,16 +128,9 @@ def measure(model: Decoder, optimizer: Optimizer, tokens: Tensor, steps: int) ->
         optimizer.zero_grad()
         model(inputs, targets).total.backward()
         optimizer.step()
-        if step > 0:
-            continue
-        for number, ends in enumerate(start.ends):
-            for matrix in MATRICES:
-                attention = matrix in ("qkv", "out")
-                name = f"layers.{number}." + (f"attention.{matrix}.weight" if attention else f"moe.{matrix}")
-                rows = start.inputs[f"{matrix}/{number}"]
-                change = model.get_parameter(name).detach() - before[name]
-                moved = functional.linear(rows, change) if attention else grouped_linear(rows, change, ends)
-                sizes[f"update {matrix}/{number}"] = rms(moved)
+        if step == 0:
+            for name, (path, rows, apply) in start.matrices.items():
+                sizes[f"update {name}"] = rms(apply(rows, model.get_parameter(path).detach() - before[path]))
     end = activations(model, inputs)
     return sizes | {f"change {name}": rms(value - start.outputs[name]) for name, value in end.outputs.items()}
 
@@ -143,11 +142,10 @@ def rms(x: Tensor) -> float:
 
 @torch.no_grad()
 def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
-    seen_in: dict[str, Tensor] = {}  # by module and layer
-    seen_out: dict[str, Tensor] = {}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}  # by module and layer: its input and output
 
     def watch(name: str, _module: nn.Module, inputs: Any, output: Any) -> None:
-        seen_in[name], seen_out[name] = inputs[0], output if isinstance(output, Tensor) else output.x
+        seen[name] = inputs[0], output if isinstance(output, Tensor) else output.x
 
     with ExitStack() as hooks:
         for number, layer in enumerate(model.layers):
@@ -155,20 +153,23 @@ def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
                 hook = partial(watch, f"{name}/{number}")
                 hooks.enter_context(layer.get_submodule(path).register_forward_hook(hook))
         logits = model.logits(tokens_BT)
-    inputs = {key: rows for key, rows in seen_in.items() if key.partition("/")[0] in MATRICES}
-    outputs = {key: value for key, value in seen_out.items() if key.partition("/")[0] in COORDINATES}
-    ends = []
+    outputs = {name: output for name, (_, output) in seen.items() if name.partition("/")[0] in COORDINATES}
+    matrices = {}
     for number, layer in enumerate(model.layers):
-        # The input rows of the two stacks of expert matrices, sorted by expert, and where each expert's rows end.
+        for name in ("qkv", "out"):
+            path = f"layers.{number}.attention.{name}.weight"
+            matrices[f"{name}/{number}"] = Matrix(path, seen[f"{name}/{number}"][0], functional.linear)
+        # The two stacks of expert matrices take rows sorted by expert.
         moe = layer.get_submodule("moe")
         assert isinstance(moe, MoE)
-        x_ND, top_k = seen_in[f"experts/{number}"].flatten(0, 1), moe.config.top_k
+        x_ND, top_k = seen[f"experts/{number}"][0].flatten(0, 1), moe.config.top_k
         routes = plan_routes(moe.router_logits(x_ND).topk(top_k, dim=-1).indices, moe.config.experts)
+        by_expert = partial(grouped_linear, ends_E=routes.ends)
         rows_RD = x_ND.index_select(0, routes.order // top_k)
-        gate, up = grouped_linear(rows_RD, moe.gate_up, routes.ends).chunk(2, dim=-1)
-        inputs[f"gate_up/{number}"], inputs[f"down/{number}"] = rows_RD, functional.silu(gate) * up
-        ends.append(routes.ends)
-    return Activations({**outputs, "logits": logits}, inputs, ends)
+        gate, up = by_expert(rows_RD, moe.gate_up).chunk(2, dim=-1)
+        for name, rows in (("gate_up", rows_RD), ("down", functional.silu(gate) * up)):
+            matrices[f"{name}/{number}"] = Matrix(f"layers.{number}.moe.{name}", rows, by_expert)
+    return Activations({**outputs, "logits": logits}, matrices)
 
 
 TOLERANCE = Tolerance(0.25, "the rules that are compared are half a power of the width apart; this is half of that")
