@@ -272,8 +272,6 @@ def t_interval(samples: Tensor, confidence: float = 0.95) -> Interval:
         '-0.484 4.484 95% t, n=3'
     """
     n = samples.numel()
-    if n < 2:
-        raise ValueError("an interval needs at least two independent samples")
     mean = float(samples.mean())
     half = student_t_quantile(0.5 + confidence / 2.0, n - 1) * float(samples.std()) / math.sqrt(n)
     return Interval(mean - half, mean + half, f"{100 * confidence:g}% t, n={n}")

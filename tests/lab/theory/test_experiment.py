@@ -49,6 +49,7 @@ SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
         (noise_floor, (), FLOOR, {"sigma": -1.0}, "sigma >= 0"),
         (noise_floor, (), FLOOR, {"beta": 1.0}, "0 <= beta < 1"),
         (noise_equilibrium, (), {"phi": 0.1, "beta": 0.9}, {"phi": 0.0}, "0 < phi <= 1"),
+        (noise_equilibrium, (), {"phi": 0.1, "beta": 0.9}, {"beta": 1.0}, "0 <= beta < 1"),
         (next_norm, (1.0,), STEP, {"phi": 1.5}, "0 <= phi <= 1"),
         (next_norm, (1.0,), STEP, {"a": 1.5}, "-1 <= a <= 1"),
         (steady_state_norm, (), STEP, {"phi": 0.0}, "phi > 0"),

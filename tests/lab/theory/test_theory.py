@@ -56,7 +56,6 @@ def test_claims_fail_when_the_rules_are_swapped(name):
         ("muon-deterministic", {"eta0": 3.0}, r"eta\*lambda <= 1"),
         ("fixed-rate", {"lam": 1.5}, "lambda < 1"),
         ("fixed-rate", {"eta": 0.9}, r"eta <= 1/\(a \+ lambda\)"),
-        ("noise-equilibrium", {"beta": 1.0}, "0 <= beta < 1"),
     ],
 )
 def test_a_violated_hypothesis_is_named(name, settings, hypothesis):

@@ -282,7 +282,6 @@ ASSUMED = "L-smooth, noise of variance sigma^2/B, iterates bounded, sum eta = in
 def run_muon(s: MuonSettings, generator: torch.Generator) -> Evidence:
     """Test scaled decay over the whole grid, and constant decay at the largest momentum for contrast."""
     stacks = dict[tuple[str, float, int], Stack]()
-    require_at_least("sigma", s.sigma, 0)
     for rank in s.ranks:
         A, starts = s.draw(len(s.batches) * s.chains, rank, 2 * rank, generator)
         sizes = torch.tensor(s.batches, dtype=torch.float64).repeat_interleave(s.chains)

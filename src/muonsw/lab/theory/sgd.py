@@ -143,8 +143,6 @@ def wander(s: NonconvexSettings, starts: Tensor, generator: torch.Generator) -> 
 
 def run_nonconvex(s: NonconvexSettings, generator: torch.Generator) -> Evidence:
     """Under scaled decay the weighted gradient falls from decade to decade; under constant decay it stops falling."""
-    require_at_least("sigma", s.sigma, 0)
-    require("more than one decade", s.steps > 100, steps=s.steps)
     starts = s.c + gaussian((s.chains,), generator, std=s.start_std)
     measured = wander(s, starts, generator)
     assumed = "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
@@ -278,8 +276,6 @@ ALPHAS, KAPPAS, STARTS = (1.0, 1.5, 3.0), (0.5, 2.0), (0.0, 0.1, 1.0)
 
 def run_strongly_convex(s: StronglyConvexSettings, generator: torch.Generator) -> Evidence:
     """Mean squared distance to the minimizer, with and without noise, for both rules; then Lemma D.1."""
-    require_at_least("sigma", s.sigma, 0)
-    require(f"chains are a multiple of {BATCHES}", s.chains % BATCHES == 0, chains=s.chains)
     first = first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(s.etas))
     steps = sorted({t for t in log_spaced(s.steps, 200) if t > first} | {first})
     squares = distances(s, steps, generator)
