@@ -1,4 +1,4 @@
-"""`muonsw reproduce`: what it lists, writes and prints, and how it says no."""
+"""`muonsw reproduce`: what it lists, writes and prints, and its errors."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_a_study_is_run_written_and_printed(tmp_path, capsys):
     assert main(["reproduce", "theory", "--out", str(tmp_path), "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     data = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
-    claims = [claim for those in data["claims"].values() for claim in those]
+    claims = [claim for group in data["claims"].values() for claim in group]
     assert data["claims_total"] == len(claims) > 10
     assert data["claims_failed"] == data["claims_undecided"] == 0
     assert data["seed"] == 0
@@ -124,5 +124,5 @@ def test_the_command_runs_a_tiny_study_records_it_and_its_exit_code_tells_a_fail
         ("horizon-transfer", 5, "adamw"),
         ("horizon-transfer", 10, "adamw"),
     ]
-    losses = [loss for one in data["comparisons"] for arm in one["arms"] for loss in arm["final"]]
+    losses = [loss for comparison in data["comparisons"] for arm in comparison["arms"] for loss in arm["final"]]
     assert [row["final_loss"] for row in rows] == losses

@@ -1,4 +1,4 @@
-"""Comparisons that take a second: a tiny decoder under both rules, and scales made of such runs."""
+"""Comparisons that take a second: a tiny decoder under both rules, and a scale of such runs."""
 
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ def train_in(folder):
 
 
 def tiny_scale(**changes):
-    """A scale of such runs, with two widths of which muP divides one."""
+    """A scale of tiny runs at two widths; muP divides the learning rate of the wider one."""
     narrow = replace(MODEL, width=16, layers=1, head_dim=8, experts=2, ff=16, sequence=16, mup=MuP(base_width=16))
     optimizer = OptimizerConfig(muon_lr="adam", peak="base", weight_decay=1.0, ns_dtype="float32")
     row = replace(tiny_run(), model=narrow, optimizer=optimizer, steps=10, telemetry_every=1, eval_every=5)

@@ -47,7 +47,7 @@ def test_the_vertex_ignores_what_runs_far_from_the_best_do():
 def test_an_edge_is_marked_and_its_total_is_not_judged():
     cell = regret()[0]
     runs = runs_of(cell, lambda rule, lam: parabola(lam, 0.2 if rule == "scaled" else 5.0))
-    assert [at_edge(own) for own in cell.losses(runs).values()] == [True, False]
+    assert [at_edge(losses) for losses in cell.losses(runs).values()] == [True, False]
     ids = {claim.id for claim in judge_cell(cell, runs)}
     assert ids == {"400-steps-scaled-best", "400-steps-largest", "400-steps-scaled-total"}
     constant, scaled = grid_table([cell], {cell.key: runs}).rows
@@ -113,11 +113,10 @@ def test_a_grid_from_training_to_page(tmp_path):
 
 
 def test_a_run_that_diverged_counts_as_worst():
-    run = regret()[0].run
-    cell = sweep(Key("x"), run, (0.1, 0.2))
+    cell = sweep(Key("x"), regret()[0].run, (0.1, 0.2))
     runs = runs_of(cell, lambda _rule, lam: 3.0 + lam)
     name = next(iter(runs))
-    runs[name] = [replace(one, result={"diverged": 7}) for one in runs[name]]
+    runs[name] = [replace(run, result={"diverged": 7}) for run in runs[name]]
     assert cell.losses(runs)["constant"][0.1] == [math.inf, math.inf]
     assert best_of_means(cell.losses(runs)["constant"]) == 0.2
 
@@ -125,16 +124,9 @@ def test_a_run_that_diverged_counts_as_worst():
 # The paper's sweeps of AdamW's learning rate.
 
 
-def swept(cells, optima, seeds=2, shift=0.1):
+def swept(cells, optima, seeds=2):
     """Runs of a sweep whose best rates are known, by the key of each cell."""
-    found = {}
-    for cell in cells:
-        runs = runs_of(cell, lambda _, lr, best=optima[cell.key]: parabola(lr, best), seeds)
-        for own in runs.values():
-            for seed, run in enumerate(own):
-                run.result["final_loss"] += shift * seed
-        found[cell.key] = runs
-    return found
+    return {cell.key: runs_of(cell, lambda _, lr, best=optima[cell.key]: parabola(lr, best), seeds) for cell in cells}
 
 
 def verdicts(claims):

@@ -1,4 +1,4 @@
-"""The flat table of runs: rows say what runs found, each run is there once."""
+"""The flat table of runs: rows hold the results, and each run appears once."""
 
 import math
 
@@ -27,13 +27,13 @@ def pooled_gradient(run):
     return np.sqrt(squares / sum(part["numel"] for part in parts)).tolist()
 
 
-def test_a_row_says_what_the_run_found(runs, monkeypatch):
+def test_a_row_holds_the_settings_and_results_of_its_run(runs, monkeypatch):
     monkeypatch.setattr(records, "SAMPLES", 10)
     for run in runs:
         row, config = records.row(run, study="x", arm=None), run.config
         assert (row["study"], row["width"], row["steps"], row["seed"]) == ("x", 16, 12, config.seed)
         assert (row["decay"], row["weight_decay"]) == (config.optimizer.decay, 1.0)
-        assert row["model.layers"] == 1, "a setting that is not the default is kept under its name"
+        assert row["model.layers"] == 1, "a setting that is not the default appears under its name"
         assert "arm" not in row
         assert "checkpoint_every" not in row
         assert row["final_loss"] == run.final_loss
@@ -42,7 +42,7 @@ def test_a_row_says_what_the_run_found(runs, monkeypatch):
         assert row["normalized.gradient_rms"] == pytest.approx(pooled_gradient(run), rel=1e-4)
         phis = run.telemetry.scope("decayed")["decay"]
         assert row["total_decay"] == pytest.approx(math.fsum(phis), rel=1e-4), "every step was sampled"
-        # Of all decayed weights those that enter no normalization are left out.
+        # Decayed weights whose output is not normalized are left out.
         assert row["normalized.weight_rms"][-1] != row["decayed.weight_rms"][-1]
 
 
