@@ -9,10 +9,10 @@ is L-smooth and `E|W_t|_F^2 <= bound^2`.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ from muonsw.lab.theory.experiment import (
 # The orthogonalizer `exact` agrees with the SVD to 2e-10, so a polar factor's norm may exceed 1 by that much.
 POLAR = Tolerance(1e-9, "the polar factor is exact to 2e-10")
 HOVERING = Tolerance(0.0, "steps of length eta_T make every direction hover by up to 2 eta_T/(1 - beta): an estimate")
-Name = TypeVar("Name", bound=Hashable)
 
 
 def tracking_error_limit(*, sigma: float, beta: float, B: float) -> float:
@@ -161,7 +160,7 @@ class Move(NamedTuple):
     momentum: Tensor  # the momentum after it
 
 
-def descend(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator) -> Iterator[dict[Name, Move]]:
+def descend(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) -> Iterator[dict[Any, Move]]:
     """Run Muon on all stacks together, and yield every step."""
     etas, peak = s.etas, max(s.etas)
     weights = {key: chain(stack.starts) for key, stack in stacks.items()}
@@ -197,10 +196,10 @@ class Trajectory:
     margins: Tensor  # `<grad f(W_t), O_t>` minus its lower bound in the alignment lemma
 
 
-def follow(stacks: Mapping[Name, Stack], s: MuonRun, generator: torch.Generator) -> dict[Name, Trajectory]:
+def follow(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) -> dict[Any, Trajectory]:
     """Run all stacks together and measure the quantities of Theorem 3.3's lemmas at every step."""
-    measured: dict[Name, list[tuple[Tensor, ...]]] = {key: [] for key in stacks}
-    ends: dict[Name, Tensor] = {}
+    measured: dict[Any, list[tuple[Tensor, ...]]] = {key: [] for key in stacks}
+    ends: dict[Any, Tensor] = {}
     for moves in descend(stacks, s, generator):
         for key, move in moves.items():
             stack, nuclear = stacks[key], matrix_norm(move.slope, "nuc")
