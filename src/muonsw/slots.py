@@ -135,13 +135,16 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 # Members of `precondition`, which act on momentum before it is orthogonalized.
 
+PRECONDITIONERS: Registry[SlotMember] = Registry("precondition")
+PRECONDITION = Slot("precondition", PRECONDITIONERS)
+
 
 def sign(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
     """The sign of momentum, which AdaMuon orthogonalizes (Si et al., 2025)."""
     return X.sign(), {}
 
 
-SIGN = SlotMember(sign, {}, elementwise=True, has_kernel=True)
+PRECONDITIONERS.register("sign", SlotMember(sign, {}, elementwise=True, has_kernel=True))
 
 
 def muon2(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
@@ -166,6 +169,7 @@ MUON2 = SlotMember(
     uses_gradient=True,
     has_kernel=True,
 )
+PRECONDITIONERS.register("muon2", MUON2)
 
 
 def equalize(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:  # noqa: ARG001
@@ -179,7 +183,7 @@ def equalize(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     return X / torch.where(norms > 0, norms * X.shape[-2] ** 0.5, 1.0), {}
 
 
-EQUALIZE = SlotMember(equalize, {}, has_kernel=True)
+PRECONDITIONERS.register("equalize", SlotMember(equalize, {}, has_kernel=True))
 
 
 @full_float32()
@@ -204,7 +208,7 @@ def soap(options: Options, X: Tensor, state: State) -> tuple[Tensor, State]:
     rotated = rotate(X, *bases)
     squares = squares.lerp(rotated.square(), 1 - options["beta2"])
     whitened = rotate_back(rotated / squares.sqrt().clamp(min=options["eps"]), *bases)
-    factors = {key: state[key] for key in _soap_state(options) if key != _ROTATED}
+    factors = {key: tensor for key, tensor in state.items() if key not in ("grad", _ROTATED)}
     refresh = (step - 1) % options["frequency"] == 0
     new = advance_bases(G, {"exp_avg_sq": squares, **factors}, options["beta2"], refresh=refresh, first=step == 1)
     X = torch.where(have_begun(max(bases, key=Tensor.numel)), whitened, X)
@@ -220,16 +224,22 @@ def _soap_state(options: Options) -> Specs:
     return {_ROTATED: SQUARES, **sides(options["max_dim"])}
 
 
-SOAP = SlotMember(
-    soap,
-    {"beta2": 0.9, "eps": 1e-8, "frequency": 1, "max_dim": 10000},
-    _soap_state,
-    uses_gradient=True,
-    counts_steps=True,
+PRECONDITIONERS.register(
+    "soap",
+    SlotMember(
+        soap,
+        {"beta2": 0.9, "eps": 1e-8, "frequency": 1, "max_dim": 10000},
+        _soap_state,
+        uses_gradient=True,
+        counts_steps=True,
+    ),
 )
 
 
 # Members of `normalize`, which act on the orthogonalized directions.
+
+NORMALIZERS: Registry[SlotMember] = Registry("normalize")
+NORMALIZE = Slot("normalize", NORMALIZERS)
 
 # NorMuon's averages: one per output, or one per slice along the longer axis (rows of tall matrices, columns of wide).
 AXES = ("rows", "longer")
@@ -272,9 +282,8 @@ def _normuon_state(options: Options) -> Specs:
     return {"exp_avg_sq_slice": StateSpec(lambda m, n: (m, 1) if m >= n else (1, n))}
 
 
-NORMUON = SlotMember(
-    normuon, {"beta2": 0.95, "eps": 1e-10, "axis": "rows", "snap": False}, _normuon_state, has_kernel=True
-)
+_NORMUON_OPTIONS: Options = {"beta2": 0.95, "eps": 1e-10, "axis": "rows", "snap": False}
+NORMALIZERS.register("normuon", SlotMember(normuon, _NORMUON_OPTIONS, _normuon_state, has_kernel=True))
 
 
 def adamuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
@@ -295,8 +304,9 @@ def adamuon(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]:
     return divided * (min(U.shape[-2:]) ** 0.5 / (norm + eps)), {key: average}
 
 
-ADAMUON = SlotMember(
-    adamuon, {"beta2": 0.95, "eps": 1e-8}, lambda _: {"exp_avg_sq_direction": SQUARES}, has_kernel=True
+NORMALIZERS.register(
+    "adamuon",
+    SlotMember(adamuon, {"beta2": 0.95, "eps": 1e-8}, lambda _: {"exp_avg_sq_direction": SQUARES}, has_kernel=True),
 )
 
 
@@ -310,7 +320,7 @@ def muon_plus(options: Options, U: Tensor, state: State) -> tuple[Tensor, State]
     return _rescaled(U, factor), {}
 
 
-MUON_PLUS = SlotMember(muon_plus, {}, has_kernel=True)
+NORMALIZERS.register("muon_plus", SlotMember(muon_plus, {}, has_kernel=True))
 
 
 def _rescaled(U: Tensor, factor: Tensor) -> Tensor:
@@ -318,18 +328,3 @@ def _rescaled(U: Tensor, factor: Tensor) -> Tensor:
     if U.device.type == "cpu":  # CPUs are slow on mixed dtypes, here and when weights move
         return U.to(factor.dtype) * factor
     return torch.mul(U, factor, out=torch.empty_like(U))
-
-
-PRECONDITIONERS: Registry[SlotMember] = Registry("precondition")
-PRECONDITIONERS.register("muon2", MUON2)
-PRECONDITIONERS.register("sign", SIGN)
-PRECONDITIONERS.register("equalize", EQUALIZE)
-PRECONDITIONERS.register("soap", SOAP)
-
-NORMALIZERS: Registry[SlotMember] = Registry("normalize")
-NORMALIZERS.register("normuon", NORMUON)
-NORMALIZERS.register("adamuon", ADAMUON)
-NORMALIZERS.register("muon_plus", MUON_PLUS)
-
-PRECONDITION = Slot("precondition", PRECONDITIONERS)
-NORMALIZE = Slot("normalize", NORMALIZERS)
