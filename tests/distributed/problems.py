@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from muonsw import ALGORITHMS, MuonSW
 from tests.common.problems import cosine
 
-PEAK, STEPS = 0.05, 4
+PEAK, STEPS, CLOSE = 0.05, 4, 1e-9
 
 # Shapes that cut well and badly: uneven, with fewer rows than ranks, with one row, stacks, convolutions, fused ones.
 GROUPS = {
@@ -136,6 +136,11 @@ def worst(left, right):
             mine, here = mine.to_local(), give_sharded(mine, wanted).to_local()
         differences += [((mine - here).abs().max() / wanted.abs().max()).item()] if here.numel() else []
     return max(differences, default=0.0)
+
+
+def far(answers):
+    """The cases in which a rank differs by more than rounding in float64, of answers that name their cases."""
+    return {name: value for answer in answers for name, value in answer.items() if not value < CLOSE}
 
 
 def whole(optimizer):

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muonsw import MuonSW, ScheduleFree
 from tests.common.problems import RULE_OPTIONS
-from tests.distributed.problems import group_of, mesh_of
+from tests.distributed.problems import CLOSE, group_of, mesh_of
 
-CLOSE = 1e-9
 BEFORE, AFTER = 3, 3
 
 
@@ -117,34 +116,25 @@ def resume(folder, flatten, kind, ranks, **options):
     return distance(model, uninterrupted(**options))
 
 
-@pytest.mark.parametrize(("saved", "resumed", "flatten"), [
-    ("shards", "shards", False), ("shards", "shards", True), ("copies", "copies", True), ("copies", "plain", False),
-])  # fmt: skip
-def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, saved, resumed, flatten):
+COSINE = {"decay": "cosine", "weight_decay": 0.01, **RULE_OPTIONS["cosine"]}
+GRADIENT_NORM = {"decay": "gradient_norm", "weight_decay": 0.01}  # its average must be saved as what it is loaded into
+HYPERBALL = {"norm": "hyperball", "patterns": {"up.weight": {"split_sizes": (3, 4)}}}  # radii are cut differently
+
+
+SCHEDULE_FREE = {"decay": "constant", "schedule_free": True}
+
+
+@pytest.mark.parametrize(("saved", "resumed", "flatten", "options"), [
+    ("shards", "shards", False, {}), ("shards", "shards", True, GRADIENT_NORM), ("shards", "shards", False, HYPERBALL),
+    ("copies", "copies", True, COSINE), ("copies", "copies", False, GRADIENT_NORM),
+    ("copies", "copies", True, HYPERBALL), ("copies", "plain", False, {}),
+    ("shards", "shards", True, SCHEDULE_FREE), ("copies", "copies", False, SCHEDULE_FREE),
+], ids=str)  # fmt: skip
+def test_a_checkpoint_of_four_ranks_resumes_on_fewer(pool, tmp_path, saved, resumed, flatten, options):
     folder = str(tmp_path / "checkpoint")
-    assert set(pool.run(save, folder, flatten, saved)) == {saved == "shards"}
+    assert set(pool.run(save, folder, flatten, saved, **options)) == {saved == "shards"}
     for ranks in (4, 2, 1) if saved == resumed else (1,):
-        assert max(pool.run(resume, folder, flatten, resumed, ranks)) < CLOSE
-
-
-@pytest.mark.parametrize(("rule", "kind", "flatten"), [
-    ("gradient_norm", "shards", True), ("gradient_norm", "copies", False),
-    ("cosine", "shards", False), ("cosine", "copies", True),
-])  # fmt: skip
-def test_what_rules_know_of_the_run_is_of_one_kind_before_and_after_the_first_step(pool, tmp_path, rule, kind, flatten):
-    """A distributed checkpoint is read into what a fresh optimizer holds, tensor for tensor and number for number."""
-    folder, options = str(tmp_path / "checkpoint"), {"decay": rule, "weight_decay": 0.01, **RULE_OPTIONS.get(rule, {})}
-    pool.run(save, folder, flatten, kind, **options)
-    assert max(pool.run(resume, folder, flatten, kind, 4, **options)) < CLOSE
-
-
-@pytest.mark.parametrize(("kind", "flatten"), [("shards", False), ("copies", True)])
-def test_norms_that_weights_are_to_keep_are_saved_and_cut_anew(pool, tmp_path, kind, flatten):
-    folder = str(tmp_path / "checkpoint")
-    options = {"norm": "hyperball", "patterns": {"up.weight": {"split_sizes": (3, 4)}}}
-    pool.run(save, folder, flatten, kind, **options)
-    for ranks in (2, 1):
-        assert max(pool.run(resume, folder, flatten, kind, ranks, **options)) < CLOSE
+        assert max(pool.run(resume, folder, flatten, resumed, ranks, **options)) < CLOSE
 
 
 def from_a_single_process(**options):

@@ -11,10 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muonsw import MuonSW, clip_optimizer_grads_
-from tests.distributed.problems import PEAK, STEPS, mesh_of, parameters, worst
+from tests.distributed.problems import CLOSE, PEAK, STEPS, mesh_of, parameters, worst
 from tests.distributed.test_replicated import Model, batch, loss_of
-
-CLOSE = 1e-9
 
 
 def blocks(model):

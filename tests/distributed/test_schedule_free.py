@@ -1,4 +1,4 @@
-"""Schedule-Free over shards, and its checkpoints on other numbers of ranks."""
+"""Schedule-Free over shards; its checkpoints are in test_checkpoint."""
 
 import pytest
 import torch.distributed as dist
@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.problems import mesh_of
-from tests.distributed.test_checkpoint import AFTER, BEFORE, CLOSE, build, distance, resume, save, train, uninterrupted
+from tests.distributed.test_checkpoint import AFTER, BEFORE, CLOSE, build, distance, train, uninterrupted
+from tests.distributed.test_checkpoint import SCHEDULE_FREE as OPTIONS
 
-OPTIONS = {"decay": "constant", "schedule_free": True}
 CASES = [((2, 2), {}), ((4,), {}), ((4,), {"norm": "target"}), ((4,), {"normalize": "normuon"})]
 
 
@@ -29,15 +29,6 @@ def sharded(ranks, **options):
 @pytest.mark.parametrize(("ranks", "options"), CASES, ids=str)
 def test_shards_are_averaged_as_one_process_does(pool, ranks, options):
     assert max(pool.run(sharded, ranks, **options)) < CLOSE
-
-
-@pytest.mark.parametrize("kind", ["shards", "copies"])
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
-def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, flatten, kind):
-    folder = str(tmp_path / "checkpoint")
-    pool.run(save, folder, flatten, kind, **OPTIONS)
-    for ranks in (2, 1):
-        assert max(pool.run(resume, folder, flatten, kind, ranks, **OPTIONS)) < CLOSE
 
 
 def from_copies_to_shards():
