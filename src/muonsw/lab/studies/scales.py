@@ -10,7 +10,7 @@ from muonsw.lab import paper
 from muonsw.lab.data.loader import read_record
 from muonsw.lab.data.prepare import prepare_default
 from muonsw.lab.errors import UsageError
-from muonsw.lab.model import ModelConfig, MuP, preset
+from muonsw.lab.model import MuP, preset
 from muonsw.lab.train.config import DEFAULT_DATA, RunConfig, default_data, preset_run
 
 # Filled in once the tokens are known.
@@ -45,16 +45,17 @@ class Scale:
         return self.name == "paper"
 
 
-def relaxed(name: str, model: ModelConfig, *, phi_peak: float) -> RunConfig:
+def relaxed(name: str, width: int, *, base_width: int, phi_peak: float) -> RunConfig:
     """A short run, relaxation-matched to the paper: lambda is such that a step at the peak decays by `phi_peak`.
 
     How far the norm relaxes follows from lambda * lr * steps, which is `phi_peak * steps`: 35 for the paper's width
     256, and for 3,500 steps at 0.01.
     """
-    run = preset_run(name, NO_DATA, model=model)
+    run = preset_run(name, NO_DATA)
+    run = at_width(replace(run, model=replace(run.decoder, mup=MuP(base_width=base_width))), width)
     # The paper's choice of the peak that decay divides by; the rest is the preset's.
     optimizer = replace(run.optimizer, muon_lr="adam", peak="base")
-    weight_decay = phi_peak * model.relative_width / optimizer.lr
+    weight_decay = phi_peak * run.decoder.relative_width / optimizer.lr
     return replace(run, optimizer=replace(optimizer, weight_decay=weight_decay))
 
 
@@ -75,14 +76,10 @@ def lean(run: RunConfig) -> RunConfig:
 
 
 def at_width(run: RunConfig, width: int) -> RunConfig:
-    """The same run at another width."""
-    return replace(run, model=widened(run.decoder, width))
-
-
-def widened(model: ModelConfig, width: int) -> ModelConfig:
-    """The same model at another width; an explicit expert width grows with it."""
+    """The same run at another width; an explicit expert width grows with it."""
+    model = run.decoder
     ff = None if model.ff is None else model.ff * width // model.width
-    return replace(model, width=width, ff=ff)
+    return replace(run, model=replace(model, width=width, ff=ff))
 
 
 PAPER = Scale(
@@ -101,18 +98,17 @@ PAPER = Scale(
 
 def _mini_row(width: int) -> RunConfig:
     """The preset's run in 1,600 steps of 16 sequences at the same total decay."""
-    run = relaxed("mini", widened(_MINI.decoder, width), phi_peak=0.01)
+    run = relaxed("mini", width, base_width=128, phi_peak=0.01)
     lam = float(f"{run.optimizer.weight_decay * run.steps / 1_600:.3g}")
     return lean(replace(run, steps=1_600, batch=16, optimizer=replace(run.optimizer, weight_decay=lam)))
 
 
-_MINI = relaxed("mini", replace(preset("mini"), width=128, mup=MuP(base_width=128)), phi_peak=0.01)
 MINI = Scale(
     name="mini",
     title="6 layers, minutes to an hour on one GPU; with the text of docs/evidence.md its runs are those of that page",
     rows={width: _mini_row(width) for width in (128, 256, 512)},
     headline=256,
-    sweep=replace(lean(adamw_sweep(_MINI, 400)), batch=16),
+    sweep=replace(lean(adamw_sweep(relaxed("mini", 128, base_width=128, phi_peak=0.01), 400)), batch=16),
     widths=(128, 256, 512),
     rates=(5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(400, 1_600),
@@ -122,13 +118,13 @@ MINI = Scale(
     sampled_every=10,
 )
 
-_CPU = relaxed("demo", replace(preset("demo"), mup=MuP(base_width=64)), phi_peak=0.02)
+_CPU_ROWS = {width: relaxed("demo", width, base_width=64, phi_peak=0.02) for width in (64, 96)}
 CPU = Scale(
     name="cpu",
     title="4 layers, Python source, under half an hour on two cores",
-    rows={width: relaxed("demo", widened(_CPU.decoder, width), phi_peak=0.02) for width in (64, 96)},
+    rows=_CPU_ROWS,
     headline=64,
-    sweep=adamw_sweep(_CPU, 240),
+    sweep=adamw_sweep(_CPU_ROWS[64], 240),
     widths=(32, 64, 128),
     rates=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     horizons=(120, 240, 480),
