@@ -111,7 +111,7 @@ def arm(name, rule, **values):
 
 def pair(differences, match=(0.8, 0.8, 0.8), baseline="constant"):
     interval = t_interval(torch.tensor(differences, dtype=torch.float64))
-    return PairOutcome(baseline, "scaled", (0, 1, 2), differences, sum(differences) / len(differences), interval, match)
+    return PairOutcome(differences, sum(differences) / len(differences), interval, baseline, "scaled", (0, 1, 2), match)
 
 
 BOTH = (arm("constant", "constant"), arm("scaled", "scaled"))
@@ -311,7 +311,7 @@ def test_the_verdict_follows_the_interval():
     assert "80%" not in worse
     unsure = verdict(Outcome(BOTH, (pair((-0.10, 0.11, -0.09)),)))
     assert "No significant difference" in unsure
-    alone = PairOutcome("constant", "scaled", (0,), (0.0,), 0.0, None, (1.0,))
+    alone = PairOutcome((0.0,), 0.0, None, "constant", "scaled", (0,), (1.0,))
     assert "one seed gives no error bar" in verdict(Outcome(BOTH, (alone,)))
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,9 @@ def parse_arm(text: str, base: OptimizerConfig) -> Arm:
 
     A preset without a rule uses the rule of `base`; the name of the arm has both.
 
-    Raises:
-        UsageError: If a name or a setting is unknown, or a value does not fit.
-
     Examples:
         >>> parse_arm("soap/constant", OptimizerConfig()).optimizer.preset, parse_arm("soap", OptimizerConfig()).name
         ('soap', 'soap/scaled')
-        >>> parse_arm("constant,weight_decay=0.3", OptimizerConfig()).optimizer.weight_decay
-        0.3
     """
     first, *settings = (part.strip() for part in text.split(","))
     preset, slash, rule = first.partition("/")
@@ -155,7 +151,7 @@ def decay_factors(config: RunConfig, optimizer: OptimizerConfig) -> list[float]:
     """
     if not NORM_RULES[optimizer.norm].decays:
         return [0.0] * config.steps
-    if optimizer.decay not in DECAY_RULES or DECAY_RULES[optimizer.decay].uses_gradient:
+    if DECAY_RULES[optimizer.decay].uses_gradient:
         return [math.nan] * config.steps
     group = optimizer.lr * hidden_multiplier(config, optimizer)
     peak = group if optimizer.peak == "group" else optimizer.lr
@@ -235,11 +231,11 @@ def train_all(
 def jobs_of(comparisons: Sequence[Comparison], place: PlaceJob) -> dict[Path, Job]:
     """Collect the runs of comparisons by folder, each once, seed by seed."""
     runs = [
-        (comparison, arm, seed) for comparison in comparisons for seed in comparison.seeds for arm in comparison.arms
+        (seed, comparison, arm) for comparison in comparisons for seed in comparison.seeds for arm in comparison.arms
     ]
     jobs: dict[Path, Job] = {}
-    for run in sorted(runs, key=lambda run: run[-1]):
-        job = place(*run)
+    for seed, comparison, arm in sorted(runs, key=lambda run: run[0]):
+        job = place(comparison, arm, seed)
         jobs.setdefault(job.folder, job)
     return jobs
 
@@ -272,15 +268,15 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def pairs_by_seed(arm: Sequence[Run], baseline: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
+def pairs_by_seed(arm: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[Run, Run]]:
     """Pair the runs of two arms by the seeds that both completed."""
     others = {run.seed: run for run in completed(baseline)}
-    return {run.seed: (run, others[run.seed]) for run in completed(arm) if run.seed in others}
+    return [(run, others[run.seed]) for run in completed(arm) if run.seed in others]
 
 
 def paired(arm: Sequence[Run], baseline: Sequence[Run], measure: Measure) -> list[float]:
     """Subtract a measure of the baseline from that of the arm, seed by seed."""
-    return [measure(run) - measure(other) for run, other in pairs_by_seed(arm, baseline).values()]
+    return [measure(run) - measure(other) for run, other in pairs_by_seed(arm, baseline)]
 
 
 @dataclass(frozen=True)
@@ -302,27 +298,24 @@ class ArmOutcome:
 
 
 @dataclass(frozen=True)
-class MetricOutcome:
-    """A metric of one arm minus that of the baseline, seed by seed."""
+class Difference:
+    """A measure of one arm minus that of the baseline, seed by seed."""
 
     differences: tuple[float, ...]
-    mean: float
+    mean: float  # NaN if there are none
     interval: Interval | None  # of the mean; None with fewer than two seeds
 
 
 @dataclass(frozen=True)
-class PairOutcome:
-    """One arm against the baseline, seed by seed."""
+class PairOutcome(Difference):
+    """One arm against the baseline: the differences of the final loss, negative if the arm is better."""
 
     baseline: str
     arm: str
-    seeds: tuple[int, ...]  # that both completed, in the order of the values below
-    differences: tuple[float, ...]  # final loss of the arm minus the baseline's; negative if the arm is better
-    mean: float  # of the differences; NaN if there are none
-    interval: Interval | None  # of the mean; None with fewer than two seeds
+    seeds: tuple[int, ...]  # that both completed, in the order of the differences
     # The step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
     steps_to_match: tuple[float | None, ...]  # None if it never does
-    metrics: Mapping[str, MetricOutcome] = field(default_factory=dict)
+    metrics: Mapping[str, Difference] = field(default_factory=dict)
 
     @property
     def mean_match(self) -> float | None:
@@ -342,26 +335,28 @@ class Outcome:
 
 def compare(runs: Runs) -> Outcome:
     """Summarize the runs of several arms; the first arm is the baseline."""
-    arms, (baseline, *others) = [], runs.values()
-    for arm_runs in runs.values():
-        first, ended = arm_runs[0], completed(arm_runs)
+    baseline, *others = runs.values()
+    arms = tuple(arm_outcome(arm_runs) for arm_runs in runs.values())
+    return Outcome(arms, tuple(pair_outcome(baseline, arm) for arm in others), baseline[0].unit)
+
+
+def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
+    first, ended = runs[0], completed(runs)
+    return ArmOutcome(
+        name=first.arm,
+        rule=first.rule,
+        weight_decay=first.config.optimizer.weight_decay,
+        seeds=tuple(run.seed for run in ended),
+        final=tuple(run.final_loss for run in ended),
+        best=tuple(run.best_loss for run in ended),
         # `final_norm` covers all weights if none decay; such a norm is not comparable.
-        arm = ArmOutcome(
-            name=first.arm,
-            rule=first.rule,
-            weight_decay=first.config.optimizer.weight_decay,
-            seeds=tuple(run.seed for run in ended),
-            final=tuple(run.final_loss for run in ended),
-            best=tuple(run.best_loss for run in ended),
-            norm=tuple(run.final_norm if run.telemetry.scope("decayed").records else math.nan for run in ended),
-            norm_change=tuple(run.norm_change for run in ended),
-            total_decay=math.fsum(decay_factors(first.config, first.config.optimizer)),
-            diverged={run.seed: run.diverged for run in arm_runs if run.diverged is not None},
-            skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
-            metrics={name: tuple(run.final_metric(name) for run in ended) for name in metric_names(arm_runs)},
-        )
-        arms.append(arm)
-    return Outcome(tuple(arms), tuple(pair_outcome(baseline, arm) for arm in others), baseline[0].unit)
+        norm=tuple(run.final_norm if run.telemetry.scope("decayed").records else math.nan for run in ended),
+        norm_change=tuple(run.norm_change for run in ended),
+        total_decay=math.fsum(decay_factors(first.config, first.config.optimizer)),
+        diverged={run.seed: run.diverged for run in runs if run.diverged is not None},
+        skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
+        metrics={name: tuple(run.final_metric(name) for run in ended) for name in metric_names(runs)},
+    )
 
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
@@ -370,21 +365,19 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
 
 def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
     """Compare an arm with the baseline on the seeds that both completed."""
-    differences = tuple(paired(arm, baseline, lambda run: run.final_loss))
+
+    def difference(measure: Measure) -> Difference:
+        values = tuple(paired(arm, baseline, measure))
+        return Difference(values, mean(values), interval_of(values))
+
     both = pairs_by_seed(arm, baseline)
-    metrics = {}
-    for name in metric_names([*baseline, *arm]):
-        values = tuple(run.final_metric(name) - other.final_metric(name) for run, other in both.values())
-        metrics[name] = MetricOutcome(values, mean(values), interval_of(values))
     return PairOutcome(
+        **vars(difference(lambda run: run.final_loss)),
         baseline=baseline[0].arm,
         arm=arm[0].arm,
-        seeds=tuple(both),
-        differences=differences,
-        mean=mean(differences),
-        interval=interval_of(differences),
-        steps_to_match=tuple(steps_to_match(other, run) for run, other in both.values()),
-        metrics=metrics,
+        seeds=tuple(run.seed for run, _ in both),
+        steps_to_match=tuple(steps_to_match(other, run) for run, other in both),
+        metrics={name: difference(methodcaller("final_metric", name)) for name in metric_names([*baseline, *arm])},
     )
 
 
@@ -408,12 +401,7 @@ def steps_to_match(baseline: Run, arm: Run) -> float | None:
 
 
 def describe_divergence(steps: Mapping[int, int]) -> str:
-    """Name the step at which each run diverged.
-
-    Examples:
-        >>> describe_divergence({0: 57, 2: 60})
-        'at step 57 (seed 0) and 60 (seed 2)'
-    """
+    """Name the step at which each run diverged, such as "at step 57 (seed 0) and 60 (seed 2)"."""
     return "at step " + " and ".join(f"{step:,} (seed {seed})" for seed, step in steps.items())
 
 
@@ -467,23 +455,22 @@ def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
         *(Column(f"difference of {name}", number=True) for name in metrics),
     )
 
-    def between(interval: Interval | None) -> str:
-        return f"[{signed(interval.low)}, {signed(interval.high)}]" if interval else ""
+    def between(difference: Difference) -> str | None:
+        if difference.interval is None or not math.isfinite(difference.mean):
+            return None
+        return f"[{signed(difference.interval.low)}, {signed(difference.interval.high)}]"
+
+    def metric(difference: Difference | None) -> str | None:
+        if difference is None or not math.isfinite(difference.mean):
+            return None
+        return f"{signed(difference.mean)} {between(difference) or ''}".strip()
 
     rows = []
     for pair in pairs:
-        matches = "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f}%"
-        loss = signed(pair.mean) if pair.seeds else None
-        interval = (between(pair.interval) or None) if math.isfinite(pair.mean) else None
+        loss, matches = signed(pair.mean), "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f}%"
         by_seed = ", ".join(map(signed, pair.differences)) or None
-        measured = [pair.metrics.get(name) for name in metrics]
-        others = [
-            f"{signed(metric.mean)} {between(metric.interval)}".strip()
-            if metric and math.isfinite(metric.mean)
-            else None
-            for metric in measured
-        ]
-        rows.append((pair.arm, pair.baseline, loss, interval, by_seed, matches if pair.seeds else None, *others))
+        others = [metric(pair.metrics.get(name)) for name in metrics]
+        rows.append((pair.arm, pair.baseline, loss, between(pair), by_seed, matches if pair.seeds else None, *others))
     note = (
         "Differences are paired by seed; negative is better. Steps to match: the step at which the arm reaches the "
         "best loss of the other, over the step at which the other did. It compares the middle of one schedule with the "
@@ -653,12 +640,12 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
         same_lambda = math.isclose(arms[pair.arm].weight_decay, arms[pair.baseline].weight_decay)
         lines.append(_difference(pair, same_lambda, outcome.unit))
         for name, metric in pair.metrics.items():
+            chance = ""
+            if metric.interval is not None:
+                significant = "not significant" if 0.0 in metric.interval else "significant"
+                chance = f", {significant} ({_t_interval(metric.interval)})"
             if math.isfinite(metric.mean):
-                text = f"Difference of {name}: {signed(metric.mean)}"
-                if metric.interval is not None:
-                    chance = "not significant" if 0.0 in metric.interval else "significant"
-                    text += f", {chance} ({_t_interval(metric.interval)})"
-                lines.append(f"{text}.")
+                lines.append(f"Difference of {name}: {signed(metric.mean)}{chance}.")
     # The share of the gain that constant decay with the same total has too.
     control = next((pair for pair in outcome.pairs if pair.baseline == CONTROL and pair.seeds), None)
     gains = [pair for pair in outcome.pairs if control and pair.arm == control.arm and pair is not control]
@@ -739,23 +726,21 @@ def conduct(
     tune_lambda: bool = False,
     epochs: float = 1.0,
 ) -> Conclusion:
-    """Tune lambda if asked, train every arm with every seed, and write verdict, numbers and page.
+    """Train every arm with every seed, the first as the baseline, and write verdict, numbers and page.
 
-    Args:
-        base: What the arms share.
-        arms: The first is the baseline.
-        train: Trains unfinished runs and returns all of them.
-        folder: Where to write numbers and page.
-        seeds: Number of seeds.
-        title: Title of the page.
-        control: Whether to add constant decay with the same total decay as the first scaled arm.
-        tune_lambda: Whether to compare each arm at its best lambda, searched on another seed.
-        epochs: How many times a run sees its text.
+    With `control`, constant decay with the total decay of the first scaled arm is added; with `tune_lambda`, each arm
+    is compared at its best lambda, searched on another seed. A run sees its text `epochs` times.
     """
     refuse_folder(folder / NUMBERS)
-    start, untuned = time.perf_counter(), arms
-    tuned = tune(train, base, untuned, seed=seeds) if tune_lambda else []
-    arms = [result.arm for result in tuned] or list(untuned)
+    start = time.perf_counter()
+    tuned = tune(train, base, arms, seed=seeds) if tune_lambda else []
+    advice = None  # for the scaled arm, if the formula covers it
+    for arm in sorted(arms, key=lambda arm: arm.optimizer.decay):
+        optimizer = arm.optimizer
+        plain_muon = optimizer.algorithm == "muon" and optimizer.norm == FREE and not optimizer.preset
+        if plain_muon and optimizer.decay in RULES and not (tuned or base.task):
+            advice = advise_arm(base, arm, epochs)
+    arms = [result.arm for result in tuned] or list(arms)
     scaled = next((arm for arm in arms if control and arm.optimizer.decay == "scaled"), None)
     if scaled is not None:
         arms = [*arms, same_total(base, scaled)]
@@ -766,13 +751,6 @@ def conduct(
         # The control is the baseline of the scaled arm: they differ in when decay acts, not in how much.
         others = [pair for pair in outcome.pairs if pair.arm != CONTROL]
         outcome = replace(outcome, pairs=(*others, pair_outcome(runs[CONTROL], runs[scaled.name])))
-
-    advice = None  # for the scaled arm, if the formula covers it
-    for arm in sorted(untuned, key=lambda arm: arm.optimizer.decay):
-        optimizer = arm.optimizer
-        plain_muon = optimizer.algorithm == "muon" and optimizer.norm == FREE and not optimizer.preset
-        if plain_muon and optimizer.decay in RULES and not (tuned or base.task):
-            advice = advise_arm(base, arm, epochs)
     sentence = verdict(outcome, tuned, advice)
     tables = [arms_table(outcome), pairs_table(outcome.pairs), *([sweep_table(tuned)] if tuned else [])]
     numbers = {

@@ -34,7 +34,7 @@ from torch.utils.data import Dataset
 from muonsw.lab.data.loader import TokenBatch, TokenLoader, ValidationLoader, open_split, read_record
 from muonsw.lab.data.loader import fingerprint as token_fingerprint
 from muonsw.lab.errors import UsageError
-from muonsw.lab.model import Decoder, Losses, ModelConfig, count
+from muonsw.lab.model import Decoder, Losses, ModelConfig
 from muonsw.lab.model.layers import MoE
 from muonsw.registry import unknown
 from muonsw.text import counted
@@ -100,7 +100,6 @@ class Task(ABC):
 
     unit: ClassVar[str] = "samples"  # what `per_step` counts
     per_step: int  # units in a step
-    flops: float = 0.0  # of training on one unit; 0 if unknown
     prefetches: bool = False  # whether a background thread may draw batches
 
     @abstractmethod
@@ -159,7 +158,7 @@ class DecoderTask(Task):
 
     def __init__(self, model: ModelConfig, data: DataConfig, *, batch: int, micro: int, seed: int) -> None:
         self.config, self.path = model, data.path
-        self.per_step, self.flops = batch * model.sequence, count(model).flops_per_token
+        self.per_step = batch * model.sequence
         train, held_out = open_split(Path(data.path), TRAIN), open_split(Path(data.path), VALIDATION)
         self.loader = TokenLoader(train, model.sequence, batch, seed, data.train_windows)
         self.held_out = ValidationLoader(held_out, model.sequence, micro, data.eval_windows)

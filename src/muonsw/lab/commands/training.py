@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
-import torch
 from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
@@ -57,8 +56,6 @@ ARMS_HELP = (
     f"Decay rules: {', '.join(DECAY_RULES)}. Presets: {', '.join(PRESETS)}."
 )
 NAME = "training"
-# Dense bfloat16 TFLOP/s from the data sheets, by part of the device name.
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0, "4090": 165.0}
 
 # ---- Options
 
@@ -163,9 +160,8 @@ class RunOptions:
             for option in changed(self):
                 if option in ("--preset", "--data", "--text", "--config", "--batch"):
                     raise UsageError(f"give --task or {option}, not both: the task file sets the model and its data")
-            config, checked = self.task_options.run_config(
-                self.task, runs, **changes, **optimizer, **given(self, "steps")
-            )
+            changes |= optimizer | given(self, "steps")
+            config, checked = self.task_options.run_config(self.task, runs, **changes)
             check(config)
             introduce(console, config, checked)
             return config
@@ -223,13 +219,7 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
 
 
 def print_conclusion(
-    console: Console,
-    conclusion: Conclusion,
-    folder: Path,
-    tables: Sequence[Table],
-    *,
-    verbose: bool,
-    more: str = "",
+    console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], *, verbose: bool, more: str = ""
 ) -> None:
     """Print the verdict, these tables, and where the files are, followed by `more`."""
     say(console, "")
@@ -282,8 +272,7 @@ class Compare(RunOptions):
         console, epochs = Console(), 1.0
         # One thread per run: results then do not depend on the number of workers.
         threads = {"threads": 1} if self.cluster.device_type(self.device) == "cpu" else {}
-        begun = sorted((self.out / "runs").glob("*"))
-        base = self.run_config(console, begun, self._arms, {}, **threads)
+        base = self.run_config(console, sorted((self.out / "runs").glob("*")), self._arms, {}, **threads)
         if self.task is not None:
             subject, seen = Path(self.task).name, counted(base.batch, "sample")
         else:
@@ -450,22 +439,17 @@ def run(config: RunConfig, folder: Path) -> int:
 @contextmanager
 def watching(console: Console) -> Iterator[Watch]:
     """Show loss, speed and the time left while the block runs."""
-    steps, unit, share_of_peak = 0, "", 0.0
+    steps, unit = 0, ""
     with showing(console, {NAME: None}) as view:
 
         def started(training: Training) -> None:
-            nonlocal steps, unit, share_of_peak
-            task, device = training.task, training.device
+            nonlocal steps, unit
+            task = training.task
             steps, unit = training.config.steps, task.unit
-            if device.type == "cuda" and task.flops:
-                name = torch.cuda.get_device_name(device)
-                peak = next((value for part, value in PEAK_TFLOPS.items() if part in name), None)
-                # MFU at one token per second.
-                share_of_peak = task.flops / (training.world.size * peak * 1e12) if peak else 0.0
             parameters = sum(parameter.numel() for parameter in training.model.parameters())
             size = f"{counted(steps, 'step')} of {task.per_step:,} {unit}, {task.data(steps)}"
-            view.say(f"{parameters:,} parameters, {size}, on {device}")
-            order = ("step", "loss", "validation", "weight RMS", f"{unit}/s", "MFU")
+            view.say(f"{parameters:,} parameters, {size}, on {training.device}")
+            order = ("step", "loss", "validation", "weight RMS", f"{unit}/s")
             view.update(NAME, training.step, dict.fromkeys(order, ""), total=steps)
 
         def record(record: dict[str, Any]) -> None:
@@ -476,8 +460,6 @@ def watching(console: Console) -> Iterator[Watch]:
                 view.log(f"step {record['step']:,} of {steps:,}: validation {numbers['validation']}{more}")
             if speed := record.get(f"{unit}_per_second"):
                 numbers[f"{unit}/s"] = f"{speed:,.0f}"
-                if share_of_peak:
-                    numbers["MFU"] = f"{100 * share_of_peak * speed:.1f}%"
             view.update(NAME, record["step"] if record["kind"] == "train" else None, numbers)
 
         yield Watch(started=started, record=record, note=view.say)
