@@ -1,7 +1,8 @@
 """The command line: `muonsw COMMAND ...`.
 
-A command is a frozen dataclass whose fields are its options and whose `run` returns an exit code. Adding one is one
-entry in `COMMANDS`. Only the command that runs is imported, so `muonsw --help` needs neither torch nor tyro.
+A command is a frozen dataclass whose fields are its options and whose `run` returns an exit code, or a union of such
+classes. Adding one is one entry in `COMMANDS`. Only the command that runs is imported, so `muonsw --help` needs neither
+torch nor tyro.
 """
 
 from __future__ import annotations
@@ -84,11 +85,14 @@ def run(words: Sequence[str]) -> int:
             option = word.rstrip("=") or before
             raise UsageError(f"an argument is empty after {option}: give a value or leave it out")
     tyro = needed("tyro", "the lab needs", "lab")
-    module, kind, _ = COMMANDS[name]
+    module, kind, summary = COMMANDS[name]
     command = getattr(needed(f"muonsw.lab.{module}", "the lab needs", "lab"), kind)
+    # A class describes itself; `data` and `task` are unions of commands.
+    about = None if isinstance(command, type) else f"{summary.capitalize()}."
     # `--lr FLOAT` instead of `--lr {None}|FLOAT`, and no `--no-control` for `--control`.
     markers = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-    code: int = tyro.cli(command, prog=f"muonsw {name}", args=with_task_options(options), config=markers).run()
+    words = with_task_options(options)
+    code: int = tyro.cli(command, prog=f"muonsw {name}", description=about, args=words, config=markers).run()
     return code
 
 

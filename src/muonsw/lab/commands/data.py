@@ -94,19 +94,11 @@ class Info:
         return 0
 
 
-@dataclass(frozen=True)
-class Data:
-    """Prepare training data, verify it, or print what a folder of it holds."""
-
-    action: Annotated[
-        Annotated[Prepare, subcommand("prepare", prefix_name=False)]
-        | Annotated[Verify, subcommand("verify", prefix_name=False)]
-        | Annotated[Info, subcommand("info", prefix_name=False)],
-        arg(name=""),
-    ]
-
-    def run(self) -> int:
-        return self.action.run()
+Data = (
+    Annotated[Prepare, subcommand("prepare", prefix_name=False)]
+    | Annotated[Verify, subcommand("verify", prefix_name=False)]
+    | Annotated[Info, subcommand("info", prefix_name=False)]
+)
 
 
 @dataclass(frozen=True)

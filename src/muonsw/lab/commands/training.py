@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -32,7 +33,7 @@ from muonsw.lab.compare import (
     refuse_too_much_decay,
     train_all,
 )
-from muonsw.lab.console import Table, harmless, paragraph, print_table, say, showing
+from muonsw.lab.console import Table, clock, harmless, paragraph, print_table, say, showing
 from muonsw.lab.data.loader import SPLITS, DataRecord, read_record
 from muonsw.lab.errors import FAILED, OK, Diverged, Interrupted, UsageError, report_error
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
@@ -482,31 +483,25 @@ class Check:
     """How the task is built and evaluated."""
     steps: Annotated[int | None, unset()] = None
     """Steps. Default: the task's."""
-    seeds: int = 3
-    """Seeds of the comparison."""
     device: str = "auto"
     """cpu, cuda or auto."""
 
     def run(self) -> int:
-        require_at_least_one(self, "seeds")
         console = Console()
         config, checked = self.task_options.run_config(self.file, **given(self, "device", "steps"))
         config = replace(config, threads=1 if resolve_device(self.device).type == "cpu" else 0)
         introduce(console, config, checked)
         # Time the first seconds of a real run, which is then deleted.
         fewest_steps, enough_seconds = 3, 5.0
-        times: list[float] = []
-        evaluations: list[float] = []
+        times: dict[str, list[float]] = defaultdict(list)  # by kind of record
+        trained, evaluated = times["train"], times["eval"]
 
         def started(_training: Training) -> None:
-            evaluations.append(time.perf_counter())
+            evaluated.append(time.perf_counter())
 
         def record(record: Record) -> None:
-            if record["kind"] == "eval":
-                evaluations.append(time.perf_counter())
-            elif record["kind"] == "train":
-                times.append(time.perf_counter())
-            if len(times) > fewest_steps and times[-1] - times[0] > enough_seconds:
+            times[record["kind"]].append(time.perf_counter())
+            if len(trained) > fewest_steps and trained[-1] - trained[0] > enough_seconds:
                 raise EnoughError
 
         steps = max(config.steps, fewest_steps)
@@ -519,29 +514,13 @@ class Check:
             return FAILED
         except Interrupted as error:
             raise Interrupted("stopped; nothing was saved", error.signal) from error
-        step, evaluation = (times[-1] - times[0]) / max(1, len(times) - 1), evaluations[1] - evaluations[0]
+        step, evaluation = (trained[-1] - trained[0]) / max(1, len(trained) - 1), evaluated[1] - evaluated[0]
         seconds = config.steps * step + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
-        workers = runs_at_once(self.device)
-        compared, searched = (
-            in_words(math.ceil(runs / workers) * seconds)
-            for runs in (len(RULES) * self.seeds, len(RULES) * len(FACTORS))
-        )
-        runs = f"{counted(config.steps, 'step')}, {len(RULES)} arms, {counted(self.seeds, 'seed')}"
-        parts = f"{1e3 * step:,.1f} ms a step, {1e3 * evaluation:,.0f} ms an evaluation, {workers} runs at a time"
-        paragraph(console, f"{runs}: about {compared} here ({parts}); --tune-lambda adds {searched} or more")
+        workers, runs = runs_at_once(self.device), len(RULES) * Compare.seeds
+        duration = clock(math.ceil(runs / workers) * seconds)
+        parts = f"{1e3 * step:,.1f} ms per step, {1e3 * evaluation:,.0f} ms per evaluation, {workers} runs at a time"
+        paragraph(console, f"a comparison of {runs} runs takes about {duration} here ({parts})")
         return 0
-
-
-def in_words(seconds: float) -> str:
-    """Round a duration for people.
-
-    Examples:
-        >>> in_words(0.2), in_words(4.2), in_words(400), in_words(9000)
-        ('1 second', '4 seconds', '7 minutes', '2.5 hours')
-    """
-    if seconds < 90:
-        return counted(max(1, round(seconds)), "second")
-    return f"{round(seconds / 60)} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 @dataclass(frozen=True)
@@ -564,14 +543,6 @@ class New:
         return 0
 
 
-@dataclass(frozen=True)
-class TaskCommand:
-    """Check your own task, or write a file to start from."""
-
-    action: Annotated[
-        Annotated[Check, subcommand("check", prefix_name=False)] | Annotated[New, subcommand("new", prefix_name=False)],
-        arg(name=""),
-    ]
-
-    def run(self) -> int:
-        return self.action.run()
+TaskCommand = (
+    Annotated[Check, subcommand("check", prefix_name=False)] | Annotated[New, subcommand("new", prefix_name=False)]
+)
