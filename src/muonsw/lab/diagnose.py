@@ -31,7 +31,7 @@ from muonsw.lab.files import plain, prepare_folder, write_json
 from muonsw.lab.options import unset
 from muonsw.lab.runs import SCOPES, Run, load_runs, tabulate, unique_names
 from muonsw.lab.theory.experiment import HypothesisError
-from muonsw.lab.theory.norm import NormHistory, Tracking, steady_state_norm_with_memory, target_norms, track
+from muonsw.lab.theory.norm import NormHistory, Tracking, target_norms, track
 from muonsw.telemetry.record import Record
 from muonsw.text import counted
 
@@ -164,16 +164,6 @@ class History:
     def total_decay(self) -> float:
         """The sum of phi so far, or NaN."""
         return float(self.relaxations[-1]) / 2.0 if len(self.steps) else math.nan
-
-    def held_norm(self) -> float:
-        """The norm that scaled decay would hold at this lambda and peak, or NaN."""
-        r, s, lr, phi, a = map(self.column, ("weight_rms", "update_rms", "lr", "decay", "alignment_update"))
-        peak, lam, update = self.highest("lr"), self.typical(ratio(phi, lr)), self.typical(ratio(s, lr))
-        # An update adds `memory` times its square to the squared norm, under any decay.
-        memory = self.typical(1.0 - ratio(2.0 * a * r, s))
-        if not (lam > 0 and peak > 0 and memory >= 0 and update > 0):
-            return math.nan
-        return steady_state_norm_with_memory(s=update * peak, phi=lam * peak, memory=memory)
 
 
 def ratio(numerator: Array, denominator: Array) -> Array:
@@ -310,17 +300,15 @@ def collapsing(history: History) -> Answer:
     if history.run.rule not in LINEAR or len(halved) < 2 or not len(forgotten) or forgotten[0] > halved[0]:
         return None
     top, end = int(forgotten[r[forgotten].argmax()]), history.last("weight_rms")
-    lost, held = 1.0 - end / float(r[top]), history.held_norm()
+    lost = 1.0 - end / float(r[top])
     if lost < COLLAPSE or 1.0 - end / float(r[halved[0]]) < LATE_LOSS:
         return None
-    hope = f" Scaled decay would hold it at about {norm_text(held)}." if held > end else ""
     text = (
         f"{history.run.rule.capitalize()} decay collapses {words(history)}: since step {history.steps[top]:,} they "
         f"lost {percent(lost)} of their norm ({norm_text(float(r[top]))} to {norm_text(end)}), and the learning rate "
-        f'is at {percent(history.lr_left)} of its peak.{hope} Try decay="scaled", or a smaller lambda.'
+        f'is at {percent(history.lr_left)} of its peak. Try decay="scaled", or a smaller lambda.'
     )
-    numbers = {"lost": lost, "peak_norm": float(r[top]), "peak_step": int(history.steps[top]), "held_norm": held}
-    return WARNING, text, numbers
+    return WARNING, text, {"lost": lost, "peak_norm": float(r[top]), "peak_step": int(history.steps[top])}
 
 
 def decay_idle(history: History) -> Answer:

@@ -103,21 +103,6 @@ def _sqrt(x: Number) -> Number:
     return math.sqrt(x)
 
 
-def steady_state_norm_with_memory(*, s: float, phi: float, memory: float) -> float:
-    """The steady state if the alignment follows the norm, `a = -(memory - 1) s/(2 r)`: `s sqrt(memory/(2 phi))`.
-
-    An update adds `memory = 1 - 2 a r/s` times its square to the squared norm: 1 for updates that are independent of
-    the weight, `(1 + beta)/(1 - beta)` for independent gradients averaged with coefficient beta. Unlike a, the memory
-    does not depend on the norm, so this predicts the norm under another decay.
-
-    Hypotheses: s >= 0, phi > 0, memory >= 0.
-    """
-    require_at_least("s", s, 0)
-    require_positive("phi", phi)
-    require_at_least("memory", memory, 0)
-    return float(s * (memory / (2.0 * phi)) ** 0.5)
-
-
 @dataclass(frozen=True, eq=False)
 class NormHistory:
     """Samples of the norm, ordered by step."""
