@@ -17,7 +17,7 @@ from muonsw import peak
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import is_code, refuse_shards
 from muonsw.decay import LAMBDA_KEYS, decays, needs_peak, require_length, user_weight_decay
-from muonsw.options import BOOKKEEPING, CHECKS, prune, validate_option
+from muonsw.options import BOOKKEEPING, CHECKS, REMOVED, prune, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.precision import SCALE
 from muonsw.routing.facts import WRAPPER_WORDS
@@ -137,7 +137,8 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
         for former, key in _RENAMED.items():
             if former in old and group.get(key) is None:
                 group[key] = old[former]
-        group = {key: validate_option(key, value) if key in CHECKS else value for key, value in group.items()}
+        known = CHECKS.keys() | REMOVED.keys()
+        group = {key: validate_option(key, value) if key in known else value for key, value in group.items()}
         options = {key: value for key, value in here.items() if key not in ("params", "param_names")}
         fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
         names = {"param_names": here["param_names"]} if "param_names" in here else {}

@@ -256,6 +256,12 @@ CHECKS: dict[str, Check] = {
     "replay": _or_none(_flag),
 }
 
+# Options of earlier versions that saved groups may hold, and what to do instead.
+REMOVED = dict.fromkeys(
+    ("aurora_iterations", "aurora_beta", "aurora_polar"),
+    "register functools.partial(muonsw.orthogonalize.aurora, ...) and name it in orthogonalizer=",
+)
+
 # Names from other libraries: our name for the option, or what to do instead.
 _INSTEAD = {
     "wd": "weight_decay",
@@ -270,6 +276,7 @@ _INSTEAD = {
     "adjust_lr_fn": "it is called scale here, with the same values, except that spectral_unclamped is spectral",
     "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
+    **REMOVED,
 }
 
 
@@ -324,12 +331,14 @@ def require_model(model: Any, caller: str) -> None:
 
 
 def refuse_parameter(name: str, param: Tensor) -> None:
-    """Refuse what no algorithm can optimize: integer, complex, 8-bit and flattened parameters."""
+    """Refuse what no algorithm can optimize: integer, complex, 8-bit, flattened and expanded parameters."""
     if param.dtype not in DTYPES.values():
         raise ValueError(
             f"{name} has dtype {param.dtype}; weights must be one of {', '.join(DTYPES)}. Optimize a copy of quantized "
             f"weights in bfloat16 or float32"
         )
+    if any(size > 1 and not stride for size, stride in zip(param.shape, param.stride(), strict=True)):
+        raise ValueError(f"{name} is expanded, so elements share memory; optimize the tensor that was expanded")
     if getattr(param, "_is_flat_param", False):
         raise ValueError(
             f"{name} is a flattened parameter of FullyShardedDataParallel, which hides its matrices; "

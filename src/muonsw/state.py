@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonsw.addons.norm_rules import RADIUS
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import block_length, decode, encode, is_code, refuse_shards, rounds_state
 from muonsw.distributed.shards import (
@@ -45,6 +44,8 @@ class StateLayout(NamedTuple):
     extra_axis: int | None = None  # the first axis that the parameter lacks; None if laid out like the parameter
     on_host: bool = False  # in pinned host memory
 
+
+RADIUS = "radius"  # the target norm of a norm rule, the same on every rank
 
 COUNTER_LAYOUT = StateLayout("step", torch.Size(()), torch.float32, 0)
 

@@ -37,13 +37,13 @@ from muonsw.matrices import STACK, WHOLE, MatrixCell, MatrixView, Region, box
 from muonsw.nonfinite import Flag
 from muonsw.precision import LOW_PRECISION
 from muonsw.registry import Registry
+from muonsw.state import RADIUS
 from muonsw.work import Group, names_of
 
 if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
 
 FREE = "free"
-RADIUS = "radius"  # the key of R in a parameter's state
 
 Number = float | Tensor
 
@@ -216,9 +216,7 @@ class _NormHooks:
             for part, index in matrices.here(param):
                 W, here = part.of(old), part.of(weight)
                 keep, move = (x[index].view(*x[index].shape, *[1] * (W.dim() - len(matrices.stack))) for x in (a, b))
-                U = (
-                    (1 - phi) * W - here
-                ) / eta  # recomputed, because storing it would take as much memory as the weights
+                U = ((1 - phi) * W - here) / eta  # again, because all U together are as large as the weights
                 moved_to = keep * W - move * U
                 here.copy_(torch.where(skipped.ok, moved_to, here) if isinstance(skipped, Flag) else moved_to)
 
