@@ -148,27 +148,27 @@ def restored(state: dict[str, Any], group: Group, param: Tensor) -> dict[str, An
             copies[key] = torch.as_tensor(value, dtype=torch.float32, device=device).clone()
         elif not isinstance(value, Tensor):
             copies[key] = value
-        elif key == RADIUS:  # the same on every rank
+        elif key == RADIUS or (layout is None and not value.dim()):  # the same on every rank
             copies[key] = whole(value).to(device, copy=True)
-        elif layout is not None or not value.dim() or value.shape == param.shape:
-            copies[key] = _placed(value, layout, param)
+        elif layout is not None or value.shape == param.shape:
+            copies[key] = _placed(value, layout or StateLayout(key, param.shape, value.dtype), param)
     return copies
 
 
-def _placed(value: Tensor, layout: StateLayout | None, param: Tensor) -> Tensor:
+def _placed(value: Tensor, layout: StateLayout, param: Tensor) -> Tensor:
     """Copy a saved tensor as its layout says: over ranks, on its device, with the parameter's strides."""
-    if is_dtensor(param) and (layout is not None or value.shape == param.shape):
-        extra_axis = None if layout is None else layout.extra_axis
-        places = param.placements if extra_axis is None else state_placements(param, extra_axis)
+    if is_dtensor(param):
+        axis = layout.extra_axis
+        places = param.placements if axis is None else state_placements(param, axis)
         value = put_state(param, value, places)
     else:
         value = whole(value)
-    dtype = value.dtype if layout is None else layout.dtype
-    device = torch.device("cpu") if layout is not None and layout.on_host else param.device
+    device = torch.device("cpu") if layout.on_host else param.device
     if is_code(value):
-        copy = value.to(device, dtype, copy=True).contiguous()
+        copy = value.to(device, layout.dtype, copy=True).contiguous()
     elif value.shape != param.shape or value.stride() == param.stride():
-        copy = value.to(device, dtype, copy=True)
+        copy = value.to(device, layout.dtype, copy=True)
     else:
-        copy = torch.empty_like(param, dtype=dtype, device=device, memory_format=torch.preserve_format).copy_(value)
-    return copy.pin_memory() if layout is not None and layout.on_host else copy
+        copy = torch.empty_like(param, dtype=layout.dtype, device=device, memory_format=torch.preserve_format)
+        copy.copy_(value)
+    return copy.pin_memory() if layout.on_host else copy
