@@ -25,7 +25,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonsw import peak
@@ -107,11 +106,6 @@ def check_rates(group: Group, number: int, counters: Counters) -> str | None:
 
     Rate and lambda become floats: numpy scalars would compute in their precision, and tensors are read only once.
     """
-    if any(param.is_cuda and torch.cuda.is_current_stream_capturing() for param in group["params"][:1]):
-        raise RuntimeError(
-            f"a CUDA graph would freeze the learning rate of {label_of(group, number)}; capture forward and backward, "
-            f"and step outside the graph: small steps replay as graphs automatically"
-        )
     # schedules that end at zero may overshoot by a rounding error
     for key, low in (("lr", -peak.PEAK_TOLERANCE * (group["constructor_lr"] or 0.0)), ("weight_decay", 0.0)):
         try:

@@ -92,6 +92,11 @@ def make_plan(
 
     Parameters in `absent` have a gradient on other ranks only; here it counts as zero.
     """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            "a CUDA graph would freeze the learning rate of this step; capture forward and backward, and step outside "
+            "the graph: small steps replay as graphs automatically"
+        )
     groups = [dict(group) for group in optimizer.param_groups]
     counters = optimizer._counters
     for group in groups:
