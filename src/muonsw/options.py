@@ -262,11 +262,9 @@ REMOVED = dict.fromkeys(
     "register functools.partial(muonsw.orthogonalize.aurora, ...) and name it in orthogonalizer=",
 )
 
-# Names from other libraries: our name for the option, or what to do instead.
+# Other libraries' names for our options, and what to do instead of their other options.
+_SYNONYMS = {"wd": "weight_decay", "learning_rate": "lr", "epsilon": "eps"}
 _INSTEAD = {
-    "wd": "weight_decay",
-    "learning_rate": "lr",
-    "epsilon": "eps",
     "preset": "pass it to for_model, which routes a whole model",
     "differentiable": "steps are not differentiable",
     "capturable": "capture only forward and backward; small steps replay as CUDA graphs automatically",
@@ -288,22 +286,20 @@ def validate_option(key: str, value: Any) -> Any:
     """
     if key in CHECKS:
         return _checked(key, value, CHECKS[key])
-    instead = _INSTEAD.get(key, "")
-    if instead in CHECKS:
+    if key in _INSTEAD:
+        if value:
+            raise ValueError(f"{key!r} is not an option: {_INSTEAD[key]}")
+        return value
+    close = [] if _owners(key) else difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
+    if key in _SYNONYMS or (close and abs(len(close[0]) - len(key)) <= 2):  # a much longer name is no typo
         raise ValueError(unknown_option(key, CHECKS))
-    if instead and value:
-        raise ValueError(f"{key!r} is not an option: {instead}")
-    if key not in _INSTEAD and not _owners(key):
-        close = difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
-        if close and abs(len(close[0]) - len(key)) <= 2:  # a much longer name is no typo
-            raise ValueError(unknown_option(key, CHECKS))
     return value
 
 
 def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
     """The message for an unknown option: the closest one, or else all of them."""
     options = sorted(known)
-    close = [_INSTEAD[key]] if _INSTEAD.get(key) in CHECKS else difflib.get_close_matches(key, options, n=1)
+    close = [_SYNONYMS[key]] if key in _SYNONYMS else difflib.get_close_matches(key, options, n=1)
     return f"unknown {kind} {key!r} (did you mean {close[0]!r}?)" if close else unknown(kind, key, options)
 
 
