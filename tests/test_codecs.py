@@ -13,7 +13,7 @@ from muonsw.codecs import block_length, decode, encode
 from muonsw.precision import Noise
 from muonsw.state import state_bytes
 from tests.common.cuda import OnAGPU
-from tests.common.problems import assert_same
+from tests.common.problems import assert_same, flag_on_device
 
 KINDS = {
     "muon": (MuonSW, {"ns_dtype": "float32"}),
@@ -137,15 +137,11 @@ def test_it_follows_float32_and_takes_a_quarter_of_its_memory(name):
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_a_skipped_step_leaves_codes_as_they_are(name, dtype, monkeypatch):
-    """With the flag that only a device sets, here on the CPU."""
-    from muonsw import nonfinite, step
-
     params, optimizer = problem(name, state_dtype=dtype)
     steps(params, optimizer, 2)
     before = copy.deepcopy(optimizer.state_dict()["state"])
     params[0].grad = torch.full_like(params[0], torch.nan)
-    flag = nonfinite.Flag(torch.tensor(1.0))
-    monkeypatch.setattr(step, "finite_flag", lambda *_: flag)
+    monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     optimizer.step()
     for param, state in zip(params, before.values(), strict=True):
         assert_same(optimizer.state[param], state)

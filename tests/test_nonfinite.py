@@ -7,17 +7,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonsw import AdamWSW, nonfinite
-from muonsw.nonfinite import Flag
-from tests.common.problems import OPTIMIZERS, assert_same, clones, matrices, run, set_gradients
+from tests.common.problems import (
+    OPTIMIZERS,
+    assert_same,
+    clones,
+    flag_on_device,
+    matrices,
+    run,
+    set_gradients,
+    step_with_nan,
+)
 
 BAD = [float("nan"), float("inf"), float("-inf")]
-
-
-def on_the_device(monkeypatch, bad=0.0):
-    """Let only the device know whether gradients are finite, as on an accelerator."""
-    flag = torch.tensor(bad)
-    monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(flag.clone()))
-    return flag
 
 
 def check_by_amp(grads):
@@ -82,7 +83,7 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("algorithm", ["adamw", "sgd", "lion"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_under_the_flag_reads_no_value_on_the_host(algorithm, dtype, monkeypatch):
-    on_the_device(monkeypatch)
+    monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     params = matrices((6, 4), (4, 4), dtype=dtype)
     options = {"momentum": 0.9} if algorithm == "sgd" else {}
     optimizer = OPTIMIZERS[algorithm](params, lr=0.05, weight_decay=0.3, **options)
@@ -97,16 +98,14 @@ def test_a_step_under_the_flag_reads_no_value_on_the_host(algorithm, dtype, monk
 
 
 def test_adamw_under_the_flag_is_torchs_fused_step_bit_for_bit(monkeypatch):
-    flag = on_the_device(monkeypatch)
+    monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     ours = matrices((8, 8), (5,), (2, 3, 4))
     theirs = clones(ours)
     optimizer = AdamWSW(ours, lr=0.05, weight_decay=0.1, decay="constant", betas=(0.9, 0.99))
     torchs = torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1, betas=(0.9, 0.99), fused=True)
     for step in range(10):
         if step == 5:  # a step that is skipped leaves no trace
-            flag.fill_(1)
-            run(optimizer, ours, 1, start=99)
-            flag.zero_()
+            step_with_nan(optimizer, ours, 99)
         run(optimizer, ours, 1, start=step)
         run(torchs, theirs, 1, start=step)
     assert_same(ours, theirs)

@@ -134,10 +134,9 @@ def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update
     """Update parameters on decoded state, in pieces of about `chunk_bytes`; equal shapes stay together."""
     if not items:
         return
-    order = {shape: number for number, shape in enumerate(dict.fromkeys(item.param.shape for item in items))}
     pieces: list[list[Item]] = []
     room = 0
-    for item in sorted(items, key=lambda item: order[item.param.shape]):
+    for item in sorted(items, key=lambda item: item.param.shape):
         if not pieces or item.param.nbytes > room:
             pieces.append([])
             room = ctx.chunk_bytes
