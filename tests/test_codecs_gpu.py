@@ -41,12 +41,12 @@ def steps(params, optimizer, count, first=0):
         optimizer.step()
 
 
-def assert_same_states(one, params, other, others):
-    for left, right in ((one.state_dict()["state"], other.state_dict()["state"]),):
-        for key, state in left.items():
-            assert state.keys() == right[key].keys()
-            for name, value in state.items():
-                assert torch.equal(value.cuda(), right[key][name].cuda()), name
+def assert_same_states(optimizer, params, other, others):
+    states, others_states = optimizer.state_dict()["state"], other.state_dict()["state"]
+    for key, state in states.items():
+        assert state.keys() == others_states[key].keys()
+        for name, value in state.items():
+            assert torch.equal(value.cuda(), others_states[key][name].cuda()), name
     assert all(map(torch.equal, params, others))
 
 

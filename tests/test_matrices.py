@@ -1,4 +1,4 @@
-"""Every shape that a model may hold, seen as matrices: each view equals what it stands for."""
+"""Parameters seen as matrices: every view moves as its matrices would."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from muonsw import MuonSW
 from muonsw.matrices import SHAPE_SCALES, MatrixView, matrix_chunks
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from muonsw.work import Item
-from tests.common.problems import assert_same, matrices, run, set_gradients
+from tests.common.problems import matrices, run, set_gradients
 
 PEAK, LAM = 0.05, 0.3
 
@@ -54,17 +54,26 @@ def test_a_view_moves_like_its_matrices(shape, options, pieces_of, scale):
 FLOAT32 = {"lr": PEAK, "weight_decay": LAM, "ns_dtype": "float32"}
 
 
-def stepped(params, steps=5, **options):
-    run(MuonSW(params, **FLOAT32, **options), params, steps)
-    return [p.detach() for p in params]
-
-
-def test_a_channels_last_convolution_is_the_same():
-    (conv,) = matrices((6, 2, 3, 3))
-    last = nn.Parameter(conv.detach().clone(memory_format=torch.channels_last))
-    expected = stepped([conv], matrix="flatten")
-    assert_same(stepped([last], matrix="flatten"), expected)
-    assert last.is_contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize(
+    ("shape", "options", "restride"),
+    [
+        ((6, 2, 3, 3), {"matrix": "flatten"}, lambda t: t.clone(memory_format=torch.channels_last)),
+        ((6, 4), {}, lambda t: t.t().contiguous().t()),
+    ],
+    ids=["channels_last", "transposed"],
+)
+def test_strides_do_not_matter(shape, options, restride):
+    (plain,) = matrices(shape)
+    strided = nn.Parameter(restride(plain.detach()))
+    before = strided.stride()
+    optimizers = [MuonSW([param], **FLOAT32, **options) for param in (plain, strided)]
+    for step in range(5):
+        set_gradients([plain], step)
+        strided.grad = restride(plain.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(strided.detach(), plain.detach())
+    assert strided.stride() == before != plain.stride()
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1), (40, 3), (3, 40)])
@@ -90,19 +99,6 @@ def test_zero_size_parameters_are_harmless(shape):
     assert not torch.equal(full, before)
 
 
-def test_non_contiguous_parameters_and_gradients():
-    (plain,) = matrices((6, 4))
-    strided = nn.Parameter(plain.detach().t().contiguous().t())
-    assert not strided.is_contiguous()
-    a, b = MuonSW([plain], **FLOAT32), MuonSW([strided], **FLOAT32)
-    for step in range(5):
-        set_gradients([plain], step)
-        strided.grad = plain.grad.t().contiguous().t()
-        a.step()
-        b.step()
-    torch.testing.assert_close(strided.detach(), plain.detach())
-
-
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 700, 10**9])
 def test_chunks_hold_every_matrix_once_and_as_many_as_fit(chunk_bytes):
     shapes = [(4, 6), (3, 5, 4), (4, 6), (7, 5, 4), (4, 6)]
@@ -119,7 +115,6 @@ def test_chunks_hold_every_matrix_once_and_as_many_as_fit(chunk_bytes):
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd", "lion"])
 def test_chunks_of_any_size_give_the_same(algorithm):
-    """What is computed together is a matter of memory alone."""
     shapes = [(4, 6), (3, 5, 4), (4, 6), (50, 2), (7, 5, 4)]
 
     def result(chunk_bytes):
