@@ -46,11 +46,9 @@ def test_a_users_norm_rule_is_used():
     assert torch.allclose(stepped(norm="halve"), torch.full((4, 4), 0.5))
 
 
-def test_replacing_a_registered_name_needs_replace():
+def test_a_registered_name_is_not_overwritten():
     table = Registry("thing")
     table.register("a", 1)
-    with pytest.raises(ValueError, match="thing 'a' is already registered; pass replace=True"):
+    with pytest.raises(ValueError, match="thing 'a' is already registered"):
         table.register("a", 2)
-    assert table["a"] == 1
-    table.register("a", 2, replace=True)
-    assert dict(table) == {"a": 2}
+    assert dict(table) == {"a": 1}

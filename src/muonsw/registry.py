@@ -27,10 +27,10 @@ class Registry(dict[str, T]):
         super().__init__()
         self.kind = kind
 
-    def register(self, name: str, entry: T, *, replace: bool = False) -> None:
-        """Add `entry` under `name`; overwriting needs `replace=True`."""
-        if name in self and not replace:
-            raise ValueError(f"{self.kind} {name!r} is already registered; pass replace=True to replace it")
+    def register(self, name: str, entry: T) -> None:
+        """Add `entry` under a new name."""
+        if name in self:
+            raise ValueError(f"{self.kind} {name!r} is already registered; to replace it, assign to [{name!r}]")
         self[name] = entry
 
     def __missing__(self, name: str) -> NoReturn:
