@@ -155,11 +155,11 @@ class Counters:
 
     def skip_on_host(self, items: Sequence[Item]) -> None:
         self._skipped_on_host += 1
-        self.warn_of_skips(self._skipped_on_host, items)
+        self.warn_of_skips(items)
 
-    def warn_of_skips(self, skipped: int | None = None, items: Sequence[Item] = ()) -> None:
-        """Warn at the first skipped step, then at powers of ten; counting waits for the device."""
-        skipped, before = self.skipped_steps if skipped is None else skipped, self._skips_warned_of
+    def warn_of_skips(self, items: Sequence[Item] = ()) -> None:
+        """Warn at the first skipped step, then at powers of ten; waits for the device."""
+        skipped, before = self.skipped_steps, self._skips_warned_of
         if skipped <= before or (before and skipped < 10 * 10 ** int(math.log10(before))):
             return
         self._skips_warned_of = skipped
