@@ -1,7 +1,7 @@
 """Every member of the family in float64, one matrix at a time.
 
 `recorded.json` holds the steps of the authors' own code, run in float64 even where it casts to something narrower. Each
-entry names the repository, commit and file.
+entry names the repository, commit and file; options have MuonSW's names.
 """
 
 import json

@@ -87,26 +87,13 @@ def test_dion2(number):
         torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], wide(momentum), rtol=1e-14, atol=0)
 
 
-def runs_with_factors():
-    """Each recorded run: algorithm, shape, learning rate, options, and the weights after each step without decay."""
-    renamed = {"frequency": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
-    for name in ("soap", "shampoo", "kl_shampoo", "asgo"):
-        data = recorded(name)
-        for run in data["runs"]:
-            options = {renamed.get(key, key): value for key, value in run.items()}
-            weights = options.pop("weights", None) or options.pop("float64")
-            if "beta2" in options:
-                options["betas"] = (options.pop("momentum", 0.9), options.pop("beta2"))
-            if options.get("betas", (0, 0))[1] == 1:
-                options |= {"betas": (options["betas"][0], 0.5), "shampoo_beta": 1.0}
-            options.pop("float16", None)
-            lr = options.pop("lr", data.get("lr"))
-            yield pytest.param(name, options.pop("shape"), lr, options, weights, id=f"{name}-{len(weights[0])}")
+RUNS = [(name, run) for name in ("soap", "shampoo", "kl_shampoo", "asgo") for run in recorded(name)["runs"]]
 
 
-@pytest.mark.parametrize(("name", "shape", "lr", "options", "weights"), list(runs_with_factors()))
-def test_algorithms_with_factors(name, shape, lr, options, weights):
+@pytest.mark.parametrize(("name", "run"), RUNS)
+def test_algorithms_with_factors(name, run):
     """Decay is added to the recorded steps: the same fraction at every step, including the first."""
+    shape, lr, options, weights = run["shape"], run["lr"], run["options"], run["weights"]
     param, decayed = nn.Parameter(start(shape)), nn.Parameter(start(shape))
     optimizer, other = (
         MuonSW([{"params": [weight], "algorithm": name, **options}], lr=lr, weight_decay=lam, decay="constant")
@@ -127,8 +114,8 @@ def test_algorithms_with_factors(name, shape, lr, options, weights):
 def test_kl_shampoo_with_roots_in_float16(number):
     """The bound: two roots take ten steps of three products, each of which rounds its operands to eleven bits."""
     run = recorded("kl_shampoo")["runs"][number]
-    (m, n), expected, weight = run["shape"], torch.tensor(run["float16"]), start(run["shape"]).float()
-    group, moved, actual = {"betas": run["betas"], "eps": run["eps"], "ns_dtype": "float16"}, expected - weight, []
+    (m, n), expected, weight = run["shape"], torch.tensor(run["float16_weights"]), start(run["shape"]).float()
+    group, moved, actual = {**run["options"], "ns_dtype": "float16"}, expected - weight, []
     shapes = {"exp_avg": (m, n), "factors_left": (m, m + 1), "factors_right": (n, n + 1)}
     state = {key: torch.zeros(1, *shape) for key, shape in shapes.items()}
     for step in range(len(expected)):

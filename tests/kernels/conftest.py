@@ -16,7 +16,7 @@ def device():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles that small matrices fill several of, and kernels from the smallest sizes on."""
+    """Tiles smaller than the tests' matrices, and kernels for matrices of 16 rows and more."""
     from muonsw.kernels import symmetric
     from muonsw.orthogonalize import iterations
 

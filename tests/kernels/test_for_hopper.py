@@ -38,7 +38,7 @@ ELEMENTS = (
 )
 
 
-def test_every_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path):
+def test_every_kernel_compiles_without_a_gpu(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.kernels.test_for_hopper"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -46,7 +46,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path):
 
 
 class NoGPU:
-    """What Triton asks a driver before it compiles."""
+    """The driver methods that Triton calls before it compiles."""
 
     def get_current_device(self):
         return 0
@@ -59,7 +59,7 @@ class NoGPU:
 
 
 def steps(dtype, on_device):
-    """One step of everything that has kernels, with rates on the device as replay passes them; nothing is computed."""
+    """Take a step with every option that has kernels; `on_device` passes rates as replay does. Nothing is computed."""
     make_plan = step.make_plan
 
     def with_scalars(*args):
@@ -77,7 +77,7 @@ def steps(dtype, on_device):
 
 
 def others():
-    """What no step of one process on a CPU launches, and the kernels of the lab's model."""
+    """Launch what no step of a single process launches on a CPU, and the kernels of the lab's model."""
     x, scale, noise = torch.randn(64, 256), torch.ones(64, 1), Noise(torch.zeros(()), 5, 0)
     finite.find_bad([x], torch.zeros(()))
     group = {"momentum_form": "ema", "momentum": 0.9, "nesterov": True, "maximize": False, "precondition": None}
@@ -85,8 +85,8 @@ def others():
     for dtype, levels in ((torch.int8, 127), (torch.uint8, 255)):
         codes = torch.zeros(64, 256, dtype=dtype)
         stored.decode(codes, scale, levels)
-        for some, ok in ((None, None), (noise, torch.ones((), dtype=torch.bool))):
-            stored.encode(x, codes, scale, levels, some, ok)
+        for rounding, ok in ((None, None), (noise, torch.ones((), dtype=torch.bool))):
+            stored.encode(x, codes, scale, levels, rounding, ok)
     stored.round_bfloat16(x, x.bfloat16(), noise, None)
     for dtype in (torch.float32, torch.bfloat16):
         logits, fused = x.to(dtype), torch.randn(64, 128).to(dtype)
@@ -110,10 +110,10 @@ def main():
     for dtype, on_device in ((torch.float32, False), (torch.bfloat16, True), (torch.float16, False)):
         steps(dtype, on_device)
     others()
-    known = {one for module in MODULES for one in vars(module).values() if isinstance(one, JITFunction)}
-    called = {one for one in known if any(f"{one.fn.__name__}(" in other.src for other in known - {one})}
-    left_out = sorted(one.fn.__name__ for one in known - called - launched)
-    assert not left_out, f"no launch of {left_out} is here"
+    every = {value for module in MODULES for value in vars(module).values() if isinstance(value, JITFunction)}
+    helpers = {kernel for kernel in every if any(f"{kernel.fn.__name__}(" in other.src for other in every - {kernel})}
+    missing = sorted(kernel.fn.__name__ for kernel in every - helpers - launched)
+    assert not missing, f"add a launch of {missing}"
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from muonsw.work import Item
 
 NAMES = ("sign", "muon2", "equalize")
 GROUP = {"momentum_form": "ema", "momentum": 0.95, "nesterov": True, "maximize": False, "precondition": None}
-# Of matrices, each with its momentum: huge, tiny and no scale at all.
+# Scales of matrices and their momenta: also tiny, zero and huge.
 SCALES = [1.0, 1e-25, 0.0, 1e30]
 
 
 def by_torch(group, grads, momenta, squares=()):
-    """Momenta after a step, what is to be orthogonalized, and average squares."""
+    """Momenta after a step, the matrices to orthogonalize, and average squares."""
     form, beta = group["momentum_form"], group["momentum"]
     grads = [-g if group["maximize"] else g for g in (g.float() for g in grads)]
     momenta = [m.to(torch.float32, copy=True) for m in momenta]
@@ -49,7 +49,7 @@ def test_equal_matrices(shape, form, nesterov, maximize, device):
     for actual, expected in zip(momenta, after, strict=True):
         assert (actual - expected).abs().max() <= 2**-22 * expected.abs().max()
     expected = torch.cat([normalize(a.cpu().reshape(-1, *shape)) for a in ahead]).to(device)
-    # one rounding to float16 before the norm is divided out, one after it
+    # one rounding to float16 before the division by the norm, one after it
     assert (batch.float() - expected).abs().max() <= 2 * 2.0**-11 * expected.abs().max()
     assert not batch[4].any()
 
@@ -68,7 +68,7 @@ def test_low_precision_gradients_and_momenta(dtype, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_preconditioners_of_equal_matrices(name, device):
-    """Rows of very different lengths, one of them zero; the last matrix is zero, the second tiny."""
+    """Rows of very different norms, one of them zero; the second matrix is tiny, the last zero."""
     grads = (
         torch.randn(3, 33, 300) * torch.linspace(0.01, 2, 33)[:, None] * torch.tensor([1.0, 1e-12, 0.0])[:, None, None]
     )
@@ -88,7 +88,7 @@ PLAIN = [(None, form, nesterov) for form in ("ema", "heavy_ball") for nesterov i
 
 @pytest.mark.parametrize(("name", "form", "nesterov"), [*PLAIN, ("sign", "ema", False), ("muon2", "ema", True)])
 def test_tensors_of_any_shapes(name, form, nesterov, device):
-    """Among them blocks of rows and of columns, which are not contiguous."""
+    """Including blocks of rows and of columns, which are not contiguous."""
     shapes = [(5,), (2, 40, 30), (3000,), (7, 9), (50, 60), (2, 8, 6)]
     grads, momenta, squares = ([torch.rand(s, device=device) for s in shapes] for _ in range(3))
     for tensors in (grads, momenta, squares):

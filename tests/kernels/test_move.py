@@ -24,8 +24,8 @@ def _round(x, out, step, key, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, of infinity times zero
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_stochastic_rounding_makes_the_same_bits(dtype, device):
-    """For numbers of any size and sign, those that cannot be told from zero, and those that are none."""
+def test_stochastic_rounding_equals_the_torch_version(dtype, device):
+    """For numbers of any size and sign, numbers that round to zero, infinities and NaN."""
     powers = torch.randint(-30 if dtype == torch.float16 else -148, 17, (4096,))
     x = torch.ldexp(torch.randn(4096), powers)
     x[:7] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.3895e38, -3.4e38])
@@ -39,8 +39,8 @@ def test_stochastic_rounding_makes_the_same_bits(dtype, device):
     assert not torch.equal(expected, x.to(dtype))
 
 
-def test_many_small_decays_are_not_rounded_to_one_side(device):
-    """As in test_precision, by the kernel: the mean over the weights stays far below 2^-25 a step."""
+def test_rounding_many_small_decays_is_unbiased(device):
+    """The mean error over the weights stays far below 2^-25 per step, as in test_precision."""
     phi, steps = 2.0**-10 + 2.0**-25 - 2.0**-40, 200
     start = (torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) + 0.5).to(device)
     weight, zero = start.clone(), torch.zeros_like(start)
@@ -55,10 +55,10 @@ def test_blocks_of_columns_move_like_matrices_without_gaps(dtype, device):
     fused, U = torch.randn(33, 180).to(device, dtype), torch.randn(3, 33, 60, device=device)
     counters, keys = [torch.tensor(5.0, device=device)] * 3, [1, 2, 3]
     rounding = (counters, keys) if dtype == torch.bfloat16 else ()
-    twins = [block.clone() for block in fused.split(60, dim=1)]
-    for weights in (list(fused.split(60, dim=1)), twins):
+    others = [block.clone() for block in fused.split(60, dim=1)]
+    for weights in (list(fused.split(60, dim=1)), others):
         assert move(Weights(weights, *rounding), list(U), 1.0, False, StepContext(0.5, 0.25, 0))
-    assert torch.equal(fused, torch.cat(twins, dim=1))
+    assert torch.equal(fused, torch.cat(others, dim=1))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(20, 300), (3000, 3), (7, 5000), (1, 50), (50, 1)])
@@ -75,7 +75,7 @@ def test_factors_of_rows_and_columns(by_row, rows, columns, device):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_bad_entry_is_found_wherever_it_is(bad, dtype, device):
+def test_a_non_finite_element_is_found_anywhere(bad, dtype, device):
     def all_finite(grads):
         flag = torch.zeros((), device=device)
         finite.find_bad(grads, flag)

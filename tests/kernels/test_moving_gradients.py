@@ -71,17 +71,17 @@ def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, split=
     groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, **split}]
     settings = {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.9, "nonfinite": "propagate", "replay": True, **options}
     optimizer = MuonSW([{**group, "algorithm": algorithm} for group in groups], **settings)
-    kept = []
+    earlier = []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = cosine(0.05, steps)(step)
-        kept.append([p.grad for p in params])  # so that the next ones get other addresses
+        earlier.append([p.grad for p in params])  # so new gradients get new addresses
         for param in params:
             param.grad = None
-        twins = [nn.Parameter(torch.empty(p.shape)) for p in params]
-        set_gradients(twins, step)
-        for param, twin in zip(params, twins, strict=True):
-            param.grad = twin.grad.to(device, dtype)
+        on_cpu = [nn.Parameter(torch.empty(p.shape)) for p in params]
+        set_gradients(on_cpu, step)
+        for param, source in zip(params, on_cpu, strict=True):
+            param.grad = source.grad.to(device, dtype)
         if not captured:
             optimizer._replay._seen.clear()
         optimizer.step()
@@ -104,26 +104,26 @@ def trained(algorithm, device, *, captured, steps=8, dtype=torch.float32, split=
 def test_one_graph_serves_gradients_at_any_address(algorithm, options, device):
     optimizer, params = trained(algorithm, device, captured=True, **options)
     assert optimizer._replay._replays == 8 - (SETTLED + 2)
-    eager, twins = trained(algorithm, device, captured=False, **options)
-    for param, twin in zip(params, twins, strict=True):
-        assert torch.equal(param, twin)
+    eager, expected = trained(algorithm, device, captured=False, **options)
+    for param, other in zip(params, expected, strict=True):
+        assert torch.equal(param, other)
         for key, value in optimizer.state[param].items():
-            assert torch.equal(value, eager.state[twin][key])
+            assert torch.equal(value, eager.state[other][key])
 
 
 @pytest.mark.usefixtures("graphs")
 def test_gradient_addresses_follow_the_order_of_the_parameters(device):
-    """Batches are of one dtype, so their order is another; and some parameters have no gradient."""
+    """A batch has one dtype, so batches reorder parameters; and one parameter has no gradient."""
 
     def run(captured):
         dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
         params = [nn.Parameter(p.detach().to(device, t)) for p, t in zip(matrices(*[(8, 8)] * 5), dtypes, strict=True)]
-        optimizer, kept = AdamWSW(params, lr=0.05, nonfinite="propagate", replay=True), []
+        optimizer, earlier = AdamWSW(params, lr=0.05, nonfinite="propagate", replay=True), []
         generator = torch.Generator().manual_seed(0)
         for _ in range(SETTLED + 5):
             for param in params[1:]:
                 param.grad = torch.randn(8, 8, generator=generator).to(param)
-                kept.append(param.grad)
+                earlier.append(param.grad)
             if not captured:
                 optimizer._replay._seen.clear()
             optimizer.step()
@@ -171,7 +171,7 @@ def test_tables_follow_the_gradients_that_their_entries_point_into(device):
         assert another.tolist() == [[b + 16]]
 
 
-def test_gradients_that_share_memory_are_known_as_such(device):
+def test_gradients_that_share_memory_are_detected(device):
     both = torch.zeros(8, 6, device=device)
     assert not GraphTables([both[:4], both[4:]], device, 0).overlap
     assert GraphTables([both[:, :3], both[:, 3:]], device, 0).overlap
@@ -198,7 +198,7 @@ def test_operations_that_read_a_gradient_are_detected(device):
 
 @pytest.mark.usefixtures("graphs")
 def test_steps_whose_gradients_torch_reads_are_not_replayed(device, monkeypatch):
-    """Without kernels AdamW's directions come from torch operations."""
+    """Without kernels, AdamW's directions come from torch operations."""
     monkeypatch.setattr(replay, "has_kernels_throughout", lambda _group: True)
     with pytest.warns(UserWarning, match="torch operations read gradients"):
         optimizer, params = trained("adamw", device, captured=True, fused=False)
@@ -215,5 +215,5 @@ def test_steps_are_replayed_by_default(device, monkeypatch):
     assert_equal(params, trained("muon", device, captured=False, replay=None)[1])
 
 
-def assert_equal(params, twins):
-    assert all(torch.equal(param, twin) for param, twin in zip(params, twins, strict=True))
+def assert_equal(actual, expected):
+    assert all(map(torch.equal, actual, expected))

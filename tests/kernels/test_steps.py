@@ -47,7 +47,7 @@ def muon(params, **options):
     return MuonSW(groups, lr=0.05, weight_decay=0.3, matrix="stack", ns_dtype="float16", **options)
 
 
-# Directions differ by rounding in float16, 2^-11 of moves that are 0.06 of the weights, grown by the iteration.
+# Directions differ by float16 rounding: 2^-11 of moves of 0.06 of the weights, amplified by the iteration.
 MUON = [
     {},
     {"momentum_form": "heavy_ball", "nesterov": False},
@@ -71,14 +71,14 @@ MUON = [
 
 @pytest.mark.parametrize("options", MUON, ids=str)
 def test_muon(options, device, kernels_on):
-    # a small element of a row is divided by the root of its own square, twice
+    # AdaMuon divides small elements by the roots of their squares, which amplifies their rounding
     bound = 5e-4 if options.get("normalize") != "adamuon" else 3e-3
     assert largest_difference(lambda p: muon(p, **options), device, torch.float32, kernels_on) < bound
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": "normuon", "precondition": "muon2"}], ids=str)
 def test_muon_in_low_precision(options, device, kernels_on):
-    # stochastically rounded weights differ where the noise falls between the two, by 2^-8 in that share of entries
+    # a few stochastically rounded weights differ by 2^-8, where the noise falls between the two
     assert largest_difference(lambda p: muon(p, **options), device, torch.bfloat16, kernels_on) < 4e-3
 
 
@@ -104,7 +104,7 @@ def test_blocks_of_one_matrix(slot, split_dim, device, kernels_on):
 )
 @pytest.mark.parametrize("split", [{}, {"heads": 2}, {"split_sizes": (3, 5), "split_dim": 1}], ids=str)
 def test_a_flattened_matrix_with_gaps_is_not_a_stack(split, slot, device, kernels_on):
-    """Its last two axes look like a matrix: those of a block of inputs of a convolution, or of a gradient with gaps."""
+    """Though its last two axes look like one: in a block of a convolution's inputs, or a gradient with gaps."""
 
     def moved(on):
         kernels_on(on)
@@ -118,14 +118,14 @@ def test_a_flattened_matrix_with_gaps_is_not_a_stack(split, slot, device, kernel
     torch.testing.assert_close(moved(True), moved(False), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["one for all", "every other", "not aligned"])
+@pytest.mark.parametrize("layout", ["expanded", "every other", "not aligned"])
 def test_gradients_of_a_stack_in_any_layout(layout, device, kernels_on):
     def moved(on):
         kernels_on(on)
         torch.manual_seed(0)
         param, room = nn.Parameter(torch.randn(3, 8, 12).to(device)), torch.randn(6 * 96 + 1).to(device)
         param.grad = {
-            "one for all": room[:96].view(8, 12).expand(3, 8, 12),
+            "expanded": room[:96].view(8, 12).expand(3, 8, 12),
             "every other": room[:-1].view(6, 8, 12)[::2],
             "not aligned": room[1:289].view(3, 8, 12),
         }[layout]
@@ -148,8 +148,8 @@ def test_gradients_of_a_stack_in_any_layout(layout, device, kernels_on):
     ids=str,
 )
 def test_adamw(options, dtype, device, kernels_on):
-    # float32 differs by the order of a few operations; low precision is rounded with the same noise, so that a few
-    # entries in a thousand fall to the other side; so does state with noise.
+    # float32 differs by the order of a few operations. Low precision is rounded with the same noise, but a few elements
+    # in a thousand round the other way; likewise stochastically rounded state.
     bound = 1e-6 if dtype == torch.float32 and not options.get("state_dtype") else 3e-4
     assert (
         largest_difference(lambda p: AdamWSW(p, lr=0.05, weight_decay=0.3, **options), device, dtype, kernels_on)
@@ -160,11 +160,18 @@ def test_adamw(options, dtype, device, kernels_on):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "build",
-    [MuonSW, partial(MuonSW, precondition="muon2", normalize="normuon"), AdamWSW, partial(AdamWSW, state_dtype="int8")],
-    ids=["muon", "slots", "adamw", "adamw in 8 bits"],
+    [
+        MuonSW,
+        partial(MuonSW, precondition="muon2", normalize="normuon"),
+        partial(MuonSW, precondition="sign", normalize="adamuon"),
+        partial(MuonSW, precondition="muon2", orthogonalizer="exact"),
+        AdamWSW,
+        partial(AdamWSW, state_dtype="int8"),
+    ],
+    ids=["muon", "muon2 and normuon", "adamuon", "muon2 and exact", "adamw", "adamw in 8 bits"],
 )
 def test_a_flag_on_the_device_skips_everything(build, dtype, device, kernels_on, monkeypatch):
-    """A GPU step with a bad gradient, with the flag set by hand so that it runs on a CPU too."""
+    """As a GPU step with a bad gradient; the test sets the flag, so it runs on a CPU too."""
     kernels_on(True)
     bad = torch.zeros((), device=device)
     monkeypatch.setattr("muonsw.step.finite_flag", lambda *_: Flag(bad.clone()))

@@ -7,17 +7,17 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from muonsw import AdamWSW
-from muonsw import codecs as twins
+from muonsw import AdamWSW, codecs
 from muonsw.kernels import adamw, launch_on
 from muonsw.kernels import stored as kernels
 from muonsw.precision import Noise
+from tests.common.problems import assert_same
 
 LEVELS = {torch.int8: 127, torch.uint8: 255}
 
 
 def numbers(rows, columns, device):
-    """From 1e-9 to 1e9, some of them zero, a block of zeros."""
+    """Magnitudes from 1e-9 to 1e9, some zeros, and a row of zeros."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, columns, generator=g) * torch.exp(5 * torch.randn(rows, columns, generator=g))
     x = torch.where(torch.rand(rows, columns, generator=g) < 0.05, 0.0, x)
@@ -34,20 +34,20 @@ def test_codes_and_decoded_values_match_the_torch_version(shape, dtype, noisy, d
     noise = Noise(torch.tensor(3.0, device=device), 77, 2**33 + 5) if noisy else None
     actual = []
     for encode in (lambda *a: kernels.encode(*a, LEVELS[dtype], noise, None),
-                   lambda *a: twins.encode(*a, noise, fused=False)):  # fmt: skip
+                   lambda *a: codecs.encode(*a, noise, fused=False)):  # fmt: skip
         codes = torch.zeros(shape, dtype=dtype, device=device)
-        scale = torch.zeros(x.shape[0], x[0].numel() // twins.block_length(tuple(x.shape)), device=device)
+        scale = torch.zeros(x.shape[0], x[0].numel() // codecs.block_length(tuple(x.shape)), device=device)
         encode(x, codes, scale)
         actual.append((codes, scale))
     (codes, scale), (others, other_scale) = actual
     assert torch.equal(codes, others)
     assert torch.equal(scale, other_scale)
     assert codes.unique().numel() > 50
-    assert torch.equal(kernels.decode(codes, scale, LEVELS[dtype]), twins.decode(codes, scale, fused=False))
+    assert torch.equal(kernels.decode(codes, scale, LEVELS[dtype]), codecs.decode(codes, scale, fused=False))
     if noisy:
         low = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
         kernels.round_bfloat16(x, low[0], noise, None)
-        twins.round_bfloat16(x, low[1], noise, None, fused=False)
+        codecs.round_bfloat16(x, low[1], noise, None, fused=False)
         assert torch.equal(*low)
 
 
@@ -78,7 +78,6 @@ FORMS = {
 
 
 def of_shape(shape, device):
-    """Numbers of any shape."""
     return numbers(100, 1009, device).flatten()[-math.prod(shape) :].view(shape)
 
 
@@ -95,36 +94,32 @@ def after_steps(device, *, bad=None, dtype=torch.float32, **options):
     return [param.detach() for param in params], [optimizer.state[param] for param in params]
 
 
-def assert_same_bits(one, other):
-    assert all(map(torch.equal, one[0], other[0]))
-    for mine, theirs in zip(one[1], other[1], strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-
-
 @pytest.mark.filterwarnings("ignore::muonsw.NonFiniteGradientWarning")
 @pytest.mark.parametrize("bad", [None, 1])
 @pytest.mark.parametrize("form", FORMS)
 def test_in_place_updates_of_encoded_state_equal_decoded_updates(form, bad, device, kernels_on, monkeypatch):
     kernels_on(True)
-    monkeypatch.setattr(twins, "position", lambda _: 2**33 + 5)  # as of a shard
-    actual, made = after_steps(device, bad=bad, **FORMS[form]), []
-    monkeypatch.setattr(twins, "update_in_place", lambda _, items, __: made.append(True) or items)
-    assert_same_bits(actual, after_steps(device, bad=bad, **FORMS[form]))
-    assert made  # the other way was there to be taken
+    monkeypatch.setattr(codecs, "position", lambda _: 2**33 + 5)  # as for a shard
+    actual, calls = after_steps(device, bad=bad, **FORMS[form]), []
+    monkeypatch.setattr(codecs, "update_in_place", lambda _, items, __: calls.append(True) or items)
+    expected = after_steps(device, bad=bad, **FORMS[form])
+    assert_same(actual[0], expected[0])
+    for pair in zip(actual[1], expected[1], strict=True):
+        assert_same(*pair)
+    assert calls  # the in-place update was possible
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_kernels_know_when_a_tensor_of_state_is_not_aligned(form, device, kernels_on, monkeypatch):
-    """Else it would read sixteen bytes at a time, which a GPU refuses and the interpreter does not notice."""
+def test_kernels_detect_state_that_is_not_aligned(form, device, kernels_on, monkeypatch):
+    """They would read sixteen bytes at a time, which fails on a GPU but not in the interpreter."""
     kernels_on(True)
     aligned = []
 
-    def noted(*given, **options):
+    def launch(*args, **options):
         aligned.append(options["ALIGNED"])
-        launch_on(*given, **options)
+        launch_on(*args, **options)
 
-    monkeypatch.setattr(adamw, "launch_on", noted)
+    monkeypatch.setattr(adamw, "launch_on", launch)
     dtype, options = FORMS[form].get("dtype", torch.float32), {k: v for k, v in FORMS[form].items() if k != "dtype"}
     param = torch.nn.Parameter(of_shape((16, 256), device).sign().to(dtype))
     param.grad = torch.ones_like(param)

@@ -1,4 +1,4 @@
-"""The symmetric product equals the dense one at any size, layout and tile size."""
+"""The symmetric product equals the dense product at any size, layout and tile size."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from muonsw.orthogonalize import NS5, gram_newton_schulz, newton_schulz
 from tests.orthogonalize.spectra import hard_spectra, with_spectrum
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
-# Rounding to float16 once, after sums in float32.
+# One rounding to float16, after sums in float32.
 ONE_ROUNDING = 2.0**-11
 
 
@@ -27,8 +27,8 @@ def test_products_equal_dense_ones(engine, turned, size, inner, device, monkeypa
     R = symmetric_product(X, X)
     expected = X.double() @ X.double().mT
     assert (R.double() - expected).abs().max() <= ONE_ROUNDING * expected.abs().max()
-    # Off the diagonal each tile is written twice. The interpreter multiplies by BLAS, whose products of a tile with
-    # itself are symmetric to the bit on some CPUs only.
+    # Tiles off the diagonal are written twice. The interpreter multiplies by BLAS, whose product of a tile with itself
+    # is exactly symmetric only on some CPUs.
     tile = torch.arange(size, device=device) // 32
     mirrored = (tile[:, None] != tile[None]) | (device.type == "cuda")
     assert torch.equal(R[:, mirrored], R.mT[:, mirrored])
@@ -41,7 +41,7 @@ def test_products_equal_dense_ones(engine, turned, size, inner, device, monkeypa
     assert (Z.double() - expected).abs().max() <= 2 * ONE_ROUNDING * expected.abs().max()
 
 
-def test_every_entry_is_written_and_strides_do_not_matter(device):
+def test_every_element_is_written_whatever_the_strides(device):
     base = torch.randn(6, 70, 90).to(device, torch.float16)
     for view in (base[::2, :33, 1:80:3], base.permute(2, 0, 1)[:4, :, :20], base[:1].expand(3, 70, 90)):
         actual = symmetric_product(view, view)
@@ -49,7 +49,7 @@ def test_every_entry_is_written_and_strides_do_not_matter(device):
         assert torch.equal(actual, again)
 
 
-def test_undefined_entries_stay_in_their_matrix(device):
+def test_a_nan_stays_in_its_matrix(device):
     X = torch.randn(3, 40, 40).to(device, torch.float16)
     X[1, 3, 3] = float("nan")
     R = symmetric_product(X, X)
@@ -70,6 +70,6 @@ def test_iterations_with_kernels_are_as_good_as_without(columns, tall, log_condi
     plain = torch.linalg.matrix_norm(fn(batch, dtype=torch.float16).double() - expected, 2).max()
     kernels_on(True)
     actual = fn(batch, dtype=torch.float16).double()
-    # Both round each product once, in other places: errors in directions of singular value zero grow 485 times.
+    # Both round each product once, at different places; errors in directions of singular value zero grow 485 times.
     assert torch.linalg.matrix_norm(actual - expected, 2).max() < max(3 * float(plain), 0.1)
     assert torch.linalg.matrix_norm(actual, 2).max() < 1.22

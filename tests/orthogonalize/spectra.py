@@ -1,4 +1,4 @@
-"""Matrices whose singular values are known by construction."""
+"""Matrices with given singular values."""
 
 import torch
 
@@ -15,7 +15,7 @@ def with_spectrum(spectrum, columns, seed=0):
 
 
 def hard_spectra(rows, log_condition):
-    """Spectra on which an iteration without restarts fails: decaying, one large, a few levels."""
+    """Spectra on which an iteration without restarts fails."""
     decaying = torch.logspace(0, -log_condition, rows, dtype=torch.float64)
     one_large = torch.full((rows,), 10.0**-log_condition, dtype=torch.float64)
     one_large[0] = 1
@@ -25,7 +25,7 @@ def hard_spectra(rows, log_condition):
 
 
 def mapped(coefficients, steps, sigma):
-    """What a coefficient set makes of singular values, relative to the Frobenius norm, in so many steps."""
+    """Singular values, relative to the Frobenius norm, after this many steps of a coefficient set."""
     for a, b, c in coefficients.schedule(steps):
         sigma = a * sigma + b * sigma**3 + c * sigma**5
     return sigma

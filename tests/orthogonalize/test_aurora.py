@@ -1,4 +1,4 @@
-"""Aurora: equal to a reference, and rows of equal length."""
+"""Aurora equals its reference and makes rows equally long."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def test_equal_to_the_reference(rows, columns, iterations, beta, seed):
     batch *= torch.randn(2, rows, 1, generator=generator, dtype=torch.float64).exp()
     expected = torch.stack([references.aurora(matrix, iterations, beta) for matrix in batch])
     actual = aurora(batch, iterations=iterations, beta=beta)
-    # 12 steps multiply rounding in directions that are not yet at one by up to 4096, once for each iteration
+    # each round multiplies rounding errors of singular values below one by up to 4096
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(("iterations", "beta", "spread"), [(1, 0.5, 0.06), (2, 0.5, 0.017), (3, 0.5, 0.006)])
 def test_rows_become_equally_long(iterations, beta, spread):
-    """The bounds are the values of 512 x 128 with log-normal rows, less than a fifth above what is measured."""
+    """The bounds are at most a fifth above the values measured for this matrix."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(512, 128, generator=generator) * torch.randn(512, 1, generator=generator).exp()
     excess = {
@@ -46,7 +46,7 @@ def test_rows_become_equally_long(iterations, beta, spread):
     assert excess["wide"] < spread
 
 
-def test_square_matrices_are_the_polars_and_zero_rows_stay():
+def test_square_matrices_go_straight_to_the_polar_function_and_zero_rows_stay_zero():
     square = torch.randn(3, 6, 6)
     assert torch.equal(aurora(square, polar=newton_schulz, steps=5), newton_schulz(square))
     tall = torch.randn(2, 9, 4)

@@ -1,4 +1,4 @@
-"""The sets of coefficients by name: equal to the authors' functions and to plain loops over one matrix."""
+"""Every coefficient set equals its authors' function and has the documented interval."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SIGMA = torch.logspace(-2.8239, 0, 200_001, dtype=torch.float64)
 
 @pytest.mark.parametrize("name", RECORD["sets"])
 def test_equal_to_the_authors(name):
-    """In float64, and in their dtype, where both round at other places: another draw of about as many roundings."""
+    """In float64 exactly; in their dtype with errors of similar size, because both round at different places."""
     dtype = torch.float32 if name == "polar_express" else torch.bfloat16
     results = RECORD["sets"][name]
     for matrix, wide, narrow in zip(INPUTS, results["float64"], results["own_dtype"], strict=True):
@@ -50,15 +50,15 @@ def test_documented_interval_and_slope(name, steps, low, high, slope):
 
 @pytest.mark.parametrize("name", COEFFICIENT_SETS)
 @pytest.mark.parametrize("steps", [1, 2, 5, 8, 20])
-def test_the_whole_range_stays_bounded_at_any_number_of_steps(name, steps):
+def test_singular_values_stay_bounded_at_any_number_of_steps(name, steps):
     values = mapped(COEFFICIENT_SETS[name], steps, torch.linspace(0, 1, 20_001).double())
     assert values[0] == 0
     assert (values[1:] > 0).all()
     assert values.max() < 2.0
 
 
-def test_the_optimizer_takes_the_authors_number_of_steps():
-    """`simple_quintic` in 12 steps is the polar factor, in 3 it is far from it."""
+def test_the_optimizer_takes_the_authors_number_of_steps_by_default():
+    """`simple_quintic` reaches the polar factor in 12 steps but not in 3."""
 
     def trained(**options):
         params = matrices((4, 6))

@@ -1,4 +1,4 @@
-"""The polar factor of matrices whose singular vectors are known."""
+"""The polar factor of matrices with given singular vectors."""
 
 import pytest
 import torch
@@ -17,15 +17,15 @@ from tests.orthogonalize.spectra import with_spectrum
     scale=st.sampled_from([-300, -160, 0, 160, 300]),
     seed=st.integers(0, 99),
 )
-def test_the_factor_by_construction_at_any_condition_and_scale(rows, extra, log_condition, scale, seed):
+def test_the_factor_is_exact_at_any_condition_and_scale(rows, extra, log_condition, scale, seed):
     spectrum = torch.logspace(0, -log_condition, rows, dtype=torch.float64)
     matrix, factor = (with_spectrum(values, rows + extra, seed) for values in (spectrum, spectrum > 0))
-    # elements of 1 hold singular values to eps, so vectors of the smallest to eps * 1e6
+    # rounding the elements perturbs the vectors of the smallest singular value by up to eps * 1e6
     assert torch.linalg.matrix_norm(exact(matrix * 10.0**scale) - factor, 2) < 2e-9
 
 
 @pytest.mark.parametrize("rank", range(7))
-def test_rank_is_kept_and_the_rest_contributes_nothing(rank):
+def test_the_factor_has_the_rank_of_the_matrix(rank):
     spectrum = torch.zeros(6, dtype=torch.float64)
     spectrum[:rank] = torch.arange(1.0, rank + 1)
     result = exact(with_spectrum(spectrum, 9))

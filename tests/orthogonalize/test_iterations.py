@@ -1,4 +1,4 @@
-"""Properties that every orthogonalizer has, and those of the polynomial iterations on matrices."""
+"""Properties of every orthogonalizer, and of polynomial iterations."""
 
 import math
 from importlib import import_module
@@ -47,7 +47,7 @@ def test_float64_applies_the_polynomial_exactly(fn, rows, columns, steps, seed):
     matrix = random(rows, columns, seed=seed)
     U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
     expected = (U * mapped(fn.coefficients, steps, S / S.norm())) @ Vh
-    # Each step can multiply what is small, error included, by the slope of the polynomial; 9 NS5 steps by 7e4.
+    # Each step multiplies small errors by the slope of the polynomial at zero: nine NS5 steps by 7e4.
     tolerance = 1e-10 if steps <= 5 else 1e-8
     torch.testing.assert_close(fn(matrix, steps=steps), expected, rtol=0, atol=tolerance)
 
@@ -70,7 +70,7 @@ def test_transposition_commutes(fn, shape):
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_shape_and_dtype_are_kept_and_zero_stays_zero(fn, dtype):
+def test_shape_and_dtype_are_preserved_and_zero_stays_zero(fn, dtype):
     for shape in SHAPES:
         result = fn(random(*shape, dtype=dtype), steps=3)
         assert (result.shape, result.dtype) == (shape, dtype)
@@ -85,8 +85,8 @@ def test_the_result_has_the_requested_dtype(fn, dtype):
     matrix = random(4, 10, dtype=torch.float32)
     result = fn(matrix, steps=5, dtype=dtype)
     assert result.dtype == dtype
-    # Rounding before step k is amplified by the slope of what follows; for singular values from 0.2 up these
-    # slopes add up to 38 (NS5) and 250 (Polar Express) at the very worst; over 50 seeds at most 17 and 65.
+    # Later steps amplify rounding errors by their slopes, which for singular values from 0.2 up add up to at most 38
+    # (NS5) and 250 (Polar Express); over 50 seeds to 17 and 65.
     multiple = 100 if fn is polar_express and dtype not in (torch.bfloat16, torch.float16) else 25
     tolerance = multiple * max(torch.finfo(dtype).eps, FP32_EPS)
     torch.testing.assert_close(result.double(), fn(matrix.double(), steps=5), rtol=0, atol=tolerance)
@@ -105,7 +105,7 @@ def test_bad_conditioning_stays_bounded(fn, log_condition, dtype):
     for steps in (5, 8):
         result = fn(batch, steps=steps).double()
         assert result.isfinite().all()
-        # The exact intervals end at 1.2025; the rest is the rounding allowed above.
+        # The exact intervals end at 1.2025; the rest is rounding.
         assert torch.linalg.matrix_norm(result, 2).max() < 1.2025 + 15 * torch.finfo(dtype).eps
         if dtype == torch.float64:  # missing rank stays missing
             assert torch.linalg.svdvals(result[3])[3] < 1e-10
@@ -113,7 +113,7 @@ def test_bad_conditioning_stays_bounded(fn, log_condition, dtype):
 
 @pytest.mark.parametrize("steps", [5, 8, 20])
 def test_polar_express_does_not_diverge_in_bfloat16_at_the_end_of_its_interval(steps):
-    # One singular value that is the whole norm: the worst case for rounding upwards.
+    # A single singular value, equal to the norm, is the worst case for rounding up.
     batch = random(20, 12, 1) @ random(20, 1, 30, seed=1)
     result = polar_express(batch, steps=steps, dtype=torch.bfloat16).double()
     assert torch.linalg.matrix_norm(result, 2).max() < 1.2
@@ -122,17 +122,17 @@ def test_polar_express_does_not_diverge_in_bfloat16_at_the_end_of_its_interval(s
 @every
 @pytest.mark.parametrize("shape", [(3, 2, 6, 14), (7, 8, 8), (11, 16, 5)], ids=str)
 @pytest.mark.parametrize("piece_bytes", [1, 4000, 2**21])
-def test_a_batch_is_a_loop_over_matrices_however_it_is_cut(fn, shape, piece_bytes, monkeypatch):
+def test_a_batch_equals_a_loop_over_matrices_however_it_is_cut(fn, shape, piece_bytes, monkeypatch):
     monkeypatch.setattr(import_module("muonsw.orthogonalize.iterations"), "_CPU_PIECE_BYTES", piece_bytes)
     batch = random(*shape, dtype=torch.float32)
     singles = [fn(matrix, steps=3) for matrix in batch.flatten(0, -3)]
-    # Batched and single products may add in another order: float32 rounding times the slope of three steps.
+    # Batched and single products may sum in different orders: float32 rounding times the slope of three steps.
     torch.testing.assert_close(fn(batch, steps=3).flatten(0, -3), torch.stack(singles), rtol=0, atol=100 * FP32_EPS)
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_strides_do_not_matter_and_the_input_is_left_alone(fn, dtype):
+def test_strides_do_not_matter_and_the_input_does_not_change(fn, dtype):
     base = random(6, 20, 10, dtype=dtype)
     views = [base[::2, ::3, 1::2], base.permute(2, 0, 1), base[:1].expand(4, 20, 10), base[0].T]
     before = base.clone()
@@ -144,7 +144,7 @@ def test_strides_do_not_matter_and_the_input_is_left_alone(fn, dtype):
 
 
 @every
-def test_zeros_and_undefined_entries_are_not_hidden_and_stay_in_their_matrix(fn):
+def test_zeros_nan_and_infinities_stay_in_their_matrix(fn):
     batch = random(5, 3, 8)
     batch[1, 0, 0], batch[2, 1, 1], batch[4] = math.nan, math.inf, 0
     result = fn(batch, steps=5)
@@ -180,9 +180,9 @@ def largest_norm(matrices):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", COEFFICIENT_SETS)
 def test_the_gram_form_matches_the_plain_one(name, dtype, steps):
-    """Rounding of the input and of the first products, eps / 2, grows by the slope at zero; twice that is allowed.
+    """Within twice eps / 2, the rounding of the input and of the first products, times the slope at zero.
 
-    Few steps have not converged, so there the slopes of larger singular values count as well.
+    A few steps do not converge, so the slopes of larger singular values matter too.
     """
     matrices, coefficients = hard_matrices(24, 96, (1, 3, 6)), COEFFICIENT_SETS[name]
     expected = Iteration(coefficients, "plain")(matrices, steps=steps)
@@ -194,7 +194,7 @@ def test_the_gram_form_matches_the_plain_one(name, dtype, steps):
 @pytest.mark.parametrize(("rows", "columns", "conditions"), [(24, 96, (0, 2, 4, 6)), (128, 384, (4,))])
 @pytest.mark.parametrize("name", COEFFICIENT_SETS)
 def test_the_gram_form_is_as_accurate_in_half_precision(name, rows, columns, conditions):
-    """Where a segment is too long, errors in directions of singular value zero are ten times as large, or diverge."""
+    """If segments were too long, errors in directions of singular value zero would be ten times larger, or diverge."""
     matrices, coefficients = hard_matrices(rows, columns, conditions), COEFFICIENT_SETS[name]
     plain, gram = Iteration(coefficients, "plain"), Iteration(coefficients, "gram")
     expected, result = plain(matrices), gram(matrices, dtype=torch.float16)
@@ -202,7 +202,7 @@ def test_the_gram_form_is_as_accurate_in_half_precision(name, rows, columns, con
     assert largest_norm(result) < largest_norm(expected) + 0.005
 
 
-def test_the_gram_form_gives_bfloat16_and_computes_in_float32():
+def test_the_gram_form_computes_bfloat16_results_in_float32():
     matrix = with_spectrum(torch.logspace(0, -4, 24, dtype=torch.float64), 96).float()
     for shaped in (matrix, matrix.mT, matrix[:, :24]):
         expected = gram_newton_schulz(shaped).bfloat16()

@@ -1,7 +1,7 @@
-"""The interface of update rules: they turn gradients and state into directions, and never touch weights.
+"""The interface of update rules, which turn gradients and state into directions and never touch weights.
 
 `muonsw.apply` subtracts `eta * scale * direction`, with decay, masks and rounding. An algorithm gets one chunk at a
-time, which bounds temporary memory for models of any size.
+time, which bounds temporary memory.
 """
 
 from __future__ import annotations
@@ -336,17 +336,11 @@ def matrix_algorithm(
     counts_steps: bool = False,
     scale_free: bool = True,
 ) -> Algorithm:
-    """Make an algorithm from a pure function of the gradients and state of whole matrices.
+    """Make an algorithm from a pure function of whole matrices.
 
-    Args:
-        defaults: its options.
-        state: the tensors of a matrix's state, by key.
-        directions: maps group, descent gradients (count, m, n) of m outputs and n inputs, and state (count, r, c) by
-            key to directions and the new state; in float32, or float64 for float64 parameters.
-        scale: the scale of directions for a matrix of m outputs and n inputs.
-        validate: refuses unsupported parameters.
-        counts_steps: `group["update_count"]` is the number of the step, from 1. Such rules are not captured.
-        scale_free: whether the update does not depend on the size of the gradient.
+    `directions` maps group, descent gradients (count, m, n) of m outputs and n inputs, and state (count, r, c) by key
+    to directions and the new state; in float32, or float64 for float64 parameters. For the rest see `Algorithm` and
+    `MatrixRule`; rules that count steps are not captured in graphs.
     """
 
     def oriented_directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tuple[Tensor, State]:
