@@ -10,7 +10,8 @@ from muonsw import MuonSW
 from muonsw.algorithms.base import advance_momentum, look_ahead, whole_parts
 from muonsw.algorithms.muon import MUON
 from muonsw.kernels import momentum
-from muonsw.kernels.momentum import advance_momenta, matrix_addresses, normalized_momentum
+from muonsw.kernels.momentum import advance_momenta, normalized_momentum
+from muonsw.kernels.tables import runs
 from muonsw.orthogonalize import normalize
 from muonsw.slots import PRECONDITION
 from muonsw.work import Item
@@ -108,20 +109,21 @@ def test_tensors_of_any_shapes(name, form, nesterov, device):
 
 def test_matrices_in_every_layout_that_a_kernel_reads(device):
     stack, block = torch.randn(2, 8, 6, device=device), torch.randn(2, 16, 6, device=device)[:, :8]
-    tensors = [stack[1], stack, stack.view(2, 4, 12), block, stack[:1].expand(2, 8, 6)]
+    layout = runs([stack[1], stack, stack.view(2, 4, 12), block, stack[:1].expand(2, 8, 6)], 48)
     matrices = [stack[1], *stack, *stack, *block, stack[0], stack[0]]
-    assert matrix_addresses(tensors, (8, 6)) == ([matrix.data_ptr() for matrix in matrices], [])
+    assert (layout.addresses, layout.rows) == ([matrix.data_ptr() for matrix in matrices], ())
     columns = torch.randn(2, 8, 18, device=device)[..., 6:12]
-    matrices = [stack[0], columns[1], *columns]
-    begins = [matrix.data_ptr() for matrix in matrices]
-    assert matrix_addresses([stack[0], columns[1], columns], (8, 6)) == (begins, [6, 18, 18, 18])
-    for tensor in (stack[0, :, :3], stack.mT):
-        assert matrix_addresses([stack, tensor], tuple(tensor.mT.shape[-2:])) is None
-    assert matrix_addresses([torch.randn(12, 8, 5, device=device)[::2]], (6, 40)) is None
-    assert matrix_addresses([stack, stack.half()], (8, 6)) is None
-    assert matrix_addresses([stack.double()], (8, 6)) is None
-    # gradients and momenta must have the same gaps
-    assert normalized_momentum(GROUP, [columns[0]], [stack[0]], [], (8, 6), torch.float16, None) is None
+    layout, matrices = runs([stack[0], columns[1], columns], 48), [stack[0], columns[1], *columns]
+    assert layout.addresses == [matrix.data_ptr() for matrix in matrices]
+    assert layout.rows == ([48, 6, 6, 6], [48, 18, 18, 18])
+    assert layout[2:4] == ([0, 1, 2, 2], [0, 0, 0, 48])
+    assert runs([stack, stack.mT], 48) is None
+    assert runs([stack], 40) is None
+    assert runs([torch.randn(12, 8, 5, device=device)[::2]], 240) is None
+    # gradients and momenta must have the same gaps, and each a dtype that the kernel knows
+    refused = ([columns[0]], [stack[0]]), ([stack, stack.half()], [stack, stack]), ([stack.double()], [stack])
+    for grads, momenta in refused:
+        assert normalized_momentum(GROUP, grads, momenta, [], (8, 6), torch.float16, None) is None
 
 
 def test_any_number_of_matrices_is_one_launch(device, monkeypatch):

@@ -31,7 +31,7 @@ from muonsw.kernels.common import (
     start,
     whole_number,
 )
-from muonsw.kernels.tables import addresses, block_map, runs, table
+from muonsw.kernels.tables import Stretches, addresses, block_map, runs, table
 from muonsw.nonfinite import Flag
 from muonsw.slots import PRECONDITION
 from muonsw.work import Group, all_contiguous, one_dtype
@@ -188,29 +188,6 @@ def _normalize(
             tl.store(pointers, (x * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def matrix_addresses(tensors: Sequence[Tensor], shape: tuple[int, int]) -> tuple[list[int], list[int]] | None:
-    """The address and row stride of each matrix of this shape; no strides if all are contiguous.
-
-    A tensor holds one or more matrices. Returns None if a kernel cannot read them.
-    """
-    stretches, (rows, columns) = runs(tensors), shape
-    if tensors[0].dtype not in DTYPES or not one_dtype(tensors) or stretches is None:
-        return None
-    if not stretches.rows and set(stretches.sizes) == {rows * columns}:
-        return stretches.addresses, []
-    begins: list[int] = []
-    strides: list[int] = []
-    step = rows * columns * tensors[0].element_size()
-    widths, gaps = stretches.rows or (stretches.sizes, stretches.sizes)
-    for begin, size, width, stride in zip(stretches.addresses, stretches.sizes, widths, gaps, strict=True):
-        count, rest = divmod(size, rows * columns)
-        if rest or width not in (size, columns):
-            return None
-        begins += [begin + step * place for place in range(count)]
-        strides += [columns if width == size else stride] * count
-    return begins, strides if stretches.rows else []
-
-
 def normalized_momentum(
     group: Group,
     grads: Sequence[Tensor],
@@ -232,17 +209,14 @@ def normalized_momentum(
             return None
         block, length = max(128, triton.next_power_of_2(columns)), columns
     lists = [tensors for tensors in (grads, momenta, squares) if tensors]
-    places = [place for tensors in lists if (place := matrix_addresses(tensors, shape)) is not None]
-    strides = places[0][1] if places else []
-    if len(places) < len(lists) or dtype not in DTYPES or any(others != strides for _, others in places):
+    layouts = _layouts(lists, numel)
+    if layouts is None or dtype not in DTYPES:
         return None
-    matrices = [begins for begins, _ in places]
-    count, blocks = len(matrices[0]), triton.cdiv(numel, length)
+    gaps, count, blocks = layouts[0].rows, len(layouts[0].sizes), triton.cdiv(numel, length)
     out = torch.empty(count, rows, columns, dtype=dtype, device=device)
     sums = torch.empty(count, blocks, dtype=torch.float32, device=device)
     exponents = torch.empty(count, blocks, dtype=torch.int32, device=device)
-    gaps = ([columns] * count, strides) if strides else ()
-    pointers, is_aligned = table((*matrices, *gaps), device)
+    pointers, is_aligned = table((*(layout.addresses for layout in layouts), *gaps), device)
     launch_on(
         device,
         _advance,
@@ -301,15 +275,13 @@ def advance_momenta(
     False, without changes, if the kernel cannot read the tensors.
     """
     lists = [tensors for tensors in (grads, momenta, squares) if tensors]
-    if not all(tensors[0].dtype in DTYPES and one_dtype(tensors) for tensors in (*lists, targets or grads)):
+    layouts = _layouts(lists)
+    if layouts is None:
         return False
-    layouts = [stretches for tensors in lists if (stretches := runs(tensors)) is not None]
-    if len(layouts) < len(lists) or any(stretches[1:] != layouts[0][1:] for stretches in layouts):
-        return False
-    if targets and not all_contiguous(targets):
+    if targets and not (targets[0].dtype in DTYPES and one_dtype(targets) and all_contiguous(targets)):
         return False
     device, (_, sizes, owners, positions, gaps) = grads[0].device, layouts[0]
-    rows = [stretches.addresses for stretches in layouts]
+    rows = [layout.addresses for layout in layouts]
     if targets:
         begins, width = addresses(targets), targets[0].element_size()
         rows.append([begins[owner] + width * place for owner, place in zip(owners, positions, strict=True)])
@@ -341,6 +313,17 @@ def advance_momenta(
         num_warps=WARPS,
     )
     return True
+
+
+def _layouts(lists: Sequence[Sequence[Tensor]], area: int = 0) -> list[Stretches] | None:
+    """The stretches of each list (see `runs`); None unless all lists lie alike and a kernel can read them."""
+    layouts: list[Stretches] = []
+    for tensors in lists:
+        layout = runs(tensors, area) if tensors[0].dtype in DTYPES and one_dtype(tensors) else None
+        if layout is None or (layouts and layout[1:] != layouts[0][1:]):
+            return None
+        layouts.append(layout)
+    return layouts
 
 
 def _coefficients(group: Group) -> tuple[float, float, float, float]:

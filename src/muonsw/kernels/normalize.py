@@ -16,11 +16,10 @@ from torch import Tensor
 
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import DTYPES, by_four, flag_or, lerp, limit, start
-from muonsw.kernels.momentum import matrix_addresses
-from muonsw.kernels.tables import table
+from muonsw.kernels.tables import runs, table
 from muonsw.nonfinite import Flag
 from muonsw.slots import NORMALIZE
-from muonsw.work import Group
+from muonsw.work import Group, one_dtype
 
 # Elements of a tile across and along memory, and how many sums are read at a time.
 SHORT, LONG = 16, 256
@@ -152,12 +151,12 @@ def slice_factors(
     """
     (count, rows, columns), device = directions.shape, directions.device
     divides, options = group["normalize"] == "adamuon", NORMALIZE.options(group)
-    places = matrix_addresses(averages, shape) if averages else ([], [])
+    layout = runs(averages, shape[0] * shape[1]) if averages else None
     if directions.dtype not in DTYPES or not directions.is_contiguous() or directions.data_ptr() % 16:
         return None
-    if rows * columns >= 2**31 or places is None or places[1]:  # state with gaps between rows
+    if rows * columns >= 2**31 or (averages and (layout is None or layout.rows or not one_dtype(averages))):
         return None
-    if averages and not divides and averages[0].dtype != torch.float32:
+    if averages and averages[0].dtype not in (DTYPES if divides else (torch.float32,)):
         return None
     # NorMuon's averages determine the slices; for the others rows are faster, because they are contiguous.
     by_row = group["normalize"] != "normuon" or (shape[1] == 1) != group.get("transposed", False)
@@ -166,7 +165,7 @@ def slice_factors(
     tile = {"SLICES": short, "ALONG": LONG} if by_row else {"SLICES": LONG, "ALONG": short}
     groups = triton.cdiv(slices, tile["SLICES"])
     sums = torch.empty(count, slices, dtype=torch.float32, device=device)
-    pointers, is_aligned = table([places[0]], device) if averages else (sums, False)
+    pointers, is_aligned = table([layout.addresses], device) if layout else (sums, False)
     gain2, eps = 1 - options.get("beta2", 0.0), options.get("eps", 0.0)
     shared = {"HAS_FLAG": flag is not None, "ALIGNED": is_aligned}
     launch_on(

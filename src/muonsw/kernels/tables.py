@@ -190,37 +190,44 @@ def lengths(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 class Stretches(NamedTuple):
-    """Matrices and other stretches of memory that a list of tensors consists of, in the order of their elements.
+    """Stretches of memory, such as matrices, that a list of tensors consists of, in the order of their elements.
 
     Attributes:
-        addresses: where each begins.
-        sizes: how many elements it has.
-        owners: of which tensor it is.
-        positions: from which element on.
-        rows: how many elements lie in a row and from one row to the next; empty if no rows have gaps between them.
+        addresses: the address of each.
+        sizes: its number of elements.
+        owners: the index of its tensor.
+        positions: the index of its first element in that tensor.
+        rows: the widths and strides of its rows; empty if there are no gaps between rows.
     """
 
     addresses: list[int]
     sizes: tuple[int, ...]
-    owners: Sequence[int]
-    positions: Sequence[int]
+    owners: list[int]
+    positions: list[int]
     rows: tuple[list[int], list[int]] | tuple[()] = ()
 
 
-def runs(tensors: Sequence[Tensor]) -> Stretches | None:
-    """The stretches that tensors consist of; None where one is neither contiguous nor made of rows that are."""
-    if all_contiguous(tensors):
-        return Stretches(addresses(tensors), lengths(tensors), range(len(tensors)), [0] * len(tensors))
+def runs(tensors: Sequence[Tensor], area: int = 0) -> Stretches | None:
+    """The stretches that tensors consist of, cut into matrices of `area` elements if that is given.
+
+    Returns None if a tensor is neither contiguous nor made of contiguous rows, or does not consist of such matrices.
+    """
+    if all_contiguous(tensors) and (not area or set(lengths(tensors)) == {area}):
+        return Stretches(addresses(tensors), lengths(tensors), list(range(len(tensors))), [0] * len(tensors))
     pieces: list[tuple[int, int, int, int, int, int]] = []
     for owner, tensor in enumerate(tensors):
         parts = [tensor] if tensor.is_contiguous() or tensor.dim() < 3 else tensor.unbind()
-        for place, piece in enumerate(parts):
-            size = width = stride = piece.numel()
-            if not piece.is_contiguous():
-                if piece.dim() != 2 or piece.stride(1) != 1:
-                    return None
-                width, stride = piece.shape[1], piece.stride(0)
-            pieces.append((piece.data_ptr(), size, owner, size * place, width, stride))
+        for place, part in enumerate(parts):
+            total, size = part.numel(), area or part.numel()
+            if part.is_contiguous() and (not size or total % size == 0):
+                width = stride = size
+            elif part.dim() == 2 and part.stride(1) == 1 and total == size:
+                width, stride = part.shape[1], part.stride(0)
+            else:
+                return None
+            for start in range(0, total, size or 1):
+                begin = part.data_ptr() + start * part.element_size()
+                pieces.append((begin, size, owner, total * place + start, width, stride))
     begins, sizes, owners, positions, widths, strides = map(list, zip(*pieces, strict=True))
     rows = () if widths == strides else (widths, strides)
     return Stretches(begins, tuple(sizes), owners, positions, rows)
