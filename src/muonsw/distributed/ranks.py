@@ -59,14 +59,6 @@ class _Known(NamedTuple):
     watched: Sequence[tuple[str, Tensor]] = ()  # parameters that other ranks hold parts or copies of
 
 
-class _Terms(NamedTuple):
-    """The step this rank is about to take."""
-
-    plan: str  # what must not change while the rank is settled
-    lacks: tuple[bool, ...]  # which watched parameters have no gradient
-    options: list[Group]  # all of them, rates and decay included
-
-
 class Message(NamedTuple):
     """What ranks reduce, by the minimum; values that must be equal are also sent negated.
 
@@ -111,8 +103,11 @@ class Ranks:
         self._known = _Known()
         self._rounds: dict[Any, list[Round]] = {}
         self._last_rounds: list[Round] = []
-        self._terms: _Terms
-        self._agreed: tuple[str, tuple[bool, ...]] | None = None  # plan and lacks of the last step that all took
+        # the step that this rank is about to take, and the last one that all ranks took
+        self._plan, self._agreed_plan = "", ""  # what must not change while a rank is settled
+        self._lacks: tuple[bool, ...] = ()  # which watched parameters have no gradient
+        self._agreed_lacks: tuple[bool, ...] = ()
+        self._options: list[Group] = []  # all of them, rates and decay included
         self._in_doubt = False  # ranks have taken a step that the flag forbade: agree again
         self._sent: Message
         self._message: Tensor | None = None
@@ -141,36 +136,39 @@ class Ranks:
             digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
             circles = _circles(self.process_group, [param for _, param in shared])
             self._known = _Known(key, lines, digest, circles, shared)
-        watched = self._known.watched
-        options = [settings, *map(_plain_options, groups)]
+        self._options = [settings, *map(_plain_options, groups)]
         # rates and decay change from step to step, but not what is exchanged
-        frozen = [[value for value in chosen.values() if not isinstance(value, float)] for chosen in options]
+        frozen = [[value for value in options.values() if not isinstance(value, float)] for options in self._options]
+        self._plan = repr([self._known.digest, frozen, self.announced])
         with torch._C.DisableTorchFunctionSubclass():
-            lacks = tuple([param.grad is None for _, param in watched])
-        self._terms = _Terms(repr([self._known.digest, frozen, self.announced]), lacks, options)
+            self._lacks = tuple([param.grad is None for _, param in self._known.watched])
         self._look_back()
         self.is_settled = (
             not self._in_doubt
-            and self._agreed == self._terms[:2]
+            and (self._plan, self._lacks) == (self._agreed_plan, self._agreed_lacks)
             and settings["nonfinite"] != "raise"
-            and local(watched[0][1]).device.type not in self.waits_on
+            and self._device.type not in self.waits_on
         )
-        plan = _digest([self._known.digest, options, self.announced])
-        common = own = _digest(lacks)
-        if not self.is_settled and self._agreed is not None and self._can_join():
-            common = _digest(self._agreed[1])
+        plan = _digest([self._known.digest, self._options, self.announced])
+        common = own = _digest(self._lacks)
+        if not self.is_settled and self._can_join():
+            common = _digest(self._agreed_lacks)
         self._sent = Message(1, plan, -plan, common, -common, -self.is_settled, -is_new, own, -own, _NO_RANK)
         self._write(self._sent)
 
     def _can_join(self) -> bool:
         """Whether this rank can join the step that ranks agreed on before; missing gradients count as zero."""
-        if self._agreed is None or self._agreed[0] != self._terms.plan:
+        if self._agreed_plan != self._plan:
             return False
-        columns = zip(self._known.watched, self._agreed[1], self._terms.lacks, strict=True)
+        columns = zip(self._known.watched, self._agreed_lacks, self._lacks, strict=True)
         return all(before == now or (now and is_dtensor(param)) for (_, param), before, now in columns)
 
+    @property
+    def _device(self) -> torch.device:
+        return local(self._known.watched[0][1]).device
+
     def _write(self, message: Message) -> None:
-        device = local(self._known.watched[0][1]).device
+        device = self._device
         if self._message is None or self._message.device != device:
             self._message = torch.zeros(len(message), dtype=torch.float64, device=device)
             self._bad = torch.zeros((), dtype=torch.float32, device=device)
@@ -225,24 +223,23 @@ class Ranks:
                 cannot take the step.
             ValueError: if copies of a parameter differ, or only some ranks have their gradient.
         """
-        terms, flag = self._terms, self.reduced(finite)
-        result = self._read()
+        flag, result = self.reduced(finite), self._read()
         if result.minus_settled:  # some ranks went ahead with the step agreed on before
-            if self._agreed is None or not self._can_join() or result.failed < _NO_RANK:
+            if not self._can_join() or result.failed < _NO_RANK:
                 self._in_doubt = True
                 exchange_nothing(self._last_rounds)
                 _refuse_failed(result)
                 return False, []
-            late = zip(self._known.watched, self._agreed[1], terms.lacks, strict=True)
+            late = zip(self._known.watched, self._agreed_lacks, self._lacks, strict=True)
             return flag, [param for (_, param), before, now in late if before != now]
-        self._agreed = None
+        self._agreed_plan = ""
         if result.plan != -result.minus_plan:
             self._refuse()
         _refuse_failed(result)
         if result.minus_new and self.process_group is not None:
             _compare_copies([(n, p) for n, p in self._known.watched if not is_dtensor(p)], self.process_group)
+        lacks = self._lacks
         absent: list[Tensor] = []
-        lacks = terms.lacks
         if result.own_lacks != -result.minus_own_lacks:
             lacks, absent = self._missing()
         if self._in_doubt:
@@ -252,14 +249,14 @@ class Ranks:
             )
             self._in_doubt = False
         if result.ok:
-            self._agreed = terms.plan, lacks
+            self._agreed_plan, self._agreed_lacks = self._plan, lacks
         return bool(result.ok), absent
 
     def fail(self) -> None:
         """Tell the other ranks that this one cannot take the step, so that they do not wait for it."""
         self._write(self._sent._replace(minus_settled=0, failed=dist.get_rank()))
         self.reduced(finite=False)
-        self._agreed, result = None, self._read()
+        self._agreed_plan, result = "", self._read()
         if result.minus_settled:
             exchange_nothing(self._last_rounds)
         elif result.plan != -result.minus_plan:
@@ -271,21 +268,18 @@ class Ranks:
 
     def _missing(self) -> tuple[tuple[bool, ...], list[Tensor]]:
         """Which parameters have no gradient on any rank, and which lack theirs on this rank alone."""
-        terms, device = self._terms, local(self._known.watched[0][1]).device
-        both = torch.tensor([terms.lacks, [-lack for lack in terms.lacks]], dtype=torch.int64, device=device)
+        both = torch.tensor([self._lacks, [-lack for lack in self._lacks]], dtype=torch.int64, device=self._device)
         for group in self._known.groups:
             dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
-        absent = []
+        absent, watched = [], self._known.watched
         everywhere, somewhere = both.tolist()
-        for (name, param), lack, all_lack, any_lacks in zip(
-            self._known.watched, terms.lacks, everywhere, somewhere, strict=True
-        ):
+        for (name, param), lack, all_lack, any_lacks in zip(watched, self._lacks, everywhere, somewhere, strict=True):
             # Ranks outside the mesh of a parameter may lack its gradient.
             if all_lack != -any_lacks and (
                 not is_dtensor(param)
                 or (
                     all(placement.is_replicate() for placement in param.placements)
-                    and mesh_ranks([param]) == mesh_ranks(other for _, other in self._known.watched)
+                    and mesh_ranks([param]) == mesh_ranks(other for _, other in watched)
                 )
             ):
                 raise ValueError(
@@ -298,10 +292,10 @@ class Ranks:
 
     def _refuse(self) -> NoReturn:
         """Raise an error that shows the first difference between this rank and another."""
-        options, group = self._terms.options, self._known.groups[0]
-        labels = ["the optimizer", *(label_of(chosen, number) for number, chosen in enumerate(options[1:]))]
-        pairs = zip(labels, options, strict=True)
-        lines = [f"{label}: {key}={value!r}" for label, chosen in pairs for key, value in chosen.items()]
+        group = self._known.groups[0]
+        labels = ["the optimizer", *(label_of(options, number) for number, options in enumerate(self._options[1:]))]
+        pairs = zip(labels, self._options, strict=True)
+        lines = [f"{label}: {key}={value!r}" for label, options in pairs for key, value in options.items()]
         lines += [*self._known.lines, *self.announced]
         theirs: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(theirs, lines, group=group)
