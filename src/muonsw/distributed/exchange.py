@@ -168,19 +168,16 @@ def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: i
         cut_axes = {axis for axis, _, _ in cell.cuts}
         mine = (cut for cut in cell.within(layout.boxes[layout.grid.me]).cuts if cut[0] in cut_axes)
         region = Region((*mine, *run.stack))
-        tensors, regions = [Traveller(MATRIX, shape, pieces)], [(MATRIX, region)]
-        for key, spec in rule.state(batch.group).items():
-            if spec.shape is None:
-                tensors.append(Traveller(key, shape, pieces))
-                regions.append((key, region))
-                continue
-            state_shape = spec.shape(*view.out_in(rows, columns))
-            boxes = known.of_state(param, torch.Size((*param.shape[:first], *state_shape)), first).boxes
-            tensors.append(Traveller(key, state_shape, tuple(_in_stack(box, first) for box in boxes)))
-            regions.append((view.cell_keys(key)[view.cell_number(layout.shape, cell.cuts)], Region(run.stack)))
-        if rule.sends_gradient(batch.group):
-            tensors.append(Traveller(GRADIENT, shape, pieces))
-            regions.append((GRADIENT, region))
+        specs = rule.state(batch.group)
+        alike = [MATRIX, *(key for key, spec in specs.items() if spec.shape is None)]
+        alike += [GRADIENT] if rule.sends_gradient(batch.group) else []
+        tensors, regions = [Traveller(key, shape, pieces) for key in alike], [(key, region) for key in alike]
+        for key, spec in specs.items():
+            if spec.shape is not None:
+                state_shape = spec.shape(*view.out_in(rows, columns))
+                boxes = known.of_state(param, torch.Size((*param.shape[:first], *state_shape)), first).boxes
+                tensors.append(Traveller(key, state_shape, tuple(_in_stack(box, first) for box in boxes)))
+                regions.append((view.cell_keys(key)[view.cell_number(layout.shape, cell.cuts)], Region(run.stack)))
         yield Unit(Shape(number, rows, columns, tuple(tensors)), place, run.matrices, tuple(regions))
 
 
