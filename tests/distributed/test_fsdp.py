@@ -6,7 +6,6 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -79,57 +78,27 @@ def test_fsdp_trains_as_one_process_does(pool, mesh_shape, options):
         assert same_summary
 
 
-class Pair(nn.Module):
-    """The two layers that tensor parallelism cuts, alone: torch clips no gradients of several meshes together."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.first, self.second = model.first, model.second
-
-    def forward(self, tokens, use):
-        del use
-        x = torch.nn.functional.one_hot(tokens % 6, 6).double()
-        x = self.second(torch.tanh(self.first(x)))
-        return torch.cat([x, x], -1)
-
-
-def tensor_parallel(*mesh_shape):
-    """The rows of one layer and the columns of the next over the last axis of the mesh; FSDP over the first, if any."""
+def tensor_parallel(*mesh_shape, **options):
+    """Two layers over the last axis of a mesh; all layers over the first by FSDP, if there are two, else plain."""
     mesh = mesh_of(*mesh_shape, names=("dp", "tp")[-len(mesh_shape) :])
     if mesh is None:
         return 0.0, True
-    alone, together = map(Pair, models())
-    parallelize_module(together, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    if len(mesh_shape) == 1:
-        return train(alone, together)
-    for block in (together.first, together.second, together):
-        fully_shard(block, mesh=mesh["dp"])
-    return train(alone, together, shares=mesh_shape[0], share=mesh.get_coordinate()[0])
-
-
-@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
-def test_tensor_parallel_training_does_not_depend_on_the_degree(pool, mesh_shape):
-    for difference, same_summary in pool.run(tensor_parallel, *mesh_shape):
-        assert difference < CLOSE
-        assert same_summary
-
-
-def mixed(*mesh_shape, **options):
-    """Two layers of a model over two axes of a mesh, the others over one of them; with one axis, the others plain."""
-    mesh = mesh_of(*mesh_shape, names=("dp", "tp")[-len(mesh_shape) :])
-    if mesh is None:
-        return 0.0
     alone, together = models()
     parallelize_module(together, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
     if len(mesh_shape) == 1:
-        return train(alone, together, clip=clip_by_ours, **options)[0]
+        return train(alone, together, clip=clip_by_ours, **options)
     for block in blocks(together):
         fully_shard(block, mesh=mesh["dp"])
-    return train(alone, together, shares=mesh_shape[0], share=mesh.get_coordinate()[0], clip=clip_by_ours, **options)[0]
+    return train(alone, together, shares=mesh_shape[0], share=mesh.get_coordinate()[0], clip=clip_by_ours, **options)
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "options"), [((2,), {}), ((2, 2), {"decay": "gradient_norm", "weight_decay": 0.02})], ids=str
+    ("mesh_shape", "options"),
+    [((2,), {}), ((3,), {}), ((2, 2), {}), ((2, 2), {"decay": "gradient_norm", "weight_decay": 0.02})],
+    ids=str,
 )
-def test_parameters_of_several_meshes_and_plain_ones_are_clipped_and_decayed_together(pool, mesh_shape, options):
-    assert max(pool.run(mixed, *mesh_shape, **options)) < CLOSE
+def test_tensor_parallel_training_is_that_of_one_process(pool, mesh_shape, options):
+    """Parameters of several meshes and plain ones are clipped and decayed together, which torch's clipping refuses."""
+    for difference, same_summary in pool.run(tensor_parallel, *mesh_shape, **options):
+        assert difference < CLOSE
+        assert same_summary or "decay" in options  # the norm of gradients differs by rounding
