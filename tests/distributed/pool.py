@@ -1,7 +1,7 @@
 """Processes that form ranks: started once, they run one function after another.
 
-They are forked from the server of `tests.common.children`, so that a pool costs no import. A case that does not come
-back in time, as a collective that waits for ever, is a failure; its pool is ended and the next case gets a new one.
+They are forked from the server of `tests.common.children`, so a pool costs no import. A case that does not return in
+time, such as a collective that hangs, fails; its pool is killed and the next case gets a new one.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.common.children import SERVER
 
 TIMEOUT = 60.0
-# How long the others may go on when one rank has failed: they may be waiting for it.
+# Seconds for the others to return once a rank has failed: they may be waiting for it.
 GRACE = 5.0
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks, next to the same parameters on one, fed the same gradients."""
+"""The same parameters on many ranks and in one process, fed the same gradients."""
 
 from functools import cache
 
@@ -13,7 +13,7 @@ from tests.common.problems import cosine
 
 PEAK, STEPS, CLOSE = 0.05, 4, 1e-9
 
-# Shapes that cut well and badly: uneven, with fewer rows than ranks, with one row, stacks, convolutions, fused ones.
+# Even and uneven shapes, fewer rows than ranks, a single row, stacks, convolutions, fused matrices.
 GROUPS = {
     "matrices": ([(8, 8), (7, 5), (8, 8), (1, 6), (3, 9)], {}),
     "stack": ([(5, 4, 3), (4, 6, 4)], {"matrix": "stack"}),
@@ -39,31 +39,29 @@ def gradient(shape, step, number, dtype=torch.float64):
 
 
 def groups_of(chosen, make, dtype=torch.float64):
-    """Param groups whose parameters `make` turns into what the test is about."""
-    found, number = [], 0
+    """Param groups whose parameters come from `make(value, options)`."""
+    groups, number = [], 0
     for name in chosen:
         shapes, options = GROUPS[name]
         params = []
         for shape in shapes:
             params.append((f"{name}.{len(params)}", make(initial(shape, number, dtype), options)))
             number += 1
-        found.append({"params": params, **options})
-    return found
+        groups.append({"params": params, **options})
+    return groups
 
 
 def build(chosen, make, dtype, options, **shared):
-    """MuonSW on such groups; `algorithm` among the options, with its own, is for the groups of matrices."""
-    algorithm = ALGORITHMS[options["algorithm"]].defaults if "algorithm" in options else {}
-    own = {key: value for key, value in options.items() if key == "algorithm" or key in algorithm}
-    common = {key: value for key, value in options.items() if key not in own}
-    return MuonSW([fitting({**own, **group}) for group in groups_of(chosen, make, dtype)], **common, **shared)
-
-
-def fitting(group):
-    """A group without options that its algorithm does not have."""
-    others = {key for entry in ALGORITHMS.values() for key in entry.defaults}
-    unknown = others - ALGORITHMS[group.get("algorithm", "muon")].defaults.keys()
-    return {key: value for key, value in group.items() if key not in unknown}
+    """MuonSW on such groups; an algorithm among the options, with its own options, is for the groups of matrices."""
+    of_algorithm = {"algorithm", *ALGORITHMS[options["algorithm"]].defaults} if "algorithm" in options else set()
+    common = {key: value for key, value in options.items() if key not in of_algorithm}
+    matrices = {key: value for key, value in options.items() if key in of_algorithm}
+    every = {key for entry in ALGORITHMS.values() for key in entry.defaults}
+    groups = [{**matrices, **group} for group in groups_of(chosen, make, dtype)]
+    for group in groups:
+        for key in every - ALGORITHMS[group.get("algorithm", "muon")].defaults.keys():
+            group.pop(key, None)
+    return MuonSW(groups, **common, **shared)
 
 
 def parameters(optimizer):
@@ -71,7 +69,7 @@ def parameters(optimizer):
 
 
 def take_step(optimizer, step, give, absent=()):
-    """One step of a schedule, with gradients that depend on step and place alone; `give` puts them in place."""
+    """One step of a schedule; gradients depend on step and position alone and are placed by `give(param, grad)`."""
     rate = cosine(PEAK, STEPS)(step)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -87,7 +85,7 @@ def plain(value, options):
 
 
 def sharded_over(mesh, placements):
-    """Makes DTensors; placements by group options, for axes that a tensor has."""
+    """A function that makes DTensors, with the same placements for all or by value and options."""
 
     def make(value, options):
         chosen = placements(value, options) if callable(placements) else placements
@@ -107,9 +105,9 @@ def give_plain(param, grad):
 
 @cache
 def mesh_of(*shape, names=None):
-    """A mesh over the first ranks; None on those that are not in it.
+    """A mesh over the first ranks; None on the others.
 
-    Made once for all cases: each of its process groups keeps a thread that looks around a hundred times a second.
+    Cached, because each process group keeps a thread that polls a hundred times a second.
     """
     count = torch.tensor(shape).prod().item()
     mesh = DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)
@@ -124,9 +122,9 @@ def group_of(ranks):
 
 
 def worst(left, right):
-    """The largest difference between the parameters of two optimizers, in units of the largest weight of each.
+    """The largest difference between the parameters of two optimizers, relative to the largest weight of each.
 
-    Of shards, the largest on this rank: nothing is sent.
+    For shards, the largest on this rank: nothing is sent.
     """
     expected = right if isinstance(right, list) else whole(right)
     differences = []
@@ -144,7 +142,7 @@ def far(answers):
 
 
 def whole(optimizer):
-    """All parameters of an optimizer, put together from their shards."""
+    """All parameters of an optimizer, in full."""
     return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in parameters(optimizer)]
 
 
@@ -152,7 +150,7 @@ ONE_PROCESS = {}
 
 
 def trained_alone(chosen, steps, absent, dtype, options):
-    """What one process makes of the parameters, remembered for the next case."""
+    """The parameters after the steps of one process; cached for the next case."""
     key = repr((chosen, steps, absent, dtype, options))
     if key not in ONE_PROCESS:
         alone = build(chosen, plain, dtype, options)
