@@ -12,6 +12,7 @@ from muonsw import ALGORITHMS, MuonSW
 from tests.common.problems import cosine
 
 PEAK, STEPS, CLOSE = 0.05, 4, 1e-9
+DEFAULTS = {"lr": PEAK, "weight_decay": 0.5}
 
 # Even and uneven shapes, fewer rows than ranks, a single row, stacks, convolutions, fused matrices.
 GROUPS = {
@@ -160,13 +161,18 @@ def trained_alone(chosen, steps, absent, dtype, options):
     return ONE_PROCESS[key]
 
 
-def compare(mesh, placements, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64, **options):
-    """Train the same parameters on one rank and sharded over a mesh; the largest difference at the end."""
-    options = {"lr": PEAK, "weight_decay": 0.5, **options}
-    together = build(chosen, sharded_over(mesh, placements), dtype, options)
+def beside_one_process(together, give, options, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64):
+    """Train these parameters; the largest difference to the steps of one process with these options."""
     for step in range(steps):
-        take_step(together, step, give_sharded, absent)
+        take_step(together, step, give, absent)
     return worst(together, trained_alone(chosen, steps, absent, dtype, options))
+
+
+def compare(mesh, placements, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64, **options):
+    """Train the same parameters in one process and sharded over a mesh; the largest difference at the end."""
+    options = {**DEFAULTS, **options}
+    together = build(chosen, sharded_over(mesh, placements), dtype, options)
+    return beside_one_process(together, give_sharded, options, chosen, steps, absent, dtype)
 
 
 def shard0(value, options):

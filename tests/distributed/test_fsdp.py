@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muonsw import MuonSW, clip_optimizer_grads_
-from tests.distributed.problems import CLOSE, PEAK, STEPS, mesh_of, parameters, worst
+from tests.distributed.problems import CLOSE, DEFAULTS, STEPS, mesh_of, parameters, worst
 from tests.distributed.test_replicated import Model, batch, loss_of
 
 
@@ -31,7 +31,7 @@ def clip_by_ours(optimizer):
 
 def train(alone, together, steps=STEPS, shares=1, share=0, micro=2, clip=clip_by_torch, **options):
     """Both models over the same schedule, with two micro-batches a step and clipping; the largest difference."""
-    options = {"lr": PEAK, "weight_decay": 0.5, **options}
+    options = {**DEFAULTS, **options}
     optimizers = [MuonSW.for_model(model, **options) for model in (alone, together)]
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS) for o in optimizers]
     for step in range(steps):

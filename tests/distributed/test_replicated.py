@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from muonsw import NORM_RULES, MuonSW
 from tests.distributed.problems import (
     CLOSE,
+    DEFAULTS,
     GROUPS,
     PEAK,
     STEPS,
+    beside_one_process,
     build,
     far,
     give_plain,
@@ -23,8 +25,6 @@ from tests.distributed.problems import (
     group_of,
     mesh_of,
     plain,
-    take_step,
-    trained_alone,
     worst,
 )
 
@@ -33,11 +33,9 @@ def divided(ranks, steps=STEPS, absent=(), chosen=tuple(GROUPS), **options):
     group = group_of(ranks)
     if group is None:
         return 0.0
-    options = {"lr": PEAK, "weight_decay": 0.5, **options}
+    options = {**DEFAULTS, **options}
     together = build(chosen, plain, torch.float64, options, process_group=group)
-    for step in range(steps):
-        take_step(together, step, give_plain, absent)
-    return worst(together, trained_alone(chosen, steps, absent, torch.float64, options))
+    return beside_one_process(together, give_plain, options, chosen, steps, absent)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -95,10 +93,9 @@ def ddp():
     torch.manual_seed(1)
     alone = Model().double()
     wrapped = DistributedDataParallel(copy.deepcopy(alone), find_unused_parameters=True)
-    options = {"lr": PEAK, "weight_decay": 0.5}
     optimizers = [
-        MuonSW.for_model(alone, **options),
-        MuonSW.for_model(wrapped, process_group=dist.group.WORLD, **options),
+        MuonSW.for_model(alone, **DEFAULTS),
+        MuonSW.for_model(wrapped, process_group=dist.group.WORLD, **DEFAULTS),
     ]
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS) for o in optimizers]
     for step in range(STEPS):

@@ -16,8 +16,10 @@ from tests.common.problems import RULE_OPTIONS
 from tests.distributed.pool import Pool
 from tests.distributed.problems import (
     CLOSE,
+    DEFAULTS,
     GROUPS,
     PEAK,
+    beside_one_process,
     compare,
     far,
     give_plain,
@@ -182,8 +184,8 @@ def one_gradient_missing_on_rank_one():
     mesh = mesh_of(3)
     if mesh is None:
         return 0.0
-    alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
-    together = MuonSW(groups_of(GROUPS, sharded_over(mesh, shard0)), lr=PEAK, weight_decay=0.5)
+    alone = MuonSW(groups_of(GROUPS, plain), **DEFAULTS)
+    together = MuonSW(groups_of(GROUPS, sharded_over(mesh, shard0)), **DEFAULTS)
     missing = {1, 5, 9, 12} if dist.get_rank() == 1 else set()
 
     def give(param, grad):
@@ -223,15 +225,10 @@ def test_a_gradient_that_one_rank_lacks_is_clipped_as_zero(pool):
 
 
 def swapped_after_construction():
-    mesh = mesh_of(4)
-    alone = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
-    together = MuonSW(groups_of(GROUPS, plain), lr=PEAK, weight_decay=0.5)
+    together = MuonSW(groups_of(GROUPS, plain), **DEFAULTS)
     for group in together.param_groups:
-        group["params"] = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in group["params"]]
-    for step in range(3):
-        take_step(alone, step, give_plain)
-        take_step(together, step, give_sharded)
-    return worst(together, alone)
+        group["params"] = [nn.Parameter(distribute_tensor(p.detach(), mesh_of(4), [Shard(0)])) for p in group["params"]]
+    return beside_one_process(together, give_sharded, DEFAULTS)
 
 
 def test_dtensors_may_be_swapped_into_the_groups(pool):
@@ -239,19 +236,13 @@ def test_dtensors_may_be_swapped_into_the_groups(pool):
 
 
 def mixed_group():
-    """Plain, sharded and replicated parameters of equal shape side by side in one group."""
-    mesh = mesh_of(4)
+    """Plain, sharded and replicated parameters of equal shape in one group."""
     kinds = [None, [Shard(0)], [Shard(1)], [Replicate()]]
     values = [torch.randn(6, 5, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(4)]
-    alone = MuonSW([nn.Parameter(v.clone()) for v in values], lr=PEAK, weight_decay=0.5)
-    together = MuonSW(
-        [
-            nn.Parameter(v.clone() if k is None else distribute_tensor(v, mesh, k))
-            for v, k in zip(values, kinds, strict=True)
-        ],
-        lr=PEAK,
-        weight_decay=0.5,
-    )
+    spread = [
+        v.clone() if k is None else distribute_tensor(v, mesh_of(4), k) for v, k in zip(values, kinds, strict=True)
+    ]
+    alone, together = (MuonSW([nn.Parameter(v.clone()) for v in every], **DEFAULTS) for every in (values, spread))
     for step in range(3):
         take_step(alone, step, give_plain)
         take_step(together, step, lambda p, g: give_sharded(p, g) if isinstance(p, DTensor) else g)
@@ -265,7 +256,7 @@ def test_a_group_may_mix_plain_sharded_and_replicated_parameters(pool):
 
 
 def odd(kind):
-    """A parameter of ones whose shards are no boxes (rows 0 and 2 here, 1 and 3 there), or are terms of a sum."""
+    """A parameter of ones whose shards are not contiguous (rows 0 and 2, rows 1 and 3) or are terms of a sum."""
     placements = {
         "interleaved": [Shard(0), _StridedShard(0, split_factor=2)],
         "other stride": [_StridedShard(0, split_factor=3), Shard(0)],
@@ -278,7 +269,7 @@ def odd(kind):
 
 def step_of_odd_shards(kind, options):
     param = nn.Parameter(odd(kind))
-    optimizer = MuonSW([{"params": [("odd", param)], **options}], lr=PEAK, weight_decay=0.5)
+    optimizer = MuonSW([{"params": [("odd", param)], **options}], **DEFAULTS)
     optimizer.routing()
     before = param.to_local().clone()
     param.grad = odd(kind)
