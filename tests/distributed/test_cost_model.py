@@ -1,4 +1,4 @@
-"""The planner's cost model, held to what ranks really hold and send."""
+"""The planner's cost model against what ranks hold and send."""
 
 import math
 
@@ -20,7 +20,7 @@ FEW_EXPERTS = ModelConfig(width=48, layers=2, head_dim=16, experts=2, ff=24, voc
 
 
 def shard_model(model, layout):
-    """Make every parameter a DTensor that lies as the planner thinks it does; a process group for copies instead."""
+    """Make every parameter a DTensor with the planner's layout; return its first process group, or that of copies."""
     if layout.strategy == "ddp":
         return group_of(layout.gpus)
     stack = math.gcd(layout.gpus, model.config.experts) if layout.strategy == "ep" else 1
@@ -40,7 +40,7 @@ def shard_model(model, layout):
 
 
 class CounterOfAll(Counter):
-    """Counts over several groups of ranks: experts and other matrices may meet in different ones."""
+    """Counts over several process groups: experts and other matrices may use different ones."""
 
     calls = 0
 
@@ -99,22 +99,21 @@ CASES = [
 @pytest.mark.parametrize(("config", "layout"), CASES, ids=value_id)
 def test_ranks_hold_and_send_what_was_planned(pool, config, layout):
     """State to the byte, on average over ranks; the exchange to 5%, the bound of `test_bytes`."""
-    found = [answer for answer in pool.run(measured, config, layout) if answer]
-    assert len(found) == layout.gpus
+    answers = [answer for answer in pool.run(measured, config, layout) if answer]
+    assert len(answers) == layout.gpus
     planned = plan_step(config, layout)
     for name in ("weights", "gradients", "muon_state", "adamw_state"):
-        assert mean_of(found, name) == pytest.approx(getattr(planned.memory, name), rel=1e-9), name
-    assert mean_of(found, "received") == pytest.approx(planned.optimizer_bytes, rel=0.05)
-    assert max(answer["collectives"] for answer in found) < planned.optimizer_collectives
+        assert mean_of(answers, name) == pytest.approx(getattr(planned.memory, name), rel=1e-9), name
+    assert mean_of(answers, "received") == pytest.approx(planned.optimizer_bytes, rel=0.05)
+    assert max(answer["collectives"] for answer in answers) < planned.optimizer_collectives
 
 
-def mean_of(found, name):
-    return sum(one[name] for one in found) / len(found)
+def mean_of(answers, name):
+    return sum(answer[name] for answer in answers) / len(answers)
 
 
-def test_where_experts_do_not_divide_the_rank_with_most_of_them_counts(pool):
+def test_if_ranks_have_different_numbers_of_experts_the_largest_counts(pool):
     layout = Setup(4, "fsdp")
     uneven = ModelConfig(width=48, layers=2, head_dim=16, experts=5, ff=24, vocab=96, sequence=8)
-    found = pool.run(measured, uneven, layout)
-    planned = plan_step(uneven, layout)
-    assert max(one["muon_state"] for one in found) == planned.memory.muon_state > 1.2 * mean_of(found, "muon_state")
+    answers, planned = pool.run(measured, uneven, layout), plan_step(uneven, layout).memory.muon_state
+    assert max(answer["muon_state"] for answer in answers) == planned > 1.2 * mean_of(answers, "muon_state")

@@ -1,4 +1,4 @@
-"""State in 8 bits over shards: the codes of one process on any number of ranks, saved on one and loaded on another."""
+"""8-bit state over shards: the codes of one process on any number of ranks, also after a checkpoint."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muonsw import MuonSW
 from tests.distributed.pool import CaseError
-from tests.distributed.problems import group_of, mesh_of
+from tests.distributed.problems import give_sharded, group_of, mesh_of, parameters
 
 # Cut unevenly, with an empty shard on four ranks, and three-dimensional.
 SHAPES = [(37, 128), (3, 2048), (9, 16, 64)]
@@ -37,29 +37,26 @@ def steps(optimizer, first, count):
     for step in range(first, first + count):
         for number, param in enumerate(optimizer.param_groups[0]["params"]):
             grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number)).to(param.dtype)
-            sharded = isinstance(param, DTensor)
-            param.grad = distribute_tensor(grad, param.device_mesh, param.placements) if sharded else grad
+            param.grad = give_sharded(param, grad) if isinstance(param, DTensor) else grad
         optimizer.step()
 
 
-def differences(optimizer, alone):
-    """The keys in which two states differ, and by how much weights do."""
-    pairs = list(zip(optimizer.param_groups[0]["params"], alone.param_groups[0]["params"], strict=True))
-    found = []
+def differences(optimizer, alone, *, first=0, count=0):
+    """Keys of state that differ after these steps of both, and the largest difference of a weight."""
+    steps(optimizer, first, count)
+    steps(alone, first, count)
+    pairs, keys = list(zip(parameters(optimizer), parameters(alone), strict=True)), []
     for param, other in pairs:
         mine, theirs = optimizer.state[param], alone.state[other]
         assert mine.keys() == theirs.keys()
-        found += [key for key in mine if not torch.equal(whole(mine[key]), whole(theirs[key]))]
-    return found, max((whole(p) - whole(o)).abs().max().item() for p, o in pairs)
+        keys += [key for key in mine if not torch.equal(whole(mine[key]), whole(theirs[key]))]
+    return keys, max((whole(p) - whole(o)).abs().max().item() for p, o in pairs)
 
 
 def beside_one_process(algorithm, *, copies=False, **options):
     divided = {"process_group": dist.group.WORLD} if copies else {}
     optimizer = build(algorithm, None if copies else mesh_of(4), **divided, **options)
-    alone = build(algorithm, **options)
-    steps(optimizer, 0, 3)
-    steps(alone, 0, 3)
-    return differences(optimizer, alone)
+    return differences(optimizer, build(algorithm, **options), count=3)
 
 
 @pytest.mark.parametrize(("algorithm", "options", "close"), [
@@ -93,16 +90,14 @@ def resumed(folder, algorithm, flatten, ranks):
     if group is None:
         return [], 0.0
     optimizer, alone = build(algorithm, mesh), build(algorithm)
-    model, options, found = template(optimizer, flatten)
-    dcp.load(found, checkpoint_id=folder, process_group=group)
+    model, options, state = template(optimizer, flatten)
+    dcp.load(state, checkpoint_id=folder, process_group=group)
     steps(alone, 0, 2)
     with torch.no_grad():
-        for param, other in zip(model, alone.param_groups[0]["params"], strict=True):
-            param.copy_(distribute_tensor(other.detach(), mesh, [Shard(0)]))
-    set_optimizer_state_dict(model, optimizer, found["optimizer"], options=options)
-    steps(optimizer, 2, 2)
-    steps(alone, 2, 2)
-    return differences(optimizer, alone)
+        for param, other in zip(model, parameters(alone), strict=True):
+            param.copy_(give_sharded(param, other.detach()))
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    return differences(optimizer, alone, first=2, count=2)
 
 
 @pytest.mark.parametrize(("algorithm", "flatten"), [("adamw", False), ("muon", True)])
@@ -115,10 +110,7 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, algorithm
 
 
 def along_the_second_axis():
-    optimizer, alone = build("adamw", mesh_of(2), axis=1), build("adamw")
-    steps(optimizer, 0, 2)
-    steps(alone, 0, 2)
-    return differences(optimizer, alone)[1]
+    steps(build("adamw", mesh_of(2), axis=1), 0, 1)
 
 
 def swapped_in_after_construction():
@@ -136,19 +128,16 @@ def test_shards_that_cut_through_blocks_are_refused(pool, case):
 
 
 def from_float_state_and_back():
-    """torch's float states are encoded where the shards are; codes become float32 again in mid-run."""
-    optimizer, alone = (
-        MuonSW([{"params": one.param_groups[0]["params"], "algorithm": "adamw"}], lr=0.01, weight_decay=0.1)
-        for one in (build("adamw", mesh_of(4)), build("adamw"))
-    )
-    for one in (optimizer, alone):
-        steps(one, 0, 1)
+    """Float state becomes codes and float state again in mid-run."""
+    optimizers = [build("adamw", mesh, state_dtype="float32") for mesh in (mesh_of(4), None)]
+    for optimizer in optimizers:
+        steps(optimizer, 0, 1)
         for dtype in ("int8", "float32", "int8"):
-            state = one.state_dict()
+            state = optimizer.state_dict()
             state["param_groups"][0]["state_dtype"] = dtype
-            one.load_state_dict(state)
-            steps(one, 1, 1)
-    return differences(optimizer, alone)
+            optimizer.load_state_dict(state)
+            steps(optimizer, 1, 1)
+    return differences(*optimizers)
 
 
 def test_float_states_load_as_codes_and_the_reverse(pool):
@@ -163,10 +152,10 @@ def codes_as_floats(kind, axis):
     steps(saved, 0, 1)
     state = saved.state_dict()
     state["param_groups"][0]["state_dtype"] = "float32"
-    sharded, alone = build("adamw", mesh_of(4), axis, state_dtype="float32"), build("adamw", state_dtype="float32")
-    for one in (sharded, alone):
-        one.load_state_dict(state)
-    return differences(sharded, alone)
+    optimizers = [build("adamw", mesh, axis, state_dtype="float32") for mesh in (mesh_of(4), None)]
+    for optimizer in optimizers:
+        optimizer.load_state_dict(state)
+    return differences(*optimizers)
 
 
 @pytest.mark.parametrize("axis", [1, -1])
