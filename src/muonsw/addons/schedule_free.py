@@ -141,11 +141,7 @@ class ScheduleFree(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the inner optimizer; its average begins with its first step."""
         self.optimizer.add_param_group(param_group)
-        try:
-            self._join_groups()
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        self._join_groups()
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:

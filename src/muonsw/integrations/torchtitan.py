@@ -57,8 +57,8 @@ class ScaledDecayOptimizers(OptimizersContainer):
         if config.param_groups:
             raise ValueError("optimizer.param_groups: parameters are routed by role; use patterns instead")
         self.model_parts = model_parts
-        used = {pattern for part in model_parts for pattern in patterns_within(part, config.patterns)}
-        if unused := sorted(set(config.patterns) - used):
+        patterns = [patterns_within(part, config.patterns) for part in model_parts]
+        if unused := sorted(set(config.patterns).difference(*patterns)):
             message = f"patterns that match nothing in this rank's part of the model: {', '.join(unused)}"
             if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
                 raise ValueError(message)
@@ -66,11 +66,9 @@ class ScaledDecayOptimizers(OptimizersContainer):
         if config.name not in OPTIMIZERS:
             raise ValueError(f"optimizer.name={config.name!r}: must be one of {', '.join(OPTIMIZERS)}")
         self.optimizers = []
-        for part in model_parts:
-            patterns, rest = patterns_within(part, config.patterns), {"adamw": config.adamw, **config.options}
-            optimizer = OPTIMIZERS[config.name].for_model(
-                part, lr=config.lr, weight_decay=config.weight_decay, patterns=patterns, **rest
-            )
+        options = {"lr": config.lr, "weight_decay": config.weight_decay, "adamw": config.adamw, **config.options}
+        for part, used in zip(model_parts, patterns, strict=True):
+            optimizer = OPTIMIZERS[config.name].for_model(part, patterns=used, **options)
             for group in optimizer.param_groups:  # the names that torchtitan's checkpoints use
                 group["param_names"] = [canonical_fqn(name) for name in group["param_names"]]
             logger.info(f"Optimizer {config.name}:\n{optimizer.routing()}")
