@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw.distributed.shards import cutting_order, is_dtensor, local, offset
+from muonsw.distributed.shards import is_dtensor, local, offset, refuse_interleaved
 from muonsw.machine import has_ranks
 from muonsw.options import require_number, require_whole
 
@@ -65,9 +65,7 @@ class HeadRows(NamedTuple):
                 f"a parameter of shape {tuple(self.param.shape)}; pass size, start and stride in HeadRows"
             )
         if is_dtensor(self.param):
-            mesh, placements = self.param.device_mesh, self.param.placements
-            if cutting_order(placements, mesh.shape) is None:
-                raise ValueError(f"QK-clip needs contiguous shards, but a parameter has placements {placements}")
+            refuse_interleaved("a weight of QK-clip", self.param)
         return self._replace(size=size, stride=stride)
 
     def scale_(self, factors: Tensor, state: State) -> None:
