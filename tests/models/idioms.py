@@ -1,4 +1,4 @@
-"""Models that show one habit of the field each, written out with torch alone."""
+"""Small models in plain torch, each with one common idiom."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ def idiom(build):
 
 
 class Holder(nn.Module):
-    """A module that holds these parts under these names, to be looked at and never run."""
+    """A module with these members, which is never run."""
 
     def __init__(self, **members):
         super().__init__()
@@ -22,7 +22,7 @@ class Holder(nn.Module):
 
 
 def holds(**members):
-    """A holder whose class no other module shares, as in a hand-written model."""
+    """Make a holder with a separate class, as in a hand-written model."""
     return type("Part", (Holder,), {})(**members)
 
 
@@ -61,7 +61,7 @@ def width_equal_to_vocabulary():
 
 @idiom
 def keys_as_wide_as_the_vocabulary():
-    """Bytes, and a quarter of the queries' heads."""
+    """A vocabulary of bytes, and a quarter as many key heads as query heads."""
     sizes = {"q": (64, 64), "k": (64, 16), "v": (64, 16), "o": (64, 64)}
     attention = holds(**{name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
     block = holds(attention=attention, exit=nn.Linear(64, 16, bias=False))
@@ -99,7 +99,7 @@ def deep_router():
 
 @idiom
 def more_experts_than_width():
-    """Stored as (experts, in, out), as `torch.bmm` likes it."""
+    """Stored as (experts, in, out), for `torch.bmm`."""
     experts = holds(up=parameter(40, 16, 24), down=parameter(40, 24, 16))
     return holds(gate=nn.Linear(16, 40, bias=False), experts=experts)
 
@@ -145,7 +145,7 @@ def cross_attention():
 @idiom
 def weight_norm():
     conv = parametrizations.weight_norm(nn.Conv1d(8, 8, 3), dim=2)
-    old = nn.Linear(8, 8)  # what the older function of torch leaves behind
+    old = nn.Linear(8, 8)  # as torch's older function leaves it
     del old.weight
     old.weight_g, old.weight_v = parameter(8, 1), parameter(8, 8)
     fc, table = (parametrizations.weight_norm(layer) for layer in (nn.Linear(8, 32), nn.Embedding(9, 8)))
@@ -162,7 +162,7 @@ def spectral_norm():
 
 @idiom
 def linear_maps_as_bare_parameters():
-    """The speedrun of GPT-2: one stack for queries, keys and values, the parts of the MLP as plain matrices."""
+    """modded-nanogpt: one stack for queries, keys and values; the MLP's matrices are bare parameters."""
     first = holds(qkv_w=parameter(3, 16, 16), lambdas=parameter(2), c_proj=nn.Linear(16, 16, bias=False))
     later = holds(qkvo_w=parameter(4, 16, 16), attn_gate=nn.Linear(12, 2, bias=False))
     wide = holds(qkvo_w=parameter(16, 64))
@@ -254,7 +254,7 @@ def heads_on_an_axis():
 
 
 class GroupNormalizer(nn.GroupNorm):
-    """A name that says little of the class it extends."""
+    """A name that does not say what the class extends."""
 
 
 class PerHeadRMSNorm(nn.Module):
@@ -274,7 +274,7 @@ class NormHead(nn.Module):
 
 
 class LayerNormLinear(nn.Module):
-    """A gain and a matrix in one module, as fused layers have it."""
+    """A gain and a matrix in one module, as in fused layers."""
 
     def __init__(self, in_features, out_features):
         super().__init__()
@@ -351,7 +351,7 @@ def diffusion_transformer():
 
 @idiom
 def diffusion_transformer_with_modulation_last(outputs=8):
-    """As DiT-S/4 and DiT-L/8 have it: the output is a third or a half of the width, and modulation comes after it."""
+    """As in DiT-S/4 and DiT-L/8: the output is a third or half as wide, and modulation comes after it."""
     modulation = nn.Sequential(nn.SiLU(), nn.Linear(16, 96))
     block = holds(qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16), adaLN_modulation=modulation)
     final = holds(linear=nn.Linear(16, outputs), adaLN_modulation=nn.Sequential(nn.SiLU(), nn.Linear(16, 32)))
@@ -374,7 +374,7 @@ def diffusion_transformer_of_large_patches():
 
 @idiom
 def diffusion_transformer_as_wide_as_modulation():
-    """A patch has as many values as the blocks' modulation, which nothing reads whole."""
+    """A patch has as many values as the blocks' modulation, of which only parts are read."""
     return diffusion_transformer_with_modulation_last(outputs=96)
 
 
@@ -419,7 +419,7 @@ def autoencoder():
 
 @idiom
 def outputs_as_many_as_features():
-    """Sixteen classes in a net of width 16: nothing but a name could tell the last layer from the others."""
+    """Sixteen classes in a net of width 16: only a name could tell the last layer from the others."""
     return holds(first=nn.Linear(28, 16), second=nn.Linear(16, 16), out=nn.Linear(16, 16))
 
 
@@ -430,7 +430,7 @@ def hand_written_lora():
 
 
 class Declares(Holder):
-    """The methods by which timm's models tell what they know of themselves."""
+    """The methods by which timm's models declare heads and undecayed parameters."""
 
     def get_classifier(self):
         return self.out

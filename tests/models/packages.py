@@ -11,8 +11,8 @@ from torch.library import Library
 
 PACKAGES = ("peft", "timm", "torchvision", "transformers")
 
-# Wheels of torchvision for CUDA cannot load their compiled operators beside a torch for CPUs. No model is run here,
-# so it is enough that the operators which torchvision annotates at import are known by name.
+# A CUDA build of torchvision cannot load its compiled operators with a CPU build of torch. We run no model, so it is
+# enough to define the operators that torchvision annotates at import.
 COMPILED_OPERATORS = ("nms", "qnms")
 _libraries = []
 
@@ -40,7 +40,7 @@ def prepare():
 
 
 def build(file, name):
-    """The model of a table, without memory for its weights."""
+    """Build a model on the meta device."""
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         return BUILDERS[file](name)
@@ -89,7 +89,7 @@ BUILDERS = {
     "peft": from_peft,
 }
 
-# Sizes differ wherever a real model's would, so that no role is found or missed by accident.
+# Sizes differ wherever a real model's would, so that no role is right or wrong by accident.
 SMALL = {
     "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 250,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The expected tables: roles and matrix views of parameters, as text that people write and read.
+"""Expected roles and matrix views of parameters, as text.
 
 A table is a section of a file in `tables/`, named `[model]`, with lines of the form `role (view): pattern pattern`.
 The first pattern that matches a name decides. `role|role` allows either where the difference is a matter of taste,
@@ -15,7 +15,7 @@ LINE = re.compile(r"^(?P<roles>[a-z|]+)(?: \((?P<view>[^)]*)\))?: (?P<patterns>.
 
 
 class Expected(NamedTuple):
-    """One pattern of a table: which names, which roles, and how Muon must see them."""
+    """One pattern of a table, with its roles and matrix view."""
 
     pattern: str
     roles: tuple[str, ...]
@@ -23,7 +23,7 @@ class Expected(NamedTuple):
 
 
 def read_tables(file):
-    """All tables of one file, by the name of the model."""
+    """Read the tables of a file, by model."""
     tables = {}
     for line in (FOLDER / f"{file}.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -41,7 +41,7 @@ def _usual_view(roles):
 
 
 def differences(table, actual):
-    """How a routing, `{name: (role, view)}`, differs from a table, including names that only one of them has."""
+    """Compare a routing, `{name: (role, view)}`, with a table; names that only one of them has differ too."""
     unused = {entry.pattern for entry in table}
     wrong = []
     for name, (role, view) in actual.items():
@@ -58,7 +58,7 @@ def differences(table, actual):
 
 
 def _same_view(actual, expected):
-    """Whether two views are one; a square matrix is the same as (in, out) and as (out, in).
+    """Whether two views are equal; a square matrix is the same as (in, out) and as (out, in).
 
     `thirds` is a split into three equal parts of any size, for models whose width changes from stage to stage.
     """

@@ -1,4 +1,4 @@
-"""Hand-written models, each with the table that a reader of it would write."""
+"""Hand-written models, each with an expected table."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_an_idiom_is_routed_as_its_table_says(name):
 
 
 def wrap_parts(module, wrap):
-    """Every module in another, down to single layers, in a wrapper of its own."""
+    """Wrap every part of a module separately, down to single layers."""
     for name, part in list(module.named_children()):
         if not isinstance(part, ParametrizationList):
             wrap_parts(part, wrap)
@@ -51,8 +51,8 @@ def test_wrappers_change_no_role(name, wrap):
 
 @pytest.mark.filterwarnings("ignore:MuonSW.for_model found no matrix", "ignore:no param group decays")
 @pytest.mark.parametrize("name", MODELS)
-def test_no_model_is_refused_for_its_shapes_and_every_parameter_can_take_a_step(name):
-    """The views are ones that Muon can use: each matrix role is accepted and moves."""
+def test_every_parameter_of_every_model_takes_a_step(name):
+    """Shapes and views are accepted, and each role gets its algorithm."""
     torch.manual_seed(0)
     model = MODELS[name]()
     for param in model.parameters():
@@ -72,8 +72,7 @@ def named(group):
     return zip(group["param_names"], group["params"], strict=True)
 
 
-def test_tables_notice_what_is_wrong():
-    """A wrong role, a wrong view, a name that the table lacks and a pattern without a parameter are all reported."""
+def test_wrong_roles_and_views_and_missing_names_are_reported():
     table = read_tables("idioms")["recurrent"]
     actual = {"lstm.weight_ih_l0": ("hidden", ""), "rnn.weight_ih_l0": ("head", None), "new": ("bias", None)}
     report = "\n".join(differences(table, actual))

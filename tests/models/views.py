@@ -1,4 +1,4 @@
-"""A matrix view in the words of the tables."""
+"""Matrix views in the vocabulary of the tables."""
 
 import math
 
@@ -6,7 +6,7 @@ MATRICES = ("hidden", "experts", "convolution")
 
 
 def seen_as(role, view, shape):
-    """The view of a matrix role as words; None where the parameter is not seen as matrices."""
+    """Describe the view of a parameter; None if its role is not a matrix."""
     if role not in MATRICES:
         return None
     words = [view["matrix"]] if view.get("matrix") else []
@@ -23,7 +23,7 @@ def seen_as(role, view, shape):
 
 
 def _is_square(view, shape):
-    """Whether rows and columns are equally many, so that (in, out) and (out, in) are the same to every scale."""
+    """Whether the matrices are square, so (in, out) and (out, in) have the same scale."""
     if view.get("matrix") == "flatten":
         return shape[0] == math.prod(shape[1:])
     return shape[-2] == shape[-1] and not view.get("split_sizes")

@@ -1,4 +1,4 @@
-"""The model that the tests of routing share."""
+"""The model of the routing tests."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What the rules know of a model."""
+"""Facts about a model that the rules use."""
 
 import sys
 
@@ -23,7 +23,7 @@ def test_a_model_that_is_a_bare_list_of_parameters_is_routed(model):
 
 
 def lines_run_to_classify(model):
-    """How many lines of the library run, loops counted by their turns."""
+    """Count the lines of the library that run, with each turn of a loop."""
     lines = 0
 
     def tally(frame, event, _):
@@ -55,7 +55,7 @@ def test_work_grows_with_the_model_and_not_with_its_square():
     assert lines_run_to_classify(mixture(16)) < 8 * lines_run_to_classify(mixture(4))
 
 
-# names and classes with what wrappers add to them
+# wrappers
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
@@ -82,7 +82,7 @@ class Expert(nn.Sequential):
 
 
 def test_fully_shard_changes_no_role(pretended_ranks):
-    """It gives each module a class of another name."""
+    """fully_shard renames each module's class."""
     from torch.distributed.fsdp import fully_shard
 
     experts = nn.ModuleList(Expert(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(4))

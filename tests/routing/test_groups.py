@@ -51,7 +51,7 @@ def test_a_pattern_that_matches_nothing_is_an_error():
 
 
 def test_adamw_options_follow_what_a_pattern_moves():
-    """They apply to what ends at AdamW, and not to what leaves it."""
+    """They apply to parameters that a pattern moves to AdamW, not to those it moves away."""
     patterns = {"*.qkv.*": {"algorithm": "adamw"}, "role:router": {"algorithm": "muon", "weight_decay": 0.1}}
     of = by_name(MuonSW.for_model(Model(), lr=0.02, adamw={"lr": 3e-4, "betas": (0.8, 0.9)}, patterns=patterns))
     for name in ("blocks.0.qkv.weight", "embed.weight"):
@@ -96,7 +96,7 @@ def test_a_model_without_parameters_is_an_error():
 def test_the_tables_show_every_group_and_a_reason_for_every_parameter():
     optimizer = MuonSW.for_model(Model(), lr=0.02, patterns={"*.qkv.*": {"lr": 0.01}})
     lines = optimizer.routing().splitlines()
-    assert len(lines) == 1 + len(optimizer.param_groups) + 1  # a header, and what the state takes
+    assert len(lines) == 1 + len(optimizer.param_groups) + 1  # a header, and the size of the state
     experts = next(line for line in lines if "experts" in line)
     assert "scaled 0.1" in experts
     assert f"{2 * (4 * 32 * 8 + 4 * 8 * 16):,}" in experts
@@ -165,7 +165,7 @@ def test_low_rank_factors_move_to_muon_on_request():
 
 
 def test_groups_have_readable_unique_names():
-    """A second group of one role is numbered, what a pattern calls a group stays, and names are always the same."""
+    """A role's second group is numbered, a pattern's name stays, and names are reproducible."""
     patterns = {"blocks.0.qkv.*": {"name": "first", "lr": 0.1}, "blocks.1.qkv.*": {"lr": 0.2}}
 
     def names():
@@ -180,7 +180,7 @@ def test_groups_have_readable_unique_names():
 
 @pytest.mark.parametrize("values", [(1.1e-4, 1.4e-4), (1e-4, 1e-4)], ids=["different", "equal"])
 def test_tensor_rates_of_two_patterns_stay_two(values):
-    """Numbers that print alike are not equal, and a tensor that is equal today may be filled with another rate."""
+    """Numbers that print alike may differ, and equal tensors may be filled with different rates later."""
     first, second = map(torch.tensor, values)
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     patterns = {"0.*": {"lr": first}, "1.*": {"lr": second}, "2.*": {"lr": first}}
