@@ -38,7 +38,7 @@ def _one_quiet_process(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _no_accelerator_state():
-    """Accelerate keeps one state for the whole process, with the precision of the first test."""
+    """Accelerate's state is global and keeps the precision of the first test."""
     yield
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState

@@ -12,7 +12,7 @@ ROOT = HERE.parents[1]
 
 
 def two_processes(what, folder):
-    """Run `two_processes.py what folder` under torchrun; the content of the `result.json` that rank 0 writes."""
+    """Run `two_processes.py what folder` under torchrun; return the `result.json` of rank 0."""
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
     return one_process("two_processes.py", what, folder, launcher)
 
@@ -37,7 +37,7 @@ def one_process(script, what, folder, launcher=()):
 
 
 def deepspeed_on_the_cpu():
-    """One process, without the C++ operator that DeepSpeed compiles for processes that share memory."""
+    """Set up one process, without the operator that DeepSpeed compiles for shared memory."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update({**alone, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"})
     from deepspeed.comm.comm import TorchBackend
@@ -46,7 +46,7 @@ def deepspeed_on_the_cpu():
 
 
 def sections():
-    """The guide's blocks of code by framework."""
+    """Return the guide's code blocks by framework."""
     text = (ROOT / "docs" / "guide" / "frameworks.md").read_text(encoding="utf-8")
     parts = (part.partition("\n") for part in text.split("\n## ")[1:])
     return {title: re.findall(r"```python\n(.*?)```", body, re.DOTALL) for title, _, body in parts}

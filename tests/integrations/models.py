@@ -1,4 +1,4 @@
-"""Tiny models of the families that people train, with random weights, and data that they can learn."""
+"""Tiny models of common families, with random weights, and data that they can learn."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Run in a process of its own: the guide's code for DeepSpeed and Megatron-Core, with DeepSpeed on the CPU."""
+"""Run as a separate process: the guide's code for DeepSpeed and Megatron-Core, with DeepSpeed on the CPU."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Accelerate itself: wrapped optimizers and schedulers work everywhere, and a saved state resumes."""
+"""Accelerate: wrapped optimizers and schedulers work everywhere, and a saved state resumes."""
 
 import math
 
@@ -18,7 +18,7 @@ LR, STEPS = 0.02, 6
 
 
 class Run:
-    """A model, its optimizer and scheduler, prepared, and the loop of Accelerate's own examples."""
+    """A prepared model, optimizer and scheduler, and the loop of Accelerate's examples."""
 
     def __init__(self, accelerator, *, scheduler=lambda o: CosineAnnealingLR(o, STEPS), lr=LR):
         set_seed(0)

@@ -1,4 +1,4 @@
-"""DeepSpeed itself on the CPU: our optimizers in it, and its own Muon with our decay."""
+"""DeepSpeed on the CPU: our optimizers in it, and its own Muon with our decay."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Lightning itself: automatic optimization with one optimizer."""
+"""Lightning: automatic optimization with one optimizer."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class Regression(LightningModule):
 
 
 def batches():
-    """Four: Lightning resumes at the first batch of an epoch, even from a checkpoint in its middle."""
+    """Four batches, because Lightning resumes at the first batch of an epoch even from a checkpoint in its middle."""
     numbers = torch.randint(16, (16, 3), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(numbers, numbers.sum(1) / 24)
     return torch.utils.data.DataLoader(data, batch_size=4)
@@ -138,7 +138,7 @@ def test_telemetry_continues_counting_the_steps_of_its_optimizer(tmp_path, modul
 
 
 def test_a_compiled_network_trains_and_resumes_like_the_plain_one(tmp_path):
-    """The network inside is compiled: the `log` of a whole module does not trace. The backend generates no code."""
+    """The parts are compiled, because a module's `log` does not trace. The backend generates no code."""
 
     def compiled():
         torch.manual_seed(0)

@@ -33,7 +33,7 @@ def test_our_rule_under_its_scheduler_and_in_its_groups():
     scheduler = scheduler_of(optimizer)
     for _ in range(STEPS):
         for param in (weight, vector):
-            param.grad = torch.zeros_like(param)  # what moves is decay alone
+            param.grad = torch.zeros_like(param)  # so only decay moves the weights
         before, lr = weight.detach().clone(), optimizer.param_groups[0]["lr"]
         optimizer.step()
         torch.testing.assert_close(weight.detach(), before * (1 - LAMBDA * lr**2 / LR), rtol=1e-6, atol=0.0)
@@ -43,7 +43,7 @@ def test_our_rule_under_its_scheduler_and_in_its_groups():
 
 
 def test_without_wd_mult_its_scheduler_decays_every_group():
-    """Which is why the guide sets `wd_mult`."""
+    """So the guide sets `wd_mult`."""
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 8))
     optimizer = MuonSW.for_model(model, lr=LR, weight_decay=LAMBDA)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
@@ -71,4 +71,4 @@ def test_scaled_decay_survives_a_scheduler_that_writes_decay(theirs):
         optimizer.step()
         torch.testing.assert_close(weight.detach(), before * (1 - LAMBDA * lr**2 / LR), rtol=1e-6, atol=0.0)
         scheduler.step(1)
-    assert optimizer.param_groups[0]["weight_decay"] == LAMBDA  # its scheduler's word, until the next step
+    assert optimizer.param_groups[0]["weight_decay"] == LAMBDA  # as the scheduler wrote it, until the next step

@@ -11,37 +11,17 @@ from muonsw import scale_weight_decay
 LR, LAMBDA, STEPS = 0.02, 0.5, 6
 DECOUPLED = {"decoupled_weight_decay": True}
 SCALED = {
-    "torch.optim": {
-        "AdamW": {},
-        "Muon": {},
-        "Adafactor": {},
-        "Adam": DECOUPLED,
-        "NAdam": DECOUPLED,
-        "RAdam": DECOUPLED,
-    },
+    "torch.optim": {"AdamW": {}, "Muon": {}, "Adafactor": {}} | dict.fromkeys(("Adam", "NAdam", "RAdam"), DECOUPLED),
     "timm.optim": {"AdamWLegacy": {}, "NAdamW": {}, "Lion": {}, "SGDW": {}, "Mars": {}},
     "dion": {"Muon": {}, "NorMuon": {}, "Dion": {}, "Dion2": {}},
     "pytorch_optimizer": {"AdamW": {}, "Lion": {}, "StableAdamW": {}, "AdaBelief": {}, "CAME": {}, "MARS": {}},
     "bitsandbytes.optim": {"AdamW": {}, "AdamW8bit": {}, "PagedAdamW": {}, "Lion8bit": {}, "AdEMAMix": {}},
     "torchao.optim": {"AdamW8bit": {}, "AdamW4bit": {}, "AdamWFp8": {}},
 }
+NOT_DECOUPLED = ("SGDP", "LARS", "AccSGD", "FAdam", "AdamP", "Prodigy", "ScheduleFreeAdamW", "SPlus", "SWATS", "APOLLO")
 REFUSED = {
     "timm.optim": {"Lars": {}, "Lamb": {}, "MADGRAD": {}, "Adopt": {}, "NAdamLegacy": {}, "NvNovoGrad": {}, "SGDP": {}},
-    "pytorch_optimizer": {
-        name: {}
-        for name in (
-            "SGDP",
-            "LARS",
-            "AccSGD",
-            "FAdam",
-            "AdamP",
-            "Prodigy",
-            "ScheduleFreeAdamW",
-            "SPlus",
-            "SWATS",
-            "APOLLO",
-        )
-    },
+    "pytorch_optimizer": {name: {} for name in NOT_DECOUPLED},
     "bitsandbytes.optim": {"SGD8bit": {"momentum": 0.9}, "RMSprop": {}, "Adagrad8bit": {}, "LARS": {"momentum": 0.9}},
 }
 

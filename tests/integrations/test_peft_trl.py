@@ -1,4 +1,4 @@
-"""PEFT's LoRA and TRL's SFTTrainer themselves."""
+"""PEFT's LoRA and TRL's SFTTrainer."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_muon_on_factors_moves_a_factor_that_starts_at_zero_and_never_the_base()
 
 
 def test_decay_leaves_a_factor_at_zero_where_it_is():
-    """B starts at zero and decay multiplies: what it pulls towards zero first is A, and so the whole product."""
+    """B starts at zero, so decay first shrinks A alone, and with it the product."""
     model = adapted()
     optimizer = MuonSW.for_model(model, lr=0.01, patterns=BY_MUON)
     for param in model.parameters():

@@ -1,4 +1,4 @@
-"""timm itself: its models, its groups with layer decay, its schedulers."""
+"""timm: its models, layer decay, schedulers and registry."""
 
 import copy
 
@@ -110,7 +110,7 @@ def test_layer_decay_keeps_the_options_of_the_class_and_of_for_model():
 
 
 def test_layer_decay_of_a_compiled_model_is_that_of_the_plain_one():
-    """timm's script builds the optimizer first and compiles then; either order gives the same groups and steps."""
+    """timm's script compiles after building the optimizer; either order gives the same groups and steps."""
     plain, first, last = vit(), vit(), torch.compile(vit(), backend="aot_eager")
     optimizers = [
         layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5) for model in (plain, first, last)
@@ -121,7 +121,7 @@ def test_layer_decay_of_a_compiled_model_is_that_of_the_plain_one():
     for other, optimizer in zip(models[1:], optimizers[1:], strict=True):
         assert [group["name"] for group in optimizer.param_groups] == [g["name"] for g in optimizers[0].param_groups]
         for a, b in zip(plain.parameters(), other.parameters(), strict=True):
-            if a.dim() > 1:  # the gradient of a key's bias is rounding alone, which AdamW blows up
+            if a.dim() > 1:  # the gradient of a key's bias is pure rounding, which AdamW amplifies
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
@@ -146,7 +146,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
 
 @pytest.mark.parametrize(("name", "kind"), [("muonsw", MuonSW), ("adamwsw", AdamWSW), ("sgdsw", SGDSW)])
 def test_its_registry_builds_what_for_model_does(name, kind):
-    """What `--opt muonsw` of timm's script calls, with the momentum that it always passes."""
+    """`--opt muonsw` of timm's script calls this, always with a momentum."""
     model, options = vit(), {"momentum": 0.9} if kind is SGDSW else {}
     register(torch.compile(model))
     assert name in list_optimizers()

@@ -70,7 +70,7 @@ def stages():
 
 
 class Training:
-    """torchtitan's order of things: the optimizers from the configuration, the schedulers from the optimizers."""
+    """Optimizers built from the configuration and schedulers from the optimizers, in torchtitan's order."""
 
     def __init__(self, parts, config=None):
         self.parts = parts
@@ -90,7 +90,7 @@ class Training:
         return weights(self.parts)
 
     def saved(self):
-        """What torchtitan would write now: the optimizers' state and the weights."""
+        """Return the optimizers' state and the weights, as torchtitan would save them."""
         state = self.optimizers.state_dict()
         copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
         return copies, weights(self.parts)
@@ -109,7 +109,7 @@ def weights(parts):
 
 @dataclass(kw_only=True)
 class JobConfig:
-    """The part of torchtitan's `Trainer.Config` that its manager and an optimizer see."""
+    """The part of torchtitan's `Trainer.Config` that its manager and an optimizer use."""
 
     hf_assets_path: str = "."
     optimizer: OptimizersContainer.Config = field(default_factory=OptimizersContainer.Config)

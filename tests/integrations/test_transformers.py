@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer itself, with tiny models and every setting that touches the optimizer."""
+"""Hugging Face's Trainer, with tiny models and every setting that touches the optimizer."""
 
 import logging
 
@@ -101,7 +101,7 @@ def test_under_bf16_autocast_weights_and_state_stay_float32(tmp_path):
 
 
 def test_a_compiled_model_is_routed_trained_and_resumed_like_the_plain_one(tmp_path):
-    """The backend traces the model and generates no code, which is what names and parameters depend on."""
+    """The backend traces the model, which changes names and parameters, and generates no code."""
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     whole = trainer_of(tmp_path / "whole", save_strategy="steps", save_steps=4, **compiled)
     whole.train()
@@ -125,9 +125,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model, opt
     whole = trainer_of(tmp_path / "whole", model, **arguments)
     whole.train()
     checkpoint = str(tmp_path / "whole" / "checkpoint-4")
-    weights_from = (
-        checkpoint if model == "mixtral" else None
-    )  # transformers saves experts under other names and does not restore them
+    # transformers saves experts under other names and does not restore them
+    weights_from = checkpoint if model == "mixtral" else None
     resumed = trainer_of(tmp_path / "resumed", model, weights_from=weights_from, **arguments)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert_same(weights(whole), weights(resumed))
@@ -233,7 +232,7 @@ def test_findings_and_routing_are_logged_and_findings_counted(tmp_path, caplog):
 
 
 def test_mlflow_keeps_telemetry(tmp_path, monkeypatch):
-    """Through the sink: the Trainer's own way to MLflow is its `log`, which the tests above follow."""
+    """Through the sink; the tests above cover the Trainer's `log`, which also reaches MLflow."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())

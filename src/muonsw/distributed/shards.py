@@ -142,8 +142,8 @@ def refuse_interleaved(name: str, param: DTensor) -> None:
         raise ValueError(
             f"{name} has placements {placements} on a mesh of {tuple(mesh_shape)}, whose shards are not contiguous "
             f"blocks; Muon, other rules of whole matrices, norm rules and QK-clip need Shard or Replicate on each mesh "
-            f"axis (copies as under DDP, FSDP2, HSDP, tensor or expert parallelism) or the strided shards that FSDP2 makes "
-            f"over tensor parallelism"
+            f"axis (copies as under DDP, FSDP2, HSDP, tensor or expert parallelism) or the strided shards that FSDP2 "
+            f"makes over tensor parallelism"
         )
 
 
