@@ -1,36 +1,14 @@
-"""Records arrive where they are sent."""
+"""Sinks receive every record."""
 
 import json
+from unittest.mock import Mock
 
 import torch
 from torch import nn
 
 from muonsw import MuonSW, Telemetry
-from muonsw.telemetry import JsonlSink, TensorBoardSink, WandbSink
+from muonsw.telemetry import JsonlSink, MlflowSink, TensorBoardSink, WandbSink
 from tests.common.problems import matrices
-
-
-class Writer:
-    """Takes scalars as TensorBoard's SummaryWriter does."""
-
-    def __init__(self):
-        self.scalars = {}
-
-    def add_scalar(self, tag, value, global_step):
-        self.scalars[tag, global_step] = value
-
-
-class Run:
-    """Takes values as a W&B run does."""
-
-    def __init__(self):
-        self.metrics, self.logged = {}, []
-
-    def define_metric(self, name, step_metric=None):
-        self.metrics[name] = step_metric
-
-    def log(self, values):
-        self.logged.append(values)
 
 
 def trained(*sinks):
@@ -66,20 +44,25 @@ def test_values_that_are_not_finite_are_null(tmp_path):
 
 
 def test_scalars_go_to_a_tensorboard_writer():
-    writer, every = Writer(), Writer()
-    telemetry = trained(TensorBoardSink(writer), TensorBoardSink(every, parameters=True))
-    record = telemetry.last
-    assert writer.scalars["telemetry/roles/hidden/decay", 4] == record["roles"]["hidden"]["decay"]
-    assert writer.scalars["telemetry/layers/1/numel", 2] == 20
-    assert writer.scalars["telemetry/skipped", 1] == 0
-    assert not any("parameters" in tag for tag, _ in writer.scalars)
-    assert every.scalars["telemetry/parameters/0.weight/defect", 4] == record["parameters"]["0.weight"]["defect"]
-    assert None not in every.scalars.values()
+    writer, detailed = Mock(), Mock()
+    record = trained(TensorBoardSink(writer), TensorBoardSink(detailed, parameters=True)).last
+    scalars, every = (
+        {(tag, step): value for (tag, value, step), _ in each.add_scalar.call_args_list} for each in (writer, detailed)
+    )
+    assert scalars["telemetry/roles/hidden/decay", 4] == record["roles"]["hidden"]["decay"]
+    assert scalars["telemetry/layers/1/numel", 2] == 20
+    assert scalars["telemetry/skipped", 1] == 0
+    assert not any("parameters" in tag for tag, _ in scalars)
+    assert every["telemetry/parameters/0.weight/defect", 4] == record["parameters"]["0.weight"]["defect"]
+    assert None not in every.values()
 
 
-def test_scalars_go_to_a_wandb_run_under_their_own_step():
-    run_object = Run()
-    telemetry = trained(WandbSink(run_object))
-    assert run_object.metrics["telemetry/*"] == "telemetry/step"
-    assert [values["telemetry/step"] for values in run_object.logged] == [1, 2, 4]
-    assert run_object.logged[-1]["telemetry/all/weight_rms"] == telemetry.last["all"]["weight_rms"]
+def test_scalars_go_to_wandb_under_their_own_step_and_to_mlflow():
+    wandb, mlflow = Mock(), Mock()
+    record = trained(WandbSink(wandb), MlflowSink(mlflow)).last
+    wandb.define_metric.assert_any_call("telemetry/*", step_metric="telemetry/step")
+    logged = [values for (values,), _ in wandb.log.call_args_list]
+    assert [values["telemetry/step"] for values in logged] == [1, 2, 4]
+    assert logged[-1]["telemetry/all/weight_rms"] == record["all"]["weight_rms"]
+    (metrics,), options = mlflow.log_metrics.call_args
+    assert (options, metrics["telemetry/all/weight_rms"]) == ({"step": 4}, record["all"]["weight_rms"])

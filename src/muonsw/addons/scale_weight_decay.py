@@ -127,7 +127,7 @@ class ScaledWeightDecay:
             "peak_record": None,
             "step_count": int(max([*others, *counts], default=0)),
         }
-        group.update({key: value for key, value in defaults.items() if key not in group})
+        group.update({**defaults, **group})
         # A resumed run may be past its peak, so assume that it was reached.
         group["highest_lr"] = peak.expected_peak(group) if _has_stepped(self.optimizer) else None
 

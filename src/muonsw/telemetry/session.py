@@ -170,7 +170,7 @@ class Telemetry:
         self.step += not self._unseen
         if self._before is None:
             return
-        record = self._measured(self._before)
+        record = self._record(self._before)
         self._stop()
         self._records.append(record)
         for sink in self.sinks:
@@ -178,7 +178,7 @@ class Telemetry:
         if self._ours is not None:
             self._ours._counters.warn_of_skips()
 
-    def _measured(self, before: dict[Tensor, observe.Before]) -> Record:
+    def _record(self, before: dict[Tensor, observe.Before]) -> Record:
         optimizer, ours = self.optimizer, self._ours
         if ours is not None:
             summary = ours.summary()
