@@ -43,13 +43,6 @@ def test_patterns_set_any_option_and_the_first_match_wins():
     assert (of["blocks.1.moe.router.weight"]["algorithm"], of["embed.weight"]["lr"]) == ("muon", 0.001)
 
 
-def test_a_pattern_that_matches_nothing_is_an_error():
-    with pytest.raises(ValueError, match=r"pattern '\*\.qvk\.\*' matches no parameter"):
-        MuonSW.for_model(Model(), lr=0.02, patterns={"*.qvk.*": {"lr": 0.1}})
-    with pytest.raises(ValueError, match=r"pattern 'blocks\.0\.qkv\.weight' matches no parameter that an earlier"):
-        MuonSW.for_model(Model(), lr=0.02, patterns={"*.qkv.*": {}, "blocks.0.qkv.weight": {}})
-
-
 def test_adamw_options_follow_what_a_pattern_moves():
     """They apply to parameters that a pattern moves to AdamW, not to those it moves away."""
     patterns = {"*.qkv.*": {"algorithm": "adamw"}, "role:router": {"algorithm": "muon", "weight_decay": 0.1}}
@@ -63,20 +56,6 @@ def test_adamw_options_follow_what_a_pattern_moves():
     assert (sgd["embed.weight"]["lr"], sgd["blocks.0.qkv.weight"]["lr"]) == (3e-4, 0.02)
 
 
-@pytest.mark.parametrize(
-    ("cls", "adamw", "message"),
-    [
-        (MuonSW, {"beta": (0.9, 0.95)}, r"adamw=\{'beta': \.\.\.\}.*betas"),
-        (MuonSW, {"momentum": 0.9}, "momentum"),
-        (MuonSW, {"betas": 0.9}, "betas"),
-        (SGDSW, {"lr": 1e-3}, "applies to nothing"),
-    ],
-)
-def test_adamw_options_must_be_known_and_reach_something(cls, adamw, message):
-    with pytest.raises(ValueError, match=message):
-        cls.for_model(Model(), lr=0.02, adamw=adamw)
-
-
 def test_unclear_parameters_get_adamw_without_decay_unless_a_pattern_decides():
     model = nn.Module()
     model.blob, model.body = nn.Parameter(torch.randn(2, 3, 4, 5)), nn.Linear(4, 4, bias=False)
@@ -86,11 +65,6 @@ def test_unclear_parameters_get_adamw_without_decay_unless_a_pattern_decides():
     assert by_name(MuonSW.for_model(model, lr=0.02, patterns={"blob": pattern}))["blob"]["matrix"] == "stack"
     with pytest.raises(ValueError, match=r"blob has shape \(2, 3, 4, 5\)"):
         MuonSW.for_model(model, lr=0.02, patterns={"role:unclear": {"algorithm": "muon"}})
-
-
-def test_a_model_without_parameters_is_an_error():
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        MuonSW.for_model(nn.Identity(), lr=0.1)
 
 
 def test_the_tables_show_every_group_and_a_reason_for_every_parameter():
@@ -114,19 +88,6 @@ def test_groups_made_by_hand_have_a_table_too():
     assert "by hand" in MuonSW(layer.parameters(), lr=0.1).routing(reasons=True)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"adamw": 3e-4}, r"adamw=0\.0003: must be a dict, such as \{\"lr\": 0\.001\}"),
-        ({"patterns": {"embed.weight": "sgd"}}, r"patterns\['embed\.weight'\]='sgd': must be a dict"),
-        ({"patterns": "embed.weight"}, r"patterns='embed\.weight': must be a dict, such as \{\"role:embedding\": "),
-    ],
-)
-def test_options_that_are_not_dicts_are_refused_by_name(given, message):
-    with pytest.raises(TypeError, match=message):
-        MuonSW.for_model(Model(), lr=0.02, **given)
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.filterwarnings("ignore")
 def test_flattened_parameters_are_refused_by_name(use_orig_params, pretended_ranks):
@@ -139,11 +100,6 @@ def test_flattened_parameters_are_refused_by_name(use_orig_params, pretended_ran
     model = FullyShardedDataParallel(layers, use_orig_params=use_orig_params, device_id=device)
     with pytest.raises(ValueError, match=r"(_flat_param|0\.weight) has been flattened .*fully_shard"):
         MuonSW.for_model(model, lr=0.02)
-
-
-def test_parameters_without_a_shape_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"1\.weight has no shape yet; run one batch"):
-        MuonSW.for_model(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), lr=0.02)
 
 
 def test_muon_without_a_matrix_warns():
@@ -188,3 +144,29 @@ def test_tensor_rates_of_two_patterns_stay_two(values):
     rates = {tuple(group["param_names"]): group["lr"] for group in optimizer.param_groups}
     assert rates == {("0.weight", "2.weight"): first, ("1.weight",): second}
     assert rates["1.weight",] is second
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patterns": {"*.qvk.*": {"lr": 0.1}}}, r"pattern '\*\.qvk\.\*' matches no parameter"),
+        (
+            {"patterns": {"*.qkv.*": {}, "blocks.0.qkv.weight": {}}},
+            r"'blocks\.0\.qkv\.weight' matches no .* earlier",
+        ),
+        ({"patterns": {"embed.weight": "sgd"}}, r"patterns\['embed\.weight'\]='sgd': must be a dict"),
+        ({"patterns": "embed.weight"}, r"patterns='embed\.weight': must be a dict, such as \{\"role:embedding\": "),
+        ({"adamw": 3e-4}, r"adamw=0\.0003: must be a dict, such as \{\"lr\": 0\.001\}"),
+        ({"adamw": {"beta": (0.9, 0.95)}}, r"adamw=\{'beta': \.\.\.\}.*betas"),
+        ({"adamw": {"momentum": 0.9}}, "momentum"),
+        ({"adamw": {"betas": 0.9}}, "betas"),
+        ({"cls": SGDSW, "adamw": {"lr": 1e-3}}, "applies to nothing"),
+        ({"model": nn.Identity()}, "no parameter that requires a gradient"),
+        ({"model": nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))}, r"1\.weight has no shape yet; run one batch"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(options, message):
+    options = {"cls": MuonSW, "model": Model(), **options}
+    with pytest.raises(TypeError if "must be a dict" in message else ValueError, match=message):
+        options.pop("cls").for_model(options.pop("model"), lr=0.02, **options)
