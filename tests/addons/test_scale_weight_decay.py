@@ -73,7 +73,7 @@ def test_our_optimizer_loads_the_state_of_a_scaled_one_with_its_lambda(rule, edi
     torch.testing.assert_close([param.detach() for param in params], expected, rtol=1e-12, atol=1e-14)
 
 
-def test_rules_that_cannot_be_followed_are_refused():
+def test_mistakes_are_named():
     optimizer = torch.optim.AdamW(matrices((4, 6)), lr=0.05)
     with pytest.raises(ValueError, match="'gradient_norm' follows the gradients, which AdamW does not expose"):
         scale_weight_decay(optimizer, "gradient_norm")
@@ -81,6 +81,10 @@ def test_rules_that_cannot_be_followed_are_refused():
         scale_weight_decay(optimizer, ["scaled"])
     with pytest.raises(ValueError, match="'cosine' depends on the length of the run; pass total_steps"):
         scale_weight_decay(optimizer, "cosine")
+    with pytest.raises(ValueError, match="is one of ours; pass decay= to it"):
+        scale_weight_decay(MuonSW(matrices((4, 4)), lr=0.1))
+    with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer, not a Linear"):
+        scale_weight_decay(nn.Linear(2, 2))
 
 
 def by_state_dict(both):
@@ -161,13 +165,6 @@ def test_decoupled_decay_is_recognized_and_nothing_is_stepped(name):
 def test_other_decay_is_refused(make):
     with pytest.raises(ValueError, match="does not shrink weights by lr"):
         scale_weight_decay(make([nn.Parameter(torch.ones(4, 4))], lr=0.1))
-
-
-def test_our_optimizers_and_models_are_refused_by_name():
-    with pytest.raises(ValueError, match="is one of ours; pass decay= to it"):
-        scale_weight_decay(MuonSW(matrices((4, 4)), lr=0.1))
-    with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer, not a Linear"):
-        scale_weight_decay(nn.Linear(2, 2))
 
 
 def test_a_load_of_an_unscaled_state_keeps_the_peak():

@@ -72,7 +72,7 @@ def parameter_infos(
         lam = group.get("base_weight_decay", group.get("weight_decay"))
         lr, decayed, peak_lr, view = float(group.get("lr", math.nan)), bool(lam), None, None
         settings = {"peak": "group", **group, "weight_decay": lam}
-        if decayed and "resolved_peak_lr" in group and needs_peak(settings):
+        if "resolved_peak_lr" in group and needs_peak(settings):
             peak_lr = peak.eta_max(settings)
         rule = ALGORITHMS[group["algorithm"]] if isinstance(optimizer, ScaledDecayOptimizer) else None
         if rule is not None:
