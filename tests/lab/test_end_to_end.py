@@ -32,7 +32,7 @@ from muonsw.lab.train.loop import train
 from tests.faults.commands import CommandResult, assert_good, refused, run_command
 from tests.faults.folders import LONG, NEWER, config, digest, ending, fill_data, folders
 from tests.faults.killing import in_child, killed_at, killed_at_size, limit_files, operations
-from tests.lab.train.ranks import NEEDED, at_step, on_ranks, run, run_well, start, write_config
+from tests.lab.train.ranks import NEEDED, Started, at_step, on_ranks, run, run_well, write_config
 from tests.lab.train.ranks import training as training_words
 from tests.lab.train.small_runs import small_run
 
@@ -87,7 +87,7 @@ def test_preparing_data_that_is_killed_resumes_to_the_same_folder():
     assert ended > 3
 
 
-def test_an_export_that_is_killed_is_whole_the_next_time_and_never_taken_for_whole_before():
+def test_an_export_that_is_killed_is_refused_until_it_is_made_again():
     trained, folder, ended = folders().whole, folders().root / "killed-export", 0
     whole, _ = load_model(folders().export)
     total = operations(lambda: export(trained, folder), folder)
@@ -107,7 +107,7 @@ def test_an_export_that_is_killed_is_whole_the_next_time_and_never_taken_for_who
 
 
 def no_room(output: CommandResult, folder: Path) -> bool:
-    """Whether a command was refused for want of room, which it must say with a file and a remedy."""
+    """Whether a command failed because the disk is full; its message must name a file and a remedy."""
     if output.code == 0:
         return False
     assert output.code == 3, output
@@ -158,7 +158,7 @@ DATA_FILES = ("data.json", "tokenizer.json", "train-00000", "validation-00001")
 
 
 def flip(path: Path, _other: Path) -> None:
-    """The highest bit of a byte in the middle: in text no character begins with it, in numbers it is a sign."""
+    """Flip the highest bit of a byte in the middle: invalid as text, another sign in a number."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x80
     path.write_bytes(content)
@@ -174,7 +174,7 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 
 
 def cases(files):
-    """Every file with every damage; in the short form each file with two of them in turn."""
+    """Every file with every kind of damage; in the short form, with two kinds each."""
     for place, file in enumerate(files):
         chosen = DAMAGES if LONG else [list(DAMAGES)[(2 * place + turn) % len(DAMAGES)] for turn in (0, 1)]
         yield from (pytest.param(file, damage, id=f"{file}-{damage}") for damage in chosen)
@@ -377,7 +377,7 @@ def test_the_other_ranks_stop_when_one_is_killed_and_the_run_resumes(ranks, stra
             assert LOST in result.text
             assert AGAIN in result.text
             assert result.seconds - ended[victim].seconds < 10
-    # That of update 4 may have been on its way to the disk.
+    # The checkpoint of step 4 may not have reached the disk.
     assert (folder / "checkpoints" / "step-00000002").exists()
     assert_resumes(folder, ranks, strategy)
 
@@ -392,7 +392,7 @@ def test_a_stuck_rank_ends_the_others_after_the_timeout(ranks, replicas, victim,
 
     chosen = ranks_config(timeout=8.0)
     chosen = replace(chosen, parallel=replace(chosen.parallel, replicas=replicas))
-    started = start(ranks, chosen, tmp_path / "run", at_step(4, victim, stand_still))
+    started = Started(ranks, chosen, tmp_path / "run", at_step(4, victim, stand_still))
     others = [rank for rank in range(ranks) if rank != victim]
     for rank in others:
         started.children[rank].join(60)
@@ -443,7 +443,7 @@ def test_a_damaged_file_is_named_on_all_ranks_and_the_checkpoint_before_it_taken
 
 
 def test_the_error_of_one_rank_is_reported_and_the_others_end(tmp_path):
-    """Its data cannot be read, say; the others know only that it is gone."""
+    """The other ranks only know that it is gone."""
 
     def fail(_training):
         raise UsageError("shard 7 cannot be read: prepare it again")
@@ -460,7 +460,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(*arguments, options=("--standalone",), ranks=2):
-    """Start the launcher; what it and all its ranks print is read together."""
+    """Start torchrun; its output includes that of all ranks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={ranks}", "-m"]
     return subprocess.Popen(

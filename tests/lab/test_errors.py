@@ -1,4 +1,4 @@
-"""A rank that a launcher has started: it ends without harm, and its error is the launcher's last word."""
+"""A rank exits cleanly, and torchrun reports its error last."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from muonsw.lab.errors import ERROR_FILE, report_error
 
-# Rank 0 ends while a thread of gloo waits for Python's lock, to let go of a tensor of a collective that is over.
+# Rank 0 exits while a gloo thread waits for the GIL, to release a tensor of a finished collective.
 ENDING = """
 import atexit, os, sys, time
 import torch, torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Files are whole or not there, and a file that is not ours is refused by name."""
+"""Files are complete or absent, and a damaged file is refused by name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The launcher: every run once, the same bits in any number of processes, and nothing lost whatever ends it."""
+"""The launcher trains every run once, with the same bits in any number of processes, and loses nothing when stopped."""
 
 import json
 import os
@@ -32,7 +32,10 @@ def jobs_in(folder, optimizers=None, **settings):
     chosen = {arm.name: arm.optimizer for arm in ARMS} if optimizers is None else optimizers
     settings = {"steps": STEPS, "eval_every": 50, "checkpoint_every": 20, "telemetry_every": 0} | settings
     run = tiny_run(**settings)
-    return [Job(name, replace(run, optimizer=one, arm=name, threads=1), folder / name) for name, one in chosen.items()]
+    return [
+        Job(name, replace(run, optimizer=optimizer, arm=name, threads=1), folder / name)
+        for name, optimizer in chosen.items()
+    ]
 
 
 def run(jobs, workers=2, console=QUIET, **settings):
@@ -50,7 +53,7 @@ def result_of(folder):
 
 
 def once_saved(folder, act):
-    """Do something, from another thread, once every run has saved."""
+    """Call a function from another thread once every run has saved."""
 
     def wait():
         end = time.monotonic() + 120.0
@@ -137,7 +140,7 @@ def test_a_run_that_cannot_start_is_named_and_the_others_are_saved(tmp_path):
 
 
 def work(task):
-    """A task for the tests: does what its name says once it has said so in a file."""
+    """A task that does what its name says, after creating a file of that name."""
     kind, folder = task
     (folder / kind).touch()
     match kind:
@@ -156,9 +159,9 @@ def work(task):
 
 
 def test_workers_are_used_again_and_each_sees_one_gpu(tmp_path):
-    found, before = {}, os.environ.get(VISIBLE)
-    each(work, {name: (name, tmp_path) for name in "abcdef"}, found.__setitem__, workers=2, devices=("7", "GPU-ab"))
-    seats = set(found.values())
+    results, before = {}, os.environ.get(VISIBLE)
+    each(work, {name: (name, tmp_path) for name in "abcdef"}, results.__setitem__, workers=2, devices=("7", "GPU-ab"))
+    seats = set(results.values())
     assert len(seats) == 2, "a process keeps its GPU"
     assert {device for _, device in seats} == {"7", "GPU-ab"}
     assert os.environ.get(VISIBLE) == before
@@ -206,7 +209,7 @@ def is_running(process):
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [(signal.SIGKILL,), (signal.SIGINT, signal.SIGINT)], ids=["killed", "Ctrl-C twice"])
 def test_no_worker_outlives_its_parent(tmp_path, signals):
-    """Tasks that do not listen to SIGTERM: only the second Ctrl-C, or the end of the parent, ends them."""
+    """These tasks ignore SIGTERM: only a second Ctrl-C or the death of the parent ends them."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -253,10 +256,10 @@ def test_options_that_slurm_cannot_take_are_refused_before_anything_is_prepared(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_sbatch_is_asked_for():
+def test_parameters_of_sbatch():
     options = ("partition=gpu", "cpus-per-task=8", "exclusive")
-    asked = Cluster(cluster="slurm", time=240, slurm=options, setup=("module load cuda",))
-    assert asked.parameters("auto") == {
+    cluster = Cluster(cluster="slurm", time=240, slurm=options, setup=("module load cuda",))
+    assert cluster.parameters("auto") == {
         "time": 240, "gpus_per_node": 1, "ntasks_per_node": 1, "setup": ["module load cuda"],
         "additional_parameters": {"requeue": True, "partition": "gpu", "cpus-per-task": "8", "exclusive": True},
     }  # fmt: skip

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 
 
 def short_run(name, folder, options=(), **settings):
-    """The run of a worked task, shortened, and what its check noted."""
+    """A short run of a worked task, and the notes of its check."""
     task = TaskConfig(str(EXAMPLES / f"{name}.py"), options, eval_batches=2)
     checked = check_task(task)
     train(task_run(task, checked, **{"threads": 1, **settings}), folder)

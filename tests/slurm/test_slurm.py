@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm: whatever happens to a job, its run ends with the numbers of an undisturbed one."""
+"""Jobs on a real Slurm: whatever happens to a job, its run ends with the numbers of an undisturbed run."""
 
 import os
 import signal
@@ -31,14 +31,14 @@ def queue(monkeypatch):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What the run gives in this process."""
+    """The losses of the run in this process."""
     folder = tmp_path_factory.mktemp("home") / "run"
     train(folder, cluster=None)
     return losses(folder)
 
 
 def train(folder, during=None, cluster=SLURM, **settings):
-    """Train one run, and do something to its job once it has saved."""
+    """Train one run, and call `during` with its job number once it has saved."""
     done = []
 
     def disturb():
@@ -91,7 +91,7 @@ def preempt(number):
 
 
 def warn(number):
-    """Send what Slurm sends before a job's time is up."""
+    """Send the signal that Slurm sends before the time limit."""
     call("scancel", "--signal=USR2", number)
     hurry(number)
 
@@ -124,7 +124,7 @@ def test_a_stopped_command_leaves_its_job_which_the_next_one_collects(tmp_path, 
 
 
 def test_a_job_of_two_ranks_saves_and_resumes(tmp_path):
-    """Like two GPUs of a machine. Two ranks sum in another order than one, so another such job is the reference."""
+    """Two ranks sum in another order than one, so the reference is another such job."""
     both = replace(SLURM, slurm=("partition=spare", "gres=none"), gpus_per_run=2)
     train(tmp_path / "run", warn, both)
     (job,) = jobs_in(tmp_path)

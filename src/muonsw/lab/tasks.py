@@ -10,8 +10,8 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import os
 import random
-import shlex
 import sys
 import traceback
 from abc import ABC, abstractmethod
@@ -192,7 +192,7 @@ class DecoderTask(Task):
         return self.held_out.parts(ranks=ranks, rank=rank)
 
     def epochs(self, steps: int) -> float:
-        return self.loader.epochs(steps)
+        return steps * self.loader.batch / self.loader.size
 
     def record(self, values: Tensor) -> dict[str, Any]:
         """The entropy of the experts' load in each layer, as a share of the maximum."""
@@ -286,11 +286,9 @@ def load_functions(config: TaskConfig) -> Functions:
             hint = "an option is an argument with a default: def model(seed, depth=6) takes --task.depth 8"
             raise UsageError(f"{config.name}: {unknown('option', option, list(known))}; {hint}")
         chosen[option] = convert(value, known[option], f"--task.{option}")
-    calls = {
-        name: partial(function, **{option: chosen[option] for option in defaults[name] if option in chosen})
-        for name, function in functions.items()
-    }
-    return Functions(module, calls)
+    for name, options in defaults.items():
+        functions[name] = partial(functions[name], **{key: chosen[key] for key in options.keys() & chosen})
+    return Functions(module, functions)
 
 
 def convert(text: str, default: Any, name: str) -> Any:
@@ -315,11 +313,9 @@ def convert(text: str, default: Any, name: str) -> Any:
 
 
 def _file(path: str) -> Path:
-    if not path.endswith(".py"):
-        raise UsageError(f"{path} is not a task: give a Python file, whose name ends in .py")
-    if not Path(path).is_file():
-        write = f"`muonsw task new {shlex.quote(path)}`"
-        raise UsageError(f"there is no task file {path}: check the path, or write one with {write}")
+    if not (path.endswith(".py") and Path(path).is_file() and os.access(path, os.R_OK)):
+        write = "`muonsw task new FILE.py`"
+        raise UsageError(f"there is no task file {path} that can be read: check the path, or write one with {write}")
     return Path(path).resolve()
 
 
@@ -351,10 +347,7 @@ def with_file(task: TaskConfig) -> TaskConfig:
     Raises:
         UsageError: If the file has changed since the run was started.
     """
-    try:
-        current = hashlib.sha256(_file(task.path).read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise UsageError(f"{task.path} cannot be read: {error.strerror or error}") from error
+    current = hashlib.sha256(_file(task.path).read_bytes()).hexdigest()[:16]
     if task.fingerprint not in (None, current):
         other = f"{task.path} has changed since this run was started ({current}, not {task.fingerprint})"
         raise UsageError(f"{other}: put it back, or choose another folder")
@@ -493,13 +486,12 @@ class BatchSource:
     def _make(self) -> Any:
         with generators_seeded(self.seed, self.split):
             made = self.functions("batches", self.split, self.seed)
-        kinds = "a function of i, a sequence of batches, or something to iterate over"
-        if isinstance(made, Dataset) or not (callable(made) or isinstance(made, Iterable)):
+        empty = isinstance(made, Sequence) and not made
+        if empty or isinstance(made, Dataset) or not (callable(made) or isinstance(made, Iterable)):
+            kinds = "a function of i, batches in a sequence, or something to iterate over"
             raise UsageError(
                 f"{self._call} returned {shown(made)}; expected {kinds}: a Dataset needs a DataLoader around it"
             )
-        if isinstance(made, Sequence) and not made:
-            raise UsageError(f"{self._call} returned {shown(made)}, which has no batch; expected {kinds}")
         return made
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Every tokenizer gives back the text it was given, never invents an end of document, and knows who it is."""
+"""Every tokenizer reproduces its text, never emits an end of document, and has a stable identity."""
 
 import json
 

@@ -16,7 +16,7 @@ def tokens(config, batch=2, length=None, seed=0):
 
 
 def reference_moe(x_BTD, router_ED, gate_up_EFD, down_EDF, top_k, multiplier):
-    """Token by token, expert by expert, as one would say it."""
+    """Token by token, expert by expert."""
     outputs = []
     for x in x_BTD.flatten(0, 1):
         logits = (router_ED @ x) * multiplier

@@ -98,7 +98,7 @@ def test_the_library_finds_the_roles_and_takes_the_fused_projections(config):
     model = Decoder(config)
     patterns = {pattern: {"split_sizes": sizes} for pattern, sizes in model.fused_projections().items()}
     optimizer = MuonSW.for_model(model, lr=0.01, weight_decay=0.1, patterns=patterns)
-    found = {
+    roles = {
         name.removeprefix("layers.0."): group["role"]
         for group in optimizer.param_groups
         for name in group["param_names"]
@@ -115,11 +115,7 @@ def test_the_library_finds_the_roles_and_takes_the_fused_projections(config):
         "moe.gate_up": experts,
         "moe.down": experts,
     }
-    assert found == ({**expected, "moe.router.weight": "router"} if config.experts > 1 else expected)
-    ids = tokens(config)
-    model(ids, ids).total.backward()
-    optimizer.step()
-    assert all(p.isfinite().all() for p in model.parameters())
+    assert roles == ({**expected, "moe.router.weight": "router"} if config.experts > 1 else expected)
 
 
 def test_scores_depend_on_relative_positions_alone():

@@ -1,4 +1,4 @@
-"""What several files of tests compare with."""
+"""Fixtures that several test files share."""
 
 import pytest
 

@@ -17,8 +17,8 @@ FAULTS = {
 }
 
 
-def meet(fault: str) -> None:
-    """Let rank 1 meet a fault at its fourth update, or every rank wait a little at each."""
+def inject(fault: str) -> None:
+    """Make rank 1 fail at its fourth step, or slow every rank down."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         return
     real = Training.update
@@ -32,5 +32,5 @@ def meet(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    meet(sys.argv[1])
+    inject(sys.argv[1])
     end(main(sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""Ranks that really run: child processes joined over gloo.
+"""Real ranks: child processes joined over gloo.
 
 What torchrun does for a run is to start processes with four variables and to end them all when one ends; `start` does
 the first. Tests of torchrun itself are slow, and in `test_end_to_end.py`.
@@ -38,7 +38,7 @@ SECONDS = 180.0
 
 
 class Ended(NamedTuple):
-    """How a rank ended: its exit code, or minus the signal that ended it; what it printed; seconds until then."""
+    """A rank's exit code (or minus the signal that ended it), its output, and how long it ran."""
 
     code: int
     text: str
@@ -46,16 +46,16 @@ class Ended(NamedTuple):
 
 
 def on_ranks(config: RunConfig, **settings) -> RunConfig:
-    """A config with other settings of the ranks."""
+    """The config with these parallel settings."""
     from dataclasses import replace
 
     return replace(config, parallel=ParallelConfig(**{"timeout": 120.0, **settings}))
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def write_config(config: RunConfig) -> Path:
@@ -65,12 +65,12 @@ def write_config(config: RunConfig) -> Path:
 
 
 def training(config: Path, folder: Path) -> list[str]:
-    """The words of the command that trains a config."""
+    """The command line that trains a config."""
     return ["train", "--config", str(config), "--out", str(folder)]
 
 
 class Started:
-    """Ranks under way."""
+    """Ranks that are running."""
 
     def __init__(self, size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None) -> None:
         self.begun, words = time.monotonic(), training(write_config(config), folder)
@@ -82,7 +82,7 @@ class Started:
         ]
 
     def wait(self, seconds: float = SECONDS) -> list[Ended]:
-        """How each ended; a rank that takes too long is ended by force, and the test fails."""
+        """Wait until all ranks have ended; kill late ones and fail."""
         ended: dict[int, Ended] = {}
         while len(ended) < len(self.children):
             for rank, child in enumerate(self.children):
@@ -107,14 +107,9 @@ def _rank(rank: int, environment: dict[str, str], words: list[str], before: Call
     return main(words)
 
 
-def start(size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None = None) -> Started:
-    """Start a run on so many ranks; `before` is called in each with its rank, and may break something."""
-    return Started(size, config, folder, before)
-
-
 def run(size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None = None) -> list[Ended]:
-    """The same, to the end."""
-    return start(size, config, folder, before).wait()
+    """Run on this many ranks to the end; `before` is called in each with its rank, and may break something."""
+    return Started(size, config, folder, before).wait()
 
 
 def at_step(number: int, victim: int, act: Callable[[Training], None]) -> Callable[[int], None]:

@@ -60,7 +60,7 @@ class StoppedError(Exception):
 
 
 def stop_at(step, config, folder):
-    """Run until the records of an update after `step` appear, and leave it there."""
+    """Train until a record of a step after `step` appears, then stop without saving."""
 
     def look(record):
         if record["step"] > step:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which are kept, which are put aside, and what older versions wrote."""
+"""Which checkpoints of a run are kept, and which are moved aside."""
 
 import math
 import shutil
@@ -22,8 +22,8 @@ def checkpoints(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_damaged_checkpoints_of_later_updates_take_no_place_from_good_ones(uninterrupted, tmp_path):
-    """They would be the newest for ever, and every checkpoint that the resumed run saves the oldest."""
+def test_damaged_checkpoints_of_later_steps_do_not_displace_good_ones(uninterrupted, tmp_path):
+    """Otherwise they would stay the newest, and every new checkpoint would be deleted as the oldest."""
     stop_at(4, small_run(keep=1), tmp_path)
     good = tmp_path / "checkpoints" / "step-00000004"
     for step in (20, 30):
@@ -36,7 +36,7 @@ def test_damaged_checkpoints_of_later_updates_take_no_place_from_good_ones(unint
     assert_same_run(uninterrupted, tmp_path, 12)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_keeps_its_records(uninterrupted, tmp_path):
+def test_a_run_with_only_damaged_checkpoints_starts_over_and_keeps_its_records(uninterrupted, tmp_path):
     stop_at(4, small_run(), tmp_path)
     before = losses(tmp_path)
     damage(tmp_path / "checkpoints" / "step-00000004")

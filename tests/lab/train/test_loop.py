@@ -77,7 +77,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number, code):
 
 @pytest.mark.parametrize("settings", [{"checkpoint_seconds": 1e-9}, {"checkpoint_every": 5}])
 def test_when_a_run_is_saved_changes_no_number_of_it(uninterrupted, tmp_path, monkeypatch, settings):
-    """The clock asks for a checkpoint after every update, or updates do at others than those that are evaluated."""
+    """Save after every step because of the clock, or at other steps than those that are evaluated."""
     monkeypatch.setattr(loop, "SAVING_INTERVALS", 0)
     train(small_run(keep=12, **settings), tmp_path)
     saved = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "checkpoints")}

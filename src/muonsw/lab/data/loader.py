@@ -264,9 +264,6 @@ class TokenLoader:
         starts = (rows * (ranks * micro + rank) for micro in range(accumulation))
         return (self.batch_at(step, start, start + rows) for start in starts)
 
-    def epochs(self, total_steps: int) -> float:
-        return total_steps * self.batch / self.size
-
     def batch_at(self, step: int, first: int = 0, last: int | None = None) -> TokenBatch:
         """Inputs and targets of a step, counted from 0, or of some of its rows; int64 of shape (rows, sequence)."""
         # Python's integers do not overflow: step * batch may exceed 64 bits, unlike an index within an epoch.

@@ -108,7 +108,9 @@ def _visit_on_gpu(
         softmax_losses_(logits, targets_N[part], losses_N[part], scale, scale / tokens if differentiate else None)
         if differentiate:
             torch.mm(logits, head_VD, out=grad_x[part])
-            _add_product(grad_head, logits.T, rows, first=start == 0)
+            wide: dict[str, Any] = {} if rows.dtype == torch.float32 else {"out_dtype": torch.float32}
+            product = torch.mm(logits.T, rows, **wide)
+            grad_head = grad_head.add_(product) if start else product
     return losses_N.sum(), grad_x, grad_head
 
 
@@ -123,12 +125,3 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_head = torch.empty_like(head_VD if differentiate else head_VD[:0], dtype=torch.float32)
     return grad_head.new_empty(()), torch.empty_like(x_ND if differentiate else x_ND[:0]), grad_head
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """Add the product of two matrices to a float32 matrix, or if `first`, overwrite it."""
-    product = a @ b if a.dtype == total.dtype else torch.mm(a, b, out_dtype=total.dtype)
-    if first:
-        total.copy_(product)
-    else:
-        total.add_(product)

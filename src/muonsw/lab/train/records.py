@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,15 @@ Sink = Callable[[Record], None]
 READ_EVERY = 16
 
 
-@dataclass
 class Journal:
     """Turns losses on the device into records."""
 
-    training: Training
-    sinks: list[Sink] = field(default_factory=list)  # only on rank 0
-    file: MetricsFile | None = None
-    _waiting: list[tuple[int, float, Tensor]] = field(default_factory=list)
-    _started: float = field(default_factory=time.perf_counter)
-    _since: float = field(default_factory=time.perf_counter)
-    _written: int = field(init=False)
-    _names: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._written = self.training.step
+    def __init__(self, training: Training) -> None:
+        self.training, self.sinks = training, list[Sink]()  # sinks only on rank 0
+        self.file: MetricsFile | None = None
+        self._waiting: list[tuple[int, float, Tensor]] = []
+        self._started = self._since = time.perf_counter()
+        self._written, self._names = training.step, list[str]()
 
     def write(self, record: Record) -> None:
         for sink in self.sinks:
