@@ -10,7 +10,7 @@ import torch
 
 from muonsw.lab.cli import main
 from muonsw.lab.errors import UsageError
-from muonsw.lab.launch import each
+from muonsw.lab.launch import run_tasks
 from muonsw.lab.tasks import (
     TaskConfig,
     UserTask,
@@ -111,7 +111,7 @@ def train_in(job):
 
 def test_a_loader_with_workers_serves_a_run_in_a_process_of_a_pool(tmp_path):
     config = task_run(task_file(tmp_path, batches=WORKERS), steps=4)
-    each(train_in, {name: (config, tmp_path / name) for name in "ab"}, lambda _name, _result: None, workers=2)
+    run_tasks(train_in, {name: (config, tmp_path / name) for name in "ab"}, lambda _name, _result: None, workers=2)
     train(config, tmp_path / "here")
     assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "here")
 

@@ -22,9 +22,7 @@ def as_data(settings: Any) -> dict[str, Any]:
 def from_data(kind: type[T], data: Any, where: str = "") -> T:
     """The dataclass that JSON data describes; missing settings take their default.
 
-    Raises:
-        ValueError: If a key is unknown or missing, or a value has the wrong type. It names the setting, with the
-            prefix `where`.
+    A wrong key or type raises a `ValueError` that names the setting, with the prefix `where`.
 
     Examples:
         >>> from muonsw.lab.model import MuP

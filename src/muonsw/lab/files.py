@@ -56,10 +56,8 @@ def require_writable(folder: Path) -> None:
 def locked(folder: Path, busy: str, *, wait: float = 0.0) -> Iterator[None]:
     """Create a folder if needed, lock it for the block, and delete the partial files of killed processes.
 
-    The operating system releases the lock of a killed process.
-
-    Raises:
-        UsageError: With the text `busy`, if another process holds it for longer than `wait` seconds.
+    If another process holds the lock for longer than `wait` seconds, raise a `UsageError` with the text `busy`. The
+    operating system releases the lock of a killed process.
     """
     prepare_folder(folder)
     lock = FileLock(folder / LOCK, timeout=wait)

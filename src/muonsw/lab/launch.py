@@ -107,7 +107,7 @@ def run(
         if cluster is not None and cluster.cluster == "slurm":
             _run_on_slurm(todo, cluster, workers, view, done)
         else:
-            each(_train, todo, done, workers=workers, devices=gpus_for(jobs[0].config.device))
+            run_tasks(_train, todo, done, workers=workers, devices=gpus_for(jobs[0].config.device))
 
 
 def _train(job: Job, world: World | None = None) -> list[str]:
@@ -162,7 +162,7 @@ def last_records(path: Path) -> list[Record]:
 # ---- Worker processes
 
 
-def each(
+def run_tasks(
     function: Callable[[Task], Result],
     tasks: Mapping[str, Task],
     done: Callable[[str, Result], None],

@@ -207,11 +207,7 @@ class DecoderTask(Task):
 
 
 def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
-    """The data with the hash of its tokens, after checking that model and data fit together.
-
-    Raises:
-        UsageError: If the folder's tokens are not those of the config, or its vocabulary is too large.
-    """
+    """The data with the hash of its tokens; refuse other tokens than the config's and too large a vocabulary."""
     record = read_record(Path(data.path))
     if record.vocab_size > model.vocab:
         size = f"{data.path} has a vocabulary of {record.vocab_size} tokens"
@@ -260,11 +256,7 @@ class Functions:
 
 
 def load_functions(config: TaskConfig) -> Functions:
-    """Import a task's file, once per process, and set the options.
-
-    Raises:
-        UsageError: If it cannot be imported, lacks a function, or has no such option.
-    """
+    """Import a task's file, once per process, and set the options."""
     module = _module(config.path)
     functions: dict[str, Callable[..., Any]] = {}
     defaults: dict[str, dict[str, Any]] = {}  # by function, its options
@@ -342,11 +334,7 @@ def _module(path: str) -> ModuleType:
 
 
 def with_file(task: TaskConfig) -> TaskConfig:
-    """The task with the hash of its file, without running it; imported files are not part of the hash.
-
-    Raises:
-        UsageError: If the file has changed since the run was started.
-    """
+    """The task with the hash of its file, but not of files it imports; refuse a changed file without running it."""
     current = hashlib.sha256(_file(task.path).read_bytes()).hexdigest()[:16]
     if task.fingerprint not in (None, current):
         other = f"{task.path} has changed since this run was started ({current}, not {task.fingerprint})"
@@ -395,9 +383,8 @@ class UserTask(Task):
         patterns = self.functions("patterns", model, weight_decay)
         if not isinstance(patterns, Mapping) or not all(isinstance(options, dict) for options in patterns.values()):
             expected = "expected a dict of dicts such as {'role:lora': {'algorithm': 'muon'}}"
-            raise UsageError(
-                f"{self.config.name}: patterns(model, weight_decay) returned {shown(patterns)}; {expected}"
-            )
+            call = f"{self.config.name}: patterns(model, weight_decay)"
+            raise UsageError(f"{call} returned {shown(patterns)}; {expected}")
         return patterns
 
     def computing_loss(self, model: nn.Module) -> nn.Module:
@@ -469,16 +456,13 @@ class BatchSource:
             self._next += 1
         return self._last
 
-    def first(self, number: int | None = None) -> Iterator[Batch]:
+    def first(self, most: int | None = None) -> Iterator[Batch]:
         """The first batches, without repeats; by default all if the source has a length."""
-        limit = min(number or self._length, self._length) if self._length else number or EVAL_BATCHES
-        if self._numbered is not None:
-            yield from map(self.batch, range(limit))
-            return
-        iterator, end = iter(self._make()), object()
-        for place in range(limit):
-            with self._drawing(place):
-                batch = next(iterator, end)
+        limit = min(most or self._length, self._length) if self._length else most or EVAL_BATCHES
+        batches, end = map(self._numbered, range(limit)) if self._numbered else iter(self._make()), object()
+        for number in range(limit):
+            with self._drawing(number):
+                batch = next(batches, end)
             if batch is end:
                 return
             yield batch
@@ -488,10 +472,8 @@ class BatchSource:
             made = self.functions("batches", self.split, self.seed)
         empty = isinstance(made, Sequence) and not made
         if empty or isinstance(made, Dataset) or not (callable(made) or isinstance(made, Iterable)):
-            kinds = "a function of i, batches in a sequence, or something to iterate over"
-            raise UsageError(
-                f"{self._call} returned {shown(made)}; expected {kinds}: a Dataset needs a DataLoader around it"
-            )
+            kinds = "a function of i, or batches in a sequence or an iterable: a Dataset needs a DataLoader around it"
+            raise UsageError(f"{self._call} returned {shown(made)}; expected {kinds}")
         return made
 
     @contextmanager
@@ -550,11 +532,7 @@ class Checked:
 
 
 def check_task(config: TaskConfig, seed: int = 0) -> Checked:
-    """Call every function of a task before training, and check what it returns.
-
-    Raises:
-        UsageError: Naming the function, what it returned and what was expected.
-    """
+    """Call every function of a task before training; refuse unusable results by the name of the function."""
     functions = load_functions(config)
     settings, notes = getattr(functions.module, "SETTINGS", {}), []
     if not isinstance(settings, Mapping):
@@ -574,7 +552,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
         )
     if same(batch, validation):
         notes.append(
-            "the first batches of 'train' and 'validation' are the same: validation would not measure unseen data"
+            "the first batches of 'train' and 'validation' are the same: validation would not be on unseen data"
         )
     elif same(batch, next_batch):
         notes.append("batches 0 and 1 of 'train' are the same: does batches() use i?")
@@ -590,10 +568,8 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
         loss.backward()  # type: ignore[no-untyped-call]
     idle = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
     if idle:
-        few = f"{', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}"
-        notes.append(
-            f"the loss does not depend on {counted(len(idle), 'parameter')} ({few}): freeze what is not trained"
-        )
+        few = f"{counted(len(idle), 'parameter')} ({', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''})"
+        notes.append(f"the loss does not depend on {few}: freeze what is not trained")
 
     model.eval()
     metrics: Any = {}
@@ -603,10 +579,8 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
             metrics = functions("metrics", model, map_tensors(Tensor.clone, validation))
     numbers = isinstance(metrics, Mapping) and all(isinstance(v, int | float | Tensor) for v in metrics.values())
     if not numbers or any(name in RESERVED for name in metrics):
-        expected = (
-            f"expected a dict of numbers such as {{'accuracy': 0.5}}, under names other than {', '.join(RESERVED)}"
-        )
-        raise UsageError(f"{config.name}: metrics(model, batch) returned {shown(metrics)}; {expected}")
+        expected = f"a dict of numbers such as {{'accuracy': 0.5}}, under names other than {', '.join(RESERVED)}"
+        raise UsageError(f"{config.name}: metrics(model, batch) returned {shown(metrics)}; expected {expected}")
     with functions.blamed("metrics"):
         measured = {name: float(value) for name, value in metrics.items()}
     return Checked(rows_of(batch), describe(batch), float(loss.detach()), measured, dict(settings), tuple(notes))

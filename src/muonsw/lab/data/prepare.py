@@ -364,11 +364,8 @@ def prepare(
     """Encode documents into the shards of a folder, and keep what an earlier run with the same settings finished.
 
     A hash of its text decides whether a document is held out. One group of documents is in memory at a time; it ends
-    with the document that reaches `group_characters`. `finished` is called after every group.
-
-    Raises:
-        UsageError: If there is no document; or if the folder cannot be written, has other settings or another
-            `recipe`, or is locked by another process for longer than `wait` seconds.
+    with the document that reaches `group_characters`. `finished` is called after every group. A folder with other
+    settings or another `recipe` is refused, and one that another process locks for longer than `wait` seconds.
     """
     record = DataRecord(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters, recipe=recipe)
     documents = iter(documents)

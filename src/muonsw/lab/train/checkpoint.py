@@ -161,9 +161,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint and verify its checksums.
 
-    Raises:
-        CheckpointError: If a file is missing, unreadable or altered.
-        UsageError: If it was written by a version whose format this one cannot read.
+    Damage raises a `CheckpointError`, a format of another version a `UsageError`.
     """
     content, tensors = read_state(path), {}
     for part in PARTS:

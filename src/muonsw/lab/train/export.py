@@ -28,11 +28,7 @@ Note = Callable[[str], None]  # shows a message, such as a damaged checkpoint th
 
 
 def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _text: None) -> Path:
-    """Write the model and tokenizer of a run's newest checkpoint, or of its best, into a folder.
-
-    Raises:
-        UsageError: If the run has no intact checkpoint, its data folder is gone, or the folder is in use.
-    """
+    """Write the model and tokenizer of a run's newest checkpoint, or of its best, into a folder."""
     config = _decoder_config(run)
     saved = load_newest(run, config, note, best=best)
     data = Path(config.tokens.path)
