@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -124,16 +123,10 @@ class Decoder(nn.Module):
         return {"*.attention.qkv.weight": (width, width, width), "*.gate_up": (ff, ff)}
 
 
-@dataclass(frozen=True)
-class ModelSize:
+class ModelSize(NamedTuple):
     total: int  # parameters; the tied matrix counts once
     active: int  # parameters that one token uses: all except those of the other experts
-    attention_flops: int  # of causal attention per token, forward and backward, at the longest sequence
-
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of training on one token: six per active parameter, plus attention."""
-        return 6 * self.active + self.attention_flops
+    flops_per_token: int  # of training: six per active parameter, plus causal attention at the longest sequence
 
 
 def count(config: ModelConfig) -> ModelSize:
@@ -141,10 +134,10 @@ def count(config: ModelConfig) -> ModelSize:
     total = sum(param.numel() for param in model.parameters())
     mixtures = [layer for layer in model.modules() if isinstance(layer, MoE)]
     stacks = [stack for layer in mixtures for stack in (layer.gate_up, layer.down)]
-    idle = (config.experts - config.top_k) * sum(stack[0].numel() for stack in stacks)
+    active = total - (config.experts - config.top_k) * sum(stack[0].numel() for stack in stacks)
     # Scores and mixing need 2*2*T*D per layer, half of that if causal, and three times as much with the backward pass.
     attention = 6 * config.layers * config.width * config.sequence
-    return ModelSize(total, total - idle, attention)
+    return ModelSize(total, active, 6 * active + attention)
 
 
 def unallocated(config: ModelConfig) -> Decoder:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,26 +35,6 @@ from muonsw.telemetry import TensorBoardSink, WandbSink
 
 # Checkpoints are at least 50 times as far apart as the last one took, so saving costs at most 2% of the time.
 SAVING_INTERVALS = 50
-
-
-@dataclass
-class SaveClock:
-    """Say when the last checkpoint is too old. Saving changes no result, so it may depend on time."""
-
-    seconds: float  # the largest age; 0 for no limit
-    _saved: float = field(default_factory=time.monotonic)
-    _took: float = 0.0
-
-    def due(self) -> bool:
-        wait = max(self.seconds, SAVING_INTERVALS * self._took)
-        return bool(self.seconds) and time.monotonic() - self._saved >= wait
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        begun = time.monotonic()
-        yield
-        self._saved = time.monotonic()
-        self._took = self._saved - begun
 
 
 @dataclass(frozen=True)
@@ -161,7 +141,9 @@ def _open_files(journal: Journal, folder: Path, watch: Watch, stack: ExitStack) 
 
 
 def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: StopRequest) -> None:
-    config, world, clock = training.config, training.world, SaveClock(training.config.checkpoint_seconds)
+    config, world = training.config, training.world
+    # When the last checkpoint was saved, and how long that took. Saving changes no result, so it may depend on time.
+    saved, took = time.monotonic(), 0.0
 
     def evaluate() -> None:
         journal.catch_up()
@@ -188,13 +170,17 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
             last = training.step == config.steps
             if last or training.step % config.eval_every == 0:
                 evaluate()
-            stop, due = divmod(world.largest(2 * (request.signal or 0) + clock.due()), 2)  # one collective for both
+            age = time.monotonic() - saved
+            late = 0 < config.checkpoint_seconds <= age and age >= SAVING_INTERVALS * took
+            stop, due = divmod(world.largest(2 * (request.signal or 0) + late), 2)  # one collective for both
             if last or stop or due or training.step % config.checkpoint_every == 0:
-                with clock.saving():
-                    journal.catch_up()  # raises if the loss has diverged, which must not be saved
-                    training.seconds += journal.sync()
-                    shelf.save(training.checkpoint())
-                    journal.restart_clock()
+                begun = time.monotonic()
+                journal.catch_up()  # raises if the loss has diverged, which must not be saved
+                training.seconds += journal.sync()
+                shelf.save(training.checkpoint())
+                journal.restart_clock()
+                saved = time.monotonic()
+                took = saved - begun
                 stop = world.largest(request.signal or 0)  # a signal may have arrived while saving
             if stop and not last:
                 message = f"stopped after {training.step} of {config.steps} steps, saved; "
