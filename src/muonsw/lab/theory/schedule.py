@@ -41,10 +41,11 @@ def warmup_cosine(
         >>> [round(warmup_cosine(t, total_steps=8, warmup_steps=4), 3) for t in range(8)]
         [0.25, 0.5, 0.75, 1.0, 0.868, 0.55, 0.232, 0.1]
     """
-    start = max(warmup_steps - 1, 0)
-    return _multiple(
-        step, start, lambda x: (1.0 - math.cos(math.pi * x)) / 2.0, total_steps, warmup_steps, final_fraction
-    )
+    _check(step, total_steps, warmup_steps, final_fraction)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    share = (1.0 - math.cos(math.pi * _progress(step, max(warmup_steps - 1, 0), total_steps))) / 2.0
+    return 1.0 - share + final_fraction * share
 
 
 def warmup_stable_decay(
@@ -64,6 +65,7 @@ def warmup_stable_decay(
         >>> [round(warmup_stable_decay(t, **settings), 3) for t in range(8)]
         [0.5, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1]
     """
+    _check(step, total_steps, warmup_steps, final_fraction)
     if not 0.0 < decay_fraction <= 1.0:
         raise ValueError(f"decay_fraction must be in (0, 1], got {decay_fraction}; final_fraction=1 gives no decay")
     decay_steps = min(max(1, round(decay_fraction * total_steps)), total_steps - 1)
@@ -72,19 +74,13 @@ def warmup_stable_decay(
             f"warmup_steps={warmup_steps} and decay_fraction={decay_fraction} ({decay_steps} steps) "
             f"do not fit into total_steps={total_steps}; shorten one of them"
         )
-    start = total_steps - 1 - decay_steps
-    return _multiple(step, start, lambda x: x, total_steps, warmup_steps, final_fraction)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    share = _progress(step, total_steps - 1 - decay_steps, total_steps)
+    return 1.0 - share + final_fraction * share
 
 
-def _multiple(
-    step: int,
-    start: int,
-    curve: Callable[[float], float],
-    total_steps: int,
-    warmup_steps: int,
-    final_fraction: float,
-) -> float:
-    """Check the settings; rise during warmup, hold 1 up to the step `start`, then follow the curve to the end."""
+def _check(step: int, total_steps: int, warmup_steps: int, final_fraction: float) -> None:
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}; the first step of a run is 0")
     _check_positive("total_steps", total_steps)
@@ -95,14 +91,11 @@ def _multiple(
         )
     if not 0.0 <= final_fraction <= 1.0:
         raise ValueError(f"final_fraction is a fraction of the peak and must be in [0, 1], got {final_fraction}")
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if step <= start:
-        return 1.0
-    if step >= total_steps - 1:
-        return final_fraction
-    share = curve((step - start) / (total_steps - 1 - start))
-    return 1.0 - share + final_fraction * share
+
+
+def _progress(step: int, start: int, total_steps: int) -> float:
+    """The share of the way from the step `start` to the last step: 0 before it, 1 after the end."""
+    return min(max((step - start) / max(total_steps - 1 - start, 1), 0.0), 1.0)
 
 
 def _check_positive(argument: str, steps: int) -> None:
