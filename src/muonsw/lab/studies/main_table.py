@@ -68,7 +68,7 @@ def decay_arms(run: RunConfig) -> tuple[Arm, ...]:
     """
     scaled = Arm(SCALED, replace(run.optimizer, decay="scaled"))
     constant = Arm(CONSTANT, replace(run.optimizer, decay="constant", peak="group"))
-    if run.decoder.relative_width == 1.0 or run.optimizer.peak != "base":
+    if run.decoder.relative_width == 1.0:
         return constant, scaled, same_total(run, scaled)
     group = Arm(GROUP, replace(scaled.optimizer, peak="group"))
     return constant, scaled, group, same_total(run, scaled), replace(same_total(run, group), name=GROUP_CONTROL)
