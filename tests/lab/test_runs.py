@@ -97,7 +97,7 @@ def test_records_with_different_keys_keep_their_places(tmp_path):
     same(run.telemetry.scope("all")["x"], [1.0, 2.0, 3.0])
     same(run.telemetry.scope("role:decayed")["x"], [7.0, nan, nan])
     same(run.telemetry.scope("role:all")["x"], [nan, 8.0, nan])
-    same(run.telemetry.skipped, [3, 4, 5])
+    same(run.telemetry.scope("")["skipped"], [3, 4, 5])
     assert "decayed" not in run.telemetry.scopes()
 
 

@@ -247,7 +247,7 @@ def too_few_samples(history: History) -> Answer:
 
 
 def skipped(history: History) -> Answer:
-    counts = _known(history.run.telemetry.skipped)
+    counts = history.run.telemetry.scope("").known("skipped")[1]
     # The counter restarts at zero when a run resumes.
     number = int(counts[-1] + counts[:-1][np.diff(counts) < 0].sum()) if len(counts) else 0
     if not number:

@@ -22,6 +22,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +94,20 @@ class Columns(dict[str, Values]):
 
 
 class _Cells:
-    """Collect the numbers of one kind of record by scope and key, each with the index of its record."""
+    """Collect the numbers of one kind of record by scope and key."""
 
     def __init__(self) -> None:
         self.records = 0
-        self.scopes: dict[str, dict[str, tuple[array[int], array[float]]]] = {"": {}}
+        self.scopes: dict[str, dict[str, array[float]]] = {"": {}}
 
     def add(self, scope: str, values: Mapping[str, Any], prefix: str = "") -> None:
         columns = self.scopes.setdefault(scope, {})
         for key, value in values.items():
             name = prefix + key
             if isinstance(value, int | float):
-                places, numbers = columns.setdefault(name, (array("q"), array("d")))
-                places.append(self.records)
-                numbers.append(value)
+                column = columns.setdefault(name, array("d"))
+                column.extend(repeat(NAN, self.records - len(column)))  # of records without this key
+                column.append(value)
             elif isinstance(value, list):
                 self.add(scope, {str(place): item for place, item in enumerate(value)}, f"{name}.")
             elif isinstance(value, dict):
@@ -114,18 +115,15 @@ class _Cells:
 
     def columns(self) -> dict[str, Columns]:
         """Build the columns of all scopes; the last record of each step counts."""
-        arrays: dict[str, dict[str, Values]] = {}
+        _, from_end = np.unique(self.scopes[""]["step"][::-1], return_index=True)
+        last = self.records - 1 - from_end
+        columns: dict[str, Columns] = {}
         for scope, cells in self.scopes.items():
-            arrays[scope] = {key: np.full(self.records, np.nan) for key in cells}
-            for key, (places, numbers) in cells.items():
-                arrays[scope][key][np.asarray(places)] = np.asarray(numbers)
-        steps = arrays[""]["step"]
-        _, from_end = np.unique(steps[::-1], return_index=True)
-        last = len(steps) - 1 - from_end
-        return {
-            scope: Columns({key: column[last] for key, column in (arrays[""] | columns).items()})
-            for scope, columns in arrays.items()
-        }
+            columns[scope] = Columns(columns.get("", {}))
+            for key, column in cells.items():
+                column.extend(repeat(NAN, self.records - len(column)))
+                columns[scope][key] = np.array(column)[last]
+        return columns
 
 
 def tabulate(records: Iterable[Any], *, details: bool = True) -> Tables:
@@ -215,11 +213,6 @@ class Scopes:
     def records(self) -> int:
         return len(self.step)
 
-    @property
-    def skipped(self) -> Values:
-        """Steps skipped so far at each record; NaN if not recorded."""
-        return self.scope("").get("skipped", np.full(self.records, np.nan))
-
 
 @dataclass(frozen=True)
 class Run:
@@ -299,11 +292,10 @@ class Run:
         if named := (self.settings.get("optimizer") or {}).get("decay"):
             return str(named)
         decayed = self.telemetry.scope("decayed")
-        phi, lr = (decayed.get(key, np.empty(0)) for key in ("decay", "lr"))
-        if not len(phi) or not len(lr):
+        if "decay" not in decayed or "lr" not in decayed:
             return ""
-        known = np.isfinite(phi) & (phi > 0) & (lr > 0)
-        phi, lr = phi[known], lr[known]
+        known = (decayed["decay"] > 0) & (decayed["lr"] > 0)
+        phi, lr = decayed["decay"][known], decayed["lr"][known]
         if not len(lr) or lr.max() < VARIES * lr.min():
             return ""
         ratios = {"constant": phi / lr, "scaled": phi / lr**2}
