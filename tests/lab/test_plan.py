@@ -37,7 +37,7 @@ TRAINING_GIB = {("w256", 32): 11.9, ("w256", 128): 43.7, ("w1024", 32): 53.1}
 
 
 @pytest.mark.parametrize(("width", "ff"), STEP_MS)
-def test_the_step_of_one_gpu_is_as_it_was_measured(width, ff):
+def test_the_step_of_one_gpu_is_as_measured(width, ff):
     """One constant (the overhead) was fitted to the four; the rates were measured apart, at width 1024."""
     model = ModelConfig(width=width, ff=ff)
     planned = plan_step(model, Setup())
@@ -46,7 +46,7 @@ def test_the_step_of_one_gpu_is_as_it_was_measured(width, ff):
 
 
 @pytest.mark.parametrize(("name", "sequences"), TRAINING_GIB)
-def test_the_memory_of_one_gpu_is_as_it_was_measured(name, sequences):
+def test_the_memory_of_one_gpu_is_as_measured(name, sequences):
     """One constant (the share of activations that is kept) was fitted to the three."""
     planned = plan_step(preset(name), Setup(micro_batch=sequences))
     assert planned.memory.total / 2**30 == pytest.approx(TRAINING_GIB[name, sequences], rel=0.03)
@@ -83,12 +83,6 @@ def saved_bytes(model, sequences):
     return sum(storages.values())
 
 
-def test_orthogonalizer_counts_every_expert_and_split_projection():
-    config = ModelConfig(width=64, layers=2, head_dim=32, experts=3, top_k=1, ff=128)
-    square, wide = 6 * 64**3, 4 * 64**2 * 128 + 2 * 64**3
-    assert orthogonalizer_flops(config) == 5 * 2 * (4 * square + 3 * 3 * wide)
-
-
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_bytes_are_the_formulas_of_the_page(ranks):
     """(N-1)/N of 2 bytes for copies, (4+2)(N-1)/N^2 for shards, none for stacks."""
@@ -106,7 +100,10 @@ def test_bytes_are_the_formulas_of_the_page(ranks):
     assert planned("ep") == pytest.approx(shard * parts.hidden.parameters + experts)
 
 
-def test_parts_add_up_to_the_model():
+def test_every_expert_and_split_projection_counts():
+    config = ModelConfig(width=64, layers=2, head_dim=32, experts=3, top_k=1, ff=128)
+    square, wide = 6 * 64**3, 4 * 64**2 * 128 + 2 * 64**3
+    assert orthogonalizer_flops(config) == 5 * 2 * (4 * square + 3 * 3 * wide)
     for model in (preset("w256"), preset("w256-dense"), MOE):
         parts = parts_of(model)
         assert sum(part.parameters for part in parts) == count(model).total
@@ -124,10 +121,8 @@ def test_the_heaviest_load_is_that_of_the_exchange():
         assert heaviest([(float(cost), costs.count(cost)) for cost in set(costs)], owners) == max(loads)
 
 
-def test_the_strategies_trade_memory_for_traffic_as_they_should():
-    ddp, fsdp, ep = (plan_step(preset("w1024"), Setup(8, strategy)) for strategy in ("ddp", "fsdp", "ep"))
-    assert ddp.memory.weights == 8 * fsdp.memory.weights == 8 * ep.memory.weights
-    assert ddp.optimizer_bytes > fsdp.optimizer_bytes == ep.optimizer_bytes
+def test_copies_of_shards_share_their_costs_and_recomputing_trades_memory_for_time():
+    fsdp = plan_step(preset("w1024"), Setup(8, "fsdp"))
     copies = plan_step(preset("w1024"), Setup(64, "fsdp", replicas=8))
     assert copies.memory.weights == fsdp.memory.weights
     assert copies.optimizer_bytes == fsdp.optimizer_bytes
@@ -135,8 +130,6 @@ def test_the_strategies_trade_memory_for_traffic_as_they_should():
     recomputed = plan_step(preset("w1024"), Setup(8, "fsdp", recompute=True))
     assert recomputed.model_seconds == pytest.approx(4 / 3 * fsdp.model_seconds)
     assert recomputed.memory.activations < fsdp.memory.activations / 4
-    assert plan_step(MOE, Setup(1024, "ep", micro_batch=1, recompute=True)).memory.total < H200.capacity
-    assert plan_step(MOE, Setup(1024, "ddp", micro_batch=1, recompute=True)).memory.total > H200.capacity
 
 
 @pytest.mark.parametrize(

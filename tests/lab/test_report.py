@@ -5,8 +5,6 @@ import hashlib
 import json
 import re
 import shutil
-from html.parser import HTMLParser
-from itertools import pairwise
 
 import numpy as np
 import plotly.graph_objects
@@ -25,7 +23,6 @@ from muonsw.lab.report import (
     run_charts,
     runs_table,
     summary,
-    thinned,
     write_report,
 )
 from muonsw.lab.runs import load_runs
@@ -51,31 +48,20 @@ def text(runs, tmp_path_factory):
     return page.read_text(encoding="utf-8")
 
 
-class Tags(HTMLParser):
-    """Collects elements, and the text of scripts by their place."""
+def scripts_of(text):
+    """The attributes and the content of every script."""
+    return re.findall(r"<script([^>]*)>(.*?)</script>", text, re.DOTALL)
 
-    def __init__(self, text):
-        super().__init__()
-        self.elements, self.scripts, self.inside = [], [], False
-        self.feed(text)
 
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self.inside = tag == "script"
-        if self.inside:
-            self.scripts.append((dict(attrs), ""))
-
-    def handle_endtag(self, _tag):
-        self.inside = False
-
-    def handle_data(self, data):
-        if self.inside:
-            attrs, before = self.scripts[-1]
-            self.scripts[-1] = (attrs, before + data)
+def elements_of(text):
+    """The name and the attributes of every element."""
+    markup = re.sub(r"(<(script|style)[^>]*>).*?</\2>", r"\1", text, flags=re.DOTALL)
+    for tag, attributes in re.findall(r"<([a-z]\w*)([^>]*)>", markup):
+        yield tag, dict(re.findall(r'([\w-]+)(?:="([^"]*)")?', attributes))
 
 
 def data_of(text):
-    return json.loads(next(script for attrs, script in Tags(text).scripts if attrs.get("type") == "application/json"))
+    return json.loads(next(script for attributes, script in scripts_of(text) if "application/json" in attributes))
 
 
 # Charts.
@@ -100,15 +86,6 @@ def test_only_the_first_steps_of_a_run_may_be_out_of_sight():
     hidden = steps[(losses < low) | (losses > high)]
     assert hidden.size
     assert hidden.max() <= BEGINNING * 4000
-
-
-def test_thinning_averages_and_keeps_the_end():
-    steps, values = np.arange(10_001), np.random.default_rng(0).standard_normal(10_001)
-    places, means = thinned((steps, values), 100)
-    assert len(places) <= 100
-    assert places[-1] == steps[-1]
-    expected = [values[start:end].mean() for start, end in pairwise([0, *(places + 1)])]
-    np.testing.assert_allclose(means, expected, rtol=1e-12)
 
 
 # Tables and order.
@@ -140,8 +117,8 @@ def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_
     pairs, arms = (Table(name, name, ("a", "b"), [("x", 1.5)]) for name in ("pairs", "arms"))
     content = {"verdict": "Mine.", "claims": claims, "tables": [pairs], "details": [arms]}
     text = write_report(tmp_path / "report.html", "<script>", runs, **content).read_text(encoding="utf-8")
-    assert len(Tags(text).scripts) == 3, "a title is text"
-    ids = [attrs.get("id") for tag, attrs in Tags(text).elements if tag in ("section", "details")]
+    assert len(scripts_of(text)) == 3, "a title is text"
+    ids = [attrs.get("id") for tag, attrs in elements_of(text) if tag in ("section", "details")]
     assert ids == ["pairs", "figures", "arms", "runs", "differences", "origin", "claims"]
     assert text.index('<p class="verdict fails">Mine.') < text.index('id="pairs"')
     rows = [row for row in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "statement" in row or "Table 1" in row]
@@ -197,14 +174,13 @@ def test_the_command_writes_and_refuses(runs, tmp_path, capsys):
 
 
 def test_the_page_asks_for_nothing_and_admits_only_its_scripts(text):
-    tags = Tags(text)
-    for tag, attrs in tags.elements:
+    for tag, attrs in elements_of(text):
         assert tag not in ("link", "iframe", "img", "base", "object", "form"), tag
         assert not any(name in attrs for name in ("src", "action", "data", "style")), (tag, attrs)
         assert attrs.get("href", "#").startswith("#")
         assert not any(name.startswith("on") for name in attrs)
-    policy = next(attrs["content"] for tag, attrs in tags.elements if tag == "meta" and "http-equiv" in attrs)
-    code = [script for attrs, script in tags.scripts if attrs.get("type") != "application/json"]
+    policy = next(attrs["content"] for tag, attrs in elements_of(text) if tag == "meta" and "http-equiv" in attrs)
+    code = [script for attributes, script in scripts_of(text) if "application/json" not in attributes]
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in code]
     assert re.findall(r"sha256-([^']+)", policy) == hashes
     assert policy.startswith("default-src 'none'")

@@ -82,41 +82,32 @@ def test_a_text_that_is_too_small_says_how_much_is_enough(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("command", "options", "message"),
     [
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--arms", "scaled"], "at least two different arms"),
-        (["--arms", "constant", "squared", "--control"], "needs a scaled arm"),
-        (["--preset", "w3"], "unknown preset 'w3'"),
-        (["--precision", "fp8"], "precision"),
-        (["--weight-decay", "1", "--arms", "scaled", "constant,lr=3"], "3 times the weight"),
-        (["--weight-decay", "600", "--tune-lambda"], "1.2 times the weight"),
-        (["--weight-decay", "0", "--control"], "give --weight-decay above zero"),
-        (["--telemetry-every", "-1"], "telemetry_every=-1"),
+        ("compare", ["--text", "notes.txt", "--seeds", "0"], "--seeds must be at least 1"),
+        ("compare", ["--text", "notes.txt", "--arms", "scaled"], "at least two different arms"),
+        ("compare", ["--text", "notes.txt", "--arms", "constant", "squared", "--control"], "needs a scaled arm"),
+        ("compare", ["--text", "notes.txt", "--weight-decay", "600", "--tune-lambda"], "1.2 times the weight"),
+        ("compare", ["--text", "notes.txt", "--weight-decay", "0", "--control"], "give --weight-decay above zero"),
+        ("compare", ["--weight-decay", "1", "--arms", "scaled", "constant,lr=3"], "3 times the weight"),
+        ("compare", ["--text", "notes.txt", "--precision", "fp8"], "precision"),
+        ("compare", ["--text", "notes.txt", "--telemetry-every", "-1"], "telemetry_every=-1"),
+        ("compare", ["--data", "notes.txt", "--preset", "w257"], "unknown preset 'w257'"),
+        ("train", ["--data", "notes.txt"], "--text notes.txt"),
+        ("compare", ["--data", "nowhere"], "`muonsw data prepare nowhere`"),
+        ("train", ["--data", "nowhere", "--text", "notes.txt"], "give --text or --data, not both"),
+        ("compare", ["--text", "absent.txt"], "no file matches absent.txt"),
+        ("train", ["--text", "empty.txt"], "gave no document"),
+        ("train", ["--task", "none.py"], "there is no task file none.py"),
+        ("compare", ["--task", "small_task.py", "--data", "d"], "give --task or --data, not both"),
+        ("train", ["--task.a", "1"], "need --task FILE"),
+        ("compare", ["--task", "small_task.py", "--task.depth", "6"], "unknown option 'depth'"),
     ],
 )
-def test_a_wrong_option_is_explained_before_text_is_prepared(options, message, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text(words(60_000), encoding="utf-8")
-    assert main(["compare", "--text", "a.txt", *options]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--data", "notes.txt", "--preset", "w257"], "unknown preset 'w257'"),
-        (["--data", "notes.txt"], "--text notes.txt"),
-        (["--data", "nowhere"], "`muonsw data prepare nowhere`"),
-        (["--data", "nowhere", "--text", "notes.txt"], "give --text or --data, not both"),
-        (["--text", "absent.txt"], "no file matches absent.txt"),
-        (["--text", "empty.txt"], "gave no document"),
-    ],
-)
-@pytest.mark.parametrize("command", ["compare", "train"])
-def test_data_that_cannot_be_used_is_explained(command, options, message, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text(words(20_000), encoding="utf-8")
+def test_a_mistake_is_explained_before_anything_is_written(command, options, message, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text(words(60_000), encoding="utf-8")
     (tmp_path / "empty.txt").touch()
+    task_file(tmp_path)
     assert main([command, *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -268,21 +259,16 @@ def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "more", "message"),
+    ("more", "message"),
     [
-        (["--task", "none.py"], "", "there is no task file none.py"),
-        (["--task", "small_task.py", "--data", "d"], "", "give --task or --data, not both"),
-        (["--task.a", "1"], "", "need --task FILE"),
-        (["--task", "small_task.py", "--task.depth", "6"], "", "unknown option 'depth'"),
-        (["--task", "small_task.py"], "SETTINGS = {'stepz': 3}\n", "'stepz' (did you mean"),
-        (["--task", "small_task.py"], "SETTINGS = {'lr': 'x'}\n", "lr='x' must be of type float"),
-        (["--task", "small_task.py"], "SETTINGS = 3\n", "SETTINGS is int 3"),
+        ("SETTINGS = {'stepz': 3}\n", "'stepz' (did you mean"),
+        ("SETTINGS = {'lr': 'x'}\n", "lr='x' must be of type float"),
+        ("SETTINGS = 3\n", "SETTINGS is int 3"),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "compare"])
-def test_a_task_that_cannot_be_trained_is_refused_first(command, options, more, message, tmp_path, capsys):
+def test_wrong_settings_of_a_task_are_refused_first(more, message, tmp_path, capsys):
     task_file(tmp_path, more=more)
-    assert main([command, *options]) == 2
+    assert main(["train", "--task", "small_task.py"]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
