@@ -43,10 +43,7 @@ def say(console: Console, text: object) -> None:
 
 def paragraph(console: Console, text: str) -> None:
     """Print sentences, wrapped only in a terminal."""
-    if console.is_terminal:
-        console.print(harmless(text), highlight=False, markup=False, emoji=False)
-    else:
-        say(console, text)
+    console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=not console.is_terminal)
 
 
 def print_any_character() -> None:
@@ -142,8 +139,8 @@ def change_text(change: float) -> str:
     """
     if not math.isfinite(change):
         return MISSING
-    whole = round(100 * change)
-    return f"{whole:+d}%" if whole else "0%"
+    percent = round(100 * change)
+    return f"{percent:+d}%" if percent else "0%"
 
 
 def print_table(console: Console, table: Table, *, verbose: bool = False) -> None:
@@ -161,65 +158,62 @@ def print_table(console: Console, table: Table, *, verbose: bool = False) -> Non
     console.print()
     if table.title:
         console.print(Text(harmless(table.title), style="bold"))
-    for number, places in enumerate(side_by_side(table, console.width)):
+    widths = least_widths(table)
+    for number, places in enumerate(side_by_side(widths, console.width)):
         if number:
             console.print()
-        console.print(_drawn(table, places, notes=verbose), crop=False)
+        console.print(_drawn(table, places, widths, notes=verbose), crop=False)
     if table.note:
         console.print(Text(harmless(table.note), style="dim"))
 
 
-def side_by_side(table: Table, width: int) -> list[list[int]]:
-    """Split the columns into groups that fit the width, as indices; each group starts with the first column.
-
-    Examples:
-        >>> columns = ("arm", "seeds", Column("final loss", number=True))
-        >>> table = Table("arms", "Arms", columns, [("scaled", "3", 5.2345), ("constant", "3", 5.3456)])
-        >>> side_by_side(table, 23), side_by_side(table, 22)
-        ([[0, 1, 2]], [[0, 1], [0, 2]])
-    """
-    columns, cells = table.headings(), table.cells()
-    least = [_least_width(columns, cells, place) for place in range(len(columns))]
-    rows: list[list[int]] = [[0]]
-    room = width - least[0]
-    for place in range(1, len(columns)):
-        if room < GAP + least[place] and len(rows[-1]) > 1:
-            rows.append([0])
-            room = width - least[0]
-        rows[-1].append(place)
-        room -= GAP + least[place]
-    return rows
-
-
-def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[Cell]], place: int) -> int:
-    """Return the minimum width: numbers are never wrapped, words of text are broken after 20 characters."""
+def least_widths(table: Table) -> list[int]:
+    """Return the minimum width of each column: numbers are never wrapped, text wraps at words or at 20 characters."""
     from rich.cells import cell_len
 
-    texts = [row[place].text for row in cells]
-    parts = texts if columns[place].number else [text[:NARROWEST_TEXT] for text in texts]
-    return max(map(cell_len, [*columns[place].title.split(), *parts]), default=0)
+    widths, cells = [], table.cells()
+    for place, column in enumerate(table.headings()):
+        texts = [row[place].text if column.number else row[place].text[:NARROWEST_TEXT] for row in cells]
+        widths.append(max(map(cell_len, [*column.title.split(), *texts]), default=0))
+    return widths
 
 
-def _drawn(table: Table, places: Sequence[int], *, notes: bool = False) -> RichTable:
+def side_by_side(widths: Sequence[int], width: int) -> list[list[int]]:
+    """Split columns into groups that fit the width, as indices; each group starts with the first column.
+
+    Examples:
+        >>> side_by_side([8, 5, 6], 23), side_by_side([8, 5, 6], 22)
+        ([[0, 1, 2]], [[0, 1], [0, 2]])
+    """
+    groups: list[list[int]] = [[0]]
+    for place in range(1, len(widths)):
+        if sum(widths[i] + GAP for i in groups[-1]) + widths[place] > width and len(groups[-1]) > 1:
+            groups.append([0])
+        groups[-1].append(place)
+    return groups
+
+
+def _drawn(table: Table, places: Sequence[int], widths: Sequence[int], *, notes: bool) -> RichTable:
     """Draw these columns; text columns share the width that numbers leave."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    columns, cells = table.headings(), table.cells()
+    columns = table.headings()
     named = any(columns[place].title for place in places)
     drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, show_header=named)
     for place in places:
-        title, least = harmless(columns[place].title), _least_width(columns, cells, place)
+        title, least = harmless(columns[place].title), widths[place]
         if columns[place].number:
             drawn.add_column(Text("\n".join(textwrap.wrap(title, least))), justify="right", no_wrap=True, width=least)
         else:
             drawn.add_column(Text(title), overflow="fold", min_width=least)
-    for row in cells:
-        texts = [Text(harmless(row[place].text), style=TONES.get(row[place].tone, "")) for place in places]
-        for place, text in zip(places, texts, strict=True):
-            if notes and row[place].note:
-                text.append(f"\n{harmless(row[place].note)}", style="dim")
+    for row in table.cells():
+        texts = []
+        for cell in (row[place] for place in places):
+            texts.append(text := Text(harmless(cell.text), style=TONES.get(cell.tone, "")))
+            if notes and cell.note:
+                text.append(f"\n{harmless(cell.note)}", style="dim")
         drawn.add_row(*texts)
     return drawn
 
@@ -234,8 +228,9 @@ def plain_text(table: Table, *, notes: bool = False) -> str:
         lines.insert(0, [column.title for column in columns])
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
     sides = [str.rjust if column.number else str.ljust for column in columns]
-    triples = (zip(sides, line, widths, strict=True) for line in lines)
-    aligned = ("  ".join(side(text, width) for side, text, width in each) for each in triples)
+    aligned = (
+        "  ".join(side(text, width) for side, text, width in zip(sides, line, widths, strict=True)) for line in lines
+    )
     return "\n".join(line.rstrip() for line in aligned)
 
 
