@@ -54,7 +54,6 @@ MARK = '<meta name="generator" content="muonsw">'  # only pages with this mark a
 HEAD_BYTES = 4096
 DIGITS = 6  # significant digits of a value on the page
 SHORT = 28  # cells of up to this many characters are not wrapped
-MOST_COLUMNS = 4  # of the table of models and machines
 
 
 @dataclass(frozen=True)
@@ -316,7 +315,7 @@ def summary(group: Group) -> str:
     text = f"{len(group.runs)} runs in {counted(len(group.arms), 'arm')}" if several else group.labels[0]
     if running := sum(run.in_progress for run in group.runs):
         text += f", {running} not complete" if several else ", not complete"
-    for what, measure, shown in (("validation loss", "final_loss", loss_text), ("weight RMS", "final_norm", norm_text)):
+    for name, measure, show in (("validation loss", "final_loss", loss_text), ("weight RMS", "final_norm", norm_text)):
         values: dict[str, list[float]] = {}
         for arm, run in zip(group.arm_of, group.runs, strict=True):
             if math.isfinite(value := getattr(run, measure)):
@@ -324,7 +323,7 @@ def summary(group: Group) -> str:
         if values:
             middle = "median " if any(arm.runs > 1 for arm in group.arms) else ""
             medians = sorted((median(numbers), arm) for arm, numbers in values.items())
-            return f"{text}; {middle}final {what}: {', '.join(f'{shown(value)} ({arm})' for value, arm in medians)}."
+            return f"{text}; {middle}final {name}: {', '.join(f'{show(value)} ({arm})' for value, arm in medians)}."
     return f"{text}."
 
 
@@ -369,16 +368,13 @@ def origin_table(group: Group) -> list[Table]:
         facts = flatten({key: value for key, value in run.environment.items() if key != "command"})
         if facts:
             groups.setdefault(json.dumps(facts, sort_keys=True, default=str), (facts, []))[1].append(label)
-    shown = list(groups.values())[:MOST_COLUMNS]
-    if not shown:
+    if not groups:
         return []
-    keys = dict.fromkeys(key for facts, _ in shown for key in facts)
-    rows = [(key, *(_setting(facts.get(key)) for facts, _ in shown)) for key in keys]
-    hidden = len(groups) - len(shown)
-    note = f"Not shown: {counted(hidden, 'further combination')}." if hidden else ""
-    several = [f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0] for _, labels in shown]
-    headings = several if len(groups) > 1 else ["all runs"]
-    return [Table("origin", "Model, data and machine", ("", *headings), rows, note, folded=True)]
+    keys = dict.fromkeys(key for facts, _ in groups.values() for key in facts)
+    rows = [(key, *(_setting(facts.get(key)) for facts, _ in groups.values())) for key in keys]
+    headings = [f"{first} and {len(more)} more" if more else first for _, (first, *more) in groups.values()]
+    columns = ("", *(headings if len(headings) > 1 else ["all runs"]))
+    return [Table("origin", "Model, data and machine", columns, rows, folded=True)]
 
 
 def _setting(value: Any) -> str:
