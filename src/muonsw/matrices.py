@@ -169,12 +169,10 @@ class MatrixView(NamedTuple):
         sizes, axis, start = self.sizes(shape), self.split_axis(shape), 0
         for size in (None,) if sizes is None else sizes:
             region = WHOLE if size is None else Region(((axis, start, size),))
-            yield MatrixCell(region, *self.rows_columns(region.shape_in(shape)))
+            cut = region.shape_in(shape)
+            first = self.stack_axes(len(cut))
+            yield MatrixCell(region, cut[first], math.prod(cut[first + 1 :]))
             start += size or 0
-
-    def rows_columns(self, shape: Sequence[int]) -> tuple[int, int]:
-        """(rows, columns) of unsplit matrices in a tensor, as stored."""
-        return (shape[0], math.prod(shape[1:])) if self.matrix == FLATTEN else (shape[-2], shape[-1])
 
     def count(self, shape: Sequence[int]) -> int:
         stack = math.prod(shape[: self.stack_axes(len(shape))])

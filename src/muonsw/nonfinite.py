@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muonsw import kernels
 from muonsw.text import users_line
-from muonsw.work import Batch, Item, all_contiguous, copied_to, dtypes_of, elements
+from muonsw.work import Batch, Item, all_contiguous, dtypes_of, elements
 
 POLICIES = ("skip", "raise", "propagate")
 
@@ -51,6 +51,11 @@ class Flag:
 
     def to(self, device: torch.device) -> Flag:
         return self if self.bad.device == device else Flag(copied_to(self.bad, device))
+
+
+def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to another device; waits only for copies to the host."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def all_finite(grads: Sequence[Tensor]) -> Tensor:

@@ -113,8 +113,3 @@ def any_dtensor(tensors: Sequence[Tensor]) -> bool:
 
 def elements(tensors: Sequence[Tensor]) -> int:
     return sum([tensor.numel() for tensor in tensors])
-
-
-def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy a tensor to another device; waits only for copies to the host."""
-    return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
