@@ -9,7 +9,7 @@ from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, NonFiniteGradientWarning
 from muonsw.nonfinite import Flag, all_finite
-from muonsw.reference import ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
+from muonsw.reference import Decay, ReferenceAdamWSW, ReferenceMuonSW, ReferenceSGDSW, ns5
 
 
 def lion(params, **options):
@@ -34,39 +34,26 @@ WITH_REFERENCE = {
 OPTIMIZERS = {"muon": MuonSW, "adamw": AdamWSW, "sgd": SGDSW, "lion": lion, "dion2": dion2}
 
 
-# What some decay rules need besides lambda, for runs of at most a thousand steps.
+# Options that decay rules need, for runs of at most a thousand steps.
 RULE_OPTIONS = {"cosine": {"total_steps": 1000}}
 
 
-def formulas(lam, lr, peak, *, step, steps, gradient):
-    """The decay of one step by the formula of every rule; `gradient` is the root mean square of the gradients."""
-    return {
-        "constant": lam * lr,
-        "scaled": lam * lr**2 / peak,
-        "squared": lam * lr**2,
-        "independent": lam * lr / peak,
-        "fixed": lam,
-        "cosine": lam * lr * (1 + math.cos(math.pi * (step - 1) / steps)) / 2,
-        "log_time": lam / step * lr / peak,
-        "gradient_norm": lam * lr / gradient,
-        "none": 0.0,
-    }
-
-
-def phi_of(rule, lam, lr, peak, step, mean_squares):
-    """The decay of one step in a run; `mean_squares` are those of the gradients so far, beta2 is 0.95."""
-    average = sum(0.05 * 0.95**age * square for age, square in enumerate(reversed(mean_squares)))
-    root = (average / (1 - 0.95 ** len(mean_squares))) ** 0.5
-    return formulas(lam, lr, peak, step=step, steps=1000, gradient=root)[rule]
+def phi_of(rule, lam, lr, peak, step, mean_squares, steps=1000):
+    """The reference's decay of one step; `mean_squares` are those of the gradients so far."""
+    decay = Decay(rule, lam, peak, steps)
+    decay.t = step
+    for square in mean_squares:
+        decay.v = decay.beta2 * decay.v + (1 - decay.beta2) * square
+    return decay.phi(lr)
 
 
 def mean_square(params):
-    """The mean squared gradient over all entries of all parameters."""
+    """The mean squared gradient over all elements of all parameters."""
     return sum(float(p.grad.double().square().sum()) for p in params) / sum(p.numel() for p in params)
 
 
 def matrices(*shapes, dtype=torch.float32, seed=0):
-    """Parameters of the given shapes with entries of size 0.1."""
+    """Random parameters of the given shapes, with standard deviation 0.1."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
     return [nn.Parameter((0.1 * values).to(dtype)) for values in drawn]
@@ -125,7 +112,7 @@ def step_with_nan(optimizer, params, number):
 
 
 def flag_on_device(work, *_):
-    """A replacement of `muonsw.step.finite_flag`: the host never learns of bad gradients, as on accelerators."""
+    """Replace `muonsw.step.finite_flag`: the host never learns of bad gradients, as on accelerators."""
     return Flag((~all_finite([grad for batch in work for grad in batch.grads])).float())
 
 

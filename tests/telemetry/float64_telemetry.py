@@ -88,7 +88,7 @@ def directions(optimizer, params):
 
 def defects(direction, matrix=None):
     """||O||_F / sqrt(min(m, n)) of each matrix in a direction."""
-    rows, columns = MatrixView(matrix).rows_columns(direction.shape)
+    _, rows, columns = next(MatrixView(matrix).cells(direction.shape))
     norms = direction.reshape(-1, rows * columns).norm(dim=1)
     return (norms / min(rows, columns) ** 0.5).tolist()
 
