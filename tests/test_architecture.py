@@ -1,4 +1,4 @@
-"""Promises about the code itself."""
+"""What modules import."""
 
 import ast
 import subprocess
@@ -14,8 +14,8 @@ SOURCE = Path(muonsw.__file__).parent
 BENCH = Path(__file__).parents[1] / "bench"
 STANDARD = sys.stdlib_module_names
 
-# Modules that nothing else imports, each for the users of one other package.
-FOR_ONE_PACKAGE = {
+# Modules that need another package; nothing else imports them.
+NEEDS_A_PACKAGE = {
     "integrations/transformers.py": "transformers",
     "integrations/lightning.py": "lightning",
     "integrations/timm.py": "timm",
@@ -41,7 +41,7 @@ def test_the_library_needs_torch_alone_and_never_the_lab():
             "torch",
             "muonsw",
             "triton" if "kernels" in place.parts else None,
-            FOR_ONE_PACKAGE.get(place.as_posix()),
+            NEEDS_A_PACKAGE.get(place.as_posix()),
         }
         for name in imports(path):
             root = name.split(".")[0]
@@ -49,14 +49,14 @@ def test_the_library_needs_torch_alone_and_never_the_lab():
             assert not name.startswith("muonsw.lab"), f"{path.name} imports the lab"
 
 
-def test_nothing_imports_a_module_that_is_for_one_other_package():
-    special = {"muonsw." + place.removesuffix(".py").replace("/", ".") for place in FOR_ONE_PACKAGE}
+def test_nothing_imports_a_module_that_needs_another_package():
+    special = {"muonsw." + place.removesuffix(".py").replace("/", ".") for place in NEEDS_A_PACKAGE}
     for path in SOURCE.rglob("*.py"):
         assert not special & set(imports(path)), path.name
 
 
 def test_importing_the_library_loads_only_what_torch_loads():
-    """Not even torch's own compiler or its DTensors, which take longer to import than all of ours."""
+    """Not even torch's compiler or DTensors, which take longer to import than the library."""
     code = (
         "import sys, torch; before = set(sys.modules); from muonsw import *; "
         "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
@@ -84,7 +84,7 @@ def test_the_command_line_introduces_itself_without_torch(option):
 
 @pytest.mark.parametrize("path", sorted(BENCH.glob("*.py")), ids=lambda path: path.name)
 def test_bench_scripts_find_their_imports(path, monkeypatch):
-    """They run by hand and seldom, so a name that has changed would wait for them."""
+    """They run rarely, by hand."""
     if path.name == "kernel_time.py" and not machine.triton():
         pytest.skip("it times Triton's kernels, and Triton is not installed")
     monkeypatch.syspath_prepend(BENCH)

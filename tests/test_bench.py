@@ -1,4 +1,4 @@
-"""`bench/step_time.py` times steps that are right, of everyone who is installed; the numbers are not tested."""
+"""`bench/step_time.py` checks steps before it times them, for every installed library."""
 
 import importlib
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_wrong_step_is_not_timed(steps, monkeypatch):
         steps.check(CPU, [(4, 4), (4, 6)])
 
 
-def test_everyone_is_timed_and_a_failure_is_named(steps):
+def test_every_library_is_timed_and_a_failure_is_named(steps):
     def broken(_matrices, _make):
         raise ValueError("it cannot")
 

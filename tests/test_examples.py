@@ -1,4 +1,4 @@
-"""The examples run as they are, with fewer steps, and do what they say."""
+"""The examples run, with fewer steps, and do what they say."""
 
 import json
 import runpy

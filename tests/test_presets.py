@@ -1,4 +1,4 @@
-"""Presets: the authors' options by name, which `for_model` takes."""
+"""Presets of `for_model`: the authors' options by name."""
 
 import re
 from pathlib import Path
@@ -81,7 +81,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "guide" / "family.md"
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 10), (12, 5)])
 def test_the_page_names_every_preset_with_the_state_it_keeps(shape):
-    """The formulas of its table, against what is allocated; a step count for each tensor is no element."""
+    """The formulas of its table equal the allocated state, without step counts."""
     rows = re.findall(r"^\| .*? \| `(\w+)`.*? \| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert [name for name, _ in rows if name != "block_period"] == [name for name, _ in rows if name in PRESETS]
     assert set(PRESETS) == {name for name, _ in rows} - {"block_period"}

@@ -1,4 +1,4 @@
-"""Tables of named functions, and the user's own entries in them."""
+"""Tables of named functions, and users' entries in them."""
 
 import pytest
 import torch
@@ -11,8 +11,7 @@ from muonsw.registry import Registry
 
 
 @pytest.fixture(autouse=True)
-def _own_entries():
-    """What a test registers is gone after it."""
+def _restored_tables():
     tables = (ALGORITHMS, DECAY_RULES, NORM_RULES, ORTHOGONALIZERS, SHAPE_SCALES)
     before = [dict(table) for table in tables]
     yield

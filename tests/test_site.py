@@ -1,4 +1,4 @@
-"""The pages of the site: each in its navigation, the whole API on one of them, one way to install."""
+"""The pages of the site: navigation, API, installation, assets."""
 
 import re
 from pathlib import Path
@@ -28,14 +28,14 @@ def test_every_public_name_is_on_one_page_of_the_api():
 
 
 def test_there_is_one_way_to_install():
-    """No package index has this package: every line that installs it does so from the clone."""
+    """From the clone: no package index has this package."""
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
     lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
     assert not [line for line in lines if re.search(r"pip install '?muonsw", line)]
 
 
-def test_the_pages_ask_no_other_server():
-    """The plugin for search without a server would load a script from one, unless it finds one of this name."""
+def test_the_pages_load_nothing_from_another_server():
+    """The offline search plugin would load a script from a server, unless it finds this file."""
     assert re.search(r"polyfills: \[assets/iframe-worker\.js\]", SITE)
     assets = [*(ROOT / "docs/assets").glob("*.js"), *(ROOT / "docs/assets").glob("*.css")]
     assert len(assets) == 3

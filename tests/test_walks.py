@@ -1,4 +1,4 @@
-"""An ordinary step stays short enough to read: a bound on the library's functions it runs and on how deep they nest."""
+"""A settled step stays short enough to read: it runs few library functions, which nest little."""
 
 import sys
 from pathlib import Path

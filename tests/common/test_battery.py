@@ -13,8 +13,8 @@ LAMBDA = {"squared": 0.5, "independent": 0.002, "fixed": 1e-4, "gradient_norm": 
 # `slot=member` chooses a member of a slot instead of an orthogonalizer.
 OTHERS = [name for name in ORTHOGONALIZERS if name != "newton_schulz"]
 OTHERS += [f"precondition={member}" for member in PRECONDITIONERS] + [f"normalize={member}" for member in NORMALIZERS]
-# Every algorithm with every rule, every orthogonalizer with two: rules and orthogonalizers share no code. Cautious
-# decay alternates.
+# Every algorithm with every rule; every orthogonalizer with two, because rules and orthogonalizers share no code.
+# Cautious decay alternates.
 COMBINATIONS = [
     (algorithm, decay, orthogonalizer, (row + column) % 2 == 1)
     for row, (algorithm, orthogonalizer) in enumerate(
@@ -33,13 +33,12 @@ def is_quick(algorithm, decay, orthogonalizer, _):
 
 
 runs = pytest.mark.parametrize(
-    NAMES, [pytest.param(*one, marks=() if is_quick(*one) else pytest.mark.slow) for one in COMBINATIONS]
+    NAMES, [pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.slow) for case in COMBINATIONS]
 )
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _toy():
-    """The one line that a new algorithm needs."""
     ALGORITHMS.register("toy", toy.TOY)
     yield
     del ALGORITHMS["toy"]
@@ -49,8 +48,8 @@ def build(params, algorithm, decay, orthogonalizer, cautious, lr=0.05):
     slot, _, member = orthogonalizer.partition("=")
     chosen = {slot: member} if member else {"orthogonalizer": orthogonalizer}
     chosen |= {"momentum": 0.9, "fraction": 0.75}  # Dion2 with a quarter would remember gradients four times as long
-    own = {key: value for key, value in chosen.items() if key in ALGORITHMS[algorithm].defaults}
-    group = {"params": params, "algorithm": algorithm, **own}
+    options = {key: value for key, value in chosen.items() if key in ALGORITHMS[algorithm].defaults}
+    group = {"params": params, "algorithm": algorithm, **options}
     return MuonSW(
         [group],
         lr=lr,
@@ -75,10 +74,10 @@ def test_it_finds_the_minimum_of_a_quadratic(algorithm, decay, orthogonalizer, c
         optimizer.zero_grad()
         (param - target).square().sum().backward()
         optimizer.step()
-    # constant decay settles short of the target: where momentum makes the gradient tenfold, by lambda / 20 at most
+    # constant decay stops short of the target, by at most lambda / 20 if momentum makes the gradient tenfold
     short = 0.1 / 20 if decay in ("constant", "independent", "cosine") else 0.0
     short = 0.02 if decay in PULLING else short
-    # where a gradient has no noise, whitening makes as much of its rounding as of itself, and decay is held up less
+    # whitening amplifies the rounding of a gradient without noise, which then opposes decay less
     short = 0.1 if short and "soap" in orthogonalizer else short
     assert (param.detach() - target).norm() < (short + 0.002) * target.norm()
 
