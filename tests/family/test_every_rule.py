@@ -24,8 +24,6 @@ OF_MATRICES = {
 RULES = {**ELEMENTWISE, **OF_MATRICES}
 every_rule = pytest.mark.parametrize("name", RULES)
 every_rule_of_matrices = pytest.mark.parametrize("name", OF_MATRICES)
-every_member = pytest.mark.parametrize("name", OPTIONS)
-every_algorithm_with_factors = pytest.mark.parametrize("name", WITH_FACTORS)
 
 
 def build(name, params, weight_decay=0.1, chunk_bytes=None, **options):
@@ -226,7 +224,7 @@ def test_elementwise_state_may_be_stored_in_bfloat16(name):
     assert (after - expected).norm() <= 0.1 * (expected - before).norm()
 
 
-@every_algorithm_with_factors
+@pytest.mark.parametrize("name", WITH_FACTORS)
 def test_a_first_gradient_may_come_late(name):
     params = matrices((4, 4), (4, 4), dtype=torch.float64)
     optimizer, before = build(name, params, weight_decay=0.0), params[1].detach().clone()
@@ -241,7 +239,7 @@ def test_a_first_gradient_may_come_late(name):
 # members of slots
 
 
-@every_member
+@pytest.mark.parametrize("name", OPTIONS)
 def test_members_continue_from_a_state_of_plain_muon(name):
     """The state of torch's Muon has no slot state, which then starts at zero."""
     param = matrices((4, 6))[0]

@@ -22,14 +22,14 @@ def build(params, name, **options):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_steps_are_those_of_the_cpu(name):
-    here, there = matrices(*SHAPES, dtype=torch.float64), on_gpu(*SHAPES, dtype=torch.float64)
-    one, two = build(here, name, ns_dtype="float64"), build(there, name, ns_dtype="float64")
+    expected, actual = matrices(*SHAPES, dtype=torch.float64), on_gpu(*SHAPES, dtype=torch.float64)
+    on_cpu, on_cuda = build(expected, name, ns_dtype="float64"), build(actual, name, ns_dtype="float64")
     for step in range(4):
-        set_gradients(here, step)
-        feed(there, step)
-        one.step()
-        two.step()
-    for a, b in zip(here, there, strict=True):
+        set_gradients(expected, step)
+        feed(actual, step)
+        on_cpu.step()
+        on_cuda.step()
+    for a, b in zip(expected, actual, strict=True):
         torch.testing.assert_close(b.detach().cpu(), a.detach(), rtol=1e-6, atol=1e-8)
 
 

@@ -287,8 +287,8 @@ def update_matrices(rule: MatrixRule, group: Group, chunk: Chunk, ctx: StepConte
         updated = rule.by_kernels(group, chunk, ctx)
         if updated is not None:
             return updated
-    dtype = rule.input_dtype(group, chunk)
-    X = like[0].new_empty(elements(like) // (rows * columns), rows, columns, dtype=dtype)
+    dtype, count = rule.input_dtype(group, chunk), elements(like) // (rows * columns)
+    X = torch.empty(count, rows, columns, dtype=dtype, device=like[0].device)
     rule.advance(group, parts, scatter(X, like), ctx.flag)
     specs = rule.state(group)
     batch = StateBatch(chunk, specs) if specs else None

@@ -83,6 +83,7 @@ def directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tu
 
 
 def by_kernels(group: Group, chunk: Chunk, ctx: StepContext) -> Update | None:
+    """Update whole matrices with kernels; return None, without side effects, if they cannot."""
     iteration, parts, (rows, columns, dtype) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk.parts, chunk.bucket
     if not isinstance(iteration, Iteration) or not slots_have_kernels(group):
         return None

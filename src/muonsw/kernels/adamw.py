@@ -112,20 +112,9 @@ def _adamw(
     denominator = tl.sqrt(v.to(tl.float32)) * (correction1 / tl.sqrt(correction2)) + correction1 * eps
     direction = m.to(tl.float32) / denominator
     rate, decay = rates(eta, phi, scale, ON_DEVICE)
+    places = offsets  # without gaps
     write(
-        pointers,
-        tensors,
-        owner,
-        offsets,
-        offsets,
-        inside,
-        direction,
-        rate,
-        decay,
-        CAUTIOUS,
-        STOCHASTIC,
-        WEIGHT,
-        ALIGNED,
+        pointers, tensors, owner, offsets, places, inside, direction, rate, decay, CAUTIOUS, STOCHASTIC, WEIGHT, ALIGNED
     )
 
     key1, key2, origin = owner.to(tl.int64), owner.to(tl.int64), owner.to(tl.int64)  # unused without noise

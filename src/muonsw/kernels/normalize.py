@@ -140,14 +140,9 @@ def slice_factors(
 ) -> Tensor | None:
     """Return the normalizer's factors for contiguous directions (count, rows, columns), in the same shape.
 
-    AdaMuon first divides the elements in place. Returns None, without changes, if the kernel cannot run.
-
-    Args:
-        group: a param group.
-        directions: the directions to normalize.
-        averages: the normalizer's state, if any, which advances unless `flag` forbids the step.
-        shape: the shape of one matrix's averages; (m, 1) or (1, n) for NorMuon.
-        flag: whether the step is taken.
+    `averages`, the normalizer's state if it has any, has `shape` for each matrix ((m, 1) or (1, n) for NorMuon); it
+    advances unless `flag` forbids the step. AdaMuon first divides the directions in place. Returns None, without
+    changes, if the kernel cannot run.
     """
     (count, rows, columns), device = directions.shape, directions.device
     divides, options = group["normalize"] == "adamuon", NORMALIZE.options(group)
