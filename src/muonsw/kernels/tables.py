@@ -214,23 +214,31 @@ def runs(tensors: Sequence[Tensor], area: int = 0) -> Stretches | None:
     """
     if all_contiguous(tensors) and (not area or set(lengths(tensors)) == {area}):
         return Stretches(addresses(tensors), lengths(tensors), list(range(len(tensors))), [0] * len(tensors))
-    pieces: list[tuple[int, int, int, int, int, int]] = []
+    begins: list[int] = []
+    positions: list[int] = []
+    sizes: list[int] = []
+    owners: list[int] = []
+    widths: list[int] = []
+    strides: list[int] = []
     for owner, tensor in enumerate(tensors):
-        parts = [tensor] if tensor.is_contiguous() or tensor.dim() < 3 else tensor.unbind()
-        for place, part in enumerate(parts):
-            total, size = part.numel(), area or part.numel()
-            if part.is_contiguous() and (not size or total % size == 0):
+        has_gaps = not tensor.is_contiguous()
+        for place, part in enumerate(tensor.unbind() if has_gaps and tensor.dim() > 2 else (tensor,)):
+            total = part.numel()
+            size = area or total or 1
+            if (not has_gaps or part.is_contiguous()) and total % size == 0:
                 width = stride = size
             elif part.dim() == 2 and part.stride(1) == 1 and total == size:
                 width, stride = part.shape[1], part.stride(0)
             else:
                 return None
-            for start in range(0, total, size or 1):
-                begin = part.data_ptr() + start * part.element_size()
-                pieces.append((begin, size, owner, total * place + start, width, stride))
-    begins, sizes, owners, positions, widths, strides = map(list, zip(*pieces, strict=True))
-    rows = () if widths == strides else (widths, strides)
-    return Stretches(begins, tuple(sizes), owners, positions, rows)
+            begin, step, count = part.data_ptr(), part.element_size(), total // size
+            begins += range(begin, begin + step * total, step * size)  # no Python call per matrix
+            positions += range(total * place, total * (place + 1), size)
+            sizes += [size] * count
+            owners += [owner] * count
+            widths += [width] * count
+            strides += [stride] * count
+    return Stretches(begins, tuple(sizes), owners, positions, () if widths == strides else (widths, strides))
 
 
 def aligned(*rows: Sequence[int]) -> bool:
