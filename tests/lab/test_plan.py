@@ -83,7 +83,7 @@ def test_the_heaviest_load_is_that_of_the_exchange():
     for owners in (1, 2, 5, 16):
         costs = [draw.choice((1, 3, 8, 27)) for _ in range(40)]
         loads = [0] * owners
-        for owner, cost in zip(share_by_cost(costs, owners), costs, strict=True):
+        for owner, cost in zip(share_by_cost(costs, [None] * len(costs), owners), costs, strict=True):
             loads[owner] += cost
         assert heaviest([(float(cost), costs.count(cost)) for cost in set(costs)], owners) == max(loads)
 
