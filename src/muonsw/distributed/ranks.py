@@ -137,8 +137,8 @@ class Ranks:
             circles = _circles(self.process_group, [param for _, param in shared])
             self._known = _Known(key, lines, digest, circles, shared)
         self._options = [settings, *map(_plain_options, groups)]
-        # rates and decay change from step to step, but not what is exchanged
-        frozen = [[value for value in options.values() if not isinstance(value, float)] for options in self._options]
+        # schedulers change rates, decay and betas at every step, but not what is exchanged
+        frozen = [[v for k, v in o.items() if k != "betas" and not isinstance(v, float)] for o in self._options]
         self._plan = repr([self._known.digest, frozen, self.announced])
         with torch._C.DisableTorchFunctionSubclass():
             self._lacks = tuple([param.grad is None for _, param in self._known.watched])
