@@ -185,15 +185,16 @@ class Replay:
             return None
         settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
         before = self._now
-        self._now, self._places = binding(groups, optimizer.state, settings) or (None, ())
-        now = self._now
+        now, self._places = binding(groups, optimizer.state, settings) or (None, ())
+        self._now = now
         self._chosen = next((graph for graph in self._graphs if graph.bound_to == now), None)
         if self._chosen is not None:
             return self._chosen.batches
-        if now is not None:  # a graph of other parameters would keep them alive
+        if now is not None:
+            # a graph of other parameters would keep them alive
             self._graphs = [graph for graph in self._graphs if graph.bound_to.parameters == now.parameters]
-        if now is not None and before is not None and now != before:
-            self._moving = now.difference(before)
+            if before is not None and now != before:
+                self._moving = now.difference(before)
         return None
 
     def run(
@@ -205,7 +206,8 @@ class Replay:
                 return runner(optimizer, batches, contexts)
             reason = supports(optimizer, batches)
             if optimizer.replay and (reason or self.complaint):
-                not_replayed(optimizer, reason or self.complaint)
+                message = f"replay=True: steps run eagerly, because {reason or self.complaint}"
+                optimizer._counters.warn_once("not replayed", message)
             if reason:
                 return runner(optimizer, batches, contexts)
             # learning rate and decay of each batch, on the device; zero between steps
@@ -244,10 +246,8 @@ class Replay:
             self.flag = finite if isinstance(finite, Flag) else None
             torch._foreach_zero_(self._scalars)
 
-        captured = None
-        if self._settled():
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            captured = self._capture(program, params, batches)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        captured = self._capture(program, params, batches) if self._settled() else None
         if captured is None:
             program()
         else:
@@ -294,7 +294,7 @@ class Replay:
         order = {id(param): place for place, param in enumerate(params)}
         grads = [item.grad for item in sorted(items_of(work), key=lambda item: order[id(item.parameter)])]
         device, pool = work[0].device, self._graphs[0].graph.pool if self._graphs else None
-        watch, graph = GradientReads(grads), None
+        watch = GradientReads(grads)
         for room in _ROOMS:
             tables = GraphTables(grads, device, room)
 
@@ -312,7 +312,7 @@ class Replay:
             except Exception as error:  # the eager step that follows raises it again if capturing did not cause it
                 self._failure = (str(error) or type(error).__name__).splitlines()[0]
                 return None
-        if graph is None:
+        else:
             return None
         self._failure = "torch operations read gradients" if watch.seen or tables.overlap else ""
         if self._failure:
@@ -320,11 +320,6 @@ class Replay:
         captured = _Captured(graph, self._now, [batch._replace(items=[]) for batch in work], tables, self.flag)
         self._graphs = [captured, *self._graphs][:_REMEMBERED]
         return captured
-
-
-def not_replayed(optimizer: ScaledDecayOptimizer, reason: str) -> None:
-    """Warn once that steps are not replayed although the user asked for it."""
-    optimizer._counters.warn_once("not replayed", f"replay=True: steps run eagerly, because {reason}")
 
 
 def has_kernels_throughout(group: Group) -> bool:
