@@ -38,11 +38,10 @@ SECONDS = 180.0
 
 
 class Ended(NamedTuple):
-    """A rank's exit code (or minus the signal that ended it), its output, and how long it ran."""
+    """A rank's exit code (or minus the signal that ended it), and its output."""
 
     code: int
     text: str
-    seconds: float
 
 
 def on_ranks(config: RunConfig, **settings) -> RunConfig:
@@ -83,21 +82,14 @@ class Started:
 
     def wait(self, seconds: float = SECONDS) -> list[Ended]:
         """Wait until all ranks have ended; kill late ones and fail."""
-        ended: dict[int, Ended] = {}
-        while len(ended) < len(self.children):
-            for rank, child in enumerate(self.children):
-                if rank not in ended and child.exitcode is not None:
-                    ended[rank] = Ended(
-                        child.exitcode, self.outputs[rank].read_text(encoding="utf-8"), time.monotonic() - self.begun
-                    )
-            if time.monotonic() - self.begun > seconds:
-                late = set(range(len(self.children))) - set(ended)
-                for rank in late:
-                    self.children[rank].kill()
-                printed = "\n".join(output.read_text(encoding="utf-8") for output in self.outputs)
-                raise AssertionError(f"ranks {late} did not end:\n{printed}")
-            time.sleep(0.02)
-        return [ended[rank] for rank in range(len(self.children))]
+        for child in self.children:
+            child.join(max(0.0, self.begun + seconds - time.monotonic()))
+        late = [rank for rank, child in enumerate(self.children) if child.exitcode is None]
+        for rank in late:
+            self.children[rank].kill()
+        texts = [output.read_text(encoding="utf-8") for output in self.outputs]
+        assert not late, f"ranks {late} did not end:\n{texts}"
+        return [Ended(child.exitcode, text) for child, text in zip(self.children, texts, strict=True)]
 
 
 def _rank(rank: int, environment: dict[str, str], words: list[str], before: Callable[[int], None] | None) -> int:

@@ -100,12 +100,12 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = self.router_logits(x_ND)
-        kept_NK, chosen_NK = logits_NE.topk(self.config.top_k, dim=-1)
+        top_NK, chosen_NK = logits_NE.topk(self.config.top_k, dim=-1)
         routes = plan_routes(chosen_NK, self.config.experts)
         places_NK = routes.inverse.view_as(chosen_NK)
         rows_RD = cast("Any", _CopyToExperts).apply(x_ND.to(product_dtype(x_ND)), routes.order, places_NK)
         rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
-        out_ND = cast("Any", _Combine).apply(rows_RD, kept_NK.softmax(dim=-1), routes.order, places_NK)
+        out_ND = cast("Any", _Combine).apply(rows_RD, top_NK.softmax(dim=-1), routes.order, places_NK)
         groups = x_BTD.shape[0] if self.config.balance_over == "sequence" else 1
         over_ranks = self.over_ranks if torch.is_grad_enabled() else None
         balance = balance_loss(logits_NE, chosen_NK, groups=groups, over_ranks=over_ranks)
