@@ -9,6 +9,7 @@ import torch
 
 from muonsw.lab.model import Decoder
 from muonsw.lab.stats import Criterion
+from muonsw.lab.studies.figures import SIZES, draw_coordinates
 from muonsw.lab.studies.mup import (
     COORDINATES,
     EXPERIMENTS,
@@ -43,6 +44,13 @@ def test_no_claim_fails_and_every_mean_is_where_the_claim_says(name):
         if claim.criterion is Criterion.ABSOLUTE:
             assert abs(claim.measured - claim.predicted) <= claim.tolerance, claim
         assert math.isfinite(claim.measured)
+
+
+def test_the_figure_has_a_panel_for_every_size(tmp_path):
+    png, svg = draw_coordinates({name: outcome(name) for name in ARMS}, tmp_path)
+    assert png.stat().st_size > 10_000
+    text = svg.read_text(encoding="utf-8")
+    assert [title for title in SIZES.values() if title not in text] == []
 
 
 @pytest.mark.parametrize("name", ["muon-adam", "muon-none", "standard"])
