@@ -117,7 +117,7 @@ def test_only_pretraining_gets_a_lambda(training):
         assert (advice.low, advice.high, advice.verdict) == (None, None, verdict)
 
 
-def test_a_run_in_which_no_usual_lambda_acts_gets_none():
+def test_a_run_in_which_no_lambda_acts_gets_none():
     for steps, lr in ((2_000, 1e-5), (20, 0.02)):
         advice = Advise(steps, lr=lr, weight_decay=0.01).advice()
         assert (advice.low, advice.verdict) == (None, "idle")
@@ -141,7 +141,7 @@ def test_verdicts_follow_the_total():
         {"steps": 10_000, "algorithm": "adamw"},
     ],
 )
-def test_far_from_our_runs_there_is_a_range_without_a_cost(far):
+def test_a_run_far_from_ours_gets_a_range(far):
     advice = Advise(**far).advice()
     assert advice.high == pytest.approx(8 * advice.low)
     near = Advise(10_000, tokens=1e9, parameters=1e9 / TOKENS_PER_PARAMETER).advice()

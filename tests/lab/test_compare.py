@@ -131,7 +131,7 @@ def written(folder, rule, seed, *, loss=3.0, evals=(), result=None):
     return load_run(path)
 
 
-def test_a_comparison_is_paired_by_seed_and_leaves_out_what_diverged(tmp_path):
+def test_a_comparison_is_paired_by_seed_and_leaves_out_diverged_runs(tmp_path):
     losses = {"constant": (3.0, 3.2, 3.1, 9.0), "scaled": (2.9, 3.0, 3.05, 1.0)}
     runs = {rule: [written(tmp_path, rule, seed, loss=loss) for seed, loss in enumerate(those)]
             for rule, those in losses.items()}  # fmt: skip
@@ -213,14 +213,14 @@ def test_a_finished_comparison_is_written_and_not_run_again(folder):
         concluded(folder, other, base=tiny_run(), seeds=3)
 
 
-def test_numbers_that_cannot_be_written_are_named_before_anything_is_trained(tmp_path):
+def test_an_unwritable_outcome_is_refused_before_training(tmp_path):
     (tmp_path / "outcome.json").mkdir()
     with pytest.raises(UsageError, match=r"outcome\.json is a folder"):
         concluded(tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
-def test_text_that_is_replaced_while_arms_are_trained_is_noticed(tmp_path):
+def test_tokens_that_change_between_arms_are_noticed(tmp_path):
     data = shutil.copytree(tokens(), tmp_path / "data")
     base = with_data(tiny_run(steps=2), data)
     train = trainer(tmp_path)
@@ -273,7 +273,7 @@ def search(loss_of, arms=ARMS[1:], **settings):
     return tune(train, tiny_run(steps=4), arms, seed=7, **settings), calls
 
 
-def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid():
+def test_the_search_uses_a_separate_seed_and_extends_beyond_the_edge():
     for wanted, tried, edge in ((1.1, 3, False), (3.9, 5, False), (1e-9, 6, True)):
         (result,), calls = search(lambda lam, wanted=wanted: (lam - wanted) ** 2, factors=(0.5, 1.0, 2.0))
         lambdas = list(result.losses)
@@ -284,7 +284,7 @@ def test_lambda_is_tuned_on_a_seed_of_its_own_and_beyond_the_edge_of_the_grid():
         assert ("edge" in sweep_table([result]).note) == result.at_edge
 
 
-def test_a_search_goes_no_further_than_a_step_can_take():
+def test_a_search_stops_before_a_step_removes_the_weight():
     """Every larger lambda is better here, until one would take more than the weight."""
     base, optimizer = tiny_run(steps=4), replace(ARMS[1].optimizer, weight_decay=1.0)
     strong = replace(optimizer, weight_decay=0.4 / max(decay_factors(base, optimizer)))
@@ -292,7 +292,7 @@ def test_a_search_goes_no_further_than_a_step_can_take():
     assert 0.5 < max(decay_factors(base, result.arm.optimizer)) <= 1.0
 
 
-def test_where_every_lambda_diverges_none_is_called_best_and_no_more_are_tried():
+def test_a_search_stops_if_every_lambda_diverges():
     results, calls = search(lambda _: math.nan)
     assert [len(call.arms) for call in calls] == [len(FACTORS)]
     assert not any(result.at_edge for result in results)

@@ -1,4 +1,4 @@
-"""Tables and progress: every number is shown, and no name steers the terminal."""
+"""Tables and progress show every number, and no name can control the terminal."""
 
 import io
 import re
@@ -38,7 +38,7 @@ def test_a_pipe_gets_every_column_as_plain_text(capsys):
     assert plain_text(Table("t", "T", ("", "", ""), [("steps", "10", "given")])) == "steps  10  given"
 
 
-def test_text_is_shown_as_it_is_and_does_not_steer_the_terminal(capsys):
+def test_markup_and_control_characters_are_printed_literally(capsys):
     table = Table("t", "a [bold] title\x1b[2J", ("name",), [(Cell("[red]x[/red]", note="\x9b31m"),)])
     assert "x9b31m" not in printed(table, 80, capsys), "notes are for verbose"
     text = printed(table, 80, capsys, verbose=True)
@@ -60,7 +60,7 @@ def test_progress_shows_every_number(capsys):
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_a_file_gets_a_line_now_and_then_and_one_for_each_end(monkeypatch):
+def test_a_file_gets_occasional_progress_and_every_outcome(monkeypatch):
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", -1.0)
     out = Console(file=io.StringIO(), width=80)
     with showing(out, {"a": 10, "b": 10}) as view:
@@ -72,7 +72,7 @@ def test_a_file_gets_a_line_now_and_then_and_one_for_each_end(monkeypatch):
     assert lines == ["0 of 2 runs complete; a: step 1/10, loss 2.5", "a: validation loss 2.4000", "a sentence"]
 
 
-def test_the_time_left_follows_from_the_pace_since_the_beginning(monkeypatch):
+def test_the_time_left_follows_from_the_pace_so_far(monkeypatch):
     monkeypatch.setattr(console.time, "monotonic", lambda: 0.0)
     view = View(Console(file=io.StringIO()), {"a": 100.0, "b": 100.0, "c": None}, "runs")
     view.update("a", 20.0)  # resumed there

@@ -1,4 +1,4 @@
-"""Every rule on a broken run and on a healthy one, live hints beside the diagnosis, and what the command writes."""
+"""Every rule on a broken run and on a healthy one, findings while training, and what the command writes."""
 
 import json
 import math
@@ -85,7 +85,7 @@ ALSO_HEALTHY = {
 
 
 @pytest.mark.parametrize(("rule", "settings"), ALSO_HEALTHY.values(), ids=ALSO_HEALTHY)
-def test_a_run_that_looks_broken_and_is_not(tmp_path, rule, settings):
+def test_a_rule_gives_no_false_alarm(tmp_path, rule, settings):
     assert CHECKS[rule](make_history(tmp_path / "run", **LONG | settings)) is None
 
 
@@ -142,7 +142,7 @@ def test_skipped_steps_are_counted_over_a_resume(tmp_path):
         ("clipping", {"optimizer": {"clip": 1.0}}, {"optimizer": {"clip": 1.0, "algorithm": "adamw"}}),
     ],
 )
-def test_a_finding_has_two_degrees(tmp_path, rule, note, warning):
+def test_a_finding_has_two_severities(tmp_path, rule, note, warning):
     settings = {"steps": 400, "every": 20, "grad_norm": 3.0}
     for severity, more in ((NOTE, note), (WARNING, warning)):
         assert CHECKS[rule](make_history(tmp_path / severity, **settings | more)).severity == severity
@@ -171,7 +171,7 @@ STEPS, BETA = 240, 0.8
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A small normalized network on noisy targets under both rules; the run folders, and the live hints."""
+    """A small normalized network on noisy targets under both rules; the run folders, and the live findings."""
     folder, hints = tmp_path_factory.mktemp("trained"), {}
     for decay in ("constant", "scaled"):
         torch.manual_seed(0)
@@ -223,7 +223,7 @@ def test_a_real_collapse_is_found_live_and_afterwards(trained):
         (CONSTANT | {"change": times("applied_rms", 0.5)}, {"collapsing", "rounding"}),
     ],
 )
-def test_live_hints_are_the_warnings_of_the_diagnosis(tmp_path, settings, rules):
+def test_live_findings_are_the_warnings_of_the_diagnosis(tmp_path, settings, rules):
     """On the same records, at any time."""
     folder = make_run(tmp_path / "run", **settings | {"every": 100})
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -241,7 +241,7 @@ def test_live_hints_are_the_warnings_of_the_diagnosis(tmp_path, settings, rules)
     assert rules <= {finding.rule for finding in warnings}
 
 
-def test_a_hint_is_repeated_rarely_and_memory_is_bounded():
+def test_a_finding_is_repeated_rarely_and_memory_is_bounded():
     record = {"weight_rms": 1.0, "lr": 1.0, "update_rms": 0.2, "decay": 0.0, "alignment_update": 0.0, "defect": 0.9}
     findings = Findings()
     for step in range(1, 1201):
@@ -277,7 +277,7 @@ def test_the_papers_late_fits_are_recovered(tmp_path):
 
 
 def test_the_command_writes_numbers_and_one_figure(tmp_path, capsys):
-    """Of run folders, and of the lines of a user's own loop, whose rule comes from the recorded decay."""
+    """The runs are folders and a telemetry file, whose rule is inferred from the recorded decay."""
     runs = tuple(make_run(tmp_path / rule, rule=rule, lam=2.0, steps=1000, every=10) for rule in ("constant", "scaled"))
     lines = (runs[0] / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     file = tmp_path / "telemetry.jsonl"
@@ -298,7 +298,7 @@ def test_the_command_writes_numbers_and_one_figure(tmp_path, capsys):
         assert set(run["norms"]) == {"decayed", "role:experts", "role:hidden"}
 
 
-def test_what_cannot_be_diagnosed_is_refused_before_anything_is_written(tmp_path):
+def test_a_wrong_run_or_folder_is_refused_before_anything_is_written(tmp_path):
     run, silent = make_run(tmp_path / "run", **FEW), make_run(tmp_path / "silent", telemetry=False, **FEW)
     (tmp_path / "file").write_text("", encoding="utf-8")
     for message, command in {

@@ -79,7 +79,7 @@ def test_every_point_of_a_curve_is_a_value_of_its_run(runs):
     np.testing.assert_allclose(middle.y, np.median(pairs, axis=0), rtol=1e-12)
 
 
-def test_only_the_first_steps_of_a_run_may_be_out_of_sight():
+def test_only_the_first_tenth_of_a_run_may_be_cut_off():
     steps = np.arange(0, 4001, 333)
     losses = 3.0 + 7.0 * np.exp(-10.0 * steps / 4000)
     low, high = loss_axis([Curve("run", "arm", steps.tolist(), losses.tolist())], []).limits
@@ -134,7 +134,7 @@ def test_a_report_without_runs_shows_what_it_is_given(tmp_path):
     assert data["arms"][0]["colour"] == HUES["scaled"]
 
 
-def test_the_lines_of_a_users_own_loop_make_a_report(runs, tmp_path):
+def test_a_telemetry_file_makes_a_report(runs, tmp_path):
     file = tmp_path / "telemetry.jsonl"
     lines = (runs[0].path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")

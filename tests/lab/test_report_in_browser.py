@@ -43,7 +43,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser, report):
-    """Open the page; at the end it may not have asked for anything, complained, or run code from a name."""
+    """Open the page; afterwards check that it made no request, logged nothing, and ran no code from a name."""
     contexts, pages, urls, messages = [], [], [], []
 
     def opened(**options):
@@ -69,7 +69,7 @@ def visit(browser, report):
 
 
 def traces(page, count, figure="validation-loss"):
-    """Waits until a figure shows so many traces."""
+    """Wait until a figure shows this many traces."""
     page.wait_for_function(f"() => document.querySelectorAll('#{figure} g.trace').length === {count}")
     return count
 
@@ -107,7 +107,7 @@ def test_tools_change_the_axes_and_hovering_shows_values(visit):
     assert page.evaluate(f"{axis}.range") == pytest.approx(before)
 
 
-def test_names_are_text_and_a_telephone_shows_the_whole_width(visit):
+def test_names_are_text_and_a_phone_shows_the_full_width(visit):
     page = visit(viewport={"width": 400, "height": 740}, is_mobile=True, has_touch=True)
     assert page.locator("h1").text_content() == entry(page, "onerror").text_content() == NAME
     assert page.locator("main img").count() == 0

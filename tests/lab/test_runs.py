@@ -1,4 +1,4 @@
-"""Run folders: what was written is what is read, whole or in progress, and nothing else passes for a run."""
+"""Run folders: complete and unfinished runs read back as written, and nothing else passes for a run."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def test_a_run_in_progress_is_read_without_the_line_that_is_being_written(tmp_pa
     assert np.isnan(run.seconds)
 
 
-def test_what_has_not_been_written_yet_is_empty(tmp_path):
+def test_a_run_without_records_has_empty_columns(tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     run = load_run(tmp_path)
     assert run.train.records == run.evals.records == run.telemetry.records == 0
@@ -108,7 +108,7 @@ def test_the_last_record_of_a_step_counts(tmp_path):
     same(run.train["loss"], [5.0, 3.0, 9.0])
 
 
-def test_what_is_not_a_run_is_named(tmp_path, folder):
+def test_a_path_that_is_not_a_run_is_refused_with_the_reason(tmp_path, folder):
     with pytest.raises(UsageError, match="nowhere is not a run: it does not exist"):
         load_run(tmp_path / "nowhere")
     with pytest.raises(UsageError, match=r"config\.json: line 1: it has no step"):
@@ -163,8 +163,8 @@ def test_a_run_knows_its_losses_and_its_norm(folder):
     assert math.isnan(replace(run, result={**run.result, "final_loss": None}).final_loss), "no earlier loss instead"
 
 
-def test_the_lines_of_a_users_own_loop_are_a_run(tmp_path):
-    """Telemetry's own sink writes the file; the decay rule is read off the decay that it recorded."""
+def test_a_telemetry_file_is_a_run(tmp_path):
+    """The decay rule is inferred from the recorded decay."""
     for rule in ("scaled", "constant"):
         model = torch.nn.Linear(8, 8, bias=False)
         optimizer = MuonSW(model.named_parameters(), lr=0.02, weight_decay=0.1, decay=rule)
@@ -181,8 +181,8 @@ def test_the_lines_of_a_users_own_loop_are_a_run(tmp_path):
         assert not run.in_progress
 
 
-def test_a_rule_that_cannot_be_told_is_not_named(tmp_path):
-    """At one learning rate decay in proportion to it and to its square look alike."""
+def test_an_ambiguous_rule_is_unknown(tmp_path):
+    """At one learning rate, constant and scaled decay are the same."""
     values = {"weight_rms": 1.0, "lr": 0.02, "decay": 0.002}
     lines = [{"kind": "telemetry", "step": step, "all": values, "decayed": values} for step in (1, 2, 3)]
     assert load_run(write_lines(tmp_path, lines) / "metrics.jsonl").rule == ""

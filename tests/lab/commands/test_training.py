@@ -139,7 +139,7 @@ def test_without_a_lambda_the_formula_gives_one(monkeypatch, capsys):
 
 
 def test_a_whole_comparison_runs_functions_of_few_files():
-    """Who reads how a comparison comes about has this many files of the lab before them; lower it with the code."""
+    """Someone who follows a comparison through the code reads this many files of the lab."""
     entered = set()
 
     def note(frame, event, _):
@@ -270,7 +270,7 @@ def test_wrong_settings_of_a_task_are_refused_first(more, message, tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_for_decoders_alone_says_so(tmp_path, capsys):
+def test_export_refuses_a_task(tmp_path, capsys):
     assert main(["train", "--task", str(task_file(tmp_path)), "--steps", "2"]) == 0
     assert main(["export", "out/train/small_task"]) == 2
     assert "out/train/small_task/check" in capsys.readouterr().err
