@@ -21,7 +21,7 @@ from muonsw.decay import DECAY_RULES
 from muonsw.lab import launch
 from muonsw.lab.advise import IDLE, Advice, Advise
 from muonsw.lab.config import from_data
-from muonsw.lab.console import MISSING, Cell, Column, Table, Value, change_text, decimals, loss_text
+from muonsw.lab.console import Cell, Column, Table, Value, change_text, decimals
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import refuse_folder, write_json
 from muonsw.lab.launch import Cluster, Job
@@ -498,9 +498,7 @@ def signed(value: float) -> str:
         >>> signed(0.01234), signed(-3.21e-6), signed(0.0), signed(math.nan)
         ('+0.0123', '-3.2e-06', '+0.0000', '\N{EN DASH}')
     """
-    if not math.isfinite(value):
-        return MISSING
-    return decimals(value, 4, sign="+") if value == 0 or abs(value) >= 0.00005 else f"{value:+.2g}"
+    return f"{value:+.2g}" if 0 < abs(value) < 0.00005 else decimals(value, sign="+")
 
 
 # ---- The search for lambda
@@ -573,7 +571,7 @@ def sweep_table(results: Sequence[TuningResult]) -> Table:
         loss = result.losses.get(lam)
         if loss is None or math.isinf(loss):
             return None if loss is None else Cell("diverged")
-        return Cell(loss_text(loss), tone="holds" if lam == result.best else "")
+        return Cell(decimals(loss), tone="holds" if lam == result.best else "")
 
     lambdas = sorted({lam for result in results for lam in result.losses})
     columns = [Column("lambda"), *(Column(result.name, number=True) for result in results)]

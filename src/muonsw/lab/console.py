@@ -110,18 +110,15 @@ def show(value: Value, digits: int = 5) -> str:
     return value
 
 
-def loss_text(loss: float) -> str:
-    """Format a loss with four decimals, or four digits from a million on."""
-    return decimals(loss, 4) if math.isfinite(loss) else MISSING
-
-
-def decimals(value: float, digits: int, sign: str = "") -> str:
+def decimals(value: float, digits: int = 4, sign: str = "") -> str:
     """Format a number with this many decimals, or significant digits from a million on, as in diverging runs.
 
     Examples:
-        >>> decimals(0.5, 3), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3)
-        ('0.500', '+2.00', '1.23e+20')
+        >>> decimals(0.5), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3), decimals(math.nan)
+        ('0.5000', '+2.00', '1.23e+20', '\N{EN DASH}')
     """
+    if not math.isfinite(value):
+        return MISSING
     return f"{value:{sign}.{digits}{'f' if abs(value) < LARGE else 'g'}}"
 
 

@@ -40,7 +40,7 @@ from muonsw.lab.charts import (
     arm_styles,
 )
 from muonsw.lab.config import flatten
-from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, loss_text, norm_text, say
+from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, decimals, norm_text, say
 from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.options import unset
@@ -315,7 +315,7 @@ def summary(group: Group) -> str:
     text = f"{len(group.runs)} runs in {counted(len(group.arms), 'arm')}" if several else group.labels[0]
     if running := sum(run.in_progress for run in group.runs):
         text += f", {running} not complete" if several else ", not complete"
-    for name, measure, show in (("validation loss", "final_loss", loss_text), ("weight RMS", "final_norm", norm_text)):
+    for name, measure, show in (("validation loss", "final_loss", decimals), ("weight RMS", "final_norm", norm_text)):
         values: dict[str, list[float]] = {}
         for arm, run in zip(group.arm_of, group.runs, strict=True):
             if math.isfinite(value := getattr(run, measure)):
@@ -338,7 +338,7 @@ def runs_table(group: Group) -> Table:
             state = f"{run.steps:,} of {run.planned_steps:,} steps" if run.in_progress else counted(run.steps, "step")
         note = f"{counted(lost, 'loss', 'losses')} not finite" if lost else ""
         tone = "fails" if diverged or (lost and run.complete) else ""
-        losses = loss_text(run.final_loss), loss_text(run.best_loss)
+        losses = decimals(run.final_loss), decimals(run.best_loss)
         norms = norm_text(run.final_norm), change_text(run.norm_change)
         seconds = round(run.seconds, 1) if math.isfinite(run.seconds) else None
         rows.append((label, arm, *losses, *norms, run.steps or None, seconds, Cell(state, note, tone)))
