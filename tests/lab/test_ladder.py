@@ -8,8 +8,9 @@ import pytest
 import muonsw.lab
 
 LADDER = (
-    "errors", "files", "config", "console", "paper", "stats", "theory", "advise", "data", "model", "task_template",
-    "tasks", "train", "launch", "plan", "runs", "charts", "report", "compare", "diagnose", "studies", "commands", "cli",
+    "errors", "files", "options", "config", "console", "paper", "stats", "theory", "advise", "data", "model",
+    "task_template", "tasks", "train", "launch", "plan", "runs", "charts", "report", "compare", "diagnose", "studies",
+    "commands", "cli",
 )  # fmt: skip
 LAB = Path(muonsw.lab.__file__).parent
 
