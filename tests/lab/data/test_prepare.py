@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import lzma
-import os
 import shutil
 import sys
 import threading
@@ -186,10 +185,9 @@ def test_a_file_without_text_is_named(tmp_path, name, content, match):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
 def test_a_damaged_file_is_named(tmp_path, name):
-    path, rows = tmp_path / name, [{"text": os.urandom(200).hex()} for _ in range(500)]
+    path, rows = tmp_path / name, [{"text": f"page {number} " * 50} for number in range(500)]
     good = write_parquet(path, rows).read_bytes() if name == "a.parquet" else COMPRESS[path.suffix](json_lines(rows))
-    middle = len(good) // 2
-    path.write_bytes(good[:middle] + bytes(1000) + good[middle + 1000 :])
+    path.write_bytes(good[: len(good) // 2])  # without checksums, Parquet notices nothing less
     with pytest.raises(UsageError, match=f"{name} cannot be read"):
         texts(path)
 
