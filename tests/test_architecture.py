@@ -20,7 +20,6 @@ NEEDS_A_PACKAGE = {
     "integrations/lightning.py": "lightning",
     "integrations/timm.py": "timm",
     "integrations/torchtitan.py": "torchtitan",
-    "telemetry/plot.py": "matplotlib",
 }
 
 

@@ -1,10 +1,11 @@
-"""The engine of all optimizers: param groups, state, peaks and the step."""
+"""The engine of all optimizers: param groups, state, peaks, the step, and the summary of what it did."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, overload
 
 import torch
@@ -16,7 +17,7 @@ from muonsw.addons import gradient_norm, norm_rules
 from muonsw.addons.replay import Replay
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import refuse_shards, wait_for_host
-from muonsw.decay import decays, needs_peak, require_length
+from muonsw.decay import decays, needs_peak, phi_of, require_length
 from muonsw.distributed import Ranks
 from muonsw.nonfinite import Counters, Flag
 from muonsw.options import (
@@ -35,8 +36,7 @@ from muonsw.presets import PRESETS
 from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import state_bytes
 from muonsw.step import take_step
-from muonsw.summary import LastStep, Summary, state_line, summarize
-from muonsw.text import users_line
+from muonsw.text import counted, sized, text_table, users_line
 from muonsw.work import Group, names_of
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -255,7 +255,28 @@ class ScaledDecayOptimizer(Optimizer):
             {'muon': 128, 'adamw': 24}
         """
         skipped = bool(self._last_skipped.bad) if isinstance(self._last_skipped, Flag) else self._last_skipped
-        return summarize(self.param_groups, self._last, skipped, self.skipped_steps)
+        summaries = []
+        for number, group in enumerate(self.param_groups):
+            batches = [(params, lr) for place, params, lr in self._last if place == number]
+            moved = [] if skipped else [param for params, _ in batches for param in params]
+            lr = float(batches[0][1] if batches else group["lr"])
+            view = ALGORITHMS[group["algorithm"]].view(group)
+            summaries.append(
+                GroupSummary(
+                    group=number,
+                    role=group["role"],
+                    algorithm=group["algorithm"],
+                    parameters=sum(param.numel() for param in moved),
+                    matrices=sum(view.count(param.shape) for param in moved) if view else 0,
+                    lr=lr,
+                    rule=group["decay"] if group["weight_decay"] else "none",
+                    norm=group["norm"] if norm_rules.acts(group) else norm_rules.FREE,
+                    decay=phi_of(group, lr, max(1, group["step_count"])) if moved else 0.0,
+                    peak_lr=peak.eta_max(group) if needs_peak(group) else None,
+                    highest_lr=group["highest_lr"],
+                )
+            )
+        return Summary(tuple(summaries), skipped, self.skipped_steps, state_bytes(self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
         """State and param groups, peaks included, as plain data that loads with `weights_only=True`.
@@ -305,7 +326,7 @@ class ScaledDecayOptimizer(Optimizer):
 
     def _reset(self) -> None:
         self._counters = Counters()
-        self._last: LastStep = []
+        self._last: list[tuple[int, list[Tensor], float]] = []  # group number, parameters and lr of each batch
         self._last_skipped: bool | Flag = False
         # modules, not tensors: `model.to` cannot swap tensor subclasses that have weak references
         self._left_out: list[tuple[str, weakref.ref[torch.nn.Module], str]] = []
@@ -314,3 +335,71 @@ class ScaledDecayOptimizer(Optimizer):
         self._replay = Replay()
         self._allocated: dict[int, Any] = {}  # by group: the options its state was allocated for
         self._addons: set[str] = set()  # add-ons whose hooks are registered
+
+
+# the summary of the last step
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """One param group in the last step."""
+
+    group: int  # its number
+    role: str | None
+    algorithm: str
+    parameters: int  # scalars moved; excludes parameters without a gradient
+    matrices: int  # matrices orthogonalized
+    lr: float  # of the step
+    rule: str  # the decay rule
+    norm: str  # the norm rule, "free" if none acts
+    decay: float  # phi, the fraction of each weight that decay removed
+    peak_lr: float | None  # the divisor of the decay; None if the rule needs none or it is not known yet
+    highest_lr: float | None  # so far
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the last step did; `print` shows it as a table."""
+
+    groups: tuple[GroupSummary, ...]
+    skipped: bool  # whether that step changed nothing because a gradient was not finite
+    skipped_steps: int  # so far
+    state: dict[str, int]  # bytes of optimizer state on this rank by key, even before it is allocated
+
+    @property
+    def matrices(self) -> int:
+        """Matrices orthogonalized."""
+        return sum(group.matrices for group in self.groups)
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Scalars moved by each algorithm."""
+        moved: dict[str, int] = {}
+        for group in self.groups:
+            moved[group.algorithm] = moved.get(group.algorithm, 0) + group.parameters
+        return moved
+
+    def __str__(self) -> str:
+        moved = ", ".join(f"{counted(count, 'parameter')} by {name}" for name, count in self.parameters.items())
+        first = f"{counted(self.matrices, 'matrix', 'matrices')} orthogonalized; moved {moved}"
+        if self.skipped:
+            first = "the last step was skipped: a gradient was not finite"
+        rows = [("group", "role", "algorithm", "parameters", "matrices", "lr", "rule", "decay", "peak")]
+        for g in self.groups:
+            rule = g.rule if g.norm == norm_rules.FREE else g.norm if g.rule == "none" else f"{g.rule}, {g.norm}"
+            peak_lr = "-" if g.peak_lr is None else f"{g.peak_lr:.4g}"
+            sizes = (f"{g.parameters:,}", str(g.matrices), f"{g.lr:.4g}")
+            rows.append((str(g.group), g.role or "-", g.algorithm, *sizes, rule, f"{g.decay:.4g}", peak_lr))
+        return f"{first}\n{text_table(rows)}\n{state_line(self.state)}"
+
+
+def state_line(state: dict[str, int]) -> str:
+    """Bytes of state by key as a line, largest first.
+
+    Examples:
+        >>> state_line({"step": 8, "momentum_buffer": 2**20})
+        'state: 1.0 MiB (momentum_buffer 1.0 MiB, step 8 bytes)'
+    """
+    by_size = sorted(state.items(), key=lambda entry: -entry[1])
+    parts = ", ".join(f"{key} {sized(count)}" for key, count in by_size)
+    return f"state: {sized(sum(state.values()))}" + (f" ({parts})" if parts else "")

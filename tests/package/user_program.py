@@ -20,7 +20,7 @@ from muonsw import (
 )
 from muonsw.addons.scale_weight_decay import ScaledWeightDecay
 from muonsw.lab.theory.schedule import peak_lr_for_horizon
-from muonsw.summary import Summary
+from muonsw.optimizer import Summary
 
 
 def small_model() -> nn.Sequential:

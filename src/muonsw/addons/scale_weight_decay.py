@@ -8,7 +8,6 @@ loaded with the optimizer.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch.optim import Optimizer
 
 from muonsw import peak
 from muonsw.checkpoint import required_optimizer
-from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, decay_factor, require_length, user_weight_decay
+from muonsw.decay import DECAY_RULES, LAMBDA_KEYS, check_rates, phi_of, require_length, user_weight_decay
+from muonsw.nonfinite import Counters
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import validate_option
-from muonsw.text import users_line
 
 # Keys that this file adds to param groups.
 _PEAK_KEYS = ("constructor_lr", "peak_lr", "resolved_peak_lr", "peak_record")
@@ -92,7 +91,7 @@ class ScaledWeightDecay:
 
     def __init__(self, optimizer: Optimizer, decay: str, peak_lr: float | str | None, total_steps: int | None) -> None:
         self.optimizer, self.decay, self.peak_lr, self.total_steps = optimizer, decay, peak_lr, total_steps
-        self._warned = False
+        self._counters = Counters()
         for group in optimizer.param_groups:
             self._join(group)
         setattr(optimizer, _HANDLE, self)
@@ -144,31 +143,19 @@ class ScaledWeightDecay:
         if any(p.is_cuda for group in groups for p in group["params"][:1]) and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph would freeze the weight_decay of this step; step outside the graph")
         # Work on copies, so that an error changes no group.
-        planned = [dict(group) for group in groups]
-        changes = [self._plan(group, number) for number, group in enumerate(planned)]
+        planned = [{**group, "peak": "group", "total_steps": self.total_steps} for group in groups]
+        changes = []
+        for number, group in enumerate(planned):
+            self._join(group)
+            group["base_weight_decay"] = group["weight_decay"] = float(user_weight_decay(group))
+            changes.append(check_rates(group, number, self._counters))
+            group["step_count"] += 1
+            phi = phi_of(group, group["lr"], group["step_count"])
+            group["driven_weight_decay"] = phi / group["lr"] if group["lr"] else 0.0
         peak.warn_of_changes(changes)
         for group, plan in zip(groups, planned, strict=True):
             _set(group, "weight_decay", plan["driven_weight_decay"])
             group.update({key: plan[key] for key in _KEYS})
-
-    def _plan(self, group: dict[str, Any], number: int) -> str | None:
-        """Update a copy of a group for its next step; return a warning if its peak has changed."""
-        self._join(group)
-        lam, eta = float(user_weight_decay(group)), float(group["lr"])
-        changed = peak.update_peak(group, number)
-        uses_peak = DECAY_RULES[self.decay].uses_peak and lam > 0
-        if uses_peak:
-            message = peak.check_lr(group, number)
-            if message is not None and not self._warned:
-                self._warned = True
-                warnings.warn(message, peak.PeakLRWarning, stacklevel=users_line())
-        group["step_count"] += 1
-        step, steps = group["step_count"], self.total_steps
-        phi = decay_factor(self.decay, lam, eta, group["resolved_peak_lr"], step=step, steps=steps)
-        if not phi <= 1:
-            raise ValueError(f"decay would take {phi:g} times the weight in one step; lower lr or weight_decay")
-        group["base_weight_decay"], group["driven_weight_decay"] = lam, phi / eta if eta else 0.0
-        return changed if uses_peak else None
 
 
 def _set(group: dict[str, Any], key: str, value: float) -> None:
