@@ -13,7 +13,7 @@ from muonsw.algorithms.base import matrix_algorithm
 from muonsw.algorithms.factors import finite_or, fold, folded_shape, unfold
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
-from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
+from muonsw.orthogonalize.iterations import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
 from muonsw.slots import ELEMENTWISE, Specs, StateSpec
 from muonsw.work import Group, State
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from muonsw.orthogonalize.coefficients import COEFFICIENT_SETS
-from muonsw.orthogonalize.iterations import Iteration, check_matrices, normalize
+from muonsw.orthogonalize.iterations import COEFFICIENT_SETS, Iteration, check_matrices, normalize
 
 SIMPLE_QUINTIC = Iteration(COEFFICIENT_SETS["simple_quintic"])
 
