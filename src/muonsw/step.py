@@ -35,7 +35,7 @@ from muonsw.state import allocate
 from muonsw.work import Batch, Group, Item, StepContext, any_dtensor, items_of, names_of
 
 if TYPE_CHECKING:
-    from muonsw.distributed.layout import Layout
+    from muonsw.distributed.shards import Layout
     from muonsw.optimizer import ScaledDecayOptimizer
 
 CPU_CHUNK_BYTES = 4 * 2**20

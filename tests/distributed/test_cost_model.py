@@ -12,7 +12,7 @@ from muonsw import MuonSW
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.plan import Setup, plan_step
 from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
-from tests.distributed.test_bytes import Counter
+from tests.distributed.test_exchange import Counter
 
 # Sizes that every number of ranks below divides, so that the mean over ranks is each one's share.
 MODEL = ModelConfig(width=48, layers=2, head_dim=16, experts=12, ff=24, vocab=96, sequence=8)
@@ -98,7 +98,7 @@ CASES = [
 
 @pytest.mark.parametrize(("config", "layout"), CASES, ids=value_id)
 def test_ranks_hold_and_send_what_was_planned(pool, config, layout):
-    """State to the byte, on average over ranks; the exchange to 5%, the bound of `test_bytes`."""
+    """State to the byte, on average over ranks; the exchange to 5%, the bound of `test_exchange`."""
     answers = [answer for answer in pool.run(measured, config, layout) if answer]
     assert len(answers) == layout.gpus
     planned = plan_step(config, layout)

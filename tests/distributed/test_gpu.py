@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonsw import MuonSW, machine
-from muonsw.distributed.layout import Layouts
+from muonsw.distributed.shards import Layouts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import groupby
+from functools import cache, partial
+from itertools import groupby, product, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import MatrixRule, Update, clean
-from muonsw.distributed.layout import Grid, Hop, Layout, Layouts, route
+from muonsw.distributed.shards import Grid, Layout, Layouts
 from muonsw.kernels.graphs import eagerly
 from muonsw.matrices import MatrixView, Part, Region, runs
 from muonsw.slots import wide_dtype
@@ -35,6 +35,53 @@ MATRIX, GRADIENT = "matrix", "grad"
 
 Apply = Callable[[int, Update], None]
 Arrival = Callable[[], Tensor]
+
+
+class Hop(NamedTuple):
+    """An exchange along one axis: reorder pieces of these lengths, then send them.
+
+    `sent` and `received` count elements for each rank of the axis. The last hop has no group and only reorders.
+    """
+
+    lengths: list[int]
+    order: list[int]
+    group: dist.ProcessGroup | None = None
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
+
+    def arrange(self, buffer: Tensor) -> Tensor:
+        if self.order == sorted(self.order):
+            return buffer
+        pieces = buffer.split_with_sizes(self.lengths)
+        return torch.cat([pieces[number] for number in self.order])
+
+
+def route(grid: Grid, size: Callable[[int, int], int]) -> list[Hop]:
+    """The hops that bring `size(sender, receiver)` elements between any two ranks, in the order of senders.
+
+    Before its hop along an axis, a piece has its receiver's coordinates along earlier axes, and its sender's along this
+    axis and later ones.
+    """
+    size, ranks = cache(size), len(grid.ranks)
+    held = [(grid.me, receiver) for receiver in range(ranks)]
+    hops = []
+    for axis, (group, line) in enumerate(zip(grid.groups, grid.lines, strict=True)):
+        given = [_handed(grid.shape, axis, grid.me, taker) for taker in line]
+        taken = [_handed(grid.shape, axis, giver, grid.me) for giver in line]
+        numbers = {piece: number for number, piece in enumerate(held)}
+        order = [numbers[piece] for pieces in given for piece in pieces]
+        sent, received = ([sum(starmap(size, pieces)) for pieces in way] for way in (given, taken))
+        hops.append(Hop(list(starmap(size, held)), order, group, sent, received))
+        held = [piece for pieces in taken for piece in pieces]
+    return [*hops, Hop(list(starmap(size, held)), sorted(range(ranks), key=held.__getitem__))]
+
+
+def _handed(shape: Sequence[int], axis: int, giver: int, taker: int) -> list[tuple[int, int]]:
+    """The pieces (sender, receiver) that one rank passes to another in the hop along an axis."""
+    block, behind = math.prod(shape[axis:]), math.prod(shape[axis + 1 :])
+    senders = range(giver % block, math.prod(shape), block)
+    first = taker - taker % behind
+    return list(product(senders, range(first, first + behind)))
 
 
 class Traveller(NamedTuple):
@@ -175,7 +222,7 @@ def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: i
         for key, spec in specs.items():
             if spec.shape is not None:
                 state_shape = spec.shape(*view.out_in(rows, columns))
-                boxes = known.of_state(param, torch.Size((*param.shape[:first], *state_shape)), first).boxes
+                boxes = known.of(param, first, torch.Size((*param.shape[:first], *state_shape))).boxes
                 tensors.append(Traveller(key, state_shape, tuple(_in_stack(box, first) for box in boxes)))
                 regions.append((view.cell_keys(key)[view.cell_number(layout.shape, cell.cuts)], Region(run.stack)))
         yield Unit(Shape(number, rows, columns, tuple(tensors)), place, run.matrices, tuple(regions))
@@ -445,12 +492,8 @@ def _pieces(round_: Round, trip: Trip, owned: Sequence[Tensor]) -> list[Tensor]:
     """What this rank owns, cut into the pieces of all ranks; one piece if ranks hold copies."""
     tensors = [shape.tensors[number] for shape, number, _ in trip.owned]
     blocks = list(zip(tensors, owned, strict=True))
-    return [tensor.pieces[rank].of(block) for rank in _holders(round_) for tensor, block in blocks]
-
-
-def _holders(round_: Round) -> Sequence[int]:
-    """The ranks that get their own pieces of the results."""
-    return [round_.wire.grid.me] if round_.wire.copies else range(len(round_.wire.grid.ranks))
+    holders = [round_.wire.grid.me] if round_.wire.copies else range(len(round_.wire.grid.ranks))
+    return [tensor.pieces[rank].of(block) for rank in holders for tensor, block in blocks]
 
 
 def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -29,8 +29,7 @@ from torch import Tensor
 from muonsw.algorithms import ALGORITHMS
 from muonsw.decay import DECAY_RULES
 from muonsw.distributed.exchange import Round, exchange_nothing, make_rounds
-from muonsw.distributed.layout import Layout, Layouts, mesh_ranks
-from muonsw.distributed.shards import is_dtensor, local, shard_misfit
+from muonsw.distributed.shards import Layout, Layouts, is_dtensor, local, mesh_ranks, shard_misfit
 from muonsw.kernels.graphs import eagerly
 from muonsw.kernels.tables import on_host
 from muonsw.matrices import MatrixView

@@ -1,10 +1,15 @@
-"""A DTensor parameter seen from one rank: the local shard, where it lies, its gradient and its state."""
+"""How parameters lie over ranks: a DTensor's shard on this rank, with its gradient and state, and where all shards lie.
+
+Ranks exchange matrices over the process groups of a mesh, one for each axis of a grid. Creating a process group would
+need every rank of the world, and some may hold none of the parameters.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +20,7 @@ from muonsw.precision import LOW_PRECISION
 from muonsw.work import Item
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -206,3 +212,117 @@ def local_item(position: int, name: str, param: DTensor, grad: Tensor | None) ->
     shard = param._local_tensor
     gradient = torch.zeros_like(shard) if grad is None else local_gradient(name, param, grad)
     return Item(position + noise_place(param), name, shard, gradient, {}, param)
+
+
+# where the matrices of a parameter lie
+
+
+class Grid(NamedTuple):
+    """Ranks in a grid with as many axes as the mesh."""
+
+    groups: tuple[dist.ProcessGroup, ...]  # of this rank, one for each axis
+    shape: tuple[int, ...]  # the length of each axis
+    ranks: tuple[int, ...]  # global ranks; the last axis changes fastest
+    me: int  # the index of this rank among them
+    lines: tuple[tuple[int, ...], ...]  # indices along each axis through this rank, in process group order
+
+    @classmethod
+    def of(cls, groups: Sequence[dist.ProcessGroup], shape: Sequence[int], ranks: Sequence[int]) -> Grid:
+        places = {rank: place for place, rank in enumerate(ranks)}
+        lines = tuple(tuple(places[rank] for rank in dist.get_process_group_ranks(group)) for group in groups)
+        return cls(tuple(groups), tuple(shape), tuple(ranks), places[dist.get_rank()], lines)
+
+
+def row(group: dist.ProcessGroup) -> Grid:
+    ranks = dist.get_process_group_ranks(group)
+    return Grid.of([group], [len(ranks)], ranks)
+
+
+class Layout(NamedTuple):
+    """How a parameter is placed over ranks.
+
+    `shape` is what the ranks of `grid` hold together: the whole parameter, or one expert-parallel rank's experts.
+    """
+
+    shape: torch.Size
+    grid: Grid | None = None  # ranks that exchange its matrices; None if every rank holds whole matrices
+    boxes: tuple[Region, ...] = ()  # what each rank of the grid holds
+    copies: bool = False  # every rank holds everything, orthogonalizes a share of the matrices and gets all results
+
+
+Places = tuple["DeviceMesh", Sequence[Any]] | None  # mesh and placements of a DTensor
+
+
+class Layouts:
+    """Finds and caches layouts."""
+
+    fewest = 2  # ranks that an exchange needs; a test on a single device lowers it
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self._process_group = process_group
+        self._known: dict[Any, Layout] = {}
+
+    def of(self, param: Tensor, first_matrix_axis: int, state_shape: torch.Size | None = None) -> Layout:
+        """The layout of a parameter whose axes before `first_matrix_axis` count matrices.
+
+        With `state_shape`, that of a state tensor, whose axes after those are its own.
+        """
+        places = None
+        if is_dtensor(param):
+            placements = param.placements if state_shape is None else state_placements(param, first_matrix_axis)
+            places = param.device_mesh, placements
+        key = (param.shape if state_shape is None else state_shape, places, first_matrix_axis)
+        if key not in self._known:
+            self._known[key] = self._find(*key)
+        return self._known[key]
+
+    def sharding_groups(self, param: Tensor) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups over which to reduce, in turn, a sum over the shards of a parameter."""
+        if not is_dtensor(param):
+            return ()
+        mesh, placements = param.device_mesh, param.placements
+        dims = [dim for dim, place in enumerate(placements) if not place.is_replicate() and mesh.shape[dim] > 1]
+        return _grid(mesh, dims).groups if dims else ()
+
+    def _find(self, shape: torch.Size, places: Places, first: int) -> Layout:
+        if places is None:
+            return self._copies(shape, self._process_group)
+        mesh, placements = places
+        order = cutting_order(placements, mesh.shape)
+        assert order is not None, "the step refuses other placements"
+        if not order:
+            grid = _grid(mesh, range(mesh.ndim))
+            return self._copies(shape, grid.groups[grid.shape.index(max(grid.shape))])  # along the longest axis
+        dims = [dim for dim in order if placements[dim].dim >= first and mesh.shape[dim] >= self.fewest]
+        if not dims:
+            return Layout(shape)
+        grid = _grid(mesh, sorted(dims))
+        coordinates = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, mesh.shape)), strict=True))
+        boxes = [box_at(coordinates[rank], shape, placements, mesh.shape, order) for rank in grid.ranks]
+        held = torch.Size((*boxes[0].shape_in(shape)[:first], *shape[first:]))
+        shifted = (Region(tuple((a, start if a >= first else 0, n) for a, start, n in box.cuts)) for box in boxes)
+        return Layout(held, grid, tuple(shifted))
+
+    def _copies(self, shape: torch.Size, group: dist.ProcessGroup | None) -> Layout:
+        if group is None or dist.get_world_size(group) < self.fewest:
+            return Layout(shape)
+        grid = row(group)
+        return Layout(shape, grid, (box((0,) * len(shape), shape),) * len(grid.ranks), copies=True)
+
+
+def _grid(mesh: DeviceMesh, dims: Sequence[int]) -> Grid:
+    """The ranks of a mesh that differ from this one only along these axes."""
+    dims = [dim for dim in dims if mesh.shape[dim] > 1] or dims[:1]
+    if len(dims) == 1:
+        return row(mesh.get_group(dims[0]))
+    mine = mesh.get_coordinate()
+    assert mine is not None
+    chosen = mesh.mesh[tuple(slice(None) if dim in dims else mine[dim] for dim in range(mesh.ndim))]
+    if chosen.numel() == dist.get_world_size() and dist.group.WORLD is not None:
+        return row(dist.group.WORLD)
+    return Grid.of([mesh.get_group(dim) for dim in dims], chosen.shape, chosen.flatten().tolist())
+
+
+def mesh_ranks(params: Iterable[Tensor]) -> set[int]:
+    meshes = {param.device_mesh for param in params if is_dtensor(param)}
+    return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
