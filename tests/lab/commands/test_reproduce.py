@@ -1,18 +1,22 @@
 """`muonsw reproduce`: what it lists, writes and prints, and its errors."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import muonsw.lab.commands.reproduce  # noqa: F401 (before anything in it is replaced)
 from muonsw.lab.cli import main
+from muonsw.lab.paper import Tolerance
 from muonsw.lab.plan import cost
+from muonsw.lab.stats import Evidence, Source, at_most
 from muonsw.lab.studies import records
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.figures import draw_convergence
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.study import Study
-from tests.lab.small_experiments import SMALL, smaller
+from muonsw.lab.theory.scalar import run_scalar
+from tests.lab.small_experiments import SMALL
 from tests.lab.studies.small_comparisons import tiny_scale
 from tests.lab.train.small_runs import tokens
 
@@ -21,10 +25,12 @@ from tests.lab.train.small_runs import tokens
 def studies(monkeypatch):
     """A small study under the name of the real one, and one whose claims fail."""
     small = tuple(SMALL[name] for name in ("scalar", "scalar-figure", "matrix-figure", "fixed-rate"))
-    broken = (smaller(SMALL["scalar"], swapped=True), SMALL["fixed-rate"])
+    wrong = at_most("too-large", "two is at most one", Source("", ""), 2.0, 1.0, Tolerance(0.0, ""))
+    fails = replace(SMALL["scalar"], function=lambda s, generator: Evidence([*run_scalar(s, generator).claims, wrong]))
+    broken = (fails, SMALL["fixed-rate"])
     chosen = {
         "theory": Study("theory", "small", experiments=small, picture=draw_convergence),
-        "broken": Study("broken", "swapped", experiments=broken, picture=draw_convergence),
+        "broken": Study("broken", "a claim fails", experiments=broken, picture=draw_convergence),
     }
     monkeypatch.setattr("muonsw.lab.commands.reproduce.STUDIES", chosen)
 

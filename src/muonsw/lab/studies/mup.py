@@ -22,7 +22,7 @@ from muonsw.lab.model import MUON_LR_POWERS, Decoder, ModelConfig, MuP
 from muonsw.lab.model.layers import MoE, grouped_linear, plan_routes
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, log_log_slope, mean_of, within
-from muonsw.lab.theory.experiment import Experiment
+from muonsw.lab.theory.chains import Experiment
 from muonsw.lab.train.config import OptimizerConfig
 from muonsw.lab.train.state import build_optimizer
 

@@ -44,7 +44,7 @@ from muonsw.lab.train.state import with_fingerprint
 if TYPE_CHECKING:
     from muonsw.lab.charts import Chart
     from muonsw.lab.studies.scales import Scale
-    from muonsw.lab.theory.experiment import Experiment
+    from muonsw.lab.theory.chains import Experiment
 
 NUMBERS = "claims.json"
 

@@ -1,24 +1,14 @@
-"""Shared by all theorems: checks of hypotheses, experiments as data, and chains.
-
-Chains are many runs in one float64 tensor, stepped by the library's optimizers. `s` is always the settings.
-"""
+"""The hypotheses of the theorems: their checks, and learning rates that satisfy Robbins-Monro."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from muonsw import SGDSW, MuonSW
-from muonsw.lab.stats import Evidence
-from muonsw.optimizer import ScaledDecayOptimizer
-
-CONSTANT, SCALED = BOTH = ("constant", "scaled")
 Number = TypeVar("Number", float, torch.Tensor)
 Steps: TypeAlias = Iterable[float]  # learning rates, step by step
 # Relative rounding allowed for a learning rate at its limit.
@@ -64,86 +54,3 @@ def robbins_monro(steps: int, eta0: float, p: float = 1.0) -> list[float]:
     require("sum eta = infinity", p <= 1.0, p=p)
     require("sum eta^2 < infinity", p > 0.5, p=p)
     return [float(eta0 * (1.0 + t) ** -p) for t in range(steps)]
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A computation and the claims that it checks."""
-
-    name: str  # within the study
-    title: str  # one line for lists
-    settings: Any  # a frozen dataclass, for theory a `Settings`
-    # Gets the settings and the generator of all random numbers; may raise `HypothesisError`.
-    function: Callable[[Any, torch.Generator], Evidence]
-    cost: float = 1.0  # rough seconds; the longest starts first
-
-    def run(self, seed: int = 0) -> Evidence:
-        """Run with random numbers that depend only on the seed and the name, not on other experiments."""
-        digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
-        number = int.from_bytes(digest[:8], "big") >> 1  # the same on every machine
-        return self.function(self.settings, torch.Generator().manual_seed(number))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The base of all settings."""
-
-    swapped: bool = False  # run each rule under the other's name, which must make claims fail
-
-    def rule(self, name: str) -> str:
-        return BOTH[1 - BOTH.index(name)] if self.swapped else name
-
-
-def chain(start: Tensor) -> torch.nn.Parameter:
-    """A parameter that holds many chains; the caller sets its gradient."""
-    return torch.nn.Parameter(start.clone())
-
-
-def sgd(groups: Sequence[Mapping[str, Any]], *, peak: float, lam: float) -> SGDSW:
-    """The library's SGD over groups of chains, each with `params` and `decay`."""
-    require_positive("lambda", lam)
-    return SGDSW([dict(group) for group in groups], lr=peak, peak_lr=peak, weight_decay=lam, nonfinite="propagate")
-
-
-def muon(groups: Sequence[Mapping[str, Any]], *, peak: float, lam: float) -> MuonSW:
-    """The library's Muon as in the theory: exact polar factor, heavy ball, no shape scale.
-
-    Each group has `params` of shape (chains, m, n), `decay` and `momentum`.
-    """
-    require_positive("lambda", lam)
-    return MuonSW(
-        [dict(group) for group in groups],
-        lr=peak,
-        peak_lr=peak,
-        weight_decay=lam,
-        orthogonalizer="exact",
-        momentum_form="heavy_ball",
-        nesterov=False,
-        scale="none",
-        matrix="stack",
-        nonfinite="propagate",
-    )
-
-
-def march(optimizer: ScaledDecayOptimizer, etas: Sequence[float]) -> Iterator[int]:
-    """Set the learning rate of each step; the caller's loop sets gradients and calls `optimizer.step()`."""
-    with torch.no_grad():
-        for t, eta in enumerate(etas):
-            for group in optimizer.param_groups:
-                group["lr"] = eta
-            yield t
-
-
-def log_spaced(steps: int, count: int) -> list[int]:
-    """About `count` steps from 1 to `steps`, evenly spaced in the logarithm, both ends included."""
-    exponents = torch.linspace(0.0, 1.0, count, dtype=torch.float64)
-    return sorted({round(float(steps**x)) for x in exponents})
-
-
-def farthest(values: Tensor, target: float) -> float:
-    """The value farthest from the target: the worst of all chains."""
-    return float(values[(values - target).abs().argmax()])
-
-
-def gaussian(shape: Sequence[int], generator: torch.Generator, *, std: float = 1.0) -> Tensor:
-    return std * torch.randn(*shape, generator=generator, dtype=torch.float64)

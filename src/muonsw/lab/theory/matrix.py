@@ -7,7 +7,7 @@ as the paper reports it) that assumes the norm bound 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -19,23 +19,8 @@ from torch.linalg import matrix_norm
 
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, within, within_share
-from muonsw.lab.theory.experiment import (
-    BOTH,
-    CONSTANT,
-    SCALED,
-    Experiment,
-    Steps,
-    chain,
-    check_rates,
-    gaussian,
-    log_spaced,
-    march,
-    muon,
-    require,
-    require_at_least,
-    require_positive,
-    sgd,
-)
+from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, Chains, Experiment, gaussian, log_spaced
+from muonsw.lab.theory.experiment import Steps, check_rates, require, require_at_least, require_positive
 from muonsw.lab.theory.muon import (
     HOVERING,
     POLAR,
@@ -47,7 +32,6 @@ from muonsw.lab.theory.muon import (
     spectral_norm,
     weighted_mean,
 )
-from muonsw.optimizer import ScaledDecayOptimizer
 
 
 def muon_norm_bounds(z0: float, etas: Steps, *, lam: float) -> list[float]:
@@ -129,15 +113,14 @@ def observe(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator)
         observed[key] = Observations(stack.starts.new_empty(s.steps + 1, len(stack.starts)))
         observed[key].losses[0] = stack.loss(stack.starts)
         bounds[key] = muon_norm_bounds(float(spectral_norm(stack.starts).max()), s.etas, lam=s.lam)
-    for moves in descend(stacks, s, generator):
-        for key, move in moves.items():
-            stack, result, step = stacks[key], observed[key], move.t + 1
-            result.losses[step] = stack.loss(move.after)
-            if stack.rule == CONSTANT:
-                largest = float(spectral_norm(move.after).max())
-                result.radius_excess = max(result.radius_excess, largest / bounds[key][step] - 1.0)
-            if step in looks:
-                result.separation = min(result.separation, float(spectral_norm(move.after - stack.A).min()))
+    for key, move in descend(stacks, s, generator):
+        stack, result = stacks[key], observed[key]
+        result.losses[move.t] = stack.loss(move.after)
+        if stack.rule == CONSTANT:
+            largest = float(spectral_norm(move.after).max())
+            result.radius_excess = max(result.radius_excess, largest / bounds[key][move.t] - 1.0)
+        if move.t in looks:
+            result.separation = min(result.separation, float(spectral_norm(move.after - stack.A).min()))
     return observed
 
 
@@ -286,8 +269,8 @@ def run_fixed_rate(s: FixedRateSettings, generator: torch.Generator) -> Evidence
     same = "at a fixed learning rate both rules give the same bits ({}, largest difference)"
     rescaled = "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)"
     exact, rounding = Tolerance(0.0, "eta/eta_max is exactly 1"), Tolerance(1e-12, "rounding")
-    sgd_gap, muon_gap = (rule_gap(s, build, A, starts) for build in (sgd, muon))
-    rescaled_gap = rule_gap(s, muon, A, starts, peak_factor=2.0)
+    sgd_gap, muon_gap = (rule_gap(s, kind, A, starts) for kind in ("sgd", "muon"))
+    rescaled_gap = rule_gap(s, "muon", A, starts, peak_factor=2.0)
     claims = [
         within("fixed-rate-sgd", same.format("sgd"), full, sgd_gap, 0.0, exact),
         within("fixed-rate-muon", same.format("muon"), full, muon_gap, 0.0, exact),
@@ -296,39 +279,29 @@ def run_fixed_rate(s: FixedRateSettings, generator: torch.Generator) -> Evidence
     return Evidence([*claims, *counterexample(s, A, starts, generator)])
 
 
-def rule_gap(
-    s: FixedRateSettings,
-    build: Callable[..., ScaledDecayOptimizer],
-    A: Tensor,
-    starts: Tensor,
-    *,
-    peak_factor: float = 1.0,
-) -> float:
+def rule_gap(s: FixedRateSettings, kind: str, A: Tensor, starts: Tensor, *, peak_factor: float = 1.0) -> float:
     """The largest difference between the rules after a run at a fixed rate.
 
     The peak is a multiple of that rate, and lambda of scaled decay the same multiple.
     """
-    weights, lams = {rule: chain(starts) for rule in BOTH}, {CONSTANT: s.lam, SCALED: peak_factor * s.lam}
-    groups = [
-        {"params": [w], "decay": s.rule(rule), "weight_decay": lams[rule], "momentum": s.beta}
-        for rule, w in weights.items()
-    ]
-    optimizer = build(groups, peak=peak_factor * s.eta, lam=s.lam)
-    for _ in march(optimizer, [s.eta] * s.fixed_steps):
-        for w in weights.values():
-            w.grad = w - A
-        optimizer.step()
-    return float((weights[CONSTANT].detach() - weights[SCALED].detach()).abs().max())
+    stacks = {
+        rule: {"params": starts, "decay": rule, "weight_decay": lam, "momentum": s.beta}
+        for rule, lam in {CONSTANT: s.lam, SCALED: peak_factor * s.lam}.items()
+    }
+    chains = Chains(kind, stacks, peak=peak_factor * s.eta, lam=s.lam)
+    for _ in range(s.fixed_steps):
+        chains.step(s.eta, {rule: w - A for rule, w in chains.weights.items()})
+    return float((chains.weights[CONSTANT] - chains.weights[SCALED]).abs().max())
 
 
 def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, generator: torch.Generator) -> list[Claim]:
     """Constant decay fills the ball of radius 1/lambda and keeps a gradient, against the refuted claim's assumption."""
     half, largest = s.steps // 2, 0.0
     nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
-    for moves in descend({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator):
-        for rule, move in moves.items():
-            nuclear[rule].append(matrix_norm(move.slope, "nuc"))
-        largest = max(largest, float(spectral_norm(moves[CONSTANT].after).max()))
+    for rule, move in descend({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator):
+        nuclear[rule].append(matrix_norm(move.slope, "nuc"))
+        if rule == CONSTANT:
+            largest = max(largest, float(spectral_norm(move.after).max()))
     means = {rule: weighted_mean(torch.stack(norms), s.etas, start=half) for rule, norms in nuclear.items()}
     missing = 2.0 * prod(1.0 - eta * s.lam for eta in s.etas) + POLAR.size
     hover = hover_gradient(s.rows, s.etas[half:], s.beta)

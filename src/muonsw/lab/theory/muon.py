@@ -18,25 +18,10 @@ import torch
 from torch import Tensor
 from torch.linalg import matrix_norm
 
-from muonsw import decay_factor
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Source, at_least, at_most, mean_of, t_interval, within_share
-from muonsw.lab.theory.experiment import (
-    CONSTANT,
-    SCALED,
-    Experiment,
-    Settings,
-    Steps,
-    chain,
-    check_rates,
-    gaussian,
-    march,
-    muon,
-    require,
-    require_at_least,
-    require_positive,
-    robbins_monro,
-)
+from muonsw.lab.theory.chains import CONSTANT, SCALED, Chains, Experiment, gaussian
+from muonsw.lab.theory.experiment import Steps, check_rates, require, require_at_least, require_positive, robbins_monro
 
 # The orthogonalizer `exact` agrees with the SVD to 2e-10, so a polar factor's norm may exceed 1 by that much.
 POLAR = Tolerance(1e-9, "the polar factor is exact to 2e-10")
@@ -96,7 +81,7 @@ def descent_bound(
 
 
 @dataclass(frozen=True)
-class MuonRun(Settings):
+class MuonRun:
     """Muon under `eta0/(1 + t)` towards a target whose largest singular value is `sigma_max` radii `1/lambda`."""
 
     lam: float = 0.5
@@ -151,7 +136,7 @@ class Stack:
 class Move(NamedTuple):
     """A step of a stack; `after` is the live weight, which changes in the next step."""
 
-    t: int
+    t: int  # from 1
     eta: float
     phi: float
     before: Tensor  # the weights before it
@@ -160,28 +145,24 @@ class Move(NamedTuple):
     momentum: Tensor  # the momentum after it
 
 
-def descend(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) -> Iterator[dict[Any, Move]]:
-    """Run Muon on all stacks together, and yield every step."""
-    etas, peak = s.etas, max(s.etas)
-    weights = {key: chain(stack.starts) for key, stack in stacks.items()}
-    groups = [
-        {"params": [weights[key]], "decay": s.rule(stack.rule), "momentum": stack.beta} for key, stack in stacks.items()
-    ]
-    optimizer = muon(groups, peak=peak, lam=s.lam)
-    for t in march(optimizer, etas):
-        before = {key: weight.detach().clone() for key, weight in weights.items()}
+def descend(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) -> Iterator[tuple[Any, Move]]:
+    """Run Muon on all stacks together, and yield every step of each."""
+    groups = {
+        key: {"params": stack.starts, "decay": stack.rule, "momentum": stack.beta} for key, stack in stacks.items()
+    }
+    chains = Chains("muon", groups, peak=max(s.etas), lam=s.lam)
+    for t, eta in enumerate(s.etas, 1):
+        before = {key: weight.clone() for key, weight in chains.weights.items()}
         slopes = {key: stack.slope(before[key]) for key, stack in stacks.items()}
+        gradients = dict(slopes)
         for key, stack in stacks.items():
-            weights[key].grad = slope = slopes[key]
             if stack.noise is not None:
-                weights[key].grad = slope + gaussian(slope.shape, generator) * stack.noise[:, None, None]
-        optimizer.step()
-        moves = {}
-        for key, stack in stacks.items():
-            phi = float(decay_factor(s.rule(stack.rule), s.lam, etas[t], peak))
-            after, momentum = weights[key].detach(), optimizer.state[weights[key]]["momentum_buffer"]
-            moves[key] = Move(t, etas[t], phi, before[key], slopes[key], after, momentum)
-        yield moves
+                gradients[key] = slopes[key] + gaussian(slopes[key].shape, generator) * stack.noise[:, None, None]
+        chains.step(eta, gradients)
+        for key in stacks:
+            momentum = chains.optimizer.state[chains.params[key]]["momentum_buffer"]
+            phi, after = chains.phi(key, eta), chains.weights[key]
+            yield key, Move(t, eta, phi, before[key], slopes[key], after, momentum)
 
 
 @dataclass(frozen=True)
@@ -200,16 +181,15 @@ def follow(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) 
     """Run all stacks together and measure the quantities of Theorem 3.3's lemmas at every step."""
     measured: dict[Any, list[tuple[Tensor, ...]]] = {key: [] for key in stacks}
     ends: dict[Any, Tensor] = {}
-    for moves in descend(stacks, s, generator):
-        for key, move in moves.items():
-            stack, nuclear = stacks[key], matrix_norm(move.slope, "nuc")
-            # Computed from the weights, so that it is what the optimizer did.
-            O = ((1.0 - move.phi) * move.before - move.after) / move.eta  # noqa: E741 (the paper's name)
-            error = matrix_norm((1.0 - stack.beta) * move.momentum - move.slope)
-            # Lemma D.2: <grad f, O> >= |grad f|_* - 2 sqrt(r) |E|_F
-            margin = (move.slope * O).sum((-2, -1)) - (nuclear - 2.0 * math.sqrt(stack.rank) * error)
-            measured[key].append((stack.loss(move.before), matrix_norm(move.before), nuclear, error, margin))
-            ends[key] = move.after
+    for key, move in descend(stacks, s, generator):
+        stack, nuclear = stacks[key], matrix_norm(move.slope, "nuc")
+        # Computed from the weights, so that it is what the optimizer did.
+        O = ((1.0 - move.phi) * move.before - move.after) / move.eta  # noqa: E741 (the paper's name)
+        error = matrix_norm((1.0 - stack.beta) * move.momentum - move.slope)
+        # Lemma D.2: <grad f, O> >= |grad f|_* - 2 sqrt(r) |E|_F
+        margin = (move.slope * O).sum((-2, -1)) - (nuclear - 2.0 * math.sqrt(stack.rank) * error)
+        measured[key].append((stack.loss(move.before), matrix_norm(move.before), nuclear, error, margin))
+        ends[key] = move.after
     paths = {}
     for key, stack in stacks.items():
         losses, norms, nuclear, errors, margins = map(torch.stack, zip(*measured[key], strict=True))

@@ -8,7 +8,6 @@ measured correlation predicts that norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,18 +16,8 @@ from torch import Tensor
 from muonsw import decay_factor
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Source, at_most, mean_of, within_share
-from muonsw.lab.theory.experiment import (
-    BOTH,
-    Experiment,
-    Settings,
-    chain,
-    gaussian,
-    march,
-    muon,
-    require,
-    sgd,
-)
-from muonsw.optimizer import ScaledDecayOptimizer
+from muonsw.lab.theory.chains import BOTH, Chains, Experiment, gaussian
+from muonsw.lab.theory.experiment import require
 
 
 def noise_equilibrium(*, phi: float, beta: float) -> tuple[float, float, float]:
@@ -49,7 +38,7 @@ def noise_equilibrium(*, phi: float, beta: float) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True)
-class NoiseSettings(Settings):
+class NoiseSettings:
     """Chains of matrices at a fixed learning rate, half of the peak, under both rules."""
 
     rows: int = 32
@@ -94,9 +83,9 @@ class Equilibrium:
 def run_noise(s: NoiseSettings, generator: torch.Generator) -> Evidence:
     """Both algorithms under both rules, on noise."""
     claims: list[Claim] = []
-    for rule, settled in settle(sgd, s, generator).items():
+    for rule, settled in settle("sgd", s, generator).items():
         claims += closed_form_claims(f"sgd-{rule}", f"sgd, {rule} decay", settled, s.beta)
-    muons = settle(muon, s, generator)
+    muons = settle("muon", s, generator)
     for rule, settled in muons.items():
         claims += closed_form_claims(f"muon-{rule}", f"muon, {rule} decay", settled, s.beta, BELOW, FORGETS)
 
@@ -116,26 +105,21 @@ def run_noise(s: NoiseSettings, generator: torch.Generator) -> Evidence:
     return Evidence(claims)
 
 
-def settle(
-    build: Callable[..., ScaledDecayOptimizer],
-    s: NoiseSettings,
-    generator: torch.Generator,
-) -> dict[str, Equilibrium]:
+def settle(kind: str, s: NoiseSettings, generator: torch.Generator) -> dict[str, Equilibrium]:
     """Run both rules, each on its own noise, and measure after the burn-in."""
     shape = (s.chains, s.rows, s.columns)
-    weights = {rule: chain(gaussian(shape, generator, std=s.eta)) for rule in BOTH}
-    groups = [{"params": [weights[rule]], "decay": s.rule(rule), "momentum": s.beta} for rule in BOTH]
-    optimizer = build(groups, peak=s.peak, lam=s.lam)
+    stacks = {
+        rule: {"params": gaussian(shape, generator, std=s.eta), "decay": rule, "momentum": s.beta} for rule in BOTH
+    }
+    chains = Chains(kind, stacks, peak=s.peak, lam=s.lam)
     products, updates = {rule: list[Tensor]() for rule in BOTH}, {rule: list[Tensor]() for rule in BOTH}
-    for t in march(optimizer, [s.eta] * s.steps):
-        before = {rule: weight.detach().clone() for rule, weight in weights.items()}
-        for weight in weights.values():
-            weight.grad = gaussian(shape, generator)
-        optimizer.step()
+    for t in range(s.steps):
+        before = {rule: weight.clone() for rule, weight in chains.weights.items()}
+        chains.step(s.eta, {rule: gaussian(shape, generator) for rule in BOTH})
         if t < s.burn:
             continue
-        for rule, weight in weights.items():
-            W, U = before[rule], (1.0 - s.phi(s.rule(rule))) * before[rule] - weight.detach()
+        for rule, W in before.items():
+            U = (1.0 - chains.phi(rule, s.eta)) * W - chains.weights[rule]
             products[rule].append(torch.stack([(W * W).sum((-2, -1)), (U * U).sum((-2, -1)), (W * U).sum((-2, -1))]))
             updates[rule].append(U.flatten().float())
     settled = {}

@@ -15,25 +15,15 @@ from torch import Tensor
 
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_most, within_share
+from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, Chains, Experiment, farthest, gaussian, log_spaced
 from muonsw.lab.theory.experiment import (
-    BOTH,
-    CONSTANT,
-    SCALED,
-    Experiment,
     Number,
-    Settings,
     Steps,
-    chain,
     check_rates,
-    farthest,
-    gaussian,
-    log_spaced,
-    march,
     require,
     require_at_least,
     require_positive,
     robbins_monro,
-    sgd,
 )
 
 
@@ -89,7 +79,7 @@ def scaled_decay_error(t: float, *, a: float, c: float, lam: float, gamma: float
 
 
 @dataclass(frozen=True)
-class Quadratic(Settings):
+class Quadratic:
     """The objective, the decay, and the chains, which start near zero."""
 
     a: float = 1.0
@@ -140,18 +130,14 @@ def descend(
     keep: Collection[int] = (),
 ) -> dict[str, Tensor]:
     """Run all chains under each rule; return the weights after the steps in `keep` and the last, (chains, steps)."""
-    weights = {rule: chain(start) for rule, start in starts.items()}
-    groups = [{"params": [w], "decay": s.rule(rule)} for rule, w in weights.items()]
-    optimizer = sgd(groups, peak=max(etas), lam=s.lam)
-    wanted = {*keep, len(etas)}
+    stacks = {rule: {"params": start, "decay": rule} for rule, start in starts.items()}
+    chains, wanted = Chains("sgd", stacks, peak=max(etas), lam=s.lam), {*keep, len(etas)}
     points = {rule: [start] if 0 in wanted else [] for rule, start in starts.items()}
-    for t in march(optimizer, etas):
-        for w in weights.values():
-            w.grad = s.a * (w - s.c)
-        optimizer.step()
-        if t + 1 in wanted:
-            for rule, w in weights.items():
-                points[rule].append(w.detach().clone())
+    for t, eta in enumerate(etas, 1):
+        chains.step(eta, {rule: s.a * (w - s.c) for rule, w in chains.weights.items()})
+        if t in wanted:
+            for rule, w in chains.weights.items():
+                points[rule].append(w.clone())
     return {rule: torch.stack(path, 1) for rule, path in points.items()}
 
 

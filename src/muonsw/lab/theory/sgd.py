@@ -30,25 +30,15 @@ from muonsw.lab.stats import (
     within,
     within_share,
 )
+from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, Chains, Experiment, farthest, gaussian, log_spaced
 from muonsw.lab.theory.experiment import (
-    BOTH,
-    CONSTANT,
     ROUNDING,
-    SCALED,
-    Experiment,
-    Settings,
     Steps,
-    chain,
     check_rates,
-    farthest,
-    gaussian,
-    log_spaced,
-    march,
     require,
     require_at_least,
     require_positive,
     robbins_monro,
-    sgd,
 )
 
 
@@ -85,7 +75,7 @@ def ripple_curvature(y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NonconvexSettings(Settings):
+class NonconvexSettings:
     """Chains in a rippled bowl around `c`, with starts all over it, under `eta0 (1 + t)^-p`."""
 
     c: float = 1.0
@@ -120,25 +110,22 @@ class Stationarity:
 def wander(s: NonconvexSettings, starts: Tensor, generator: torch.Generator) -> dict[str, Stationarity]:
     """Both rules from the same starts with the same noise."""
     etas, edges = s.etas, s.decades
-    weights = {rule: chain(starts) for rule in BOTH}
-    optimizer = sgd([{"params": [w], "decay": s.rule(rule)} for rule, w in weights.items()], peak=s.eta0, lam=s.lam)
+    chains = Chains("sgd", {rule: {"params": starts, "decay": rule} for rule in BOTH}, peak=s.eta0, lam=s.lam)
     sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in BOTH}
     squares, moments, decade = {rule: list[float]() for rule in BOTH}, dict.fromkeys(BOTH, 0.0), 0
-    for t in march(optimizer, etas):
+    for t, eta in enumerate(etas):
         decade += t == edges[decade + 1]
-        noise = gaussian(starts.shape, generator, std=s.sigma)
-        for rule, w in weights.items():
-            slope = ripple_gradient(w - s.c)
-            squared = slope.square()
-            sums[rule][decade].add_(squared, alpha=etas[t])
+        slopes = {rule: ripple_gradient(w - s.c) for rule, w in chains.weights.items()}
+        for rule, w in chains.weights.items():
+            squared = slopes[rule].square()
+            sums[rule][decade].add_(squared, alpha=eta)
             squares[rule].append(float(squared.mean()))
             moments[rule] = max(moments[rule], float(w.square().mean()))
-            w.grad = slope + noise
-        optimizer.step()
+        noise = gaussian(starts.shape, generator, std=s.sigma)
+        chains.step(eta, {rule: slope + noise for rule, slope in slopes.items()})
     totals = torch.tensor([math.fsum(etas[a:b]) for a, b in pairwise(edges)]).unsqueeze(1)
-    return {
-        rule: Stationarity(w.detach(), squares[rule], sums[rule] / totals, moments[rule]) for rule, w in weights.items()
-    }
+    ends = chains.weights
+    return {rule: Stationarity(ends[rule], squares[rule], sums[rule] / totals, moments[rule]) for rule in BOTH}
 
 
 def run_nonconvex(s: NonconvexSettings, generator: torch.Generator) -> Evidence:
@@ -238,7 +225,7 @@ def _contracts(eta: float, *, mu: float, L: float, q: float, rho: float) -> bool
 
 
 @dataclass(frozen=True)
-class StronglyConvexSettings(Settings):
+class StronglyConvexSettings:
     """`1/2 sum h_i (x_i - c)^2` with curvatures from mu to L under `gamma/(t + t0)`; sigma^2 is the total variance."""
 
     mu: float = 1.0
@@ -283,28 +270,22 @@ def run_strongly_convex(s: StronglyConvexSettings, generator: torch.Generator) -
 
 
 def distances(s: StronglyConvexSettings, steps: Sequence[int], generator: torch.Generator) -> dict[str, Tensor]:
-    """The squared distance after each of `steps` and after the run, averaged over batches of chains."""
-    wanted = set(steps)
+    """The squared distance after each of `steps`, averaged over batches of chains."""
+    wanted, etas = set(steps), s.etas
     begin = torch.zeros(s.chains, s.dimension, dtype=torch.float64)
-    weights = {rule: chain(begin) for rule in BOTH} | {rule + NOISELESS: chain(begin[:1]) for rule in BOTH}
-    groups = [{"params": [w], "decay": s.rule(name.removesuffix(NOISELESS))} for name, w in weights.items()]
-    optimizer = sgd(groups, peak=max(s.etas), lam=s.lam)
-    means = {name: list[Tensor]() for name in weights}
-
-    def measure(name: str) -> None:
-        squares = (weights[name].detach() - s.c).square().sum(1)
-        means[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
-
-    for t in march(optimizer, s.etas):
-        noise = gaussian(begin.shape, generator, std=s.sigma / s.dimension**0.5)
-        for name, w in weights.items():
-            if t in wanted:
-                measure(name)
-            slope = s.curvature * (w - s.c)
-            w.grad = slope if name.endswith(NOISELESS) else slope + noise
-        optimizer.step()
-    for name in weights:
-        measure(name)
+    stacks = {rule: {"params": begin, "decay": rule} for rule in BOTH}
+    stacks |= {rule + NOISELESS: {"params": begin[:1], "decay": rule} for rule in BOTH}
+    chains, means = Chains("sgd", stacks, peak=max(etas), lam=s.lam), {name: list[Tensor]() for name in stacks}
+    for t in range(s.steps + 1):
+        distances = {name: w - s.c for name, w in chains.weights.items()}
+        if t in wanted:
+            for name, e in distances.items():
+                squares = e.square().sum(1)
+                means[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
+        if t < s.steps:
+            slopes = {name: s.curvature * e for name, e in distances.items()}
+            noise = gaussian(begin.shape, generator, std=s.sigma / s.dimension**0.5)
+            chains.step(etas[t], slopes | {rule: slopes[rule] + noise for rule in BOTH})
     return {name: torch.stack(values, 1) for name, values in means.items()}
 
 
@@ -365,14 +346,13 @@ def recursion_claims(s: StronglyConvexSettings) -> list[Claim]:
     grid = torch.tensor(list(product(ALPHAS, KAPPAS, STARTS)), dtype=torch.float64)
     alpha, kappa, start = grid.unbind(1)
     constants = [sa_constant(u1=u, t1=0, alpha=a, kappa=k, gamma=gamma, t0=t0) for a, k, u in grid.tolist()]
-    nu, u = grid.new_tensor(constants), chain(start)
-    optimizer = sgd([{"params": [u], "decay": "none"}], peak=max(etas), lam=1.0)
+    chains = Chains("sgd", {"u": {"params": start, "decay": "none"}}, peak=max(etas), lam=1.0)
+    nu, u = grid.new_tensor(constants), chains.weights["u"]
     largest = (start * t0 / nu).max()
-    for t in march(optimizer, etas):
-        u.grad = alpha * u - kappa * etas[t]
-        optimizer.step()
-        largest = torch.maximum(largest, (u * (t + 1 + t0) / nu).max())
-    limit = farthest(u.detach() * (len(etas) + t0) / (kappa * gamma**2 / (alpha * gamma - 1.0)), 1.0)
+    for t, eta in enumerate(etas, 1):
+        chains.step(eta, {"u": alpha * u - kappa * eta})
+        largest = torch.maximum(largest, (u * (t + t0) / nu).max())
+    limit = farthest(u * (len(etas) + t0) / (kappa * gamma**2 / (alpha * gamma - 1.0)), 1.0)
 
     lemma = Source("Lemma D.1", "alpha gamma > 1, alpha eta <= 1")
     stays = "u <- (1 - alpha eta) u + kappa eta^2 stays under nu/(t + t0), for a grid of constants"
