@@ -12,8 +12,7 @@ from muonsw.checkpoint import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import validate_option
 from muonsw.routing.groups import check_adamw
-from muonsw.telemetry import Telemetry
-from muonsw.telemetry.record import Record
+from muonsw.telemetry import Record, Telemetry
 
 # Returns sentences about a record, which are logged as warnings.
 Findings = Callable[[Record], Iterable[str]]

@@ -32,7 +32,7 @@ from muonsw.lab.options import unset
 from muonsw.lab.runs import SCOPES, Run, load_runs, tabulate, unique_names
 from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, Tracking, target_norms, track
-from muonsw.telemetry.record import Record
+from muonsw.telemetry import Record
 from muonsw.text import counted
 
 Array = NDArray[np.float64]

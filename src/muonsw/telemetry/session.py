@@ -21,7 +21,7 @@ from muonsw.distributed.shards import is_dtensor, local
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_whole
 from muonsw.telemetry import observe
-from muonsw.telemetry.record import Record, describe_step, model_view, parameter_infos
+from muonsw.telemetry.sinks import Record
 from muonsw.work import names_of
 
 Sink = Callable[[Record], object]
@@ -108,7 +108,7 @@ class Telemetry:
         self._ours = optimizer if isinstance(optimizer, ScaledDecayOptimizer) else None
         # Our optimizers count skipped steps themselves; subtract those from before telemetry was attached.
         self._skipped = 0 if self._ours is None else -self._ours.skipped_steps
-        self._view = model_view(model)
+        self._view = observe.model_view(model)
         spectra = {"spectral_norm": spectral_norm, "condition": condition}
         self._spectra = [name for name, wanted in spectra.items() if wanted]
         self._records: deque[Record] = deque(maxlen=keep)
@@ -192,10 +192,10 @@ class Telemetry:
             skipped = self._skipped = self._skipped + was_skipped
             stepped = {param for param in before if param.grad is not None}
             phis = [observe.known_decay(optimizer, group) for group in optimizer.param_groups]
-        infos = parameter_infos(optimizer, self._view, phis)
         moved = {param: copied for param, copied in before.items() if param in stepped}
-        entries = observe.measure(optimizer, infos, moved, self._spectra, was_skipped=was_skipped)
-        values = describe_step(entries, was_skipped=was_skipped, parameters=self.parameters)
+        values = observe.describe_step(
+            optimizer, self._view, moved, phis, self._spectra, was_skipped=was_skipped, parameters=self.parameters
+        )
         record: Record = {"kind": "telemetry", "step": self.step, **values}
         record |= {"skipped": skipped, "was_skipped": was_skipped}
         if ours is not None:

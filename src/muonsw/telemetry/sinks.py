@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from muonsw.telemetry.record import Record
+Record = dict[str, Any]
 
 # Kinds of records, each logged under its own prefix.
 KINDS = ("telemetry", "train", "eval")
