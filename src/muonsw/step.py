@@ -152,8 +152,8 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
             if has_shards and is_dtensor(param):
                 item = local_item(place, name, param, grad)
             else:
-                given = torch.zeros_like(param) if grad is None else grad
-                item = make((place, name, param, given, state_of(param) or {}, None))
+                grad = torch.zeros_like(param) if grad is None else grad
+                item = make((place, name, param, grad, state_of(param) or {}, None))
             state, shape = item.state, item.param.shape
             momentum = state.get("momentum_buffer", state.get("exp_avg"))
             if momentum is not None and momentum.shape != shape:  # kernels would read past the end

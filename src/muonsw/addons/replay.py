@@ -83,7 +83,7 @@ def binding(
 ) -> tuple[Binding, tuple[int, ...]] | None:
     """What a step captured now would be bound to, and the addresses of its gradients.
 
-    None if a tensor has no address, as a sparse gradient.
+    None if a tensor has no address, like a sparse gradient.
     """
     # runs before every step, so it avoids a Python call per tensor
     params = list(chain.from_iterable([group["params"] for group in groups]))
@@ -101,17 +101,17 @@ def binding(
             return None  # the step redistributes such gradients
         shards, present, tensors = map(locals_of, (params, present, tensors))
     try:
-        places, own, kept_at = (tuple(map(Tensor.data_ptr, of)) for of in (present, shards, tensors))
-        forms, own_forms, kept_forms = map(_forms, (present, shards, tensors))
+        places, param_places, state_places = (tuple(map(Tensor.data_ptr, of)) for of in (present, shards, tensors))
+        forms, param_forms, state_forms = map(_forms, (present, shards, tensors))
     except RuntimeError:
         return None
-    empty = 0 in places or 0 in own  # an empty shard, or a wrapper tensor without memory of its own
-    if empty and any(not at and t.numel() for at, t in zip((*places, *own), (*present, *shards), strict=True)):
+    empty = 0 in places or 0 in param_places  # an empty shard, or a wrapper tensor without memory
+    if empty and any(not at and t.numel() for at, t in zip((*places, *param_places), (*present, *shards), strict=True)):
         return None
     bound_to = Binding(
         (forms, tuple(missing), aligned(places) or [place % 16 for place in places]),  # kernels are compiled for it
-        (own, own_forms, lengths(shards), *map(id, params)),
-        (kept_at, kept_forms, *map(id, state), *map(len, state.values())),
+        (param_places, param_forms, lengths(shards), *map(id, params)),
+        (state_places, state_forms, *map(id, state), *map(len, state.values())),
         (settings, *machine.product_settings(), *(_options(group) for group in groups)),
     )
     return bound_to, places
@@ -171,17 +171,17 @@ class Replay:
         self._captures = self._replays = self._steps_taken = self._steps_without = 0
         self._failure = self._moving = ""
         self._counted: tuple[int, ...] = ()
-        self._is_small = self._is_wanted = False
+        self._is_small = self._is_on = False
 
     def ready(self, optimizer: ScaledDecayOptimizer) -> list[Batch] | None:
         """The batches of a step that a captured graph can run, without their gradients."""
         self._chosen = None
         groups = optimizer.param_groups
-        self._is_wanted = bool(optimizer.replay)
-        if optimizer.replay is None and optimizer.nonfinite != "raise":  # the user leaves it to us
+        self._is_on = bool(optimizer.replay)
+        if optimizer.replay is None and optimizer.nonfinite != "raise":  # automatic
             first = groups[0]["params"][:1]
-            self._is_wanted = bool(first) and first[0].is_cuda and self.pays(groups)
-        if not self._is_wanted or (self._failure and not self._graphs):
+            self._is_on = bool(first) and first[0].is_cuda and self.pays(groups)
+        if not self._is_on or (self._failure and not self._graphs):
             return None
         settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
         before = self._now
@@ -202,19 +202,19 @@ class Replay:
     ) -> Flag | bool:
         """Take a step: replay a graph, capture one, or run eagerly."""
         if self._chosen is None:
-            if not batches or not self._is_wanted:
+            if not batches or not self._is_on:
                 return runner(optimizer, batches, contexts)
             reason = supports(optimizer, batches)
-            if optimizer.replay and (reason or self.complaint):
-                message = f"replay=True: steps run eagerly, because {reason or self.complaint}"
+            if optimizer.replay and (reason or self.why_eager):
+                message = f"replay=True: steps run eagerly, because {reason or self.why_eager}"
                 optimizer._counters.warn_once("not replayed", message)
             if reason:
                 return runner(optimizer, batches, contexts)
             # learning rate and decay of each batch, on the device; zero between steps
-            wanted = [(batch.device, wide_dtype(batch.dtype)) for batch in batches for _ in ("lr", "decay")]
-            if [(scalar.device, scalar.dtype) for scalar in self._scalars] != wanted:
+            kinds = [(batch.device, wide_dtype(batch.dtype)) for batch in batches for _ in ("lr", "decay")]
+            if [(scalar.device, scalar.dtype) for scalar in self._scalars] != kinds:
                 self._graphs.clear()
-                self._scalars = [torch.zeros((), device=device, dtype=dtype) for device, dtype in wanted]
+                self._scalars = [torch.zeros((), device=device, dtype=dtype) for device, dtype in kinds]
             optimizer._counters.place(batches[0].device)
         self._steps_taken += 1
         try:
@@ -237,12 +237,12 @@ class Replay:
         """Take a step without a graph, on the same scalars: eagerly, or by capturing it first."""
         self._steps_without += 1
         pairs = zip(self._scalars[::2], self._scalars[1::2], strict=True)
-        handed = [ctx._replace(eta=eta, phi=phi) for ctx, (eta, phi) in zip(contexts, pairs, strict=True)]
+        contexts = [ctx._replace(eta=eta, phi=phi) for ctx, (eta, phi) in zip(contexts, pairs, strict=True)]
         if optimizer.replay is None and optimizer.chunk_bytes is None:
-            handed = [ctx._replace(chunk_bytes=REPLAYED_CHUNK_BYTES) for ctx in handed]
+            contexts = [ctx._replace(chunk_bytes=REPLAYED_CHUNK_BYTES) for ctx in contexts]
 
         def program() -> None:
-            finite = runner(optimizer, batches, handed, captured=True)
+            finite = runner(optimizer, batches, contexts, captured=True)
             self.flag = finite if isinstance(finite, Flag) else None
             torch._foreach_zero_(self._scalars)
 
@@ -266,14 +266,14 @@ class Replay:
         return self._is_small and kernels.available(groups[0]["params"][0].device)
 
     @property
-    def complaint(self) -> str:
+    def why_eager(self) -> str:
         """Why steps that could be replayed are not; empty if they still may be."""
         if self._failure:
             return f"the step cannot be captured: {self._failure}"
         if self._steps_without < PATIENCE:
             return ""
         if self._now is None:
-            return "a parameter or a gradient has no memory of its own"
+            return "a parameter or a gradient has no address"
         return f"{self._moving} changed too often in {PATIENCE} steps"
 
     def _settled(self) -> bool:
@@ -282,8 +282,8 @@ class Replay:
         if now is None or self._failure:
             return False
         times = next((count for seen, count in self._seen if seen == now), 0)
-        others = [entry for entry in self._seen if entry[0] != now]
-        self._seen = [(now, times + 1), *others][:_REMEMBERED]
+        older = [entry for entry in self._seen if entry[0] != now]
+        self._seen = [(now, times + 1), *older][:_REMEMBERED]
         return times >= SETTLED and self._captures < _FIRST_CAPTURES + self._steps_taken // _STEPS_FOR_A_CAPTURE
 
     def _capture(self, program: Callable[[], None], params: Sequence[Tensor], work: list[Batch]) -> _Captured | None:
@@ -298,13 +298,13 @@ class Replay:
         for room in _ROOMS:
             tables = GraphTables(grads, device, room)
 
-            def begun(tables: GraphTables = tables) -> None:
+            def captured_program(tables: GraphTables = tables) -> None:
                 tables.compute()
                 with in_graph(tables), watch:
                     program()
 
             try:
-                graph = recorded(begun, device, pool)
+                graph = recorded(captured_program, device, pool)
                 tables.finish()
                 break
             except TooManyEntriesError:

@@ -66,17 +66,17 @@ def route(grid: Grid, size: Callable[[int, int], int]) -> list[Hop]:
     held = [(grid.me, receiver) for receiver in range(ranks)]
     hops = []
     for axis, (group, line) in enumerate(zip(grid.groups, grid.lines, strict=True)):
-        given = [_handed(grid.shape, axis, grid.me, taker) for taker in line]
-        taken = [_handed(grid.shape, axis, giver, grid.me) for giver in line]
+        outgoing = [_pieces_passed(grid.shape, axis, grid.me, peer) for peer in line]
+        incoming = [_pieces_passed(grid.shape, axis, peer, grid.me) for peer in line]
         numbers = {piece: number for number, piece in enumerate(held)}
-        order = [numbers[piece] for pieces in given for piece in pieces]
-        sent, received = ([sum(starmap(size, pieces)) for pieces in way] for way in (given, taken))
+        order = [numbers[piece] for pieces in outgoing for piece in pieces]
+        sent, received = ([sum(starmap(size, pieces)) for pieces in way] for way in (outgoing, incoming))
         hops.append(Hop(list(starmap(size, held)), order, group, sent, received))
-        held = [piece for pieces in taken for piece in pieces]
+        held = [piece for pieces in incoming for piece in pieces]
     return [*hops, Hop(list(starmap(size, held)), sorted(range(ranks), key=held.__getitem__))]
 
 
-def _handed(shape: Sequence[int], axis: int, giver: int, taker: int) -> list[tuple[int, int]]:
+def _pieces_passed(shape: Sequence[int], axis: int, giver: int, taker: int) -> list[tuple[int, int]]:
     """The pieces (sender, receiver) that one rank passes to another in the hop along an axis."""
     block, behind = math.prod(shape[axis:]), math.prod(shape[axis + 1 :])
     senders = range(giver % block, math.prod(shape), block)
@@ -165,13 +165,13 @@ class Trip(NamedTuple):
 class Round(NamedTuple):
     """Units that travel together, to their owners and back: first the matrices, then their state.
 
-    `others` are copies that other ranks own; here only their momenta advance.
+    `not_owned` are copies that other ranks own; here only their momenta advance.
     """
 
     wire: Wire
     there: list[Trip]
     back: list[Trip]
-    others: list[Unit]
+    not_owned: list[Unit]
 
 
 def rule_of(batch: Batch) -> tuple[MatrixRule, MatrixView]:
@@ -270,7 +270,7 @@ def _rounds(wire: Wire, units: list[Unit], chunk_bytes: int) -> Iterator[Round]:
 def _round(wire: Wire, units: list[Unit]) -> Round:
     """The trips of a round: one each way for the matrices, and one each way for their state."""
     owned = [[unit for unit in units if unit.owner == rank] for rank in range(len(wire.grid.ranks))]
-    others = [unit for unit in units if unit.owner != wire.grid.me] if wire.copies else []
+    not_owned = [unit for unit in units if unit.owner != wire.grid.me] if wire.copies else []
     there, back = [_trip(wire, owned, wire.there, {MATRIX})], [_trip(wire, owned, wire.back, {MATRIX}, back=True)]
     keys = {tensor.key for unit in units for tensor in unit.shape.tensors} - {MATRIX}
     if keys:
@@ -279,7 +279,7 @@ def _round(wire: Wire, units: list[Unit]) -> Round:
         back.append(_trip(wire, owned, dtype, keys - {GRADIENT}, back=True))
     elif all(unit.holder() == unit.owner for unit in units):  # nothing travels
         there, back = [there[0]._replace(hops=())], [back[0]._replace(hops=())]
-    return Round(wire, there, back, others)
+    return Round(wire, there, back, not_owned)
 
 
 def _trip(wire: Wire, owned: list[list[Unit]], dtype: torch.dtype, keys: set[str], *, back: bool = False) -> Trip:
@@ -448,7 +448,7 @@ def _load(batches: Sequence[Batch], contexts: Sequence[StepContext], round_: Rou
     buffer = torch.empty(sum(trip.lengths), dtype=trip.dtype, device=round_.wire.device)
     places = [(unit, piece) for (unit, _), piece in zip(trip.held, buffer.split_with_sizes(trip.lengths), strict=True)]
     advanced: dict[tuple[int, bool], tuple[list[Part], list[Tensor]]] = {}
-    for unit, piece in [*places, *((unit, None) for unit in round_.others)]:
+    for unit, piece in [*places, *((unit, None) for unit in round_.not_owned)]:
         if piece is None or piece.numel():
             part = _part(batches, unit)
             parts, targets = advanced.setdefault((unit.shape.batch, piece is not None), ([], []))

@@ -67,12 +67,12 @@ class Message(NamedTuple):
     ok: int  # 1 if the gradients here are finite
     plan: int
     minus_plan: int
-    lacks: int  # digest of the missing gradients in the step that this rank can join
-    minus_lacks: int
+    missing: int  # digest of the missing gradients in the step that this rank can join
+    minus_missing: int
     minus_settled: int  # -1 if this rank does not wait for the result
     minus_new: int  # -1 if its parameters have changed
-    own_lacks: int
-    minus_own_lacks: int
+    local_missing: int
+    minus_local_missing: int
     failed: int  # the lowest rank that cannot take the step, or _NO_RANK
 
 
@@ -104,8 +104,8 @@ class Ranks:
         self._last_rounds: list[Round] = []
         # the step that this rank is about to take, and the last one that all ranks took
         self._plan, self._agreed_plan = "", ""  # what must not change while a rank is settled
-        self._lacks: tuple[bool, ...] = ()  # which watched parameters have no gradient
-        self._agreed_lacks: tuple[bool, ...] = ()
+        self._missing: tuple[bool, ...] = ()  # which watched parameters have no gradient
+        self._agreed_missing: tuple[bool, ...] = ()
         self._options: list[Group] = []  # all of them, rates and decay included
         self._in_doubt = False  # ranks have taken a step that the flag forbade: agree again
         self._sent: Message
@@ -133,33 +133,33 @@ class Ranks:
             shared = [(name, param) for _, name, param in members if has_copies or is_dtensor(param)]
             lines = [_describe(*member) for member in members]
             digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-            circles = _circles(self.process_group, [param for _, param in shared])
-            self._known = _Known(key, lines, digest, circles, shared)
+            covering = _covering_groups(self.process_group, [param for _, param in shared])
+            self._known = _Known(key, lines, digest, covering, shared)
         self._options = [settings, *map(_plain_options, groups)]
         # schedulers change rates, decay and betas at every step, but not what is exchanged
         frozen = [[v for k, v in o.items() if k != "betas" and not isinstance(v, float)] for o in self._options]
         self._plan = repr([self._known.digest, frozen, self.announced])
         with torch._C.DisableTorchFunctionSubclass():
-            self._lacks = tuple([param.grad is None for _, param in self._known.watched])
-        self._look_back()
+            self._missing = tuple([param.grad is None for _, param in self._known.watched])
+        self._read_results()
         self.is_settled = (
             not self._in_doubt
-            and (self._plan, self._lacks) == (self._agreed_plan, self._agreed_lacks)
+            and (self._plan, self._missing) == (self._agreed_plan, self._agreed_missing)
             and settings["nonfinite"] != "raise"
             and self._device.type not in self.waits_on
         )
         plan = _digest([self._known.digest, self._options, self.announced])
-        common = own = _digest(self._lacks)
+        joined = mine = _digest(self._missing)
         if not self.is_settled and self._can_join():
-            common = _digest(self._agreed_lacks)
-        self._sent = Message(1, plan, -plan, common, -common, -self.is_settled, -is_new, own, -own, _NO_RANK)
+            joined = _digest(self._agreed_missing)
+        self._sent = Message(1, plan, -plan, joined, -joined, -self.is_settled, -is_new, mine, -mine, _NO_RANK)
         self._write(self._sent)
 
     def _can_join(self) -> bool:
         """Whether this rank can join the step that ranks agreed on before; missing gradients count as zero."""
         if self._agreed_plan != self._plan:
             return False
-        columns = zip(self._known.watched, self._agreed_lacks, self._lacks, strict=True)
+        columns = zip(self._known.watched, self._agreed_missing, self._missing, strict=True)
         return all(before == now or (now and is_dtensor(param)) for (_, param), before, now in columns)
 
     @property
@@ -202,16 +202,16 @@ class Ranks:
             event.record()
         self._results.append((event, result))
 
-    def _look_back(self) -> None:
-        """Read the results that have arrived, without waiting for the rest."""
+    def _read_results(self) -> None:
+        """Read the results that have arrived, without waiting for others that are on their way."""
         while self._results:
             event, numbers = self._results[0]
             if event is not None and not event.query():  # type: ignore[no-untyped-call]
                 return
             self._results.popleft()
             result = Message._make(map(int, numbers.tolist()))
-            _refuse_failed(result)
-            agreed = result.plan == -result.minus_plan and result.lacks == -result.minus_lacks
+            _raise_failure(result)
+            agreed = result.plan == -result.minus_plan and result.missing == -result.minus_missing
             self._in_doubt |= not agreed
 
     def agree(self, finite: Flag | bool) -> tuple[Flag | bool, list[Tensor]]:
@@ -227,20 +227,20 @@ class Ranks:
             if not self._can_join() or result.failed < _NO_RANK:
                 self._in_doubt = True
                 exchange_nothing(self._last_rounds)
-                _refuse_failed(result)
+                _raise_failure(result)
                 return False, []
-            late = zip(self._known.watched, self._agreed_lacks, self._lacks, strict=True)
+            late = zip(self._known.watched, self._agreed_missing, self._missing, strict=True)
             return flag, [param for (_, param), before, now in late if before != now]
         self._agreed_plan = ""
         if result.plan != -result.minus_plan:
-            self._refuse()
-        _refuse_failed(result)
+            self._raise_difference()
+        _raise_failure(result)
         if result.minus_new and self.process_group is not None:
             _compare_copies([(n, p) for n, p in self._known.watched if not is_dtensor(p)], self.process_group)
-        lacks = self._lacks
+        missing = self._missing
         absent: list[Tensor] = []
-        if result.own_lacks != -result.minus_own_lacks:
-            lacks, absent = self._missing()
+        if result.local_missing != -result.minus_local_missing:
+            missing, absent = self._gather_missing()
         if self._in_doubt:
             warnings.warn(
                 "ranks planned different steps before this one and took none of them; now their plans agree again",
@@ -248,7 +248,7 @@ class Ranks:
             )
             self._in_doubt = False
         if result.ok:
-            self._agreed_plan, self._agreed_lacks = self._plan, lacks
+            self._agreed_plan, self._agreed_missing = self._plan, missing
         return bool(result.ok), absent
 
     def fail(self) -> None:
@@ -259,22 +259,25 @@ class Ranks:
         if result.minus_settled:
             exchange_nothing(self._last_rounds)
         elif result.plan != -result.minus_plan:
-            self._refuse()
+            self._raise_difference()
 
     def _read(self) -> Message:
         assert self._message is not None
         return Message._make(map(int, self._message.tolist()))
 
-    def _missing(self) -> tuple[tuple[bool, ...], list[Tensor]]:
+    def _gather_missing(self) -> tuple[tuple[bool, ...], list[Tensor]]:
         """Which parameters have no gradient on any rank, and which lack theirs on this rank alone."""
-        both = torch.tensor([self._lacks, [-lack for lack in self._lacks]], dtype=torch.int64, device=self._device)
+        extremes = torch.tensor(
+            [self._missing, [-flag for flag in self._missing]], dtype=torch.int64, device=self._device
+        )
         for group in self._known.groups:
-            dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
         absent, watched = [], self._known.watched
-        everywhere, somewhere = both.tolist()
-        for (name, param), lack, all_lack, any_lacks in zip(watched, self._lacks, everywhere, somewhere, strict=True):
-            # Ranks outside the mesh of a parameter may lack its gradient.
-            if all_lack != -any_lacks and (
+        everywhere, somewhere = extremes.tolist()
+        columns = zip(watched, self._missing, everywhere, somewhere, strict=True)
+        for (name, param), is_missing, all_miss, any_misses in columns:
+            # Ranks outside a parameter's mesh have no gradient for it.
+            if all_miss != -any_misses and (
                 not is_dtensor(param)
                 or (
                     all(placement.is_replicate() for placement in param.placements)
@@ -285,21 +288,21 @@ class Ranks:
                     f"{name} is replicated but has a gradient on some ranks only; average gradients over all ranks "
                     f"before the step, as DistributedDataParallel does (find_unused_parameters=True)"
                 )
-            if lack and not all_lack:
+            if is_missing and not all_miss:
                 absent.append(param)
         return tuple(map(bool, everywhere)), absent
 
-    def _refuse(self) -> NoReturn:
+    def _raise_difference(self) -> NoReturn:
         """Raise an error that shows the first difference between this rank and another."""
         group = self._known.groups[0]
         labels = ["the optimizer", *(label_of(options, number) for number, options in enumerate(self._options[1:]))]
         pairs = zip(labels, self._options, strict=True)
         lines = [f"{label}: {key}={value!r}" for label, options in pairs for key, value in options.items()]
         lines += [*self._known.lines, *self.announced]
-        theirs: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(theirs, lines, group=group)
-        for rank, others in zip(dist.get_process_group_ranks(group), theirs, strict=True):
-            for here, there in zip_longest(lines, others, fillvalue="nothing"):
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(gathered, lines, group=group)
+        for rank, their_lines in zip(dist.get_process_group_ranks(group), gathered, strict=True):
+            for here, there in zip_longest(lines, their_lines, fillvalue="nothing"):
                 if here != there:
                     raise RuntimeError(
                         f"the ranks would take different steps, so none is taken: rank {dist.get_rank()} has\n  {here}"
@@ -341,7 +344,7 @@ class Ranks:
         return self._last_rounds
 
 
-def _circles(process_group: dist.ProcessGroup | None, params: Sequence[Tensor]) -> list[dist.ProcessGroup]:
+def _covering_groups(process_group: dist.ProcessGroup | None, params: Sequence[Tensor]) -> list[dist.ProcessGroup]:
     """Process groups that together reach every rank with parts or copies of the parameters."""
     ranks = mesh_ranks(params)
     if process_group is not None and ranks <= set(dist.get_process_group_ranks(process_group)):
@@ -359,7 +362,7 @@ def _digest(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7]) >> 6
 
 
-def _refuse_failed(result: Message) -> None:
+def _raise_failure(result: Message) -> None:
     if result.failed < _NO_RANK:
         raise RuntimeError(
             f"rank {result.failed} could not take a step, so no rank took it; see the error on that rank"
@@ -373,9 +376,9 @@ def _compare_copies(copies: Sequence[tuple[str, Tensor]], process_group: dist.Pr
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [param.detach().contiguous().view(-1).view(integers[param.element_size()]) for _, param in copies]
     sums = torch.stack([numbers.sum(dtype=torch.int64) for numbers in bits])  # exact in any order
-    both = torch.cat([sums, -sums])
-    dist.all_reduce(both, dist.ReduceOp.MIN, group=process_group)
-    low, high = both.chunk(2)
+    extremes = torch.cat([sums, -sums])
+    dist.all_reduce(extremes, dist.ReduceOp.MIN, group=process_group)
+    low, high = extremes.chunk(2)
     for (name, _), differs in zip(copies, (low != -high).tolist(), strict=True):
         if differs:
             raise ValueError(

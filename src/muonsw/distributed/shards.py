@@ -67,14 +67,14 @@ def _on_mesh_of(
 ) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    made = DTensor.from_local(shard, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-    return cast("Tensor", made)
+    tensor = DTensor.from_local(shard, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return cast("Tensor", tensor)
 
 
 def state_placements(param: DTensor, axis: int) -> tuple[Any, ...]:
-    """Placements of a state tensor with a parameter's axes before `axis`, then axes of its own.
+    """Placements of a state tensor with a parameter's axes before `axis`, then further axes.
 
-    If the parameter is sharded along a later axis, the state is sharded along the first axis of its own.
+    If the parameter is sharded along a later axis, the state is sharded along the first of those.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -265,7 +265,7 @@ class Layouts:
     def of(self, param: Tensor, first_matrix_axis: int, state_shape: torch.Size | None = None) -> Layout:
         """The layout of a parameter whose axes before `first_matrix_axis` count matrices.
 
-        With `state_shape`, that of a state tensor, whose axes after those are its own.
+        With `state_shape`, that of a state tensor, whose axes after those differ.
         """
         places = None
         if is_dtensor(param):
