@@ -1,4 +1,4 @@
-"""Ranks for the tests of this folder: one pool for all of them, which ends with the last, as idle ranks cost time."""
+"""One pool of ranks for all tests of this folder; it ends with the last one, because idle ranks cost time."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Processes that form ranks: started once, they run one function after another.
+"""A pool of ranks that run one function after another.
 
-They are forked from the server of `tests.common.children`, so a pool costs no import. A case that does not return in
+They are forked from the server of `tests.common.children`, so a pool needs no import. A case that does not return in
 time, such as a collective that hangs, fails; its pool is killed and the next case gets a new one.
 """
 
@@ -44,7 +44,7 @@ class Pool:
             self._processes.append(process)
 
     def run(self, function, *args, timeout=TIMEOUT, **kwargs):
-        """What `function(*args)` returns on each rank."""
+        """Return the results of `function(*args)` on each rank."""
         answers = self.attempt(function, *args, timeout=timeout, **kwargs)
         failed = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
         if failed:
@@ -52,7 +52,7 @@ class Pool:
         return [answer for _, answer in answers]
 
     def attempt(self, function, *args, timeout=TIMEOUT, **kwargs):
-        """(True, result) or (False, traceback) of each rank."""
+        """Return (True, result) or (False, traceback) for each rank."""
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         answers = {}

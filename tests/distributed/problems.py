@@ -40,7 +40,7 @@ def gradient(shape, step, number, dtype=torch.float64):
 
 
 def groups_of(chosen, make, dtype=torch.float64):
-    """Param groups whose parameters come from `make(value, options)`."""
+    """Return param groups; `make(value, options)` makes each parameter."""
     groups, number = [], 0
     for name in chosen:
         shapes, options = GROUPS[name]
@@ -53,10 +53,10 @@ def groups_of(chosen, make, dtype=torch.float64):
 
 
 def build(chosen, make, dtype, options, **shared):
-    """MuonSW on such groups; an algorithm among the options, with its own options, is for the groups of matrices."""
-    of_algorithm = {"algorithm", *ALGORITHMS[options["algorithm"]].defaults} if "algorithm" in options else set()
-    common = {key: value for key, value in options.items() if key not in of_algorithm}
-    matrices = {key: value for key, value in options.items() if key in of_algorithm}
+    """Build MuonSW on these groups; an algorithm in `options`, with its options, applies to groups of matrices."""
+    algorithm_keys = {"algorithm", *ALGORITHMS[options["algorithm"]].defaults} if "algorithm" in options else set()
+    common = {key: value for key, value in options.items() if key not in algorithm_keys}
+    matrices = {key: value for key, value in options.items() if key in algorithm_keys}
     every = {key for entry in ALGORITHMS.values() for key in entry.defaults}
     groups = [{**matrices, **group} for group in groups_of(chosen, make, dtype)]
     for group in groups:
@@ -70,7 +70,7 @@ def parameters(optimizer):
 
 
 def take_step(optimizer, step, give, absent=()):
-    """One step of a schedule; gradients depend on step and position alone and are placed by `give(param, grad)`."""
+    """Take one step of a schedule; `give(param, grad)` places gradients that depend only on step and position."""
     rate = cosine(PEAK, STEPS)(step)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -86,7 +86,7 @@ def plain(value, options):
 
 
 def sharded_over(mesh, placements):
-    """A function that makes DTensors, with the same placements for all or by value and options."""
+    """Return a function that makes DTensors; `placements` may be a function of value and options."""
 
     def make(value, options):
         chosen = placements(value, options) if callable(placements) else placements
@@ -106,7 +106,7 @@ def give_plain(param, grad):
 
 @cache
 def mesh_of(*shape, names=None):
-    """A mesh over the first ranks; None on the others.
+    """Return a mesh over the first ranks, or None on the other ranks.
 
     Cached, because each process group keeps a thread that polls a hundred times a second.
     """
@@ -117,33 +117,33 @@ def mesh_of(*shape, names=None):
 
 @cache
 def group_of(ranks):
-    """A process group of the first ranks; None on the others."""
+    """Return a process group of the first ranks, or None on the other ranks."""
     group = dist.new_group(list(range(ranks)))
     return group if dist.get_rank() < ranks else None
 
 
 def worst(left, right):
-    """The largest difference between the parameters of two optimizers, relative to the largest weight of each.
+    """Return the largest difference between parameters, relative to the largest weight of each.
 
-    For shards, the largest on this rank: nothing is sent.
+    For shards, only those of this rank: nothing is sent.
     """
     expected = right if isinstance(right, list) else whole(right)
     differences = []
-    for param, wanted in zip(parameters(left), expected, strict=True):
-        mine, here = param.detach(), wanted
+    for param, reference in zip(parameters(left), expected, strict=True):
+        mine, here = param.detach(), reference
         if isinstance(mine, DTensor):
-            mine, here = mine.to_local(), give_sharded(mine, wanted).to_local()
-        differences += [((mine - here).abs().max() / wanted.abs().max()).item()] if here.numel() else []
+            mine, here = mine.to_local(), give_sharded(mine, reference).to_local()
+        differences += [((mine - here).abs().max() / reference.abs().max()).item()] if here.numel() else []
     return max(differences, default=0.0)
 
 
 def far(answers):
-    """The cases in which a rank differs by more than rounding in float64, of answers that name their cases."""
+    """Return the cases in which some rank differs by more than float64 rounding."""
     return {name: value for answer in answers for name, value in answer.items() if not value < CLOSE}
 
 
 def whole(optimizer):
-    """All parameters of an optimizer, in full."""
+    """Return all parameters as full tensors."""
     return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in parameters(optimizer)]
 
 
@@ -151,7 +151,7 @@ ONE_PROCESS = {}
 
 
 def trained_alone(chosen, steps, absent, dtype, options):
-    """The parameters after the steps of one process; cached for the next case."""
+    """Train in one process and return the parameters; cached for the next case."""
     key = repr((chosen, steps, absent, dtype, options))
     if key not in ONE_PROCESS:
         alone = build(chosen, plain, dtype, options)
@@ -161,18 +161,20 @@ def trained_alone(chosen, steps, absent, dtype, options):
     return ONE_PROCESS[key]
 
 
-def beside_one_process(together, give, options, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64):
-    """Train these parameters; the largest difference to the steps of one process with these options."""
+def compared_with_one_process(
+    together, give, options, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64
+):
+    """Train `together`; return the largest difference from training in one process."""
     for step in range(steps):
         take_step(together, step, give, absent)
     return worst(together, trained_alone(chosen, steps, absent, dtype, options))
 
 
 def compare(mesh, placements, chosen=tuple(GROUPS), steps=STEPS, absent=(), dtype=torch.float64, **options):
-    """Train the same parameters in one process and sharded over a mesh; the largest difference at the end."""
+    """Train the same parameters in one process and sharded over a mesh; return the largest difference."""
     options = {**DEFAULTS, **options}
     together = build(chosen, sharded_over(mesh, placements), dtype, options)
-    return beside_one_process(together, give_sharded, options, chosen, steps, absent, dtype)
+    return compared_with_one_process(together, give_sharded, options, chosen, steps, absent, dtype)
 
 
 def shard0(value, options):

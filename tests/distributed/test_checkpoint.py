@@ -1,4 +1,4 @@
-"""Saving on one number of ranks and going on with another."""
+"""Save on one number of ranks and resume on another."""
 
 import copy
 import warnings
@@ -26,7 +26,7 @@ BEFORE, AFTER = 3, 3
 
 
 class Net(nn.Module):
-    """Uneven shapes, a stack of experts, an empty shard from three ranks on."""
+    """A model with uneven shapes, a stack of experts, and an empty shard on three or more ranks."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def save(folder, flatten, kind, **options):
 
 
 def resume(folder, flatten, kind, ranks, **options):
-    """Go on with the first ranks; the difference to a run that never stopped."""
+    """Resume on the first ranks; return the difference from a run that never stopped."""
     mesh, group = mesh_of(ranks), group_of(ranks)
     if group is None:
         return 0.0
@@ -117,8 +117,8 @@ def resume(folder, flatten, kind, ranks, **options):
 
 
 COSINE = {"decay": "cosine", "weight_decay": 0.01, **RULE_OPTIONS["cosine"]}
-GRADIENT_NORM = {"decay": "gradient_norm", "weight_decay": 0.01}  # its average must be saved as what it is loaded into
-HYPERBALL = {"norm": "hyperball", "patterns": {"up.weight": {"split_sizes": (3, 4)}}}  # radii are cut differently
+GRADIENT_NORM = {"decay": "gradient_norm", "weight_decay": 0.01}  # saves an average
+HYPERBALL = {"norm": "hyperball", "patterns": {"up.weight": {"split_sizes": (3, 4)}}}  # saves a radius per matrix
 
 
 SCHEDULE_FREE = {"decay": "constant", "schedule_free": True}
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_four_ranks_resumes_on_fewer(pool, tmp_path, saved, resu
 
 
 def from_a_single_process(**options):
-    """A plain state, as torch.load gives it on every rank, in a sharded optimizer; and back."""
+    """Load a plain state into a sharded optimizer, and its state into a plain one."""
     alone = build(**options)
     train(alone, 0, BEFORE)
     saved = copy.deepcopy([part.state_dict() for part in alone])
@@ -171,7 +171,7 @@ def test_states_of_one_process_load_into_shards_and_back(pool, options):
 
 
 def keys_of_a_first_step():
-    """A step with zero gradients at a rate of zero, as frameworks take to make the state before they load."""
+    """Take a step with zero gradients and rate, with which frameworks create the state before a load."""
     mesh = mesh_of(4)
     model, optimizer, _ = build(mesh)
     before = weights(model)
@@ -185,7 +185,7 @@ def keys_of_a_first_step():
         optimizer.step()
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr
-    made = [
+    placed = [
         isinstance(value, DTensor) and value.placements == param.placements
         for param, state in optimizer.state.items()
         for key, value in state.items()
@@ -194,18 +194,18 @@ def keys_of_a_first_step():
     unchanged = all(map(torch.equal, before, weights(model)))
     fresh = [set(group) for group in build()[1].param_groups]
     every = len(optimizer.state) == len(list(model.parameters()))
-    return unchanged, all(made) and every, [set(group) for group in optimizer.param_groups] == fresh
+    return unchanged, all(placed) and every, [set(group) for group in optimizer.param_groups] == fresh
 
 
-def test_the_first_step_of_a_framework_makes_state_for_every_parameter(pool):
-    for unchanged, made, same_keys in pool.run(keys_of_a_first_step):
+def test_a_step_at_rate_zero_creates_state_for_every_parameter(pool):
+    for unchanged, complete, same_keys in pool.run(keys_of_a_first_step):
         assert unchanged
-        assert made
+        assert complete
         assert same_keys
 
 
 def gathered_radii(shape, axes, options):
-    """The norm that a rule keeps of one weight, which some ranks hold nothing of; gathered, and put in place again."""
+    """Gather and reload the norm of a weight of which some ranks have an empty shard."""
     param = nn.Parameter(distribute_tensor(torch.full(shape, -3.0), mesh_of(2, 2), list(map(Shard, axes))))
     optimizer = MuonSW([{"params": [param], **options}], lr=0.05, norm="hyperball")
     found = []
@@ -221,6 +221,6 @@ def gathered_radii(shape, axes, options):
     ((1,), (0, 0), {"algorithm": "adamw"}), ((1, 2, 2), (0, 0), {"matrix": "stack"}),
     ((1, 2, 2), (0, 1), {"matrix": "stack"}), ((1, 4), (0, 1), {"heads": 1}),
 ], ids=str)  # fmt: skip
-def test_norms_of_weights_that_a_rank_holds_nothing_of_can_be_gathered(pool, shape, axes, options):
+def test_norms_of_weights_with_empty_shards_can_be_gathered(pool, shape, axes, options):
     whole = pytest.approx([3.0 if shape == (1,) else 6.0] * 2)
     assert pool.run(gathered_radii, shape, axes, options) == [whole] * 4

@@ -1,4 +1,4 @@
-"""The planner's cost model against what ranks hold and send."""
+"""The cost model of `muonsw plan`, compared with what ranks hold and send."""
 
 import math
 
@@ -14,13 +14,13 @@ from muonsw.lab.plan import Setup, plan_step
 from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
 from tests.distributed.test_exchange import Counter
 
-# Sizes that every number of ranks below divides, so that the mean over ranks is each one's share.
+# Every number of ranks below divides these sizes, so each rank has an equal share.
 MODEL = ModelConfig(width=48, layers=2, head_dim=16, experts=12, ff=24, vocab=96, sequence=8)
 FEW_EXPERTS = ModelConfig(width=48, layers=2, head_dim=16, experts=2, ff=24, vocab=96, sequence=8)
 
 
 def shard_model(model, layout):
-    """Make every parameter a DTensor with the planner's layout; return its first process group, or that of copies."""
+    """Make every parameter a DTensor with the planned layout; return a process group of the ranks."""
     if layout.strategy == "ddp":
         return group_of(layout.gpus)
     stack = math.gcd(layout.gpus, model.config.experts) if layout.strategy == "ep" else 1
@@ -55,13 +55,13 @@ def local_bytes(tensor):
 
 
 def measured(config, layout):
-    """Bytes that a rank holds after a step and received in the second one, by the planner's names."""
+    """Return what a rank holds after a step and receives in the second one, in the planner's terms."""
     model = Decoder(config, seed=0)
     group = shard_model(model, layout)
     if group is None:
         return None
-    own = {"process_group": group} if layout.strategy == "ddp" else {}
-    optimizer = MuonSW.for_model(model, lr=0.05, ns_dtype=torch.bfloat16, **own)
+    shared = {"process_group": group} if layout.strategy == "ddp" else {}
+    optimizer = MuonSW.for_model(model, lr=0.05, ns_dtype=torch.bfloat16, **shared)
     give = give_plain if layout.strategy == "ddp" else give_sharded
     take_step(optimizer, 0, give)
     with CounterOfAll(group) as counter:
@@ -97,7 +97,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("config", "layout"), CASES, ids=value_id)
-def test_ranks_hold_and_send_what_was_planned(pool, config, layout):
+def test_memory_and_traffic_match_the_plan(pool, config, layout):
     """State to the byte, on average over ranks; the exchange to 5%, the bound of `test_exchange`."""
     answers = [answer for answer in pool.run(measured, config, layout) if answer]
     assert len(answers) == layout.gpus
@@ -112,7 +112,7 @@ def mean_of(answers, name):
     return sum(answer[name] for answer in answers) / len(answers)
 
 
-def test_if_ranks_have_different_numbers_of_experts_the_largest_counts(pool):
+def test_the_plan_is_for_the_rank_with_most_experts(pool):
     layout = Setup(4, "fsdp")
     uneven = ModelConfig(width=48, layers=2, head_dim=16, experts=5, ff=24, vocab=96, sequence=8)
     answers, planned = pool.run(measured, uneven, layout), plan_step(uneven, layout).memory.muon_state

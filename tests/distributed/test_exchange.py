@@ -1,4 +1,4 @@
-"""What a step sends, against the formulas of docs/guide/distributed.md; and how it travels."""
+"""What a step sends, compared with the formulas of docs/guide/distributed.md, and the routes it takes."""
 
 import math
 from itertools import product
@@ -15,7 +15,7 @@ from muonsw.distributed.exchange import route, share_by_cost
 from muonsw.distributed.shards import Grid
 from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
 
-# Two layers' worth of a decoder, in float32, so that a number is four bytes there and back.
+# Two layers of a decoder in float32, so an element takes four bytes each way.
 SHAPES = [(48, 48)] * 8 + [(128, 48)] * 4 + [(48, 128)] * 2 + [(32, 1)]
 PARAMETERS = sum(torch.Size(shape).numel() for shape in SHAPES)
 BYTES = 4 * PARAMETERS
@@ -25,7 +25,7 @@ GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gat
 
 
 class Counter:
-    """Counts the bytes that this rank gets from others in the collectives of the exchange."""
+    """Counts the bytes that this rank receives in the collectives of the exchange."""
 
     def __init__(self, group):
         self.received, self.me, self.ranks = 0, dist.get_rank(group), dist.get_world_size(group)
@@ -55,7 +55,7 @@ class Counter:
 
 
 def counted(kind, ranks):
-    """Bytes that this rank received in the second step, and how often each collective was called."""
+    """Return the bytes that this rank received in the second step, and the calls of each collective."""
     mesh, group = mesh_of(ranks), group_of(ranks)
     if group is None:
         return None
@@ -76,7 +76,7 @@ def counted(kind, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["shards", "columns"])
-def test_sharded_matrices_cost_twice_their_shards(pool, kind, ranks):
+def test_bytes_of_sharded_matrices(pool, kind, ranks):
     answers = [answer for answer in pool.run(counted, kind, ranks) if answer]
     mean = sum(received for received, _ in answers) / ranks
     assert mean == pytest.approx(2 * (ranks - 1) / ranks**2 * BYTES, rel=0.05)
@@ -86,7 +86,7 @@ def test_sharded_matrices_cost_twice_their_shards(pool, kind, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["copies", "replicated"])
-def test_replicated_matrices_cost_the_share_of_the_others(pool, kind, ranks):
+def test_bytes_of_replicated_matrices(pool, kind, ranks):
     answers = [answer for answer in pool.run(counted, kind, ranks) if answer]
     mean = sum(received for received, _ in answers) / ranks
     assert mean == pytest.approx((ranks - 1) / ranks * BYTES, rel=0.05)
@@ -96,7 +96,7 @@ def test_replicated_matrices_cost_the_share_of_the_others(pool, kind, ranks):
 
 
 def agreement_bytes(rates):
-    """Bytes of every reduction in the second step, with rates as numbers or in tensors."""
+    """Return the bytes of each reduction in the second step, with rates as floats or tensors."""
     mesh = mesh_of(4)
     params = [nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in SHAPES]
     groups = [{"params": params[:8]}, {"params": params[8:], "algorithm": "adamw"}]
@@ -106,9 +106,9 @@ def agreement_bytes(rates):
             group.update(lr=torch.tensor(0.05), weight_decay=torch.tensor(0.5))
     sent, reduce = [], dist.all_reduce
 
-    def counted_reduce(tensor, *given, **more):
+    def counted_reduce(tensor, *args, **kwargs):
         sent.append(tensor.numel() * tensor.element_size())
-        return reduce(tensor, *given, **more)
+        return reduce(tensor, *args, **kwargs)
 
     for _ in range(2):
         for param in params:
@@ -123,12 +123,12 @@ def agreement_bytes(rates):
 
 
 @pytest.mark.parametrize("rates", ["numbers", "tensors"])
-def test_settings_and_rates_travel_in_the_one_reduction_of_a_step(pool, rates):
+def test_a_step_reduces_eighty_bytes_once(pool, rates):
     assert pool.run(agreement_bytes, rates) == [[8 * 10]] * 4
 
 
 def calls_and_bytes(shape, options):
-    """Collectives of a step on rows over four ranks, and bytes that this rank received in the exchange."""
+    """Return the collectives of a step on row shards, and the bytes that this rank received in the exchange."""
     param = nn.Parameter(distribute_tensor(torch.randn(shape), mesh_of(4), [Shard(0)]))
     optimizer = MuonSW([param], lr=0.05, **options)
     with Counter(group_of(4)) as counter, CommDebugMode() as debug:
@@ -146,8 +146,8 @@ def test_matrices_that_one_rank_holds_stay_there(pool, shape, options, is_sent):
     assert any(received) == is_sent
 
 
-def in_periods():
-    """Bytes that a rank received in steps of blocks, and in the step of the whole matrix."""
+def block_periodic():
+    """Return the bytes that a rank received in two block steps and in the full step."""
     param = nn.Parameter(distribute_tensor(torch.randn(16, 8), mesh_of(4), [Shard(0)]))
     optimizer, received = MuonSW([param], lr=0.05, heads=4, block_period=3), []
     for step in range(3):
@@ -157,10 +157,10 @@ def in_periods():
     return received
 
 
-def test_whole_matrices_travel_once_in_a_period(pool):
-    blocks, more, whole = map(sum, zip(*pool.run(in_periods), strict=True))
-    assert (blocks, more) == (0, 0)
-    assert whole > 0
+def test_block_steps_send_nothing(pool):
+    *block_steps, full_step = map(sum, zip(*pool.run(block_periodic), strict=True))
+    assert block_steps == [0, 0]
+    assert full_step > 0
 
 
 def test_the_most_loaded_rank_is_within_one_matrix_of_the_mean():
@@ -174,10 +174,10 @@ def test_the_most_loaded_rank_is_within_one_matrix_of_the_mean():
 # routes
 
 
-def lines_through(grid, place, *, turned):
-    """The ranks along each axis through a place, in the order of the grid or in another one."""
+def lines_through(grid, place, *, shuffled):
+    """Return the ranks along each axis through a place, in the order of the grid or shuffled."""
     lines = [grid.movedim(axis, -1)[place[:axis] + place[axis + 1 :]].tolist() for axis in range(grid.dim())]
-    return [sorted(line, key=lambda rank: 7 * rank % 5) for line in lines] if turned else lines
+    return [sorted(line, key=lambda rank: 7 * rank % 5) for line in lines] if shuffled else lines
 
 
 def size(sender, receiver):
@@ -185,7 +185,7 @@ def size(sender, receiver):
 
 
 def exchanged(lines, buffers, hops):
-    """One hop of all ranks at once."""
+    """Send one hop of all ranks."""
     arrived = []
     for me, line in enumerate(lines):
         parts = []
@@ -197,11 +197,11 @@ def exchanged(lines, buffers, hops):
     return arrived
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (3, 1, 2), (2, 2, 3)], ids=str)
-def test_pieces_between_any_two_ranks_arrive_in_the_order_of_their_senders(shape, turned):
+def test_pieces_arrive_in_the_order_of_their_senders(shape, shuffled):
     grid, ranks = torch.arange(math.prod(shape)).view(shape), range(math.prod(shape))
-    lines = [lines_through(grid, place, turned=turned) for place in product(*map(range, shape))]
+    lines = [lines_through(grid, place, shuffled=shuffled) for place in product(*map(range, shape))]
     groups = ("a process group",) * len(shape)
     routes = [route(Grid(groups, shape, tuple(ranks), rank, lines[rank]), size) for rank in ranks]
     buffers = [torch.cat([torch.full((size(rank, to),), 100 * rank + to) for to in ranks]) for rank in ranks]

@@ -1,4 +1,4 @@
-"""Rules with state of whole matrices take the same steps on many ranks as on one."""
+"""Members of the family, whose state may belong to whole matrices: many ranks equal one process."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from tests.distributed.test_replicated import divided
 from tests.distributed.test_sharded import along
 from tests.family.members import OPTIONS, WITH_FACTORS
 
-# Shape and axes of each, and how much is sent at once.
+# Shape of the mesh, sharded axes, chunk_bytes.
 MESHES = {
     "4 ranks, rows": ([4], [0], None),
     "4 ranks, columns": ([4], [1], 256),
@@ -31,11 +31,10 @@ MESHES = {
     "rows twice": ([2, 2], [0, 0], None),
     "copies": ([4], [None], None),
 }
-# Of rules that differ in nothing that ranks could notice, one is enough in a hurry: ASGO's state is of SOAP's kinds,
-# that of KL-Shampoo of Shampoo's.
+# The other members are slow tests: their state has the same layout as one of these.
 QUICK = ("normuon", "adamuon", "algorithm=soap", "algorithm=shampoo")
 DION2 = {"algorithm": "dion2", "fraction": 0.4}
-# Algorithms of their own beside Muon, and a period of which a checkpoint falls into the middle.
+# Other algorithms next to Muon, and a block period that a checkpoint interrupts.
 PATTERNS = {
     "up.weight": {"algorithm": "dion2", "fraction": 0.5},
     "experts": {"algorithm": "dion2", "matrix": "stack"},
@@ -46,22 +45,22 @@ PATTERNS = {
 
 def cases(rules, **more):
     slow = {name: () if name in QUICK else pytest.mark.slow for name in rules}
-    found = [pytest.param(options, id=name, marks=slow[name]) for name, options in rules.items()]
-    return found + [pytest.param(options, id=name) for name, options in more.items()]
+    params = [pytest.param(options, id=name, marks=slow[name]) for name, options in rules.items()]
+    return params + [pytest.param(options, id=name) for name, options in more.items()]
 
 
 def by_patterns(options):
-    """An algorithm with factors for the matrices of the model whose checkpoint is saved."""
+    """Give the matrices of the checkpointed model an algorithm with factors."""
     return {"patterns": {"up.weight": options, "down.weight": options, "experts": {**options, "matrix": "stack"}}}
 
 
-SAVED = {**OPTIONS, **{name: by_patterns(own) for name, own in WITH_FACTORS.items()}}
+SAVED = {**OPTIONS, **{name: by_patterns(options) for name, options in WITH_FACTORS.items()}}
 every_member = pytest.mark.parametrize("options", cases(OPTIONS))
 every_rule = pytest.mark.parametrize("options", cases({**OPTIONS, **WITH_FACTORS}, dion2=DION2))
 
 
 def every_mesh(options):
-    """One case for each, in one go: starting a case on every rank costs more than its steps."""
+    """Run all meshes in one call: starting one on every rank takes longer than its steps."""
     found = {}
     for name, (mesh_shape, axes, chunk_bytes) in MESHES.items():
         mesh, chosen = mesh_of(*mesh_shape), {**options, "chunk_bytes": chunk_bytes}
@@ -70,25 +69,25 @@ def every_mesh(options):
 
 
 @every_rule
-def test_sharded_matrices_take_the_steps_of_one_process(pool, options):
+def test_sharded_matrices_equal_one_process(pool, options):
     assert far(pool.run(every_mesh, options)) == {}
 
 
 @every_rule
-def test_divided_work_gives_the_steps_of_one_process(pool, options):
+def test_divided_work_equals_one_process(pool, options):
     assert max(pool.run(divided, 3, absent=(2, 8), **options)) < CLOSE
 
 
 @pytest.mark.parametrize("options", cases(SAVED, algorithms={"patterns": PATTERNS}))
 @pytest.mark.parametrize("kind", ["shards", "copies"])
-def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, options, kind):
+def test_a_checkpoint_of_four_ranks_resumes_on_two(pool, tmp_path, options, kind):
     folder = str(tmp_path / "checkpoint")
     pool.run(checkpoints.save, folder, False, kind, **options)
     assert max(pool.run(checkpoints.resume, folder, False, kind, 2, **options)) < CLOSE
 
 
 def state_of_a_rank(options):
-    """Bytes of state that are expected on this rank before the first step, and that it has after it."""
+    """Return the bytes of state that this rank expects before the first step, and those it has afterwards."""
     optimizer = build(tuple(GROUPS), sharded_over(mesh_of(4), shard0), torch.float64, {"lr": PEAK, **options})
     expected = optimizer.summary().state
     take_step(optimizer, 0, give_sharded)
@@ -101,6 +100,6 @@ def state_of_a_rank(options):
 
 
 @every_member
-def test_the_state_of_a_rank_is_known_before_it_is_allocated(pool, options):
+def test_the_summary_knows_state_before_it_is_allocated(pool, options):
     for expected, found in pool.run(state_of_a_rank, options):
         assert expected == found

@@ -1,4 +1,4 @@
-"""Models that torch shards (FSDP2, hybrid and tensor parallel), with accumulation and clipping."""
+"""Models under FSDP2, HSDP and tensor parallelism, with accumulation and clipping."""
 
 import copy
 from dataclasses import asdict
@@ -23,14 +23,14 @@ def clip_by_torch(optimizer):
 
 
 def clip_by_ours(optimizer):
-    """One norm for the whole model."""
+    """Clip the whole model by one norm."""
     norm = clip_optimizer_grads_(optimizer, 0.5, algorithms=("adamw", "sgd", "muon"))
     assert not hasattr(norm, "device_mesh")
     return norm
 
 
 def train(alone, together, steps=STEPS, shares=1, share=0, micro=2, clip=clip_by_torch, **options):
-    """Both models over the same schedule, with two micro-batches a step and clipping; the largest difference."""
+    """Train both models with two micro-batches a step and clipping; return the largest difference."""
     options = {**DEFAULTS, **options}
     optimizers = [MuonSW.for_model(model, **options) for model in (alone, together)]
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS) for o in optimizers]
@@ -72,14 +72,14 @@ def fsdp(*mesh_shape, **options):
     [((3,), {}), ((4,), {}), ((2, 2), {}), ((2, 2), {"norm": "hyperball"}), ((2, 2), {"norm": "target"})],
     ids=str,
 )
-def test_fsdp_trains_as_one_process_does(pool, mesh_shape, options):
+def test_fsdp_equals_one_process(pool, mesh_shape, options):
     for difference, same_summary in pool.run(fsdp, *mesh_shape, **options):
         assert difference < CLOSE
         assert same_summary
 
 
 def tensor_parallel(*mesh_shape, **options):
-    """Two layers over the last axis of a mesh; all layers over the first by FSDP, if there are two, else plain."""
+    """Shard two layers over the last axis of a mesh; with two axes, all layers over the first by FSDP."""
     mesh = mesh_of(*mesh_shape, names=("dp", "tp")[-len(mesh_shape) :])
     if mesh is None:
         return 0.0, True
@@ -97,8 +97,8 @@ def tensor_parallel(*mesh_shape, **options):
     [((2,), {}), ((3,), {}), ((2, 2), {}), ((2, 2), {"decay": "gradient_norm", "weight_decay": 0.02})],
     ids=str,
 )
-def test_tensor_parallel_training_is_that_of_one_process(pool, mesh_shape, options):
-    """Parameters of several meshes and plain ones are clipped and decayed together, which torch's clipping refuses."""
+def test_tensor_parallelism_equals_one_process(pool, mesh_shape, options):
+    """One norm covers plain parameters and those of several meshes, which torch's clipping refuses."""
     for difference, same_summary in pool.run(tensor_parallel, *mesh_shape, **options):
         assert difference < CLOSE
         assert same_summary or "decay" in options  # the norm of gradients differs by rounding

@@ -1,4 +1,4 @@
-"""One rank on a CUDA device with NCCL: the same steps as without ranks, and no wait for the device."""
+"""One NCCL rank on a CUDA device: the steps of a plain optimizer, without waiting for the device."""
 
 import warnings
 
@@ -35,15 +35,15 @@ def values(dtype):
 
 
 def built(kind, mesh, dtype, **options):
-    """Matrices of Muon, and one that AdamW moves."""
+    """Build an optimizer of matrices under Muon and one under AdamW."""
 
     def make(value):
         return nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]) if kind == "shards" else value)
 
     params = [make(value.clone()) for value in values(dtype)]
-    own = {"process_group": dist.group.WORLD} if kind == "copies" else {}
+    shared = {"process_group": dist.group.WORLD} if kind == "copies" else {}
     groups = [{"params": params[:-1]}, {"params": params[-1:], "algorithm": "adamw"}]
-    return MuonSW(groups, lr=0.05, weight_decay=0.3, **own, **options), params
+    return MuonSW(groups, lr=0.05, weight_decay=0.3, **shared, **options), params
 
 
 def feed(params, step, bad=False):
@@ -59,8 +59,8 @@ def feed(params, step, bad=False):
 @pytest.mark.parametrize("moving", [False, True], ids=["gradients stay", "gradients move"])
 @pytest.mark.parametrize("kind", ["shards", "copies"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_exchange_on_a_device_gives_the_steps_of_a_plain_optimizer(mesh, kind, dtype, moving):
-    """Eager steps, steps that are replayed, and a step with an infinity among either."""
+def test_steps_on_one_rank_equal_a_plain_optimizer(mesh, kind, dtype, moving):
+    """Eager and replayed steps, each with an infinity in one of them."""
     optimizers = [built(chosen, mesh, dtype, ns_dtype=torch.float64) for chosen in ("plain", kind)]
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     for step in range(12):
@@ -81,7 +81,7 @@ def test_the_exchange_on_a_device_gives_the_steps_of_a_plain_optimizer(mesh, kin
 
 @pytest.mark.parametrize("replay", [None, False], ids=["replayed", "eager"])
 @pytest.mark.parametrize("kind", ["shards", "copies"])
-def test_settled_steps_wait_for_nothing(mesh, kind, replay):
+def test_settled_steps_never_wait_for_the_device(mesh, kind, replay):
     optimizer, params = built(kind, mesh, torch.float32, replay=replay)
     feed(params, 0)
     for _ in range(8):
@@ -97,7 +97,7 @@ def test_settled_steps_wait_for_nothing(mesh, kind, replay):
     assert not [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
     assert bool(optimizer._replay._replays) == (replay is None)
     assert optimizer.skipped_steps == 0
-    kept.append(optimizer)  # the process group must end although graphs are alive
+    alive.append(optimizer)
 
 
-kept = []
+alive = []  # the process group must end even while graphs are alive

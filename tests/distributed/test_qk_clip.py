@@ -1,4 +1,4 @@
-"""Ranks clip by the largest logits of all of them, and each scales what it holds."""
+"""Ranks clip by the largest logits of all ranks; each scales its shards."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def weights(make):
 
 
 def clip_of(params):
-    """Queries with a bias; keys in a fused weight with values behind them, and in one that is stored as (in, out)."""
+    """Queries with a bias; keys in a fused weight before the values, and in a weight stored as (in, out)."""
     query, bias, fused, stored = params
     clip = QKClip(THRESHOLD)
     keys = [HeadRows(fused, SIZE), HeadRows(stored, dim=1)]
@@ -40,7 +40,7 @@ def clipped(shape, axes):
     together, alone = weights(spread), weights(lambda value: value)
     rank = dist.get_rank()
     clip, attention = clip_of(together)
-    if rank != 1:  # it has seen nothing
+    if rank != 1:  # which observes nothing
         attention.observe(logits(rank))
     maxima = clip.step()
 
@@ -54,12 +54,12 @@ def clipped(shape, axes):
 @pytest.mark.parametrize(
     ("shape", "axes"), [([4], (0,)), ([4], (1,)), ([2, 2], (0, 0)), ([2, 2], (0, 1)), ([2, 2], (None, 0))], ids=str
 )
-def test_shards_are_scaled_as_whole_weights_are(pool, shape, axes):
+def test_shards_are_scaled_like_full_weights(pool, shape, axes):
     assert pool.run(clipped, shape, axes) == [(True, True)] * 4
 
 
 def divided_heads():
-    """Tensor parallelism: two ranks see the first heads, two the others."""
+    """Tensor parallelism: two ranks see the first half of the heads, two the second."""
     params = weights(lambda value: value)
     clip, attention = clip_of(params)
     first = HEADS // 2 * (dist.get_rank() % 2)
@@ -67,6 +67,6 @@ def divided_heads():
     return clip.step()
 
 
-def test_ranks_may_know_some_heads_alone(pool):
+def test_ranks_may_observe_different_heads(pool):
     expected = logits(9) + torch.tensor([2.0, 3.0]).repeat_interleave(HEADS // 2)
     assert all(torch.equal(found, expected) for found in pool.run(divided_heads))

@@ -1,4 +1,4 @@
-"""Ranks agree before a step: on what they do, and on whether they do it."""
+"""Ranks agree on a step before they take it."""
 
 import contextlib
 import warnings
@@ -60,17 +60,17 @@ def nan_on_one_rank(kind):
         take_step(optimizer, 1, poisoned(give, 2))
         skipped = optimizer.summary().skipped
     take_step(optimizer, 2, give)
-    said = [str(w.message) for w in caught if w.category is NonFiniteGradientWarning]
-    return worst(optimizer, alone), skipped, optimizer.skipped_steps, said
+    messages = [str(w.message) for w in caught if w.category is NonFiniteGradientWarning]
+    return worst(optimizer, alone), skipped, optimizer.skipped_steps, messages
 
 
 @pytest.mark.parametrize("kind", ["shards", "copies"])
 def test_a_nan_on_one_rank_makes_all_ranks_skip(pool, kind):
     answers = pool.run(nan_on_one_rank, kind)
-    for rank, (difference, skipped, count, said) in enumerate(answers):
+    for rank, (difference, skipped, count, messages) in enumerate(answers):
         assert difference < 1e-9
-        assert (skipped, count, len(said)) == (True, 1, 1)
-        assert ("matrices.0" if rank == 2 else "a gradient on another rank") in said[0]
+        assert (skipped, count, len(messages)) == (True, 1, 1)
+        assert ("matrices.0" if rank == 2 else "a gradient on another rank") in messages[0]
 
 
 def raising():
@@ -81,7 +81,7 @@ def raising():
     return str(error.value), all(map(torch.equal, before, whole(optimizer)))
 
 
-def test_every_rank_raises_for_a_nan_on_one(pool):
+def test_a_nan_on_one_rank_raises_on_all(pool):
     for rank, (message, unchanged) in enumerate(pool.run(raising)):
         assert ("matrices.0" if rank == 1 else "another rank") in message
         assert unchanged
@@ -101,7 +101,7 @@ def option(**changed):
     return lambda optimizer: optimizer.param_groups[1].update(changed)
 
 
-# What one rank alone does to its optimizer, and how the error names it.
+# A change that one rank makes to its optimizer, and how the error names it.
 DIFFERENCES = {
     "order of parameters": (swap_two, "matrices.0 (1, 6)"),
     "fewer parameters": (drop_the_last, "matrices.4"),
@@ -117,7 +117,7 @@ DIFFERENCES = {
 
 
 def different_on_rank_2(kind, what, steps_before, is_settled=False):
-    """Rank 2 differs after some steps. The error of this rank, and whether its weights stayed since the difference."""
+    """Change rank 2 after some steps; return this rank's error, and whether its weights then stayed the same."""
     with settled() if is_settled else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer, give = built(kind)
@@ -145,7 +145,7 @@ def different_at_any_time(kind, what):
 @pytest.mark.parametrize("kind", ["shards", "copies"])
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_a_difference_on_one_rank_is_an_error_on_all(pool, kind, what):
-    """A rank that waits for the others fails by the time limit of the pool; settled ranks notice one step later."""
+    """A rank that waits forever fails by the pool's time limit; settled ranks notice one step later."""
     for rank, answers in enumerate(pool.run(different_at_any_time, kind, what, timeout=30)):
         *waiting, (when_settled, _) = answers
         for message, _ in waiting:
@@ -159,7 +159,7 @@ def test_a_difference_on_one_rank_is_an_error_on_all(pool, kind, what):
 
 
 def shards_of_other_shapes(rows, matrix):
-    """Shards whose lengths are not those that placements say, on some ranks."""
+    """Step with shards whose lengths contradict their placements."""
     mine = torch.ones((rows[dist.get_rank()], 4, 4) if matrix else (rows[dist.get_rank()], 4))
     shape = torch.Size((8, *mine.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
@@ -175,7 +175,7 @@ def shards_of_other_shapes(rows, matrix):
 
 
 @pytest.mark.parametrize("rows", [(2, 2, 1, 3), (1, 1, 1, 1)], ids=["some", "all"])
-def test_shards_that_are_not_as_placements_say_are_refused_on_all_ranks(pool, rows):
+def test_shards_that_contradict_their_placements_are_refused_on_all_ranks(pool, rows):
     for message in pool.run(shards_of_other_shapes, rows, None, timeout=20):
         assert "instead of (2, 4): make it with distribute_tensor or fully_shard" in message
 
@@ -185,7 +185,7 @@ def test_ranks_may_hold_any_number_of_whole_matrices(pool):
 
 
 def changed_on_all():
-    """A schedule, a new peak and another momentum on every rank are no reason to complain."""
+    """Change the peak and the momentum on every rank, under a schedule."""
     optimizer, give = built("shards")
     take_step(optimizer, 0, give)
     optimizer.set_peak_lr(2 * PEAK)
@@ -194,18 +194,18 @@ def changed_on_all():
     return optimizer.summary().skipped
 
 
-def test_what_changes_on_all_ranks_is_welcome(pool):
+def test_changes_on_all_ranks_are_accepted(pool):
     assert pool.run(changed_on_all) == [False] * 4
 
 
 def nothing_to_do_here():
-    """One rank has no gradient at all."""
+    """Step while rank 0 has no gradient."""
     optimizer, give = built("shards")
     take_step(optimizer, 0, (lambda p, g: None) if dist.get_rank() == 0 else give)  # noqa: ARG005
     return optimizer.summary().matrices
 
 
-def test_a_rank_without_any_gradient_takes_part(pool):
+def test_a_rank_without_gradients_takes_part(pool):
     assert set(pool.run(nothing_to_do_here)) == {5}
 
 
@@ -218,14 +218,13 @@ def nothing_to_do_anywhere(kind):
 
 
 @pytest.mark.parametrize("kind", ["shards", "copies"])
-def test_a_step_without_a_gradient_on_any_rank_is_warned_of(pool, kind):
-    for said in pool.run(nothing_to_do_anywhere, kind):
-        assert len(said) == 1
-        assert "no gradient" in said[0]
+def test_a_step_without_gradients_on_any_rank_warns(pool, kind):
+    for (message,) in pool.run(nothing_to_do_anywhere, kind):
+        assert "no gradient" in message
 
 
 def a_step_that_rank_1_cannot_take(what, kind="shards", nonfinite="skip"):
-    """It has a whole gradient for a sharded parameter, or no memory for its state."""
+    """On rank 1 a sharded parameter has a plain gradient, or there is no memory for state."""
     optimizer, give = built(kind, nonfinite=nonfinite)
     wrong = torch.ones(8, 8, dtype=torch.float64)
     before = [local(p).clone() for p in parameters(optimizer)]
@@ -254,12 +253,12 @@ def test_a_step_that_one_rank_cannot_take_is_an_error_on_all(pool, what, options
         assert message
 
 
-# Settled steps, for whose agreement no rank waits. On CPUs ranks do wait, unless they are told not to.
+# In settled steps no rank waits for the agreement. On CPUs ranks always wait unless `waits_on` is empty.
 
 
 @contextlib.contextmanager
 def settled(replay=False):
-    """Ranks as on GPUs; with graphs, which are the program once more, on the same tensors."""
+    """Let ranks settle as on GPUs; with `replay`, a graph runs its program again on the same tensors."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch("muonsw.distributed.ranks.Ranks.waits_on", ()))
         if replay:
@@ -269,8 +268,8 @@ def settled(replay=False):
         yield
 
 
-def a_run_with_troubles(kind, replaying, **options):
-    """A NaN on one rank, gradients that only one rank lacks, and that no rank has: like a run whose ranks wait."""
+def run_with_trouble(kind, replaying, **options):
+    """Train with a NaN on one rank and gradients missing on one or all ranks, settled and waiting."""
     waited, replay = 0, dist.get_rank() in replaying
     betas = options.pop("betas", [None])
 
@@ -307,12 +306,12 @@ def a_run_with_troubles(kind, replaying, **options):
     ("shards", {"decay": "cosine", "total_steps": 12}), ("copies", {"betas": [(0.8, 0.9), (0.9, 0.9)]}),
     ("shards", {"normalize": "normuon", "precondition": "muon2"}),
 ], ids=str)  # fmt: skip
-def test_settled_steps_are_those_of_ranks_that_wait(pool, kind, options, replaying):
-    for rank, answer in enumerate(pool.run(a_run_with_troubles, kind, replaying, **options, timeout=60)):
+def test_settled_steps_equal_steps_that_wait(pool, kind, options, replaying):
+    for rank, answer in enumerate(pool.run(run_with_trouble, kind, replaying, **options, timeout=60)):
         furthest, skipped, found_skipped, waited, replays = answer
         assert furthest < 1e-14  # of weights of size 0.1 in float64
         assert skipped == found_skipped == 1
-        # the first step, a gradient that comes and goes; and where one rank alone lacks it, until all have noticed
+        # the first step, each change of the set of gradients, and until all ranks notice one that is missing on one
         assert waited <= 6
         # a graph is bound to AdamW's betas
         assert bool(replays) == (rank in replaying and "betas" not in options)

@@ -1,4 +1,4 @@
-"""Parameters that every rank holds: matrices are divided over ranks, and every rank ends with the same weights."""
+"""Replicated parameters: ranks divide the matrices and end with the same weights."""
 
 import copy
 from functools import partial
@@ -17,8 +17,8 @@ from tests.distributed.problems import (
     GROUPS,
     PEAK,
     STEPS,
-    beside_one_process,
     build,
+    compared_with_one_process,
     far,
     give_plain,
     gradient,
@@ -35,16 +35,16 @@ def divided(ranks, steps=STEPS, absent=(), chosen=tuple(GROUPS), **options):
         return 0.0
     options = {**DEFAULTS, **options}
     together = build(chosen, plain, torch.float64, options, process_group=group)
-    return beside_one_process(together, give_plain, options, chosen, steps, absent)
+    return compared_with_one_process(together, give_plain, options, chosen, steps, absent)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_divided_work_gives_the_steps_of_one_process(pool, ranks):
+def test_divided_work_equals_one_process(pool, ranks):
     assert max(pool.run(divided, ranks)) < CLOSE
 
 
 @pytest.mark.parametrize("options", [{"cautious": True}, {"nesterov": False}, {"chunk_bytes": 256}], ids=str)
-def test_options_mean_the_same_where_work_is_divided(pool, options):
+def test_options_work_when_work_is_divided(pool, options):
     assert max(pool.run(divided, 3, steps=2, absent=(2, 8), **options)) < CLOSE
 
 
@@ -52,12 +52,12 @@ def every_norm():
     return {norm: divided(3, steps=2, norm=norm) for norm in NORM_RULES}
 
 
-def test_norm_rules_act_on_copies(pool):
+def test_norm_rules_work_on_replicas(pool):
     assert far(pool.run(every_norm)) == {}
 
 
 class Model(nn.Module):
-    """An embedding tied to its head, a convolution, a linear layer that is used now and then, and a frozen one."""
+    """A model with a tied head, a convolution, a linear layer that is used in some steps, and a frozen one."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ def loss_of(model, tokens, use):
 
 
 def ddp():
-    """Two micro-batches a step, clipping, a schedule; each rank sees one sequence of each batch."""
+    """Train with two micro-batches a step, clipping and a schedule; each rank gets one sequence of each batch."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
     alone = Model().double()
@@ -122,7 +122,7 @@ def ddp():
     return worst(optimizers[1], optimizers[0]), same, summary.matrices == optimizers[0].summary().matrices
 
 
-def test_ddp_trains_as_one_process_does(pool):
+def test_ddp_equals_one_process(pool):
     for difference, same, counted in pool.run(ddp):
         assert difference < CLOSE
         assert same
@@ -144,7 +144,7 @@ def gradient_on_some_ranks():
 
 
 def replicated_dtensor_on_some_ranks(algorithm):
-    """Rank 2 would move its copy, or its momentum, by another gradient than the others."""
+    """Without an error, rank 2 would move its copy or its momentum differently."""
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh_of(4), [Replicate()]))
     optimizer = MuonSW([{"params": [("w", param)], "algorithm": algorithm}], lr=PEAK)
     param.grad = None if dist.get_rank() == 2 else torch.ones_like(param)
@@ -161,17 +161,17 @@ def replicated_dtensor_on_some_ranks(algorithm):
     ],
     ids=["copies", "gradients", "adamw", "muon"],
 )
-def test_what_is_not_replicated_is_refused_on_every_rank(pool, case, message):
+def test_copies_that_differ_are_refused_on_every_rank(pool, case, message):
     for ok, answer in pool.attempt(case):
         assert not ok
         assert message in answer
 
 
-def a_group_of_others():
+def process_group_without_this_rank():
     MuonSW([nn.Parameter(torch.ones(2, 2))], lr=PEAK, process_group=dist.new_group([0, 1]))
 
 
-def test_a_rank_that_is_not_in_its_process_group_is_told_so(pool):
-    answers = pool.attempt(a_group_of_others)
+def test_a_rank_outside_its_process_group_is_refused(pool):
+    answers = pool.attempt(process_group_without_this_rank)
     assert [ok for ok, _ in answers] == [True, True, False, False]
     assert "rank 3 is not in process_group" in answers[3][1]

@@ -27,21 +27,21 @@ def sharded(ranks, **options):
 
 
 @pytest.mark.parametrize(("ranks", "options"), CASES, ids=str)
-def test_shards_are_averaged_as_one_process_does(pool, ranks, options):
+def test_averages_over_shards_equal_one_process(pool, ranks, options):
     assert max(pool.run(sharded, ranks, **options)) < CLOSE
 
 
 def from_copies_to_shards():
-    """A whole state of copies, which torch distributes over shards in the order that each rank's state has."""
-    kept = StateDictOptions(full_state_dict=True)
+    """Load the full state of replicas into shards; torch distributes it in the order of each rank's state."""
+    full = StateDictOptions(full_state_dict=True)
     before, after = build(None, dist.group.WORLD, **OPTIONS), build(mesh_of(dist.get_world_size()), **OPTIONS)
     train(before, 0, BEFORE)
-    set_model_state_dict(after[0], get_model_state_dict(before[0], options=kept), options=kept)
-    set_optimizer_state_dict(*after[:2], get_optimizer_state_dict(*before[:2], options=kept), options=kept)
+    set_model_state_dict(after[0], get_model_state_dict(before[0], options=full), options=full)
+    set_optimizer_state_dict(*after[:2], get_optimizer_state_dict(*before[:2], options=full), options=full)
     after[2].load_state_dict(before[2].state_dict())
     train(after, BEFORE, AFTER)
     return distance(after[0], uninterrupted(**OPTIONS))
 
 
-def test_a_whole_state_of_copies_goes_on_over_shards(pool):
+def test_the_full_state_of_replicas_loads_into_shards(pool):
     assert max(pool.run(from_copies_to_shards)) < CLOSE

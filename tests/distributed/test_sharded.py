@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks take the steps that they would take on one."""
+"""Steps on sharded parameters equal steps in one process."""
 
 import contextlib
 from unittest import mock
@@ -19,8 +19,8 @@ from tests.distributed.problems import (
     DEFAULTS,
     GROUPS,
     PEAK,
-    beside_one_process,
     compare,
+    compared_with_one_process,
     far,
     give_plain,
     give_sharded,
@@ -36,7 +36,7 @@ from tests.distributed.problems import (
 
 
 def along(*axes):
-    """Shards along these axes, one for each axis of the mesh (None: copies); the last axis of a tensor with fewer."""
+    """Shard along these axes, one per mesh axis (None: replicate); tensors with fewer axes use their last."""
 
     def placements(value, options):
         del options
@@ -53,23 +53,23 @@ def sharded(mesh_shape, axes, **options):
 MESHES = [
     *(([ranks], (axis,)) for ranks in (1, 2, 3, 4) for axis in (0, 1)),
     *(([2, 2], axes) for axes in ((None, 0), (None, 1), (0, 1), (1, 0), (0, 0), (0, 2), (None, None))),
-    ([2, 1], (None, None)),  # half of the world, which must not ask the other half for a process group
+    ([2, 1], (None, None)),  # half of the world; no process group may need the other half
 ]
 
 
 @pytest.mark.parametrize(("mesh", "axes"), MESHES, ids=str)
-def test_a_sharded_step_is_the_step_of_one_process(pool, mesh, axes):
+def test_a_sharded_step_equals_one_process(pool, mesh, axes):
     assert max(pool.run(sharded, mesh, axes)) < CLOSE
 
 
 def part_of_the_world():
-    """Meshes of four of five ranks, some of which have made process groups that others know nothing of."""
+    """Train on meshes over four of five ranks, after some ranks made process groups of their own."""
     meshes = [DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([[0, 1], [2, 3]], [[4, 1], [0, 3]])]
     dist.new_group([0, 3])
     if dist.get_rank() == 1:
         dist.new_group([1], use_local_synchronization=True)
     straight, turned = [mesh if mesh.get_coordinate() is not None else None for mesh in meshes]
-    with mock.patch.object(dist, "new_group", side_effect=AssertionError("a process group is made")):
+    with mock.patch.object(dist, "new_group", side_effect=AssertionError("a process group was made")):
         return [
             compare(mesh, along(*axes), steps=2, **options) if mesh is not None else 0.0
             for mesh, axes, options in (
@@ -81,12 +81,12 @@ def part_of_the_world():
         ]
 
 
-def test_a_part_of_the_world_exchanges_without_process_groups_of_its_own():
+def test_a_part_of_the_world_needs_no_new_process_groups():
     with contextlib.closing(Pool(5)) as five:
         assert max(map(max, five.run(part_of_the_world))) < CLOSE
 
 
-FEW = {"chosen": ("matrices", "stack", "vectors")}  # a rule sees rates and gradients, and no shape
+FEW = {"chosen": ("matrices", "stack", "vectors")}  # decay rules do not depend on shapes
 OPTIONS = {
     **{f"decay={rule}": {"decay": rule, **FEW, **RULE_OPTIONS.get(rule, {})} for rule in DECAY_RULES},
     "cautious": {"cautious": True},
@@ -100,13 +100,13 @@ OPTIONS = {
     "scale": {"scale": "spectral"},
     "many rounds": {"chunk_bytes": 256},
     "base peak": {"peak": "base", "lr_multiplier": 0.5, "peak_lr": 2 * PEAK},
-    "let through": {"nonfinite": "propagate"},
+    "propagate": {"nonfinite": "propagate"},
     "missing gradients": {"absent": (0, 6, 11)},
 }
 
 
 def every_option(options):
-    """One case for each, in one go: starting a case on every rank costs more than its steps."""
+    """Run all cases in one call: starting one on every rank takes longer than its steps."""
     return {name: sharded([3], [0], steps=2, **chosen) for name, chosen in options.items()}
 
 
@@ -115,13 +115,13 @@ def test_every_option_means_the_same_on_three_ranks(pool):
 
 
 def block_periodic(mesh_shape, axes, **options):
-    """Groups whose matrices are split, in blocks at two of three steps."""
+    """Train groups of split matrices, with blocks in two of three steps."""
     return sharded(mesh_shape, axes, chosen=("fused", "fused_in", "heads"), block_period=3, **options)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_blocks_and_whole_matrices_take_turns_on_all_ranks(pool, ranks, axis):
+def test_block_periodic_steps_equal_one_process(pool, ranks, axis):
     assert max(pool.run(block_periodic, [ranks], [axis], steps=6)) < CLOSE
     assert max(pool.run(block_periodic, [2, 2], [0, axis], steps=6, chunk_bytes=256)) < CLOSE
 
@@ -141,7 +141,7 @@ def every_norm(mesh_shape, axes):
 
 @pytest.mark.parametrize(("mesh", "axes"), [([4], (0,)), ([3], (2,)), ([2, 2], (0, 1)), ([2, 2], (None, 0))], ids=str)
 def test_norm_rules_see_whole_weights(pool, mesh, axes):
-    """Norms are sums over ranks, also of splits that no shard ends at, of stacks, and of ranks that hold nothing."""
+    """Norms are summed over ranks: for stacks, splits that shards cut through, and ranks with empty shards."""
     assert far(pool.run(every_norm, mesh, axes)) == {}
 
 
@@ -150,29 +150,29 @@ def norm_of_every_algorithm():
     return {algorithm: sharded([3], [0], algorithm=algorithm, **options) for algorithm in ALGORITHMS}
 
 
-def test_norm_rules_go_with_every_algorithm(pool):
+def test_norm_rules_work_with_every_algorithm(pool):
     assert far(pool.run(norm_of_every_algorithm)) == {}
 
 
 def with_a_weight_of_norm_zero(axis):
-    """An expert of zeros, of which one rank alone knows where whole experts lie on ranks."""
+    """Step with an expert of zeros, which only one rank sees if ranks hold whole experts."""
     mesh = mesh_of(2, 2)
     value = torch.randn(4, 6, 5, dtype=torch.float64)
     value[3] = 0
     places = [Shard(0), Shard(axis)]
-    params = [nn.Parameter(distribute_tensor(one, mesh, places)) for one in (value, torch.ones_like(value))]
+    params = [nn.Parameter(distribute_tensor(v, mesh, places)) for v in (value, torch.ones_like(value))]
     optimizer = MuonSW(params, lr=PEAK, norm="hyperball", matrix="stack")
     before = [param.detach().full_tensor() for param in params]
-    said = []
+    errors = []
     for step in range(2):
         try:
             take_step(optimizer, step, give_sharded)
         except ValueError as error:
-            said.append(
+            errors.append(
                 "here" if "parameter 0 of group 0 holds a weight of norm zero" in str(error) else str(error)[:12]
             )
     now = [param.detach().full_tensor() for param in params]
-    return said, all(torch.equal(a, b) for a, b in zip(before, now, strict=True)), len(optimizer.state)
+    return errors, all(torch.equal(a, b) for a, b in zip(before, now, strict=True)), len(optimizer.state)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -205,11 +205,11 @@ def one_gradient_missing_on_rank_one():
     return worst(together, alone)
 
 
-def test_a_gradient_that_one_rank_lacks_counts_as_zero_there(pool):
+def test_a_gradient_missing_on_one_rank_counts_as_zero(pool):
     assert max(pool.run(one_gradient_missing_on_rank_one)) < CLOSE
 
 
-def norm_where_rank_one_lacks_a_gradient():
+def clipped_without_a_gradient_on_rank_one():
     params = [nn.Parameter(distribute_tensor(torch.ones(8, 2), mesh_of(4), [Shard(0)])) for _ in range(3)]
     optimizer = AdamWSW(params, lr=PEAK)
     for number, param in enumerate(params):
@@ -218,8 +218,8 @@ def norm_where_rank_one_lacks_a_gradient():
     return norm.item(), [None if p.grad is None else round(p.grad.to_local()[0, 0].item() ** -2) for p in params]
 
 
-def test_a_gradient_that_one_rank_lacks_is_clipped_as_zero(pool):
-    for rank, (norm, squares) in enumerate(pool.run(norm_where_rank_one_lacks_a_gradient, timeout=20)):
+def test_a_gradient_missing_on_one_rank_is_clipped_as_zero(pool):
+    for rank, (norm, squares) in enumerate(pool.run(clipped_without_a_gradient_on_rank_one, timeout=20)):
         assert norm == pytest.approx((3 * 16 - 4) ** 0.5)
         assert squares == [44, None if rank == 1 else 44, 44]
 
@@ -228,7 +228,7 @@ def swapped_after_construction():
     together = MuonSW(groups_of(GROUPS, plain), **DEFAULTS)
     for group in together.param_groups:
         group["params"] = [nn.Parameter(distribute_tensor(p.detach(), mesh_of(4), [Shard(0)])) for p in group["params"]]
-    return beside_one_process(together, give_sharded, DEFAULTS)
+    return compared_with_one_process(together, give_sharded, DEFAULTS)
 
 
 def test_dtensors_may_be_swapped_into_the_groups(pool):
@@ -256,7 +256,7 @@ def test_a_group_may_mix_plain_sharded_and_replicated_parameters(pool):
 
 
 def odd(kind):
-    """A parameter of ones whose shards are not contiguous (rows 0 and 2, rows 1 and 3) or are terms of a sum."""
+    """Make a parameter of ones whose shards are not contiguous (rows 0 and 2, rows 1 and 3) or partial sums."""
     placements = {
         "interleaved": [Shard(0), _StridedShard(0, split_factor=2)],
         "other stride": [_StridedShard(0, split_factor=3), Shard(0)],
@@ -286,7 +286,7 @@ def step_of_odd_shards(kind, options):
     [{}, {"normalize": "normuon"}, {"algorithm": "soap"}, {"algorithm": "adamw", "norm": "hyperball"}],
     ids=str,
 )
-def test_placements_without_an_exchange_are_refused_before_anything_changes(pool, kind, options):
+def test_placements_that_are_not_blocks_are_refused_before_anything_changes(pool, kind, options):
     for error, unchanged in pool.run(step_of_odd_shards, kind, options):
         assert error.startswith("odd has placements (")
         assert "Partial" in error or "_StridedShard" in error
@@ -295,12 +295,12 @@ def test_placements_without_an_exchange_are_refused_before_anything_changes(pool
 
 
 @pytest.mark.parametrize("algorithm", ["adamw", "sgd", "lion"])
-def test_elementwise_rules_take_any_placement(pool, algorithm):
+def test_elementwise_rules_accept_any_placement(pool, algorithm):
     assert pool.run(step_of_odd_shards, "interleaved", {"algorithm": algorithm}) == [("taken", True)] * 4
 
 
 def low_precision(kind):
-    """What each rank holds after some steps in bfloat16."""
+    """Return what each rank holds after some steps in bfloat16."""
     shared = {"process_group": dist.group.WORLD} if kind == "copies" else {}
     make = plain if shared else sharded_over(mesh_of(2, 2), [Replicate(), Shard(0)])
     optimizer = MuonSW(groups_of(["matrices", "vectors"], make, torch.bfloat16), lr=PEAK, **shared)
@@ -316,7 +316,7 @@ def test_replicas_round_alike(pool, kind, replicas):
 
 
 def noise_of_shards():
-    """A row of equal numbers, cut into shards: with the same noise, every shard would round alike."""
+    """Round equal elements on four shards: with equal noise the shards would be equal."""
     mesh = mesh_of(4)
     weight = nn.Parameter(distribute_tensor(torch.full((4, 512), 1.003, dtype=torch.bfloat16), mesh, [Shard(0)]))
     optimizer = MuonSW([{"params": [weight], "algorithm": "sgd"}], lr=1e-3, weight_decay=0.0)
@@ -325,7 +325,7 @@ def noise_of_shards():
     return weight.detach().full_tensor().float()
 
 
-def test_shards_of_one_tensor_round_with_noise_of_their_own(pool):
+def test_shards_of_one_tensor_have_different_noise(pool):
     rows = pool.run(noise_of_shards)[0]
     assert len(rows.unique()) == 2
     assert not any(torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))

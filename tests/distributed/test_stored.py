@@ -1,4 +1,4 @@
-"""8-bit state over shards: the codes of one process on any number of ranks, also after a checkpoint."""
+"""8-bit state over shards: any number of ranks has the codes of one process, also after a checkpoint."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def steps(optimizer, first, count):
 
 
 def differences(optimizer, alone, *, first=0, count=0):
-    """Keys of state that differ after these steps of both, and the largest difference of a weight."""
+    """Step both; return the keys of state that differ, and the largest difference of a weight."""
     steps(optimizer, first, count)
     steps(alone, first, count)
     pairs, keys = list(zip(parameters(optimizer), parameters(alone), strict=True)), []
@@ -53,7 +53,7 @@ def differences(optimizer, alone, *, first=0, count=0):
     return keys, max((whole(p) - whole(o)).abs().max().item() for p, o in pairs)
 
 
-def beside_one_process(algorithm, *, copies=False, **options):
+def compared_with_one_process(algorithm, *, copies=False, **options):
     divided = {"process_group": dist.group.WORLD} if copies else {}
     optimizer = build(algorithm, None if copies else mesh_of(4), **divided, **options)
     return differences(optimizer, build(algorithm, **options), count=3)
@@ -62,18 +62,18 @@ def beside_one_process(algorithm, *, copies=False, **options):
 @pytest.mark.parametrize(("algorithm", "options", "close"), [
     ("adamw", {}, 1e-5), ("lion", {}, 1e-5), ("muon", {}, 1e-5), ("muon", {"copies": True}, 1e-5),
     ("muon", {"normalize": "adamuon"}, 1e-3),
-    # each rank rounds its weights with other noise
+    # each rank rounds weights with different noise
     ("adamw", {"dtype": torch.bfloat16}, 1), ("muon", {"dtype": torch.bfloat16}, 1),
 ], ids=str)  # fmt: skip
 def test_shards_along_the_first_axis_have_the_codes_of_one_process(pool, algorithm, options, close):
-    """Codes of momentum; averages of directions differ where these are summed in another order."""
-    for keys, distance in pool.run(beside_one_process, algorithm, **options):
+    """Averages of directions may differ, because directions are summed in another order."""
+    for keys, distance in pool.run(compared_with_one_process, algorithm, **options):
         assert [key for key in keys if "direction" not in key] == []
         assert distance < close
 
 
 def template(optimizer, flatten):
-    """The state in the form in which torch's distributed checkpoint saves it."""
+    """Return the state as torch's distributed checkpoint saves it."""
     model = nn.ParameterList(optimizer.param_groups[0]["params"])
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     return model, options, {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
@@ -101,7 +101,7 @@ def resumed(folder, algorithm, flatten, ranks):
 
 
 @pytest.mark.parametrize(("algorithm", "flatten"), [("adamw", False), ("muon", True)])
-def test_a_checkpoint_of_four_ranks_goes_on_with_fewer(pool, tmp_path, algorithm, flatten):
+def test_a_checkpoint_of_four_ranks_resumes_on_fewer(pool, tmp_path, algorithm, flatten):
     pool.run(saved, str(tmp_path / "checkpoint"), algorithm, flatten)
     for ranks in (4, 2, 1):
         for keys, distance in pool.run(resumed, str(tmp_path / "checkpoint"), algorithm, flatten, ranks):
@@ -122,13 +122,13 @@ def swapped_in_after_construction():
 
 @pytest.mark.parametrize("case", [along_the_second_axis, swapped_in_after_construction])
 def test_shards_that_cut_through_blocks_are_refused(pool, case):
-    """37 x 128 is one block a row, which ranks would divide."""
+    """In 37 x 128 each row is one block, which the ranks would divide."""
     with pytest.raises(CaseError, match=r"blocks of 128 along its rows, and .*Shard\(dim=1\).* would cut"):
         pool.run(case)
 
 
 def from_float_state_and_back():
-    """Float state becomes codes and float state again in mid-run."""
+    """Convert float state to codes and back during a run."""
     optimizers = [build("adamw", mesh, state_dtype="float32") for mesh in (mesh_of(4), None)]
     for optimizer in optimizers:
         steps(optimizer, 0, 1)
@@ -147,7 +147,7 @@ def test_float_states_load_as_codes_and_the_reverse(pool):
 
 
 def codes_as_floats(kind, axis):
-    """Codes become float32 on shards that cut through their blocks."""
+    """Load codes as float32 on shards that cut through blocks."""
     saved = build("adamw", mesh_of(4) if kind == "shards" else None)
     steps(saved, 0, 1)
     state = saved.state_dict()

@@ -1,4 +1,4 @@
-"""Every rank has the record that one process would have."""
+"""Every rank gets the record that one process would."""
 
 import math
 import warnings
@@ -57,7 +57,7 @@ def records(kind, *, skip=False, **options):
 
 
 def numbers(record, path=()):
-    """All numbers of a record, by their place in it."""
+    """Yield all numbers of a record with their paths."""
     for key, value in record.items() if isinstance(record, dict) else enumerate(record):
         if isinstance(value, dict | list):
             yield from numbers(value, (*path, key))
@@ -65,7 +65,7 @@ def numbers(record, path=()):
             yield (*path, key), value
 
 
-def both(kind, **options):
+def both_records(kind, **options):
     return records("alone", **options), records(kind, **options)
 
 
@@ -73,8 +73,8 @@ def both(kind, **options):
     ("rows", {}), ("columns", {"norm": "hyperball"}), ("both", {"cautious": True}), ("hybrid", {"skip": True}),
     ("copies", {}),
 ], ids=str)  # fmt: skip
-def test_records_are_those_of_one_process_on_every_rank(pool, kind, options):
-    for alone, together in pool.run(both, kind, **options):
+def test_records_on_every_rank_equal_one_process(pool, kind, options):
+    for alone, together in pool.run(both_records, kind, **options):
         assert len(alone) == len(together) == 2
         assert_same(alone, together)
 
@@ -90,7 +90,7 @@ def assert_same(alone, together):
 
 
 def layers_of_experts(sharded):
-    """A stack along two axes, whose matrices on a rank are not neighbours where it is cut along the second."""
+    """Measure a stack along two axes; cut along the second, a rank's matrices are not neighbours."""
     make = sharded_over(mesh_of(4), [Shard(1)]) if sharded else plain
     groups = [
         {"params": [("muon", make(initial((2, 5, 3, 4), 1), {}))], "role": "experts", "matrix": "stack"},
@@ -102,19 +102,19 @@ def layers_of_experts(sharded):
     return telemetry.records
 
 
-def test_matrices_of_a_stack_along_two_axes_have_their_own_numbers(pool):
+def test_each_matrix_of_a_stack_along_two_axes_is_measured(pool):
     alone = pool.run(layers_of_experts, False)[0]
     for together in pool.run(layers_of_experts, True):
         assert_same(alone, together)
 
 
 def low_precision(sharded, algorithm):
-    """One step from the same weights and state; later ones are rounded with other noise."""
+    """Take one step from the same weights and state; later ones have different rounding noise."""
     make = sharded_over(mesh_of(4), [Shard(0)]) if sharded else plain
     shapes = [((7, 5), {}), ((5, 4, 3), {"matrix": "stack"}), ((3, 9), {})]
     groups = [
-        {"params": [(str(number), make(initial(shape, number, torch.bfloat16), {}))], "algorithm": algorithm, **own}
-        for number, (shape, own) in enumerate(shapes)
+        {"params": [(str(number), make(initial(shape, number, torch.bfloat16), {}))], "algorithm": algorithm, **options}
+        for number, (shape, options) in enumerate(shapes)
     ]
     optimizer, give = MuonSW(groups, lr=PEAK, ns_dtype="float32"), give_sharded if sharded else give_plain
     take_step(optimizer, 0, give)
@@ -132,7 +132,7 @@ def low_precision(sharded, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw", "soap"])
 def test_intended_updates_of_sharded_low_precision_weights(pool, algorithm):
-    """Rank 3 holds nothing of the last one, and lacks its gradient."""
+    """Rank 3 has an empty shard of the last parameter and no gradient for it."""
     alone = pool.run(low_precision, False, algorithm)[0]
     for together in pool.run(low_precision, True, algorithm):
         assert together == pytest.approx(alone, rel=1e-3)
@@ -149,22 +149,22 @@ def measured_on_one_rank(kind):
     return ""
 
 
-def test_telemetry_on_one_rank_alone_is_an_error_and_no_hang(pool):
+def test_telemetry_on_one_of_several_ranks_raises(pool):
     for message in pool.run(measured_on_one_rank, "rows", timeout=20):
         assert "telemetry that measures this step (attach it on every rank" in message
 
 
-def test_where_ranks_hold_copies_one_may_measure_alone(pool):
+def test_with_replicas_one_rank_may_measure_alone(pool):
     assert set(pool.run(measured_on_one_rank, "copies", timeout=20)) == {""}
 
 
-def weights_of_a_skipped_update(kind):
-    """On rank 1 one gradient is missing, and another one is no number."""
+def weights_of_a_skipped_step(kind):
+    """On rank 1 one gradient is missing and another is NaN."""
     optimizer, give = built(kind)
 
     def give_some(param, grad):
-        lacks = kind != "alone" and dist.get_rank() == 1 and param.shape == (7, 5)
-        return None if lacks else poison(give)(param, grad)
+        is_missing = kind != "alone" and dist.get_rank() == 1 and param.shape == (7, 5)
+        return None if is_missing else poison(give)(param, grad)
 
     with Telemetry(optimizer, every=1) as telemetry, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -172,7 +172,7 @@ def weights_of_a_skipped_update(kind):
     return [telemetry.records[0]["all"][key] for key in ("numel", "weight_rms")]
 
 
-def test_weights_are_measured_where_a_rank_lacks_a_gradient_of_a_skipped_update(pool):
-    expected, *_ = pool.run(weights_of_a_skipped_update, "alone")
-    for found in pool.run(weights_of_a_skipped_update, "rows"):
+def test_a_skipped_step_is_measured_with_a_gradient_missing_on_one_rank(pool):
+    expected, *_ = pool.run(weights_of_a_skipped_step, "alone")
+    for found in pool.run(weights_of_a_skipped_step, "rows"):
         assert found == pytest.approx(expected)

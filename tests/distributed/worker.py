@@ -1,4 +1,4 @@
-"""The life of a rank, in a module that the pool's server imports once so that its ranks need not."""
+"""What a rank of the pool runs; the pool's server imports this module once for all ranks."""
 
 import traceback
 import warnings
@@ -14,15 +14,15 @@ import muonsw
 
 assert muonsw.MuonSW
 
-# Warnings of torch about torch, which no test here is about.
-TORCHS_OWN = (".*torch.jit.script.*", "FSDP2-wrapped module .* returned a view tensor")
+# Warnings of torch about torch.
+TORCH_WARNINGS = (".*torch.jit.script.*", "FSDP2-wrapped module .* returned a view tensor")
 
 
 def serve(rank, size, store, pipe):
-    """The life of a rank."""
+    """Run jobs from the pipe until None arrives."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    for message in TORCHS_OWN:
+    for message in TORCH_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (job := pipe.recv()) is not None:
