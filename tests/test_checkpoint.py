@@ -97,19 +97,6 @@ def test_a_state_of_torchs_muon_sets_the_scale(torchs, ours):
     run(optimizer, [param], 1)
 
 
-def test_a_saved_momentum_of_none_starts_at_zero():
-    """As older versions of torch saved SGD without momentum."""
-    param = nn.Parameter(torch.ones(2, 3))
-    saved = torch.optim.SGD([param], lr=0.1).state_dict() | {"state": {0: {"momentum_buffer": None}}}
-    optimizer = SGDSW([param], lr=0.1, weight_decay=0.0)
-    optimizer.load_state_dict(saved)
-    optimizer.param_groups[0]["momentum"] = 0.5
-    for _ in range(2):
-        param.grad = torch.ones(2, 3)
-        optimizer.step()
-    torch.testing.assert_close(param.detach(), torch.full((2, 3), 1 - 0.1 - 0.15))
-
-
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [

@@ -69,15 +69,9 @@ if TYPE_CHECKING:
 else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> Any:
-        home = f"muonsw.{_HOMES.get(name, name)}"
-        try:
-            module = import_module(home)
-        except ModuleNotFoundError as error:
-            if error.name != home:
-                raise
-            raise AttributeError(f"module 'muonsw' has no attribute {name!r}") from None
-        value = getattr(module, name) if name in _HOMES else module
-        globals()[name] = value
+        if name not in _HOMES:
+            raise AttributeError(f"module 'muonsw' has no attribute {name!r}")
+        globals()[name] = value = getattr(import_module(f"muonsw.{_HOMES[name]}"), name)
         return value
 
 

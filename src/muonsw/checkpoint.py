@@ -17,7 +17,7 @@ from muonsw import peak
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import is_code, refuse_shards
 from muonsw.decay import LAMBDA_KEYS, decays, needs_peak, require_length, user_weight_decay
-from muonsw.options import BOOKKEEPING, CHECKS, REMOVED, prune, validate_option
+from muonsw.options import BOOKKEEPING, CHECKS, prune, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.precision import SCALE
 from muonsw.routing.facts import WRAPPER_WORDS
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
 
 StateDict = dict[str, Any]
-
-# Earlier names of options.
-_RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
 
 # Options that identify a torch optimizer's groups, with our algorithm.
 _TORCH_ALGORITHMS = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
@@ -118,11 +115,6 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
             f"incomplete state_dict: it needs state and param_groups with params, and has "
             f"{', '.join(map(str, saved)) or 'nothing'}; pass the result of optimizer.state_dict()"
         )
-    # older versions of torch's SGD save None for a missing momentum
-    states = {
-        key: {name: value for name, value in (state or {}).items() if value is not None}
-        for key, state in saved["state"].items()
-    }
     saved_groups = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
     completed = []
     for number, (old, here) in enumerate(zip(_matched(saved_groups, groups), groups, strict=True)):
@@ -133,18 +125,13 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
                 f"param group {number} has algorithm={here['algorithm']!r}, but the saved state is from {source}; "
                 f"build the optimizer with the saved algorithm, or start with fresh state"
             )
-        group = {key: value for key, value in old.items() if key not in _RENAMED}
-        for former, key in _RENAMED.items():
-            if former in old and group.get(key) is None:
-                group[key] = old[former]
-        known = CHECKS.keys() | REMOVED.keys()
-        group = {key: validate_option(key, value) if key in known else value for key, value in group.items()}
+        group = {key: validate_option(key, value) if key in CHECKS else value for key, value in old.items()}
         options = {key: value for key, value in here.items() if key not in ("params", "param_names")}
         fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
         names = {"param_names": here["param_names"]} if "param_names" in here else {}
         completed.append({**options, **fresh, **group, **names, "offload": here["offload"]})
-        _refuse_unfit(completed[-1], here, number, states)
-    return {**saved, "state": states, "param_groups": completed}
+        _refuse_unfit(completed[-1], here, number, saved["state"])
+    return {**saved, "param_groups": completed}
 
 
 def _translated(group: Group) -> Group:
@@ -243,7 +230,7 @@ def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]
     for name, key_of_state, param in zip(names_of(here, number), group["params"], here["params"], strict=True):
         algorithm.validate(group, name, param)
         refuse_shards(name, group, param)
-        state, known = states.get(key_of_state) or {}, layouts({**here, **group}, param)
+        state, known = states.get(key_of_state, {}), layouts({**here, **group}, param)
         missing = needed.keys() - {known[key].name for key in state if key in known}
         if state and missing:
             raise ValueError(

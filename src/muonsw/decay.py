@@ -22,6 +22,7 @@ counts calls of `step`, including skipped ones, as a scheduler does. The group s
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from muonsw import peak
 from muonsw.registry import Registry
+from muonsw.text import users_line
 from muonsw.work import Group, label_of
 
 if TYPE_CHECKING:
@@ -101,8 +103,8 @@ def require_length(rule: str, total_steps: int | None) -> None:
         raise ValueError(f"decay={rule!r} depends on the length of the run; pass total_steps")
 
 
-def check_rates(group: Group, number: int, counters: Counters) -> str | None:
-    """Refuse invalid rates and update a group's peak; return a warning if a scheduler changed it.
+def check_rates(group: Group, number: int, counters: Counters) -> None:
+    """Refuse invalid rates and update a group's peak; warn if a scheduler changed it.
 
     Rate and lambda become floats: numpy scalars would compute in their precision, and tensors are read only once.
     """
@@ -119,11 +121,11 @@ def check_rates(group: Group, number: int, counters: Counters) -> str | None:
         group[key] = value
     changed = peak.update_peak(group, number)
     if not DECAY_RULES[group["decay"]].uses_peak or not group["weight_decay"]:
-        return None
-    message = peak.check_lr(group, number)
-    if message is not None:
-        counters.warn_once("peak never reached", message, peak.PeakLRWarning)
-    return changed
+        return
+    if never_reached := peak.check_lr(group, number):
+        counters.warn_once("peak never reached", never_reached, peak.PeakLRWarning)
+    if changed:
+        warnings.warn(changed, peak.PeakLRWarning, stacklevel=users_line())
 
 
 def phi_of(group: Group, eta: float, step: int) -> float:

@@ -256,12 +256,6 @@ CHECKS: dict[str, Check] = {
     "replay": _or_none(_flag),
 }
 
-# Options of earlier versions that saved groups may hold, and what to do instead.
-REMOVED = dict.fromkeys(
-    ("aurora_iterations", "aurora_beta", "aurora_polar"),
-    "register functools.partial(muonsw.orthogonalize.aurora, ...) and name it in orthogonalizer=",
-)
-
 # Other libraries' names for our options, and what to do instead of their other options.
 _SYNONYMS = {"wd": "weight_decay", "learning_rate": "lr", "epsilon": "eps"}
 _INSTEAD = {
@@ -274,7 +268,6 @@ _INSTEAD = {
     "adjust_lr_fn": "it is called scale here, with the same values, except that spectral_unclamped is spectral",
     "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
-    **REMOVED,
 }
 
 
@@ -291,16 +284,10 @@ def validate_option(key: str, value: Any) -> Any:
             raise ValueError(f"{key!r} is not an option: {_INSTEAD[key]}")
         return value
     close = [] if _owners(key) else difflib.get_close_matches(key, list(CHECKS), n=1, cutoff=0.8)
+    meant = _SYNONYMS.get(key, *close)
     if key in _SYNONYMS or (close and abs(len(close[0]) - len(key)) <= 2):  # a much longer name is no typo
-        raise ValueError(unknown_option(key, CHECKS))
+        raise ValueError(f"unknown option {key!r} (did you mean {meant!r}?)")
     return value
-
-
-def unknown_option(key: str, known: Iterable[str], kind: str = "option") -> str:
-    """The message for an unknown option: the closest one, or else all of them."""
-    options = sorted(known)
-    close = [_SYNONYMS[key]] if key in _SYNONYMS else difflib.get_close_matches(key, options, n=1)
-    return f"unknown {kind} {key!r} (did you mean {close[0]!r}?)" if close else unknown(kind, key, options)
 
 
 def _checked(key: str, value: Any, check: Check) -> Any:
@@ -374,7 +361,7 @@ def constructor_defaults(options: Group, algorithm: str) -> Group:
     known = algorithm_defaults(algorithm)
     for key in checked:
         if key not in (*known, *_INSTEAD, "foreach"):
-            raise ValueError(unknown_option(key, known))
+            raise ValueError(unknown("option", key, sorted(known)))
     defaults = {**known, "algorithm": algorithm, **BOOKKEEPING, **checked}
     prune(defaults)
     return defaults

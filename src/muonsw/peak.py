@@ -14,13 +14,11 @@ All of this is plain data, saved with the state. Keys that schedulers write are 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch.optim.lr_scheduler import OneCycleLR
 
-from muonsw.text import users_line
 from muonsw.work import Group, label_of
 
 # LinearLR and others reach the peak with a rounding error. Messages print eight digits to show it.
@@ -123,13 +121,6 @@ def update_peak(group: Group, number: int) -> str | None:
             f"ignoring it. If a new run starts here, call set_peak_lr({implied:.8g}, group={number})"
         )
     return None
-
-
-def warn_of_changes(messages: Sequence[str | None]) -> None:
-    """Warn once about all peaks that a scheduler changed before this step."""
-    changes = [message for message in messages if message is not None]
-    if changes:
-        warnings.warn("; ".join(changes), PeakLRWarning, stacklevel=users_line())
 
 
 def check_lr(group: Group, number: int) -> str | None:

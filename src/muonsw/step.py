@@ -108,9 +108,8 @@ def make_plan(
                 f"the scheduler cycles betas, but algorithm={group['algorithm']!r} uses momentum, which stays at "
                 f"{group['momentum']:g}; pass cycle_momentum=False to the scheduler",
             )
-    changes = [check_rates(group, number, counters) for number, group in enumerate(groups)]
-    if any(changes):
-        peak.warn_of_changes(changes)
+    for number, group in enumerate(groups):
+        check_rates(group, number, counters)
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
         counters.warn_once(
             "no decay",

@@ -144,15 +144,13 @@ class ScaledWeightDecay:
             raise RuntimeError("a CUDA graph would freeze the weight_decay of this step; step outside the graph")
         # Work on copies, so that an error changes no group.
         planned = [{**group, "peak": "group", "total_steps": self.total_steps} for group in groups]
-        changes = []
         for number, group in enumerate(planned):
             self._join(group)
             group["base_weight_decay"] = group["weight_decay"] = float(user_weight_decay(group))
-            changes.append(check_rates(group, number, self._counters))
+            check_rates(group, number, self._counters)
             group["step_count"] += 1
             phi = phi_of(group, group["lr"], group["step_count"])
             group["driven_weight_decay"] = phi / group["lr"] if group["lr"] else 0.0
-        peak.warn_of_changes(changes)
         for group, plan in zip(groups, planned, strict=True):
             _set(group, "weight_decay", plan["driven_weight_decay"])
             group.update({key: plan[key] for key in _KEYS})

@@ -13,7 +13,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.options import COMMON, unknown_option, validate_option
+from muonsw.options import COMMON, validate_option
+from muonsw.registry import unknown
 from muonsw.routing.facts import PEFT_PREFIX
 from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
 from muonsw.text import text_table, users_line
@@ -119,7 +120,7 @@ def check_adamw(adamw: Group) -> None:
     known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
     for key, value in adamw.items():
         if key not in known:
-            raise ValueError(f"adamw={{{key!r}: ...}}: {unknown_option(key, known, 'option of AdamW')}")
+            raise ValueError(f"adamw={{{key!r}: ...}}: {unknown('option of AdamW', key, sorted(known))}")
         validate_option(key, value)
 
 
