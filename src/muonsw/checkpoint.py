@@ -34,11 +34,8 @@ StateDict = dict[str, Any]
 # Options that identify a torch optimizer's groups, with our algorithm.
 _TORCH_ALGORITHMS = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
 
-# Keys of torch's groups to drop after checking them.
+# Keys of torch's groups that have no counterpart here; those that change the update rule are checked.
 _TORCH_KEYS = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "amsgrad", "ns_coefficients")
-
-# Options of torch's optimizers that change the update rule if set.
-_UNSUPPORTED = ("amsgrad", "dampening")
 
 
 def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Callable[[StateDict], None]) -> None:
@@ -126,19 +123,19 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
                 f"build the optimizer with the saved algorithm, or start with fresh state"
             )
         group = {key: validate_option(key, value) if key in CHECKS else value for key, value in old.items()}
-        options = {key: value for key, value in here.items() if key not in ("params", "param_names")}
         fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
-        names = {"param_names": here["param_names"]} if "param_names" in here else {}
-        completed.append({**options, **fresh, **group, **names, "offload": here["offload"]})
+        unsaved = {key: here[key] for key in ("param_names", "offload") if key in here}
+        completed.append({**here, **fresh, **group, **unsaved})
         _refuse_unfit(completed[-1], here, number, saved["state"])
     return {**saved, "param_groups": completed}
 
 
 def _translated(group: Group) -> Group:
-    for key in [key for key in _UNSUPPORTED if group.get(key)]:
-        raise ValueError(
-            f"the saved state is from an optimizer with {key}={group[key]!r}, which has no counterpart here"
-        )
+    for key in ("amsgrad", "dampening"):
+        if group.get(key):
+            raise ValueError(
+                f"the saved state is from an optimizer with {key}={group[key]!r}, which has no counterpart here"
+            )
     if group.get("decoupled_weight_decay") is False and float(group["weight_decay"]):
         raise ValueError(
             f"the saved state is from Adam with weight_decay={float(group['weight_decay']):g}, added to the gradient; "
@@ -170,13 +167,13 @@ def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
 
     torch matches by position alone, so reordered parameters of equal shape would swap states, and groups options.
     """
-    wanted = [_names(group) for group in groups]
+    names_here = [_names(group) for group in groups]
     members = {name: (key, group) for group in saved for name, key in zip(_names(group), group["params"], strict=False)}
     sizes = [sum(len(group["params"]) for group in side) for side in (saved, groups)]
-    if sizes != [len(members)] * 2 or sorted(members) != sorted(name for names in wanted for name in names):
+    if sizes != [len(members)] * 2 or sorted(members) != sorted(name for names in names_here for name in names):
         return _matched_by_place(saved, groups)
     matched = []
-    for names in wanted:
+    for names in names_here:
         group: Group = members[names[0]][1] if names else {}
         is_split = any(members[name][1] is not group for name in names)
         # If groups were merged or split, distributed checkpoint passes the options of just one of them.
@@ -198,10 +195,10 @@ def _matched_by_place(saved: list[Group], groups: list[Group]) -> list[Group]:
             f"{listed(list(map(str, sizes_here)))}; build the optimizer with the same groups, such as "
             f"AdamWSW(model.parameters(), lr=...) for torch.optim.AdamW(model.parameters())"
         )
-    known, wanted = ({name for group in side for name in _names(group)} for side in (saved, groups))
+    saved_names, names_here = ({name for group in side for name in _names(group)} for side in (saved, groups))
     for old, here in zip(saved, groups, strict=True):
         for name, name_here in zip(_names(old), _names(here), strict=False):
-            if name != name_here and (name in wanted or name_here in known):
+            if name != name_here and (name in names_here or name_here in saved_names):
                 raise ValueError(
                     f"{name_here} would get the state of {name}: parameters were renamed and reordered; write the "
                     f"current names into param_names of the saved groups"

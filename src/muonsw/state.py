@@ -86,9 +86,8 @@ def allocate(optimizer: ScaledDecayOptimizer) -> None:
             if not (param.requires_grad or param.grad is not None):
                 continue
             refuse_shards(names_of(group, number)[place], group, param)  # frameworks may put DTensors into groups
-            wanted = layouts(group, param)
-            new = {key: zeros(layout, param) for key, layout in wanted.items() if key not in state}
-            optimizer.state[param].update(new)
+            missing = {key: layout for key, layout in layouts(group, param).items() if key not in state}
+            optimizer.state[param].update({key: zeros(layout, param) for key, layout in missing.items()})
         optimizer._allocated[number] = specs
 
 
