@@ -113,7 +113,7 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
             f"{', '.join(map(str, saved)) or 'nothing'}; pass the result of optimizer.state_dict()"
         )
     saved_groups = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
-    completed = []
+    completed: list[Group] = []
     for number, (old, here) in enumerate(zip(_matched(saved_groups, groups), groups, strict=True)):
         # Other libraries' state may have the same names for other averages. Ours may change algorithm if it fits.
         if old["params"] and "peak_lr" not in old and old.get("algorithm") != here["algorithm"]:
@@ -123,8 +123,10 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
                 f"build the optimizer with the saved algorithm, or start with fresh state"
             )
         group = {key: validate_option(key, value) if key in CHECKS else value for key, value in old.items()}
+        if "max_precond_dim" in group:  # its name in early states
+            group["precondition_max_dim"] = group.pop("max_precond_dim")
         fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
-        unsaved = {key: here[key] for key in ("param_names", "offload") if key in here}
+        unsaved: Group = {key: here[key] for key in ("param_names", "offload") if key in here}
         completed.append({**here, **fresh, **group, **unsaved})
         _refuse_unfit(completed[-1], here, number, saved["state"])
     return {**saved, "param_groups": completed}
