@@ -104,10 +104,10 @@ def test_chunks_hold_every_matrix_once_and_as_many_as_fit(chunk_bytes):
     shapes = [(4, 6), (3, 5, 4), (4, 6), (7, 5, 4), (4, 6)]
     items = [Item(place, str(place), param, param, {}) for place, param in enumerate(map(torch.zeros, shapes))]
     chunks = matrix_chunks(MatrixView("stack"), items, chunk_bytes)
-    for bucket, parts in chunks:
-        elements = sum(part.grad.numel() for part in parts)
-        assert 4 * elements <= max(chunk_bytes, 4 * bucket.rows * bucket.columns)
-        for part in parts:
+    for chunk in chunks:
+        elements = sum(part.grad.numel() for part in chunk.parts)
+        assert 4 * elements <= max(chunk_bytes, 4 * chunk.rows * chunk.columns)
+        for part in chunk.parts:
             part.grad.add_(1)
     assert all(bool((item.grad == 1).all()) for item in items)
     assert len(chunks) == {1: 13, 200: 8, 700: 3, 10**9: 2}[chunk_bytes]

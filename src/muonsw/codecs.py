@@ -30,6 +30,7 @@ from muonsw import kernels
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import whole_parts
 from muonsw.distributed.shards import cutting_order, is_dtensor, noise_place, position
+from muonsw.matrices import filled
 from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, Noise, StoredState, stochastic_round, uniform_hash
 from muonsw.work import Group, Item, StepContext
 
@@ -134,14 +135,8 @@ def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update
     """Update parameters on decoded state, in pieces of about `chunk_bytes`; equal shapes stay together."""
     if not items:
         return
-    pieces: list[list[Item]] = []
-    room = 0
-    for item in sorted(items, key=lambda item: item.param.shape):
-        if not pieces or item.param.nbytes > room:
-            pieces.append([])
-            room = ctx.chunk_bytes
-        pieces[-1].append(item)
-        room -= item.param.nbytes
+    ordered = sorted(items, key=lambda item: item.param.shape)
+    pieces = filled([(item, item.param.nbytes) for item in ordered], ctx.chunk_bytes)
     device = items[0].param.device
     copies = _HostCopies(device, pieces) if group["offload"] and device.type == "cuda" else None
     for number, piece in enumerate(pieces):

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from muonsw.work import Group, Item
 STACK, FLATTEN = "stack", "flatten"
 
 Cut = tuple[int, int, int]
+T = TypeVar("T")
 
 # Longer than any axis: the length along an axis that is not cut.
 _ALL = 2**62
@@ -216,40 +217,59 @@ def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:
     return max(1, chunk_bytes // (4 * rows * columns))
 
 
-class Bucket(NamedTuple):
-    """The properties that matrices in one batch share."""
+# Rows, columns and dtype of matrices.
+Kind = tuple[int, int, torch.dtype]
 
+
+class Chunk(NamedTuple):
+    """Matrices of one shape and dtype, to update together."""
+
+    view: MatrixView
     rows: int
     columns: int
     dtype: torch.dtype
+    parts: list[Part]
 
 
-def matrix_chunks(view: MatrixView, items: list[Item], chunk_bytes: int) -> list[tuple[Bucket, list[Part]]]:
+def matrix_chunks(view: MatrixView, items: list[Item], chunk_bytes: int) -> list[Chunk]:
     shapes, dtypes = tuple([item.param.shape for item in items]), tuple([item.param.dtype for item in items])
     planned = _planned_chunks(shapes, dtypes, view, chunk_bytes)
-    return [(bucket, [Part(items[index], region) for index, region in regions]) for bucket, regions in planned]
+    return [Chunk(view, *kind, [Part(items[index], region) for index, region in regions]) for kind, regions in planned]
 
 
 @lru_cache(maxsize=128)
 def _planned_chunks(
     shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], view: MatrixView, chunk_bytes: int
-) -> list[tuple[Bucket, list[tuple[int, Region]]]]:
-    """The parameters and regions in each batch, from shapes and settings alone."""
-    buckets: dict[Bucket, list[tuple[int, StackRun]]] = {}
+) -> list[tuple[Kind, list[tuple[int, Region]]]]:
+    """The parameters and regions in each chunk, from shapes and settings alone."""
+    alike: dict[Kind, list[tuple[tuple[int, Region], int]]] = {}
     for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        for run in runs(shape, view, chunk_bytes):
-            buckets.setdefault(Bucket(run.cell.rows, run.cell.columns, dtype), []).append((index, run))
-    planned: list[tuple[Bucket, list[tuple[int, Region]]]] = []
-    for bucket, members in buckets.items():
-        room = 0  # fill each batch with as many runs as fit
-        for index, run in members:
-            if run.matrices > room:
-                planned.append((bucket, []))
-                room = _capacity(bucket.rows, bucket.columns, chunk_bytes)
-            whole = run.cell.region is WHOLE and not run.stack
-            planned[-1][1].append((index, WHOLE if whole else Region((*run.cell.region.cuts, *run.stack))))
-            room -= run.matrices
-    return planned
+        for (cell, rows, columns), stack, matrices in runs(shape, view, chunk_bytes):
+            region = WHOLE if cell is WHOLE and not stack else Region((*cell.cuts, *stack))
+            alike.setdefault((rows, columns, dtype), []).append(((index, region), matrices))
+    return [
+        (kind, regions)
+        for kind, members in alike.items()
+        for regions in filled(members, _capacity(kind[0], kind[1], chunk_bytes))
+    ]
+
+
+def filled(sized: Iterable[tuple[T, int]], room: int) -> list[list[T]]:
+    """Lists of consecutive elements, each with as many as fit into `room`, but at least one.
+
+    Examples:
+        >>> filled([("a", 2), ("b", 1), ("c", 1), ("d", 9)], room=3)
+        [['a', 'b'], ['c'], ['d']]
+    """
+    lists: list[list[T]] = []
+    left = 0
+    for element, size in sized:
+        if not lists or size > left:
+            lists.append([])
+            left = room
+        lists[-1].append(element)
+        left -= size
+    return lists
 
 
 def scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -23,12 +23,12 @@ from torch.autograd.graph import increment_version
 
 from muonsw import codecs, peak
 from muonsw.algorithms import ALGORITHMS
-from muonsw.algorithms.base import Chunk, Update, elementwise_chunks, whole_parts
+from muonsw.algorithms.base import Update, elementwise_chunks, update_matrices, whole_parts
 from muonsw.apply import apply_update
 from muonsw.decay import check_rates, decays, phi_of
 from muonsw.distributed import exchange_updates
 from muonsw.distributed.shards import is_dtensor, local, local_item, refuse_interleaved
-from muonsw.matrices import MatrixView, matrix_chunks
+from muonsw.matrices import matrix_chunks
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.precision import LOW_PRECISION
 from muonsw.state import allocate
@@ -135,7 +135,7 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
         if len(names) != len(params):
             names = names_of(group, number)
         has_shards = any_dtensor(params)
-        view = None if ALGORITHMS[group["algorithm"]].matrices is None else MatrixView.of(group)
+        view = ALGORITHMS[group["algorithm"]].view(group)
         if view is not None and group.get("block_period") and group["update_count"] % group["block_period"] == 0:
             view = view.unsplit()  # MuonBP takes whole matrices every few steps
         by_kind: dict[tuple[torch.device, torch.dtype], list[Item]] = {}
@@ -294,17 +294,18 @@ def update_batch(batch: Batch, items: list[Item], ctx: StepContext, *, is_decode
             items = codecs.update_in_place(group, items, ctx)
             codecs.update_decoded(group, items, ctx, partial(update_batch, batch, ctx=ctx, is_decoded=True))
             return
-    if batch.view is not None:
-        for bucket, parts in matrix_chunks(batch.view, items, ctx.chunk_bytes):
-            apply_update(group, algorithm.update(group, Chunk(parts, batch.view, bucket), ctx), ctx)
+    if algorithm.matrices is not None and batch.view is not None:
+        for chunk in matrix_chunks(batch.view, items, ctx.chunk_bytes):
+            apply_update(group, update_matrices(algorithm.matrices, group, chunk, ctx), ctx)
         return
+    assert algorithm.update is not None
     items = [item for item in items if item.param.numel()]  # kernels take no empty shards
     fused = algorithm.fused if group["fused"] is not False else None
     # A kernel takes all tensors at once, except low-precision weights, whose noise depends on how they are chunked.
     at_once = bool(items and fused and batch.dtype not in LOW_PRECISION and fused(group, whole_parts(items), ctx))
     for parts in elementwise_chunks(items, ctx.chunk_bytes) if items and not at_once else ():
         if not (fused and fused(group, parts, ctx)):
-            apply_update(group, algorithm.update(group, Chunk(parts), ctx), ctx)
+            apply_update(group, algorithm.update(group, parts, ctx), ctx)
     if fused:  # fused kernels do not tell autograd that they changed weights
         increment_version([item.param if item.dtensor is None else item.dtensor for item in items])
 

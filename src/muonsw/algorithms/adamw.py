@@ -8,7 +8,6 @@ from torch import Tensor
 from muonsw import kernels
 from muonsw.algorithms.base import (
     Algorithm,
-    Chunk,
     Update,
     advance_momentum,
     clean,
@@ -26,22 +25,22 @@ from muonsw.work import Group, StepContext, elements
 KEYS = ("exp_avg", "exp_avg_sq")
 
 
-def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
+def update(group: Group, parts: list[Part], ctx: StepContext) -> Update:
     """Directions (m / c1) / (sqrt(v / c2) + eps), with the bias corrections c1 and c2."""
     (beta1, beta2), ok = group["betas"], ctx.ok
-    _, grads, averages, squares = columns(chunk.parts, KEYS)
+    _, grads, averages, squares = columns(parts, KEYS)
     grads = clean(grads, averages, group["maximize"], ok)
     advance_momentum("ema", averages, grads, beta1, ok)
     decay_average(squares, beta2, ok)
     torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
     # Both corrections go into the denominator, on the device. If the first step is skipped its count is zero, but its
     # direction must be finite, because it is multiplied by zero.
-    steps = torch.stack([part.item.state["step"] for part in chunk.parts]).double().clamp(min=1)
+    steps = torch.stack([part.item.state["step"] for part in parts]).double().clamp(min=1)
     c1, c2 = 1 - beta1**steps, 1 - beta2**steps
     denominators = torch._foreach_sqrt(squares)
     torch._foreach_mul_(denominators, (c1 / c2.sqrt()).unbind())
     torch._foreach_add_(denominators, (c1 * group["eps"]).unbind())
-    return Update(chunk.parts, list(torch._foreach_div(averages, denominators)))
+    return Update(parts, list(torch._foreach_div(averages, denominators)))
 
 
 def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:

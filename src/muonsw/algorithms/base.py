@@ -7,7 +7,6 @@ time, which bounds temporary memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muonsw import kernels
-from muonsw.matrices import WHOLE, Bucket, MatrixView, Part, Region, scatter, views
+from muonsw.matrices import WHOLE, Chunk, MatrixView, Part, Region, filled, scatter, views
 from muonsw.precision import LOW_PRECISION, StoredState
 from muonsw.slots import Specs, StateSpec, oriented, wide_dtype
 from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_of, elements
@@ -23,14 +22,6 @@ from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_
 if TYPE_CHECKING:
     from muonsw.kernels.move import Weights
     from muonsw.nonfinite import Flag
-
-
-class Chunk(NamedTuple):
-    """Parts to update together; for rules of matrices they share one shape and dtype, `bucket`."""
-
-    parts: list[Part]
-    view: MatrixView = MatrixView()
-    bucket: Bucket = Bucket(0, 0, torch.float32)
 
 
 class Update(NamedTuple):
@@ -67,7 +58,7 @@ class MatrixRule(NamedTuple):
     scale: Callable[[Group, int, int], float]
     state: Callable[[Group], Specs]
     sends_gradient: Callable[[Group], bool] = lambda _: False
-    input_dtype: Callable[[Group, Chunk], torch.dtype] = lambda _, chunk: wide_dtype(chunk.bucket.dtype)
+    input_dtype: Callable[[Group, Chunk], torch.dtype] = lambda _, chunk: wide_dtype(chunk.dtype)
     sent_dtype: Callable[[Group, torch.dtype], torch.dtype] = lambda _, dtype: wide_dtype(dtype)
     result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype] = lambda _, dtype, __: wide_dtype(dtype)
     by_kernels: Callable[[Group, Chunk, StepContext], Update | None] | None = None
@@ -76,14 +67,14 @@ class MatrixRule(NamedTuple):
 class Algorithm(NamedTuple):
     """An update rule: its options with their defaults, its state, and its directions.
 
-    A rule without `matrices` computes each element separately, so it runs on shards.
+    A rule either computes each element separately, by `update`, so it runs on shards, or needs whole `matrices`.
 
     Attributes:
         defaults: its options.
         state: the tensors of a parameter's state, by key.
-        update: returns the directions for one chunk and advances the state in place.
+        update: returns the directions of some parts and advances their state in place.
         validate: refuses an unsupported parameter or option.
-        matrices: the same rule in two halves, if it needs whole matrices.
+        matrices: a rule of whole matrices, in two halves.
         fused: takes the whole step of some parts in one kernel; returns False, without side effects, if it cannot.
         in_place: `fused` on encoded state; bit-equal to `update` on decoded state.
         scale_free: the update does not depend on the size of the gradient, so clipping has no effect.
@@ -93,7 +84,7 @@ class Algorithm(NamedTuple):
 
     defaults: dict[str, Any]
     state: Callable[[Group], Specs]
-    update: Callable[[Group, Chunk, StepContext], Update]
+    update: Callable[[Group, list[Part], StepContext], Update] | None = None
     validate: Callable[[Group, str, Tensor], None] = lambda *_: None
     matrices: MatrixRule | None = None
     fused: Callable[[Group, list[Part], StepContext], bool] | None = None
@@ -208,24 +199,18 @@ def elementwise_chunks(items: list[Item], chunk_bytes: int) -> list[list[Part]]:
     """
     if elements([item.param for item in items]) * items[0].param.element_size() <= chunk_bytes:
         return [whole_parts(items)]
-    chunks: list[list[Part]] = []
-    room = 0
+    pieces: list[tuple[Part, int]] = []
     for item in items:
         numel, size = item.param.numel(), item.param.element_size()
         length = max(1, chunk_bytes // size)
         state = [tensor for tensor in item.state.values() if tensor.shape == item.param.shape]
         if numel <= length or not all_contiguous([item.param, item.grad, *state]):
-            regions = [(WHOLE, numel)]
-        else:
-            cuts = [(start, min(length, numel - start)) for start in range(0, numel, length)]
-            regions = [(Region(((0, *cut),), flat=True), cut[1]) for cut in cuts]
-        for region, count in regions:
-            if not chunks or count * size > room:
-                chunks.append([])
-                room = chunk_bytes
-            chunks[-1].append(Part(item, region))
-            room -= count * size
-    return chunks
+            pieces.append((Part(item, WHOLE), numel * size))
+            continue
+        for start in range(0, numel, length):
+            count = min(length, numel - start)
+            pieces.append((Part(item, Region(((0, start, count),), flat=True)), count * size))
+    return filled(pieces, chunk_bytes)
 
 
 # Rules with per-matrix state: a pure function from matrices (count, m, n) and their state to directions and new state.
@@ -236,7 +221,7 @@ class StateBatch:
     """The state of the matrices in a chunk: views of each parameter's tensors, gathered into batches."""
 
     def __init__(self, chunk: Chunk, specs: Specs) -> None:
-        rows, columns, _ = chunk.bucket
+        rows, columns = chunk.rows, chunk.columns
         m, n = chunk.view.out_in(rows, columns)
         self.views = {key: _state_views(chunk, key, spec) for key, spec in specs.items()}
         self.shapes = {key: spec.shape(m, n) if spec.shape else (rows, columns) for key, spec in specs.items()}
@@ -281,7 +266,7 @@ def copy_gradients(group: Group, parts: list[Part], targets: list[Tensor] | None
 
 def update_matrices(rule: MatrixRule, group: Group, chunk: Chunk, ctx: StepContext) -> Update:
     """Advance the state of a chunk of matrices that are whole on this rank, and return their directions."""
-    parts, (rows, columns, home) = chunk.parts, chunk.bucket
+    view, rows, columns, home, parts = chunk
     like = views(parts, [part.item.param for part in parts])
     if rule.by_kernels is not None and has_kernels(group, like[0].device):
         updated = rule.by_kernels(group, chunk, ctx)
@@ -299,7 +284,7 @@ def update_matrices(rule: MatrixRule, group: Group, chunk: Chunk, ctx: StepConte
     X, after = rule.directions(group, X, before, rule.result_dtype(group, home, X.device))
     if batch:
         batch.write(before, after, ctx.ok)
-    return Update(parts, scatter(X, like), rule.scale(group, *chunk.view.out_in(rows, columns)))
+    return Update(parts, scatter(X, like), rule.scale(group, *view.out_in(rows, columns)))
 
 
 def validate_matrices(group: Group, name: str, param: Tensor) -> None:
@@ -353,7 +338,6 @@ def matrix_algorithm(
     return Algorithm(
         defaults={"matrix": None, **defaults},
         state=state,
-        update=partial(update_matrices, rule),
         validate=validate,
         matrices=rule,
         scale_free=scale_free,

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import torch
 
-from muonsw.algorithms.base import Algorithm, Chunk, Update, advance_momentum, clean, columns
+from muonsw.algorithms.base import Algorithm, Update, advance_momentum, clean, columns
+from muonsw.matrices import Part
 from muonsw.slots import ELEMENTWISE
 from muonsw.work import Group, StepContext
 
 
-def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
+def update(group: Group, parts: list[Part], ctx: StepContext) -> Update:
     """Directions sign(beta1 M + (1 - beta1) G)."""
     beta1, beta2 = group["betas"]
-    _, grads, averages = columns(chunk.parts, ("exp_avg",))
+    _, grads, averages = columns(parts, ("exp_avg",))
     grads = clean(grads, averages, group["maximize"], ctx.ok)
     directions = list(torch._foreach_lerp(averages, grads, 1 - beta1))
     torch._foreach_sign_(directions)
     advance_momentum("ema", averages, grads, beta2, ctx.ok)
-    return Update(chunk.parts, directions)
+    return Update(parts, directions)
 
 
 LION = Algorithm(

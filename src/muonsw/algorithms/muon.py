@@ -7,14 +7,11 @@ relatives (`muonsw.slots`).
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from muonsw.algorithms.base import (
     Algorithm,
-    Chunk,
     MatrixRule,
     StateBatch,
     Update,
@@ -22,11 +19,10 @@ from muonsw.algorithms.base import (
     clean,
     has_kernels,
     look_ahead,
-    update_matrices,
     validate_matrices,
 )
 from muonsw.machine import product_dtype
-from muonsw.matrices import SHAPE_SCALES, Part, scatter, views
+from muonsw.matrices import SHAPE_SCALES, Chunk, Part, scatter, views
 from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration
 from muonsw.precision import state_dtype
@@ -84,7 +80,7 @@ def directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tu
 
 def by_kernels(group: Group, chunk: Chunk, ctx: StepContext) -> Update | None:
     """Update whole matrices with kernels; return None, without side effects, if they cannot."""
-    iteration, parts, (rows, columns, dtype) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk.parts, chunk.bucket
+    iteration, (view, rows, columns, dtype, parts) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk
     if not isinstance(iteration, Iteration) or not slots_have_kernels(group):
         return None
     from muonsw.kernels.momentum import normalized_momentum
@@ -109,7 +105,7 @@ def by_kernels(group: Group, chunk: Chunk, ctx: StepContext) -> Update | None:
             before = batch.gathered()
             X, after = NORMALIZE.apply(group, X, before)
             batch.write(before, after, ctx.ok)
-    return Update(parts, scatter(X, momenta), RULE.scale(group, *chunk.view.out_in(rows, columns)), factors)
+    return Update(parts, scatter(X, momenta), RULE.scale(group, *view.out_in(rows, columns)), factors)
 
 
 def slots_have_kernels(group: Group) -> bool:
@@ -177,7 +173,6 @@ MUON = Algorithm(
         "matrix": None,
     },
     state=lambda group: {"momentum_buffer": ELEMENTWISE, **PRECONDITION.specs(group), **NORMALIZE.specs(group)},
-    update=partial(update_matrices, RULE),
     validate=validate,
     matrices=RULE,
     scale_free=True,

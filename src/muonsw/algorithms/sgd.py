@@ -7,7 +7,6 @@ from torch import Tensor
 
 from muonsw.algorithms.base import (
     Algorithm,
-    Chunk,
     Update,
     advance_momentum,
     clean,
@@ -25,19 +24,19 @@ def state(group: Group) -> Specs:
     return {"momentum_buffer": ELEMENTWISE} if group["momentum"] else {}
 
 
-def update(group: Group, chunk: Chunk, ctx: StepContext) -> Update:
+def update(group: Group, parts: list[Part], ctx: StepContext) -> Update:
     form, beta = group["momentum_form"], group["momentum"]
-    _, grads, *rest = columns(chunk.parts, tuple(state(group)))
+    _, grads, *rest = columns(parts, tuple(state(group)))
     if not rest:
-        return Update(chunk.parts, clean(grads, grads, group["maximize"], ctx.ok))
+        return Update(parts, clean(grads, grads, group["maximize"], ctx.ok))
     momenta = rest[0]
     grads = clean(grads, momenta, group["maximize"], ctx.ok)
     advance_momentum(form, momenta, grads, beta, ctx.ok)
     if not group["nesterov"]:
-        return Update(chunk.parts, momenta)
+        return Update(parts, momenta)
     ahead = [torch.empty_like(m) for m in momenta]
     look_ahead(form, momenta, grads, beta, out=ahead)
-    return Update(chunk.parts, ahead)
+    return Update(parts, ahead)
 
 
 def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
