@@ -108,14 +108,14 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
         return items
     keys = _encoded_keys(group)
     forms: dict[int, list[Item]] = {}  # by block length, 0 without scales
-    others: list[Item] = []
+    unsupported: list[Item] = []
     for item in items:
         param, state = item.param, [item.state[key] for key in keys]
         ready = param.numel() and param.is_contiguous() and all(value.device == param.device for value in state)
         ready = ready and all(_is_rounded(group, value) and value.is_contiguous() for value in state)
         # Large low-precision weights are cut into chunks, on which their noise depends; kernels do not cut.
         if not ready or (param.dtype in LOW_PRECISION and param.nbytes > ctx.chunk_bytes):
-            others.append(item)
+            unsupported.append(item)
             continue
         has_scales = is_code(state[0])
         block = state[0].numel() // item.state[f"{keys[0]}{SCALE}"].numel() if has_scales else 0
@@ -127,8 +127,8 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
             noises = [noise for item in same_form if (noise := _noise(group, item, number)) is not None]
             encoded[key] = StoredState([item.state[key] for item in same_form], scales, noises)
         if not in_place(group, whole_parts(same_form), encoded, ctx):
-            others += same_form
-    return others
+            unsupported += same_form
+    return unsupported
 
 
 def update_decoded(group: Group, items: Sequence[Item], ctx: StepContext, update: Callable[[list[Item]], None]) -> None:

@@ -135,14 +135,7 @@ class MatrixView(NamedTuple):
 
     @classmethod
     def of(cls, group: Group) -> MatrixView:
-        sizes = group.get("split_sizes")
-        return cls(
-            group.get("matrix"),
-            group.get("transposed", False),
-            None if sizes is None else tuple(sizes),
-            group.get("split_dim", 0),
-            group.get("heads"),
-        )
+        return cls(**{option: group[option] for option in cls._fields if option in group})
 
     def unsplit(self) -> MatrixView:
         return self._replace(split_sizes=None, heads=None)
@@ -155,20 +148,16 @@ class MatrixView(NamedTuple):
         first = self.stack_axes(len(shape))
         return first + 1 if bool(self.split_dim) != self.transposed else first
 
-    def sizes(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Sizes of the matrices along the split axis, None without a split; `heads` means equal parts."""
-        if self.heads is None:
-            return self.split_sizes
-        return (shape[self.split_axis(shape)] // self.heads,) * self.heads
-
     def cells(self, shape: Sequence[int]) -> Iterator[MatrixCell]:
         if len(shape) < 2:
             raise ValueError(
                 f"a matrix has become a vector of {math.prod(shape)} elements since the optimizer was built: something "
                 f"flattened the parameters, as DeepSpeed's ZeRO does. Use ZeRO stage 0, DDP or FSDP2"
             )
-        sizes, axis, start = self.sizes(shape), self.split_axis(shape), 0
-        for size in (None,) if sizes is None else sizes:
+        sizes, axis, start = self.split_sizes, self.split_axis(shape), 0
+        if self.heads is not None:
+            sizes = (shape[axis] // self.heads,) * self.heads
+        for size in sizes or (None,):
             region = WHOLE if size is None else Region(((axis, start, size),))
             cut = region.shape_in(shape)
             first = self.stack_axes(len(cut))

@@ -55,7 +55,7 @@ class SlotMember(NamedTuple):
         defaults: its options by name. A group stores them as `<slot>_<name>` if they are set.
         state: the tensors of its state, by key.
         elementwise: computes each element separately, so it may run on shards of any shape.
-        uses_gradient: `state["grad"]` is the descent gradient, in the shape of X; do not return it.
+        uses_gradient: of preconditioners: `state["grad"]` is the descent gradient, in the shape of X; do not return it.
         counts_steps: `options["step"]` is the number of this step, from 1, on the host.
         has_kernel: `muonsw.kernels` implements it too.
     """

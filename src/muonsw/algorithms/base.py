@@ -21,7 +21,6 @@ from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_
 
 if TYPE_CHECKING:
     from muonsw.kernels.move import Weights
-    from muonsw.nonfinite import Flag
 
 
 class Update(NamedTuple):
@@ -53,7 +52,7 @@ class MatrixRule(NamedTuple):
         by_kernels: a faster update of whole matrices; returns None, without side effects, if it cannot.
     """
 
-    advance: Callable[[Group, list[Part], list[Tensor] | None, Flag | None], None]
+    advance: Callable[[Group, list[Part], list[Tensor] | None, StepContext], None]
     directions: Callable[[Group, Tensor, State, torch.dtype], tuple[Tensor, State]]
     scale: Callable[[Group, int, int], float]
     state: Callable[[Group], Specs]
@@ -257,11 +256,11 @@ def _state_views(chunk: Chunk, key: str, spec: StateSpec) -> list[Tensor]:
     return tensors
 
 
-def copy_gradients(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
+def copy_gradients(group: Group, parts: list[Part], targets: list[Tensor] | None, ctx: StepContext) -> None:
     """Write descent gradients to targets, if any."""
     if targets is not None:
-        grads, ok = views(parts, [part.item.grad for part in parts]), None if flag is None else flag.ok
-        torch._foreach_copy_(targets, clean(grads, targets, group["maximize"], ok))
+        grads = views(parts, [part.item.grad for part in parts])
+        torch._foreach_copy_(targets, clean(grads, targets, group["maximize"], ctx.ok))
 
 
 def update_matrices(rule: MatrixRule, group: Group, chunk: Chunk, ctx: StepContext) -> Update:
@@ -274,13 +273,13 @@ def update_matrices(rule: MatrixRule, group: Group, chunk: Chunk, ctx: StepConte
             return updated
     dtype, count = rule.input_dtype(group, chunk), elements(like) // (rows * columns)
     X = torch.empty(count, rows, columns, dtype=dtype, device=like[0].device)
-    rule.advance(group, parts, scatter(X, like), ctx.flag)
+    rule.advance(group, parts, scatter(X, like), ctx)
     specs = rule.state(group)
     batch = StateBatch(chunk, specs) if specs else None
     before = batch.gathered() if batch else {}
     if rule.sends_gradient(group):
         before["grad"] = torch.empty_like(X, dtype=wide_dtype(dtype))
-        copy_gradients(group, parts, scatter(before["grad"], like), ctx.flag)
+        copy_gradients(group, parts, scatter(before["grad"], like), ctx)
     X, after = rule.directions(group, X, before, rule.result_dtype(group, home, X.device))
     if batch:
         batch.write(before, after, ctx.ok)

@@ -23,14 +23,13 @@ from muonsw.algorithms.base import (
 )
 from muonsw.machine import product_dtype
 from muonsw.matrices import SHAPE_SCALES, Chunk, Part, scatter, views
-from muonsw.nonfinite import Flag
 from muonsw.orthogonalize import ORTHOGONALIZERS, Iteration
 from muonsw.precision import state_dtype
 from muonsw.slots import ELEMENTWISE, MUON2, NORMALIZE, PRECONDITION, wide_dtype
 from muonsw.work import Group, State, StepContext
 
 
-def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag: Flag | None) -> None:
+def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, ctx: StepContext) -> None:
     """Advance momenta in place, and write the matrices to orthogonalize to `targets`, if any.
 
     Elementwise preconditioners act here, because they work on shards.
@@ -42,9 +41,9 @@ def advance(group: Group, parts: list[Part], targets: list[Tensor] | None, flag:
         from muonsw.kernels.momentum import advance_momenta
 
         kernel_group = group if member.elementwise else {**group, "precondition": None}
-        if advance_momenta(kernel_group, grads, momenta, _squares(group, parts), targets, flag):
+        if advance_momenta(kernel_group, grads, momenta, _squares(group, parts), targets, ctx.flag):
             return
-    form, beta, ok = group["momentum_form"], group["momentum"], None if flag is None else flag.ok
+    form, beta, ok = group["momentum_form"], group["momentum"], ctx.ok
     grads = clean(grads, momenta, group["maximize"], ok)
     advance_momentum(form, momenta, grads, beta, ok)
     if targets is not None and group["nesterov"]:
@@ -150,8 +149,7 @@ RULE = MatrixRule(
         **NORMALIZE.specs(group),
     },
     sends_gradient=lambda group: (
-        ((first := PRECONDITION.member(group)).uses_gradient and not first.elementwise)
-        or NORMALIZE.member(group).uses_gradient
+        PRECONDITION.member(group).uses_gradient and not PRECONDITION.member(group).elementwise
     ),
     input_dtype=input_dtype,
     sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),

@@ -26,10 +26,10 @@ def state(group: Group) -> Specs:
 
 def update(group: Group, parts: list[Part], ctx: StepContext) -> Update:
     form, beta = group["momentum_form"], group["momentum"]
-    _, grads, *rest = columns(parts, tuple(state(group)))
-    if not rest:
+    if not beta:
+        _, grads = columns(parts, ())
         return Update(parts, clean(grads, grads, group["maximize"], ctx.ok))
-    momenta = rest[0]
+    _, grads, momenta = columns(parts, ("momentum_buffer",))
     grads = clean(grads, momenta, group["maximize"], ctx.ok)
     advance_momentum(form, momenta, grads, beta, ctx.ok)
     if not group["nesterov"]:
@@ -44,8 +44,8 @@ def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
 
     torch adds decay to the momentum, so with momentum we decay first.
     """
-    weights, grads, *rest = columns(parts, tuple(state(group)))
-    momenta = rest[0] if rest else []
+    weights, grads, *lists = columns(parts, tuple(state(group)))
+    momenta = lists[0] if lists else []
     ema = bool(momenta) and group["momentum_form"] == "ema"
     if (ema and group["nesterov"]) or not suits_torch(group, ctx, weights, grads, momenta):
         return False

@@ -456,7 +456,7 @@ def _load(batches: Sequence[Batch], contexts: Sequence[StepContext], round_: Rou
             targets += [] if piece is None else [piece.view(part.grad.shape)]
     for (number, is_sent), (parts, targets) in advanced.items():
         rule, _ = rule_of(batches[number])
-        rule.advance(batches[number].group, parts, targets if is_sent else None, contexts[number].flag)
+        rule.advance(batches[number].group, parts, targets if is_sent else None, contexts[number])
     return buffer
 
 
