@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -41,6 +41,17 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
         if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"setting {_dotted(where, name)} is missing")
     return kind(**{key: _typed(hints[key], value, _dotted(where, key)) for key, value in data.items()})
+
+
+def require(holds: bool, name: str, value: Any, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value} must be {what}")
+
+
+def require_choices(settings: Any, choices: Mapping[str, Sequence[str]], prefix: str = "") -> None:
+    for name, known in choices.items():
+        if (value := getattr(settings, name)) not in known:
+            raise ValueError(f"{prefix}{name}={value!r} must be one of {', '.join(known)}")
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -13,7 +13,7 @@ from tests.lab.model.small_models import small
     ("changes", "message"),
     [
         ({"width": 20}, r"width=20 must be a multiple of head_dim=8; try width=16"),
-        ({"width": 0}, r"width=0 must be a positive"),
+        ({"width": 0}, r"width=0 must be positive"),
         ({"width": 9, "head_dim": 3}, r"head_dim=3 must be even"),
         ({"top_k": 9}, r"top_k=9 must not exceed experts=8"),
         ({"balance_coef": -0.1}, r"balance_coef=-0.1"),

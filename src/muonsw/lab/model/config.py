@@ -11,16 +11,9 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from muonsw.lab.config import require, require_choices
+
 FF_MULTIPLE = 256
-BALANCE_SCOPES = ("batch", "sequence")
-
-
-def _require_positive(settings: object, names: tuple[str, ...], prefix: str = "") -> None:
-    """Raise a `ValueError` unless the settings are positive and finite."""
-    for name in names:
-        value = getattr(settings, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{prefix}{name}={value} must be a positive, finite number")
 
 
 @dataclass(frozen=True)
@@ -34,7 +27,8 @@ class MuP:
     residual: float = 1.4  # multiplier of a residual branch, divided by the square root of the number of layers
 
     def __post_init__(self) -> None:
-        _require_positive(self, ("base_width", "init_std", "embedding", "residual"), "mup.")
+        for name in ("base_width", "init_std", "embedding", "residual"):
+            require(0 < getattr(self, name) < math.inf, f"mup.{name}", getattr(self, name), "positive and finite")
 
 
 @dataclass(frozen=True)
@@ -59,11 +53,12 @@ class ModelConfig:
     mup: MuP = field(default_factory=MuP)
 
     def __post_init__(self) -> None:
-        sizes = ("width", "layers", "head_dim", "experts", "top_k", "vocab", "sequence", "rope_theta", "norm_eps")
-        _require_positive(self, sizes if self.ff is None else (*sizes, "ff"))
+        for name in ("width", "layers", "head_dim", "experts", "top_k", "vocab", "sequence", "rope_theta", "norm_eps"):
+            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "positive and finite")
+        require(self.ff_width > 0, "ff", self.ff, "positive")
         for name in ("balance_coef", "z_coef"):
-            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
-                raise ValueError(f"{name}={value} must be finite and not negative; 0 switches this loss off")
+            value = getattr(self, name)
+            require(0 <= value < math.inf, name, value, "finite and not negative; 0 switches this loss off")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, because RoPE rotates pairs; try 64")
         if self.width % self.head_dim:
@@ -71,8 +66,7 @@ class ModelConfig:
             raise ValueError(f"width={self.width} must be a multiple of head_dim={self.head_dim}; try width={fix}")
         if self.top_k > self.experts:
             raise ValueError(f"top_k={self.top_k} must not exceed experts={self.experts}; lower top_k or add experts")
-        if self.balance_over not in BALANCE_SCOPES:
-            raise ValueError(f"balance_over={self.balance_over!r} must be one of {', '.join(BALANCE_SCOPES)}")
+        require_choices(self, {"balance_over": ("batch", "sequence")})
 
     @property
     def heads(self) -> int:

@@ -130,11 +130,9 @@ class ModelSize(NamedTuple):
 
 
 def count(config: ModelConfig) -> ModelSize:
-    model = unallocated(config)
-    total = sum(param.numel() for param in model.parameters())
-    mixtures = [layer for layer in model.modules() if isinstance(layer, MoE)]
-    stacks = [stack for layer in mixtures for stack in (layer.gate_up, layer.down)]
-    active = total - (config.experts - config.top_k) * sum(stack[0].numel() for stack in stacks)
+    total = sum(param.numel() for param in unallocated(config).parameters())
+    expert = 3 * config.width * config.ff_width  # gate, up and down
+    active = total - config.layers * (config.experts - config.top_k) * expert
     # Scores and mixing need 2*2*T*D per layer, half of that if causal, and three times as much with the backward pass.
     attention = 6 * config.layers * config.width * config.sequence
     return ModelSize(total, active, 6 * active + attention)

@@ -11,7 +11,7 @@ from typing import Any
 
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.decay import DECAY_RULES
-from muonsw.lab.config import as_data, from_data
+from muonsw.lab.config import as_data, from_data, require, require_choices
 from muonsw.lab.data.loader import read_record
 from muonsw.lab.data.prepare import matching_files, prepare_default
 from muonsw.lab.errors import UsageError
@@ -71,20 +71,20 @@ class OptimizerConfig:
             "qkv": ("split", "fused"),
             "ns_dtype": (AUTO, *DTYPES),
         }
-        _require_choices(self, choices, "optimizer.")
+        require_choices(self, choices, "optimizer.")
         for name in ("lr", "weight_decay", "clip", "adam_lr", "target_norm"):
-            value = 0.0 if getattr(self, name) is None else getattr(self, name)
-            _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite and not negative")
-        _require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "at least 0 and below 1")
+            if (value := getattr(self, name)) is not None:
+                require(0 <= value < math.inf, f"optimizer.{name}", value, "finite and not negative")
+        require(0.0 <= self.momentum < 1.0, "optimizer.momentum", self.momentum, "at least 0 and below 1")
         valid = [0.0 <= beta < 1.0 for beta in self.betas]
-        _require(valid == [True, True], "optimizer.betas", self.betas, "two numbers, at least 0 and below 1")
+        require(valid == [True, True], "optimizer.betas", self.betas, "two numbers, at least 0 and below 1")
         if self.preset:
             PRESETS[self.preset]  # raises if the name is unknown
             for setting in fields(self):
                 value = getattr(self, setting.name)
                 if setting.name in ("algorithm", *MUON_SETTINGS) and value != setting.default:
-                    has = f"optimizer.preset={self.preset!r} has its own {setting.name}"
-                    raise ValueError(f"{has}: leave optimizer.{setting.name}={value} out")
+                    decided = f"optimizer.preset={self.preset!r} decides {setting.name}"
+                    raise ValueError(f"{decided}: leave optimizer.{setting.name}={value} out")
 
     @property
     def matrix_algorithm(self) -> str:
@@ -102,7 +102,7 @@ class ScheduleConfig:
     decay_fraction: float = 0.2  # fraction of the run over which "wsd" decays
 
     def __post_init__(self) -> None:
-        _require_choices(self, {"shape": SHAPES}, "schedule.")
+        require_choices(self, {"shape": SHAPES}, "schedule.")
 
     def warmup(self, steps: int) -> int:
         return warmup_steps_for_horizon(steps) if self.warmup_steps is None else self.warmup_steps
@@ -132,9 +132,9 @@ class ParallelConfig:
     timeout: float = 600.0  # seconds that a rank waits for the others
 
     def __post_init__(self) -> None:
-        _require_choices(self, {"strategy": ("ddp", "fsdp"), "experts": ("stack", "rows")}, "parallel.")
-        _require(self.replicas >= 1, "parallel.replicas", self.replicas, "at least 1")
-        _require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "finite and positive")
+        require_choices(self, {"strategy": ("ddp", "fsdp"), "experts": ("stack", "rows")}, "parallel.")
+        require(self.replicas >= 1, "parallel.replicas", self.replicas, "at least 1")
+        require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "finite and positive")
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,14 @@ class RunConfig:
                 raise ValueError(f"setting {name} is missing" if self.task is None else f"a task has no {name}")
         counts = ("steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep", "log_every", "skipped")
         for name in counts:
-            _require(1 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 1 and below 2**63")
+            require(1 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 1 and below 2**63")
         for name in ("seed", "telemetry_every", "threads"):
-            _require(0 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 0 and below 2**63")
-        _require(self.diverged > 0, "diverged", self.diverged, "positive")
+            require(0 <= getattr(self, name) < LARGEST, name, getattr(self, name), "at least 0 and below 2**63")
+        require(self.diverged > 0, "diverged", self.diverged, "positive")
         seconds = self.checkpoint_seconds
-        _require(0 <= seconds < math.inf, "checkpoint_seconds", seconds, "finite and not negative")
+        require(0 <= seconds < math.inf, "checkpoint_seconds", seconds, "finite and not negative")
         choices = {"precision": ("auto", "float32", "bfloat16"), "weights": ("float32", "bfloat16")}
-        _require_choices(self, {**choices, **dict.fromkeys(("compile", "graphs"), ("auto", "on", "off"))})
+        require_choices(self, {**choices, **dict.fromkeys(("compile", "graphs"), ("auto", "on", "off"))})
         if self.batch % self.accumulation:
             raise ValueError(f"batch={self.batch} does not split into accumulation={self.accumulation} equal parts")
         if self.schedule.warmup(self.steps) >= self.steps > 1:
@@ -218,23 +218,10 @@ class RunConfig:
         if data.get("version") != VERSION:
             raise ValueError(f"this file has settings of version {data.get('version')!r}, not {VERSION}")
         settings = {key: value for key, value in data.items() if key != "version"}
-        # Settings that no longer exist, with the value at which they change nothing.
-        for part, name, unset in (("optimizer", "decay_points", None), ("schedule", "warmup_shape", "linear")):
-            recorded = settings.get(part) or {}
-            if recorded.get(name, ...) == unset:
-                settings[part] = {key: value for key, value in recorded.items() if key != name}
+        schedule = settings.get("schedule")
+        if isinstance(schedule, Mapping) and schedule.get("warmup_shape") == "linear":  # as `as_data` writes it
+            settings["schedule"] = {key: value for key, value in schedule.items() if key != "warmup_shape"}
         return from_data(cls, settings)
-
-
-def _require(holds: bool, name: str, value: Any, what: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value} must be {what}")
-
-
-def _require_choices(settings: Any, choices: Mapping[str, Sequence[str]], prefix: str = "") -> None:
-    for name, known in choices.items():
-        if (value := getattr(settings, name)) not in known:
-            raise ValueError(f"{prefix}{name}={value!r} must be one of {', '.join(known)}")
 
 
 # The settings most likely used for the paper's numbers: see docs/reproducing.md.
