@@ -434,8 +434,8 @@ def _write_group(
 
 def grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
     """Group consecutive documents; a group ends with the document that reaches this many characters."""
-    rest = iter(documents)
-    while group := list(up_to(rest, characters)):
+    remaining = iter(documents)
+    while group := list(up_to(remaining, characters)):
         yield group
 
 

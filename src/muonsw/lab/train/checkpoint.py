@@ -85,7 +85,7 @@ def refuse_changes(where: Path, recorded: Mapping[str, Any] | None, config: RunC
 
 
 def read_config_file(path: Path) -> RunConfig:
-    """Read a run's settings from a JSON file; raise a `UsageError` if it cannot be read or a setting is wrong."""
+    """Read a run's settings from a JSON file."""
     try:
         return RunConfig.from_data(read_object(path))
     except ValueError as error:
@@ -128,8 +128,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint into a folder; raise a `MachineError` if that fails, for example because the disk is full."""
     final = folder / f"{PREFIX}{checkpoint.step:08d}"
     unfinished = folder / f".{final.name}.{os.getpid()}"
-    saved = "earlier checkpoints are intact" if any(newest_first(folder)) else "no checkpoint had been saved"
-    with reported(final, f"make room on the disk; {saved}"):
+    with reported(final, "make room on the disk; earlier checkpoints are intact"):
         try:
             folder.mkdir(exist_ok=True)  # not its parents: if the user has deleted the run, it must not reappear
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -159,10 +158,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify its checksums.
-
-    Damage raises a `CheckpointError`, a format of another version a `UsageError`.
-    """
+    """Read a checkpoint and verify its checksums; raise a `CheckpointError` if it is damaged."""
     content, tensors = read_state(path), {}
     for part in PARTS:
         file = path / f"{part}.safetensors"
@@ -176,16 +172,13 @@ def load(path: Path) -> Checkpoint:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read and verify `state.json` of a checkpoint; raises the same errors as `load`."""
+    """Read and verify `state.json` of a checkpoint; raise a `CheckpointError` if it is damaged."""
     try:
         content = read_object(path / STATE)
     except UsageError as error:
         raise CheckpointError(str(error)) from error
     if content.pop("checksum", None) != _digest(content) or content["step"] != step_of(path):
         raise CheckpointError(f"{path / STATE} does not match its checksum")
-    if "index" in content:
-        old = f"{path} was written by {content.get('ranks')} ranks with muonsw 0.1.0, which wrote one file per rank"
-        raise UsageError(f"{old}: resume it with that version on one process until it saves again, or delete it")
     return content
 
 

@@ -34,8 +34,8 @@ def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _
     data = Path(config.tokens.path)
     tokenizer, record = load_tokenizer(data), read_record(data)
     elsewhere = "choose another folder with --out"
-    ours = (folder / CONFIG).exists() and read_object(folder / CONFIG, remedy=elsewhere).get("format") == FORMAT
-    if not ours and any((folder / name).exists() for name in (CONFIG, MODEL)):
+    is_export = (folder / CONFIG).exists() and read_object(folder / CONFIG, remedy=elsewhere).get("format") == FORMAT
+    if not is_export and any((folder / name).exists() for name in (CONFIG, MODEL)):
         raise UsageError(f"{folder} holds files that are not an export: {elsewhere}")
     busy = f"another process is exporting to {folder}: wait for it, or {elsewhere}"
     with locked(folder, busy), locked(folder / TOKENIZER, busy):

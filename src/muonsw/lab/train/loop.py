@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -154,11 +154,10 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
     training.settle()
     if training.step == 0:
         evaluate()
-    every = config.telemetry_every
-    observer = (
-        Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write) if every else None
-    )
-    with observer or nullcontext() as telemetry:
+    observer: AbstractContextManager[Telemetry | None] = nullcontext()
+    if every := config.telemetry_every:
+        observer = Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write)
+    with observer as telemetry:
         for batches in training.batches():
             # Before muP multiplies it.
             lr = config.optimizer.lr * float(training.scheduler.lr_lambdas[0](training.step))
@@ -176,7 +175,8 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
             if last or stop or due or training.step % config.checkpoint_every == 0:
                 begun = time.monotonic()
                 journal.catch_up()  # raises if the loss has diverged, which must not be saved
-                training.seconds += journal.sync()
+                journal.sync()  # records must be on disk before the checkpoint that follows them
+                training.seconds += begun - saved + took  # since the last checkpoint was begun
                 shelf.save(training.checkpoint())
                 journal.restart_clock()
                 saved = time.monotonic()

@@ -34,7 +34,7 @@ class Journal:
         self.training, self.sinks = training, list[Sink]()  # sinks only on rank 0
         self.file: MetricsFile | None = None
         self._waiting: list[tuple[int, float, Tensor]] = []
-        self._started = self._since = time.perf_counter()
+        self._since = time.perf_counter()
         self._written, self._names = training.step, list[str]()
 
     def write(self, record: Record) -> None:
@@ -44,8 +44,8 @@ class Journal:
     def note_step(self, lr: float, losses: LossParts, norm: Tensor) -> None:
         """Store the losses of a step, and write records when enough have accumulated."""
         self._names = [name for name, part in losses._asdict().items() if not part.dim()]
-        single, others = losses[: len(self._names)], losses[len(self._names) :]
-        numbers = torch.cat([torch.stack([*single, norm]).double(), *(part.double().flatten() for part in others)])
+        scalars, tensors = losses[: len(self._names)], losses[len(self._names) :]
+        numbers = torch.cat([torch.stack([*scalars, norm]).double(), *(part.double().flatten() for part in tensors)])
         self._waiting.append((self.training.step, lr, numbers))
         if self.training.device.type == "cpu" or len(self._waiting) >= READ_EVERY:
             self.catch_up()
@@ -83,12 +83,10 @@ class Journal:
         """Exclude the time since the last record from the speed."""
         self._since = time.perf_counter()
 
-    def sync(self) -> float:
-        """Flush all records to disk, and return the seconds since the last call."""
+    def sync(self) -> None:
+        """Wait until all records are on disk."""
         if self.file is not None:
-            self.file.sync()  # records must be on disk before the checkpoint that follows them
-        before, self._started = self._started, time.perf_counter()
-        return self._started - before
+            self.file.sync()
 
 
 class MetricsFile:

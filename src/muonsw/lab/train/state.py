@@ -299,8 +299,8 @@ class Training:
             values = self.task.evaluation(self.module, batch)
         self._measured = self._measured or tuple(values)
         if values.keys() != set(self._measured):
-            both = f"{', '.join(values)} for one validation batch and {', '.join(self._measured)} for another"
-            raise UsageError(f"the task measures {both}: metrics(model, batch) must always return the same names")
+            names = f"{', '.join(values)} for one validation batch and {', '.join(self._measured)} for another"
+            raise UsageError(f"the task measures {names}: metrics(model, batch) must always return the same names")
         return torch.stack([torch.as_tensor(values[name], device=self.device).double() for name in self._measured])
 
     def autocast(self) -> AbstractContextManager[object]:
