@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from muonsw.lab.model import preset
-from muonsw.lab.plan import H200, ON_PAPER, Setup, StepCost, parts_of, plan_step
+from muonsw.lab.plan import H200, MOE_1T, Setup, StepCost, parts_of, plan_step
 
 ROOT = Path(__file__).parents[1]
-W1024, MOE = preset("w1024"), ON_PAPER["moe-1t"]
+W1024 = preset("w1024")
 SMALL_BATCH = 524_288  # the paper's
 LARGE_BATCH = 16_000_000
 BATCHES = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
@@ -32,7 +32,7 @@ def small(setup: Setup) -> StepCost:
 
 def large(setup: Setup, batch: int = LARGE_BATCH) -> StepCost:
     """The model of 1T parameters, with recomputation and weights gathered in bfloat16."""
-    return plan_step(MOE, replace(setup, micro_batch=1, tflops=TFLOPS, gathered_bytes=2, recompute=True), batch)
+    return plan_step(MOE_1T, replace(setup, micro_batch=1, tflops=TFLOPS, gathered_bytes=2, recompute=True), batch)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -113,7 +113,7 @@ def batches() -> str:
 
 def sizes() -> str:
     """The parts of the hypothetical model."""
-    parts = parts_of(MOE)
+    parts = parts_of(MOE_1T)
     labels = {"experts": parts.experts, "attention": parts.hidden, "embedding, norms, routers": parts.rest}
     rows = []
     for name, part in labels.items():

@@ -112,7 +112,7 @@ def test_repeated_text_wants_twenty_times_the_lambda_or_more(rule):
 
 @pytest.mark.parametrize("training", ["finetuning", "lora", "dpo", "bert"])
 def test_only_pretraining_gets_a_lambda(training):
-    for weight_decay, verdict in ((None, ""), (0.001, "idle"), (0.5, "large")):
+    for weight_decay, verdict in ((None, ""), (0.001, ""), (0.5, "large")):
         advice = Advise(2_000, weight_decay=weight_decay, training=training).advice()
         assert (advice.low, advice.high, advice.verdict) == (None, None, verdict)
 
@@ -120,12 +120,12 @@ def test_only_pretraining_gets_a_lambda(training):
 def test_a_run_in_which_no_lambda_acts_gets_none():
     for steps, lr in ((2_000, 1e-5), (20, 0.02)):
         advice = Advise(steps, lr=lr, weight_decay=0.01).advice()
-        assert (advice.low, advice.verdict) == (None, "idle")
+        assert (advice.low, advice.verdict) == (None, "")
 
 
 def test_verdicts_follow_the_total():
     wanted = Advise(2_000).advice().low
-    verdicts = {0.0: "idle", 0.1: "idle", 0.4: "small", 0.6: "fine", 1.0: "fine", 1.9: "fine", 2.1: "large"}
+    verdicts = {0.0: "small", 0.4: "small", 0.6: "fine", 1.0: "fine", 1.9: "fine", 2.1: "large"}
     for factor, verdict in verdicts.items():
         advice = Advise(2_000, weight_decay=factor * wanted).advice()
         assert (advice.total, advice.verdict) == (pytest.approx(factor), verdict)

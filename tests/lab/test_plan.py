@@ -14,7 +14,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, count, preset
 from muonsw.lab.plan import (
     H200,
-    ON_PAPER,
+    MOE_1T,
     PASS_BYTES,
     Plan,
     Setup,
@@ -26,7 +26,6 @@ from muonsw.lab.plan import (
 )
 from muonsw.lab.train.config import preset_run
 
-MOE = ON_PAPER["moe-1t"]
 # Milliseconds of Muon's step over hidden matrices, by width and inner size of the experts, one H200,
 # docs/performance.md: replayed from a graph, and for 1024, where the host does not count, as it is.
 STEP_MS = {(256, 768): 2.2, (512, 1408): 5.4, (768, 2048): 13.2, (1024, 2816): 27.9}
@@ -71,7 +70,7 @@ def test_every_expert_and_split_projection_counts():
     config = ModelConfig(width=64, layers=2, head_dim=32, experts=3, top_k=1, ff=128)
     square, wide = 6 * 64**3, 4 * 64**2 * 128 + 2 * 64**3
     assert orthogonalizer_flops(config) == 5 * 2 * (4 * square + 3 * 3 * wide)
-    for model in (preset("w256"), preset("w256-dense"), MOE):
+    for model in (preset("w256"), preset("w256-dense"), MOE_1T):
         parts = parts_of(model)
         assert sum(part.parameters for part in parts) == count(model).total
         for part in (parts.experts, parts.hidden):

@@ -19,7 +19,7 @@ from muonsw.lab.theory.schedule import sampled, schedule_of
 
 RULES = ("scaled", "constant")
 # The best total in our runs; with a rate that is flat for most of the run, as in WSD, it was lower.
-WANTED, WANTED_FLAT = 1.0, 0.35
+BEST, BEST_FLAT = 1.0, 0.35
 # Total decay below this removes less than a quarter of a weight: exp(-0.3) = 0.74.
 IDLE = 0.3
 # Text seen 16 times needed this much more decay; text seen up to 4 times needed no more than fresh text.
@@ -30,8 +30,6 @@ FINE = 2.0
 # Steps and tokens per active parameter of our runs: up to twice that we give one lambda, beyond it a range.
 SHORTEST, LONGEST, TOKENS_PER_PARAMETER = 400, 34_800, 300
 RANGE = (0.5, 4.0)
-# In our runs the best lambda was never above 0.3. If the formula gives more than this, decay cannot act.
-LARGEST = 1.0
 MEASURED = (
     f"In our runs (Muon, cosine, {SHORTEST:,} to {LONGEST:,} steps, widths 64 to 512, up to {TOKENS_PER_PARAMETER} "
     "tokens per parameter) total decay 1 ended 0.002 (constant) and 0.003 nats (scaled) above the best lambda in the "
@@ -63,7 +61,7 @@ class Advice:
     """An answer for one run."""
 
     answer: str  # in words
-    verdict: str  # on the given lambda: "idle", "small", "fine" or "large"; empty if unknown
+    verdict: str  # on the given lambda: "small", "fine" or "large"; empty if unknown
     total: float | None  # total decay at the given lambda
     low: float | None  # the smallest lambda to try; None if we recommend none
     high: float | None  # the largest lambda to try, equal to `low` if the formula gives one lambda
@@ -154,49 +152,50 @@ class Advise:
 
         # The best total: one number, or a range if our runs do not support a single one.
         flat = self.schedule == "constant" or (self.schedule == "wsd" and self.decay_fraction < 0.5)
-        fresh = WANTED_FLAT if flat else WANTED
+        fresh = BEST_FLAT if flat else BEST
         low = high = fresh * more_decay(self.decay, self.epochs)
         basis = FLAT if flat else MEASURED
-        reasons = []
+        far = []
         if not SHORTEST / 2 <= self.steps <= LONGEST * 2:
-            reasons.append(f"{self.steps:,} steps (ours: {SHORTEST:,} to {LONGEST:,})")
+            far.append(f"{self.steps:,} steps (ours: {SHORTEST:,} to {LONGEST:,})")
         ratio = self.tokens / self.parameters if self.tokens and self.parameters else 0.0
         if ratio > 2 * TOKENS_PER_PARAMETER:
-            reasons.append(f"{ratio:,.0f} tokens per parameter (ours: up to {TOKENS_PER_PARAMETER})")
-        far = bool(reasons) or self.algorithm == "adamw"
-        if far:
+            far.append(f"{ratio:,.0f} tokens per parameter (ours: up to {TOKENS_PER_PARAMETER})")
+        if far or self.algorithm == "adamw":
             low, high = RANGE[0] * low, RANGE[1] * high
-            basis = ADAMW if self.algorithm == "adamw" else FAR.format(" and ".join(reasons))
+            basis = ADAMW if self.algorithm == "adamw" else FAR.format(" and ".join(far))
 
-        # No lambda: we measured none, decay cannot act, or one step would remove the entire weight.
-        if self.training in NO_LAMBDA or fresh > LARGEST * per or high * self.lr >= per:
+        # No lambda: we measured none, it would have to be above 1 (our best were below 0.3), or one step at it would
+        # remove the entire weight.
+        if self.training in NO_LAMBDA or fresh > per or high * self.lr >= per:
             few = "With so few steps at such a low rate, no usual lambda removes much of a weight."
-            verdict, answer = "idle", "Decay does nothing in this run; leave it."
+            notes = (NO_LAMBDA.get(self.training, few),)
             if total is not None and total >= IDLE:
-                verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
-            elif total is None and self.training in NO_LAMBDA:
-                verdict = ""
+                answer = f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
+                return Advice(answer, "large", total, None, None, notes)
+            answer = "Decay does nothing in this run; leave it."
+            if total is None and self.training in NO_LAMBDA:
                 answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
-            return Advice(answer, verdict, total, None, None, (NO_LAMBDA.get(self.training, few),))
+            return Advice(answer, "", total, None, None, notes)
 
-        # Compare the given lambda with the best total, with some slack, or with the range.
-        slack = 1.0 if far else FINE
-        verdict = ""
-        if total is not None:
-            fits = low / slack <= total <= high * slack
-            verdict = "fine" if fits else "large" if total > high else "idle" if total < IDLE else "small"
-        if verdict == "fine":
-            answer = f"Your lambda is {'plausible' if far else 'fine'} (total decay {total:.2g})."
+        # Compare the given lambda with the range, or with the best total and some slack.
+        slack = 1.0 if low < high else FINE
+        totals, lambdas = (
+            f"{low / unit:.2g}" if low == high else f"{low / unit:.2g} to {high / unit:.2g}" for unit in (1.0, per)
+        )
+        if total is None:
+            verdict, answer = "", f"Try lambda {lambdas} (total decay {totals})."
+        elif low / slack <= total <= high * slack:
+            verdict = "fine"
+            answer = f"Your lambda is {'fine' if low == high else 'plausible'} (total decay {total:.2g})."
         else:
-            totals, lambdas = (
-                f"{low / unit:.2g} to {high / unit:.2g}" if far else f"{low / unit:.2g}" for unit in (1.0, per)
-            )
-            answer = (
-                f"Try lambda {lambdas} (total decay {totals}{'' if total is None else f' instead of {total:.2g}'})."
-            )
+            verdict = "large" if total > high else "small"
+            answer = f"Try lambda {lambdas} (total decay {totals} instead of {total:.2g})."
         removes = " and ".join(f"{per_lambda[rule]:.3g} times lambda under {rule} decay" for rule in RULES)
-        notes = [f"Total decay, the sum of the shares of a weight that each step removes, is {removes}.", basis]
-        return Advice(answer, verdict, total, low / per, high / per, (*notes, *[REPEATS] * (self.epochs > FEW_EPOCHS)))
+        notes = (f"Total decay, the sum of the shares of a weight that each step removes, is {removes}.", basis)
+        if self.epochs > FEW_EPOCHS:
+            notes = (*notes, REPEATS)
+        return Advice(answer, verdict, total, low / per, high / per, notes)
 
 
 def more_decay(rule: str, epochs: float) -> float:

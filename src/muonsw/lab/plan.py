@@ -37,20 +37,14 @@ MUON_ROLES = ("hidden", "residual")  # roles of the muP table that Muon trains
 # Bytes that a step reads and writes per parameter (docs/performance.md). Muon: momentum, look-ahead and cast 14,
 # division 4, decay and move 10, finite check 4. AdamW: reads four numbers, writes three, finite check.
 PASS_BYTES = 32
-# Bytes per element sent to the rank that orthogonalizes it (momentum) and back (direction).
-THERE, BACK = FLOAT32, BFLOAT16
 IN_FLIGHT = 8  # buffers of the exchange: sent, received, full matrix and result, for two rounds
 COMPILED = 0.59  # share of autograd's tensors that a compiled model keeps; fitted to three runs on one H200
 JOURNEYS = 4  # a token travels to its experts and back, in the forward and the backward pass
 NODE = 8  # GPUs per machine
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
-# A hypothetical model, about the size and shape of the largest open mixtures of experts.
-ON_PAPER: Mapping[str, ModelConfig] = {
-    "moe-1t": ModelConfig(
-        width=7168, layers=61, head_dim=128, experts=384, top_k=8, ff=2048, vocab=163_840, sequence=4096
-    )
-}
+# The preset moe-1t: a hypothetical model, about the size and shape of the largest open mixtures of experts.
+MOE_1T = ModelConfig(width=7168, layers=61, head_dim=128, experts=384, top_k=8, ff=2048, vocab=163_840, sequence=4096)
 
 
 class H200:
@@ -152,21 +146,18 @@ class Cost(NamedTuple):
     tokens: int  # trained on
     flops: float  # training, Newton-Schulz and evaluation together
 
-    def hours(self, tflops: float, workers: int) -> float:
-        """Hours at a sustained rate per run, with this many runs at a time."""
-        return self.flops / (tflops * 1e12) / 3600.0 / max(1, min(workers, self.runs))
-
 
 def cost(configs: Iterable[RunConfig]) -> Cost:
     """Add up distinct runs: three passes per trained token, one per validation token, and Newton-Schulz."""
-    distinct, flops = list(dict.fromkeys(configs)), []
+    distinct, tokens, flops = dict.fromkeys(configs), 0, 0.0
     for config in distinct:
         per_token = count(config.decoder).flops_per_token
         evaluations = 1 + math.ceil(config.steps / config.eval_every)
         validated = evaluations * (config.tokens.eval_windows or 0) * config.decoder.sequence
         muon = orthogonalizer_flops(config.decoder) if ALGORITHMS[config.optimizer.matrix_algorithm].matrices else 0.0
-        flops.append(config.steps * (config.tokens_per_step * per_token + muon) + validated * per_token / 3.0)
-    return Cost(len(distinct), sum(config.steps * config.tokens_per_step for config in distinct), math.fsum(flops))
+        flops += config.steps * (config.tokens_per_step * per_token + muon) + validated * per_token / 3.0
+        tokens += config.steps * config.tokens_per_step
+    return Cost(len(distinct), tokens, flops)
 
 
 class Sharding(NamedTuple):
@@ -184,31 +175,22 @@ class Setup:
 
     gpus: int = 1
     """Number of GPUs."""
-
     strategy: Literal["ddp", "fsdp", "ep"] = "ddp"
     """ddp: a copy on each GPU; fsdp: everything sharded; ep: experts stay on their GPUs and tokens travel."""
-
     experts: Literal["stack", "rows"] = "stack"
     """Under fsdp: shard experts along their stack, or each by its rows."""
-
     replicas: int = 1
     """Copies of the model under fsdp (HSDP), or of all but the experts under ep."""
-
     micro_batch: int = 8
     """Sequences that a GPU computes at once."""
-
     tflops: float = 400.0
     """1e12 FLOP per second that one GPU sustains in the model; not the number on its data sheet."""
-
     recompute: Flag = False
     """Store only the inputs of layers and recompute the rest, with a third more FLOPs."""
-
     gathered_bytes: Literal[2, 4] = 4
     """Bytes of a gathered weight; the trainer gathers float32."""
-
     inside: float = 360.0
     """GB/s that a GPU receives from its own machine while it sends as much. Assumed, not measured."""
-
     outside: float = 40.0
     """GB/s from other machines. Assumed, not measured."""
 
@@ -310,10 +292,10 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
             buffers = max(buffers, 2 * min(ACCELERATOR_CHUNK_BYTES, share))
             continue
         if setup.strategy == "ddp":
-            collectives, received = 1, BACK * (owners - 1) / owners * part.parameters
+            collectives, received = 1, BFLOAT16 * (owners - 1) / owners * part.parameters
         else:
-            collectives = 2
-            received = (THERE + BACK) * (owners - 1) / owners**2 * part.parameters / sharding.stack
+            collectives = 2  # momenta travel to the owner and directions back
+            received = (FLOAT32 + BFLOAT16) * (owners - 1) / owners**2 * part.parameters / sharding.stack
         room = min(ACCELERATOR_CHUNK_BYTES, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
         buffers = max(buffers, IN_FLIGHT * room)
         collectives *= math.ceil(share / room)
@@ -413,19 +395,14 @@ class Plan:
 
     Nothing is trained. `muonsw advise` predicts what weight decay will do.
     """
-
     preset: Annotated[str, unset()] = ""
     """The model: w128, w256, w512, w768, w1024, mini or demo, each also with -dense; or the hypothetical moe-1t."""
-
     tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
     """Tokens to train on, such as 197B, 300M or 1.5e9."""
-
     steps: Annotated[int | None, unset(metavar="N")] = None
     """Steps, instead of tokens."""
-
     batch_tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
     """Tokens per step. Default: the preset's."""
-
     setup: OmitArgPrefixes[Setup] = field(default_factory=Setup)
 
     def run(self) -> int:
@@ -434,13 +411,14 @@ class Plan:
         setup = self.setup
         try:
             setup.check()
-            on_paper = ON_PAPER.get(self.preset)
-            batch = PAPER_BATCH_TOKENS if on_paper else preset_run(self.preset, "").tokens_per_step
-            batch = parse_amount(self.batch_tokens) if self.batch_tokens else batch
+            model, batch = MOE_1T, PAPER_BATCH_TOKENS
+            if self.preset != "moe-1t":
+                model, batch = preset(self.preset), preset_run(self.preset, "").tokens_per_step
+            if self.batch_tokens:
+                batch = parse_amount(self.batch_tokens)
             steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
             if steps < 1:
                 raise ValueError(f"steps={steps} must be positive")
-            model = on_paper or preset(self.preset)
         except ValueError as error:
             raise UsageError(str(error)) from error
 
