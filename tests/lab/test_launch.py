@@ -88,7 +88,7 @@ def test_workers_train_the_same_bits_and_show_them(tmp_path, undisturbed):
 def test_stopped_runs_are_saved_and_resume_to_the_same_bits(tmp_path, undisturbed, number):
     jobs = jobs_in(tmp_path)
     once_saved(tmp_path, lambda: os.kill(os.getpid(), number))
-    with pytest.raises(Interrupted, match="all runs saved; rerun the same command to resume") as stopped:
+    with pytest.raises(Interrupted, match="runs are saved; rerun the same command to resume") as stopped:
         run(jobs)
     assert stopped.value.exit_code == 128 + number
     assert any(saved_step(job.folder) < STEPS for job in jobs)

@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 RESUME = "rerun the same command to resume"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-POLL_SECONDS, RESEND_SECONDS = 0.2, 2.0
+POLL_SECONDS = 0.2
 TAIL_BYTES = 1 << 16  # of a run's metrics, read for the progress display
 
 
@@ -169,12 +169,11 @@ def run_tasks(
     *,
     workers: int,
     devices: Sequence[str] = (),
-    saves: bool = True,
 ) -> None:
     """Call a picklable function on every task in a pool of worker processes, or in this process if `workers` is 1.
 
-    `done` is called here with the name and the result of each task. An error in a task ends all work. SIGTERM makes
-    tasks save their work and raise `Interrupted`; with `saves=False` it kills them.
+    `done` is called here with the name and the result of each task. An error in a task, or a signal to this process,
+    ends all work: SIGTERM makes workers that train save their run, and kills the others.
     """
     workers = min(workers, len(tasks))
     if workers <= 1:
@@ -186,7 +185,7 @@ def run_tasks(
     spawn = multiprocessing.get_context("spawn")  # forking is unsafe with torch's threads
     # One executor per worker, so that a killed worker takes no other task with it, and each keeps its GPU.
     gpus = islice(cycle(devices or ("",)), workers)
-    pools = [ProcessPoolExecutor(1, spawn, _start_worker, (gpu, saves)) for gpu in gpus]
+    pools = [ProcessPoolExecutor(1, spawn, _start_worker, (gpu,)) for gpu in gpus]
     waiting, idle, busy = deque(tasks), list(pools), dict[Future[Result], tuple[str, ProcessPoolExecutor]]()
     with stop_requests() as request:
         try:
@@ -209,14 +208,9 @@ def run_tasks(
             for pool in pools:
                 pool.shutdown()
         if request.signal is not None:
-            errors = {name: future.exception() for future, (name, _) in busy.items()}
-            unsaved = [
-                f"{name} {'keeps its last checkpoint' if isinstance(e, BrokenProcessPool) else f'was not saved: {e}'}"
-                for name, e in errors.items()
-                if not isinstance(e, Interrupted | None)
-            ]
-            saved = f"stopped, {'; '.join(unsaved) or 'all runs saved'}; {RESUME}"
-            raise Interrupted(saved if saves else "stopped; nothing was saved", request.signal)
+            ended = [(name, future.exception()) for future, (name, _) in busy.items()]
+            unsaved = [f"{name} was not saved: {error}" for name, error in ended if isinstance(error, UsageError)]
+            raise Interrupted(f"stopped, {'; '.join(unsaved) or 'training runs are saved'}; {RESUME}", request.signal)
 
 
 @contextmanager
@@ -233,23 +227,21 @@ def _naming(name: str) -> Iterator[None]:
 
 def _stop(busy: Mapping[Future[Any], Any]) -> None:
     """Ask workers to save and wait until they have; a second Ctrl-C kills them."""
+    pending = [future for future in busy if not future.done()]
     try:
-        while pending := [future for future in busy if not future.done()]:
-            for child in multiprocessing.active_children():
-                child.terminate()  # repeatedly: a run that is still starting ignores it
-            wait(pending, RESEND_SECONDS)
+        for child in multiprocessing.active_children() if pending else ():
+            child.terminate()
+        wait(pending)
     except BaseException:
         for child in multiprocessing.active_children():
             child.kill()
         raise
 
 
-def _start_worker(device: str, saves: bool) -> None:
+def _start_worker(device: str) -> None:
     if device:
         os.environ[VISIBLE] = device  # before CUDA is initialized
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent forwards Ctrl-C as SIGTERM
-    if saves:
-        signal.signal(signal.SIGTERM, lambda *_: None)  # training installs its own handler
     # Reset "spawn", with which the workers of a DataLoader could not import a task's file.
     multiprocessing.set_start_method(None, force=True)
 

@@ -92,7 +92,7 @@ def run_experiments(
             held = sum(claim.holds for claim in claims)
             view.finish(name, f"{held} of {len(claims)} claims hold ({result[1]:.1f} s)")
 
-        launch.run_tasks(partial(_run_experiment, seed=seed), by_cost, done, workers=workers, saves=False)
+        launch.run_tasks(partial(_run_experiment, seed=seed), by_cost, done, workers=workers)
     return {experiment.name: evidence[experiment.name] for experiment in experiments}
 
 
