@@ -168,15 +168,7 @@ class Advise:
         # No lambda: we measured none, it would have to be above 1 (our best were below 0.3), or one step at it would
         # remove the entire weight.
         if self.training in NO_LAMBDA or fresh > per or high * self.lr >= per:
-            few = "With so few steps at such a low rate, no usual lambda removes much of a weight."
-            notes = (NO_LAMBDA.get(self.training, few),)
-            if total is not None and total >= IDLE:
-                answer = f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
-                return Advice(answer, "large", total, None, None, notes)
-            answer = "Decay does nothing in this run; leave it."
-            if total is None and self.training in NO_LAMBDA:
-                answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
-            return Advice(answer, "", total, None, None, notes)
+            return self._without_lambda(total)
 
         # Compare the given lambda with the range, or with the best total and some slack.
         slack = 1.0 if low < high else FINE
@@ -192,10 +184,19 @@ class Advise:
             verdict = "large" if total > high else "small"
             answer = f"Try lambda {lambdas} (total decay {totals} instead of {total:.2g})."
         removes = " and ".join(f"{per_lambda[rule]:.3g} times lambda under {rule} decay" for rule in RULES)
-        notes = (f"Total decay, the sum of the shares of a weight that each step removes, is {removes}.", basis)
+        notes = [f"Total decay, the sum of the shares of a weight that each step removes, is {removes}.", basis]
         if self.epochs > FEW_EPOCHS:
-            notes = (*notes, REPEATS)
-        return Advice(answer, verdict, total, low / per, high / per, notes)
+            notes.append(REPEATS)
+        return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
+
+    def _without_lambda(self, total: float | None) -> Advice:
+        few = "With so few steps at such a low rate, no usual lambda removes much of a weight."
+        verdict, answer = "", "Decay does nothing in this run; leave it."
+        if total is not None and total >= IDLE:
+            verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
+        elif total is None and self.training in NO_LAMBDA:
+            answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
+        return Advice(answer, verdict, total, None, None, (NO_LAMBDA.get(self.training, few),))
 
 
 def more_decay(rule: str, epochs: float) -> float:

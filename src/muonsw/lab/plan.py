@@ -395,6 +395,7 @@ class Plan:
 
     Nothing is trained. `muonsw advise` predicts what weight decay will do.
     """
+
     preset: Annotated[str, unset()] = ""
     """The model: w128, w256, w512, w768, w1024, mini or demo, each also with -dense; or the hypothetical moe-1t."""
     tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
