@@ -71,7 +71,6 @@ class Chart:
     note: str = ""
     points: bool = False  # whether each value has a marker
     levels: Sequence[Level] = ()
-    key: Sequence[tuple[str, str]] = ()  # what "solid" and "dashed" lines mean
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,7 @@ def _set_ticks(drawn: DrawnAxis, axis: Axis, most: int) -> None:
 
 
 def _legend_entries(charts: Sequence[Chart], styles: Mapping[str, ArmStyle]) -> list[Line2D]:
-    """List the arms if there are several, then the meanings of line styles."""
+    """List the arms if there are several, then the labels of levels."""
     from matplotlib.lines import Line2D
 
     arms = dict.fromkeys(curve.arm for chart in charts for curve in chart.curves)
@@ -263,8 +262,6 @@ def _legend_entries(charts: Sequence[Chart], styles: Mapping[str, ArmStyle]) -> 
         colour, dash, marker = styles[arm]
         look: dict[str, Any] = {"marker": marker if marked else None, "markersize": 6}
         entries.append(Line2D([], [], color=colour, linestyle=DASHES[dash], label=_text(arm), **look))
-    for kind, word in dict.fromkeys(pair for chart in charts for pair in chart.key):
-        entries.append(Line2D([], [], color=MUTED, label=_text(word), linestyle=DASHES[kind]))
     for label in dict.fromkeys(level.label for chart in charts for level in chart.levels if level.label):
         entries.append(Line2D([], [], color=TEXT, linestyle=DASHES["dashed"], label=_text(label)))
     return entries

@@ -411,32 +411,22 @@ def describe_divergence(steps: Mapping[int, int]) -> str:
 def arms_table(outcome: Outcome) -> Table:
     """Show the losses and norms of each arm with their intervals over seeds."""
     metrics = list(dict.fromkeys(name for arm in outcome.arms for name in arm.metrics))
-    columns = (
-        Column("arm"),
-        Column("lambda", number=True),
-        Column("total decay", number=True, digits=3),
-        Column("seeds", number=True),
-        Column("final loss", number=True),
-        *(Column(name, number=True) for name in metrics),
-        Column("best loss", number=True),
-        Column("weight RMS at the end", number=True),
-        Column("change since largest", number=True),
-    )
+    losses = ("final loss", *metrics, "best loss")
+    titles = ("lambda", "total decay", "seeds", *losses, "weight RMS at the end", "change since largest")
+    columns = [Column("arm"), *(Column(title, number=True) for title in titles)]
     rows = []
     for arm in outcome.arms:
         final: Value | Cell = with_interval(arm.final)
         if arm.diverged:
             lost = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
             final = Cell(lost, note=describe_divergence(arm.diverged), tone="fails")
-        total = None if math.isnan(arm.total_decay) else arm.total_decay
+        setting = arm.weight_decay, None if math.isnan(arm.total_decay) else f"{arm.total_decay:.3g}", len(arm.seeds)
         measured = [with_interval(arm.metrics.get(name, ())) for name in metrics]
         norm = with_interval(arm.norm, digits=3), change_text(mean(arm.norm_change))
-        rows.append(
-            (arm.name, arm.weight_decay, total, len(arm.seeds), final, *measured, with_interval(arm.best), *norm)
-        )
-    losses = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
+        rows.append((arm.name, *setting, final, *measured, with_interval(arm.best), *norm))
+    measure = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
     note = (
-        f"Losses: {losses}; mean over seeds ± half the 95% t interval. Total decay: the share of a weight that decay "
+        f"Losses: {measure}; mean over seeds ± half the 95% t interval. Total decay: the share of a weight that decay "
         "removes in a step, summed over all steps."
     )
     return Table("arms", "Arms", columns, rows, note)
@@ -445,15 +435,9 @@ def arms_table(outcome: Outcome) -> Table:
 def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
     """Show the paired differences and steps to match of each arm against its baseline."""
     metrics = list(dict.fromkeys(name for pair in pairs for name in pair.metrics))
-    columns = (
-        Column("arm"),
-        Column("against"),
-        Column("difference of final loss", number=True),
-        Column("95% t interval", number=True),
-        Column("seed by seed", number=True),
-        Column("steps to match", number=True),
-        *(Column(f"difference of {name}", number=True) for name in metrics),
-    )
+    titles = ["difference of final loss", "95% t interval", "seed by seed", "steps to match"]
+    titles += [f"difference of {name}" for name in metrics]
+    columns = [Column("arm"), Column("against"), *(Column(title, number=True) for title in titles)]
 
     def between(difference: Difference) -> str | None:
         if difference.interval is None or not math.isfinite(difference.mean):
@@ -511,13 +495,19 @@ MOST_EXTENSIONS = 3
 class TuningResult:
     """The result of a search over lambda for one arm."""
 
-    name: str  # of the arm before the search
-    arm: Arm  # the arm at its best lambda
-    losses: Mapping[float, float]  # final loss by lambda, ascending; infinite if the run diverged
+    arm: Arm
+    losses: dict[float, float] = field(default_factory=dict)  # final loss by lambda; infinite if the run diverged
+
+    def at(self, lam: float, words: str = "lambda") -> Arm:
+        return Arm(f"{self.arm.name}, {words}={lam:g}", replace(self.arm.optimizer, weight_decay=lam))
 
     @property
     def best(self) -> float:
-        return self.arm.optimizer.weight_decay
+        return min(sorted(self.losses), key=self.losses.__getitem__)
+
+    @property
+    def best_arm(self) -> Arm:
+        return self.at(self.best, "best lambda")
 
     @property
     def diverged(self) -> bool:
@@ -529,40 +519,33 @@ class TuningResult:
         """Whether the best lambda is the smallest or largest tried, so the true best may be outside."""
         return not self.diverged and self.best in (min(self.losses), max(self.losses))
 
+    def beyond_the_edge(self) -> list[float]:
+        """Return one more lambda, by the same factor as between the last two; none if the best is inside."""
+        if not self.at_edge or len(self.losses) < 2:
+            return []
+        inner = sorted(self.losses)[1 if self.best == min(self.losses) else -2]
+        return multiples(self.best, [self.best / inner], digits=4)
 
-def tune(
-    train: Train, base: RunConfig, arms: Sequence[Arm], *, seed: int, factors: Sequence[float] = FACTORS
-) -> list[TuningResult]:
-    """Try multiples of each arm's lambda on one seed, and return the best lambda of each arm.
+
+def tune(train: Train, base: RunConfig, arms: Sequence[Arm], *, seed: int) -> list[TuningResult]:
+    """Try multiples of each arm's lambda on one seed.
 
     If the best is the smallest or largest tried, the search extends beyond it, up to three times. Do not use the seed
     for the comparison as well: that would favour the luckier arm.
     """
-
-    def at(arm: Arm, words: str, lam: float) -> Arm:
-        return Arm(f"{arm.name}, {words}={lam:g}", replace(arm.optimizer, weight_decay=lam))
-
-    key, tried = Key("search"), {arm.name: dict[float, float]() for arm in arms}
-    wanted = {arm.name: multiples(arm.optimizer.weight_decay, sorted(factors), digits=4) for arm in arms}
-    results: list[TuningResult] = []
+    key, results = Key("search"), [TuningResult(arm) for arm in arms]
+    lambdas = [sorted({*multiples(arm.optimizer.weight_decay, FACTORS, digits=4)}) for arm in arms]
     for _ in range(1 + MOST_EXTENSIONS):
-        new = {(arm.name, lam): at(arm, "lambda", lam) for arm in arms for lam in wanted[arm.name]}
+        new = [(result, lam) for result, values in zip(results, lambdas, strict=True) for lam in values]
         # A step must not remove more than the entire weight.
-        new = {key: arm for key, arm in new.items() if not max(decay_factors(base, arm.optimizer)) > 1.0}
+        new = [(result, lam) for result, lam in new if not max(decay_factors(base, result.at(lam).optimizer)) > 1.0]
         if not new:
             break
-        runs = train([Comparison(key, base, tuple(new.values()), (seed,), paired=False)])[key]
-        for (name, lam), candidate in new.items():
-            tried[name][lam] = swept_loss(runs[candidate.name][0])
-        results, wanted = [], {arm.name: [] for arm in arms}
-        for arm in arms:
-            losses = dict(sorted(tried[arm.name].items()))
-            best = min(losses, key=losses.__getitem__)
-            results.append(result := TuningResult(arm.name, at(arm, "best lambda", best), losses))
-            if result.at_edge and len(losses) > 1:
-                # One more point, by the same factor as between the last two.
-                inner = list(losses)[1 if best == min(losses) else -2]
-                wanted[arm.name] = multiples(best, [best / inner], digits=4)
+        tried = tuple(result.at(lam) for result, lam in new)
+        runs = train([Comparison(key, base, tried, (seed,), paired=False)])[key]
+        for result, lam in new:
+            result.losses[lam] = swept_loss(runs[result.at(lam).name][0])
+        lambdas = [result.beyond_the_edge() for result in results]
     return results
 
 
@@ -574,20 +557,10 @@ def sweep_table(results: Sequence[TuningResult]) -> Table:
         return Cell(decimals(loss), tone="holds" if lam == result.best else "")
 
     lambdas = sorted({lam for result in results for lam in result.losses})
-    columns = [Column("lambda"), *(Column(result.name, number=True) for result in results)]
+    columns = [Column("lambda"), *(Column(result.arm.name, number=True) for result in results)]
     rows = [(f"{lam:g}", *(cell(result, lam) for result in results)) for lam in lambdas]
     note = "Final validation loss on one seed that is used only for the search; the best of each column is highlighted."
-    return Table("sweep", "Search over lambda", columns, rows, f"{note} {edge_note(results)}".strip())
-
-
-def edge_note(results: Sequence[TuningResult]) -> str:
-    """Warn about searches in which every run diverged, or whose best lambda is at the edge."""
-    diverged = " and ".join(result.name for result in results if result.diverged)
-    edges = " and ".join(result.arm.name for result in results if result.at_edge)
-    notes = [f"Every lambda tried for {diverged} diverged: lower the learning rate."] if diverged else []
-    if edges:
-        notes.append(f"The best lambda of {edges} is at the edge of those tried; a better one may lie beyond.")
-    return " ".join(notes)
+    return Table("sweep", "Search over lambda", columns, rows, note)
 
 
 # ---- The verdict
@@ -650,11 +623,20 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
     if control and gains and gains[0].interval is not None and gains[0].interval.high < 0:
         share = min(1.0, max(0.0, 1.0 - control.mean / gains[0].mean))
         lines.append(f"So {share:.0%} of the gain is explained by less total decay.")
-    lines.append(edge_note(tuned))
+    lines += _search_warnings(tuned)
     rules = {arm.rule for arm in outcome.arms if arm.total_decay >= IDLE}
     if not tuned and len(rules) > 1 and not (advice and advice.verdict == "fine"):
         lines.append("The answer may differ at another lambda: --tune-lambda compares each rule at its best.")
     return " ".join(line for line in lines if line)
+
+
+def _search_warnings(tuned: Sequence[TuningResult]) -> list[str]:
+    diverged = " and ".join(result.arm.name for result in tuned if result.diverged)
+    edges = " and ".join(result.best_arm.name for result in tuned if result.at_edge)
+    warnings = [f"Every lambda tried for {diverged} diverged: lower the learning rate."] if diverged else []
+    if edges:
+        warnings.append(f"The best lambda of {edges} is at the edge of those tried; a better one may lie beyond.")
+    return warnings
 
 
 def _sensible(arms: Sequence[ArmOutcome], advice: Advice | None) -> str:
@@ -738,7 +720,7 @@ def conduct(
         plain_muon = optimizer.algorithm == "muon" and optimizer.norm == FREE and not optimizer.preset
         if plain_muon and optimizer.decay in RULES and not (tuned or base.task):
             advice = advise_arm(base, arm, epochs)
-    arms = [result.arm for result in tuned] or list(arms)
+    arms = [result.best_arm for result in tuned] or list(arms)
     scaled = next((arm for arm in arms if control and arm.optimizer.decay == "scaled"), None)
     if scaled is not None:
         arms = [*arms, same_total(base, scaled)]
@@ -756,10 +738,10 @@ def conduct(
         **asdict(outcome),
         "search": [
             {
-                "arm": result.name,
+                "arm": result.arm.name,
                 "best": result.best,
                 "at_edge": result.at_edge,
-                "losses": [{"weight_decay": lam, "final": loss} for lam, loss in result.losses.items()],
+                "losses": [{"weight_decay": lam, "final": loss} for lam, loss in sorted(result.losses.items())],
             }
             for result in tuned
         ],

@@ -68,7 +68,6 @@ class Column:
 
     title: str
     number: bool = False  # right-aligned and never wrapped
-    digits: int = 5  # significant digits of floats
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,11 @@ class Table:
 
     def cells(self) -> list[list[Cell]]:
         """Return all rows as `Cell`."""
-        rows = (zip(row, self.headings(), strict=True) for row in self.rows)
-        return [[v if isinstance(v, Cell) else Cell(show(v, column.digits)) for v, column in row] for row in rows]
+        return [[value if isinstance(value, Cell) else Cell(show(value)) for value in row] for row in self.rows]
 
 
-def show(value: Value, digits: int = 5) -> str:
-    """Format a value for a table.
+def show(value: Value) -> str:
+    """Format a value for a table, floats with five significant digits.
 
     Examples:
         >>> show(0.123456789), show(True), show(12345678), show(float("nan"))
@@ -106,7 +104,7 @@ def show(value: Value, digits: int = 5) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:.{digits}g}" if math.isfinite(value) else "not finite"
+        return f"{value:.5g}" if math.isfinite(value) else "not finite"
     return value
 
 

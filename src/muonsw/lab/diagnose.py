@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry
 from muonsw.lab.charts import draw as draw_charts
 from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, say
 from muonsw.lab.errors import UsageError
-from muonsw.lab.files import plain, prepare_folder, write_json
+from muonsw.lab.files import prepare_folder, write_json
 from muonsw.lab.options import unset
 from muonsw.lab.runs import SCOPES, Run, load_runs, tabulate, unique_names
 from muonsw.lab.theory.experiment import HypothesisError
@@ -54,7 +53,6 @@ DEFECT_RANGE = (0.68, 1.21)  # five Newton-Schulz steps map singular values abov
 SLOW, TOO_FAST = 0.2, 0.4  # phi over 1 - beta; theory assumes that decay is slow compared with momentum
 ROUNDING, NEARLY_ALWAYS, MANY_SKIPPED = 0.05, 0.9, 0.01
 MEASURED = ("weight_rms", "update_rms", "decay", "alignment_update")  # the inputs of the norm recursion
-MOST_STEPS = 10_000_000  # the norm is predicted step by step; a damaged record could exhaust memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +104,6 @@ class History:
         r, s, phi, a = map(self.column, MEASURED)
         # A float32 cosine may slightly exceed 1.
         known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (phi >= 0) & (np.abs(a) < 1.0 + 1e-5)
-        known &= self.steps <= MOST_STEPS
         if not known.any():
             return None
         r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
@@ -117,7 +114,7 @@ class History:
         """Steady state, lag and predicted norm; None if the theory does not apply."""
         try:
             return None if self.norm is None else track(self.norm)
-        except (HypothesisError, OverflowError):
+        except HypothesisError:
             return None
 
     @property
@@ -562,16 +559,16 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
         for finding in diagnosis.findings:
             roles = ", ".join(scope.partition(":")[2] for scope in finding.also)
             text = f"{finding.text} The same holds for: {roles}." if roles else finding.text
-            lines = textwrap.wrap(harmless(text), width=max(min(console.width, 110) - 11, 30))
-            console.print(Text(f"{finding.severity:>8}  ", style=COLOURS[finding.severity]), end="")
-            console.print(Text("\n          ".join(lines)), soft_wrap=True)
-    rows = [
-        (f"{name} {history.scope}" if len(diagnoses) > 1 else history.scope, *plain(norm_numbers(history)).values())
-        for name, diagnosis in zip(names, diagnoses, strict=True)
-        for history in (diagnosis.history, *diagnosis.roles)
-    ]
+            line = Text.assemble((finding.severity, COLOURS[finding.severity]), f": {harmless(text)}")
+            console.print(line, soft_wrap=not console.is_terminal)
+    rows = []
+    for name, diagnosis in zip(names, diagnoses, strict=True):
+        for history in (diagnosis.history, *diagnosis.roles):
+            weights = f"{name} {history.scope}" if len(diagnoses) > 1 else history.scope
+            numbers = norm_numbers(history).values()
+            rows.append((weights, *(f"{number:.3g}" if math.isfinite(number) else None for number in numbers)))
     titles = ("norm", "of its peak", "r*", "lr left", "2Σφ", "update/weight", "late cosine")
-    columns = [Column("weights"), *(Column(title, number=True, digits=3) for title in titles)]
+    columns = [Column("weights"), *(Column(title, number=True) for title in titles)]
     print_table(console, Table("norms", "Weight norms", columns, rows, TABLE_NOTE))
 
 

@@ -27,18 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from muonsw.lab.config import flatten
 from muonsw.lab.errors import UsageError
-from muonsw.lab.files import parse_json, read_object
+from muonsw.lab.files import read_object
 from muonsw.lab.train.checkpoint import CONFIG, ENVIRONMENT, METRICS, RESULT
 from muonsw.lab.train.config import RunConfig
-
-try:
-    from orjson import loads
-except ModuleNotFoundError:  # on a machine that only trains; the replacement is three times slower
-    loads = parse_json  # type: ignore[assignment]
 
 Values = NDArray[np.float64]
 Points = tuple[NDArray[np.int64], Values]
@@ -169,7 +165,7 @@ def read_metrics(path: Path, *, details: bool = False) -> Tables:
         for number, line in enumerate(file, start=1):  # noqa: B007 (errors name it)
             try:
                 if line.strip():
-                    yield loads(line)
+                    yield orjson.loads(line)
             except ValueError as error:
                 if line.endswith(b"\n"):
                     raise ValueError(f"not JSON ({error})") from None
@@ -386,8 +382,6 @@ def load_run(path: str | Path) -> Run:
     if not (path / CONFIG).is_file():
         inside = [str(folder.relative_to(path)) for folder in runs_below(path)]
         hint = f"it holds runs: {', '.join(inside[:3])}" if inside else ADVICE
-        if not inside and (path / METRICS).exists():
-            hint = REMEDIES[CONFIG]
         raise UsageError(f"{path} is not a run: it has no config.json; {hint}")
     settings, environment, result = (
         read_object(path / name, remedy=remedy) if os.path.lexists(path / name) else None
