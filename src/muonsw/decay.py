@@ -1,22 +1,8 @@
 """Decay rules: the fraction `phi` of a weight that one step removes, `W <- (1 - phi) W - ...`.
 
-lambda is the weight decay, eta the learning rate of the step, eta_max its peak, t the number of the step from 1, T the
-number of steps in the run, and g the root of the mean squared gradient, averaged over steps:
-
-| rule            | phi                                     | used by                                                  |
-|-----------------|-----------------------------------------|----------------------------------------------------------|
-| `constant`      | lambda eta                              | `torch.optim.AdamW`, `torch.optim.Muon`, most codebases  |
-| `scaled`        | lambda eta^2 / eta_max                  | this library's default; Defazio's AdamC                  |
-| `squared`       | lambda eta^2                            | modded-nanogpt and others; lambda carries the 1/eta_max  |
-| `independent`   | lambda eta / eta_max                    | the schedule of the original decoupled-decay paper       |
-| `fixed`         | lambda, and 0 at a learning rate of 0   | what other libraries call independent                    |
-| `cosine`        | lambda eta (1 + cos(pi (t - 1)/T)) / 2  | nanochat                                                 |
-| `log_time`      | (lambda / t) eta / eta_max              | ADANA, with lambda near 4; needs a warmup                |
-| `gradient_norm` | lambda eta / g                          | Xie et al.'s scheduled weight decay (SWD)                |
-| `none`          | 0                                       | embeddings, norms, biases                                |
-
-Norm rules (`muonsw.addons.norm_rules`) control the norm of a weight instead. The user sets `total_steps`; `step_count`
-counts calls of `step`, including skipped ones, as a scheduler does. The group saves both.
+`docs/guide/which-rule.md` says who uses each rule. Norm rules (`muonsw.addons.norm_rules`) control the norm of a weight
+instead. The user sets `total_steps`; `step_count` counts calls of `step`, including skipped ones, as a scheduler does.
+The group saves both.
 """
 
 from __future__ import annotations
@@ -47,7 +33,7 @@ class RunPosition(NamedTuple):
     eta_max: float = 0.0
     step: float = 1  # t, from 1
     steps: int = 1  # T, the length of the run
-    gradient: float = 1.0  # g, the root of the mean squared gradient
+    gradient: float = 1.0  # g, the root of the mean squared gradient, averaged over steps
 
 
 class DecayRule(NamedTuple):

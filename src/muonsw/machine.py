@@ -24,8 +24,7 @@ def fast_bfloat16() -> bool:
     allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
     if allowed not in ("ALL", "DEFAULT") and "BF16" not in allowed and "AMX" not in allowed and "FP16" not in allowed:
         return False
-    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def cores() -> int:

@@ -58,8 +58,8 @@ def expected_peak(group: Group) -> float:
 
 def _base_rate(group: Group) -> float:
     """The rate that a schedule multiplies: the scheduler's record, else the constructor's rate."""
-    record, made_with = scheduler_record(group), group.get("constructor_lr")
-    return record if record is not None else float(group["lr"] if made_with is None else made_with)
+    rates = (scheduler_record(group), group.get("constructor_lr"), group["lr"])
+    return float(next(rate for rate in rates if rate is not None))
 
 
 def _scaled(group: Group, base: float) -> float:
@@ -83,8 +83,8 @@ def refuse_shared(peak_lr: Any, groups: Sequence[Group]) -> None:
 
 def eta_max(group: Group) -> float | None:
     """The eta_max that decay divides by: the group's peak, or the peak before muP's multiplier."""
-    peak, is_own = group["resolved_peak_lr"], group["peak"] == "group"
-    return None if peak is None else float(peak) / (1.0 if is_own else float(group["lr_multiplier"]))
+    peak = group["resolved_peak_lr"]
+    return peak if peak is None or group["peak"] == "group" else float(peak) / float(group["lr_multiplier"])
 
 
 def set_resolved_peak(group: Group, peak: float | None) -> None:
