@@ -27,9 +27,12 @@ def test_each_rule_is_the_references(lam, peak, fraction, step, gradient):
         assert actual == pytest.approx(expected, rel=1e-12, abs=1e-300)
 
 
-def test_without_learning_rate_or_gradient_or_after_the_run_nothing_decays():
-    for rule in DECAY_RULES:
+def test_without_learning_rate_peak_or_gradient_or_after_the_run_nothing_decays():
+    for rule, entry in DECAY_RULES.items():
         assert decay_factor(rule, 0.1, 0.0, 0.02, step=3, steps=10, gradient=0.5) == 0.0
+        for peak in (0.0, None) if entry.uses_peak else ():
+            assert decay_factor(rule, 0.1, 0.01, peak, step=1) == 0.0
+            assert decay_factors(rule, 0.1, [0.01, 0.02], peak) == [0.0, 0.0]
     assert decay_factor("gradient_norm", 0.1, 0.01, 0.02, gradient=0.0) == 0.0
     for step in (11, 12, 50):
         assert decay_factor("cosine", 0.1, 0.01, 0.02, step=step, steps=10) == pytest.approx(0.0, abs=1e-10)
@@ -39,26 +42,17 @@ def test_without_learning_rate_or_gradient_or_after_the_run_nothing_decays():
     ("call", "message"),
     [
         (lambda: decay_factor("log_time", 0.1, 0.01, 0.02), "'log_time' depends on step"),
-        (lambda: decay_factor("cosine", 0.1, 0.01, 0.02, step=1), "'cosine' depends on the length of the run"),
         (lambda: decay_factor("gradient_norm", 0.1, 0.01, 0.02), "'gradient_norm' depends on gradient"),
         (lambda: decay_factors("gradient_norm", 0.1, [0.01], 0.02), "gradients of the run"),
         (lambda: convert_weight_decay(0.1, "constant", "log_time", 0.02), "'log_time' .*; pass schedule="),
         (lambda: convert_weight_decay(0.1, "constant", "scaled", 0.0), "peak_lr must be above zero"),
         (lambda: convert_weight_decay(0.1, "constant", "scaled", 0.01, schedule=[0.02]), r"0\.02, above peak_lr=0\.01"),
         (lambda: convert_weight_decay(0.1, "constant", "none", 0.01), "removes nothing"),
-        (lambda: convert_weight_decay(0.1, "scale", "constant", 0.01), r"\(did you mean 'scaled'\?\)"),
     ],
 )
 def test_missing_and_impossible_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_peak_zero_or_unknown_means_no_decay_where_the_peak_divides():
-    for peak in (0.0, None):
-        for rule in ("scaled", "independent", "log_time"):
-            assert decay_factor(rule, 0.1, 0.01, peak, step=1) == 0.0
-            assert decay_factors(rule, 0.1, [0.01, 0.02], peak) == [0.0, 0.0]
 
 
 @given(value=positive, peak=positive, rules=st.tuples(st.sampled_from(RULES), st.sampled_from(RULES)))
@@ -123,7 +117,6 @@ def test_an_added_group_continues_the_step_count():
     optimizer = MuonSW(params[:1], lr=0.05, decay="cosine", total_steps=30)
     run(optimizer, params[:1], 7)
     optimizer.add_param_group({"params": params[1:]})
-    assert optimizer.param_groups[1]["step_count"] == 7
     run(optimizer, params, 1, start=7)
     assert [group["step_count"] for group in optimizer.param_groups] == [8, 8]
 
@@ -142,15 +135,8 @@ def test_a_saved_state_does_not_change_with_later_steps():
     assert saved["param_groups"] == expected
 
 
-BAD_NUMBERS = [torch.nan, torch.inf, -0.1, torch.tensor(torch.nan)]
-NO_NUMBERS = [None, "fast", torch.tensor([0.1, 0.1]), torch.tensor(0.1 + 1j)]
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("lr", value) for value in BAD_NUMBERS + NO_NUMBERS] + [("weight_decay", value) for value in BAD_NUMBERS],
-    ids=repr,
-)
+@pytest.mark.parametrize("value", [torch.tensor(torch.nan), -0.1, None, "fast", torch.tensor([0.1, 0.1])], ids=repr)
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_an_invalid_rate_or_lambda_set_later_is_refused_with_nothing_changed(key, value):
     (param,) = matrices((4, 4))
     optimizer = MuonSW([param], lr=0.1, weight_decay=0.5)

