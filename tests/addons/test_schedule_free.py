@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, ScheduleFree, Telemetry
-from muonsw.reference import Decay, ns5
+from muonsw.reference import Decay
 from tests.common.problems import WITH_REFERENCE, assert_same, clones, matrices, set_gradients, step_with_nan
 from tests.family.references import NorMuon, recorded
 from tests.family.schedule_free import SHAPES, STEPS, ReferenceScheduleFree, gradient, start
@@ -17,10 +17,7 @@ from tests.family.schedule_free import SHAPES, STEPS, ReferenceScheduleFree, gra
 RECORDED = recorded("schedule_free")["runs"]
 CLASSES = {
     **WITH_REFERENCE,
-    "normuon": (
-        MuonSW,
-        lambda W, decay: NorMuon(W, orthogonalize=ns5, phi=decay.phi, stretch=lambda m, n: 0.2 * max(m, n) ** 0.5),
-    ),
+    "normuon": (MuonSW, NorMuon),
 }
 OPTIONS = {
     "muon": {"ns_dtype": torch.float64},

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from muonsw.reference import ns5
 from tests.family.references import AdaMuon, Adapted, Equalized, Muon2, NorMuon, Signs, Snapped, SoapMuon
 
 # Options of MuonSW, and the class of the reference.
@@ -37,7 +36,3 @@ WITH_FACTORS = {
     "asgo": {"algorithm": "asgo"},
 }
 WITH_FACTORS = {f"algorithm={name}": options for name, options in WITH_FACTORS.items()}
-
-
-def reference(name, weight, *, lam, peak, orthogonalize=ns5, stretch=lambda m, n: 0.2 * max(m, n) ** 0.5):
-    return MEMBERS[name][1](weight, orthogonalize=orthogonalize, phi=lambda lr: lam * lr**2 / peak, stretch=stretch)

@@ -6,14 +6,13 @@ entry names the repository, commit and file; options have MuonSW's names.
 
 import json
 import math
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from muonsw.orthogonalize import COEFFICIENT_SETS
-from muonsw.reference import Decay, ns5
+from muonsw.reference import ReferenceMuonSW, ns5
 
 
 def recorded(name):
@@ -63,30 +62,26 @@ def aurora(M, K=2, beta=0.5):
 # Relatives of Muon, which add something before or after the orthogonalizer.
 
 
-class Member:
-    """`W <- (1 - phi) W - lr stretch after(orthogonalize(before(momentum)))`, with Nesterov's momentum."""
+class Member(ReferenceMuonSW):
+    """The direction is `after(ns5(before(momentum)))`, with Nesterov's momentum."""
 
-    beta = 0.95
-
-    def __init__(self, W, *, orthogonalize, phi, stretch, **options):
-        self.W, self.M = W.double().clone(), torch.zeros_like(W, dtype=torch.float64)
-        self.orthogonalize, self.phi, self.stretch = orthogonalize, phi, stretch
+    def __init__(self, W, decay, **options):
+        super().__init__(W, decay, nesterov=True, heavy_ball=False, orthogonalize=self.direction)
         self.V, self.t = torch.zeros_like(self.W), 0
         vars(self).update(options)
 
-    def before(self, ahead, G):
-        del G
+    def before(self, ahead):
         return ahead
 
     def after(self, U):
         return U
 
-    def step(self, G, lr):
-        G = G.double()
-        self.M = self.beta * self.M + (1 - self.beta) * G
-        ahead = (1 - self.beta) * G + self.beta * self.M
-        U = self.after(self.orthogonalize(self.before(ahead, G)))
-        self.W = (1 - self.phi(lr)) * self.W - lr * self.stretch(*self.W.shape) * U
+    def direction(self, ahead):
+        return self.after(ns5(self.before(ahead)))
+
+    def step(self, G, eta):
+        self.G = G.double()
+        super().step(G, eta)
         self.t += 1
 
 
@@ -109,14 +104,13 @@ class Muon2(Member):
 
     beta2, eps = 0.95, 1e-10
 
-    def before(self, ahead, G):
-        self.V = self.beta2 * self.V + (1 - self.beta2) * G**2
+    def before(self, ahead):
+        self.V = self.beta2 * self.V + (1 - self.beta2) * self.G**2
         return ahead / (self.V.sqrt() + self.eps)
 
 
 class Signs(Member):
-    def before(self, ahead, G):
-        del G
+    def before(self, ahead):
         return torch.sign(ahead)
 
 
@@ -138,8 +132,7 @@ class AdaMuon(Signs, Adapted):
 class Equalized(Member):
     """MuonEq: rows of equal norm before the orthogonalizer."""
 
-    def before(self, ahead, G):
-        del G
+    def before(self, ahead):
         return ahead * ahead.norm() / math.sqrt(len(ahead)) / ahead.norm(dim=1, keepdim=True)
 
 
@@ -155,7 +148,8 @@ class SoapMuon(Member):
 
     beta2, eps, period, Q = 0.9, 1e-8, 1, None
 
-    def before(self, ahead, G):
+    def before(self, ahead):
+        G = self.G
         if self.Q is not None:
             left, right = self.Q
             rotated = left.T @ ahead @ right
@@ -176,27 +170,12 @@ class SoapMuon(Member):
         return ahead
 
 
-def stretched(scale, m, n):
-    return 0.2 * max(m, n) ** 0.5 if scale == "match_rms_adamw" else (m / n) ** 0.5
+def in_blocks(sizes, period, axis, stretch):
+    """MuonBP's direction: blocks of these sizes along an axis, but every `period` steps the whole matrix."""
+    steps = count(1)
 
+    def moves(M):
+        blocks = [M] if next(steps) % period == 0 else M.split(sizes, axis)
+        return torch.cat([ns5(block) * stretch(*block.shape) for block in blocks], axis)
 
-@dataclass
-class ReferenceMuonBP:
-    """Heavy ball without Nesterov, as in the paper; `sizes` are the lengths of the blocks along `axis`."""
-
-    W: Tensor
-    decay: Decay
-    sizes: tuple[int, ...]
-    period: int
-    axis: int = 0
-    stretch: str = "match_rms_adamw"
-
-    def __post_init__(self):
-        self.W, self.M, self.t = self.W.double().clone(), torch.zeros_like(self.W, dtype=torch.float64), 0
-
-    def step(self, G, eta):
-        self.t += 1
-        self.M = 0.95 * self.M + G.double()
-        blocks = [self.M] if self.t % self.period == 0 else self.M.split(self.sizes, self.axis)
-        moves = torch.cat([ns5(block) * stretched(self.stretch, *block.shape) for block in blocks], self.axis)
-        self.W = self.decay.move(self.W, G.double(), moves, eta, eta, cautious=False)
+    return moves

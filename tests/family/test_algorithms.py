@@ -145,20 +145,6 @@ def test_late_starts_of_kl_shampoo_do_not_depend_on_gradient_size():
         torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-7)
 
 
-def test_dion2_moves_only_the_largest_slices_and_all_decay():
-    param = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
-    group = {"params": [param], "algorithm": "dion2", "fraction": 0.5}
-    optimizer = MuonSW([group], lr=0.1, weight_decay=0.5, decay="constant")
-    param.grad = torch.randn(4, 6, dtype=torch.float64) * torch.tensor([[0.1], [3.0], [2.0], [0.2]])
-    optimizer.step()
-    still, moved = param.detach()[[0, 3]], param.detach()[[1, 2]]
-    torch.testing.assert_close(still, torch.full((2, 6), 0.95, dtype=torch.float64), rtol=0, atol=1e-15)
-    assert (moved - 0.95).abs().min() > 1e-4
-    momentum = optimizer.state[param]["momentum_buffer"]
-    assert torch.equal(momentum[[0, 3]], param.grad[[0, 3]])
-    torch.testing.assert_close(momentum[[1, 2]], 0.95 * param.grad[[1, 2]], rtol=1e-15, atol=0)
-
-
 # options
 
 
