@@ -43,8 +43,7 @@ def forest(name, lines, label):
 
 
 def tuned_figure():
-    cells = [rows for group in tables.tuned().values() for rows in group]
-    cells += tables.settings("adamw-lambda", steps=6400).values()
+    cells = [*tables.every_setting(), *tables.settings("adamw-lambda", steps=6400).values()]
     lines = [(tables.describe(rows[0]), tables.gap(rows)) for rows in cells]
     return forest("tuned", lines, "scaled minus constant decay, each at its best lambda (nats)")
 
@@ -56,7 +55,7 @@ def family_figure():
 
 
 def lambda_figures():
-    cells = [*tables.tuned()["lengths, 23M tokens"], *tables.tuned()["lengths, 123M tokens"]]
+    cells = tables.lengths()
     figure, axes = panels(len(cells), 3)
     for ax, rows in zip(axes, cells, strict=True):
         row = rows[0]

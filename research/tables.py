@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from muonsw.lab.stats import student_t_quantile
-from muonsw.lab.studies.grid import at_edge, vertex
+from muonsw.lab.studies.grid import at_edge, by_seed, vertex
 from muonsw.lab.studies.grid import best_of_means as best
 from muonsw.lab.theory.norm import NormHistory, predict_norms
 
@@ -41,7 +41,11 @@ GOOD = 0.01  # nats that we neglect
 
 def of(study, **where):
     """The runs of one or more studies whose columns have these values."""
-    rows = [row for row in ROWS if set(study.split()) & set(row["study"].split())]
+    return select([row for row in ROWS if set(study.split()) & set(row["study"].split())], **where)
+
+
+def select(rows, **where):
+    """The runs whose columns have these values."""
     return [row for row in rows if all(row.get(name) == value for name, value in where.items())]
 
 
@@ -56,10 +60,8 @@ def settings(study, **where):
 def by(rows, name="weight_decay", rule=None):
     """Losses per seed by the value of a column, ascending; values with missing seeds are left out."""
     losses = defaultdict(dict)
-    for row in rows:
-        if rule in (None, row["decay"]):
-            loss = math.inf if "diverged" in row else row["final_loss"]
-            losses[row[name]][row["seed"]] = loss
+    for row in rows if rule is None else select(rows, decay=rule):
+        losses[row[name]][row["seed"]] = math.inf if "diverged" in row else row["final_loss"]
     seeds = max(map(len, losses.values()), default=0)
     return {
         value: np.array([ends[s] for s in sorted(ends)]) for value, ends in sorted(losses.items()) if len(ends) == seeds
@@ -68,8 +70,18 @@ def by(rows, name="weight_decay", rule=None):
 
 def per_lambda(rows, rule):
     """Total decay of a rule at lambda 1."""
-    row = next(row for row in rows if row["decay"] == rule and row["weight_decay"])
+    row = select(rows, decay=rule)[0]
     return row["total_decay"] / row["weight_decay"]
+
+
+def best_total(rows, rule):
+    """Total decay of a rule at its best lambda."""
+    return vertex(by(rows, rule=rule)) * per_lambda(rows, rule)
+
+
+def best_totals(rows, rule):
+    """Total decay of a rule at the best lambda of each seed."""
+    return [lam * per_lambda(rows, rule) for lam in vertices(by(rows, rule=rule))]
 
 
 # Statistics
@@ -94,8 +106,7 @@ def at_best(losses):
 
 def vertices(losses):
     """The best value of each seed by its parabola."""
-    seeds = len(next(iter(losses.values())))
-    return [vertex({value: [ends[seed]] for value, ends in losses.items()}) for seed in range(seeds)]
+    return [vertex(ends) for ends in by_seed(losses)]
 
 
 def between(losses, value):
@@ -178,16 +189,14 @@ def one_lambda():
     """Settings at one large lambda: label, constant, scaled, and constant decay of scaled decay's total."""
     cases, grid = [], of("main-table which-peak")
     for width, lam in ((128, 1.09), (256, 2.19), (512, 4.38)):
-        rows = [row for row in grid if row["width"] == width]
-        constant = near([row for row in rows if row["decay"] == "constant"], "weight_decay", lam)
+        arms = {rule: select(grid, width=width, decay=rule) for rule in RULES}
         for peak, words in (("base", "undivided peak"), ("group", "group's own peak")):
-            scaled = near([row for row in rows if (row["decay"], row["peak"]) == ("scaled", peak)], "weight_decay", lam)
-            if not constant or not scaled:
-                continue
-            total = scaled[0]["total_decay"]
-            control = [row for row in near(rows, "total_decay", total) if row["decay"] == "constant"]
-            label = f"width {width}, {words}" if width > 128 else f"width {width}"
-            cases.append((label, constant, scaled, control))
+            scaled = near(select(arms["scaled"], peak=peak), "weight_decay", lam)
+            if scaled:
+                constant = near(arms["constant"], "weight_decay", lam)
+                control = near(arms["constant"], "total_decay", scaled[0]["total_decay"])
+                label = f"width {width}, {words}" if width > 128 else f"width {width}"
+                cases.append((label, constant, scaled, control))
     for study, steps, lam in (("long", 25_600, 0.08), ("tokens-per-parameter", 34_800, 0.1)):
         arms = [of(study, steps=steps, weight_decay=lam, decay=rule) for rule in RULES]
         cases.append((f"width {arms[0][0]['width']}, {steps:,} steps, lambda {lam:g}", *arms, []))
@@ -219,16 +228,23 @@ def tuned():
     return {kind: sorted(settings(study).values(), key=lambda rows: rows[0]["steps"]) for kind, study in TUNED.items()}
 
 
+def every_setting():
+    return [rows for cells in tuned().values() for rows in cells]
+
+
+def lengths():
+    """The settings at several lengths, on little and on much text."""
+    return [*tuned()["lengths, 23M tokens"], *tuned()["lengths, 123M tokens"]]
+
+
 def pooled(cells):
     """The mean gap at the best lambdas of each setting."""
     return [float(np.mean(gap(rows))) for rows in cells]
 
 
 def tuned_table():
-    kinds = tuned()
-    every = [rows for cells in kinds.values() for rows in cells]
     lines = []
-    for kind, cells in {**kinds, "all": every}.items():
+    for kind, cells in {**tuned(), "all": every_setting()}.items():
         gaps = pooled(cells)
         beyond = sum(abs(np.mean(gap(rows))) > half(gap(rows)) for rows in cells)
         lines.append([kind, len(gaps), f"{min(gaps):+.3f} to {max(gaps):+.3f}", shown(gaps, 4, "+"), beyond])
@@ -243,28 +259,23 @@ def adamw_table():
         for rule in RULES:
             losses = by(rows, rule=rule)
             mark = "*" * at_edge(losses)
-            total = vertex(losses) * per_lambda(rows, rule)
-            costs = losses[max(losses)] - at_best(losses)
-            first = f"{rule}, best lambda"
-            lines.append(
-                [first, f"{vertex(losses):.3g}{mark}", f"{total:.2f}{mark}", f"{np.mean(at_best(losses)):.4f}"]
-            )
-            lines[-1].append(shown(costs))
+            numbers = [f"{vertex(losses):.3g}{mark}", f"{best_total(rows, rule):.2f}{mark}"]
+            numbers += [f"{np.mean(at_best(losses)):.4f}", shown(losses[max(losses)] - at_best(losses))]
+            lines.append([f"{rule}, best lambda", *numbers])
         lines.append(["scaled minus constant, each at its best", None, None, shown(gap(rows), 3, "+"), None])
-    return table(
-        ["AdamW, width 128, 6,400 steps", "lambda", "total decay", "loss", "cost of the largest lambda"], lines
-    )
+    heads = ["AdamW, width 128, 6,400 steps", "lambda", "total decay", "loss", "cost of the largest lambda"]
+    return table(heads, lines)
 
 
 def length_table():
     lines = []
-    for rows in [*tuned()["lengths, 23M tokens"], *tuned()["lengths, 123M tokens"]]:
+    for rows in lengths():
         row = rows[0]
         cells = []
         for rule in RULES:
             losses = by(rows, rule=rule)
-            total = vertex(losses) * per_lambda(rows, rule)
-            cells += [f"{vertex(losses):.2g}", f"{total:.2f}", shown(losses[max(losses)] - at_best(losses))]
+            costs = losses[max(losses)] - at_best(losses)
+            cells += [f"{vertex(losses):.2g}", f"{best_total(rows, rule):.2f}", shown(costs)]
         start = f"{row['steps']:,} steps, width {row['width']}, {row['text'].removeprefix('enwiki-')} tokens"
         lines.append([start, f"{row['epochs']:.1f}", *cells, f"{max(by(rows)):g}"])
     heads = ["run", "epochs", "best lambda, constant", "its total", "cost of the largest"]
@@ -285,15 +296,10 @@ def prices(cells):
     return costs
 
 
-def price_cells():
-    kinds = tuned()
-    long = [rows for rows in kinds["lengths, 123M tokens"] if rows[0]["width"] == 128]
-    return [*kinds["lengths, 23M tokens"], *long, *kinds["width, batch, size"]]
-
-
 def price_table():
-    choices, lines = prices(price_cells()), []
-    for (rule, choice), known in choices.items():
+    lines = []
+    cells = [*(rows for rows in lengths() if rows[0]["width"] == 128), *tuned()["width, batch, size"]]
+    for (rule, choice), known in prices(cells).items():
         costs, beyond, row = max(known, key=lambda entry: np.mean(entry[0]))
         median = float(np.median([np.mean(costs) for costs, *_ in known]))
         where = f"width {row['width']}, {row['steps']:,} steps"
@@ -320,7 +326,7 @@ def totals_by_tokens(rule):
     """The best total of each seed by tokens per parameter, on fresh text."""
     cells = tuned()["lengths, 123M tokens"]
     tokens = {rows[0]["steps"] * rows[0]["batch"] * 1024 / ACTIVE[rows[0]["width"]]: rows for rows in cells}
-    return {key: [v * per_lambda(rows, rule) for v in vertices(by(rows, rule=rule))] for key, rows in tokens.items()}
+    return {key: best_totals(rows, rule) for key, rows in tokens.items()}
 
 
 def scaling_table():
@@ -396,10 +402,7 @@ def repeated_table():
 def schedule_table():
     lines = []
     for rows in settings("schedules").values():
-        totals = []
-        for rule in RULES:
-            losses = by(rows, rule=rule)
-            totals.append(f"{vertex(losses) * per_lambda(rows, rule):.2f}{'*' * at_edge(losses)}")
+        totals = [f"{best_total(rows, rule):.2f}{'*' * at_edge(by(rows, rule=rule))}" for rule in RULES]
         lines.append([schedule(rows[0]), *totals, shown(gap(rows), 4, "+")])
     return table(["schedule", "best total, constant", "best total, scaled", "scaled minus constant"], lines)
 
@@ -450,9 +453,8 @@ def gradient_runs():
     for algorithm in ("adamw", "muon"):
         for lr in sorted({row["lr"] for row in of("gradient-growth", algorithm=algorithm)}):
             rows = of("gradient-growth", algorithm=algorithm, lr=lr)
-            arms[f"{'AdamW' if algorithm == 'adamw' else 'Muon'}, rate {lr:g}"] = {
-                rule: [row for row in rows if row["decay"] == rule] for rule in RULES
-            }
+            name = "AdamW" if algorithm == "adamw" else "Muon"
+            arms[f"{name}, rate {lr:g}"] = {rule: select(rows, decay=rule) for rule in RULES}
     return arms
 
 
@@ -494,9 +496,9 @@ def tasks():
         named[" ".join([Path(row["task"]).name, *options])].append(row)
     cases = {}
     for name, rows in named.items():
-        for lam in sorted({row["weight_decay"] for row in rows if row["arm"] == "scaled"}):
-            arms = [[row for row in rows if (row["arm"], row["weight_decay"]) == (rule, lam)] for rule in RULES]
-            controls = [row for row in rows if row["arm"] == "constant, same total"]
+        controls = select(rows, arm="constant, same total")
+        for lam in sorted({row["weight_decay"] for row in select(rows, arm="scaled")}):
+            arms = [select(rows, arm=rule, weight_decay=lam) for rule in RULES]
             cases[name, lam] = (*arms, near(controls, "total_decay", arms[1][0]["total_decay"]))
     return cases
 
@@ -528,7 +530,7 @@ def answer_table():
     costs = [shown(losses[0.08] - losses[0.01]) for losses in ends.values()]
     fewer = {"data.train_windows": 1600, "weight_decay": 0.1}
     little = shown(paired(*(of("hard-cases", decay=rule, **fewer) for rule in ("scaled", "constant"))))
-    every = pooled([rows for cells in tuned().values() for rows in cells])
+    every = pooled(every_setting())
     lines = {
         "you keep lambda near 0.1 in a long run": "scaled decay needs fewer steps to the same loss: "
         f"{saved[LONG]} in a run of 25,600 steps, {saved[LONGEST]} in one of 34,800 (the paper: 22% to 29%)",
@@ -573,13 +575,11 @@ def settled(row):
 
 def facts():
     """The numbers in the prose of the page and the README, by name."""
-    sets = tuned()
-    every = [rows for cells in sets.values() for rows in cells]
-    lengths = sets["lengths, 23M tokens"] + sets["lengths, 123M tokens"]
-    best_lambdas = {(rows[0]["steps"], rule): vertex(by(rows, rule=rule)) for rows in lengths for rule in RULES}
-    longest = {rule: by(lengths[-1], rule=rule) for rule in RULES}
-    map_gap = gap(lengths[2])
-    ends = {rule: by(lengths[4], rule=rule) for rule in RULES}
+    every, by_length = every_setting(), lengths()
+    best_lambdas = {(rows[0]["steps"], rule): vertex(by(rows, rule=rule)) for rows in by_length for rule in RULES}
+    longest = {rule: by(by_length[-1], rule=rule) for rule in RULES}
+    map_gap = gap(by_length[2])
+    ends = {rule: by(by_length[4], rule=rule) for rule in RULES}
     # What a lambda above both best ones costs scaled decay, over what it costs constant decay.
     shares, totals = [], {rule: [] for rule in RULES}
     for rows in every:
@@ -588,7 +588,7 @@ def facts():
             costs = [np.mean(losses[lam] - at_best(losses)) for losses in (scaled, constant)]
             shares += [costs[0] / costs[1]] if costs[1] > 0.02 else []
         for rule, losses in (("scaled", scaled), ("constant", constant)):
-            totals[rule] += [] if at_edge(losses) else [vertex(losses) * per_lambda(rows, rule)]
+            totals[rule] += [] if at_edge(losses) else [best_total(rows, rule)]
     arms = {words: rows for words, *rows in one_lambda()}
     less = [1 - np.mean(paired(scaled, control)) / np.mean(paired(scaled, constant))
             for constant, scaled, control in (arms[words] for words in ("width 128", BASE_256, BASE_512))]  # fmt: skip
@@ -597,10 +597,8 @@ def facts():
     peaks = [" and ".join(shown(paired(group[1], base[arm])) for base, group in both) for arm in (1, 2)]
     tenth = near(of("main-table", width=256, decay="constant"), "weight_decay", 0.219)
     (adamw,) = settings("adamw-lambda", steps=6_400).values()
-    adamw_totals = [[v * per_lambda(adamw, rule) for v in vertices(by(adamw, rule=rule))] for rule in RULES]
-    at = {(rule, lam): [row for row in adamw if (row["decay"], row["weight_decay"]) == (rule, lam)]
-          for rule in RULES for lam in (0.08, 0.16)}  # fmt: skip
-    lower = [shown(paired(at["constant", lam], at["scaled", lam])) for lam in (0.08, 0.16)]
+    at = {lam: [select(adamw, decay=rule, weight_decay=lam) for rule in RULES] for lam in (0.08, 0.16)}
+    lower = [shown(paired(*arms)) for arms in at.values()]
     pairs = defaultdict(dict)
     for row in (row for row in of("adamw gradient-growth", algorithm="adamw") if "optimizer.unnormalized" not in row):
         pairs[row["width"], row["lr"], row["weight_decay"], row["seed"]][row["decay"]] = row["final_loss"]
@@ -618,17 +616,15 @@ def facts():
         "tuned": f"{shown(pooled(every), 4)} nats",
         "tuned at 6,400 steps": f"{np.mean(map_gap):+.3f} (interval {np.mean(map_gap) - half(map_gap):+.3f} to "
         f"{np.mean(map_gap) + half(map_gap):+.3f}",
-        "tuned at 25,600 steps": shown(gap(lengths[4]), 3, "+"),
+        "tuned at 25,600 steps": shown(gap(by_length[4]), 3, "+"),
         "constant, well chosen": shown(ends["scaled"][0.08] - ends["constant"][0.01]),
         "share": f"{np.median(shares):.2f} in the median ({min(shares):.2f} to {max(shares):.2f}",
         "less decay": "{:.0%} of the gain at width 128 and {:.0%} and {:.0%} at".format(*less),
         "peaks": peaks[0],
         "peaks, same total": peaks[1],
         "a tenth of lambda": shown(paired(arms[BASE_256][1], tenth)),
-        "AdamW, totals": " and ".join(
-            f"{geometric(seeds)} under {rule}" for seeds, rule in zip(adamw_totals, RULES, strict=True)
-        ),
-        "AdamW, steps": percent(steps_saved(at["constant", 0.08], at["scaled", 0.08])),
+        "AdamW, totals": " and ".join(f"{geometric(best_totals(adamw, rule))} under {rule}" for rule in RULES),
+        "AdamW, steps": percent(steps_saved(*at[0.08])),
         "AdamW, lower": f"ends {lower[0]} and {lower[1]} lower",
         "best lambda": f"factor of {best_lambdas[400, 'constant'] / best_lambdas[25_600, 'constant']:.0f} ",
         "best totals": " and ".join(
