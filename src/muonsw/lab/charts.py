@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line: thin, or dashed if it has a label."""
+    """A horizontal line of a picture: thin, or dashed if it has a label."""
 
     y: float
     label: str = ""

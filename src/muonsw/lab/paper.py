@@ -1,4 +1,4 @@
-"""All numbers that the paper prints, and how far a repetition of its runs may be from them."""
+"""The numbers that the paper prints and we compare with, and how far a repetition of its runs may be from them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ FIGURES = {512: "appendix, figure of width 512", 768: "appendix, figure of width
 class Row:
     """The printed numbers of one width."""
 
-    parameters: float
-    active: float  # parameters used by one token
     steps: int
-    tokens: float  # in the run
     peak_lr: float
     constant: float  # best validation loss with constant decay
     scaled: float  # with scaled decay
@@ -29,10 +26,10 @@ class Row:
 
 
 ROWS: Mapping[int, Row] = {
-    256: Row(72.7e6, 30.2e6, 35_000, 18.4e9, 1.0e-2, 3.350, 3.297, 0.217),
-    512: Row(264.9e6, 95.0e6, 110_000, 57.7e9, 7.0e-3, 2.971, 2.915, 0.275, 0.05, 0.20),
-    768: Row(520.0e6, 180.3e6, 223_000, 116.9e9, 5.6e-3, 2.799, 2.754, 0.265, 0.04, 0.17),
-    1024: Row(932.4e6, 309.6e6, 376_000, 197.1e9, 4.8e-3, 2.675, 2.630, 0.294, 0.029, 0.16),
+    256: Row(35_000, 1.0e-2, 3.350, 3.297, 0.217),
+    512: Row(110_000, 7.0e-3, 2.971, 2.915, 0.275, 0.05, 0.20),
+    768: Row(223_000, 5.6e-3, 2.799, 2.754, 0.265, 0.04, 0.17),
+    1024: Row(376_000, 4.8e-3, 2.675, 2.630, 0.294, 0.029, 0.16),
 }
 PAPER_BATCH_TOKENS = 524_288  # tokens in a step
 

@@ -391,18 +391,9 @@ def _setting(value: Any) -> str:
 def _figure(chart: Chart, styles: Mapping[str, ArmStyle]) -> dict[str, Any]:
     middles = {curve.arm for curve in chart.curves if curve.middle}
     curves = sorted(chart.curves, key=lambda curve: curve.middle)  # thick lines are drawn last
-    levels = [
-        {
-            "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level.y, "y1": level.y,
-            "line": {"color": MUTED, "width": 1.4, "dash": "dash" if level.label else "solid"},
-            "label": {"text": html.escape(level.label), "textposition": "end", "font": {"size": 11}},
-        }
-        for level in chart.levels
-    ]  # fmt: skip
     layout = {
         "xaxis": _axis(chart.x, chart.x.title),
         "yaxis": _axis(chart.y, ""),  # its title stands above the chart
-        "shapes": levels,
         "hovermode": "closest",
         "showlegend": False,
         "margin": {"l": 8, "r": 26, "t": 14, "b": 8},

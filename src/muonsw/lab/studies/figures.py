@@ -9,15 +9,9 @@ from pathlib import Path
 from statistics import median
 
 from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry, Level, draw
-from muonsw.lab.report import write_report
-from muonsw.lab.stats import Evidence, Series, count_verdicts
+from muonsw.lab.stats import Evidence, Series
 
 CONVERGENCE_TITLE = "Constant decay stops at its bound, scaled decay does not"
-CONVERGENCE_NOTE = (
-    "Learning rate η₀/(1 + t), starts W₀ ~ N(0, 0.02²). The loss is divided by its mean initial value. Dashed: the "
-    "analytic lower bound for constant decay. Thin lines are single starts, the thick line is their median. Steps "
-    "are thinned on a logarithmic scale; every point is a value of the run."
-)
 QUADRATICS = {
     "scalar-figure": "SGD on ½a(w \N{MINUS SIGN} c)²",
     "matrix-figure": "Muon on ½‖W \N{MINUS SIGN} A‖²",
@@ -46,17 +40,10 @@ LABELS = {"change": "whole run, over narrowest", "update": "first step, over nar
 
 
 def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
-    """Draw each rule's loss on the two quadratics as PNG, SVG and page; nothing if no curves were run."""
-    shown = {name: outcomes[name].series for name in QUADRATICS if name in outcomes and outcomes[name].series}
-    if not shown:
-        return []
-    charts = [_convergence_chart(name, series) for name, series in shown.items()]
-    claims = {name: outcome.claims for name, outcome in outcomes.items()}
-    verdict = f"{CONVERGENCE_TITLE}. {count_verdicts([claim for each in claims.values() for claim in each])}"
+    """Draw each rule's loss on the two quadratics as PNG and SVG; nothing if neither was run."""
+    charts = [_convergence_chart(name, outcomes[name].series) for name in QUADRATICS if name in outcomes]
     arms = [LegendEntry(rule, rule) for rule in ("constant", "scaled")]
-    paths = draw(folder / "convergence", charts, arms, title=CONVERGENCE_TITLE)
-    page = folder / "convergence.html"
-    return [*paths, write_report(page, "Convergence", [], verdict=verdict, figures=charts, claims=claims)]
+    return draw(folder / "convergence", charts, arms, title=CONVERGENCE_TITLE) if charts else []
 
 
 def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
@@ -72,7 +59,6 @@ def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
         curves,
         x=Axis("1 + step t", log=10),
         y=Axis("loss / mean initial loss", log=10, limits=(10 ** math.floor(math.log10(lowest)), 1.2 * highest)),
-        note=CONVERGENCE_NOTE,
         levels=levels,
     )
 

@@ -76,31 +76,29 @@ def by_settings(folder: Path, data: Path, device: str) -> PlaceJob:
 
 def run_experiments(
     experiments: Sequence[Experiment], *, console: Console, workers: int, seed: int
-) -> dict[str, tuple[Evidence, float]]:
-    """Run experiments, the longest first; return the evidence and seconds of each in the given order.
+) -> dict[str, Evidence]:
+    """Run experiments, the longest first; return the evidence of each in the given order.
 
     Each experiment runs on one thread with its own generator, so neither the number of workers nor the order changes
     a bit of the result.
     """
-    evidence: dict[str, tuple[Evidence, float]] = {}
+    evidence: dict[str, Evidence] = {}
     by_cost = {experiment.name: experiment for experiment in sorted(experiments, key=lambda each: -each.cost)}
     costs = {name: experiment.cost for name, experiment in by_cost.items()}
     with showing(console, costs, what="experiments") as view:
 
-        def done(name: str, result: tuple[Evidence, float]) -> None:
-            evidence[name], claims = result, result[0].claims
-            held = sum(claim.holds for claim in claims)
-            view.finish(name, f"{held} of {len(claims)} claims hold ({result[1]:.1f} s)")
+        def done(name: str, result: Evidence) -> None:
+            evidence[name] = result
+            held = sum(claim.holds for claim in result.claims)
+            view.finish(name, f"{held} of {len(result.claims)} claims hold")
 
         launch.run_tasks(partial(_run_experiment, seed=seed), by_cost, done, workers=workers)
     return {experiment.name: evidence[experiment.name] for experiment in experiments}
 
 
-def _run_experiment(experiment: Experiment, *, seed: int) -> tuple[Evidence, float]:
-    start = time.perf_counter()
+def _run_experiment(experiment: Experiment, *, seed: int) -> Evidence:
     with torch_threads(1):
-        evidence = experiment.run(seed)
-    return evidence, time.perf_counter() - start
+        return experiment.run(seed)
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class Study:
         """
         refuse_folder(folder / NUMBERS)
         start, planned = time.perf_counter(), self.comparisons(scale)
-        computed = run_experiments(self.experiments, console=console, workers=workers, seed=seed)
+        evidence = run_experiments(self.experiments, console=console, workers=workers, seed=seed)
         results = train(planned) if train is not None else {}
 
         # A sweep counts a diverged run as the worst; a paired comparison that lost an arm is not judged.
@@ -170,7 +168,6 @@ class Study:
             if all(arms.values()):
                 usable[comparison.key] = arms
         findings = self.judge(usable, scale) if usable else Findings()
-        evidence = {name: result for name, (result, _) in computed.items()}
         claims = {name: failed_first(result.claims) for name, result in evidence.items()}
         if planned:
             claims[self.name] = failed_first(findings.claims)
@@ -215,7 +212,7 @@ class Study:
                 }
                 for comparison in planned
             ],
-            "seconds": {name: round(taken, 2) for name, (_, taken) in computed.items()} | {"total": round(seconds, 2)},
+            "seconds": round(seconds, 2),
             "environment": environment(),
         }
         paths = [write_json(folder / NUMBERS, numbers)]

@@ -132,16 +132,15 @@ class NormHistory:
 class Tracking:
     """The theory of a history, sample by sample; see `track`."""
 
-    target: Tensor  # the quasi-steady norm r*; NaN where decay or update is zero
-    smooth_target: Tensor  # the target with the noise of single alignments averaged out
+    smooth_target: Tensor  # the quasi-steady norm r*, with the noise of single alignments averaged out
     ratio: Tensor  # adiabatic ratio `tau |d ln r*/dt|`, with tau for an alignment that follows s/r
     lag: Tensor  # `ln(r / smooth_target)`: how far the norm is from where it would settle
     broke_at: int | None  # step from which the lag stays above a fifth; None if the norm still follows
     predicted: Tensor  # the recursion from the first observed norm
 
 
-def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
-    """Compare a history of the norm with its theory; ln r* is fitted by lines over `window` of the run.
+def track(history: NormHistory) -> Tracking:
+    """Compare a history of the norm with its theory; ln r* is fitted by lines over a tenth of the run.
 
     The ratio is the cause of a break, the lag its effect. A cosine flattens at its end: the target stands still and the
     ratio returns to zero, but the norm may not have time to catch up, which the lag shows.
@@ -150,14 +149,13 @@ def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
         >>> steps = range(1, 1001, 10)
         >>> still = dict(s=[0.01] * 100, phi=[0.005] * 100, a=[0.0] * 100)
         >>> tracking = track(NormHistory.of(steps, r=[0.1] * 100, **still))
-        >>> float(tracking.target[-1]), tracking.broke_at
+        >>> round(float(tracking.smooth_target[-1]), 6), tracking.broke_at
         (0.1, None)
     """
-    require("0 < window <= 1", 0.0 < window <= 1.0, window=window)
-    steps, target, width = history.steps, target_norms(history), 0.0
+    steps, width = history.steps, 0.0
     if len(steps) > 1:  # at least five samples
-        width = max(window * float(steps[-1] - steps[0]), 4.0 * float(steps.diff().double().median()))
-    smooth, slope = windowed_line(steps, target.log(), width)
+        width = max(WINDOW * float(steps[-1] - steps[0]), 4.0 * float(steps.diff().double().median()))
+    smooth, slope = windowed_line(steps, target_norms(history).log(), width)
     # Where decay or update is zero, the slope and the ratios are NaN.
     tau = 1.0 / (2.0 * history.phi)  # steps in which the norm closes most of its distance to r*, if a follows s/r
     lag = history.r.log() - smooth
@@ -171,7 +169,6 @@ def track(history: NormHistory, *, window: float = WINDOW) -> Tracking:
     first = int(below[-1]) + 1 if len(below) else 0
     broke = first < len(later) and float(later[-1] - later[first]) >= width / 2
     return Tracking(
-        target=target,
         smooth_target=smooth.exp(),
         ratio=tau * slope.abs(),
         lag=lag,
