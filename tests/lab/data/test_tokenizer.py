@@ -61,11 +61,12 @@ def tokenizer(request, tmp_path_factory):
 def test_any_text_comes_back_and_none_becomes_the_end_of_a_document(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint32
-    assert tokenizer.end_of_document not in ids
+    assert all(ids < tokenizer.end_of_document)
     assert tokenizer.decode(ids) == text
 
 
 def test_the_end_of_a_document_is_shown_and_broken_bytes_are_replaced(tokenizer):
+    assert tokenizer.end_of_document == tokenizer.vocab_size - 1
     end = tokenizer.end_of_document
     assert tokenizer.decode([*tokenizer.encode("one"), end, end, *tokenizer.encode("two")]) == f"one{END_TEXT * 2}two"
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
@@ -77,13 +78,6 @@ def test_a_batch_is_every_text_by_itself(tokenizer):
     batch = tokenizer.encode_batch(texts)
     assert all(ids.dtype == np.uint32 for ids in batch)
     assert [ids.tolist() for ids in batch] == [tokenizer.encode(text).tolist() for text in texts]
-
-
-def test_sizes_fit_each_other(tokenizer):
-    assert tokenizer.end_of_document == tokenizer.vocab_size - 1
-    for bad in (-1, tokenizer.vocab_size):
-        with pytest.raises(ValueError, match=f"token {bad} is outside the vocabulary of {tokenizer.vocab_size}"):
-            tokenizer.decode([1, bad])
 
 
 @pytest.mark.parametrize("kind", FILES)

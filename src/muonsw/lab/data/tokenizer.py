@@ -56,12 +56,9 @@ class Tokenizer(ABC):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; invalid UTF-8 becomes U+FFFD, an end of document `<|endoftext|>`."""
-        tokens = [int(token) for token in ids]
-        if bad := [token for token in tokens if not 0 <= token < self.vocab_size]:
-            raise ValueError(f"token {bad[0]} is outside the vocabulary of {self.vocab_size}")
         texts = (
             END_TEXT * len(list(run)) if is_end else self._decode_text(list(run))
-            for is_end, run in groupby(tokens, lambda token: token == self.end_of_document)
+            for is_end, run in groupby(map(int, ids), lambda token: token == self.end_of_document)
         )
         return "".join(texts)
 
