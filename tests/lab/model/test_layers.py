@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from muonsw.lab.model.layers import (
-    DenseFeedForward,
-    MoE,
-    balance_loss,
-    grouped_linear,
-)
+from muonsw.lab.model.layers import DenseFeedForward, MoE, balance_loss, grouped_linear
 from tests.lab.model.small_models import reference_moe, small
 
 # Rounding of float64 in sums of fewer than a thousand products.
@@ -31,10 +26,8 @@ def assert_equals_reference(moe, x):
     slow = reference_moe(x, *weights, moe.config.top_k, moe.router_multiplier)
     torch.testing.assert_close(fast, slow, **EXACT)
     direction = torch.randn_like(fast)
-    for got, expected in zip(
-        torch.autograd.grad(fast, inputs, direction), torch.autograd.grad(slow, inputs, direction), strict=True
-    ):
-        torch.testing.assert_close(got, expected, **EXACT)
+    actual, expected = (torch.autograd.grad(out, inputs, direction) for out in (fast, slow))
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (4, 1), (3, 3), (1, 1)])
@@ -90,17 +83,16 @@ def traced_linear(*args):
 
 
 @pytest.mark.parametrize("product", [grouped_linear, traced_linear])
-@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0)])
-def test_products_agree_with_slices_in_value_and_gradient(product, sizes):
-    x = torch.randn(sum(sizes), 16, requires_grad=True)
-    weight = torch.randn(len(sizes), 8, 16, requires_grad=True)
-    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+def test_products_agree_with_slices_in_value_and_gradient(product):
+    x = torch.randn(9, 16, requires_grad=True)
+    weight = torch.randn(5, 8, 16, requires_grad=True)
+    ends = torch.tensor([0, 3, 3, 8, 9], dtype=torch.int32)
     results = []
     for out in (product(x, weight, ends), slice_by_slice(x, weight, ends.long())):
         direction = torch.ones_like(out).cumsum(0)
         results.append([out, *torch.autograd.grad(out, (x, weight), direction)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_balance_loss_is_a_quarter_at_balance_and_larger_when_all_go_to_the_same():

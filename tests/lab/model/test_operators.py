@@ -53,8 +53,7 @@ def test_the_way_to_the_experts_and_back():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [(3, 0, 50, 11), (0, 0, 64, 0)])
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("sizes", "parts"), [((3, 0, 50, 11), 4), ((0, 0, 64, 0), 1)])
 def test_gradients_of_grouped_experts(sizes, parts, monkeypatch):
     """In bfloat16, as on a GPU: torch has a slow form of the same product for CPUs."""
     monkeypatch.setattr(layers, "row_parts", lambda _: parts)
