@@ -36,15 +36,19 @@ def in_float64(_rank=0):
     torch.set_default_dtype(torch.float64)
 
 
+def train_in_float64(*arguments):
+    in_float64()
+    try:
+        train(*arguments)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @functools.cache
 def one_process(accumulation=1):
     """The run on one process, without torch.distributed."""
     folder = Path(tempfile.mkdtemp()) / "one"
-    in_float64()
-    try:
-        train(config(accumulation=accumulation), folder)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    train_in_float64(config(accumulation=accumulation), folder)
     return folder
 
 
@@ -54,10 +58,10 @@ def weights(folder, step=STEPS):
 
 def numbers(record):
     """Every number of a record by its place in it."""
+    if isinstance(record, list):
+        record = dict(enumerate(record))
     if isinstance(record, dict):
         return {f"{key}.{place}": value for key, inner in record.items() for place, value in numbers(inner).items()}
-    if isinstance(record, list):
-        return {f"{key}.{place}": v for key, inner in enumerate(record) for place, v in numbers(inner).items()}
     return {"": record} if isinstance(record, float) else {}
 
 
@@ -75,15 +79,8 @@ def assert_same_numbers(folder, reference):
             assert distance <= CLOSE * tensor.abs().max().clamp(min=1e-3), (name, distance)
 
 
-QUICK = [
-    pytest.param(2, 2, {"strategy": "ddp"}, id="ddp-2"),
-    pytest.param(2, 2, {"strategy": "fsdp"}, id="fsdp-2"),
-]
-MORE = [
+SLOW = [
     (1, 1, {"strategy": "ddp"}),
-    (1, 2, {"strategy": "fsdp"}),
-    (4, 2, {"strategy": "ddp"}),
-    (4, 1, {"strategy": "fsdp"}),
     (4, 1, {"strategy": "fsdp", "experts": "rows"}),
     (4, 2, {"strategy": "fsdp", "replicas": 2}),
     (8, 1, {"strategy": "fsdp"}),  # more ranks than experts: some hold none
@@ -91,7 +88,12 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accumulation", "how"), [*QUICK, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)]
+    ("ranks", "accumulation", "how"),
+    [
+        pytest.param(2, 2, {"strategy": "ddp"}, id="ddp-2"),
+        pytest.param(2, 2, {"strategy": "fsdp"}, id="fsdp-2"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    ],
 )
 def test_a_run_on_several_ranks_is_the_run_of_one_process(ranks, accumulation, how, tmp_path):
     """Data order, losses, load balance over the batch, clipping, telemetry, evaluation, weights and state."""
@@ -124,11 +126,7 @@ def test_a_run_resumes_with_another_number_of_ranks_and_strategy(tmp_path):
     assert "resuming after step 3" in ended[0].text
     assert "stopped after 5 of 6 steps, saved" in ended[0].text
     notes = []
-    in_float64()
-    try:
-        train(config(), folder, Watch(note=notes.append))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    train_in_float64(config(), folder, Watch(note=notes.append))
     assert "resuming after step 5" in notes[0]
     assert_same_numbers(folder, one_process())
 
