@@ -87,11 +87,7 @@ class ModelConfig:
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "w128": ModelConfig(width=128),
-        "w256": ModelConfig(width=256),
-        "w512": ModelConfig(width=512),
-        "w768": ModelConfig(width=768),
-        "w1024": ModelConfig(width=1024),
+        **{f"w{width}": ModelConfig(width=width) for width in (128, 256, 512, 768, 1024)},
         # Trains in minutes on one GPU.
         "mini": ModelConfig(width=256, layers=6, vocab=4096, sequence=1024),
         # Trains in minutes on two CPU cores; `ff` is 8/3 of the width, rounded up to a multiple of 16.

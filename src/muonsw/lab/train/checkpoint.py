@@ -236,7 +236,7 @@ class Shelf:
 
     def newest(self) -> Path | None:
         """The newest checkpoint, damaged or not."""
-        return self.world.from_leader(next(iter(newest_first(self.folder)), None))
+        return self.world.leading(lambda: next(iter(newest_first(self.folder)), None))
 
     def resume(self, training: Training) -> None:
         """Load the newest intact checkpoint, if any; move damaged ones aside, and refuse one of another run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -117,12 +118,17 @@ def _open_files(journal: Journal, folder: Path, watch: Watch, stack: ExitStack) 
     training = journal.training
     config, world = training.config, training.world
     write_json(folder / CONFIG, config.as_data())
+    roles: Counter[str] = Counter()
+    for group in training.optimizer.param_groups:
+        decays = "decayed" if group["weight_decay"] else "not decayed"
+        roles[f"{group['role']} ({group['algorithm']}, {decays})"] += sum(p.numel() for p in group["params"])
+    model, data = type(training.model).__name__, training.task.data(config.steps)
     content = {
         **environment(),
         "device": torch.cuda.get_device_name() if machine.gpus() else "cpu",
         "threads": torch.get_num_threads(),
         "command": sys.argv,
-        "trained": training.describe(),
+        "trained": {"model": model, "parameters": dict(roles), "data": data},
         **({} if world.alone else {"ranks": world.size}),
     }
     write_json(folder / ENVIRONMENT, content)

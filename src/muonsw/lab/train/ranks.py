@@ -93,15 +93,12 @@ class World:
                 raise agreed(error_there, rank) from error
         return cast("T", result)
 
-    def leading(self, work: Callable[[], T]) -> T | None:
-        """Call a function on rank 0 only; its error is raised on all ranks."""
-        return self.together(lambda: work() if self.leads else None)
-
-    def from_leader(self, value: T) -> T:
-        values = [value]
+    def leading(self, work: Callable[[], T]) -> T:
+        """Call a function on rank 0 only; all ranks return its result or raise its error."""
+        results = [self.together(lambda: work() if self.leads else None)]
         if not self.alone:
-            dist.broadcast_object_list(values, src=0)
-        return values[0]
+            dist.broadcast_object_list(results, src=0)
+        return cast("T", results[0])
 
     def total(self, values: Tensor) -> Tensor:
         """Sum a tensor on the CPU over all ranks."""

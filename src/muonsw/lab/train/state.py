@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -204,15 +203,6 @@ class Training:
             raise UsageError(f"{many}; start at most as many processes there, or set device to cpu")
         torch.cuda.set_device(world.local)
         return torch.device("cuda", world.local)
-
-    def describe(self) -> dict[str, Any]:
-        roles: Counter[str] = Counter()
-        for group in self.optimizer.param_groups:
-            decays = "decayed" if group["weight_decay"] else "not decayed"
-            sizes = (parameter.numel() for parameter in group["params"])
-            roles[f"{group['role']} ({group['algorithm']}, {decays})"] += sum(sizes)
-        kind = type(self.model).__name__
-        return {"model": kind, "parameters": dict(roles), "data": self.task.data(self.config.steps)}
 
     def settle(self) -> None:
         """Run one backward pass under DDP and discard it."""
