@@ -21,7 +21,7 @@ from muonsw.lab.data.loader import read_record
 from muonsw.lab.runs import load_run
 from muonsw.lab.stats import t_interval
 from muonsw.lab.studies import records
-from tests.lab.small_tasks import LOSS, task_file
+from tests.lab.small_tasks import task_file
 from tests.lab.train.small_runs import losses, small_run, tokens
 
 LAB = Path(muonsw.lab.__file__).parent
@@ -275,11 +275,3 @@ def test_export_refuses_a_task(tmp_path, capsys):
     assert main(["export", "out/train/small_task"]) == 2
     assert "out/train/small_task/check" in capsys.readouterr().err
     assert main(["report", "out/train/small_task"]) == main(["diagnose", "out/train/small_task"]) == 0
-
-
-def test_a_stopped_check_does_not_promise_to_resume(tmp_path, capsys):
-    stop = LOSS.replace("    return", "    COUNT.append(1)\n    if len(COUNT) == 9:\n        stop()\n    return")
-    more = "import os, signal\nCOUNT = []\ndef stop():\n    os.kill(os.getpid(), signal.SIGTERM)\n"
-    path = task_file(tmp_path, loss=stop, more=more)
-    assert main(["task", "check", str(path), "--steps", "6"]) == 143
-    assert capsys.readouterr().err == "muonsw: stopped; nothing was saved\n"

@@ -7,16 +7,15 @@ import os
 import shlex
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
+import torch
 from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
@@ -44,10 +43,10 @@ from muonsw.lab.runs import load_runs
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.checkpoint import RESULT, read_config_file, recorded_code
 from muonsw.lab.train.config import RunConfig, changed_run, task_run, with_data
-from muonsw.lab.train.loop import Watch, train
+from muonsw.lab.train.loop import Watch, torch_threads, train
 from muonsw.lab.train.ranks import joined, known_to_all, speaker
-from muonsw.lab.train.records import Record, numbers_of, require_sinks
-from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve_device
+from muonsw.lab.train.records import numbers_of, require_sinks
+from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve_device, with_fingerprint
 from muonsw.presets import PRESETS
 from muonsw.text import counted
 
@@ -277,10 +276,8 @@ class Compare(RunOptions):
         if self.task is not None:
             subject, seen = Path(self.task).name, counted(base.batch, "sample")
         else:
-            names = [Path(path).name or path for path in self.text]
             prepared = "Python's standard library" if self.data is None else str(self.data)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            subject = f"{names[0]}{more}" if names else prepared
+            subject = ", ".join(Path(path).name or path for path in self.text) or prepared
             epochs = base.steps * base.tokens_per_step / read_record(Path(base.tokens.path)).tokens("train")
             base = self._with_lambda(console, base, epochs)
             seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.tokens.path})"
@@ -469,10 +466,6 @@ def watching(console: Console) -> Iterator[Watch]:
 # ---- Task
 
 
-class EnoughError(Exception):
-    """Stop a run that is only timed."""
-
-
 @dataclass(frozen=True)
 class Check:
     """Check every function of a task, and estimate how long a comparison takes here."""
@@ -491,30 +484,23 @@ class Check:
         config, checked = self.task_options.run_config(self.file, **given(self, "device", "steps"))
         config = replace(config, threads=1 if resolve_device(self.device).type == "cpu" else 0)
         introduce(console, config, checked)
-        # Time the first seconds of a real run, which is then deleted.
-        fewest_steps, enough_seconds = 3, 5.0
-        times: dict[str, list[float]] = defaultdict(list)  # by kind of record
-        trained, evaluated = times["train"], times["eval"]
-
-        def started(_training: Training) -> None:
-            evaluated.append(time.perf_counter())
-
-        def record(record: Record) -> None:
-            times[record["kind"]].append(time.perf_counter())
-            if len(trained) > fewest_steps and trained[-1] - trained[0] > enough_seconds:
-                raise EnoughError
-
-        steps = max(config.steps, fewest_steps)
-        timed = replace(config, steps=steps, eval_every=steps)  # no evaluation between the timed steps
-        try:
-            with TemporaryDirectory() as folder, suppress(EnoughError):
-                train(timed, Path(folder) / "run", Watch(started, record))
-        except Diverged as error:
-            print(f"muonsw: {harmless(error.__cause__)}", file=sys.stderr)  # do not name the deleted checkpoint
-            return FAILED
-        except Interrupted as error:
-            raise Interrupted("stopped; nothing was saved", error.signal) from error
-        step, evaluation = (trained[-1] - trained[0]) / max(1, len(trained) - 1), evaluated[1] - evaluated[0]
+        # Time an evaluation, and the first seconds of training.
+        with torch_threads(torch.get_num_threads()):
+            training, begin = Training(with_fingerprint(config)), time.perf_counter()
+            training.evaluate()
+            evaluation, ends = time.perf_counter() - begin, [time.perf_counter()]
+            for batches in training.batches():
+                losses, norm, _ = training.update(batches)
+                try:
+                    training.guard.watch(training.step, float(losses.total), float(norm))
+                except Diverged as error:
+                    print(f"muonsw: {harmless(error)}", file=sys.stderr)
+                    return FAILED
+                ends.append(time.perf_counter())
+                if len(ends) > 4 and ends[-1] - ends[1] > 5.0:
+                    break
+        settled = ends[1:] if len(ends) > 2 else ends  # without the first step, which is slower
+        step = (settled[-1] - settled[0]) / (len(settled) - 1)
         seconds = config.steps * step + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
         workers, runs = runs_at_once(self.device), len(RULES) * Compare.seeds
         duration = clock(math.ceil(runs / workers) * seconds)
