@@ -114,7 +114,7 @@ def batches() -> str:
 def sizes() -> str:
     """The parts of the hypothetical model."""
     parts = parts_of(MOE_1T)
-    labels = {"experts": parts.experts, "attention": parts.hidden, "embedding, norms, routers": parts.rest}
+    labels = {"experts": parts.experts, "attention": parts.hidden, "embedding, norms, routers": parts.adamw}
     rows = []
     for name, part in labels.items():
         matrices = [f"{number:,} of {short:,} by {long:,}" for (short, long), number in part.matrices.items()]
@@ -153,8 +153,8 @@ def written(path: Path) -> str:
     page = path.read_text(encoding="utf-8")
     for name, table_of in TABLES[path].items():
         begin, end = f"<!-- table: {name} -->\n", f"\n<!-- end: {name} -->"
-        before, rest = page.split(begin)
-        page = before + begin + table_of() + end + rest.split(end)[1]
+        before, after = page.split(begin)
+        page = before + begin + table_of() + end + after.split(end)[1]
     return page
 
 

@@ -269,21 +269,6 @@ def test_tokens_may_move_but_not_change():
         train(config(folders().other_data), run)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--data", "DATA", "--device", "meta"), "device 'meta' cannot be used here"),
-        (("--data", "DATA", "--weight-decay", "60"), "1.2 times the weight in one step"),
-        (("--data", "nowhere"), "nowhere holds no prepared data"),
-        (("--config", "DATA/data.json"), "version None"),
-    ],
-)
-def test_bad_input_leaves_nothing_behind(arguments, message, tmp_path):
-    words = (word.replace("DATA", str(folders().data)) for word in arguments)
-    assert message in refused("train", *words, "--out", tmp_path / "run")
-    assert not list(tmp_path.iterdir())
-
-
 # ---- Signals
 
 INTERRUPTED = """

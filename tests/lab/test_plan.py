@@ -38,7 +38,7 @@ def test_the_step_of_one_gpu_is_as_measured(width, ff):
     """One constant (the overhead) was fitted to the four; the rates were measured apart, at width 1024."""
     model = ModelConfig(width=width, ff=ff)
     planned = plan_step(model, Setup())
-    adamw = parts_of(model).rest.parameters * PASS_BYTES / H200.memory
+    adamw = parts_of(model).adamw.parameters * PASS_BYTES / H200.memory
     assert 1e3 * (planned.optimizer_seconds - adamw) == pytest.approx(STEP_MS[width, ff], rel=0.06)
 
 
@@ -114,22 +114,16 @@ def test_mistakes_are_named(settings, message):
         Plan(preset="w256", **settings).run()
 
 
-@pytest.mark.parametrize("name", ["demo", "w256"])
-def test_the_command_plans_a_preset_as_it_is_trained(name, capsys):
-    run = preset_run(name, "tokens")
-    assert Plan(preset=name, steps=run.steps).run() == 0
-    printed = capsys.readouterr().out
-    for number in (run.tokens_per_step, count(run.model).total, run.steps):
-        assert f"{number:,}" in printed
-    assert f"  {amount(run.steps * run.tokens_per_step, 4)} " in printed
-
-
-def test_the_command_answers_first_and_then_shows_the_links(capsys):
-    setup = Setup(8, "fsdp")
+def test_the_command_answers_first_then_shows_sizes_and_links(capsys):
+    setup, run = Setup(8, "fsdp"), preset_run("w1024", "tokens")
     assert Plan(preset="w1024", steps=10_000, setup=setup).run() == 0
-    first, *_, optimizer, model = capsys.readouterr().out.splitlines()
+    first, *rows, optimizer, model = capsys.readouterr().out.splitlines()
     planned = plan_step(preset("w1024"), setup)
     assert first.startswith(f"{10_000 * planned.seconds / 3600:,.1f} hours on 8 GPUs (fsdp)")
+    shown = {row.split("  ")[0]: row for row in rows}
+    assert f"{count(run.model).total:,}" in shown["parameters"]
+    assert f"of {run.tokens_per_step:,} tokens" in shown["steps"]
+    assert f" {amount(10_000 * run.tokens_per_step, 4)} " in shown["tokens"]
     assert f"{planned.optimizer_bytes / 1e6:,.1f} MB" in optimizer
     assert f"{planned.model_bytes / 1e6:,.1f} MB" in model
     assert Plan(preset="moe-1t", steps=1000).run() == 0

@@ -103,17 +103,17 @@ def with_task_options(words: Sequence[str]) -> list[str]:
         >>> with_task_options(["--task", "vit.py", "--task.depth", "6", "--steps", "9"])
         ['--task', 'vit.py', '--steps', '9', '--task.NAME', 'depth=6']
     """
-    rest, options, waiting = [], [], list(words)
+    plain, options, waiting = [], [], list(words)
     while waiting:
         word = waiting.pop(0)
         if not word.startswith(TASK_PREFIX):
-            rest.append(word)
+            plain.append(word)
             continue
         name, equals, value = word.removeprefix(TASK_PREFIX).partition("=")
         if not equals:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         options.append(f"{name.replace('-', '_')}={value}")
-    return [*rest, "--task.NAME", *options] if options else rest
+    return [*plain, "--task.NAME", *options] if options else plain
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class ModelParts(NamedTuple):
 
     experts: ModelPart  # stacks of experts
     hidden: ModelPart  # other matrices of Muon
-    rest: ModelPart  # trained by AdamW
+    adamw: ModelPart  # trained by AdamW
 
 
 @cache
@@ -117,7 +117,7 @@ def parts_of(config: ModelConfig) -> ModelParts:
     matrices: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
     for name, param in model.named_parameters():
         if role_of(name) not in MUON_ROLES:
-            parameters["rest"] += param.numel()
+            parameters["adamw"] += param.numel()
             continue
         part = "experts" if param.dim() == 3 and config.experts > 1 else "hidden"
         parameters[part] += param.numel()
@@ -211,13 +211,13 @@ class Setup:
 
     def shardings(self, experts: int) -> tuple[Sharding, Sharding]:
         """The sharding of experts, and of everything else."""
-        others = Sharding(cut=self.shards, copies=self.gpus // self.shards)
+        dense = Sharding(cut=self.shards, copies=self.gpus // self.shards)
         if self.strategy == "fsdp" and experts > 1 and self.experts == "stack":
-            return Sharding(stack=min(self.shards, experts), copies=self.replicas), others
+            return Sharding(stack=min(self.shards, experts), copies=self.replicas), dense
         if self.strategy == "ep" and experts > 1:
             stack = math.gcd(self.gpus, experts)
-            return Sharding(stack=stack, cut=self.gpus // stack, stride=stack), others
-        return others, others
+            return Sharding(stack=stack, cut=self.gpus // stack, stride=stack), dense
+        return dense, dense
 
     def link(self, reach: int) -> float:
         """Bytes per second between ranks whose numbers differ by up to `reach`."""
@@ -277,13 +277,13 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
         (0.0, '29 ms')
     """
     parts = parts_of(model)
-    experts, others = setup.shardings(model.experts)
+    experts, dense = setup.shardings(model.experts)
     most = math.ceil(model.experts / experts.stack) / model.experts  # share of a stack on the fullest rank
 
     # Muon's matrices: products on the busiest rank, and the exchange with the owners.
     products = exchange = optimizer_bytes = buffers = 0.0
     optimizer_collectives = int(setup.gpus > 1)
-    for part, sharding, held in ((parts.experts, experts, most), (parts.hidden, others, 1.0)):
+    for part, sharding, held in ((parts.experts, experts, most), (parts.hidden, dense, 1.0)):
         owners = sharding.copies if setup.strategy == "ddp" else sharding.cut
         here = [(orthogonalizing(*shape), round(n * held)) for shape, n in part.matrices.items()]
         products += heaviest(here, owners)
@@ -309,7 +309,7 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
     tokens = batch_tokens / setup.gpus
     micro_batches = max(1, math.ceil(tokens / (setup.micro_batch * model.sequence)))
     traffic: list[tuple[float, int]] = []
-    for part, sharding in zip(parts, (experts, others, others), strict=True):
+    for part, sharding in zip(parts, (experts, dense, dense), strict=True):
         divided = sharding.cut if setup.strategy == "ep" else sharding.cut * sharding.stack
         shard = part.parameters / (sharding.cut * sharding.stack)
         reach = setup.shards if setup.strategy == "fsdp" else divided * sharding.stride
@@ -320,8 +320,8 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
         traffic.append((sent * (experts.stack - 1) / experts.stack, experts.stack))
 
     # Memory and time of the fullest rank.
-    muon = most * parts.experts.parameters / experts.cut + parts.hidden.parameters / others.cut
-    rest = parts.rest.parameters / others.cut
+    muon = most * parts.experts.parameters / experts.cut + parts.hidden.parameters / dense.cut
+    adamw = parts.adamw.parameters / dense.cut
     activations = COMPILED * activation_bytes(model, setup.micro_batch)
     if setup.recompute:
         inputs = FLOAT32 * setup.micro_batch * model.sequence * model.width * model.layers
@@ -330,14 +330,14 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
     if setup.shards > 1:  # gathered at a time: the current layer, the next one, and the rest
         stack = experts.stack if setup.strategy == "ep" else 1
         layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
-        gathered = setup.gathered_bytes * (2 * layer + parts.rest.parameters) + BFLOAT16 * layer
+        gathered = setup.gathered_bytes * (2 * layer + parts.adamw.parameters) + BFLOAT16 * layer
     flops = count(model).flops_per_token * (4 / 3 if setup.recompute else 1.0)
     return StepCost(
         memory=Memory(
-            weights=FLOAT32 * (muon + rest),
-            gradients=FLOAT32 * (muon + rest),
+            weights=FLOAT32 * (muon + adamw),
+            gradients=FLOAT32 * (muon + adamw),
             muon_state=FLOAT32 * muon,
-            adamw_state=2 * FLOAT32 * rest,
+            adamw_state=2 * FLOAT32 * adamw,
             activations=activations,
             gathered=gathered,
             buffers=buffers,
@@ -349,7 +349,7 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
         model_link_seconds=math.fsum(size / setup.link(reach) for size, reach in traffic),
         product_seconds=products,
         exchange_seconds=exchange,
-        pass_seconds=PASS_BYTES * (muon + rest) / H200.memory,
+        pass_seconds=PASS_BYTES * (muon + adamw) / H200.memory,
     )
 
 

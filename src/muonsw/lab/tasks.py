@@ -396,8 +396,8 @@ class UserTask(Task):
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
         batch, parts = self.train.batch(step), ranks * accumulation
         seed_generators(self.train.seed, "update", step, rank, host_only=True)  # checkpoints hold torch's
-        rows, rest = divmod(rows_of(batch), parts)
-        if rest:
+        rows, left = divmod(rows_of(batch), parts)
+        if left:
             split = f"{ranks} ranks x {accumulation} micro-batches"
             raise UsageError(f"{self.config.name}: batch {step} has {rows_of(batch)} rows, not a multiple of {split}")
 
@@ -429,15 +429,15 @@ class BatchSource:
     def __init__(self, functions: Functions, split: str, seed: int) -> None:
         self.functions, self.split, self.seed = functions, split, seed
         self._call = f"{functions.name}: batches({split!r}, {seed})"
-        made = self._make()
+        source = self._make()
         try:
-            self._length: int | None = len(made)
+            self._length: int | None = len(source)
         except (TypeError, NotImplementedError):  # a DataLoader over data without a length
             self._length = None
         # A function of the number, or None if batches must be iterated over.
-        self._numbered: Callable[[int], Batch] | None = made if callable(made) else None
-        if length := hasattr(made, "__getitem__") and self._length:
-            self._numbered = lambda number: made[number % length]
+        self._numbered: Callable[[int], Batch] | None = source if callable(source) else None
+        if length := hasattr(source, "__getitem__") and self._length:
+            self._numbered = lambda number: source[number % length]
         # The current iterator, the number of its next batch, and the batch before that.
         self._iterator: Iterator[Batch] | None = None
         self._next, self._last = 0, None
@@ -469,12 +469,12 @@ class BatchSource:
 
     def _make(self) -> Any:
         with generators_seeded(self.seed, self.split):
-            made = self.functions("batches", self.split, self.seed)
-        empty = isinstance(made, Sequence) and not made
-        if empty or isinstance(made, Dataset) or not (callable(made) or isinstance(made, Iterable)):
+            source = self.functions("batches", self.split, self.seed)
+        empty = isinstance(source, Sequence) and not source
+        if empty or isinstance(source, Dataset) or not (callable(source) or isinstance(source, Iterable)):
             kinds = "a function of i, or batches in a sequence or an iterable: a Dataset needs a DataLoader around it"
-            raise UsageError(f"{self._call} returned {shown(made)}; expected {kinds}")
-        return made
+            raise UsageError(f"{self._call} returned {shown(source)}; expected {kinds}")
+        return source
 
     @contextmanager
     def _drawing(self, number: int) -> Iterator[None]:
@@ -482,7 +482,7 @@ class BatchSource:
             yield
 
 
-def _endless(made: Iterable[Batch], call: str) -> Iterator[Batch]:
+def _endless(source: Iterable[Batch], call: str) -> Iterator[Batch]:
     """Repeat batches endlessly.
 
     Not a method: a reference cycle would keep the iterator alive, and with it a DataLoader's workers.
@@ -490,7 +490,7 @@ def _endless(made: Iterable[Batch], call: str) -> Iterator[Batch]:
     number, before = 0, -1
     while number > before:
         before = number
-        for batch in made:
+        for batch in source:
             number += 1
             yield batch
     fix = "yield batches endlessly, or return something that can be iterated over again"

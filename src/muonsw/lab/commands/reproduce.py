@@ -135,9 +135,9 @@ class Reproduce:
             added = append(self.record, runs_done, study=study.name, arm=None)
             say(console, f"added {counted(added, 'run')} to {self.record}")
         claims = claims_table(conclusion.claims, ("predicted", "measured"))
-        kept = f"; runs are in {runs_folder}" if planned else ""
+        where = f"; runs are in {runs_folder}" if planned else ""
         tables = [claims, *conclusion.tables]
-        print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=kept)
+        print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=where)
         return int(any_failed(conclusion.claims))
 
     def _study(self) -> tuple[Study, Scale]:

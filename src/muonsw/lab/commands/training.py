@@ -72,13 +72,13 @@ def changed(command: Any) -> list[str]:
     return names
 
 
-def given(command: Any, *names: str) -> dict[str, Any]:
-    """Map these option names to their values, without those left out."""
+def user_options(command: Any, *names: str) -> dict[str, Any]:
+    """The values of these options by name, without those that the user left out."""
     return {name: value for name in names if (value := getattr(command, name)) is not None}
 
 
 def require_at_least_one(command: Any, *names: str) -> None:
-    for name, value in given(command, *names).items():
+    for name, value in user_options(command, *names).items():
         if value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
@@ -95,7 +95,7 @@ class TaskOptions:
     """Steps between evaluations. Default: a twentieth of the run."""
 
     def run_config(
-        self, path: str, runs: Iterable[Path] = (), seed: int = 0, **chosen: Any
+        self, path: str, runs: Iterable[Path] = (), seed: int = 0, **settings: Any
     ) -> tuple[RunConfig, Checked]:
         """Check the task; return its run and the result of the check.
 
@@ -111,7 +111,7 @@ class TaskOptions:
             with_file(replace(task, fingerprint=recorded_code(folder, task)))
         task = with_file(task)
         checked = check_task(task, seed)
-        return task_run(task, checked, seed=seed, **chosen, **given(self, "eval_every")), checked
+        return task_run(task, checked, seed=seed, **settings, **user_options(self, "eval_every")), checked
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,13 @@ class RunOptions:
         **changes: Any,
     ) -> RunConfig:
         """Return the run that the options describe; call `check` before tokens are prepared, which may take long."""
-        changes |= given(self, "accumulation", "checkpoint_every", "telemetry_every", "device", "precision")
-        optimizer |= given(self, "lr", "weight_decay")
+        changes |= user_options(self, "accumulation", "checkpoint_every", "telemetry_every", "device", "precision")
+        optimizer |= user_options(self, "lr", "weight_decay")
         if self.task is not None:
             for option in changed(self):
                 if option in ("--preset", "--data", "--text", "--config", "--batch"):
                     raise UsageError(f"give --task or {option}, not both: the task file sets the model and its data")
-            changes |= optimizer | given(self, "steps")
+            changes |= optimizer | user_options(self, "steps")
             config, checked = self.task_options.run_config(self.task, runs, **changes)
             check(config)
             introduce(console, config, checked)
@@ -322,9 +322,9 @@ class Compare(RunOptions):
     def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
         """Set the formula's lambda unless the user gave one; print which lambda is used and whether it fits."""
         advice = advise_arm(base, Arm("scaled", replace(base.optimizer, decay="scaled")), epochs)
-        given_lambda = base.optimizer.weight_decay
+        planned = base.optimizer.weight_decay
         if advice.low is None or advice.high is None:
-            say(console, f"lambda {given_lambda:g}: {advice.answer}")
+            say(console, f"lambda {planned:g}: {advice.answer}")
         elif self.weight_decay is None:
             # The formula is good for two digits; from a range, take the geometric mean.
             lam = float(f"{math.sqrt(advice.low * advice.high):.2g}")
@@ -332,7 +332,7 @@ class Compare(RunOptions):
             say(console, f"lambda {lam:g}, by the formula of muonsw advise")
         elif advice.verdict != "fine":
             size = "large" if advice.verdict == "large" else "small"
-            say(console, f"lambda {given_lambda:g}, as given, is {size} for this run. {advice.answer}")
+            say(console, f"lambda {planned:g}, as given, is {size} for this run. {advice.answer}")
         return base
 
     def _arms(self, base: RunConfig) -> tuple[Arm, ...]:
@@ -396,8 +396,8 @@ class Train(RunOptions):
             config = read_config_file(self.config)
         else:
             console = Console(quiet=speaker() is not None)  # only rank 0 prints
-            changes = given(self, "batch", "seed", "tensorboard", "wandb")
-            optimizer = given(self, "algorithm", "decay", "muon_lr", "peak")
+            changes = user_options(self, "batch", "seed", "tensorboard", "wandb")
+            optimizer = user_options(self, "algorithm", "decay", "muon_lr", "peak")
 
             def check(config: RunConfig) -> None:
                 require_writable(folder)
@@ -481,7 +481,7 @@ class Check:
 
     def run(self) -> int:
         console = Console()
-        config, checked = self.task_options.run_config(self.file, **given(self, "device", "steps"))
+        config, checked = self.task_options.run_config(self.file, **user_options(self, "device", "steps"))
         config = replace(config, threads=1 if resolve_device(self.device).type == "cpu" else 0)
         introduce(console, config, checked)
         # Time an evaluation, and the first seconds of training.
