@@ -17,7 +17,7 @@ from muonsw import peak
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import is_code, refuse_shards
 from muonsw.decay import LAMBDA_KEYS, decays, needs_peak, require_length, user_weight_decay
-from muonsw.options import BOOKKEEPING, CHECKS, prune, validate_option
+from muonsw.options import BOOKKEEPING, CHECKS, REMOVED, prune, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.precision import SCALE
 from muonsw.routing.facts import WRAPPER_WORDS
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
 
 StateDict = dict[str, Any]
+
+# Names of options in early states.
+_RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
 
 # Options that identify a torch optimizer's groups, with our algorithm.
 _TORCH_ALGORITHMS = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
@@ -112,6 +115,11 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
             f"incomplete state_dict: it needs state and param_groups with params, and has "
             f"{', '.join(map(str, saved)) or 'nothing'}; pass the result of optimizer.state_dict()"
         )
+    # older versions of torch's SGD save None for a missing momentum
+    states = {
+        key: {name: value for name, value in state.items() if value is not None}
+        for key, state in saved["state"].items()
+    }
     saved_groups = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
     completed: list[Group] = []
     for number, (old, here) in enumerate(zip(_matched(saved_groups, groups), groups, strict=True)):
@@ -122,14 +130,17 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
                 f"param group {number} has algorithm={here['algorithm']!r}, but the saved state is from {source}; "
                 f"build the optimizer with the saved algorithm, or start with fresh state"
             )
-        group = {key: validate_option(key, value) if key in CHECKS else value for key, value in old.items()}
-        if "max_precond_dim" in group:  # its name in early states
-            group["precondition_max_dim"] = group.pop("max_precond_dim")
+        group = {key: value for key, value in old.items() if key not in _RENAMED}
+        for former, key in _RENAMED.items():
+            if former in old and group.get(key) is None:
+                group[key] = old[former]
+        known = CHECKS.keys() | REMOVED.keys()
+        group = {key: validate_option(key, value) if key in known else value for key, value in group.items()}
         fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
         unsaved: Group = {key: here[key] for key in ("param_names", "offload") if key in here}
         completed.append({**here, **fresh, **group, **unsaved})
-        _refuse_unfit(completed[-1], here, number, saved["state"])
-    return {**saved, "param_groups": completed}
+        _refuse_unfit(completed[-1], here, number, states)
+    return {**saved, "state": states, "param_groups": completed}
 
 
 def _translated(group: Group) -> Group:

@@ -256,6 +256,12 @@ CHECKS: dict[str, Check] = {
     "replay": _or_none(_flag),
 }
 
+# Options of earlier versions that saved groups may hold, and what to do instead.
+REMOVED = dict.fromkeys(
+    ("aurora_iterations", "aurora_beta", "aurora_polar"),
+    "register functools.partial(muonsw.orthogonalize.aurora, ...) and name it in orthogonalizer=",
+)
+
 # Other libraries' names for our options, and what to do instead of their other options.
 _SYNONYMS = {"wd": "weight_decay", "learning_rate": "lr", "epsilon": "eps"}
 _INSTEAD = {
@@ -268,6 +274,7 @@ _INSTEAD = {
     "adjust_lr_fn": "it is called scale here, with the same values, except that spectral_unclamped is spectral",
     "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
+    **REMOVED,
 }
 
 

@@ -483,3 +483,19 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     assert code == 0, output
     assert "resuming after step" in output
     assert rank_ending(folder) == undisturbed()
+
+
+def rewrite_state(path: Path, **changes) -> None:
+    """Change the state of a checkpoint, with the right checksum."""
+    content = {**checkpoint.read_state(path), **changes}
+    text = json.dumps({**content, "checksum": checkpoint._digest(content)})
+    (path / "state.json").write_text(text, encoding="utf-8")
+
+
+def test_a_checkpoint_in_the_format_of_an_earlier_version_is_refused_by_name():
+    """Several ranks wrote one file each, and an index of their pieces."""
+    run = folders().copy("stopped")
+    rewrite_state(run / NEWER, ranks=2, index={})
+    output = refused("train", "--config", run / "config.json", "--out", run)
+    assert "was written by 2 ranks with muonsw 0.1.0" in output
+    assert (run / NEWER).exists()

@@ -1,9 +1,11 @@
 """Aurora equals its reference."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muonsw import MuonSW
 from muonsw.orthogonalize import aurora, newton_schulz
 from tests.family import references
 
@@ -32,3 +34,11 @@ def test_equal_to_the_reference(rows, columns, iterations, beta, zero_row, seed)
 def test_square_matrices_go_straight_to_the_polar_function():
     square = torch.randn(3, 6, 6)
     assert torch.equal(aurora(square, polar=newton_schulz, steps=5), newton_schulz(square))
+
+
+def test_a_saved_state_with_other_constants_is_refused():
+    optimizer = MuonSW([torch.nn.Parameter(torch.ones(4, 3))], orthogonalizer="aurora")
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["aurora_beta"] = 0.25
+    with pytest.raises(ValueError, match="'aurora_beta' is not an option: register"):
+        optimizer.load_state_dict(saved)

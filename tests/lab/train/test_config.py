@@ -39,3 +39,16 @@ def test_wrong_settings_are_named(change, message):
         data[key] = {**data[key], **value} if isinstance(value, dict) else value
     with pytest.raises(ValueError, match=message):
         RunConfig.from_data(data)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "unset", "chosen"),
+    [("optimizer", "decay_points", None, [[0, 1], [1, 2]]), ("schedule", "warmup_shape", "linear", "cosine")],
+)
+def test_a_setting_that_no_longer_exists_is_ignored_at_its_default_and_refused_otherwise(part, name, unset, chosen):
+    data = small_run().as_data()
+    data[part][name] = unset
+    assert RunConfig.from_data(data) == small_run()
+    data[part][name] = chosen
+    with pytest.raises(ValueError, match=rf"unknown setting {part}\.{name}"):
+        RunConfig.from_data(data)

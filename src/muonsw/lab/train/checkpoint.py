@@ -158,7 +158,10 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify its checksums; raise a `CheckpointError` if it is damaged."""
+    """Read a checkpoint and verify its checksums.
+
+    Damage raises a `CheckpointError`, a format of another version a `UsageError`.
+    """
     content, tensors = read_state(path), {}
     for part in PARTS:
         file = path / f"{part}.safetensors"
@@ -172,13 +175,16 @@ def load(path: Path) -> Checkpoint:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read and verify `state.json` of a checkpoint; raise a `CheckpointError` if it is damaged."""
+    """Read and verify `state.json` of a checkpoint; raises the same errors as `load`."""
     try:
         content = read_object(path / STATE)
     except UsageError as error:
         raise CheckpointError(str(error)) from error
     if content.pop("checksum", None) != _digest(content) or content["step"] != step_of(path):
         raise CheckpointError(f"{path / STATE} does not match its checksum")
+    if "index" in content:
+        old = f"{path} was written by {content.get('ranks')} ranks with muonsw 0.1.0, which wrote one file per rank"
+        raise UsageError(f"{old}: resume it with that version on one process until it saves again, or delete it")
     return content
 
 

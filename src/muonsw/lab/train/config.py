@@ -218,9 +218,11 @@ class RunConfig:
         if data.get("version") != VERSION:
             raise ValueError(f"this file has settings of version {data.get('version')!r}, not {VERSION}")
         settings = {key: value for key, value in data.items() if key != "version"}
-        schedule = settings.get("schedule")
-        if isinstance(schedule, Mapping) and schedule.get("warmup_shape") == "linear":  # as `as_data` writes it
-            settings["schedule"] = {key: value for key, value in schedule.items() if key != "warmup_shape"}
+        # Settings that no longer exist, with the value at which they change nothing.
+        for part, name, unset in (("optimizer", "decay_points", None), ("schedule", "warmup_shape", "linear")):
+            recorded = settings.get(part) or {}
+            if recorded.get(name, ...) == unset:
+                settings[part] = {key: value for key, value in recorded.items() if key != name}
         return from_data(cls, settings)
 
 
