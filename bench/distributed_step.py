@@ -51,7 +51,7 @@ SETS: dict[str, list[tuple[int, ...]]] = {
     "1b": decoder(2048, 24), "7b": decoder(4096, 32),
 }  # fmt: skip
 STRATEGIES = ["whole", "fsdp", "ddp"]
-LR = 1e-3
+LR, WARMUP = 1e-3, 10
 
 Build = Callable[[list[Tensor], DeviceMesh], torch.optim.Optimizer]
 
@@ -156,17 +156,11 @@ def worker(options: argparse.Namespace) -> None:
         check(builds["muonsw"], shapes, mesh, strategy)
         running = {name: build(parameters(shapes, mesh, strategy), mesh) for name, build in builds.items()}
         ways = {name: partial(timed, optimizer, mesh) for name, optimizer in running.items()}
-        times = in_turn(ways, options.rounds, options.warmup)
+        times = in_turn(ways, options.rounds, WARMUP)
         for name, optimizer in running.items():
             seconds, host = map(statistics.median, zip(*times[name], strict=True))
-            row = {
-                "strategy": strategy,
-                "ranks": mesh.size(),
-                "contender": name,
-                "device": device,
-                "ms": 1000 * seconds,
-            }
-            row |= {"host_ms": 1000 * host, "state_mib": state_bytes(optimizer) / 2**20}
+            row = {"strategy": strategy, "ranks": mesh.size(), "contender": name, "device": device}
+            row |= {"ms": 1000 * seconds, "host_ms": 1000 * host, "state_mib": state_bytes(optimizer) / 2**20}
             if dist.get_rank() == 0:
                 print("RESULT " + json.dumps(row), flush=True)
             if hasattr(optimizer, "release"):  # dion's graph would keep the process group alive
@@ -176,8 +170,8 @@ def worker(options: argparse.Namespace) -> None:
 
 def launch(options: argparse.Namespace, ranks: int) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
-    passed = ["--worker", "--set", options.set, "--rounds", str(options.rounds), "--warmup", str(options.warmup)]
-    passed += ["--strategies", *options.strategies, *(["--cpu"] if options.cpu else [])]
+    passed = ["--worker", "--set", options.set, "--rounds", str(options.rounds), "--strategies", *options.strategies]
+    passed += ["--cpu"] if options.cpu else []
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     printed = subprocess.run(command + passed, check=True, capture_output=True, text=True, env=environment).stdout
     return [json.loads(line.removeprefix("RESULT ")) for line in printed.splitlines() if line.startswith("RESULT ")]
@@ -189,7 +183,6 @@ def main() -> None:
     parser.add_argument("--set", choices=SETS, help="the matrices; default: 1b on GPUs, tiny on CPUs")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--cpu", action="store_true", help="use CPUs even if there are GPUs")
     parser.add_argument("--worker", action="store_true", help="run as one rank of a torchrun")
     parser.add_argument("--out", type=Path, help="also write the table as JSON")

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/gpt2_loop.py                # ms per step of the whole loop
     PYTHONPATH=src python bench/gpt2_loop.py --fsdp         # the same under FSDP2, over a mesh of one rank
-    PYTHONPATH=src python bench/gpt2_loop.py --host         # host time of one step, with a profile
+    PYTHONPATH=src python bench/gpt2_loop.py --host         # host time and launches of one step
 
 Gradients are clipped, and freed after every step. Dion and pytorch-optimizer are timed if installed. All contenders
 start from the same weights and see the same batches; one whose loss is not close to that of torch's optimizer is not
@@ -12,11 +12,9 @@ timed. The others take turns, several steps each, on one compiled model.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
 import json
 import math
-import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -52,7 +50,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="sequences in a batch")
     parser.add_argument("--only", nargs="+", default=None, help="names of contenders")
     parser.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
-    parser.add_argument("--host", action="store_true", help="profile one step on the host instead")
+    parser.add_argument("--host", action="store_true", help="time one step on the host instead")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
     parser.add_argument("--json", type=Path, default=Path("out/bench/gpt2_loop.json"))
     args = parser.parse_args()
@@ -64,7 +62,7 @@ def main() -> None:
     if args.host:
         for name, build in chosen.items():
             model = GPT2LMHeadModel(config).to(device)
-            profile_host(name, build, sharded(model, device) if args.fsdp else model, device)
+            time_host(name, build, sharded(model, device) if args.fsdp else model, device)
         return
     record = {"environment": environment(device), "results": {}}
     for rows in args.batches:
@@ -114,11 +112,10 @@ def contenders() -> dict[str, Build]:
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices for Muon, and the rest."""
-    matrices, rest = [], []
+    params: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
     for group in route(model, "muon", patterns={}, adamw={}).groups:
-        params = matrices if group.get("algorithm", "muon") == "muon" else rest
-        params += [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-    return matrices, rest
+        params[group.get("algorithm", "muon")] += [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    return params["muon"], params["adamw"]
 
 
 def torch_muon(model: nn.Module) -> list[Optimizer]:
@@ -156,9 +153,8 @@ class Loop:
         self.compiled = torch.compile(model, dynamic=False) if device.type == "cuda" and not is_sharded else model
         self.start = [param.detach().clone() for param in model.parameters()]
         draws = torch.rand(8, rows, self.length, generator=torch.Generator().manual_seed(1))
-        self.batches = (
-            (model.config.vocab_size * draws**3).long().to(device)
-        )  # not uniform, so there is something to learn
+        # Not uniform, so there is something to learn.
+        self.batches = (model.config.vocab_size * draws**3).long().to(device)
 
     def measure(self, chosen: dict[str, Build]) -> dict[str, dict[str, float | str]]:
         """Milliseconds per step of the loop, for each optimizer with a correct loss."""
@@ -220,8 +216,8 @@ def require_close(name: str, losses: dict[str, float]) -> None:
         raise RuntimeError(f"loss {loss:.3f} after {CHECKED} steps, torch's {twin:.3f}: not timed")
 
 
-def profile_host(name: str, build: Build, model: nn.Module, device: torch.device) -> None:
-    """Print the host time of `step`, its launches, and a profile."""
+def time_host(name: str, build: Build, model: nn.Module, device: torch.device) -> None:
+    """Print the host time of `step` and its launches."""
     torch.manual_seed(0)
     params, optimizers = list(model.parameters()), build(model)
 
@@ -259,12 +255,6 @@ def profile_host(name: str, build: Build, model: nn.Module, device: torch.device
     replays = getattr(getattr(optimizers[0], "_replay", None), "_replays", 0)
     print(f"\n{name}: host ms a step {settled:.2f}, gradients moving {moving:.2f}; {replays} steps replayed")
     print(f"launches {launches}")
-    profiler = cProfile.Profile()
-    for _ in range(30):
-        new_gradients()
-        synchronize(device)
-        profiler.runcall(step)
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
 if __name__ == "__main__":
