@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from muonsw import AdamWSW, MuonSW
-from muonsw.routing import route
 from timing import chosen_device, environment, in_turn, milliseconds, save, synchronize
 
 BATCHES = (16, 4)
@@ -113,8 +112,8 @@ def contenders() -> dict[str, Build]:
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices for Muon, and the rest."""
     params: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
-    for group in route(model, "muon", patterns={}, adamw={}).groups:
-        params[group.get("algorithm", "muon")] += [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    for group in MuonSW.for_model(model, lr=LR).param_groups:
+        params[group["algorithm"]] += group["params"]
     return params["muon"], params["adamw"]
 
 

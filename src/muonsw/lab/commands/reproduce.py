@@ -42,46 +42,32 @@ class Reproduce:
 
     name: Annotated[str, Positional, unset(metavar="NAME")] = ""
     """The study, such as `main-table`, or a part of it, such as `main-table/width-256`."""
-
     list: Flag = False
     """Show what can be reproduced, and run nothing."""
-
     scale: Annotated[Literal["cpu", "mini", "paper"] | None, unset()] = None
     """cpu (the default) for a laptop, mini for up to an hour on one GPU, paper for the paper's own configuration."""
-
     dry_run: Flag = False
     """Print runs, tokens, FLOPs and hours, and train nothing."""
-
     tflops: Annotated[float | None, unset(metavar="X")] = None
     """1e12 FLOPs per second that one run sustains, for the hours. Default: a guess for the scale."""
-
     data: Annotated[Path | None, unset(metavar="DIR")] = None
     """Prepared tokens. Default: the Python standard library, in out/data. Scale paper needs GPT-2 tokens."""
-
     out: Annotated[Path | None, unset(metavar="DIR")] = None
     """Folder for claims, figures and page, next to runs-SCALE. Default: out/NAME-SCALE; out/NAME if nothing trains."""
-
     seeds: Annotated[int | None, unset(metavar="N")] = None
     """Seeds of each arm of a training study. Default: the scale's."""
-
     workers: Annotated[int | None, unset(metavar="N")] = None
     """Runs or experiments at a time. Default: one per core or GPU; on a cluster, all runs."""
-
     record: Annotated[Path | None, unset(metavar="FILE")] = None
     """Append the runs of a training study to this JSONL table; run folders can then be deleted."""
-
     retry_diverged: Flag = False
     """Retry runs that diverged earlier."""
-
     device: str = "auto"
     """cpu, cuda or auto, for training."""
-
     seed: int = 0
     """Seed of every random number of a study that trains nothing."""
-
     verbose: Flag = False
     """Print all columns of every table, and the assumptions and tolerance of each claim."""
-
     cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
     """To train on a Slurm cluster."""
 
@@ -122,9 +108,13 @@ class Reproduce:
             runs_folder = folder.parent / f"runs-{scale.name}"
             place = by_settings(runs_folder, data, self.cluster.device_type(self.device))
             workers = self.workers or (len(runs) if self.cluster.cluster else runs_at_once(self.device))
-            retry, cluster = self.retry_diverged, self.cluster
             train = partial(
-                train_all, place=place, console=console, workers=workers, cluster=cluster, retry_diverged=retry
+                train_all,
+                place=place,
+                console=console,
+                workers=workers,
+                cluster=self.cluster,
+                retry_diverged=self.retry_diverged,
             )
         else:
             workers, train = self.workers or machine.cores(), None
