@@ -47,7 +47,6 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
     The translation runs after the user's pre-hooks, and `restored` before the user's post-hooks.
     """
     groups, state = optimizer.param_groups, optimizer.state
-    expected = [(group["constructor_lr"], group["resolved_peak_lr"] or peak.expected_peak(group)) for group in groups]
     translated: StateDict = {}
 
     def before(_: Optimizer, state_dict: StateDict) -> StateDict:
@@ -69,7 +68,7 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
         for group in optimizer.param_groups:
             prune(group)
         optimizer._attach_addons()
-        _settle_peaks(optimizer.param_groups, expected, saved)
+        _settle_peaks(optimizer.param_groups, groups, saved)
     except BaseException:
         optimizer.param_groups, optimizer.state = groups, state
         raise
@@ -78,16 +77,15 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
             handle.remove()
 
 
-def _settle_peaks(groups: list[Group], expected: list[tuple[float, float]], saved: StateDict) -> None:
+def _settle_peaks(groups: list[Group], before: list[Group], saved: StateDict) -> None:
     """Warn if a loaded peak differs from the one this optimizer was built for, and fill in unsaved `highest_lr`.
 
-    `expected` has the constructor's rate and the peak that each group was built for. If both sides have the same
-    constructor rate, this is a resumed run, and a scheduler may have raised its peak since.
+    If both sides have the same constructor rate, this is a resumed run, and a scheduler may have raised its peak since.
     """
-    for number, (group, (built_with, built_for)) in enumerate(zip(groups, expected, strict=True)):
-        setting = group["peak_lr"]
+    for number, (group, old) in enumerate(zip(groups, before, strict=True)):
+        setting, built_for = group["peak_lr"], old["resolved_peak_lr"] or peak.expected_peak(old)
         loaded = group["resolved_peak_lr"] or (setting if isinstance(setting, float) else None)
-        is_resumed = setting is None and not peak.differ(built_with, float(group["constructor_lr"]))
+        is_resumed = setting is None and not peak.differ(old["constructor_lr"], float(group["constructor_lr"]))
         is_unexpected = loaded and setting != peak.RUNNING_MAX and not is_resumed and peak.differ(loaded, built_for)
         if is_unexpected and needs_peak(group):
             warnings.warn(

@@ -135,31 +135,30 @@ class Counters:
     """Counters and warnings of one optimizer; not saved."""
 
     def __init__(self) -> None:
-        self._skipped_on_host = 0
-        self._skipped_on_device = torch.zeros((), dtype=torch.float32, device="cpu")
+        self._skipped = torch.zeros((), dtype=torch.float32, device="cpu")
         self._warned: set[str] = set()
         self._skips_warned_of = 0
 
     @property
     def address(self) -> int:
         """The address at which a captured graph counts skipped steps."""
-        return self._skipped_on_device.data_ptr()
+        return self._skipped.data_ptr()
 
     def place(self, device: torch.device) -> None:
         """Move the count to the device on which a graph will write it."""
-        if self._skipped_on_device.device != device:
-            self._skipped_on_device = copied_to(self._skipped_on_device, device)
+        if self._skipped.device != device:
+            self._skipped = copied_to(self._skipped, device)
 
     @property
     def skipped_steps(self) -> int:
-        return self._skipped_on_host + int(self._skipped_on_device)
+        return int(self._skipped)
 
     def skip_on_device(self, flag: Flag) -> None:
         self.place(flag.bad.device)
-        self._skipped_on_device.add_(flag.bad)
+        self._skipped.add_(flag.bad)
 
     def skip_on_host(self, items: Sequence[Item]) -> None:
-        self._skipped_on_host += 1
+        self._skipped.add_(1)
         self.warn_of_skips(items)
 
     def warn_of_skips(self, items: Sequence[Item] = ()) -> None:

@@ -265,10 +265,10 @@ def test_a_graph_is_not_replayed_if_its_count_of_skipped_steps_has_moved():
     optimizer, _ = trained("adamw", "cpu")
     assert optimizer._replay._chosen is not None
     counters = optimizer._counters
-    there, counters._skipped_on_device = counters._skipped_on_device, counters._skipped_on_device.clone()
+    there, counters._skipped = counters._skipped, counters._skipped.clone()
     optimizer.step()
     assert optimizer._replay._chosen is None
-    counters._skipped_on_device = there
+    counters._skipped = there
     optimizer.step()
     assert optimizer._replay._chosen is not None
 
