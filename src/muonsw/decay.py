@@ -177,16 +177,12 @@ def decay_factor(
 
 def decay_factors(rule: str, lam: float, etas: Iterable[float], eta_max: float) -> list[float]:
     """Phi of every step of a run, from the learning rate of each."""
-    entry, rates = DECAY_RULES[rule], list(etas)
-    if entry.uses_gradient:
+    if DECAY_RULES[rule].uses_gradient:
         raise ValueError(
             f"decay rule {rule!r} depends on the gradients of the run, which a schedule does not determine"
         )
-    if entry.uses_peak and not eta_max:
-        return [0.0] * len(rates)
-    # `decay_factor` would repeat its checks at each of perhaps a million steps
-    phi, run = entry.phi, RunPosition(0.0, eta_max, steps=len(rates))
-    return [float(phi(lam, run._replace(eta=eta, step=t))) for t, eta in enumerate(rates, start=1)]
+    rates = list(etas)
+    return [decay_factor(rule, lam, eta, eta_max, step=t, steps=len(rates)) for t, eta in enumerate(rates, start=1)]
 
 
 def convert_weight_decay(
