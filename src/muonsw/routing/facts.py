@@ -68,17 +68,9 @@ class Subject(NamedTuple):
     owner: nn.Module
 
     @property
-    def words(self) -> list[str]:
-        """The parts of the name that the model's author chose, without PEFT's words and adapter names."""
-        path = self.path.split(".") if self.path else []
-        pairs = zip(["", *path], path, strict=False)
-        words = [word for before, word in pairs if word not in PEFT_WORDS and before != "modules_to_save"]
-        return [*words, self.key]
-
-    @property
     def label(self) -> str:
         """The word that describes the parameter: its own name, or its layer's if it is just `weight`."""
-        return self.words[-2] if self.key == "weight" and len(self.words) > 1 else self.key
+        return self.path.rpartition(".")[2] if self.key == "weight" and self.path else self.key
 
     @property
     def long_axes(self) -> int:
@@ -156,7 +148,7 @@ class ModelFacts:
                         continue
                     if param.dim() > 2:
                         layers.append(Layer(order, path, tuple(param.shape[-2:]), None))
-                    elif _is_linear(module, key, param):
+                    elif LINEAR.search(key) and not TABLE.search(key):
                         in_out = self.stored_in_out(path, key, param)
                         rows, columns = reversed(param.shape) if in_out else param.shape
                         layers.append(Layer(order, path, (columns,), rows, param, in_out))
@@ -196,7 +188,8 @@ class ModelFacts:
             kind = type(unwrapped(parts[0]) if parts else module).__name__
             if not (parts or matrices) or names_router(kind):
                 continue
-            declared = expert_counts(module)
+            attributes = (value for key, value in vars(module).items() if EXPERT_COUNT.match(key))
+            declared = {value for value in attributes if isinstance(value, int) and value > 1}
             counts = declared or {len(parts), *(p.shape[0] for p in matrices if p.dim() > 2)} - {0, 1}
             named = any(EXPERT.search(_snake_case(word)) for word in (*path.split(".")[-2:], kind))
             if counts and (named or declared or MIXTURE.search(path.rpartition(".")[2])):
@@ -266,23 +259,6 @@ def is_norm(module: nn.Module) -> bool:
 
 def is_table(module: nn.Module) -> bool:
     return isinstance(module, TABLES) or type(module).__name__.lower().endswith(("embedding", "embeddings"))
-
-
-def expert_counts(module: nn.Module) -> set[int]:
-    """The numbers of experts that a module's attributes declare; a router's do not count."""
-    if names_router(type(module).__name__):
-        return set()
-    counts = (value for key, value in vars(module).items() if EXPERT_COUNT.match(key))
-    return {value for value in counts if isinstance(value, int) and value > 1}
-
-
-def _is_linear(module: nn.Module, key: str, weight: Tensor) -> bool:
-    """Whether a bare matrix is a linear map, judged by its name and class."""
-    kind = type(module).__name__.lower()
-    named = LINEAR.search(key) is not None and not TABLE.search(key)
-    named = named or any(word in kind for word in ("linear", "dense", "conv1d"))
-    # A matrix with one row per expert holds flattened experts.
-    return named and not is_norm(module) and weight.shape[0] not in expert_counts(module)
 
 
 def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | None:

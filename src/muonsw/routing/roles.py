@@ -54,11 +54,12 @@ def classify(model: nn.Module) -> Iterator[RoutedParameter]:
 
 def adapter(subject: Subject, model: ModelFacts) -> Decision | None:
     """Low-rank factors of an adapter; parameters that PEFT trains in full keep their usual role."""
+    words = subject.path.split(".")
+    if subject.long_axes < 2 or "bias" in subject.key or facts.PEFT_WORDS & set(words):
+        return None
     modules = (model.modules[path] for path in enclosing(subject.path))
-    full = bool(facts.PEFT_WORDS & set(subject.path.split(".")) or facts.TABLE.search(subject.key))
-    inside = not full and any(hasattr(module, "adapter_layer_names") for module in modules)
-    named = any(facts.ADAPTER.search(word) for word in subject.words)
-    if not (inside or named) or subject.long_axes < 2 or "bias" in subject.key:
+    inside = not facts.TABLE.search(subject.key) and any(hasattr(m, "adapter_layer_names") for m in modules)
+    if not inside and not any(facts.ADAPTER.search(word) for word in (*words, subject.key)):
         return None
     return "lora", "a low-rank factor of an adapter", _plain_view(subject, model)
 
@@ -88,9 +89,7 @@ def embedding(subject: Subject, model: ModelFacts) -> Decision | None:
     if isinstance(subject.owner, nn.Linear | _ConvNd) or subject.long_axes != 2:
         return None
     declared = subject.owner in model.tables and subject.key == "weight"
-    if declared or is_table(subject.owner):
-        return "embedding", "its module is an embedding", {}
-    return None
+    return ("embedding", "its module is an embedding", {}) if declared or is_table(subject.owner) else None
 
 
 def position(subject: Subject, model: ModelFacts) -> Decision | None:
@@ -115,7 +114,7 @@ def router(subject: Subject, model: ModelFacts) -> Decision | None:
     if len(shape) != 2 or subject.long_axes < 2:
         return None
     siblings = model.siblings[parent_of(layer.path)] if layer is not None and layer.path else ()
-    if any(facts.names_router(word) for word in (*subject.words, type(subject.owner).__name__)):
+    if any(facts.names_router(word) for word in (*subject.path.split("."), subject.key, type(subject.owner).__name__)):
         reason = "it is called a router"
     elif layer is not None and any(
         s is not layer and s.out_features and layer.out_features in s.in_features for s in siblings
