@@ -12,7 +12,7 @@ attention), a group is clipped by its largest logit, as in Megatron-LM d98e8a64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,7 +97,7 @@ class AttentionLogits:
     heads: int
     groups: int  # key heads
     parts: list[tuple[HeadRows, int, float]]  # rows, their number of heads, the power of gamma that scales them
-    maximum: Tensor | None = None
+    maximum: Tensor
 
     def observe(self, max_logits: Tensor, first_head: int = 0) -> None:
         """Report the largest logits of a forward pass, of shape (..., heads).
@@ -112,9 +112,9 @@ class AttentionLogits:
             raise ValueError(
                 f"logits of {count} heads from head {first_head} on do not fit an attention of {self.heads} heads"
             )
-        if self.maximum is None or self.maximum.device != largest.device:
+        if self.maximum.device != largest.device:  # the model has moved
             with torch.inference_mode(False):  # the first report may come from an evaluation
-                self.maximum = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=largest.device)
+                self.maximum = torch.full_like(self.maximum, -torch.inf, device=largest.device)
         reported = self.maximum.narrow(0, first_head, count)
         torch.maximum(reported, largest.nan_to_num(-torch.inf, -torch.inf), out=reported)
 
@@ -174,16 +174,17 @@ class QKClip:
         parts = []
         uses = ((query, heads, self.alpha), (key, groups, 1 - self.alpha), (rotary_query, heads, 1.0))
         for weights, count, power in uses:
-            single = isinstance(weights, HeadRows | Tensor) or not isinstance(weights, Iterable)
-            entries: Iterable[Any] = [weights] if single else weights
+            entries: list[Any] = list(weights) if type(weights) in (list, tuple) else [weights]
             for entry in entries:
-                rows: HeadRows = entry if isinstance(entry, HeadRows) else HeadRows(entry)
                 if not isinstance(getattr(entry, "param", entry), Tensor):
-                    kind = type(rows.param).__name__
+                    kind = type(entry).__name__
                     raise TypeError(f"QK-clip takes weights and biases or HeadRows of them, not a {kind}")
+                rows: HeadRows = entry if isinstance(entry, HeadRows) else HeadRows(entry)
                 units = groups if rows.by_group else count
                 parts.append((rows.complete(units), units, power))
-        self.attentions.append(AttentionLogits(heads, groups, parts))
+        device = local(parts[0][0].param).device
+        maximum = torch.full((heads,), -torch.inf, dtype=torch.float32, device=device)
+        self.attentions.append(AttentionLogits(heads, groups, parts, maximum))
         return self.attentions[-1]
 
     def step(self) -> Tensor:
@@ -202,10 +203,7 @@ class QKClip:
         if not self.attentions:
             raise RuntimeError("this QKClip has no attention to clip; call add for each attention layer first")
         device = local(self.attentions[0].parts[0][0].param).device
-        none = torch.full((), -torch.inf, dtype=torch.float32, device=device)
-        maxima = torch.cat(
-            [none.expand(a.heads) if a.maximum is None else a.maximum.to(device) for a in self.attentions]
-        )
+        maxima = torch.cat([attention.maximum.to(device) for attention in self.attentions])
         if has_ranks():
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.process_group)
         by_attention = maxima.split_with_sizes([attention.heads for attention in self.attentions])
@@ -215,8 +213,7 @@ class QKClip:
             for rows, heads, power in attention.parts:
                 factors = gamma.pow(power).repeat_interleave(heads // attention.groups, output_size=heads)
                 rows.scale_(factors, state)
-            if attention.maximum is not None:
-                attention.maximum.fill_(-torch.inf)  # in place, because captured forward passes write to it
+            attention.maximum.fill_(-torch.inf)  # in place, because captured forward passes write to it
         return maxima
 
 

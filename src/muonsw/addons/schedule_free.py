@@ -176,7 +176,6 @@ class ScheduleFree(Optimizer):
             for param in self._stepped():
                 self.state[param].setdefault("z", param.detach().clone())
             return loss
-        self._join_groups()  # the model's dtype may have changed
         rates, highest = [group["lr"] for group in self.param_groups], []
         ys, stepped = self._put_z(), set[Tensor]()
         try:
@@ -244,11 +243,11 @@ class ScheduleFree(Optimizer):
                 group.setdefault(key, value)
 
     def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parameters that have been stepped, each with its z in the parameter's current dtype."""
+        """Parameters that have been stepped, each with its z."""
         for group in self.param_groups:
             for param in group["params"]:
                 if "z" in self.state.get(param, ()):
-                    yield param, self.state[param]["z"].to(param.dtype)
+                    yield param, self.state[param]["z"]
 
     def _stepped(self) -> set[Tensor]:
         """The parameters that the inner optimizer moved in its last step."""
