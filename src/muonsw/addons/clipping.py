@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.checkpoint import unwrap_optimizer
+from muonsw.checkpoint import required_optimizer
 from muonsw.distributed.shards import is_dtensor, whole
 from muonsw.options import require_number
 
@@ -58,19 +58,17 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
         >>> [round(param.grad.norm().item(), 3) for param in model.parameters()]
         [1.0, 8.0]
     """
-    optimizer = unwrap_optimizer(optimizer)
+    optimizer = required_optimizer(optimizer, "clip_optimizer_grads_")
     if max_norm != math.inf:  # infinity measures without clipping
         require_number("max_norm", max_norm, open_ends=True)
-    if isinstance(algorithms, str) or not isinstance(algorithms, Iterable | None):
+    if isinstance(algorithms, str):
         raise TypeError(f"algorithms={algorithms!r}: must be a collection of names, such as ('{algorithms}',)")
-    if any("algorithm" not in group for group in getattr(optimizer, "param_groups", [{}])):
+    if any("algorithm" not in group for group in optimizer.param_groups):
         raise TypeError(
             f"clip_optimizer_grads_ needs an optimizer of this library, whose groups name their algorithm, not a "
             f"{type(optimizer).__name__}; use torch.nn.utils.clip_grad_norm_"
         )
-    if algorithms is None:
-        algorithms = [name for name, algorithm in ALGORITHMS.items() if not algorithm.scale_free]
-    clipped = list(algorithms)
+    clipped = [name for name, rule in ALGORITHMS.items() if not rule.scale_free] if algorithms is None else algorithms
     for name in clipped:
         ALGORITHMS[name]  # raises if unknown
 
