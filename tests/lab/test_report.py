@@ -36,10 +36,13 @@ LAST = ("scaled", 1)
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     return load_runs(
-        make_run(root / f"{rule}-{seed}", rule=rule, seed=seed, steps=400, until=191 if (rule, seed) == LAST else None)
+        make_run(
+            root / f"{rule}-{seed}", rule=rule, seed=seed, arm=rule, steps=400,
+            until=191 if (rule, seed) == LAST else None,
+        )
         for rule in ("constant", "scaled")
         for seed in (0, 1)
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +107,8 @@ def test_tables_say_how_runs_ended(runs):
     assert change == pytest.approx(100 * (norms[-1] / norms.max() - 1), abs=0.5)
     assert rows["scaled-1"][-1].text == "191 of 400 steps"
     (differences,), (origin,) = differences_table(group), origin_table(group)
-    assert differences.columns == ("run", "optimizer.decay", "seed")
+    assert differences.columns == ("run", "arm", "optimizer.decay", "seed")
+    assert [row[3] for row in differences.rows] == ["0", "1", "0", "1"]
     assert ("torch", "2.13.0") in [tuple(row) for row in origin.rows]
     assert f"{np.median([run.final_loss for run in runs[:2]]):.4f} (" in summary(group)
 
@@ -142,8 +146,8 @@ def test_a_telemetry_file_makes_a_report(runs, tmp_path):
     assert [chart.name for chart in run_charts(group)] == [
         "weight-norm", "alignment", "relative-update", "learning-rate", "decay"
     ]  # fmt: skip
-    assert f"{runs[0].final_norm:#.3g} (constant)" in summary(group)
-    assert group.arms == [LegendEntry("constant", "constant", 1)]
+    assert f"{runs[0].final_norm:#.3g} (telemetry)" in summary(group)
+    assert group.arms == [LegendEntry("telemetry", "constant", 1)]
 
 
 # The command.

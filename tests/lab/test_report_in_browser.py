@@ -26,9 +26,10 @@ DRAWN = "() => document.querySelectorAll('#validation-loss g.trace').length > 0"
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    arms = {"a": ("constant", 0, ""), "b": ("constant", 1, ""), "c": ("scaled", 0, ""), "d": ("scaled", 0, NAME)}
+    arms = [("constant", 0, "constant"), ("constant", 1, "constant"), ("scaled", 0, "scaled"), ("scaled", 0, NAME)]
     runs = load_runs(
-        make_run(root / folder, rule=rule, seed=seed, arm=arm, steps=400) for folder, (rule, seed, arm) in arms.items()
+        make_run(root / str(number), rule=rule, seed=seed, arm=arm, steps=400)
+        for number, (rule, seed, arm) in enumerate(arms)
     )
     return write_report(root / "report.html", NAME, runs, verdict=NAME)
 

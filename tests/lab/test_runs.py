@@ -10,7 +10,7 @@ import torch
 
 from muonsw import MuonSW, Telemetry
 from muonsw.lab.errors import UsageError
-from muonsw.lab.runs import differences, load_run, load_runs, name_arms
+from muonsw.lab.runs import load_run
 from muonsw.telemetry import JsonlSink
 from tests.lab.made_runs import make_run
 
@@ -133,20 +133,6 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path, line, message):
     first, last = ({"kind": "train", "step": step} for step in (1, 2))
     with pytest.raises(UsageError, match=message):
         load_run(write_lines(tmp_path, [first, line, last]))
-
-
-def test_arms_are_named_after_the_settings_that_differ(tmp_path):
-    recipes = [
-        {"rule": "constant"}, {"rule": "constant", "seed": 1}, {"rule": "scaled"},
-        {"rule": "scaled", "lam": 0.4}, {"rule": "scaled", "seed": 3, "arm": "mine"},
-    ]  # fmt: skip
-    runs = load_runs(make_run(tmp_path / str(n), steps=40, **recipe) for n, recipe in enumerate(recipes))
-    assert name_arms(runs[:3]) == ["constant", "constant", "scaled"]
-    assert name_arms(runs) == ["constant λ=0.1", "constant λ=0.1", "scaled λ=0.1", "scaled λ=0.4", "mine"]
-    differing = differences([run.settings for run in runs])
-    assert list(differing)[:2] == ["optimizer.decay", "optimizer.weight_decay"]
-    assert differing["seed"] == [0, 1, 0, 0, 3]
-    assert "steps" not in differing
 
 
 def test_a_run_knows_its_losses_and_its_norm(folder):

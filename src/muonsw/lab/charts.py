@@ -209,30 +209,20 @@ def _draw_chart(axes: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, sma
 
 
 def _draw_arm(axes: Axes, curves: Sequence[Curve], style: ArmStyle, marked: bool) -> None:
-    """Draw curves of the same look as one collection, which is fast for hundreds; thin if there is a median."""
-    from matplotlib.collections import LineCollection
-
+    """Draw the curves of an arm; thin if there is a median."""
     has_middle, single = any(curve.middle for curve in curves), sum(not curve.middle for curve in curves)
-    groups: dict[tuple[bool, bool], list[Any]] = {}
     for curve in curves:
+        look: dict[str, Any] = {"linewidth": 1.6, "linestyle": DASHES["dashed" if curve.dashed else style.dash]}
+        if curve.middle:
+            look["linewidth"] = 2.4
+        elif has_middle and not curve.dashed:
+            look = {"linewidth": 0.8, "alpha": min(0.4, max(0.06, 6.0 / single))}
+        few = len(curve.x) < FEW and not has_middle
+        if not curve.dashed and (few or (marked and curve.middle == has_middle)):
+            look |= {"marker": style.marker, "markersize": 6 if marked else 4, "markeredgewidth": 0}
         y = np.asarray(curve.y, dtype=float)
-        points = np.column_stack(
-            [curve.x, np.where(np.abs(y) < LARGEST, y, np.nan)]
-        )  # values that would overflow the axes are gaps
-        groups.setdefault((curve.dashed, curve.middle), []).append(points)
-    for (dashed, middle), lines in groups.items():
-        look: dict[str, Any] = {"linewidths": 1.6, "linestyles": [DASHES["dashed" if dashed else style.dash]]}
-        if middle:
-            look["linewidths"] = 2.4
-        elif has_middle and not dashed:
-            look = {"linewidths": 0.8, "alpha": min(0.4, max(0.06, 6.0 / single))}
-        axes.add_collection(LineCollection(lines, colors=style.colour, zorder=2, **look))
-        for points in lines:
-            few = len(points) < FEW and not has_middle
-            if not dashed and (few or (marked and middle == has_middle)):
-                size = 6 if marked else 4
-                axes.plot(*points.T, style.marker, color=style.colour, markersize=size, markeredgewidth=0)
-    axes.autoscale_view()
+        # Values that would overflow the axes are gaps.
+        axes.plot(curve.x, np.where(np.abs(y) < LARGEST, y, np.nan), color=style.colour, zorder=2, **look)
 
 
 def _set_ticks(drawn: DrawnAxis, axis: Axis, most: int) -> None:

@@ -187,15 +187,10 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
 
     It separates less decay from later decay: under a cosine to a tenth, scaled decay has 0.73 times the total decay of
     constant decay at the same lambda.
-
-    Raises:
-        UsageError: If the arm does not decay.
     """
     constant = replace(arm.optimizer, decay="constant", norm=FREE, peak="group")
-    total, wanted = (math.fsum(decay_factors(config, optimizer)) for optimizer in (constant, arm.optimizer))
-    if total == 0.0:
-        raise UsageError(f"arm {arm.name!r} has no decay: choose a lambda above zero")
-    return Arm(CONTROL, replace(constant, weight_decay=constant.weight_decay * (wanted / total)))
+    total, target = (math.fsum(decay_factors(config, optimizer)) for optimizer in (constant, arm.optimizer))
+    return Arm(CONTROL, replace(constant, weight_decay=constant.weight_decay * (target / total)))
 
 
 # ---- Training
@@ -210,12 +205,7 @@ def train_all(
     cluster: Cluster | None = None,
     retry_diverged: bool = False,
 ) -> Results:
-    """Train every unfinished run, and return all runs by comparison, arm and seed.
-
-    Raises:
-        UsageError: If a run cannot start, or its folder holds a run with other settings.
-        Interrupted: If the process was told to stop; all runs were saved.
-    """
+    """Train every unfinished run, and return all runs by comparison, arm and seed."""
     jobs = jobs_of(comparisons, place)
     launch.run(list(jobs.values()), console=console, workers=workers, cluster=cluster, retry_diverged=retry_diverged)
     loaded = dict(zip(jobs, load_runs(jobs), strict=True))
@@ -270,8 +260,8 @@ def mean(values: Sequence[float]) -> float:
 
 def pairs_by_seed(arm: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[Run, Run]]:
     """Pair the runs of two arms by the seeds that both completed."""
-    others = {run.seed: run for run in completed(baseline)}
-    return [(run, others[run.seed]) for run in completed(arm) if run.seed in others]
+    by_seed = {run.seed: run for run in completed(baseline)}
+    return [(run, by_seed[run.seed]) for run in completed(arm) if run.seed in by_seed]
 
 
 def paired(arm: Sequence[Run], baseline: Sequence[Run], measure: Measure) -> list[float]:

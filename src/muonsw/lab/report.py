@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -44,7 +44,7 @@ from muonsw.lab.console import MISSING, Cell, Column, Table, change_text, decima
 from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.options import unset
-from muonsw.lab.runs import Points, Run, differences, load_runs, name_arms, runs_below, unique_names
+from muonsw.lab.runs import Points, Run, load_runs, runs_below, unique_names
 from muonsw.lab.stats import Claims, any_failed, claims_table
 from muonsw.lab.train.checkpoint import CONFIG
 from muonsw.text import counted
@@ -110,15 +110,8 @@ def write_report(
 ) -> Path:
     """Write one HTML file that works offline, and return its path.
 
-    Args:
-        path: Where to write it; ends in `.html`.
-        title: Title of the page.
-        runs: Runs to show; empty for a page of claims, tables and figures only.
-        verdict: The sentences at the top. Default: a summary of the runs.
-        tables: Shown before the charts.
-        figures: Shown before the charts of the runs; their curves name arms as `name_arms` does.
-        details: Tables shown after the charts.
-        claims: By experiment; shown last, failed ones first.
+    It shows the verdict (by default a summary of the runs), tables, figures, charts of the runs, details, tables of
+    the runs, and claims, failed ones first.
     """
     check_target(path)
     # Imported here: the rest of a report works without plotly.
@@ -171,12 +164,12 @@ def _resource(name: str) -> str:
 
 
 class Group:
-    """Runs shown together, with their names and arms."""
+    """Runs shown together, with their names and arms; a run without an arm is one of its own."""
 
     def __init__(self, runs: Sequence[Run]):
         self.runs = list(runs)
         self.labels = unique_names(run.name for run in self.runs)
-        self.arm_of = name_arms(self.runs)
+        self.arm_of = [run.arm or label for run, label in zip(self.runs, self.labels, strict=True)]
         first = dict(reversed(list(zip(self.arm_of, self.runs, strict=True))))
         self.arms = [LegendEntry(arm, first[arm].rule, count) for arm, count in Counter(self.arm_of).items()]
 
@@ -352,12 +345,12 @@ def runs_table(group: Group) -> Table:
 
 def differences_table(group: Group) -> list[Table]:
     """Show the settings that differ between runs; no table if none do."""
-    settings = differences([run.settings for run in group.runs])
-    if not settings:
-        return []
-    columns = [[_setting(value) for value in values] for values in settings.values()]
-    rows = list(zip(group.labels, *columns, strict=True))
-    return [Table("differences", "What differs between the runs", ("run", *settings), rows, folded=True)]
+    flat = [flatten(run.settings) for run in group.runs]
+    columns = {key: [_setting(settings.get(key)) for settings in flat] for key in sorted({*chain(*flat)})}
+    columns = {key: values for key, values in columns.items() if len(set(values)) > 1}
+    rows = list(zip(group.labels, *columns.values(), strict=True))
+    table = Table("differences", "What differs between the runs", ("run", *columns), rows, folded=True)
+    return [table] if columns else []
 
 
 def origin_table(group: Group) -> list[Table]:

@@ -16,10 +16,9 @@ Examples:
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -30,7 +29,6 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from muonsw.lab.config import flatten
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import read_object
 from muonsw.lab.train.checkpoint import CONFIG, ENVIRONMENT, METRICS, RESULT
@@ -52,14 +50,7 @@ REMEDIES = {
     ENVIRONMENT: "delete it: it is only displayed, and a resumed run rewrites it",
     RESULT: "delete it and rerun the command of the run, which rewrites it",
 }
-# Settings that may differ between runs of one arm.
-WITHIN_ARM = (
-    *("seed", "arm", "device", "threads", "compile", "keep", "tensorboard", "wandb"),
-    *("checkpoint_every", "checkpoint_seconds"),
-)
-SYMBOLS = {"optimizer.weight_decay": "λ", "optimizer.lr": "η", "steps": "T", "model.width": "d"}
 ADVICE = "name a folder that `muonsw train` wrote, or a JSONL file that `muonsw.Telemetry` wrote"
-FIRST = ("optimizer.algorithm", "optimizer.preset", "optimizer.decay", "optimizer.weight_decay", "optimizer.lr")
 
 
 class Columns(dict[str, Values]):
@@ -123,11 +114,7 @@ class _Cells:
 
 
 def tabulate(records: Iterable[Any], *, details: bool = True) -> Tables:
-    """Turn records into columns by kind and scope, with or without telemetry of roles, layers and parameters.
-
-    Raises:
-        ValueError: If a record is damaged.
-    """
+    """Turn records into columns by kind and scope, with or without telemetry of roles, layers and parameters."""
     tables: dict[str, _Cells] = {}
     for record in records:
         if not isinstance(record, dict):
@@ -153,11 +140,7 @@ def tabulate(records: Iterable[Any], *, details: bool = True) -> Tables:
 
 
 def read_metrics(path: Path, *, details: bool = False) -> Tables:
-    """Tabulate a JSONL file; an incomplete last line is skipped, and a file that does not exist has no records.
-
-    Raises:
-        UsageError: If another line is not a record.
-    """
+    """Tabulate a JSONL file; an incomplete last line is skipped, and a file that does not exist has no records."""
     number = 0
 
     def records(file: Iterable[bytes]) -> Iterator[Any]:
@@ -353,8 +336,7 @@ class Run:
     @property
     def norm_change(self) -> float:
         """The last norm relative to the largest, minus one."""
-        largest = self.highest_norm
-        return self.final_norm / largest - 1.0 if largest > 0 else NAN
+        return self.final_norm / self.highest_norm - 1.0 if self.highest_norm > 0 else NAN
 
     def _result(self, key: str, otherwise: float = NAN) -> float:
         value = (self.result or {}).get(key, otherwise)  # null if it was not finite
@@ -366,11 +348,7 @@ def last(points: Points) -> float:
 
 
 def load_run(path: str | Path) -> Run:
-    """Load a run folder or a JSONL file of telemetry; what a run in progress has not written yet is empty.
-
-    Raises:
-        UsageError: If it is neither, or cannot be read.
-    """
+    """Load a run folder or a JSONL file of telemetry; what a run in progress has not written yet is empty."""
     path = Path(path)
     if path.is_file():
         tables = read_metrics(path)
@@ -399,39 +377,6 @@ def runs_below(folder: Path) -> list[Path]:
     """List the run folders inside a folder or inside its `runs`, as `compare` leaves them."""
     configs = [path for depth in ("*", "runs/*") for path in folder.glob(f"{depth}/{CONFIG}") if path.is_file()]
     return sorted(path.parent for path in configs)
-
-
-def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the keys whose values differ, with their values; a missing key is None.
-
-    Examples:
-        >>> differences([{"seed": 0, "steps": 9}, {"seed": 1, "steps": 9}])
-        {'seed': [0, 1]}
-    """
-    flat = [flatten(config) for config in configs]
-    keys = {key for config in flat for key in config}
-    ordered = sorted(keys, key=lambda key: (FIRST.index(key) if key in FIRST else len(FIRST), key))
-    columns = {key: [config.get(key) for config in flat] for key in ordered}
-    return {key: values for key, values in columns.items() if len({json.dumps(v, default=str) for v in values}) > 1}
-
-
-def name_arms(runs: Sequence[Run]) -> list[str]:
-    """Name the arm of each run after its config, or after the settings that differ between arms.
-
-    Runs that differ only in their seed share a name.
-    """
-    changed = differences([run.settings for run in runs])
-    between = {key: values for key, values in changed.items() if key.rpartition(".")[2] not in WITHIN_ARM}
-    names = []
-    for place, run in enumerate(runs):
-        words = [run.rule] if run.rule else []
-        for key, values in between.items():
-            value = values[place]
-            if key != "optimizer.decay" and value is not None:
-                text = f"{value:g}" if isinstance(value, float) else str(value)
-                words.append(text if key in FIRST[:2] else f"{SYMBOLS.get(key, key.rpartition('.')[2])}={text}")
-        names.append(run.arm or " ".join(words) or run.name)
-    return names
 
 
 def unique_names(names: Iterable[str]) -> list[str]:

@@ -305,11 +305,10 @@ def log_log_slope(x: Tensor, y: Tensor) -> Tensor:
     return slopes
 
 
-def claims_table(claims: Claims, headings: tuple[str, str] = ("paper", "ours")) -> Table:
-    """Show claims, failed ones first, with prediction and measurement under these headings."""
+def claims_table(claims: Claims) -> Table:
+    """Show claims, failed ones first."""
     names = {id(claim): f"{owner}/{claim.id}" for owner, members in claims.items() for claim in members}
-    numbers = [Column(heading, number=True) for heading in headings]
-    columns = [Column("claim"), Column("name"), *numbers, Column("verdict")]
+    columns = ["claim", "name", Column("predicted", number=True), Column("measured", number=True), "verdict"]
     rows = []
     for claim in failed_first(claim for members in claims.values() for claim in members):
         parts = [

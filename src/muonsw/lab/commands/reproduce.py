@@ -124,7 +124,7 @@ class Reproduce:
             runs_done = load_runs(jobs_of(planned, place))
             added = append(self.record, runs_done, study=study.name, arm=None)
             say(console, f"added {counted(added, 'run')} to {self.record}")
-        claims = claims_table(conclusion.claims, ("predicted", "measured"))
+        claims = claims_table(conclusion.claims)
         where = f"; runs are in {runs_folder}" if planned else ""
         tables = [claims, *conclusion.tables]
         print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=where)
