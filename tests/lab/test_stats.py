@@ -34,11 +34,10 @@ def claim(criterion, predicted, measured, tolerance=0.0, interval=None):
         (Criterion.ABSOLUTE, 0.0, 1e-3, 1e-3, True),
         (Criterion.ABSOLUTE, 0.0, 2e-3, 1e-3, False),
         (Criterion.AT_MOST, 2.0, 2.02, 0.01, True),
-        (Criterion.AT_MOST, 2.0, 2.03, 0.01, False),
         (Criterion.AT_MOST, -2.0, -1.9, 0.01, False),
         (Criterion.AT_LEAST, 2.0, 1.99, 0.01, True),
-        (Criterion.AT_LEAST, 2.0, 1.97, 0.01, False),
         (Criterion.AT_LEAST, -2.0, -2.1, 0.01, False),
+        (Criterion.COVERED, 1.0, 1.0, 0.0, False),
     ],
 )
 def test_without_an_interval_a_claim_of_agreement_holds_or_fails(criterion, predicted, measured, tolerance, holds):
@@ -56,12 +55,10 @@ def test_without_an_interval_a_claim_of_agreement_holds_or_fails(criterion, pred
         (Criterion.AT_LEAST, 0.7, 0.0, "holds"),
         (Criterion.AT_LEAST, 0.9, 0.0, "undecided"),
         (Criterion.AT_LEAST, 1.3, 0.0, "fails"),
-        (Criterion.ABSOLUTE, 1.0, 0.2, "holds"),
         (Criterion.ABSOLUTE, 1.0, 0.1, "undecided"),
         (Criterion.ABSOLUTE, 2.0, 0.5, "fails"),
         (Criterion.RELATIVE, 2.0, 0.6, "holds"),
         (Criterion.RELATIVE, 2.0, 0.5, "undecided"),
-        (Criterion.RELATIVE, 2.0, 0.3, "fails"),
         (Criterion.ABOVE, 0.7, 0.0, "holds"),
         (Criterion.ABOVE, 0.7, 0.2, "undecided"),
         (Criterion.ABOVE, 1.3, 0.0, "fails"),
@@ -86,19 +83,11 @@ def test_an_effect_is_not_there_because_nothing_moved(criterion):
     assert moved.verdict is Verdict.UNDECIDED, "smaller than what counts as movement"
 
 
-def test_a_prediction_is_covered_only_by_an_interval():
-    assert claim(Criterion.COVERED, 1.0, 1.0).fails
-
-
 def test_failures_come_first_then_undecided_claims():
     good, bad = claim(Criterion.ABSOLUTE, 0.0, 0.0), claim(Criterion.ABSOLUTE, 0.0, 1.0)
     unsure = claim(Criterion.AT_MOST, 0.0, 0.0, interval=Interval(-1.0, 1.0, "t"))
-    table = claims_table({"a": [good, unsure], "b": [bad]})
-    assert [(row[1], row[-1].tone) for row in table.rows] == [
-        ("b/id", "fails"),
-        ("a/id", "undecided"),
-        ("a/id", "holds"),
-    ]
+    rows = claims_table({"a": [good, unsure], "b": [bad]}).rows
+    assert [(row[1], row[-1].tone) for row in rows] == [("b/id", "fails"), ("a/id", "undecided"), ("a/id", "holds")]
     assert any_failed({"a": [bad]})
     assert not any_failed({"a": [good, unsure]})
     assert count_verdicts([good, good]).startswith("All 2 claims hold")

@@ -225,13 +225,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
-def unfinished(history: History) -> Answer:
-    step, planned = history.run.steps, history.run.planned_steps
-    if planned is None or not history.run.in_progress:
-        return None
-    return NOTE, f"The run is not complete: step {step:,} of {planned:,}.", {"step": step, "planned": planned}
-
-
 def too_few_samples(history: History) -> Answer:
     samples = len(history.norm or ())
     if samples >= ENOUGH_SAMPLES:
@@ -443,7 +436,6 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("unfinished", unfinished),
     Rule("too-few-samples", too_few_samples),
     Rule("skipped", skipped, live=True),
     Rule("diverging", diverging),
@@ -498,20 +490,10 @@ class Diagnosis:
 
 
 def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
-    """Examine a run.
-
-    Args:
-        run: A loaded run.
-        scope: Which weights: `decayed` (the default if any decay), `all`, `role:NAME`, `layer:NUMBER` or
-            `parameter:NAME`.
-
-    Raises:
-        UsageError: If the run has no telemetry of this scope.
-    """
+    """Examine the weights of a scope, by default those that decay; with pooled scopes also every role."""
     known = sorted(run.telemetry.scopes())
     history = open_history(run, scope or ("decayed" if "decayed" in known else "all"))
-    pooled = history.scope in ("decayed", "all")
-    roles = tuple(History(run, name) for name in known if name.startswith("role:") and pooled)
+    roles = tuple(History(run, name) for name in known if name.startswith("role:") and history.scope in SCOPES)
     return Diagnosis(history, roles, tuple(examine(history, roles)))
 
 
@@ -554,7 +536,9 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     for name, diagnosis in zip(names, diagnoses, strict=True):
         levels = Counter(finding.severity for finding in diagnosis.findings)
         count = ", ".join(counted(number, level) for level, number in levels.items()) or "nothing to report"
-        heading = f"{name} ({diagnosis.history.run.rule or 'unknown'} decay): {count}"
+        run = diagnosis.history.run
+        reached = f", step {run.steps:,} of {run.planned_steps:,}" if run.in_progress else ""
+        heading = f"{name} ({run.rule or 'unknown'} decay{reached}): {count}"
         console.print(Text(harmless(heading), style="bold"))
         for finding in diagnosis.findings:
             roles = ", ".join(scope.partition(":")[2] for scope in finding.also)
