@@ -308,7 +308,8 @@ def log_log_slope(x: Tensor, y: Tensor) -> Tensor:
 def claims_table(claims: Claims) -> Table:
     """Show claims, failed ones first."""
     names = {id(claim): f"{owner}/{claim.id}" for owner, members in claims.items() for claim in members}
-    columns = ["claim", "name", Column("predicted", number=True), Column("measured", number=True), "verdict"]
+    columns: list[Column | str] = ["claim", "name"]
+    columns += [Column("predicted", number=True), Column("measured", number=True), "verdict"]
     rows = []
     for claim in failed_first(claim for members in claims.values() for claim in members):
         parts = [
