@@ -1,6 +1,5 @@
 """Promises of every update rule in every layout, precision and history."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -249,20 +248,6 @@ def test_a_first_gradient_may_come_late(name):
 
 
 # members of slots
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_members_continue_from_a_state_of_plain_muon(name):
-    """The state of torch's Muon has no slot state, which then starts at zero."""
-    param = matrices((4, 6))[0]
-    muon = torch.optim.Muon([param], lr=0.05)
-    set_gradients([param], 0)
-    muon.step()
-    optimizer = MuonSW([param], lr=0.05, ns_dtype="float32", **OPTIONS[name])
-    optimizer.load_state_dict(copy.deepcopy(muon.state_dict()))
-    assert list(optimizer.state[param]) == ["momentum_buffer"]
-    optimizer.step()
-    assert optimizer.param_groups[0]["normalize"] == OPTIONS[name].get("normalize")
 
 
 def test_every_matrix_has_its_own_state():

@@ -35,7 +35,6 @@ def follows(optimizer, params, grads, weights, **close):
             param.grad = wide(grad)
         optimizer.step()
         torch.testing.assert_close([param.detach() for param in params], list(map(wide, after)), **close)
-        yield
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -50,7 +49,7 @@ def test_members(name):
     theirs, close = data["source"]["options"], 1e-9 if name == "normuon" else 1e-6
     params = [nn.Parameter(wide(weight)) for weight in data["weights"]]
     optimizer = MuonSW(params, lr=theirs["lr"], weight_decay=theirs["weight_decay"], **OURS[name])
-    list(follows(optimizer, params, data["grads"], data["after"], rtol=0, atol=close * theirs["lr"]))
+    follows(optimizer, params, data["grads"], data["after"], rtol=0, atol=close * theirs["lr"])
 
 
 def test_lion():
@@ -59,7 +58,7 @@ def test_lion():
     params = [nn.Parameter(wide(weight)) for weight in first]
     optimizer = MuonSW([{"params": params, "algorithm": "lion"}], decay="constant", **data["options"])
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
-    list(follows(optimizer, params, data["grads"], weights, rtol=0, atol=1e-15))
+    follows(optimizer, params, data["grads"], weights, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -70,7 +69,7 @@ def test_aurora(number):
     param = nn.Parameter(wide(first))
     options = {"orthogonalizer": "aurora", "scale": "original", "decay": "constant", "ns_dtype": "float64"}
     optimizer = MuonSW([param], lr=0.05, weight_decay=0.025, **options)
-    list(follows(optimizer, [param], [[g] for g in run["grads"]], [[w] for w in weights], rtol=0, atol=1e-11))
+    follows(optimizer, [param], [[g] for g in run["grads"]], [[w] for w in weights], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -82,9 +81,9 @@ def test_dion2(number):
     group = {"params": [param], "algorithm": "dion2", "ns_dtype": "float64", "scale": "spectral"}
     group |= {"fraction": options["fraction"], "momentum": options["ef_decay"]}
     optimizer = MuonSW([group], decay="constant", lr=options["lr"], weight_decay=options["weight_decay"])
-    steps = follows(optimizer, [param], [[g] for g in run["grads"]], [[w] for w in weights], rtol=0, atol=1e-13)
-    for _, momentum in zip(steps, run["momenta"], strict=True):
-        torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], wide(momentum), rtol=1e-14, atol=0)
+    follows(optimizer, [param], [[g] for g in run["grads"]], [[w] for w in weights], rtol=0, atol=1e-13)
+    momentum = optimizer.state[param]["momentum_buffer"]
+    torch.testing.assert_close(momentum, wide(run["momenta"][-1]), rtol=1e-14, atol=0)
 
 
 RUNS = [(name, run) for name in ("soap", "shampoo", "kl_shampoo", "asgo") for run in recorded(name)["runs"]]
