@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -64,7 +63,7 @@ class Interrupted(Exception):  # noqa: N818 (not an error: the work is saved and
 
 
 def needed(name: str, who: str, extra: str) -> Any:
-    """Import an optional module, or raise a `UsageError`: "FineWeb needs" (`who`) the package, and its extra."""
+    """Import an optional module; if it is missing, raise a `UsageError` that begins with `who` ("FineWeb needs")."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -95,9 +94,6 @@ def stop_requests() -> Iterator[StopRequest]:
             raise KeyboardInterrupt
         request.signal = number
 
-    if threading.current_thread() is not threading.main_thread():
-        yield request  # Python delivers signals only to the main thread
-        return
     # nohup ignores SIGHUP, and the run should too.
     handled = [s for s in STOP_SIGNALS if s == signal.SIGINT or signal.getsignal(s) is not signal.SIG_IGN]
     before = {number: signal.signal(number, ask) for number in handled}

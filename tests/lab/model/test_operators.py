@@ -31,7 +31,7 @@ def both_ways(function, inputs, twin):
 def test_the_head():
     x, head, targets = torch.randn(10, 4), torch.randn(9, 4), torch.arange(10) % 9
     for differentiate in (True, False):
-        assert is_sound(loss._visit_on_gpu, x, head, targets, 2.0, 4, differentiate)
+        assert is_sound(loss._head_loss_on_gpu, x, head, targets, 2.0, 4, differentiate)
 
 
 def test_the_way_to_the_experts_and_back():

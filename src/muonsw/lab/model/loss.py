@@ -47,8 +47,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = product_dtype(x_ND)
         with without_autocast(x_ND):
-            visit = _visit_on_gpu if x_ND.is_cuda else _visit
-            loss, grad_x, grad_head = visit(x_ND.to(dtype), weight_VD.to(dtype), targets_N, scale, chunk, differentiate)
+            head_loss = _head_loss_on_gpu if x_ND.is_cuda else _head_loss
+            inputs = x_ND.to(dtype), weight_VD.to(dtype), targets_N
+            loss, grad_x, grad_head = head_loss(*inputs, scale, chunk, differentiate)
         if differentiate:
             ctx.save_for_backward(grad_x.to(x_ND.dtype), grad_head.to(weight_VD.dtype))
         return loss / x_ND.shape[0]
@@ -60,7 +61,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return *(grad * grads[0].to(grad.dtype) if need else None for grad, need in needed), None, None, None, None
 
 
-def _visit(
+def _head_loss(
     x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses and the gradients of their mean, which are empty without `differentiate`."""
@@ -85,15 +86,15 @@ def _visit(
 
 
 @library.custom_op("muonsw::head_loss", mutates_args=())
-def _visit_on_gpu(
+def _head_loss_on_gpu(
     x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, scale: float, chunk: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_visit` with one kernel for the softmax, on logits in the precision of the product.
+    """`_head_loss` with one kernel for the softmax, on logits in the precision of the product.
 
     A custom operator, because the compiler would unroll the chunks and store the masses in float32.
     """
     if not kernels.available(x_ND.device):
-        return _visit(x_ND, head_VD, targets_N, scale, chunk, differentiate)
+        return _head_loss(x_ND, head_VD, targets_N, scale, chunk, differentiate)
     from muonsw.lab.model.kernels import softmax_losses_
 
     tokens, vocab = x_ND.shape[0], head_VD.shape[0]
@@ -114,7 +115,7 @@ def _visit_on_gpu(
     return losses_N.sum(), grad_x, grad_head
 
 
-@_visit_on_gpu.register_fake
+@_head_loss_on_gpu.register_fake
 def _(
     x_ND: Tensor,
     head_VD: Tensor,
