@@ -1,4 +1,4 @@
-"""The batch of a step is a pure function of the seed and the step, and a shard is what is on record."""
+"""The batch of a step is a pure function of seed and step, and shards match their record."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ from muonsw.lab.errors import UsageError
 
 @pytest.fixture(scope="module")
 def shards():
-    """Tokens count upwards through the shards, so that every token says where it came from."""
+    """Tokens count upwards through the shards, so that every token shows its position."""
     ends = np.cumsum([100, 3, 41, 9, 250])
     parts = zip(ends - np.diff(ends, prepend=0), ends, strict=True)
     return [Shard(Path(f"shard-{first}"), np.arange(first, last), 403) for first, last in parts]
@@ -51,7 +51,7 @@ def joined(batches):
 
 
 def starts(loader, steps):
-    """The first token of every window that the steps read; it names the window, tokens being numbered."""
+    """The first token of every window that the steps read, which identifies the window."""
     return torch.cat([loader.batch_at(step)[0][:, 0] for step in steps]).tolist()
 
 
@@ -157,7 +157,7 @@ def test_a_token_that_no_model_knows_is_refused_with_its_shard(shards):
 
 
 def test_the_order_of_the_data_never_changes(tmp_path):
-    """A hash of batches as they have always been: seed and step alone decide them, on every machine."""
+    """Seed and step alone decide the batches, on every machine and in every version."""
     documents = [f"document {number} " * (number % 17 + 1) for number in range(200)]
     prepare(documents, ByteTokenizer(), tmp_path, validation_fraction=0.2, group_characters=3000)
     training = TokenLoader(open_split(tmp_path, "train"), sequence=16, batch=6, seed=7)

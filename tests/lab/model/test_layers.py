@@ -1,4 +1,4 @@
-"""The fast mixture of experts against a readable one, its losses, and the products it is made of."""
+"""The fast mixture of experts against a readable one, its losses, and its grouped products."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_products_agree_with_slices_in_value_and_gradient(product):
         torch.testing.assert_close(actual, expected)
 
 
-def test_balance_loss_is_a_quarter_at_balance_and_larger_when_all_go_to_the_same():
+def test_balance_loss_is_a_quarter_at_balance_and_one_if_all_tokens_choose_the_same():
     even = torch.stack([torch.arange(64) % 8, (torch.arange(64) + 3) % 8], dim=1)
     assert balance_loss(torch.zeros(64, 8), even).item() == 0.25
     assert balance_loss(torch.zeros(64, 8), even, groups=8).item() == 0.25

@@ -1,4 +1,4 @@
-"""The operators of a GPU equal what they stand for, compiled or not; here by their torch twins, on any device."""
+"""The GPU operators equal plain torch, compiled or not; here they run their torch versions, on any device."""
 
 import pytest
 import torch
@@ -6,17 +6,17 @@ from torch import library
 
 from muonsw.lab.model import layers, loss
 
-# torch's compiler makes an object of an autograd function, of which torch itself warns
+# torch's compiler instantiates autograd functions, which torch warns about
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 def is_sound(operator, *arguments):
-    """Whether an operator keeps torch's rules: its schema, its fake twin, autograd, and tracing with any shapes."""
+    """Whether an operator passes torch's checks: schema, fake version, autograd, and tracing with any shapes."""
     return set(library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
 
 def both_ways(function, inputs, twin):
-    """Outputs and gradients of a function, plain and traced by a compiler, and of its twin."""
+    """Outputs and gradients of a function, plain and traced by a compiler, and of its readable twin."""
     results = []
     for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True), twin):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
@@ -34,7 +34,7 @@ def test_the_head():
         assert is_sound(loss._head_loss_on_gpu, x, head, targets, 2.0, 4, differentiate)
 
 
-def test_the_way_to_the_experts_and_back():
+def test_copying_to_the_experts_and_combining():
     x, weights = torch.randn(20, 6), torch.rand(20, 2)
     routes = layers.plan_routes(torch.randn(20, 5).topk(2).indices, 5)
     places = routes.inverse.view(20, 2)

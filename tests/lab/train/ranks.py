@@ -12,22 +12,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
-import torch.distributed.fsdp  # once, in the server of children
+import torch.distributed.fsdp  # noqa: F401 (here once, instead of in every child)
 
+import muonsw.lab.commands.training  # noqa: F401
 from muonsw import machine
 from muonsw.lab.cli import main
-from muonsw.lab.commands import training
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 from muonsw.lab.train.state import Training
 from tests.common.children import start_child
-
-assert torch.distributed.fsdp
-assert training
 
 # Ranks send themselves signals and limit their disks; with a GPU they would train on it.
 NEEDED = [
@@ -46,8 +43,6 @@ class Ended(NamedTuple):
 
 def on_ranks(config: RunConfig, **settings) -> RunConfig:
     """The config with these parallel settings."""
-    from dataclasses import replace
-
     return replace(config, parallel=ParallelConfig(**{"timeout": 120.0, **settings}))
 
 

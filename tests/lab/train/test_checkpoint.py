@@ -59,7 +59,7 @@ def test_only_the_last_checkpoints_and_the_best_are_kept(tmp_path):
     assert kept == {best, 28, 32}
 
 
-def test_an_evaluation_without_a_number_goes_through_a_checkpoint(tmp_path):
+def test_a_validation_loss_of_nan_survives_a_checkpoint(tmp_path):
     """A validation loss may overflow though the training losses are fine; the run continues, and resumes."""
     whole = Training(with_fingerprint(small_run()))
     whole.evaluate()

@@ -1,4 +1,4 @@
-"""What leaves a run: files that load without it, and text that shows what was learned."""
+"""Exports load without the run, and samples show what the model learned."""
 
 import json
 import shlex
@@ -43,7 +43,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_an_export_is_the_model_of_the_run_and_needs_nothing_else_of_it(run, tmp_path):
+def test_an_export_is_the_model_of_the_run_and_loads_without_it(run, tmp_path):
     export(run, tmp_path)
     content = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert content["step"] == 80
@@ -88,7 +88,7 @@ def test_a_run_without_checkpoint_is_refused(tmp_path):
     assert main(["sample", str(tmp_path)]) == 2
 
 
-def test_an_export_takes_the_place_of_nothing_but_an_export(run, tmp_path):
+def test_an_export_replaces_only_an_export(run, tmp_path):
     export(run, tmp_path)
     export(run, tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()

@@ -25,7 +25,7 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def entropy_without_context():
-    """The loss of a model that knows how often each character occurs, and nothing about what follows what.
+    """The loss of a model that knows how often each character occurs, but not what follows it.
 
     The chain's own entropy is 0.87 nats lower. An evaluation over 8 windows of 32 tokens strays by about 0.06 nats, so
     a model that has learned the transitions ends far below this line, whatever the machine's rounding.
@@ -34,7 +34,7 @@ def entropy_without_context():
     return -sum(n / counts.total() * math.log(n / counts.total()) for n in counts.values())
 
 
-def test_a_run_learns_and_says_so(tmp_path):
+def test_a_run_learns_and_reports_it(tmp_path):
     config = small_run(steps=120, eval_every=60, checkpoint_every=120, telemetry_every=0)
     result = train(config, tmp_path)
     evaluations = [record for record in losses(tmp_path) if record["kind"] == "eval"]
@@ -76,14 +76,14 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number, code):
 
 
 @pytest.mark.parametrize("settings", [{"checkpoint_seconds": 1e-9}, {"checkpoint_every": 5}])
-def test_when_a_run_is_saved_changes_no_number_of_it(uninterrupted, tmp_path, monkeypatch, settings):
+def test_saving_more_often_changes_no_result(uninterrupted, tmp_path, monkeypatch, settings):
     """Save after every step because of the clock, or at other steps than those that are evaluated."""
     monkeypatch.setattr(loop, "SAVING_INTERVALS", 0)
     train(small_run(keep=12, **settings), tmp_path)
     saved = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "checkpoints")}
     assert saved == ({5, 10, 12} if "checkpoint_every" in settings else set(range(1, 13)))
     assert_same_run(uninterrupted, tmp_path, 12)
-    train(small_run(), tmp_path)  # and it may be called for with other such settings
+    train(small_run(), tmp_path)  # such settings may change
 
 
 def test_a_changed_config_is_refused_once_something_was_trained(tmp_path):
@@ -124,7 +124,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(tmp_p
 
 
 def with_gradients(broken):
-    """A watch whose run has infinite gradients, though a finite loss, in the updates for which `broken` holds."""
+    """Make the gradients infinite, though the loss is finite, in the steps for which `broken` holds."""
 
     def break_them(training):
         weight = next(training.model.parameters())
@@ -170,7 +170,7 @@ def test_accumulation_equals_one_large_batch():
         torch.testing.assert_close(split, grads[0], rtol=1e-9, atol=1e-14)
 
 
-def test_the_schedule_is_the_paper_s(tmp_path):
+def test_the_schedule_is_that_of_the_paper(tmp_path):
     train(small_run(steps=40, telemetry_every=1, eval_every=40, checkpoint_every=40), tmp_path)
     rates = [record["lr"] for record in losses(tmp_path) if record["kind"] == "train"]
     assert rates[:4] == pytest.approx([0.005, 0.01, 0.015, 0.02])

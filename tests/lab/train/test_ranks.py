@@ -163,8 +163,8 @@ def counting(strategy, log):
 
 
 @pytest.mark.parametrize(("strategy", "sent"), [("ddp", 4 + 1), pytest.param("fsdp", 4 * 3, marks=pytest.mark.slow)])
-def test_gradients_are_sent_once_an_update_however_many_micro_batches_it_has(strategy, sent, tmp_path):
-    """One bucket an update and one to begin with; or two layers and what is around them."""
+def test_gradients_are_sent_once_per_step_despite_micro_batches(strategy, sent, tmp_path):
+    """DDP: one bucket per step, and one before the first; FSDP: two layers and the parameters outside them."""
     log, chosen = tmp_path / "log", on_ranks(small_run(steps=4, batch=8, accumulation=4), strategy=strategy)
     ended = run(2, chosen, tmp_path / "run", counting(strategy, log))
     assert [rank.code for rank in ended] == [0, 0], ended
@@ -197,7 +197,7 @@ def test_ranks_refuse_once_before_anything_is_trained(settings, parallel, messag
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_ranks_save_together_when_the_clock_of_one_of_them_asks(tmp_path):
+def test_all_ranks_save_when_the_clock_of_one_says_so(tmp_path):
     def before(rank):
         in_float64()
         loop.SAVING_INTERVALS = 0 if rank == 1 else math.inf
