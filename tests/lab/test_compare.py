@@ -241,19 +241,16 @@ def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path)
     assert data["pairs"][1]["mean"] is None
 
 
-def test_every_lambda_that_was_tried_is_in_the_numbers(tmp_path):
-    concluded(tmp_path, base=tiny_run(steps=2), seeds=1, tune_lambda=True)
-    for tried in numbers(tmp_path)["search"][1]["losses"]:
-        (run,) = (tmp_path / "runs").glob(f"*scaled*lambda={tried['weight_decay']:g}-seed1")
-        assert numbers(run, "result.json")["final_loss"] == tried["final"]
-
-
-def test_the_control_is_the_baseline_of_the_scaled_arm(tmp_path):
-    concluded(tmp_path, control=True)
+def test_numbers_have_every_lambda_tried_and_the_control_as_baseline_of_the_scaled_arm(tmp_path):
+    concluded(tmp_path, base=tiny_run(steps=2), seeds=1, tune_lambda=True, control=True)
     data = numbers(tmp_path)
-    assert [(each["baseline"], each["arm"]) for each in data["pairs"]] == [("constant", "scaled"), (CONTROL, "scaled")]
-    constant, scaled, control = (each["total_decay"] for each in data["arms"])
-    assert control == pytest.approx(scaled) != pytest.approx(constant)
+    for tried in data["search"][1]["losses"]:
+        (run,) = (tmp_path / "runs").glob(f"scaled-lambda={tried['weight_decay']:g}-seed1")
+        assert numbers(run, "result.json")["final_loss"] == tried["final"]
+    constant, scaled, control = (each["name"] for each in data["arms"])
+    assert control == CONTROL
+    assert [(each["baseline"], each["arm"]) for each in data["pairs"]] == [(constant, scaled), (control, scaled)]
+    assert data["arms"][2]["total_decay"] == pytest.approx(data["arms"][1]["total_decay"])
 
 
 # The search for lambda.
@@ -280,19 +277,17 @@ def test_the_search_uses_a_separate_seed_and_extends_beyond_the_edge():
         assert result.at_edge == edge == ("at the edge" in verdict(Outcome(BOTH, ()), [result]))
 
 
-def test_a_search_stops_before_a_step_removes_the_weight():
-    """Every larger lambda is better here, until one would take more than the weight."""
+def test_a_search_stops_before_a_step_removes_the_weight_or_if_every_lambda_diverges():
+    # Every larger lambda is better, until one would take more than the weight.
     base, optimizer = tiny_run(steps=4), replace(ARMS[1].optimizer, weight_decay=1.0)
     strong = replace(optimizer, weight_decay=0.4 / max(decay_factors(base, optimizer)))
     (result,), _ = search(lambda lam: -lam, [Arm("strong", strong)])
     assert 0.5 < max(decay_factors(base, result.best_arm.optimizer)) <= 1.0
 
-
-def test_a_search_stops_if_every_lambda_diverges():
-    results, calls = search(lambda _: math.nan)
+    (result,), calls = search(lambda _: math.nan)
     assert [len(call.arms) for call in calls] == [len(FACTORS)]
-    assert not any(result.at_edge for result in results)
-    assert {(cell.text, cell.tone) for row in sweep_table(results).rows for cell in row[1:]} == {("diverged", "")}
+    assert not result.at_edge
+    assert {(row[1].text, row[1].tone) for row in sweep_table([result]).rows} == {("diverged", "")}
 
 
 # The verdict.
@@ -331,17 +326,12 @@ def test_the_verdict_says_how_much_of_a_gain_is_less_decay(left, share):
     assert "explained" not in unsure
 
 
-def test_the_verdict_says_when_decay_cannot_matter():
-    unsure = pair((-0.1, 0.1, 0.0))
-    for total, idle in ((0.99 * IDLE, True), (1.01 * IDLE, False)):
-        both = (arm("constant", "constant", total_decay=total), arm("scaled", "scaled", total_decay=0.73 * total))
-        text = verdict(Outcome(both, (unsure,)))
-        assert (text.startswith("Too short for decay to matter"), text.startswith("Decay matters")) == (idle, not idle)
-
-
-def test_the_verdict_names_skipped_steps_and_lost_seeds_first():
-    skipped = verdict(Outcome((BOTH[0], replace(BOTH[1], skipped={0: 7, 2: 1})), (pair(GAINS),)))
-    assert skipped.startswith("'scaled' skipped 7 steps (seed 0), 1 step (seed 2)")
-    lost = replace(BOTH[1], seeds=(0, 2), final=(3.0, 3.1), diverged={1: 40})
-    text = verdict(Outcome((BOTH[0], lost), (pair(GAINS),)))
-    assert text.startswith("'scaled' diverged at step 40 (seed 1)")
+def test_the_verdict_begins_with_lost_seeds_and_skipped_steps_or_whether_decay_can_matter():
+    for changes, beginning in (
+        ({"total_decay": 0.99 * IDLE}, "Too short for decay to matter"),
+        ({"total_decay": 1.01 * IDLE}, "Decay matters"),
+        ({"skipped": {0: 7, 2: 1}}, "'scaled' skipped 7 steps (seed 0), 1 step (seed 2)"),
+        ({"seeds": (0, 2), "final": (3.0, 3.1), "diverged": {1: 40}}, "'scaled' diverged at step 40 (seed 1)"),
+    ):
+        arms = arm("constant", "constant", total_decay=0.1), arm("scaled", "scaled", **changes)
+        assert verdict(Outcome(arms, (pair(GAINS),))).startswith(beginning)
