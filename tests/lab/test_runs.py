@@ -49,9 +49,9 @@ def test_everything_written_is_read_back(folder):
     for scope, path in scopes.items():
         for key in ("weight_rms", "alignment_update", "decay"):
             values = [record[path[0]] if len(path) == 1 else record[path[0]][path[1]] for record in seen]
-            same(run.telemetry.scope(scope)[key], [value[key] for value in values])
-        assert run.telemetry.scope(scope).step.tolist() == run.telemetry.step.tolist()
-    assert set(scopes) <= set(run.telemetry.scopes())
+            same(run.scope(scope)[key], [value[key] for value in values])
+        assert run.scope(scope).step.tolist() == run.telemetry.step.tolist()
+    assert set(scopes) <= set(run.scopes())
 
 
 def test_a_run_in_progress_is_read_without_the_line_that_is_being_written(tmp_path):
@@ -69,7 +69,7 @@ def test_a_run_without_records_has_empty_columns(tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     run = load_run(tmp_path)
     assert run.train.records == run.evals.records == run.telemetry.records == 0
-    assert run.telemetry.scopes() == []
+    assert run.scopes() == []
     assert np.isnan([run.final_loss, run.best_loss, run.final_norm, run.norm_change]).all()
     assert run.rule == ""
     assert not run.in_progress
@@ -94,11 +94,11 @@ def test_records_with_different_keys_keep_their_places(tmp_path):
     same(run.train["list.1.0"], [nan, nan, 2])
     assert "word" not in run.train
     same(run.tables["note"][""]["deep.a.b"], [4])
-    same(run.telemetry.scope("all")["x"], [1.0, 2.0, 3.0])
-    same(run.telemetry.scope("role:decayed")["x"], [7.0, nan, nan])
-    same(run.telemetry.scope("role:all")["x"], [nan, 8.0, nan])
-    same(run.telemetry.scope("")["skipped"], [3, 4, 5])
-    assert "decayed" not in run.telemetry.scopes()
+    same(run.scope("all")["x"], [1.0, 2.0, 3.0])
+    same(run.scope("role:decayed")["x"], [7.0, nan, nan])
+    same(run.scope("role:all")["x"], [nan, 8.0, nan])
+    same(run.telemetry["skipped"], [3, 4, 5])
+    assert "decayed" not in run.scopes()
 
 
 def test_the_last_record_of_a_step_counts(tmp_path):
@@ -162,7 +162,7 @@ def test_a_telemetry_file_is_a_run(tmp_path):
                 schedule.step()
         run = load_run(tmp_path / f"{rule}.jsonl")
         assert (run.name, run.rule, run.steps, run.telemetry.records) == (rule, rule, 9, 9)
-        assert "parameter:weight" in run.telemetry.scopes()
+        assert "parameter:weight" in run.scopes()
         assert len(run.norms[0]) == 9
         assert not run.in_progress
 

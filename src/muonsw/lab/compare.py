@@ -340,7 +340,7 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
         final=tuple(run.final_loss for run in ended),
         best=tuple(run.best_loss for run in ended),
         # `final_norm` covers all weights if none decay; such a norm is not comparable.
-        norm=tuple(run.final_norm if run.telemetry.scope("decayed").records else math.nan for run in ended),
+        norm=tuple(run.final_norm if run.scope("decayed").records else math.nan for run in ended),
         norm_change=tuple(run.norm_change for run in ended),
         total_decay=math.fsum(decay_factors(first.config, first.config.optimizer)),
         diverged={run.seed: run.diverged for run in runs if run.diverged is not None},

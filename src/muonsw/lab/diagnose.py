@@ -64,11 +64,11 @@ class History:
 
     @cached_property
     def steps(self) -> NDArray[np.int64]:
-        return self.run.telemetry.scope(self.scope).step
+        return self.run.scope(self.scope).step
 
     def column(self, key: str) -> Array:
         """One value per sample, NaN if it is missing or too large to square."""
-        values = self.run.telemetry.scope(self.scope).get(key, np.full(len(self.steps), np.nan))
+        values = self.run.scope(self.scope).get(key, np.full(len(self.steps), np.nan))
         return np.where(np.abs(values) < LARGEST, values, np.nan)
 
     def last(self, key: str) -> float:
@@ -178,7 +178,7 @@ def open_history(run: Run, scope: str = "decayed") -> History:
     if not run.telemetry.records:
         when = "" if run.complete else " yet"
         raise UsageError(f"{run.path} has no telemetry{when}; train with --telemetry-every 20")
-    scopes = run.telemetry.scopes()
+    scopes = run.scopes()
     if scope not in scopes:
         choices = ", ".join(name for name in scopes if not name.startswith("parameter:"))
         raise UsageError(f"{run.path} has no telemetry of {scope!r}; --scope can be {choices}")
@@ -237,7 +237,7 @@ def too_few_samples(history: History) -> Answer:
 
 
 def skipped(history: History) -> Answer:
-    counts = history.run.telemetry.scope("").known("skipped")[1]
+    counts = history.run.telemetry.known("skipped")[1]
     # The counter restarts at zero when a run resumes.
     number = int(counts[-1] + counts[:-1][np.diff(counts) < 0].sum()) if len(counts) else 0
     if not number:
@@ -324,7 +324,7 @@ def peak_not_reached(history: History) -> Answer:
     if not used < REACHED * peak or history.setting("peak") == "base" or history.still_rising:
         return None
     # The group summaries also cover the steps between samples.
-    records = history.run.telemetry.scope("")
+    records = history.run.telemetry
     peaks = [key for key in records if key.startswith("groups.") and key.endswith(".peak_lr")]
     highest = [records.get(key.replace(".peak_lr", ".highest_lr"), np.full(1, np.nan))[-1] for key in peaks]
     if peaks and all(top >= REACHED * records[key][-1] for top, key in zip(highest, peaks, strict=True)):
@@ -410,7 +410,7 @@ def always_clipped(history: History) -> Answer:
     if by_trainer:
         clipped = (_known(norms) > limit).astype(float)  # type: ignore[arg-type]
     else:
-        clipped = _known(history.run.telemetry.scope("").get("clipped", np.full(0, np.nan)))
+        clipped = _known(history.run.telemetry.get("clipped", np.full(0, np.nan)))
     share = float(clipped.mean()) if len(clipped) >= MIN_SAMPLES else math.nan
     if not share > NEARLY_ALWAYS:
         return None
@@ -491,7 +491,7 @@ class Diagnosis:
 
 def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
     """Examine the weights of a scope, by default those that decay; with pooled scopes also every role."""
-    known = sorted(run.telemetry.scopes())
+    known = sorted(run.scopes())
     history = open_history(run, scope or ("decayed" if "decayed" in known else "all"))
     roles = tuple(History(run, name) for name in known if name.startswith("role:") and history.scope in SCOPES)
     return Diagnosis(history, roles, tuple(examine(history, roles)))

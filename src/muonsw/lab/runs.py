@@ -164,35 +164,6 @@ def read_metrics(path: Path, *, details: bool = False) -> Tables:
         raise UsageError(f"cannot read {path}: line {number}: {error}; delete that line, or the file") from error
 
 
-class Scopes:
-    """Telemetry by scope: `all`, `decayed`, `role:NAME`, `layer:NUMBER`, `parameter:NAME`.
-
-    Only the first two are read with the run; the others may be most of the file and are read on demand from `path`.
-    """
-
-    def __init__(self, pooled: Mapping[str, Columns], path: Path | None):
-        self._pooled, self._path = pooled, path
-
-    @cached_property
-    def _every(self) -> Mapping[str, Columns]:
-        return self._pooled if self._path is None else read_metrics(self._path, details=True).get("telemetry", {})
-
-    def scopes(self) -> list[str]:
-        return [scope for scope in self._every if scope]
-
-    def scope(self, scope: str) -> Columns:
-        """Return the columns of a scope, including `step`; no columns if it is unknown."""
-        return (self._pooled if scope in ("", *SCOPES) else self._every).get(scope, Columns())
-
-    @property
-    def step(self) -> NDArray[np.int64]:
-        return self.scope("").step
-
-    @property
-    def records(self) -> int:
-        return len(self.step)
-
-
 @dataclass(frozen=True)
 class Run:
     """A run folder or a JSONL file of telemetry; unknown numbers are NaN."""
@@ -203,7 +174,7 @@ class Run:
     environment: dict[str, Any]  # environment.json; may be empty
     result: dict[str, Any] | None  # result.json; None before the end of the run and for a file
     tables: Tables  # records by kind and scope
-    metrics_path: Path | None = None  # the file of the records, if `tables` has only the pooled scopes of telemetry
+    metrics_path: Path | None = None  # where the records of roles, layers and parameters are, if not in `tables`
 
     @property
     def train(self) -> Columns:
@@ -213,9 +184,24 @@ class Run:
     def evals(self) -> Columns:
         return self.tables.get("eval", {}).get("", Columns())
 
+    @property
+    def telemetry(self) -> Columns:
+        """What telemetry records of the whole step."""
+        return self.scope("")
+
+    def scope(self, scope: str) -> Columns:
+        """Return telemetry of `all`, `decayed`, `role:NAME`, `layer:NUMBER` or `parameter:NAME`; empty if unknown."""
+        scopes = self.tables.get("telemetry", {}) if scope in ("", *SCOPES) else self._detailed
+        return scopes.get(scope, Columns())
+
+    def scopes(self) -> list[str]:
+        return [scope for scope in self._detailed if scope]
+
     @cached_property
-    def telemetry(self) -> Scopes:
-        return Scopes(self.tables.get("telemetry", {}), self.metrics_path)
+    def _detailed(self) -> Mapping[str, Columns]:
+        """Telemetry of every scope; most of the file, so read on demand."""
+        tables = self.tables if self.metrics_path is None else read_metrics(self.metrics_path, details=True)
+        return tables.get("telemetry", {})
 
     @cached_property
     def config(self) -> RunConfig:
@@ -270,7 +256,7 @@ class Run:
         """The decay rule from the config, or inferred from the recorded decay; empty if unknown."""
         if named := (self.settings.get("optimizer") or {}).get("decay"):
             return str(named)
-        decayed = self.telemetry.scope("decayed")
+        decayed = self.scope("decayed")
         if "decay" not in decayed or "lr" not in decayed:
             return ""
         known = (decayed["decay"] > 0) & (decayed["lr"] > 0)
@@ -317,7 +303,7 @@ class Run:
 
     def recorded(self, key: str) -> Points:
         """Return steps and telemetry values of the weights that decay, or of all weights if none do."""
-        scopes = (self.telemetry.scope(scope).known(key) for scope in SCOPES)
+        scopes = (self.scope(scope).known(key) for scope in SCOPES)
         return next((points for points in scopes if len(points[0])), NOTHING)
 
     @property

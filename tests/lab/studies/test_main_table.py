@@ -143,7 +143,7 @@ def test_late_fits_are_compared_in_the_papers_terms():
     arms = pair()
     claims = {claim.id: claim for claim in main_table.judge_diagnostics({Key("x"): arms}, PAPER)}
     # a = -(memory - 1) s / (2 r): with s = 0.176 eta the slope of the scaled arm is known from its norm.
-    norm = arms["scaled"][0].telemetry.scope("decayed")["weight_rms"][-1]
+    norm = arms["scaled"][0].scope("decayed")["weight_rms"][-1]
     assert claims["scaled-slope"].measured == pytest.approx(38 * 0.176 / (2 * norm), rel=0.1)
     assert claims["defect"].holds
 

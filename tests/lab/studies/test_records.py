@@ -21,8 +21,8 @@ def runs(tmp_path_factory):
 
 def pooled_gradient(run):
     """The root mean square over all elements of the matrices whose output enters a normalization."""
-    names = [name for name in run.telemetry.scopes() if name.startswith("parameter:") and enters_norm(name[10:])]
-    parts = [run.telemetry.scope(name) for name in names]
+    names = [name for name in run.scopes() if name.startswith("parameter:") and enters_norm(name[10:])]
+    parts = [run.scope(name) for name in names]
     squares = sum(part["numel"] * part["gradient_rms"] ** 2 for part in parts)
     return np.sqrt(squares / sum(part["numel"] for part in parts)).tolist()
 
@@ -40,7 +40,7 @@ def test_a_row_holds_the_settings_and_results_of_its_run(runs, monkeypatch):
         assert row["end_norm"] == pytest.approx(run.final_norm, rel=1e-4)
         assert row["eval.loss"] == pytest.approx(run.evals["loss"].tolist(), rel=1e-5)
         assert row["normalized.gradient_rms"] == pytest.approx(pooled_gradient(run), rel=1e-4)
-        phis = run.telemetry.scope("decayed")["decay"]
+        phis = run.scope("decayed")["decay"]
         assert row["total_decay"] == pytest.approx(math.fsum(phis), rel=1e-4), "every step was sampled"
         # Decayed weights whose output is not normalized are left out.
         assert row["normalized.weight_rms"][-1] != row["decayed.weight_rms"][-1]

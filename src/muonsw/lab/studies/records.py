@@ -75,7 +75,7 @@ def row(run: Run, **about: Any) -> dict[str, Any]:
     if run.evals.records >= EVALUATIONS:
         flat |= {"eval.step": run.evals.step.tolist(), "eval.loss": [short(loss, 6) for loss in run.evals["loss"]]}
     for name, scope, keys in (
-        ("decayed", run.telemetry.scope("decayed"), SAMPLED_DECAYED),
+        ("decayed", run.scope("decayed"), SAMPLED_DECAYED),
         ("normalized", normalized(run), SAMPLED_NORMALIZED),
     ):
         if scope.records >= SAMPLES:
@@ -87,8 +87,8 @@ def row(run: Run, **about: Any) -> dict[str, Any]:
 
 def normalized(run: Run) -> Columns:
     """Telemetry of the decoder's matrices whose output is normalized, pooled over elements."""
-    names = (scope for scope in run.telemetry.scopes() if scope.startswith("parameter:"))
-    parts = [run.telemetry.scope(name) for name in names if enters_norm(name.partition(":")[2])]
+    names = (scope for scope in run.scopes() if scope.startswith("parameter:"))
+    parts = [run.scope(name) for name in names if enters_norm(name.partition(":")[2])]
     if run.config.task is not None or not parts:
         return Columns()
     shares = np.array([part["numel"] for part in parts])
