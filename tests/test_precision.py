@@ -112,13 +112,10 @@ def test_automatic_product_dtype(monkeypatch):
         monkeypatch.setattr(machine, "fast_bfloat16", lambda fast=fast: fast)
         assert product_dtype("auto", torch.float32, cpu) == dtype
     assert product_dtype("float16", torch.float32, cpu) == torch.float16
-
-
-def test_gpus_without_bfloat16_units_compute_in_what_they_have(monkeypatch):
-    answers = ((True, 90, torch.bfloat16), (False, 75, torch.float16), (False, 61, torch.float32))
+    gpus = ((True, 90, torch.bfloat16), (False, 75, torch.float16), (False, 61, torch.float32))
     monkeypatch.setattr(machine, "_fastest", machine._fastest.__wrapped__)  # asks each time
-    for is_fast, capability, dtype in answers:
-        monkeypatch.setattr(machine, "gpu_fast_bfloat16", lambda _, is_fast=is_fast: is_fast)
+    for fast, capability, dtype in gpus:
+        monkeypatch.setattr(machine, "gpu_fast_bfloat16", lambda _, fast=fast: fast)
         monkeypatch.setattr(machine, "gpu_capability", lambda _, capability=capability: capability)
         assert product_dtype("auto", torch.float32, torch.device("cuda", 0)) == dtype
 

@@ -336,7 +336,7 @@ def test_a_training_step_compiles_around_it():
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
         optimizer = MuonSW.for_model(model, lr=0.05, ns_dtype="float32")
 
         def train(x, model=model, optimizer=optimizer):
