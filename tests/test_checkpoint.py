@@ -251,9 +251,9 @@ def state_by_name(optimizer):
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module."])
 def test_reordered_and_divided_groups_are_matched_by_name(prefix):
     """torch matches by position, and would load the momentum of `b` into `a`."""
-    first, *rest = [(prefix + name, param) for name, param in named("abc")]
-    saved = MuonSW([{"params": [first], "weight_decay": 0.7}, {"params": rest}], lr=0.05, weight_decay=0.2)
-    run(saved, [param for _, param in (first, *rest)], 2)
+    params = [(prefix + name, param) for name, param in named("abc")]
+    saved = MuonSW([{"params": params[:1], "weight_decay": 0.7}, {"params": params[1:]}], lr=0.05, weight_decay=0.2)
+    run(saved, [param for _, param in params], 2)
     a, b, c = named("abc")
     loaded = MuonSW([{"params": [c]}, {"params": [a], "nesterov": False}, {"params": [b]}], lr=0.01, peak_lr=0.05)
     loaded.load_state_dict(via_file(saved.state_dict()))
@@ -308,8 +308,8 @@ def in_another_order_by_checkpoint(flat, patterns, other_patterns):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     models = [Layers(("gru", "up", "down", "norm")), Layers(("norm", "down", "up", "gru"))]
     before, after = (
-        MuonSW.for_model(model, lr=0.02, weight_decay=0.1, patterns=given, decay="constant")
-        for model, given in zip(models, (patterns, other_patterns), strict=True)
+        MuonSW.for_model(model, lr=0.02, weight_decay=0.1, patterns=patterns_of_model, decay="constant")
+        for model, patterns_of_model in zip(models, (patterns, other_patterns), strict=True)
     )
     run(before, list(models[0].parameters()), 2)
     saved = get_optimizer_state_dict(models[0], before, options=options)

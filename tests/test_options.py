@@ -123,22 +123,6 @@ def test_numbers_of_numpy_are_numbers():
     assert group["params"][0][0, 0].item() == pytest.approx(1 - 0.2 * 0.05**2 / np.float32(0.1), rel=1e-6)
 
 
-def test_groups_reordered_mid_run_keep_their_algorithm():
-    """Bookkeeping by position would give a group the algorithm of another."""
-
-    def run(moved):
-        params = [nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(4))]
-        optimizer = MuonSW([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}], lr=0.1)
-        for _ in range(3):
-            for param in params:
-                param.grad = torch.ones_like(param)
-            optimizer.step()
-            optimizer.param_groups.append(optimizer.param_groups.pop(moved))  # moving the last changes nothing
-        return params
-
-    assert all(map(torch.equal, run(moved=0), run(moved=1)))
-
-
 def test_a_model_is_not_accepted_as_parameters_nor_parameters_as_a_model():
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"MuonSW takes parameters, not a model; call MuonSW\.for_model"):
