@@ -120,9 +120,9 @@ def gap(rows, rule="scaled", other="constant"):
     return at_best(by(rows, rule=rule)) - at_best(by(rows, rule=other))
 
 
-def paired(rows, others, column="final_loss"):
-    """By seed, a column of some runs minus that of others."""
-    first, second = ({row["seed"]: row[column] for row in side} for side in (rows, others))
+def paired(rows, baseline, column="final_loss"):
+    """By seed, a column of some runs minus that of the baseline."""
+    first, second = ({row["seed"]: row[column] for row in side} for side in (rows, baseline))
     return np.array([first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())])
 
 
@@ -382,10 +382,10 @@ def family_table():
     muon = {rule: at_best(entries["muon"][rule]) for rule in RULES}
     for name, entry in entries.items():
         ends = {rule: at_best(entry[rule]) for rule in RULES}
-        others = [None if name == "muon" else shown(ends[rule] - muon[rule], 3, "+") for rule in RULES]
+        minus_muon = [None if name == "muon" else shown(ends[rule] - muon[rule], 3, "+") for rule in RULES]
         mark = "*" * any(at_edge(entry[rule]) for rule in RULES)
         state = f"{entry['state'] / 2**20:.0f}"
-        lines.append([name + mark, shown(ends["scaled"] - ends["constant"], 3, "+"), *others, state])
+        lines.append([name + mark, shown(ends["scaled"] - ends["constant"], 3, "+"), *minus_muon, state])
     heads = ["member", "scaled minus constant", "minus Muon, constant", "minus Muon, scaled", "state, MiB"]
     return table(heads, lines)
 
@@ -430,7 +430,7 @@ def dynamics_table():
             falling = np.arange(len(step)) >= np.flatnonzero(lr >= lr.max() * (1 - 1e-9))[-1]
             _, seen, predicted = recursion(row)
             columns["norm"].append(row["end_norm"])
-            columns["kept"].append(row["end_norm"] / row["highest_norm"])
+            columns["share"].append(row["end_norm"] / row["highest_norm"])
             columns["ratio"].append(predicted[-1] / seen[-1])
             columns["late"].append(median(row, "decayed", "alignment_update", late))
             for name in ("alignment_gradient", "defect"):
@@ -592,9 +592,9 @@ def facts():
     arms = {words: rows for words, *rows in one_lambda()}
     less = [1 - np.mean(paired(scaled, control)) / np.mean(paired(scaled, constant))
             for constant, scaled, control in (arms[words] for words in ("width 128", BASE_256, BASE_512))]  # fmt: skip
-    both = ((arms[BASE_256], arms[GROUP_256]), (arms[BASE_512], arms[GROUP_512]))
     # The group's own peak minus the undivided one, and minus constant decay of the undivided one's total.
-    peaks = [" and ".join(shown(paired(group[1], base[arm])) for base, group in both) for arm in (1, 2)]
+    forms = ((arms[BASE_256], arms[GROUP_256]), (arms[BASE_512], arms[GROUP_512]))
+    peaks = [" and ".join(shown(paired(group[1], base[arm])) for base, group in forms) for arm in (1, 2)]
     tenth = near(of("main-table", width=256, decay="constant"), "weight_decay", 0.219)
     (adamw,) = settings("adamw-lambda", steps=6_400).values()
     at = {lam: [select(adamw, decay=rule, weight_decay=lam) for rule in RULES] for lam in (0.08, 0.16)}

@@ -12,7 +12,7 @@ from muonsw.lab.compare import Key, decay_factors, lr_multiples, multiples
 from muonsw.lab.model import preset
 from muonsw.lab.studies import mup
 from muonsw.lab.studies.figures import draw_convergence, draw_coordinates
-from muonsw.lab.studies.grid import BOTH, HORIZON_TRANSFER, WIDTH_TRANSFER, GridCell, grid, sweep
+from muonsw.lab.studies.grid import HORIZON_TRANSFER, RULE_CHANGES, WIDTH_TRANSFER, GridCell, grid, sweep
 from muonsw.lab.studies.main_table import DIAGNOSTICS, MAIN_TABLE, STEADY_STATE
 from muonsw.lab.studies.scales import MINI, NEVER, NO_DATA, at_width, lean
 from muonsw.lab.studies.study import Study
@@ -138,7 +138,7 @@ def adamw_forms() -> list[GridCell]:
     """AdamW with constant decay, scaled decay, and AdamC, which scales decay only on normalized layers."""
     run = MINI.rows[256]
     run = replace(run, optimizer=replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE, peak="group"))
-    return [sweep(Key("adamw", width=256), run, (0.1, 0.5), {**BOTH, "adamc": ADAMC})]
+    return [sweep(Key("adamw", width=256), run, (0.1, 0.5), {**RULE_CHANGES, "adamc": ADAMC})]
 
 
 def drift_run() -> RunConfig:
@@ -171,7 +171,7 @@ def rate_drift() -> list[GridCell]:
     """The same learning rates at every width; the widest was best at half of the lowest, so it tries that too."""
     run = drift_run()
     run = replace(run, optimizer=replace(run.optimizer, adam_lr=run.optimizer.lr))
-    rules = {**BOTH, "hyperball": {"norm": "hyperball", "target_norm": TARGET}}
+    rules = {**RULE_CHANGES, "hyperball": {"norm": "hyperball", "target_norm": TARGET}}
     cells = []
     for width in WIDTHS:
         rates = (0.0025, *MINI.rates) if width == max(WIDTHS) else MINI.rates

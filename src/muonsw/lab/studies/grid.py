@@ -38,11 +38,11 @@ from muonsw.lab.train.config import OptimizerConfig, RunConfig
 BEYOND = Source("beyond the paper; claims written before the runs", "each rule at its best value")
 EXACT = Tolerance(0.0, "the bound itself was stated before the runs")
 OCTAVE = Tolerance(1.0, "a factor of two")
-WANTED = 1.0  # the total decay that advice aims at
+ADVISED_TOTAL = 1.0  # the total decay that advice aims at
 
 # By rule, its changes of the optimizer.
 Rules = Mapping[str, Mapping[str, Any]]
-BOTH: Rules = {rule: {"decay": rule} for rule in RULES}
+RULE_CHANGES: Rules = {rule: {"decay": rule} for rule in RULES}
 
 # By value, ascending: the loss of each seed, infinite if the run diverged.
 Losses = Mapping[float, Sequence[float]]
@@ -79,7 +79,11 @@ class GridCell:
 
 
 def sweep(
-    key: Key, run: RunConfig, values: Sequence[float], rules: Rules = BOTH, over: Literal["lambda", "lr"] = "lambda"
+    key: Key,
+    run: RunConfig,
+    values: Sequence[float],
+    rules: Rules = RULE_CHANGES,
+    over: Literal["lambda", "lr"] = "lambda",
 ) -> GridCell:
     """A cell that tries each rule, given as changes of the optimizer, at these lambdas or learning rates."""
     setting = "weight_decay" if over == "lambda" else "lr"
@@ -162,8 +166,8 @@ def judge_cell(cell: GridCell, runs: Runs) -> list[Claim]:
         best = best_of_means(losses[rule])
         if len(losses[rule]) > 2 and not at_edge(losses[rule]):
             unit = cell.total(rule, best) / best
-            octaves = [math.log2(vertex(seed) * unit / WANTED) for seed in by_seed(losses[rule])]
-            words = f"{cell.key}: total decay of {rule} decay's best lambda, in octaves from {WANTED:g}"
+            octaves = [math.log2(vertex(seed) * unit / ADVISED_TOTAL) for seed in by_seed(losses[rule])]
+            words = f"{cell.key}: total decay of {rule} decay's best lambda, in octaves from {ADVISED_TOTAL:g}"
             claims.append(within(f"{slug}-{rule}-total", words, BEYOND, over_seeds(octaves), 0.0, OCTAVE))
     return claims
 

@@ -18,7 +18,7 @@ from muonsw.lab.stats import Evidence
 from muonsw.lab.theory.experiment import require_positive
 from muonsw.optimizer import ScaledDecayOptimizer
 
-CONSTANT, SCALED = BOTH = ("constant", "scaled")
+CONSTANT, SCALED = RULES = ("constant", "scaled")
 # Muon as in the theory: exact polar factor, heavy ball, no shape scale.
 KINDS: Mapping[str, tuple[Callable[..., ScaledDecayOptimizer], Mapping[str, Any]]] = {
     "sgd": (SGDSW, {}),

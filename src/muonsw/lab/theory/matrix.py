@@ -19,7 +19,7 @@ from torch.linalg import matrix_norm
 
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, within, within_share
-from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, Chains, Experiment, gaussian, log_spaced
+from muonsw.lab.theory.chains import CONSTANT, RULES, SCALED, Chains, Experiment, gaussian, log_spaced
 from muonsw.lab.theory.experiment import Steps, check_rates, require, require_at_least, require_positive
 from muonsw.lab.theory.muon import (
     HOVERING,
@@ -131,13 +131,13 @@ def run_matrix(s: MatrixSettings, generator: torch.Generator) -> Evidence:
     far = gaussian(starts.shape, generator)
     far = far * (s.outside_start * s.radius / spectral_norm(far)[:, None, None])
     stacks = {("outside", CONSTANT): Stack(CONSTANT, s.betas[-1], A, far)}
-    stacks |= {("inside", rule): Stack(rule, s.betas[0], inside, starts) for rule in BOTH}
-    stacks |= {(f"{beta:g}", rule): Stack(rule, beta, A, starts) for beta in s.betas for rule in BOTH}
+    stacks |= {("inside", rule): Stack(rule, s.betas[0], inside, starts) for rule in RULES}
+    stacks |= {(f"{beta:g}", rule): Stack(rule, beta, A, starts) for beta in s.betas for rule in RULES}
     observed = observe(stacks, s, generator)
     claims = [radius_claim(observed.values(), "from every start and for every momentum")]
     for beta in s.betas:
-        claims += limit_claims(f"-beta{beta:g}", {rule: observed[f"{beta:g}", rule] for rule in BOTH}, A, beta, s)
-    for rule in BOTH:
+        claims += limit_claims(f"-beta{beta:g}", {rule: observed[f"{beta:g}", rule] for rule in RULES}, A, beta, s)
+    for rule in RULES:
         losses = observed["inside", rule].losses
         initial = losses[0].mean()
         reached = f"a target with all singular values under 1/lambda is reached with {rule} decay too"
@@ -150,7 +150,7 @@ def run_matrix(s: MatrixSettings, generator: torch.Generator) -> Evidence:
 def run_matrix_figure(s: MatrixFigureSettings, generator: torch.Generator) -> Evidence:
     """Test many starts at one momentum; losses at log-spaced steps make the right panel."""
     A, starts = s.draw(s.chains, s.rows, s.columns, generator)
-    observed = observe({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator)
+    observed = observe({rule: Stack(rule, s.beta, A, starts) for rule in RULES}, s, generator)
     constant, sigmas = observed[CONSTANT], torch.linalg.svdvals(A)
     floor, initial = muon_loss_floor(sigmas, lam=s.lam), float(constant.losses[0].mean())
 
@@ -168,7 +168,7 @@ def run_matrix_figure(s: MatrixFigureSettings, generator: torch.Generator) -> Ev
     levels, times = {CONSTANT: floor / initial}, log_spaced(s.steps + 1, s.points)
     places = torch.tensor(times) - 1
     curves = {rule: (result.losses[places].T / initial).tolist() for rule, result in observed.items()}
-    return Evidence(claims, [Series(f"matrix/{rule}", rule, times, curves[rule], levels.get(rule)) for rule in BOTH])
+    return Evidence(claims, [Series(f"matrix/{rule}", rule, times, curves[rule], levels.get(rule)) for rule in RULES])
 
 
 def radius_claim(observed: Iterable[Observations], where: str) -> Claim:
@@ -184,7 +184,7 @@ def limit_claims(suffix: str, observed: Mapping[str, Observations], A: Tensor, b
     sigmas, initial = torch.linalg.svdvals(A), float(observed[SCALED].losses[0].mean())
     floor, excess = muon_loss_floor(sigmas, lam=s.lam), floor_excess(sigmas, s.etas, s.lam)
     hovering = hover_loss(min(A.shape), s.etas[-1], beta) / initial
-    constant, scaled = (float(observed[rule].losses[-1].max()) for rule in BOTH)
+    constant, scaled = (float(observed[rule].losses[-1].max()) for rule in RULES)
 
     proposition = Source("Proposition 3.2, Figure 2 (right)", f"{TRAPPED}, sigma_max(A) > 1/lambda")
     corollary = Source("Corollary 3.2, Figure 2 (right)", ROBBINS_MONRO)
@@ -297,8 +297,8 @@ def rule_gap(s: FixedRateSettings, kind: str, A: Tensor, starts: Tensor, *, peak
 def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, generator: torch.Generator) -> list[Claim]:
     """Constant decay fills the ball of radius 1/lambda and keeps a gradient, against the refuted claim's assumption."""
     half, largest = s.steps // 2, 0.0
-    nuclear: dict[str, list[Tensor]] = {rule: [] for rule in BOTH}
-    for rule, move in descend({rule: Stack(rule, s.beta, A, starts) for rule in BOTH}, s, generator):
+    nuclear: dict[str, list[Tensor]] = {rule: [] for rule in RULES}
+    for rule, move in descend({rule: Stack(rule, s.beta, A, starts) for rule in RULES}, s, generator):
         nuclear[rule].append(matrix_norm(move.slope, "nuc"))
         if rule == CONSTANT:
             largest = max(largest, float(spectral_norm(move.after).max()))

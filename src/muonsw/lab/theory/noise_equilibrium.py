@@ -16,7 +16,7 @@ from torch import Tensor
 from muonsw import decay_factor
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Source, at_most, mean_of, within_share
-from muonsw.lab.theory.chains import BOTH, Chains, Experiment, gaussian
+from muonsw.lab.theory.chains import RULES, Chains, Experiment, gaussian
 from muonsw.lab.theory.experiment import require
 
 
@@ -109,13 +109,13 @@ def settle(kind: str, s: NoiseSettings, generator: torch.Generator) -> dict[str,
     """Run both rules, each on its own noise, and measure after the burn-in."""
     shape = (s.chains, s.rows, s.columns)
     stacks = {
-        rule: {"params": gaussian(shape, generator, std=s.eta), "decay": rule, "momentum": s.beta} for rule in BOTH
+        rule: {"params": gaussian(shape, generator, std=s.eta), "decay": rule, "momentum": s.beta} for rule in RULES
     }
     chains = Chains(kind, stacks, peak=s.peak, lam=s.lam)
-    products, updates = {rule: list[Tensor]() for rule in BOTH}, {rule: list[Tensor]() for rule in BOTH}
+    products, updates = {rule: list[Tensor]() for rule in RULES}, {rule: list[Tensor]() for rule in RULES}
     for t in range(s.steps):
         before = {rule: weight.clone() for rule, weight in chains.weights.items()}
-        chains.step(s.eta, {rule: gaussian(shape, generator) for rule in BOTH})
+        chains.step(s.eta, {rule: gaussian(shape, generator) for rule in RULES})
         if t < s.burn:
             continue
         for rule, W in before.items():
@@ -123,7 +123,7 @@ def settle(kind: str, s: NoiseSettings, generator: torch.Generator) -> dict[str,
             products[rule].append(torch.stack([(W * W).sum((-2, -1)), (U * U).sum((-2, -1)), (W * U).sum((-2, -1))]))
             updates[rule].append(U.flatten().float())
     settled = {}
-    for rule in BOTH:  # the closed forms are about mean squares and a mean inner product
+    for rule in RULES:  # the closed forms are about mean squares and a mean inner product
         WW, UU, WU = torch.stack(products[rule]).mean(0)
         norm, size = WW.sqrt(), UU.sqrt()
         alignment = WU / (norm * size)

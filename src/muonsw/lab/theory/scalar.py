@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_most, within_share
-from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, Chains, Experiment, farthest, gaussian, log_spaced
+from muonsw.lab.theory.chains import CONSTANT, RULES, SCALED, Chains, Experiment, farthest, gaussian, log_spaced
 from muonsw.lab.theory.experiment import (
     Number,
     Steps,
@@ -123,19 +123,15 @@ ROUNDING = Tolerance(1e-11, "rounding: each step adds an ulp of w, and the contr
 
 
 def descend(
-    starts: Mapping[str, Tensor],
-    etas: Sequence[float],
-    s: Quadratic,
-    *,
-    keep: Collection[int] = (),
+    starts: Mapping[str, Tensor], etas: Sequence[float], s: Quadratic, *, keep: Collection[int] = ()
 ) -> dict[str, Tensor]:
     """Run all chains under each rule; return the weights after the steps in `keep` and the last, (chains, steps)."""
     stacks = {rule: {"params": start, "decay": rule} for rule, start in starts.items()}
-    chains, wanted = Chains("sgd", stacks, peak=max(etas), lam=s.lam), {*keep, len(etas)}
-    points = {rule: [start] if 0 in wanted else [] for rule, start in starts.items()}
+    chains, recorded = Chains("sgd", stacks, peak=max(etas), lam=s.lam), {*keep, len(etas)}
+    points = {rule: [start] if 0 in recorded else [] for rule, start in starts.items()}
     for t, eta in enumerate(etas, 1):
         chains.step(eta, {rule: s.a * (w - s.c) for rule, w in chains.weights.items()})
-        if t in wanted:
+        if t in recorded:
             for rule, w in chains.weights.items():
                 points[rule].append(w.clone())
     return {rule: torch.stack(path, 1) for rule, path in points.items()}
@@ -148,7 +144,7 @@ def run_scalar(s: ScalarSettings, generator: torch.Generator) -> Evidence:
     check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})
     error = scaled_decay_error(s.steps, gamma=s.gamma, t0=s.t0, **s.constants)
     starts = gaussian((s.chains,), generator, std=s.start_std)
-    ends = {rule: w[:, -1] for rule, w in descend(dict.fromkeys(BOTH, starts), etas, s).items()}
+    ends = {rule: w[:, -1] for rule, w in descend(dict.fromkeys(RULES, starts), etas, s).items()}
     settled, cost = farthest(ends[CONSTANT], wbar), farthest(s.loss(ends[CONSTANT]), gap)
     left = farthest(s.c - ends[SCALED], error)
 
@@ -200,7 +196,7 @@ def run_scalar_figure(s: ScalarFigureSettings, generator: torch.Generator) -> Ev
     check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})
     starts = gaussian((s.chains,), generator, std=s.start_std)
     steps = [0, *log_spaced(s.steps, s.points)]
-    paths = descend(dict.fromkeys(BOTH, starts), etas, s, keep=steps)
+    paths = descend(dict.fromkeys(RULES, starts), etas, s, keep=steps)
     initial = float(s.loss(starts).mean())
     losses = {rule: s.loss(w) / initial for rule, w in paths.items()}
     gap = constant_decay_loss_gap(**s.constants) / initial

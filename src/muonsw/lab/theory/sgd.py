@@ -30,7 +30,7 @@ from muonsw.lab.stats import (
     within,
     within_share,
 )
-from muonsw.lab.theory.chains import BOTH, CONSTANT, SCALED, Chains, Experiment, farthest, gaussian, log_spaced
+from muonsw.lab.theory.chains import CONSTANT, RULES, SCALED, Chains, Experiment, farthest, gaussian, log_spaced
 from muonsw.lab.theory.experiment import (
     ROUNDING,
     Steps,
@@ -110,9 +110,9 @@ class Stationarity:
 def wander(s: NonconvexSettings, starts: Tensor, generator: torch.Generator) -> dict[str, Stationarity]:
     """Both rules from the same starts with the same noise."""
     etas, edges = s.etas, s.decades
-    chains = Chains("sgd", {rule: {"params": starts, "decay": rule} for rule in BOTH}, peak=s.eta0, lam=s.lam)
-    sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in BOTH}
-    squares, moments, decade = {rule: list[float]() for rule in BOTH}, dict.fromkeys(BOTH, 0.0), 0
+    chains = Chains("sgd", {rule: {"params": starts, "decay": rule} for rule in RULES}, peak=s.eta0, lam=s.lam)
+    sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in RULES}
+    squares, moments, decade = {rule: list[float]() for rule in RULES}, dict.fromkeys(RULES, 0.0), 0
     for t, eta in enumerate(etas):
         decade += t == edges[decade + 1]
         slopes = {rule: ripple_gradient(w - s.c) for rule, w in chains.weights.items()}
@@ -125,7 +125,7 @@ def wander(s: NonconvexSettings, starts: Tensor, generator: torch.Generator) -> 
         chains.step(eta, {rule: slope + noise for rule, slope in slopes.items()})
     totals = torch.tensor([math.fsum(etas[a:b]) for a, b in pairwise(edges)]).unsqueeze(1)
     ends = chains.weights
-    return {rule: Stationarity(ends[rule], squares[rule], sums[rule] / totals, moments[rule]) for rule in BOTH}
+    return {rule: Stationarity(ends[rule], squares[rule], sums[rule] / totals, moments[rule]) for rule in RULES}
 
 
 def run_nonconvex(s: NonconvexSettings, generator: torch.Generator) -> Evidence:
@@ -143,7 +143,7 @@ def run_nonconvex(s: NonconvexSettings, generator: torch.Generator) -> Evidence:
 
     # The last decade: scaled decay against constant decay, which stays where gradient and decay balance.
     etas = s.etas[s.decades[-2] :]
-    constant, scaled = (mean_of(measured[rule].weighted[-1]) for rule in BOTH)
+    constant, scaled = (mean_of(measured[rule].weighted[-1]) for rule in RULES)
     curvature = float(ripple_curvature(measured[SCALED].end - s.c).mean())
     sustained = curvature * s.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
     balance = float((s.lam * measured[CONSTANT].end).square().mean())
@@ -271,21 +271,21 @@ def run_strongly_convex(s: StronglyConvexSettings, generator: torch.Generator) -
 
 def distances(s: StronglyConvexSettings, steps: Sequence[int], generator: torch.Generator) -> dict[str, Tensor]:
     """The squared distance after each of `steps`, averaged over batches of chains."""
-    wanted, etas = set(steps), s.etas
+    measured, etas = set(steps), s.etas
     begin = torch.zeros(s.chains, s.dimension, dtype=torch.float64)
-    stacks = {rule: {"params": begin, "decay": rule} for rule in BOTH}
-    stacks |= {rule + NOISELESS: {"params": begin[:1], "decay": rule} for rule in BOTH}
+    stacks = {rule: {"params": begin, "decay": rule} for rule in RULES}
+    stacks |= {rule + NOISELESS: {"params": begin[:1], "decay": rule} for rule in RULES}
     chains, means = Chains("sgd", stacks, peak=max(etas), lam=s.lam), {name: list[Tensor]() for name in stacks}
     for t in range(s.steps + 1):
         distances = {name: w - s.c for name, w in chains.weights.items()}
-        if t in wanted:
+        if t in measured:
             for name, e in distances.items():
                 squares = e.square().sum(1)
                 means[name].append(squares.view(min(BATCHES, len(squares)), -1).mean(1))
         if t < s.steps:
             slopes = {name: s.curvature * e for name, e in distances.items()}
             noise = gaussian(begin.shape, generator, std=s.sigma / s.dimension**0.5)
-            chains.step(etas[t], slopes | {rule: slopes[rule] + noise for rule in BOTH})
+            chains.step(etas[t], slopes | {rule: slopes[rule] + noise for rule in RULES})
     return {name: torch.stack(values, 1) for name, values in means.items()}
 
 
