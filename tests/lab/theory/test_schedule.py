@@ -40,16 +40,7 @@ def advance(optimizer, scheduler, steps):
     return used
 
 
-def test_warmup_is_the_fraction_of_steps_taken():
-    values = [warmup_cosine(t, total_steps=100, warmup_steps=8) for t in range(8)]
-    assert values == [(t + 1) / 8 for t in range(8)]
-
-
-@given(
-    total=st.integers(2, 500),
-    warmup=st.integers(0, 498),
-    final=st.floats(0, 1),
-)
+@given(total=st.integers(2, 500), warmup=st.integers(0, 498), final=st.floats(0, 1))
 def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(total, warmup, final):
     warmup = min(warmup, total - 1)
     settings = {"total_steps": total, "warmup_steps": warmup, "final_fraction": final}
@@ -57,15 +48,11 @@ def test_cosine_rises_to_the_peak_falls_to_the_end_and_stays(total, warmup, fina
     top = max(warmup - 1, 0)
     assert values[top] == 1.0
     assert values[total - 1 :] == [final] * 4
-    assert all(a <= b + ROUNDING for a, b in pairwise(values[: top + 1]))
+    assert values[:warmup] == [(t + 1) / warmup for t in range(warmup)]
     assert all(a >= b - ROUNDING for a, b in pairwise(values[top:]))
 
 
-@given(
-    total=st.integers(2, 500),
-    fraction=st.floats(0.01, 1),
-    final=st.floats(0, 1),
-)
+@given(total=st.integers(2, 500), fraction=st.floats(0.01, 1), final=st.floats(0, 1))
 def test_wsd_holds_the_peak_and_decays_only_at_the_end(total, fraction, final):
     values = [
         warmup_stable_decay(t, total_steps=total, decay_fraction=fraction, final_fraction=final)

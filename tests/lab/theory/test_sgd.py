@@ -40,13 +40,7 @@ def test_the_rippled_bowl_has_its_derivatives_and_several_wells():
     assert int((signs[1:] > signs[:-1]).sum()) >= 3
 
 
-@given(
-    x=st.floats(-9, 9),
-    x_star=st.floats(-9, 9),
-    sigma=st.floats(0, 3),
-    q=st.floats(0, 4),
-    share=st.floats(0, 1),
-)
+@given(x=st.floats(-9, 9), x_star=st.floats(-9, 9), sigma=st.floats(0, 3), q=st.floats(0, 4), share=st.floats(0, 1))
 def test_kappa_bounds_a_single_step(x, x_star, sigma, q, share):
     eta = share / 4  # with mu = L = 1 small enough for all these q: K1 eta + K2 eta^3 <= 1
     e = x - x_star
