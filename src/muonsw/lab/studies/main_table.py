@@ -23,7 +23,6 @@ from muonsw.lab.compare import (
     Comparison,
     Key,
     Results,
-    Runs,
     pair_outcome,
     paired,
     pairs_table,
@@ -50,7 +49,6 @@ from muonsw.lab.train.config import RunConfig
 
 GROUP = "scaled, group peak"
 GROUP_CONTROL = "constant, group peak's total"
-CONTROLS = {SCALED: CONTROL, GROUP: GROUP_CONTROL}
 BEYOND = "beyond the paper"
 SMALLER = "a short run with raised lambda: its gain need not be the paper's"
 SAME_RUNS = "the same weights and batches for every arm"
@@ -58,6 +56,13 @@ SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rule
 LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
 # Smaller differences of norms do not count, even if significant.
 MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie above a hundredth: less is no movement")
+SAME_TOTAL = Source(BEYOND, "the same weights, batches, learning rate and total decay")
+GROUP_PEAK = Source(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak, so that rules agree at the peak")
+# For each form of scaled decay: suffix of its claims, words, control, and sources of the claims about loss and norm.
+FORMS = {
+    SCALED: ("", "scaled decay", CONTROL, Source(paper.TABLE, SAME_LAMBDA), Source(paper.HEADLINE, SAME_LAMBDA)),
+    GROUP: ("-group", "scaled decay by the group's own peak", GROUP_CONTROL, GROUP_PEAK, GROUP_PEAK),
+}
 
 
 @cache
@@ -98,43 +103,25 @@ def judge_rows(results: Results, scale: Scale) -> list[Claim]:
     """Loss and norm at every width, the controls, and the numbers that the paper prints."""
     claims: list[Claim] = []
     for key, arms in results.items():
-        width = key.width
+        width, limits = key.width, "" if scale.printed else SMALLER
         assert width is not None
-        limits = "" if scale.printed else SMALLER
-        claims += judge_pair(f"w{width}", str(key), arms, limits)
-        if GROUP in arms:  # the same comparison with eta_max from the group, so that rules agree at the peak
-            source = Source(BEYOND, f"{SAME_LAMBDA}; eta_max is the group's own peak")
-            form = "scaled decay by the group's own peak"
+        for arm in (arm for arm in FORMS if arm in arms):
+            suffix, form, control, table, figure = FORMS[arm]
+            id, pair = f"w{width}{suffix}", (arms[arm], arms[CONSTANT])
             lower = f"{key}: {form} ends at a lower validation loss than constant decay"
-            larger = f"{key}: the weights end larger under {form} (logarithm of the ratio)"
-            pair = arms[GROUP], arms[CONSTANT]
-            claims += [
-                lower_loss(f"w{width}-group-loss", lower, source, *pair, limits),
-                larger_norm(f"w{width}-group-norm", larger, source, *pair),
-            ]
-        for arm, control in CONTROLS.items():
+            larger = f"{key}: the weights end larger under {form} (logarithm of the ratio of their RMS)"
+            claims.append(lower_loss(f"{id}-loss", lower, table, *pair, limits))
+            claims.append(larger_norm(f"{id}-norm", larger, figure, *pair))
+            if arm == SCALED:
+                keeps = f"{key}: scaled decay keeps more of the largest norm while the learning rate falls"
+                change = over_seeds(paired(*pair, lambda run: run.norm_change))
+                claims.append(above(f"{id}-kept", keeps, figure, change, 0.0, MOVED))
             if control in arms:  # at equal totals, a gain comes from when decay acts and not from less decay
                 words = f"{key}: {arm} minus constant decay of the same total, in nats"
-                source = Source(BEYOND, "the same weights, batches, learning rate and total decay")
-                id = f"w{width}-{'group-' if arm == GROUP else ''}control"
-                claims.append(lower_loss(id, words, source, arms[arm], arms[control]))
+                claims.append(lower_loss(f"{id}-control", words, SAME_TOTAL, arms[arm], arms[control]))
         if scale.printed:
             claims += judge_printed(width, arms[CONSTANT], arms[SCALED])
     return claims
-
-
-def judge_pair(id: str, where: str, arms: Runs, limits: str) -> list[Claim]:
-    """Scaled decay ends lower and keeps its weights."""
-    table, figure = Source(paper.TABLE, SAME_LAMBDA), Source(paper.HEADLINE, SAME_LAMBDA)
-    lower = f"{where}: scaled decay ends at a lower validation loss than constant decay"
-    larger = f"{where}: the weights end larger under scaled decay (logarithm of the ratio of their RMS)"
-    keeps = f"{where}: scaled decay keeps more of the largest norm while the learning rate falls"
-    pair = arms[SCALED], arms[CONSTANT]
-    return [
-        lower_loss(f"{id}-loss", lower, table, *pair, limits),
-        larger_norm(f"{id}-norm", larger, figure, *pair),
-        above(f"{id}-kept", keeps, figure, over_seeds(paired(*pair, lambda run: run.norm_change)), 0.0, MOVED),
-    ]
 
 
 def lower_loss(
@@ -189,7 +176,7 @@ def row_findings(results: Results, scale: Scale) -> Findings:
     pairs = [
         replace(pair_outcome(arms[control], arms[arm]), arm=f"{key}: {arm}")
         for key, arms in results.items()
-        for arm, control in CONTROLS.items()
+        for arm, (_, _, control, *_) in FORMS.items()
         if control in arms
     ]
     table = replace(pairs_table(pairs), name="control", title="Scaled decay against constant decay of the same total")
