@@ -14,7 +14,7 @@ from muonsw.kernels.momentum import advance_momenta, normalized_momentum
 from muonsw.kernels.tables import runs
 from muonsw.orthogonalize import normalize
 from muonsw.slots import PRECONDITION
-from muonsw.work import Item
+from muonsw.work import Item, StepContext
 
 NAMES = ("sign", "muon2", "equalize")
 GROUP = {"momentum_form": "ema", "momentum": 0.95, "nesterov": True, "maximize": False, "precondition": None}
@@ -147,6 +147,6 @@ def test_shards_are_advanced_with_an_elementwise_preconditioner(name, device, ke
         pairs = zip(params, states, strict=True)
         items = [Item(0, "", param.detach(), torch.randn_like(param.detach()), state) for param, state in pairs]
         targets = [torch.empty(8, 12, device=device) for _ in params]
-        MUON.matrices.advance(group, whole_parts(items), targets, None)
+        MUON.matrices.advance(group, whole_parts(items), targets, StepContext(0.1, 0.0, 2**20))
         actual.append([*targets, *(tensor for state in states for tensor in state.values())])
     torch.testing.assert_close(*actual, rtol=1e-5, atol=1e-6)
