@@ -11,14 +11,14 @@ from tests.common.problems import RULE_OPTIONS, cosine, matrices, mean_square, p
 
 LAMBDA = {"squared": 0.5, "independent": 0.002, "fixed": 1e-4, "gradient_norm": 1e-4}
 # `slot=member` chooses a member of a slot instead of an orthogonalizer.
-OTHERS = [name for name in ORTHOGONALIZERS if name != "newton_schulz"]
-OTHERS += [f"precondition={member}" for member in PRECONDITIONERS] + [f"normalize={member}" for member in NORMALIZERS]
+CHOICES = [name for name in ORTHOGONALIZERS if name != "newton_schulz"]
+CHOICES += [f"precondition={member}" for member in PRECONDITIONERS] + [f"normalize={member}" for member in NORMALIZERS]
 # Every algorithm with every rule; every orthogonalizer with two, because rules and orthogonalizers share no code.
 # Cautious decay alternates.
 COMBINATIONS = [
     (algorithm, decay, orthogonalizer, (row + column) % 2 == 1)
     for row, (algorithm, orthogonalizer) in enumerate(
-        [(name, "newton_schulz") for name in (*ALGORITHMS, "toy")] + [("muon", other) for other in OTHERS]
+        [(name, "newton_schulz") for name in (*ALGORITHMS, "toy")] + [("muon", choice) for choice in CHOICES]
     )
     for column, decay in enumerate(DECAY_RULES if orthogonalizer == "newton_schulz" else ("constant", "scaled"))
 ]
