@@ -107,22 +107,23 @@ def test_a_killed_worker_ends_the_command_and_the_next_one_resumes(tmp_path, und
     assert_same_bits(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_that_diverges_does_not_end_the_others_and_is_not_tried_again(tmp_path, workers):
+def test_a_run_that_diverges_does_not_end_the_others_and_is_not_tried_again(tmp_path):
     settings = {"steps": 20, "diverged": 1.0}
     jobs = jobs_in(tmp_path, {"wild": WILD.optimizer, "tame": OptimizerConfig(ns_dtype="float32")}, **settings)
-    run(jobs, workers)
+    run(jobs)
     assert 1 <= result_of(tmp_path / "wild")["diverged"] <= 20
     assert "lower the learning rate" in result_of(tmp_path / "wild")["reason"]
     assert result_of(tmp_path / "tame")["steps"] == 20
-    before = {job.name: (job.folder / "metrics.jsonl").stat().st_mtime_ns for job in jobs}
-    shown = StringIO()
-    run(jobs, workers, Console(file=shown, width=200))
+
+    def written():
+        return {job.name: (job.folder / "metrics.jsonl").stat().st_mtime_ns for job in jobs}
+
+    before, shown = written(), StringIO()
+    run(jobs, console=Console(file=shown, width=200))
     assert "1 of 2 runs diverged earlier; --retry-diverged" in shown.getvalue()
-    assert all((job.folder / "metrics.jsonl").stat().st_mtime_ns == before[job.name] for job in jobs)
-    run(jobs, workers, retry_diverged=True)
-    after = {job.name: (job.folder / "metrics.jsonl").stat().st_mtime_ns for job in jobs}
-    assert {name for name in before if before[name] != after[name]} == {"wild"}
+    assert written() == before
+    run(jobs, retry_diverged=True)
+    assert {name for name, _ in written().items() ^ before.items()} == {"wild"}
 
 
 def test_a_run_that_cannot_start_is_named_and_the_others_are_saved(tmp_path):
@@ -175,18 +176,13 @@ def test_a_fault_of_the_program_is_raised_with_the_trace_of_its_worker(tmp_path)
     assert "in work" in str(raised.value.__cause__)
 
 
-@pytest.mark.parametrize(
-    ("environment", "number", "names"),
-    [(None, 0, ()), (None, 2, ("0", "1")), ("3, 5", 2, ("3", "5")), ("2,9", 1, ("2",))],
-)
-def test_gpus_keep_the_names_of_the_environment(environment, number, names, monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: number)
-    monkeypatch.setattr(launch, "resolve_device", lambda _name: launch.torch.device("cuda" if number else "cpu"))
-    monkeypatch.delenv(VISIBLE, raising=False)
-    if environment is not None:
-        monkeypatch.setenv(VISIBLE, environment)
-    assert gpus_for("auto") == names
-    assert gpus_for("cuda:1") == ()
+def test_gpus_keep_the_names_of_the_environment(monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: 2)
+    monkeypatch.setattr(launch, "resolve_device", launch.torch.device)
+    for visible, names in {"": ("0", "1"), "3, GPU-ab": ("3", "GPU-ab")}.items():
+        monkeypatch.setenv(VISIBLE, visible)
+        assert gpus_for("cuda") == names
+        assert gpus_for("cuda:1") == gpus_for("cpu") == ()
 
 
 PARENT = """
