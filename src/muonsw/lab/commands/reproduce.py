@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.console import Console
-from tyro.conf import OmitArgPrefixes, Positional
+from tyro.conf import Positional
 
 from muonsw import machine
-from muonsw.lab.commands.training import print_conclusion, require_at_least_one
-from muonsw.lab.compare import jobs_of, train_all
+from muonsw.lab.commands.training import ManyRuns, require_at_least_one
+from muonsw.lab.compare import jobs_of
 from muonsw.lab.console import Column, Table, Value, paragraph, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder
-from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.options import Flag, unset
 from muonsw.lab.plan import Cost, amount, cost
 from muonsw.lab.report import PAGE, check_target
-from muonsw.lab.runs import load_runs
 from muonsw.lab.stats import any_failed, claims_table
 from muonsw.lab.studies.catalogue import STUDIES
-from muonsw.lab.studies.records import append
 from muonsw.lab.studies.scales import SCALES, Scale, find_data
 from muonsw.lab.studies.study import Study, by_settings
 from muonsw.registry import unknown
@@ -32,7 +28,7 @@ from muonsw.text import counted
 
 
 @dataclass(frozen=True)
-class Reproduce:
+class Reproduce(ManyRuns):
     """Run a study of the paper and print claim, prediction, measurement and verdict.
 
     Exits with 1 when a claim fails; an undecided claim does not fail.
@@ -56,20 +52,10 @@ class Reproduce:
     """Folder for claims, figures and page, next to runs-SCALE. Default: out/NAME-SCALE; out/NAME if nothing trains."""
     seeds: Annotated[int | None, unset(metavar="N")] = None
     """Seeds of each arm of a training study. Default: the scale's."""
-    workers: Annotated[int | None, unset(metavar="N")] = None
-    """Runs or experiments at a time. Default: one per core or GPU; on a cluster, all runs."""
-    record: Annotated[Path | None, unset(metavar="FILE")] = None
-    """Append the runs of a training study to this JSONL table; run folders can then be deleted."""
-    retry_diverged: Flag = False
-    """Retry runs that diverged earlier."""
     device: str = "auto"
     """cpu, cuda or auto, for training."""
     seed: int = 0
     """Seed of every random number of a study that trains nothing."""
-    verbose: Flag = False
-    """Print all columns of every table, and the assumptions and tolerance of each claim."""
-    cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
-    """To train on a Slurm cluster."""
 
     def run(self) -> int:
         console = Console()
@@ -107,27 +93,17 @@ class Reproduce:
             data = find_data(scale, self.data)
             runs_folder = folder.parent / f"runs-{scale.name}"
             place = by_settings(runs_folder, data, self.cluster.device_type(self.device))
-            workers = self.workers or (len(runs) if self.cluster.cluster else runs_at_once(self.device))
-            train = partial(
-                train_all,
-                place=place,
-                console=console,
-                workers=workers,
-                cluster=self.cluster,
-                retry_diverged=self.retry_diverged,
-            )
+            workers = self.at_once(len(runs), self.device)
+            train = self.trainer(console, place, workers)
         else:
             workers, train = self.workers or machine.cores(), None
         prepare_folder(folder)
         conclusion = study.conduct(folder, scale, console=console, workers=workers, seed=self.seed, train=train)
-        if self.record is not None and planned:
-            runs_done = load_runs(jobs_of(planned, place))
-            added = append(self.record, runs_done, study=study.name, arm=None)
-            say(console, f"added {counted(added, 'run')} to {self.record}")
         claims = claims_table(conclusion.claims)
         where = f"; runs are in {runs_folder}" if planned else ""
-        tables = [claims, *conclusion.tables]
-        print_conclusion(console, conclusion, folder, tables, verbose=self.verbose, more=where)
+        self.conclude(console, conclusion, folder, [claims, *conclusion.tables], where)
+        if planned:
+            self.add_to_record(console, jobs_of(planned, place), study=study.name, arm=None)
         return int(any_failed(conclusion.claims))
 
     def _study(self) -> tuple[Study, Scale]:

@@ -25,6 +25,8 @@ from muonsw.lab.compare import (
     RULES,
     Arm,
     Conclusion,
+    PlaceJob,
+    Results,
     advise_arm,
     by_arm,
     conduct,
@@ -218,26 +220,61 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
         paragraph(console, f"Total decay is {totals}. For a language model trained from scratch: {answer}")
 
 
-def print_conclusion(
-    console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], *, verbose: bool, more: str = ""
-) -> None:
-    """Print the verdict, these tables, and where the files are, followed by `more`."""
-    say(console, "")
-    paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
-    for table in tables:
-        print_table(console, table, verbose=verbose)
-    # Files to open by name, figures by number.
-    named = [path.name for path in conclusion.paths if path.suffix in (".json", ".html")]
-    figures = len(conclusion.paths) - len(named)
-    parts = [", ".join(named)] + ([counted(figures, "figure")] if figures else [])
-    say(console, f"\nwrote {' and '.join(parts)} to {folder}{more}")
+@dataclass(frozen=True)
+class ManyRuns:
+    """How a command trains several runs, and what it prints and keeps."""
+
+    workers: Annotated[int | None, unset(metavar="N")] = None
+    """Runs or experiments at a time. Default: one per core or GPU; on a cluster, all."""
+    retry_diverged: Flag = False
+    """Retry runs that diverged earlier."""
+    record: Annotated[Path | None, unset(metavar="FILE")] = None
+    """Append the runs to this JSONL table; run folders can then be deleted."""
+    verbose: Flag = False
+    """Print all tables with all columns."""
+    cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
+    """To train on a Slurm cluster."""
+
+    def at_once(self, runs: int, device: str) -> int:
+        return self.workers or (runs if self.cluster.cluster else runs_at_once(device))
+
+    def trainer(self, console: Console, place: PlaceJob, workers: int) -> partial[Results]:
+        return partial(
+            train_all,
+            place=place,
+            console=console,
+            workers=workers,
+            cluster=self.cluster,
+            retry_diverged=self.retry_diverged,
+        )
+
+    def conclude(
+        self, console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], more: str = ""
+    ) -> None:
+        """Print the verdict, these tables, and where the files are, followed by `more`."""
+        say(console, "")
+        paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
+        for table in tables:
+            print_table(console, table, verbose=self.verbose)
+        # Files to open by name, figures by number.
+        named = [path.name for path in conclusion.paths if path.suffix in (".json", ".html")]
+        figures = len(conclusion.paths) - len(named)
+        parts = [", ".join(named)] + ([counted(figures, "figure")] if figures else [])
+        say(console, f"\nwrote {' and '.join(parts)} to {folder}{more}")
+
+    def add_to_record(self, console: Console, runs: Iterable[Path], **about: Any) -> None:
+        if self.record is not None:
+            from muonsw.lab.studies.records import append  # most comparisons do not need it
+
+            count = append(self.record, load_runs(runs), **about)
+            say(console, f"added {counted(count, 'run')} to {self.record}")
 
 
 # ---- Compare
 
 
 @dataclass(frozen=True)
-class Compare(RunOptions):
+class Compare(ManyRuns, RunOptions):
     """Compare decay rules on your text, your task or a demo.
 
     Every rule trains the same model from the same weights on the same batches.
@@ -254,16 +291,6 @@ class Compare(RunOptions):
     """Also train constant decay with the scaled arm's total decay, to separate less decay from later decay."""
     tune_lambda: Flag = False
     """Find the best lambda of each arm on a separate seed, and compare the arms at their best."""
-    retry_diverged: Flag = False
-    """Retry runs that diverged earlier."""
-    workers: Annotated[int | None, unset(metavar="N")] = None
-    """Runs at a time, one thread each. Default: one per core or GPU; on a cluster, all."""
-    record: Annotated[Path | None, unset(metavar="FILE")] = None
-    """Append the runs to this JSONL table; run folders can then be deleted."""
-    verbose: Flag = False
-    """Print all tables with all columns."""
-    cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
-    """To train on a Slurm cluster."""
 
     def run(self) -> int:
         require_at_least_one(self, "seeds", "workers")
@@ -283,25 +310,15 @@ class Compare(RunOptions):
             seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.tokens.path})"
         arms = self._arms(base)
         compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
-        runs = self.seeds * (len(arms) + self.control)
-        workers = self.workers or (runs if self.cluster.cluster else runs_at_once(self.device))
+        workers = self.at_once(self.seeds * (len(arms) + self.control), self.device)
         prepare_folder(self.out)
         names = [*(arm.name for arm in arms), *["constant decay of the same total"] * self.control]
         length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'step')} of {seen}"
         paragraph(console, f"{', '.join(names)}; {length}, {workers} at a time, in {self.out}")
-
-        train_runs = partial(
-            train_all,
-            place=by_arm(self.out / "runs"),
-            console=console,
-            workers=workers,
-            cluster=self.cluster,
-            retry_diverged=self.retry_diverged,
-        )
         conclusion = conduct(
             base,
             arms,
-            train_runs,
+            self.trainer(console, by_arm(self.out / "runs"), workers),
             self.out,
             seeds=self.seeds,
             title=f"{compared} on {subject}",
@@ -310,13 +327,9 @@ class Compare(RunOptions):
             epochs=epochs,
         )
         tables = conclusion.tables if self.verbose else conclusion.tables[:1]
-        print_conclusion(console, conclusion, self.out, tables, verbose=self.verbose)
-        if self.record is not None:
-            from muonsw.lab.studies.records import append  # most comparisons do not need it
-
-            ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
-            count = append(self.record, load_runs(ended), study="tasks" if self.task else "compare")
-            say(console, f"added {counted(count, 'run')} to {self.record}")
+        self.conclude(console, conclusion, self.out, tables)
+        ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
+        self.add_to_record(console, ended, study="tasks" if self.task else "compare")
         return 0
 
     def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
