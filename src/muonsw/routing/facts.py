@@ -143,12 +143,13 @@ class ModelFacts:
                 is_map = isinstance(module, nn.Linear | _ConvNd)
                 layers.append(Layer(order, path, *declared, weights.get(path) if is_map else None))
             elif not isinstance(module, ParametrizationList) and not is_table(module):
+                dense = any(word in type(module).__name__.lower() for word in ("linear", "dense", "conv1d"))
                 for key, param in module._parameters.items():
                     if param is None or param.dim() < 2 or param.shape[0] == 1:
                         continue
                     if param.dim() > 2:
                         layers.append(Layer(order, path, tuple(param.shape[-2:]), None))
-                    elif LINEAR.search(key) and not TABLE.search(key):
+                    elif (dense or LINEAR.search(key)) and not TABLE.search(key):
                         in_out = self.stored_in_out(path, key, param)
                         rows, columns = reversed(param.shape) if in_out else param.shape
                         layers.append(Layer(order, path, (columns,), rows, param, in_out))
