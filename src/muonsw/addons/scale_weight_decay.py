@@ -115,8 +115,8 @@ class ScaledWeightDecay:
         group["decay"] = self.decay
         if "step_count" in group:
             return
-        others = [other["step_count"] for other in self.optimizer.param_groups if "step_count" in other]
-        counts = [float(self.optimizer.state[p].get("step", 0)) for p in group["params"] if p in self.optimizer.state]
+        counts = [other["step_count"] for other in self.optimizer.param_groups if "step_count" in other]
+        counts += [float(self.optimizer.state[p].get("step", 0)) for p in group["params"] if p in self.optimizer.state]
         defaults = {
             "base_weight_decay": float(group["weight_decay"]),
             "driven_weight_decay": float(group["weight_decay"]),
@@ -124,7 +124,7 @@ class ScaledWeightDecay:
             "peak_lr": self.peak_lr,
             "resolved_peak_lr": None,
             "peak_record": None,
-            "step_count": int(max([*others, *counts], default=0)),
+            "step_count": int(max(counts, default=0)),
         }
         group.update({**defaults, **group})
         # A resumed run may be past its peak, so assume that it was reached.

@@ -317,9 +317,9 @@ def _intended_update(
 def norms(x: Tensor) -> Tensor:
     """Euclidean norms of the rows of a (rows, elements) tensor."""
     pieces = x.shape[1] // LONGEST
-    long, rest = x.tensor_split([pieces * LONGEST], dim=1)
+    long, tail = x.tensor_split([pieces * LONGEST], dim=1)
     parts = [torch.linalg.vector_norm(long.reshape(len(x), pieces, LONGEST), dim=2)]
-    parts.append(torch.linalg.vector_norm(rest, dim=1, keepdim=True))
+    parts.append(torch.linalg.vector_norm(tail, dim=1, keepdim=True))
     lengths: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1), dim=1)
     return lengths
 

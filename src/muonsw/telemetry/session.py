@@ -109,8 +109,7 @@ class Telemetry:
         # Our optimizers count skipped steps themselves; subtract those from before telemetry was attached.
         self._skipped = 0 if self._ours is None else -self._ours.skipped_steps
         self._view = observe.model_view(model)
-        spectra = {"spectral_norm": spectral_norm, "condition": condition}
-        self._spectra = [name for name, wanted in spectra.items() if wanted]
+        self._spectra = ["spectral_norm"] * spectral_norm + ["condition"] * condition
         self._records: deque[Record] = deque(maxlen=keep)
         self._before: dict[Tensor, observe.Before] | None = None  # the weights before a step that is sampled
         self._unseen = False
