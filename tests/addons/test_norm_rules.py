@@ -105,11 +105,15 @@ def test_each_part_of_a_fused_projection_has_its_own_norm(norm, split_dim, shape
     assert_moves_as_its_parts(together, MuonSW(parts, **options), lambda whole: whole.split([2, 7], axis))
 
 
-@norm_rules
-def test_low_precision_weights_are_refused(norm):
-    """Rounding would exceed the change."""
-    with pytest.raises(ValueError, match="needs float32 weights, but parameter 0 of group 0 is"):
-        MuonSW(matrices((4, 6), dtype=torch.bfloat16), norm=norm)
+def test_groups_that_a_rule_cannot_act_on_are_refused():
+    for options, message in (
+        ({"dtype": torch.bfloat16}, "needs float32 weights, but parameter 0 of group 0 is"),  # would round the change
+        ({"cautious": True}, "acts on whole weights"),
+        ({"heads": 2, "block_period": 2}, "blocks have no norm"),
+    ):
+        params = matrices((4, 6), dtype=options.pop("dtype", torch.float32))
+        with pytest.raises(ValueError, match=message):
+            MuonSW(params, norm="target", **options)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

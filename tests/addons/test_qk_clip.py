@@ -155,11 +155,15 @@ def test_under_schedule_free_the_average_is_clipped_too(on):
     assert torch.cosine_similarity(q.flatten(), y.flatten(), dim=0) > 0.9
 
 
+def two_heads(threshold):
+    q, k = linear(2 * SIZE, seed=1), linear(2 * SIZE, seed=2)
+    clip = QKClip(threshold)
+    return q, clip, clip.add(query=q.weight, key=k.weight, heads=2)
+
+
 def test_forward_passes_of_a_graph_report_at_each_replay():
     """A replay writes to the tensor that `observe` used at capture, and calls no Python."""
-    q, k = linear(2 * SIZE), linear(2 * SIZE)
-    clip = QKClip(threshold=50.0)
-    attention = clip.add(query=q.weight, key=k.weight, heads=2)
+    q, clip, attention = two_heads(50.0)
     attention.observe(torch.tensor([1.0, 2.0]))
     used_by_the_graph = attention.maximum
     clip.step()
@@ -171,9 +175,7 @@ def test_forward_passes_of_a_graph_report_at_each_replay():
 
 
 def test_an_evaluation_may_report_before_training_does():
-    q, k = linear(2 * SIZE), linear(2 * SIZE)
-    clip = QKClip(threshold=50.0)
-    attention = clip.add(query=q.weight, key=k.weight, heads=2)
+    _, clip, attention = two_heads(50.0)
     with torch.inference_mode():
         attention.observe(torch.tensor([1.0, 2.0]))
     attention.observe(torch.tensor([3.0, 1.0]))
@@ -182,10 +184,9 @@ def test_an_evaluation_may_report_before_training_does():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -3.0])
 def test_invalid_logits_change_nothing(bad):
-    q, k = linear(2 * SIZE), linear(2 * SIZE)
+    q, clip, attention = two_heads(1.0)
     before = q.weight.detach().clone()
-    clip = QKClip(threshold=1.0)
-    clip.add(query=q.weight, key=k.weight, heads=2).observe(torch.tensor([bad, bad]))
+    attention.observe(torch.tensor([bad, bad]))
     clip.step()
     assert torch.equal(q.weight, before)
 
@@ -216,15 +217,16 @@ def test_mistakes_are_named():
     for key in ("threshold", "alpha"):
         with pytest.raises(ValueError, match=f"{key}=-1: must be"):
             QKClip(**{key: -1})
-    for key, wrong in (("heads", 2.0), ("key_heads", -1), ("key_heads", 4)):
-        with pytest.raises(ValueError, match=f"{key}=.*"):
-            QKClip().add(query=q.weight, key=k.weight, **{"heads": 2, key: wrong})
-    with pytest.raises(TypeError, match="QK-clip takes weights and biases or HeadRows of them, not a"):
-        QKClip().add(query=q, key=k.weight, heads=2)
-    with pytest.raises(ValueError, match=r"2 heads of 5 rows from row . on, . apart, do not fit"):
-        QKClip().add(query=HeadRows(q.weight, size=5), key=k.weight, heads=2)
-    with pytest.raises(ValueError, match=r"3 heads of 2 rows .* do not fit axis 0"):  # rows are left over
-        QKClip().add(query=q.weight, key=k.weight, heads=3)
+    for options, message in (
+        ({"heads": 2.0}, "heads=2.0"),
+        ({"key_heads": -1}, "key_heads=-1"),
+        ({"key_heads": 4}, "multiple of key_heads=4"),
+        ({"query": q}, "QK-clip takes weights and biases or HeadRows of them, not a Linear"),
+        ({"query": HeadRows(q.weight, size=5)}, "2 heads of 5 rows .* do not fit"),
+        ({"heads": 3}, "3 heads of 2 rows .* do not fit axis 0"),  # rows are left over
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            QKClip().add(**{"query": q.weight, "key": k.weight, "heads": 2, **options})
     with pytest.raises(RuntimeError, match="no attention to clip; call add"):
         QKClip().step()
     with pytest.raises(ValueError, match="logits of 3 heads from head 0 on do not fit an attention of 2 heads"):

