@@ -73,6 +73,17 @@ def test_an_attribute_named_module_keeps_its_name():
     assert set(roles_of(MuonSW.for_model(model, lr=0.02))) == {"module.0.weight", "module.1.weight"}
 
 
+def test_the_name_of_an_adapter_changes_no_role_of_what_peft_trains_in_full():
+    def model(adapter):
+        head = nn.ModuleDict({"original_module": nn.Linear(8, 20).requires_grad_(False)})
+        head["modules_to_save"] = nn.ModuleDict({adapter: nn.Linear(8, 20)})
+        return nn.ModuleDict({"embed": nn.Embedding(20, 8), "body": nn.Linear(8, 8), "out": head})
+
+    for adapter in ("default", "my_lora_1"):
+        roles = roles_of(MuonSW.for_model(model(adapter), lr=0.02))
+        assert roles[f"out.modules_to_save.{adapter}.weight"] == "head"
+
+
 class Router(nn.Linear):
     """Known by its class alone."""
 

@@ -23,9 +23,7 @@ RESCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
 WRAPPER_WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 # Classes that hold the wrapped model in `module`; in other classes that is an ordinary name.
 WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"})
-# What PEFT adds to names: the wrapped model, the adapted layer, the trained copy.
 PEFT_PREFIX = "base_model.model."
-PEFT_WORDS = frozenset({"base_layer", "modules_to_save"})
 
 # Patterns for names; the rules use them last, after structure.
 EXPERT_COUNT = re.compile(r"^((num|n|moe)_)?(\w+_)?experts?$")
@@ -128,8 +126,10 @@ class ModelFacts:
 
     def _find_layers(self, weights: dict[str, Tensor]) -> None:
         """List the layers in order; orient bare matrices by the widths that other layers read."""
-        # Leave out PEFT's modules: frozen originals, and factors that no other layer reads.
-        paths = [p for p in self.modules if "original_module" not in p.split(".") and not ADAPTER.search(p)]
+        # Leave out PEFT's modules: frozen originals, and factors that no other layer reads. What follows
+        # `modules_to_save` is the adapter's name, which may be anything.
+        names = {path: path.partition(".modules_to_save.")[0] for path in self.modules}
+        paths = [p for p, name in names.items() if "original_module" not in p.split(".") and not ADAPTER.search(name)]
         sizes = {path: _declared_sizes(self.modules[path]) for path in paths}
         self._widths: dict[str, dict[int, None]] = {}  # the input widths under each path, in order
         for path, declared in sizes.items():

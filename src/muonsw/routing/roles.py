@@ -55,10 +55,11 @@ def classify(model: nn.Module) -> Iterator[RoutedParameter]:
 def adapter(subject: Subject, model: ModelFacts) -> Decision | None:
     """Low-rank factors of an adapter; parameters that PEFT trains in full keep their usual role."""
     words = subject.path.split(".")
-    if subject.long_axes < 2 or "bias" in subject.key or facts.PEFT_WORDS & set(words):
+    if subject.long_axes < 2 or "bias" in subject.key or "modules_to_save" in words:
         return None
     modules = (model.modules[path] for path in enclosing(subject.path))
-    inside = not facts.TABLE.search(subject.key) and any(hasattr(m, "adapter_layer_names") for m in modules)
+    full = "base_layer" in words or facts.TABLE.search(subject.key)
+    inside = not full and any(hasattr(module, "adapter_layer_names") for module in modules)
     if not inside and not any(facts.ADAPTER.search(word) for word in (*words, subject.key)):
         return None
     return "lora", "a low-rank factor of an adapter", _plain_view(subject, model)
