@@ -76,10 +76,9 @@ class HeadRows(NamedTuple):
         assert self.size is not None
         assert self.stride is not None
         shard = local(self.param.detach())
-        rows = torch.arange(len(factors), dtype=torch.int64, device=shard.device) * self.stride + self.start
-        rows = (rows[:, None] + torch.arange(self.size, dtype=torch.int64, device=shard.device)).view(-1)
         wide = torch.ones(self.param.shape[self.dim], dtype=factors.dtype, device=shard.device)
-        wide[rows] = factors.to(shard.device).repeat_interleave(self.size, output_size=len(rows))
+        used = wide.narrow(0, self.start, (len(factors) - 1) * self.stride + self.size)
+        used.unfold(0, self.size, self.stride).copy_(factors[:, None])
         here = wide.narrow(0, offset(self.param)[self.dim], shard.shape[self.dim])
         here = here.view([-1 if axis == self.dim else 1 for axis in range(shard.dim())])
         z = state.get(self.param, {}).get("z")
