@@ -78,6 +78,6 @@ def test_the_time_left_follows_from_the_pace_so_far(monkeypatch):
     view.update("a", 20.0)  # resumed there
     view.update("a", 30.0)
     monkeypatch.setattr(console.time, "monotonic", lambda: 10.0)
-    assert view.summary() == "0 of 3 runs complete, about 2:50 left"  # 170 units at a second each
+    assert view.summary() == "0 of 3 runs complete, about 0:02:50 left"  # 170 units at a second each
     view.finish("b", "done")
-    assert view.summary() == "1 of 3 runs complete, about 0:06 left"
+    assert view.summary() == "1 of 3 runs complete, about 0:00:06 left"

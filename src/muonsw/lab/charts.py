@@ -111,10 +111,10 @@ def arm_styles(arms: Sequence[LegendEntry]) -> dict[str, ArmStyle]:
         ArmStyle(colour='#814210', dash='dashdot', marker='s')
     """
     rules = [arm.rule for arm in arms]
-    others = list(dict.fromkeys(rule for rule in rules if rule not in HUES))
+    further = list(dict.fromkeys(rule for rule in rules if rule not in HUES))
     styles = {}
     for place, (arm, rule) in enumerate(zip(arms, rules, strict=True)):
-        hue = HUES[rule] if rule in HUES else FURTHER[others.index(rule) % len(FURTHER)]
+        hue = HUES[rule] if rule in HUES else FURTHER[further.index(rule) % len(FURTHER)]
         share, dash = SHADES[rules[:place].count(rule) % len(SHADES)]
         parts = [(int(hue[k : k + 2], 16), int(TEXT[k : k + 2], 16)) for k in (1, 3, 5)]
         mixed = "".join(f"{round((1.0 - share) * a + share * b):02X}" for a, b in parts)

@@ -325,9 +325,9 @@ class Outcome:
 
 def compare(runs: Runs) -> Outcome:
     """Summarize the runs of several arms; the first arm is the baseline."""
-    baseline, *others = runs.values()
-    arms = tuple(arm_outcome(arm_runs) for arm_runs in runs.values())
-    return Outcome(arms, tuple(pair_outcome(baseline, arm) for arm in others), baseline[0].unit)
+    baseline, *arms = runs.values()
+    outcomes = tuple(arm_outcome(arm_runs) for arm_runs in runs.values())
+    return Outcome(outcomes, tuple(pair_outcome(baseline, arm) for arm in arms), baseline[0].unit)
 
 
 def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
@@ -360,13 +360,13 @@ def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
         values = tuple(paired(arm, baseline, measure))
         return Difference(values, mean(values), interval_of(values))
 
-    both = pairs_by_seed(arm, baseline)
+    pairs = pairs_by_seed(arm, baseline)
     return PairOutcome(
         **vars(difference(lambda run: run.final_loss)),
         baseline=baseline[0].arm,
         arm=arm[0].arm,
-        seeds=tuple(run.seed for run, _ in both),
-        steps_to_match=tuple(steps_to_match(other, run) for run, other in both),
+        seeds=tuple(run.seed for run, _ in pairs),
+        steps_to_match=tuple(steps_to_match(other, run) for run, other in pairs),
         metrics={name: difference(methodcaller("final_metric", name)) for name in metric_names([*baseline, *arm])},
     )
 
@@ -408,8 +408,8 @@ def arms_table(outcome: Outcome) -> Table:
     for arm in outcome.arms:
         final: Value | Cell = with_interval(arm.final)
         if arm.diverged:
-            lost = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
-            final = Cell(lost, note=describe_divergence(arm.diverged), tone="fails")
+            text = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
+            final = Cell(text, note=describe_divergence(arm.diverged), tone="fails")
         setting = arm.weight_decay, None if math.isnan(arm.total_decay) else f"{arm.total_decay:.3g}", len(arm.seeds)
         measured = [with_interval(arm.metrics.get(name, ())) for name in metrics]
         norm = with_interval(arm.norm, digits=3), change_text(mean(arm.norm_change))
@@ -443,8 +443,8 @@ def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
     for pair in pairs:
         loss, matches = signed(pair.mean), "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f}%"
         by_seed = ", ".join(map(signed, pair.differences)) or None
-        others = [metric(pair.metrics.get(name)) for name in metrics]
-        rows.append((pair.arm, pair.baseline, loss, between(pair), by_seed, matches if pair.seeds else None, *others))
+        further = [metric(pair.metrics.get(name)) for name in metrics]
+        rows.append((pair.arm, pair.baseline, loss, between(pair), by_seed, matches if pair.seeds else None, *further))
     note = (
         "Differences are paired by seed; negative is better. Steps to match: the step at which the arm reaches the "
         "best loss of the other, over the step at which the other did. It compares the middle of one schedule with the "
@@ -719,8 +719,8 @@ def conduct(
     outcome = compare(runs)
     if scaled is not None:
         # The control is the baseline of the scaled arm: they differ in when decay acts, not in how much.
-        others = [pair for pair in outcome.pairs if pair.arm != CONTROL]
-        outcome = replace(outcome, pairs=(*others, pair_outcome(runs[CONTROL], runs[scaled.name])))
+        pairs = [pair for pair in outcome.pairs if pair.arm != CONTROL]
+        outcome = replace(outcome, pairs=(*pairs, pair_outcome(runs[CONTROL], runs[scaled.name])))
     sentence = verdict(outcome, tuned, advice)
     tables = [arms_table(outcome), pairs_table(outcome.pairs), *([sweep_table(tuned)] if tuned else [])]
     numbers = {

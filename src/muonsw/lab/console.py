@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -279,11 +280,11 @@ class View:
         """Count completed tasks, and estimate the time left from the pace so far."""
         count = f"{len(self.ended)} of {len(self.totals)} {self.what} complete" if len(self.totals) > 1 else ""
         totals = {name: total for name, total in self.totals.items() if total is not None}
-        made = sum(self._position(name, total) - self.first.get(name, 0.0) for name, total in totals.items())
+        done = sum(self._position(name, total) - self.first.get(name, 0.0) for name, total in totals.items())
         left = sum(total - self._position(name, total) for name, total in totals.items())
-        if made <= 0 or left <= 0:
+        if done <= 0 or left <= 0:
             return count
-        time_left = f"about {clock((time.monotonic() - self.begun) * left / made)} left"
+        time_left = f"about {clock((time.monotonic() - self.begun) * left / done)} left"
         return f"{count}, {time_left}" if count else time_left
 
     def _position(self, name: str, total: float) -> float:
@@ -339,7 +340,5 @@ def showing(console: Console, totals: Mapping[str, float | None], *, what: str =
 
 
 def clock(seconds: float) -> str:
-    """Format seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    """Format seconds as h:mm:ss."""
+    return str(timedelta(seconds=round(seconds)))

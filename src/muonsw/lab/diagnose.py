@@ -699,13 +699,13 @@ class Findings:
     def __call__(self, record: Record) -> list[str]:
         """Add a record, and return the findings that are due."""
 
-        def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+        def needed(values: Mapping[str, Any]) -> dict[str, Any]:
             return {key: values[key] for key in LIVE if key in values}
 
         if not self._records:
             self._settings = recorded_settings(record)
-        scopes = {scope: kept(record[scope]) for scope in SCOPES if scope in record}
-        scopes["roles"] = {role: kept(values) for role, values in record["roles"].items()}
+        scopes = {scope: needed(record[scope]) for scope in SCOPES if scope in record}
+        scopes["roles"] = {role: needed(values) for role, values in record["roles"].items()}
         counts = {key: record.get(key) for key in ("step", "skipped", "clipped")}
         self._records.append({"kind": "telemetry", **counts, **scopes})
         if len(self._records) > MOST_SAMPLES:

@@ -114,7 +114,7 @@ def write_report(
     the runs, and claims, failed ones first.
     """
     check_target(path)
-    # Imported here: the rest of a report works without plotly.
+    # Imported here, because everything else in a report works without plotly.
     library = str(needed("plotly.offline", "an interactive page needs", "lab").get_plotlyjs())
     group = Group(runs)
     sections: list[Table | Chart] = [*tables, *figures, *run_charts(group), *details]
@@ -164,7 +164,7 @@ def _resource(name: str) -> str:
 
 
 class Group:
-    """Runs shown together, with their names and arms; a run without an arm is one of its own."""
+    """Runs shown together, with their names and arms; a run without an arm is an arm by itself."""
 
     def __init__(self, runs: Sequence[Run]):
         self.runs = list(runs)
@@ -303,20 +303,19 @@ def thinned(points: Points, most: int) -> Points:
 
 
 def summary(group: Group) -> str:
-    """Count the runs, and give the final loss (or else norm) of each arm."""
+    """Count the runs, and give the final loss of each arm."""
     several = len(group.runs) > 1
     text = f"{len(group.runs)} runs in {counted(len(group.arms), 'arm')}" if several else group.labels[0]
     if running := sum(run.in_progress for run in group.runs):
         text += f", {running} not complete" if several else ", not complete"
-    for name, measure, show in (("validation loss", "final_loss", decimals), ("weight RMS", "final_norm", norm_text)):
-        values: dict[str, list[float]] = {}
-        for arm, run in zip(group.arm_of, group.runs, strict=True):
-            if math.isfinite(value := getattr(run, measure)):
-                values.setdefault(arm, []).append(value)
-        if values:
-            middle = "median " if any(arm.runs > 1 for arm in group.arms) else ""
-            medians = sorted((median(numbers), arm) for arm, numbers in values.items())
-            return f"{text}; {middle}final {name}: {', '.join(f'{show(value)} ({arm})' for value, arm in medians)}."
+    losses: dict[str, list[float]] = {}
+    for arm, run in zip(group.arm_of, group.runs, strict=True):
+        if math.isfinite(run.final_loss):
+            losses.setdefault(arm, []).append(run.final_loss)
+    if losses:
+        middle = "median " if any(arm.runs > 1 for arm in group.arms) else ""
+        medians = sorted((median(values), arm) for arm, values in losses.items())
+        text += f"; {middle}final validation loss: {', '.join(f'{decimals(value)} ({arm})' for value, arm in medians)}"
     return f"{text}."
 
 
@@ -325,12 +324,12 @@ def runs_table(group: Group) -> Table:
     columns = [Column("run"), Column("arm"), *(Column(name, number=True) for name in numbers), Column("state")]
     rows = []
     for label, arm, run in zip(group.labels, group.arm_of, group.runs, strict=True):
-        lost, diverged = int((~np.isfinite(run.train.get("loss", 0.0))).sum()), run.diverged is not None
+        missing, diverged = int((~np.isfinite(run.train.get("loss", 0.0))).sum()), run.diverged is not None
         state = "diverged" if diverged else "complete"
         if not run.complete:
             state = f"{run.steps:,} of {run.planned_steps:,} steps" if run.in_progress else counted(run.steps, "step")
-        note = f"{counted(lost, 'loss', 'losses')} not finite" if lost else ""
-        tone = "fails" if diverged or (lost and run.complete) else ""
+        note = f"{counted(missing, 'loss', 'losses')} not finite" if missing else ""
+        tone = "fails" if diverged or (missing and run.complete) else ""
         losses = decimals(run.final_loss), decimals(run.best_loss)
         norms = norm_text(run.final_norm), change_text(run.norm_change)
         seconds = round(run.seconds, 1) if math.isfinite(run.seconds) else None

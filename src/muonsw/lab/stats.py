@@ -79,7 +79,7 @@ class Claim:
     """A statement with its prediction, its measurement, and how the two must agree."""
 
     id: str  # short name, unique within its experiment
-    statement: str  # in the project's own words
+    statement: str  # in plain words
     reference: str  # where the paper makes it
     hypothesis: str  # what it assumes; the run satisfies it
     predicted: float  # value or bound from theory
@@ -227,11 +227,11 @@ def count_verdicts(claims: Sequence[Claim]) -> str:
         return "No claim is made."
     if not failed and not undecided:
         return f"All {len(claims)} claims hold within their stated tolerances."
-    rest = f"{undecided} of {len(claims)} claims {'is' if undecided == 1 else 'are'} undecided"
+    open_claims = f"{undecided} of {len(claims)} claims {'is' if undecided == 1 else 'are'} undecided"
     if not failed:
-        return f"No claim failed; {rest}: their intervals reach across the bound."
+        return f"No claim failed; {open_claims}: their intervals reach across the bound."
     text = f"{failed} of {len(claims)} claims FAILED their stated tolerance; they are shown first."
-    return f"{text} {rest}." if undecided else text
+    return f"{text} {open_claims}." if undecided else text
 
 
 def student_t_cdf(t: float, freedom: int) -> float:
