@@ -47,9 +47,8 @@ def scope_record(row, peak):
 
 
 def make_run(
-    folder: Path, *, every=20, roles=("experts", "hidden"), complete=True, until=None, evals=True, losses=None,
-    skipped=0, change=None, optimizer=None, peak=None, telemetry=True, grad_norm=0.5,
-    clipped=None, seed=0, arm="", **settings,
+    folder: Path, *, every=20, complete=True, until=None, losses=None, skipped=0, change=None, optimizer=None,
+    peak=None, telemetry=True, grad_norm=0.5, clipped=None, seed=0, arm="", **settings,
 ):  # fmt: skip
     """Write a run folder and return it.
 
@@ -70,12 +69,12 @@ def make_run(
     config = {"version": 1, "steps": steps, "seed": seed, "optimizer": muon | (optimizer or {})}
     config |= {"arm": arm} if arm else {}
     losses = losses or [3.0 + 7.0 * math.exp(-6.0 * n / steps) + 0.01 * seed for n in range(steps)]
-    lines = [{"kind": "eval", "step": 0, "loss": 10.0}] if evals else []
+    lines = [{"kind": "eval", "step": 0, "loss": 10.0}]
     for row, loss in zip(rows[:until], losses, strict=until is None):
         step = row["step"]
         if telemetry and (step - 1) % every == 0:
             pooled = change(None, scope_record(row, peak))
-            by_role = {role: change(role, scope_record(row, peak)) for role in roles}
+            by_role = {role: change(role, scope_record(row, peak)) for role in ("experts", "hidden")}
             lines.append(
                 {"kind": "telemetry", "step": step, "all": pooled, "decayed": pooled, "roles": by_role,
                  "layers": {"0": pooled, "1": pooled}, "parameters": {"layers.1.experts.up": pooled},
@@ -86,14 +85,13 @@ def make_run(
             record = {"cross_entropy": loss, "lr": row["lr"], "tokens": 100 * step, "load_entropy": [0.98, 0.97]}
             norm = {} if grad_norm is None else {"grad_norm": grad_norm}
             lines.append({"kind": "train", "step": step, "loss": loss, **record, **norm})
-        if evals and step % max(steps // 20, 1) == 0:
+        if step % max(steps // 20, 1) == 0:
             lines.append({"kind": "eval", "step": step, "loss": loss})
     folder.mkdir(parents=True, exist_ok=True)
     files = {"config.json": config, "environment.json": {"torch": "2.13.0", "versions": {"numpy": "2.4"}}}
     if complete and until is None:
-        best = min(filter(None, losses))
-        result = {"steps": steps, "final_loss": losses[-1], "best_loss": best, "seconds": 0.04 * steps}
-        files["result.json"] = result
+        ends = {"final_loss": losses[-1], "best_loss": min(filter(None, losses))}
+        files["result.json"] = {"steps": steps, "seconds": 0.04 * steps, **ends}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -78,6 +78,8 @@ def test_a_run_without_records_has_empty_columns(tmp_path):
 
 ODD = [
     {"kind": "train", "step": 1, "loss": 1.5, "z2": 0.5},
+    {"kind": "train", "step": 2, "loss": 7.0, "z2": 0.1},
+    {"kind": "train", "step": 3, "loss": 9.0, "z2": 0.2},
     {"kind": "train", "step": 2, "loss": None, "z2": 1e-7},
     {"step": 4, "kind": "train", "loss": True, "word": "12", "list": [1, [2, None]]},
     {"kind": "note", "step": 9, "text": "train", "deep": {"a": {"b": 4}}},
@@ -87,11 +89,12 @@ ODD = [
 ]
 
 
-def test_records_with_different_keys_keep_their_places(tmp_path):
+def test_records_with_different_keys_keep_their_places_and_the_last_record_of_a_step_counts(tmp_path):
     run, nan = load_run(write_lines(tmp_path, ODD, end="\n\n")), float("nan")
-    same(run.train["loss"], [1.5, nan, 1.0])
-    same(run.train["z2"], [0.5, 1e-7, nan])
-    same(run.train["list.1.0"], [nan, nan, 2])
+    assert run.train.step.tolist() == [1, 2, 3, 4]
+    same(run.train["loss"], [1.5, nan, 9.0, 1.0])
+    same(run.train["z2"], [0.5, 1e-7, 0.2, nan])
+    same(run.train["list.1.0"], [nan, nan, nan, 2])
     assert "word" not in run.train
     same(run.tables["note"][""]["deep.a.b"], [4])
     same(run.scope("all")["x"], [1.0, 2.0, 3.0])
@@ -99,13 +102,6 @@ def test_records_with_different_keys_keep_their_places(tmp_path):
     same(run.scope("role:all")["x"], [nan, 8.0, nan])
     same(run.telemetry["skipped"], [3, 4, 5])
     assert "decayed" not in run.scopes()
-
-
-def test_the_last_record_of_a_step_counts(tmp_path):
-    lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 3.0))]
-    run = load_run(write_lines(tmp_path, lines))
-    assert run.train.step.tolist() == [1, 2, 3]
-    same(run.train["loss"], [5.0, 3.0, 9.0])
 
 
 def test_a_path_that_is_not_a_run_is_refused_with_the_reason(tmp_path, folder):
@@ -120,19 +116,16 @@ def test_a_path_that_is_not_a_run_is_refused_with_the_reason(tmp_path, folder):
         load_run(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{broken", "line 2: not JSON"),
-        ("[1]", "line 2: not a JSON object"),
-        ('{"kind": "train", "loss": 1}', "line 2: it has no step"),
-        ('{"kind": "telemetry", "step": 1, "all": 3}', "line 2: 'all' is not a JSON object"),
-    ],
-)
-def test_a_damaged_line_in_the_middle_is_named(tmp_path, line, message):
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     first, last = ({"kind": "train", "step": step} for step in (1, 2))
-    with pytest.raises(UsageError, match=message):
-        load_run(write_lines(tmp_path, [first, line, last]))
+    for line, message in {
+        "{broken": "line 2: not JSON",
+        "[1]": "line 2: not a JSON object",
+        '{"kind": "train", "loss": 1}': "line 2: it has no step",
+        '{"kind": "telemetry", "step": 1, "all": 3}': "line 2: 'all' is not a JSON object",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            load_run(write_lines(tmp_path, [first, line, last]))
 
 
 def test_a_run_knows_its_losses_and_its_norm(folder):
@@ -150,25 +143,19 @@ def test_a_run_knows_its_losses_and_its_norm(folder):
 
 
 def test_a_telemetry_file_is_a_run(tmp_path):
-    """The decay rule is inferred from the recorded decay."""
-    for rule in ("scaled", "constant"):
+    """The decay rule is inferred from the recorded decay; at one learning rate it is unknown."""
+    for rule, end in (("scaled", 0.1), ("constant", 0.1), ("scaled", 1.0)):
         model = torch.nn.Linear(8, 8, bias=False)
         optimizer = MuonSW(model.named_parameters(), lr=0.02, weight_decay=0.1, decay=rule)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=9)
-        with Telemetry(optimizer, every=1, sink=JsonlSink(tmp_path / f"{rule}.jsonl")):
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, end, total_iters=9)
+        with Telemetry(optimizer, every=1, sink=JsonlSink(tmp_path / f"{rule}{end}.jsonl")):
             for _ in range(9):
                 model(torch.randn(4, 8)).square().mean().backward()
                 optimizer.step()
                 schedule.step()
-        run = load_run(tmp_path / f"{rule}.jsonl")
-        assert (run.name, run.rule, run.steps, run.telemetry.records) == (rule, rule, 9, 9)
+        run = load_run(tmp_path / f"{rule}{end}.jsonl")
+        assert (run.name, run.rule) == (f"{rule}{end}", rule if end < 1 else "")
+        assert (run.steps, run.telemetry.records) == (9, 9)
         assert "parameter:weight" in run.scopes()
         assert len(run.norms[0]) == 9
         assert not run.in_progress
-
-
-def test_an_ambiguous_rule_is_unknown(tmp_path):
-    """At one learning rate, constant and scaled decay are the same."""
-    values = {"weight_rms": 1.0, "lr": 0.02, "decay": 0.002}
-    lines = [{"kind": "telemetry", "step": step, "all": values, "decayed": values} for step in (1, 2, 3)]
-    assert load_run(write_lines(tmp_path, lines) / "metrics.jsonl").rule == ""
