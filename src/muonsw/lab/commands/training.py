@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -148,14 +148,9 @@ class RunOptions:
     """Only with --task."""
 
     def run_config(
-        self,
-        console: Console,
-        runs: Iterable[Path],
-        check: Callable[[RunConfig], object],
-        optimizer: dict[str, Any],
-        **changes: Any,
-    ) -> RunConfig:
-        """Return the run that the options describe; call `check` before tokens are prepared, which may take long."""
+        self, runs: Iterable[Path], optimizer: dict[str, Any], **changes: Any
+    ) -> tuple[RunConfig, Checked | None]:
+        """The run that the options describe, without tokens, and the result of checking its task."""
         changes |= user_options(self, "accumulation", "checkpoint_every", "telemetry_every", "device", "precision")
         optimizer |= user_options(self, "lr", "weight_decay")
         if self.task is not None:
@@ -163,14 +158,16 @@ class RunOptions:
                 if option in ("--preset", "--data", "--text", "--config", "--batch"):
                     raise UsageError(f"give --task or {option}, not both: the task file sets the model and its data")
             changes |= optimizer | user_options(self, "steps")
-            config, checked = self.task_options.run_config(self.task, runs, **changes)
-            check(config)
-            introduce(console, config, checked)
-            return config
+            return self.task_options.run_config(self.task, runs, **changes)
         if changed(self.task_options):
             raise UsageError("--task.NAME, --eval-batches and --eval-every need --task FILE")
-        config = changed_run(self.preset, self.steps, optimizer, **changes)
-        check(config)
+        return changed_run(self.preset, self.steps, optimizer, **changes), None
+
+    def prepare(self, console: Console, config: RunConfig, checked: Checked | None) -> RunConfig:
+        """Introduce the task, or prepare the tokens, which may take long."""
+        if checked is not None:
+            introduce(console, config, checked)
+            return config
         if self.data is None and not self.text:
             say(console, "tokens: the Python standard library, prepared once in out/data")
         config = with_data(config, self.data, self.text)
@@ -299,7 +296,9 @@ class Compare(ManyRuns, RunOptions):
         console, epochs = Console(), 1.0
         # One thread per run: results then do not depend on the number of workers.
         threads = {"threads": 1} if self.cluster.device_type(self.device) == "cpu" else {}
-        base = self.run_config(console, sorted((self.out / "runs").glob("*")), self._arms, {}, **threads)
+        base, checked = self.run_config(sorted((self.out / "runs").glob("*")), {}, **threads)
+        self._arms(base)  # raises before tokens are prepared
+        base = self.prepare(console, base, checked)
         if self.task is not None:
             subject, seen = Path(self.task).name, counted(base.batch, "sample")
         else:
@@ -399,27 +398,24 @@ class Train(RunOptions):
 
     def run(self) -> int:
         folder = self.out or Path("out/train") / Path(self.config or self.task or self.preset).stem
+        require_writable(folder)
         if self.config and self.task is None:
             for option in changed(self):
                 if option not in ("--config", "--out", "--strategy"):
                     raise UsageError(
                         f"{option} does not go with --config, whose file has all settings: change it there"
                     )
-            require_writable(folder)
             config = read_config_file(self.config)
         else:
             console = Console(quiet=speaker() is not None)  # only rank 0 prints
-            changes = user_options(self, "batch", "seed", "tensorboard", "wandb")
             optimizer = user_options(self, "algorithm", "decay", "muon_lr", "peak")
-
-            def check(config: RunConfig) -> None:
-                require_writable(folder)
-                if config.task is None:
-                    refuse_too_much_decay(config, config.optimizer)
-                resolve_device(config.device)
-                require_sinks(config)
-
-            config = self.run_config(console, [folder], check, optimizer, **changes)
+            changes = user_options(self, "batch", "seed", "tensorboard", "wandb")
+            config, checked = self.run_config([folder], optimizer, **changes)
+            if config.task is None:
+                refuse_too_much_decay(config, config.optimizer)
+            resolve_device(config.device)
+            require_sinks(config)
+            config = self.prepare(console, config, checked)
         if self.strategy is not None:
             config = replace(config, parallel=replace(config.parallel, strategy=self.strategy))
         return run(config, folder)
