@@ -176,13 +176,14 @@ class _NormHooks:
                     self._before[param] = local(param).detach().clone()
         sums = [_dots(group, param, [(local(param), local(param))]) for _, group, param in without_radius]
         totals = sum_over_ranks(self._optimizer, [param for *_, param in without_radius], sums)
-        for (name, group, param), total in zip(without_radius, totals, strict=True):
-            norm = total[0].sqrt()
+        norms = [total[0].sqrt() for total in totals]
+        for (name, group, param), norm in zip(without_radius, norms, strict=True):
             if param.numel() and not bool((norm > 0).all()):
                 raise ValueError(
                     f"{name} holds a weight of norm zero, which norm={group['norm']!r} would never change; pass "
                     f"target_norm=, or put it into a group with norm='free'"
                 )
+        for (_, _, param), norm in zip(without_radius, norms, strict=True):  # after all checks
             state[param][RADIUS] = norm.to(torch.promote_types(param.dtype, torch.float32))
 
     def after(self) -> None:

@@ -108,12 +108,21 @@ class ScheduleFree(Optimizer):
         if model is not None:
             model.register_forward_pre_hook(self._check_mode)
 
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state, including z."""
+        return self.optimizer.state
+
     @property  # a copy, because torch adds to it
     def defaults(self) -> Group:  # type: ignore[override]
         return dict(self.optimizer.defaults)
 
     def __getattr__(self, name: str) -> Any:
-        """Forward to the inner optimizer: `param_groups`, `state` (with z), `summary`, `set_peak_lr` and more."""
+        """Forward everything else to the inner optimizer: `routing`, `summary`, `set_peak_lr` and more."""
         if name.startswith("_") or name == "optimizer":  # torch asks before `optimizer` is set
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.optimizer, name)

@@ -23,7 +23,9 @@ RESCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
 WRAPPER_WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 # Classes that hold the wrapped model in `module`; in other classes that is an ordinary name.
 WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"})
+# What PEFT adds to names: the wrapped model, the adapted layer, the trained copy.
 PEFT_PREFIX = "base_model.model."
+PEFT_WORDS = frozenset({"base_layer", "modules_to_save"})
 
 # Patterns for names; the rules use them last, after structure.
 EXPERT_COUNT = re.compile(r"^((num|n|moe)_)?(\w+_)?experts?$")
@@ -66,9 +68,17 @@ class Subject(NamedTuple):
     owner: nn.Module
 
     @property
+    def words(self) -> list[str]:
+        """The parts of the name that the model's author chose, without PEFT's words and adapter names."""
+        path = self.path.split(".") if self.path else []
+        pairs = zip(["", *path], path, strict=False)
+        words = [word for before, word in pairs if word not in PEFT_WORDS and before != "modules_to_save"]
+        return [*words, self.key]
+
+    @property
     def label(self) -> str:
         """The word that describes the parameter: its own name, or its layer's if it is just `weight`."""
-        return self.path.rpartition(".")[2] if self.key == "weight" and self.path else self.key
+        return self.words[-2] if self.key == "weight" and len(self.words) > 1 else self.key
 
     @property
     def long_axes(self) -> int:
@@ -126,8 +136,8 @@ class ModelFacts:
 
     def _find_layers(self, weights: dict[str, Tensor]) -> None:
         """List the layers in order; orient bare matrices by the widths that other layers read."""
-        # Leave out PEFT's modules: frozen originals, and factors that no other layer reads. What follows
-        # `modules_to_save` is the adapter's name, which may be anything.
+        # Leave out PEFT's modules: frozen originals, and factors that no other layer reads.
+        # What follows `modules_to_save` is the adapter's name, which may be anything.
         names = {path: path.partition(".modules_to_save.")[0] for path in self.modules}
         paths = [p for p, name in names.items() if "original_module" not in p.split(".") and not ADAPTER.search(name)]
         sizes = {path: _declared_sizes(self.modules[path]) for path in paths}
@@ -143,13 +153,12 @@ class ModelFacts:
                 is_map = isinstance(module, nn.Linear | _ConvNd)
                 layers.append(Layer(order, path, *declared, weights.get(path) if is_map else None))
             elif not isinstance(module, ParametrizationList) and not is_table(module):
-                dense = any(word in type(module).__name__.lower() for word in ("linear", "dense", "conv1d"))
                 for key, param in module._parameters.items():
                     if param is None or param.dim() < 2 or param.shape[0] == 1:
                         continue
                     if param.dim() > 2:
                         layers.append(Layer(order, path, tuple(param.shape[-2:]), None))
-                    elif (dense or LINEAR.search(key)) and not TABLE.search(key):
+                    elif _is_linear(module, key, param):
                         in_out = self.stored_in_out(path, key, param)
                         rows, columns = reversed(param.shape) if in_out else param.shape
                         layers.append(Layer(order, path, (columns,), rows, param, in_out))
@@ -189,8 +198,7 @@ class ModelFacts:
             kind = type(unwrapped(parts[0]) if parts else module).__name__
             if not (parts or matrices) or names_router(kind):
                 continue
-            attributes = (value for key, value in vars(module).items() if EXPERT_COUNT.match(key))
-            declared = {value for value in attributes if isinstance(value, int) and value > 1}
+            declared = expert_counts(module)
             counts = declared or {len(parts), *(p.shape[0] for p in matrices if p.dim() > 2)} - {0, 1}
             named = any(EXPERT.search(_snake_case(word)) for word in (*path.split(".")[-2:], kind))
             if counts and (named or declared or MIXTURE.search(path.rpartition(".")[2])):
@@ -260,6 +268,23 @@ def is_norm(module: nn.Module) -> bool:
 
 def is_table(module: nn.Module) -> bool:
     return isinstance(module, TABLES) or type(module).__name__.lower().endswith(("embedding", "embeddings"))
+
+
+def expert_counts(module: nn.Module) -> set[int]:
+    """The numbers of experts that a module's attributes declare; a router's do not count."""
+    if names_router(type(module).__name__):
+        return set()
+    counts = (value for key, value in vars(module).items() if EXPERT_COUNT.match(key))
+    return {value for value in counts if isinstance(value, int) and value > 1}
+
+
+def _is_linear(module: nn.Module, key: str, weight: Tensor) -> bool:
+    """Whether a bare matrix is a linear map, judged by its name and class."""
+    kind = type(module).__name__.lower()
+    named = LINEAR.search(key) is not None and not TABLE.search(key)
+    named = named or any(word in kind for word in ("linear", "dense", "conv1d"))
+    # A matrix with one row per expert holds flattened experts.
+    return named and not is_norm(module) and weight.shape[0] not in expert_counts(module)
 
 
 def _declared_sizes(module: nn.Module) -> tuple[tuple[int, ...], int | None] | None:

@@ -85,12 +85,19 @@ def route(
             stacklevel=users_line(),
         )
     groups.sort(key=lambda group: group["role"] not in MATRIX_ROLES)
+    _name(groups)
+    return groups, reasons
+
+
+def _name(groups: list[Group]) -> None:
+    """Give each group a unique name, for loggers."""
     taken: Counter[str] = Counter()
     for group in groups:
-        name = str(group.get("name") or group["role"])
-        taken[name] += 1
-        group["name"] = name if taken[name] == 1 else f"{name}-{taken[name]}"
-    return groups, reasons
+        name = base = str(group.get("name") or group["role"])
+        while name in taken:
+            taken[base] += 1
+            name = f"{base}-{taken[base]}"
+        taken[name], group["name"] = 1, name
 
 
 def _needs_matrices(algorithm: str) -> bool:

@@ -54,13 +54,11 @@ def classify(model: nn.Module) -> Iterator[RoutedParameter]:
 
 def adapter(subject: Subject, model: ModelFacts) -> Decision | None:
     """Low-rank factors of an adapter; parameters that PEFT trains in full keep their usual role."""
-    words = subject.path.split(".")
-    if subject.long_axes < 2 or "bias" in subject.key or "modules_to_save" in words:
-        return None
     modules = (model.modules[path] for path in enclosing(subject.path))
-    full = "base_layer" in words or facts.TABLE.search(subject.key)
+    full = bool(facts.PEFT_WORDS & set(subject.path.split(".")) or facts.TABLE.search(subject.key))
     inside = not full and any(hasattr(module, "adapter_layer_names") for module in modules)
-    if not inside and not any(facts.ADAPTER.search(word) for word in (*words, subject.key)):
+    named = any(facts.ADAPTER.search(word) for word in subject.words)
+    if not (inside or named) or subject.long_axes < 2 or "bias" in subject.key:
         return None
     return "lora", "a low-rank factor of an adapter", _plain_view(subject, model)
 
@@ -90,7 +88,9 @@ def embedding(subject: Subject, model: ModelFacts) -> Decision | None:
     if isinstance(subject.owner, nn.Linear | _ConvNd) or subject.long_axes != 2:
         return None
     declared = subject.owner in model.tables and subject.key == "weight"
-    return ("embedding", "its module is an embedding", {}) if declared or is_table(subject.owner) else None
+    if declared or is_table(subject.owner):
+        return "embedding", "its module is an embedding", {}
+    return None
 
 
 def position(subject: Subject, model: ModelFacts) -> Decision | None:
@@ -115,7 +115,7 @@ def router(subject: Subject, model: ModelFacts) -> Decision | None:
     if len(shape) != 2 or subject.long_axes < 2:
         return None
     siblings = model.siblings[parent_of(layer.path)] if layer is not None and layer.path else ()
-    if any(facts.names_router(word) for word in (*subject.path.split("."), subject.key, type(subject.owner).__name__)):
+    if any(facts.names_router(word) for word in (*subject.words, type(subject.owner).__name__)):
         reason = "it is called a router"
     elif layer is not None and any(
         s is not layer and s.out_features and layer.out_features in s.in_features for s in siblings
@@ -271,10 +271,11 @@ def _why_output(layer: Layer, is_kernel: bool, model: ModelFacts) -> str | None:
     if not is_read and not is_kernel:  # a convolution's output is often flattened before it is read
         return f"nothing in the model reads its {width} features"
     # The last layer is an output unless all layers have one width; a kernel must be the only one of its width.
-    outputs = {other.out_features for other in neighbors}
-    inputs = {size for other in neighbors for size in other.in_features}
-    differs = width not in outputs if is_kernel else outputs | inputs != {width}
-    return f"it is the last layer of the model, with {width} outputs" if layer is model.maps[-1] and differs else None
+    widths = {other.out_features for other in neighbors}
+    if not is_kernel:
+        widths = set() if widths | {size for other in neighbors for size in other.in_features} != {width} else {width}
+    is_output = layer is model.maps[-1] and width not in widths
+    return f"it is the last layer of the model, with {width} outputs" if is_output else None
 
 
 def _in_attention(layer: Layer, model: ModelFacts) -> bool:
