@@ -74,14 +74,17 @@ def test_an_attribute_named_module_keeps_its_name():
 
 
 def test_the_name_of_an_adapter_changes_no_role_of_what_peft_trains_in_full():
-    def model(adapter):
-        head = nn.ModuleDict({"original_module": nn.Linear(8, 20).requires_grad_(False)})
-        head["modules_to_save"] = nn.ModuleDict({adapter: nn.Linear(8, 20)})
-        return nn.ModuleDict({"embed": nn.Embedding(20, 8), "body": nn.Linear(8, 8), "out": head})
+    def trained_copy(adapter, outputs):
+        copies = nn.ModuleDict({adapter: nn.Linear(8, outputs)})
+        frozen = nn.Linear(8, outputs).requires_grad_(False)
+        return nn.ModuleDict({"original_module": frozen, "modules_to_save": copies})
 
     for adapter in ("default", "my_lora_1"):
-        roles = roles_of(MuonSW.for_model(model(adapter), lr=0.02))
+        block = nn.ModuleDict({"gate": trained_copy(adapter, 6), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
+        model = nn.ModuleDict({"embed": nn.Embedding(20, 8), "body": block, "out": trained_copy(adapter, 20)})
+        roles = roles_of(MuonSW.for_model(model, lr=0.02))
         assert roles[f"out.modules_to_save.{adapter}.weight"] == "head"
+        assert roles[f"body.gate.modules_to_save.{adapter}.weight"] == "router"
 
 
 class Router(nn.Linear):

@@ -271,11 +271,10 @@ def _why_output(layer: Layer, is_kernel: bool, model: ModelFacts) -> str | None:
     if not is_read and not is_kernel:  # a convolution's output is often flattened before it is read
         return f"nothing in the model reads its {width} features"
     # The last layer is an output unless all layers have one width; a kernel must be the only one of its width.
-    widths = {other.out_features for other in neighbors}
-    if not is_kernel:
-        widths = set() if widths | {size for other in neighbors for size in other.in_features} != {width} else {width}
-    is_output = layer is model.maps[-1] and width not in widths
-    return f"it is the last layer of the model, with {width} outputs" if is_output else None
+    outputs = {other.out_features for other in neighbors}
+    inputs = {size for other in neighbors for size in other.in_features}
+    differs = width not in outputs if is_kernel else outputs | inputs != {width}
+    return f"it is the last layer of the model, with {width} outputs" if layer is model.maps[-1] and differs else None
 
 
 def _in_attention(layer: Layer, model: ModelFacts) -> bool:
