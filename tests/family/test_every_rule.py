@@ -230,8 +230,9 @@ def test_elementwise_state_may_be_stored_in_fewer_bits(name, state_dtype):
                 expected = torch.uint8 if elementwise[key].squares else torch.int8
                 assert low.state[param][f"{key}_scale"].numel() == value.numel() // 256
             assert value.dtype == expected
-    # signs and roots of factors magnify the rounding
-    assert (narrow[0] - full[0]).norm() < 0.4 * (full[0] - before[0]).norm()
+    # The largest ratios are 0.31 without a graft, whose roots magnify rounding, and 0.095 among the others.
+    bound = 0.6 if name == "algorithm=shampoo, no graft" else 0.15
+    assert (narrow[0] - full[0]).norm() < bound * (full[0] - before[0]).norm()
     assert state_dtype == "bfloat16" or torch.equal(narrow[1], full[1])
 
 
