@@ -168,6 +168,10 @@ class Sharding(NamedTuple):
     copies: int = 1  # ranks with the same data
     stride: int = 1  # difference of rank between two neighbours of a cut
 
+    def held(self, experts: int) -> float:
+        """The share of a stack on the fullest rank."""
+        return math.ceil(experts / self.stack) / experts
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -224,36 +228,36 @@ class Setup:
         return 1e9 * (self.inside if reach <= NODE else self.outside)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Memory:
     """Bytes on the fullest GPU."""
 
-    weights: float  # float32
-    gradients: float  # float32
-    muon_state: float  # a float32 momentum for hidden and expert matrices
-    adamw_state: float  # two float32 averages for the rest
-    activations: float  # an estimate, for one micro-batch
-    gathered: float  # bfloat16 copies of weights, and gathered weights of two layers at a time
-    buffers: float  # at most, for the optimizer's exchange and products
+    weights: float = 0.0  # float32
+    gradients: float = 0.0  # float32
+    muon_state: float = 0.0  # a float32 momentum for hidden and expert matrices
+    adamw_state: float = 0.0  # two float32 averages for the parameters of AdamW
+    activations: float = 0.0  # an estimate, for one micro-batch
+    gathered: float = 0.0  # bfloat16 copies of weights, and gathered weights of two layers at a time
+    buffers: float = 0.0  # at most, for the optimizer's exchange and products
 
     @property
     def total(self) -> float:
         return math.fsum(vars(self).values())
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepCost:
     """The cost of one step."""
 
-    memory: Memory
-    model_bytes: float  # received by a GPU: weights, gradients and tokens
-    optimizer_bytes: float  # received by a GPU in Muon's exchange, on average over ranks
-    optimizer_collectives: int  # at most, with the reduction by which ranks agree
-    model_seconds: float  # computing forward and backward
-    model_link_seconds: float  # the model's traffic, which overlaps with computing
-    product_seconds: float  # orthogonalizing, on the busiest rank
-    exchange_seconds: float  # the optimizer's traffic, which overlaps with its products
-    pass_seconds: float  # momentum, decay, AdamW: passes over memory
+    memory: Memory = field(default_factory=Memory)
+    model_bytes: float = 0.0  # received by a GPU: weights, gradients and tokens
+    optimizer_bytes: float = 0.0  # received by a GPU in Muon's exchange, on average over ranks
+    optimizer_collectives: int = 0  # at most, with the reduction by which ranks agree
+    model_seconds: float = 0.0  # computing forward and backward
+    model_link_seconds: float = 0.0  # the model's traffic, which overlaps with computing
+    product_seconds: float = 0.0  # orthogonalizing, on the busiest rank
+    exchange_seconds: float = 0.0  # the optimizer's traffic, which overlaps with its products
+    pass_seconds: float = 0.0  # momentum, decay, AdamW: passes over memory
 
     @property
     def optimizer_seconds(self) -> float:
@@ -276,20 +280,60 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
         >>> step.optimizer_bytes, f"{1e3 * step.optimizer_seconds:.0f} ms"
         (0.0, '29 ms')
     """
-    parts = parts_of(model)
-    experts, dense = setup.shardings(model.experts)
-    most = math.ceil(model.experts / experts.stack) / model.experts  # share of a stack on the fullest rank
+    parts, step = parts_of(model), StepCost()
+    add_orthogonalizing(step, model, setup)
+    memory, (experts, dense) = step.memory, setup.shardings(model.experts)
 
-    # Muon's matrices: products on the busiest rank, and the exchange with the owners.
-    products = exchange = optimizer_bytes = buffers = 0.0
-    optimizer_collectives = int(setup.gpus > 1)
-    for part, sharding, held in ((parts.experts, experts, most), (parts.hidden, dense, 1.0)):
+    # The model's traffic: sharded weights are gathered in both passes of every micro-batch, gradients are reduced once,
+    # and under ep tokens travel to their experts.
+    def receive(size: float, reach: int) -> None:
+        step.model_bytes += size
+        step.model_link_seconds += size / setup.link(reach)
+
+    tokens = batch_tokens / setup.gpus
+    micro_batches = max(1, math.ceil(tokens / (setup.micro_batch * model.sequence)))
+    for part, sharding in zip(parts, (experts, dense, dense), strict=True):
+        divided = sharding.cut if setup.strategy == "ep" else sharding.cut * sharding.stack
+        shard = part.parameters / (sharding.cut * sharding.stack)
+        reach = setup.shards if setup.strategy == "fsdp" else divided * sharding.stride
+        receive((2 * micro_batches * setup.gathered_bytes + FLOAT32) * shard * (divided - 1), reach)
+        receive(2 * FLOAT32 * (sharding.copies - 1) / sharding.copies * shard, setup.gpus)
+    if setup.strategy == "ep":
+        sent = JOURNEYS * BFLOAT16 * tokens * model.top_k * model.width * model.layers
+        receive(sent * (experts.stack - 1) / experts.stack, experts.stack)
+
+    # Memory and time of the fullest rank.
+    muon = experts.held(model.experts) * parts.experts.parameters / experts.cut + parts.hidden.parameters / dense.cut
+    adamw = parts.adamw.parameters / dense.cut
+    memory.weights = memory.gradients = FLOAT32 * (muon + adamw)
+    memory.muon_state, memory.adamw_state = FLOAT32 * muon, 2 * FLOAT32 * adamw
+    memory.activations = COMPILED * activation_bytes(model, setup.micro_batch)
+    if setup.recompute:
+        inputs = FLOAT32 * setup.micro_batch * model.sequence * model.width * model.layers
+        memory.activations = inputs + COMPILED * activation_bytes(replace(model, layers=1), setup.micro_batch)
+    memory.gathered = BFLOAT16 * sum(part.parameters for part in parts)
+    if setup.shards > 1:  # gathered at a time: the current layer, the next one, and the parameters of AdamW
+        stack = experts.stack if setup.strategy == "ep" else 1
+        layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
+        memory.gathered = setup.gathered_bytes * (2 * layer + parts.adamw.parameters) + BFLOAT16 * layer
+    flops = count(model).flops_per_token * (4 / 3 if setup.recompute else 1.0)
+    step.model_seconds = flops * batch_tokens / (setup.gpus * setup.tflops * 1e12)
+    step.pass_seconds = PASS_BYTES * (muon + adamw) / H200.memory
+    return step
+
+
+def add_orthogonalizing(step: StepCost, model: ModelConfig, setup: Setup) -> None:
+    """Add products of Muon's matrices on the busiest rank, and the exchange with their owners."""
+    memory = step.memory
+    step.optimizer_collectives = int(setup.gpus > 1)
+    for part, sharding in zip(parts_of(model), setup.shardings(model.experts), strict=False):
         owners = sharding.copies if setup.strategy == "ddp" else sharding.cut
+        held = sharding.held(model.experts)
         here = [(orthogonalizing(*shape), round(n * held)) for shape, n in part.matrices.items()]
-        products += heaviest(here, owners)
+        step.product_seconds += heaviest(here, owners)
         share = FLOAT32 * part.parameters / sharding.stack / owners
         if owners == 1 or not share:
-            buffers = max(buffers, 2 * min(ACCELERATOR_CHUNK_BYTES, share))
+            memory.buffers = max(memory.buffers, 2 * min(ACCELERATOR_CHUNK_BYTES, share))
             continue
         if setup.strategy == "ddp":
             collectives, received = 1, BFLOAT16 * (owners - 1) / owners * part.parameters
@@ -297,60 +341,12 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
             collectives = 2  # momenta travel to the owner and directions back
             received = (FLOAT32 + BFLOAT16) * (owners - 1) / owners**2 * part.parameters / sharding.stack
         room = min(ACCELERATOR_CHUNK_BYTES, max(SMALLEST_ROUND, math.ceil(share / ROUNDS)))
-        buffers = max(buffers, IN_FLIGHT * room)
+        memory.buffers = max(memory.buffers, IN_FLIGHT * room)
         collectives *= math.ceil(share / room)
         waiting = collectives * (H200.latency + H200.message * (owners - 1))
-        optimizer_collectives += collectives
-        optimizer_bytes += received
-        exchange += received / setup.link(owners * sharding.stride) + waiting
-
-    # The model's traffic, with its reach: sharded weights are gathered in both passes of every micro-batch, gradients
-    # are reduced once, and under ep tokens travel to their experts.
-    tokens = batch_tokens / setup.gpus
-    micro_batches = max(1, math.ceil(tokens / (setup.micro_batch * model.sequence)))
-    traffic: list[tuple[float, int]] = []
-    for part, sharding in zip(parts, (experts, dense, dense), strict=True):
-        divided = sharding.cut if setup.strategy == "ep" else sharding.cut * sharding.stack
-        shard = part.parameters / (sharding.cut * sharding.stack)
-        reach = setup.shards if setup.strategy == "fsdp" else divided * sharding.stride
-        traffic.append(((2 * micro_batches * setup.gathered_bytes + FLOAT32) * shard * (divided - 1), reach))
-        traffic.append((2 * FLOAT32 * (sharding.copies - 1) / sharding.copies * shard, setup.gpus))
-    if setup.strategy == "ep":
-        sent = JOURNEYS * BFLOAT16 * tokens * model.top_k * model.width * model.layers
-        traffic.append((sent * (experts.stack - 1) / experts.stack, experts.stack))
-
-    # Memory and time of the fullest rank.
-    muon = most * parts.experts.parameters / experts.cut + parts.hidden.parameters / dense.cut
-    adamw = parts.adamw.parameters / dense.cut
-    activations = COMPILED * activation_bytes(model, setup.micro_batch)
-    if setup.recompute:
-        inputs = FLOAT32 * setup.micro_batch * model.sequence * model.width * model.layers
-        activations = inputs + COMPILED * activation_bytes(replace(model, layers=1), setup.micro_batch)
-    gathered: float = BFLOAT16 * sum(part.parameters for part in parts)
-    if setup.shards > 1:  # gathered at a time: the current layer, the next one, and the rest
-        stack = experts.stack if setup.strategy == "ep" else 1
-        layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
-        gathered = setup.gathered_bytes * (2 * layer + parts.adamw.parameters) + BFLOAT16 * layer
-    flops = count(model).flops_per_token * (4 / 3 if setup.recompute else 1.0)
-    return StepCost(
-        memory=Memory(
-            weights=FLOAT32 * (muon + adamw),
-            gradients=FLOAT32 * (muon + adamw),
-            muon_state=FLOAT32 * muon,
-            adamw_state=2 * FLOAT32 * adamw,
-            activations=activations,
-            gathered=gathered,
-            buffers=buffers,
-        ),
-        model_bytes=math.fsum(size for size, _ in traffic),
-        optimizer_bytes=optimizer_bytes,
-        optimizer_collectives=optimizer_collectives,
-        model_seconds=flops * batch_tokens / (setup.gpus * setup.tflops * 1e12),
-        model_link_seconds=math.fsum(size / setup.link(reach) for size, reach in traffic),
-        product_seconds=products,
-        exchange_seconds=exchange,
-        pass_seconds=PASS_BYTES * (muon + adamw) / H200.memory,
-    )
+        step.optimizer_collectives += collectives
+        step.optimizer_bytes += received
+        step.exchange_seconds += received / setup.link(owners * sharding.stride) + waiting
 
 
 def orthogonalizing(short: int, long: int) -> float:
