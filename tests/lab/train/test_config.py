@@ -28,6 +28,7 @@ def test_the_identity_of_a_run_never_changes():
         ({"steps": "many"}, "steps='many' must be of type int"),
         ({"batch": 6, "accumulation": 4}, "does not split"),
         ({"version": 2}, "settings of version 2"),
+        ({"schedule": "cosine"}, "schedule: expected an object"),
         ({"schedule": {"warmup_shape": "cosine"}}, "unknown setting schedule.warmup_shape"),
         ({"schedule": {"warmup_steps": 50}, "steps": 50}, "must be less than steps"),
         ({"model": {"width": 30}}, "must be a multiple of head_dim"),

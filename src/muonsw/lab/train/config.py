@@ -220,8 +220,8 @@ class RunConfig:
         settings = {key: value for key, value in data.items() if key != "version"}
         # Settings that no longer exist, with the value at which they change nothing.
         for part, name, unset in (("optimizer", "decay_points", None), ("schedule", "warmup_shape", "linear")):
-            recorded = settings.get(part) or {}
-            if recorded.get(name, ...) == unset:
+            recorded = settings.get(part)
+            if isinstance(recorded, Mapping) and recorded.get(name, ...) == unset:
                 settings[part] = {key: value for key, value in recorded.items() if key != name}
         return from_data(cls, settings)
 

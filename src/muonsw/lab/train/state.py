@@ -110,7 +110,7 @@ def _decoder_options(model: Decoder, name: str, config: OptimizerConfig) -> Opti
         return options
     if role == "router" and config.router == "muon":
         return {"algorithm": config.matrix_algorithm, "weight_decay": config.weight_decay}
-    # A rule that is not for matrices only, such as Lion, would take the rest too; leave that to AdamW.
+    # A rule for any shape, such as Lion, would also take these parameters; leave them to AdamW.
     return {} if matrices else {"algorithm": "adamw"}
 
 
