@@ -114,6 +114,12 @@ def test_groups_that_a_rule_cannot_act_on_are_refused():
         params = matrices((4, 6), dtype=options.pop("dtype", torch.float32))
         with pytest.raises(ValueError, match=message):
             MuonSW(params, norm="target", **options)
+    params = [*matrices((4, 6)), nn.Parameter(torch.zeros(4, 6))]
+    optimizer = MuonSW(params, lr=0.1, norm="target")
+    with pytest.raises(ValueError, match="parameter 1 of group 0 holds a weight of norm zero"):
+        run(optimizer, params, 1)
+    assert not optimizer.state[params[0]]
+    run(MuonSW(params, lr=0.1, norm="target", target_norm=0.1), params, 1)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
