@@ -315,10 +315,7 @@ class View:
 def showing(console: Console, totals: Mapping[str, float | None], *, what: str = "runs") -> Iterator[View]:
     """Show the progress of tasks while the block runs.
 
-    Args:
-        console: Where to show it.
-        totals: Amount of work by task, all in the same unit; None if unknown.
-        what: Plural noun for the tasks, as in "3 of 6 runs complete".
+    `totals` has the amount of work by task, all in the same unit; None if unknown.
 
     Examples:
         >>> from rich.console import Console

@@ -75,7 +75,6 @@ class Report:
     def run(self) -> int:
         if not self.runs:
             raise UsageError("missing run: muonsw report RUN [RUN ...] -o report.html")
-        check_target(self.out)
         folders: list[Path] = []
         for path in self.runs:  # a folder that is not a run stands for the runs in it or in its `runs`
             single = path.is_file() or (path / CONFIG).is_file()
