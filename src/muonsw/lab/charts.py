@@ -89,7 +89,6 @@ SANS = ("DejaVu Sans", "Helvetica Neue", "Arial", "sans-serif")
 TEXT, MUTED, GRID = "#1B1F24", "#57606A", "#E3E6EA"
 HUES = {"constant": "#0072B2", "scaled": "#D55E00"}
 FURTHER = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", MUTED)
-RULE_NAMES = {"constant": "constant (λη)", "scaled": "scaled (λη²/ηₘₐₓ)"}
 # Arms of one rule: how far to darken the hue, and plotly's name of the dash style.
 SHADES = ((0.0, "solid"), (0.45, "dashdot"), (0.2, "dot"), (0.65, "longdashdot"))
 MARKERS = "os^vD"  # for readers who cannot tell the colours apart
