@@ -232,6 +232,8 @@ def test_a_wrong_file_is_refused_by_name(changes, message, tmp_path):
         ({"batches": LIST.replace("5, 12", "1, 12")}, "batches 0 and 1 of 'train' are the same"),
         ({"model": "def model(seed):\n    m = nn.Linear(4, 3)\n    m.extra = nn.Linear(1, 1)\n    return m\n"},
          "does not depend on 2 parameters (extra.weight, extra.bias)"),
+        ({"model": "def model(seed):\n    m = nn.Linear(4, 3)\n    m.bias.data += np.random.default_rng().random()\n"
+          "    return m\n"}, "model(seed) gives different weights each time"),
     ],
 )  # fmt: skip
 def test_what_is_odd_about_a_file_is_noted(changes, note, tmp_path):

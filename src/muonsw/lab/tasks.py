@@ -429,14 +429,13 @@ class BatchSource:
     def __init__(self, functions: Functions, split: str, seed: int) -> None:
         self.functions, self.split, self.seed = functions, split, seed
         self._call = f"{functions.name}: batches({split!r}, {seed})"
-        source = self._make()
-        try:
-            self._length: int | None = len(source)
-        except (TypeError, NotImplementedError):  # a DataLoader over data without a length
-            self._length = None
+        source, length = self._make(), None
+        with suppress(TypeError, NotImplementedError):  # a DataLoader over data without a length
+            length = len(source)
+        self._length: int | None = length
         # A function of the number, or None if batches must be iterated over.
         self._numbered: Callable[[int], Batch] | None = source if callable(source) else None
-        if length := hasattr(source, "__getitem__") and self._length:
+        if length and hasattr(source, "__getitem__"):
             self._numbered = lambda number: source[number % length]
         # The current iterator, the number of its next batch, and the batch before that.
         self._iterator: Iterator[Batch] | None = None
@@ -459,11 +458,11 @@ class BatchSource:
     def first(self, most: int | None = None) -> Iterator[Batch]:
         """The first batches, without repeats; by default all if the source has a length."""
         limit = min(most or self._length, self._length) if self._length else most or EVAL_BATCHES
-        batches, end = map(self._numbered, range(limit)) if self._numbered else iter(self._make()), object()
+        batches = map(self._numbered, range(limit)) if self._numbered else iter(self._make())
         for number in range(limit):
             with self._drawing(number):
-                batch = next(batches, end)
-            if batch is end:
+                batch = next(batches, None)
+            if batch is None:
                 return
             yield batch
 
@@ -558,8 +557,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
         notes.append("batches 0 and 1 of 'train' are the same: does batches() use i?")
 
     model = _checked_model(functions, seed)
-    weights, other_weights = model.state_dict(), _checked_model(functions, seed).state_dict()
-    if weights.keys() != other_weights.keys() or not same(weights, other_weights):
+    if not same(model.state_dict(), _checked_model(functions, seed).state_dict()):
         notes.append(
             "model(seed) gives different weights each time, so arms do not start equal; draw from torch's generators"
         )
