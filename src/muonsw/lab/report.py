@@ -353,19 +353,17 @@ def differences_table(group: Group) -> list[Table]:
 
 def origin_table(group: Group) -> list[Table]:
     """Show model, data and machine; equal runs share a column. No table if nothing is recorded."""
-    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    labels_of: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for label, run in zip(group.labels, group.runs, strict=True):
         # The command differs between runs on the same machine.
         facts = flatten({key: value for key, value in run.environment.items() if key != "command"})
         if facts:
-            groups.setdefault(json.dumps(facts, sort_keys=True, default=str), (facts, []))[1].append(label)
-    if not groups:
-        return []
-    keys = dict.fromkeys(key for facts, _ in groups.values() for key in facts)
-    rows = [(key, *(_setting(facts.get(key)) for facts, _ in groups.values())) for key in keys]
-    headings = [f"{first} and {len(more)} more" if more else first for _, (first, *more) in groups.values()]
-    columns = ("", *(headings if len(headings) > 1 else ["all runs"]))
-    return [Table("origin", "Model, data and machine", columns, rows, folded=True)]
+            labels_of.setdefault(tuple((key, _setting(value)) for key, value in facts.items()), []).append(label)
+    columns = [dict(facts) for facts in labels_of]
+    rows = [(key, *(column.get(key) for column in columns)) for key in dict.fromkeys(chain(*columns))]
+    headings = [f"{first} and {len(more)} more" if more else first for first, *more in labels_of.values()]
+    headings = ["", *(headings if len(headings) > 1 else ["all runs"])]
+    return [Table("origin", "Model, data and machine", headings, rows, folded=True)] if rows else []
 
 
 def _setting(value: Any) -> str:
