@@ -60,7 +60,7 @@ class Tolerance:
 
 LOSS = Tolerance(0.03, "another part of FineWeb, other validation windows and one seed: about a hundredth of the loss")
 GAIN = Tolerance(0.02, "the printed gains are 0.045 to 0.056, and one seed of each rule is known to about 0.01")
-SAVED = Tolerance(0.06, "a loss of 0.01 either way moves the crossing by about so much")
+SAVED = Tolerance(0.06, "a change of the loss by 0.01 moves the crossing by about this much")
 NORM_RATIO = Tolerance(0.2, "two figures of two digits")
 FALL = Tolerance(0.1, "the paper says roughly")
 NORM = Tolerance(0.15, "read off a figure to two digits at most, and integrating the recursion reaches 0.05 to 0.12")

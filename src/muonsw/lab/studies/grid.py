@@ -251,8 +251,8 @@ def grid(
 ADAMW = "AdamW for all parameters, constant decay"
 WIDTH_FIGURE = Source("appendix on muP, figure on width and the table commented out in the source", ADAMW)
 HORIZON_FIGURE = Source("appendix on muP, figure on the horizon", ADAMW)
-INSIDE = Tolerance(0.0, "at an edge of the grid a better rate may lie beyond, and nothing can be said of transfer")
-ONE_STEP = Tolerance(0.0, "one step of the grid: basins are flat, and a parabola over a grid says no more")
+INSIDE = Tolerance(0.0, "a better rate may lie beyond the edge of the grid, so an edge says nothing about transfer")
+ONE_STEP = Tolerance(0.0, "one step of the grid: basins are flat, and a parabola over a grid resolves no more")
 TRANSFER = Tolerance(0.0, "a quarter: by the paper's own table the best rate of width 128 costs 0.14 at width 256")
 TRANSFER_COST = 0.25
 

@@ -173,7 +173,7 @@ def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
 
 
 TOLERANCE = Tolerance(0.25, "the rules that are compared are half a power of the width apart; this is half of that")
-LIMITS = "widths 32 to 256: a power fitted there still holds finite-width terms, and says nothing of loss"
+LIMITS = "widths 32 to 256: a power fitted there still contains finite-width terms, and says nothing about loss"
 REFERENCE = "appendix on muP for MoE, table of scaling rules"
 
 COORDINATES = ("stream", "attention", "experts", "logits")

@@ -6,7 +6,7 @@ The work is experiments, which take minutes, or training runs at a scale. Rerunn
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from muonsw.lab.compare import (
     Arm,
     Comparison,
     Conclusion,
+    Key,
+    Outcome,
     PlaceJob,
     Results,
     Train,
@@ -160,13 +162,7 @@ class Study:
         evidence = run_experiments(self.experiments, console=console, workers=workers, seed=seed)
         results = train(planned) if train is not None else {}
 
-        # A sweep counts a diverged run as the worst; a paired comparison that lost an arm is not judged.
-        usable = {}
-        for comparison in planned:
-            arms = results[comparison.key]
-            arms = {name: completed(runs) for name, runs in arms.items()} if comparison.paired else arms
-            if all(arms.values()):
-                usable[comparison.key] = arms
+        usable = usable_results(planned, results)
         findings = self.judge(usable, scale) if usable else Findings()
         claims = {name: failed_first(result.claims) for name, result in evidence.items()}
         if planned:
@@ -175,19 +171,9 @@ class Study:
 
         every_claim = [claim for group in claims.values() for claim in group]
         verdicts = [claim.verdict for claim in every_claim]
-        sentence = count_verdicts(every_claim)
         outcomes = {key: compare(arms) for key, arms in results.items()}
-        lost = [
-            f"{(f'{key}: {arm.name}' if len(results) > 1 else arm.name)!r} diverged {describe_divergence(arm.diverged)}"
-            for key, outcome in outcomes.items()
-            for arm in outcome.arms
-            if arm.diverged
-        ]
-        if lost:
-            sentence += f" {'; '.join(lost)}: claims are about the runs that were completed."
-        if planned and max(len(comparison.seeds) for comparison in planned) == 1:
-            sentence += " One seed for each arm: chance is not excluded."
-        sentence = f"{sentence} {self.notes.get(scale.name if planned else '', '')}".strip()
+        note = self.notes.get(scale.name if planned else "", "")
+        sentence = " ".join(filter(None, (count_verdicts(every_claim), *caveats(planned, outcomes), note)))
 
         # Numbers, figures, and for training runs a page: the study's tables, then losses and norms of every arm.
         numbers = {
@@ -243,3 +229,28 @@ class Study:
             )
             paths.append(page)
         return Conclusion(sentence, tables, paths, seconds, claims)
+
+
+def usable_results(planned: Sequence[Comparison], results: Results) -> Results:
+    """Drop diverged runs of paired comparisons, and pairs without an arm; a sweep counts a diverged run as worst."""
+    usable = {}
+    for comparison in planned:
+        arms = results[comparison.key]
+        arms = {name: completed(runs) for name, runs in arms.items()} if comparison.paired else arms
+        if all(arms.values()):
+            usable[comparison.key] = arms
+    return usable
+
+
+def caveats(planned: Sequence[Comparison], outcomes: Mapping[Key, Outcome]) -> Iterator[str]:
+    """Name the arms that lost runs, and say if there is only one seed."""
+    lost = [
+        f"{(f'{key}: {arm.name}' if len(outcomes) > 1 else arm.name)!r} diverged {describe_divergence(arm.diverged)}"
+        for key, outcome in outcomes.items()
+        for arm in outcome.arms
+        if arm.diverged
+    ]
+    if lost:
+        yield f"{'; '.join(lost)}: claims are about the runs that were completed."
+    if planned and max(len(comparison.seeds) for comparison in planned) == 1:
+        yield "One seed for each arm: chance is not excluded."

@@ -155,5 +155,5 @@ EQUILIBRIUM = Experiment(
     title="the equilibrium on pure noise: norm, alignment and rotation against closed forms; Muon lies 5% below",
     settings=NoiseSettings(),
     function=run_noise,
-    cost=12.0,
+    cost=60.0,
 )
