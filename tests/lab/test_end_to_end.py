@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,7 +33,7 @@ from tests.faults.folders import LONG, NEWER, config, digest, ending, fill_data,
 from tests.faults.killing import in_child, killed_at, killed_at_size, limit_files, operations
 from tests.lab.train.ranks import NEEDED, Started, at_step, on_ranks, run, run_well, write_config
 from tests.lab.train.ranks import training as training_words
-from tests.lab.train.small_runs import small_run
+from tests.lab.train.small_runs import small_run, wait_for_records
 
 pytestmark = NEEDED
 DONE, FULL = 10, 11
@@ -469,11 +468,7 @@ def test_a_rank_that_dies_or_hangs_is_started_again_and_the_run_ends_with_the_sa
 def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     folder = tmp_path / "run"
     launcher = torchrun("tests.lab.train.faulty_trainer", "slow", *training_words(write_config(ranks_config()), folder))
-    while not (folder / "metrics.jsonl").exists() or '"step":1,' not in (folder / "metrics.jsonl").read_text(
-        encoding="utf-8"
-    ):
-        assert launcher.poll() is None, launcher.stdout.read()
-        time.sleep(0.05)
+    wait_for_records(launcher, folder, 1)
     launcher.send_signal(number)
     code, output = finished(launcher)
     assert code != 0

@@ -3,6 +3,7 @@
 import functools
 import json
 import tempfile
+import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -53,6 +54,14 @@ def assert_same_run(one, other, step):
     assert losses(one) == losses(other)
     for name, value in weights(one, step).items():
         assert torch.equal(value, weights(other, step)[name]), name
+
+
+def wait_for_records(process, folder, count):
+    """Wait until a run in another process has written this many training records."""
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text(encoding="utf-8").count('"kind":"train"') < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
 
 
 class StoppedError(Exception):

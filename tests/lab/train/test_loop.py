@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -19,9 +18,16 @@ from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, torch_threads, train
 from muonsw.lab.train.state import Training, with_fingerprint
-from tests.lab.train.small_runs import StoppedError, assert_same_run, losses, small_run, stop_at, weights
-
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+from tests.lab.train.ranks import training, write_config
+from tests.lab.train.small_runs import (
+    StoppedError,
+    assert_same_run,
+    losses,
+    small_run,
+    stop_at,
+    wait_for_records,
+    weights,
+)
 
 
 def entropy_without_context():
@@ -52,20 +58,10 @@ def test_a_run_learns_and_reports_it(tmp_path):
 )
 def test_a_signal_finishes_the_step_and_saves(tmp_path, number, code):
     config = small_run(steps=4000, checkpoint_every=4000, eval_every=4000)
-    config_file, run = tmp_path / "config.json", tmp_path / "run"
-    config_file.write_text(json.dumps(config.as_data()), encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "muonsw", "train", "--config", config_file, "--out", run],
-        env=ONE_THREAD,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while (
-        not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text(encoding="utf-8").count("train") < 3
-    ):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
+    run, pipes = tmp_path / "run", {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-m", "muonsw", *training(write_config(config), run)]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, **pipes)
+    wait_for_records(process, run, 3)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
