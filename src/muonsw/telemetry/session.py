@@ -109,7 +109,8 @@ class Telemetry:
         # Our optimizers count skipped steps themselves; subtract those from before telemetry was attached.
         self._skipped = 0 if self._ours is None else -self._ours.skipped_steps
         self._view = observe.model_view(model)
-        self._spectra = ["spectral_norm"] * spectral_norm + ["condition"] * condition
+        spectra = {"spectral_norm": spectral_norm, "condition": condition}
+        self._spectra = [name for name, enabled in spectra.items() if enabled]
         self._records: deque[Record] = deque(maxlen=keep)
         self._before: dict[Tensor, observe.Before] | None = None  # the weights before a step that is sampled
         self._unseen = False
