@@ -320,6 +320,18 @@ def test_hooks_of_saving_and_loading_run_once():
     assert seen == ["saving", "mine", "loaded"]
 
 
+def test_a_model_that_became_bfloat16_is_refused_and_left_alone():
+    params = matrices((4, 6))
+    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
+    optimizer.train()
+    take_steps(optimizer, params, 0, 2)
+    params[0].data, params[0].grad = params[0].data.bfloat16(), None
+    before = snapshot(optimizer, params)[0]
+    with pytest.raises(ValueError, match=r"less than torch\.bfloat16 weights with torch\.float32 state can hold"):
+        take_steps(optimizer, params, 2, 3)
+    assert_same(before, snapshot(optimizer, params)[0])
+
+
 def test_scaled_decay_warns_that_it_is_constant_decay():
     with pytest.warns(UserWarning, match="where decay='scaled' equals decay='constant'"):
         ScheduleFree(AdamWSW(matrices((4, 6)), lr=0.05))

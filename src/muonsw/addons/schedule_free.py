@@ -176,6 +176,7 @@ class ScheduleFree(Optimizer):
             for param in self._stepped():
                 self.state[param].setdefault("z", param.detach().clone())
             return loss
+        self._join_groups()  # the model's dtype may have changed
         rates, highest = [group["lr"] for group in self.param_groups], []
         ys, stepped = self._put_z(), set[Tensor]()
         try:
