@@ -86,7 +86,7 @@ def test_total_decay_of_one_is_nearly_the_best_in_our_records(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_flat_rate_wants_a_quarter_of_the_lambda_or_less(rule):
+def test_a_flat_rate_needs_a_quarter_of_the_lambda_or_less(rule):
     wsd = [
         (advised(config, epochs).low, losses)
         for config, epochs, losses in RECORDED
@@ -100,7 +100,7 @@ def test_a_flat_rate_wants_a_quarter_of_the_lambda_or_less(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_repeated_text_wants_twenty_times_the_lambda_or_more(rule):
+def test_repeated_text_needs_twenty_times_the_lambda_or_more(rule):
     ((config, epochs, losses),) = [s for s in RECORDED if round(s[1]) == 16 and s[0].decay == rule]
     often, once = advised(config, epochs).low, advised(config, 1.0).low
     assert often / once >= 20
@@ -124,12 +124,12 @@ def test_a_run_in_which_no_lambda_acts_gets_none():
 
 
 def test_verdicts_follow_the_total():
-    wanted = Advise(2_000).advice().low
+    best = Advise(2_000).advice().low
     verdicts = {0.0: "small", 0.4: "small", 0.6: "fine", 1.0: "fine", 1.9: "fine", 2.1: "large"}
     for factor, verdict in verdicts.items():
-        advice = Advise(2_000, weight_decay=factor * wanted).advice()
+        advice = Advise(2_000, weight_decay=factor * best).advice()
         assert (advice.total, advice.verdict) == (pytest.approx(factor), verdict)
-    assert advice.answer.startswith(f"Try lambda {wanted:.2g} ")
+    assert advice.answer.startswith(f"Try lambda {best:.2g} ")
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,15 @@ def test_preparing_data_that_is_killed_resumes_to_the_same_folder():
 
 def test_an_export_that_is_killed_is_refused_until_it_is_made_again():
     trained, folder, ended = folders().whole, folders().root / "killed-export", 0
-    whole, _ = load_model(folders().export)
+    expected, _ = load_model(folders().export)
     total = operations(lambda: export(trained, folder), folder)
     for number in places(total, 5):
         shutil.rmtree(folder, ignore_errors=True)
         if killed_at(number, lambda: export(trained, folder), folder):
             ended += 1
-            with suppress(UsageError):  # a whole model, or none
+            with suppress(UsageError):  # the complete model, or none
                 model, _ = load_model(folder)
-                assert all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
+                assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
         export(trained, folder)
         assert files_of(folder) == files_of(folders().export)
     assert ended > 2
@@ -362,12 +362,12 @@ def test_a_stuck_rank_ends_the_others_after_the_timeout(ranks, replicas, victim,
     chosen = ranks_config(timeout=8.0)
     chosen = replace(chosen, parallel=replace(chosen.parallel, replicas=replicas))
     started = Started(ranks, chosen, tmp_path / "run", at_step(4, victim, stand_still))
-    others = [rank for rank in range(ranks) if rank != victim]
-    for rank in others:
+    waiting = [rank for rank in range(ranks) if rank != victim]
+    for rank in waiting:
         started.children[rank].join(60)
     started.children[victim].kill()  # as torchrun does in the end
     started.children[victim].join()
-    for rank in others:
+    for rank in waiting:
         assert started.children[rank].exitcode == 3
         output = started.outputs[rank].read_text(encoding="utf-8")
         assert all(text in output for text in (LOST, AGAIN))

@@ -24,7 +24,7 @@ from muonsw.lab.train.config import OptimizerConfig
 from tests.lab.studies.small_comparisons import ARMS, QUIET, WILD, tiny_run
 from tests.lab.train.small_runs import losses
 
-IN_PROC = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+IN_PROC = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed in /proc")
 STEPS = 120
 
 

@@ -1,4 +1,4 @@
-"""A user's own task: what is refused before anything is trained, and what a run of one promises."""
+"""A user's own task: what is refused before anything is trained, and what its run promises."""
 
 import random
 import re
@@ -70,10 +70,10 @@ def loss(model, batch):
 """
 SHARED = """
 def model(seed):
-    made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
-    made[1].weight.data = made[0].weight.data
-    made.register_buffer("rows", made[0].weight.data[:2])
-    return made
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    model[1].weight.data = model[0].weight.data
+    model.register_buffer("rows", model[0].weight.data[:2])
+    return model
 """
 NAN_HELD_OUT = """
 def batches(split, seed):
@@ -96,13 +96,13 @@ def batches(split, seed):
 def test_a_stopped_run_resumes_with_equal_bits(parts, tmp_path):
     path = task_file(tmp_path, **parts)
     config = task_run(path)
-    train(config, tmp_path / "whole")
+    train(config, tmp_path / "undisturbed")
     stop_at(7, config, tmp_path / "run")
     torch.manual_seed(99)
     np.random.seed(99)
     random.seed(99)
     train(config, tmp_path / "run")
-    assert_same_run(tmp_path / "whole", tmp_path / "run", 12)
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "run", 12)
 
 
 def train_in(job):
@@ -145,14 +145,14 @@ def test_a_step_in_micro_batches_is_that_of_the_whole_batch(tmp_path):
 
 
 def test_seeds_differ_and_validation_is_the_same_for_all(tmp_path):
-    one, other = (UserTask(TaskConfig(str(task_file(tmp_path))), batch=12, seed=seed) for seed in (0, 1))
+    tasks = [UserTask(TaskConfig(str(task_file(tmp_path))), batch=12, seed=seed) for seed in (0, 1)]
     generators = torch.get_rng_state()
-    first, second = (next(task.micro_batches(0, ranks=1, rank=0, accumulation=1)) for task in (one, other))
+    first, second = (next(task.micro_batches(0, ranks=1, rank=0, accumulation=1)) for task in tasks)
     assert torch.equal(torch.get_rng_state(), generators), "drawing batches leaves torch's generators alone"
     assert not same(first, second)
-    held_out = [[batch for batch, _ in task.validation(ranks=1, rank=0)] for task in (one, other)]
+    held_out = [[batch for batch, _ in task.validation(ranks=1, rank=0)] for task in tasks]
     assert same(*held_out)
-    assert not same(one.model(0).state_dict(), other.model(1).state_dict())
+    assert not same(*(task.model(seed).state_dict() for seed, task in enumerate(tasks)))
 
 
 def test_ranks_validate_every_batch_once_in_as_many_passes(tmp_path):
@@ -292,10 +292,10 @@ class TestRanks:
             assert "buffers (model.1.running_mean)" in ended[0].text
             return
         run_well(2, config, tmp_path / "run")
-        whole = losses(tmp_path / "run")
+        before = losses(tmp_path / "run")
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
         run_well(2, config, tmp_path / "run")
-        assert losses(tmp_path / "run") == whole
+        assert losses(tmp_path / "run") == before
 
 
 PATTERNS = """

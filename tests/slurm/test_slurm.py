@@ -125,11 +125,11 @@ def test_a_stopped_command_leaves_its_job_which_the_next_one_collects(tmp_path, 
 
 def test_a_job_of_two_ranks_saves_and_resumes(tmp_path):
     """Two ranks sum in another order than one, so the reference is another such job."""
-    both = replace(SLURM, slurm=("partition=spare", "gres=none"), gpus_per_run=2)
-    train(tmp_path / "run", warn, both)
+    two = replace(SLURM, slurm=("partition=spare", "gres=none"), gpus_per_run=2)
+    train(tmp_path / "run", warn, two)
     (job,) = jobs_in(tmp_path)
     assert log_of(tmp_path, job).count("Starting with") == 2
-    train(tmp_path / "whole", None, both)
+    train(tmp_path / "whole", None, two)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 

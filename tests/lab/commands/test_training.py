@@ -38,8 +38,8 @@ def _elsewhere(tmp_path, monkeypatch):
 def words(characters, vocabulary=400, seed=0):
     """Lines of made-up words, some far more frequent than others."""
     chosen = random.Random(seed)
-    made = ["".join(chosen.choices("etaoinshrdlu", k=chosen.randint(2, 9))) for _ in range(vocabulary)]
-    text = " ".join(chosen.choices(made, weights=[1 / (rank + 1) for rank in range(vocabulary)], k=characters // 4))
+    lexicon = ["".join(chosen.choices("etaoinshrdlu", k=chosen.randint(2, 9))) for _ in range(vocabulary)]
+    text = " ".join(chosen.choices(lexicon, weights=[1 / (rank + 1) for rank in range(vocabulary)], k=characters // 4))
     return re.sub("(.{60,80}) ", "\\1\n", text)[:characters]
 
 
