@@ -16,7 +16,6 @@ from muonsw.lab.plan import H200, MOE_1T, Setup, StepCost, parts_of, plan_step
 
 ROOT = Path(__file__).parents[1]
 W1024 = preset("w1024")
-SMALL_BATCH = 524_288  # the paper's
 LARGE_BATCH = 16_000_000
 BATCHES = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
 NEAR = 1024
@@ -26,8 +25,8 @@ GIB, MB = 2**30, 1e6
 
 
 def small(setup: Setup) -> StepCost:
-    """A run of width 1024 at the paper's batch."""
-    return plan_step(W1024, replace(setup, micro_batch=1, tflops=TFLOPS), SMALL_BATCH)
+    """A run of width 1024 at the paper's batch, the default."""
+    return plan_step(W1024, replace(setup, micro_batch=1, tflops=TFLOPS))
 
 
 def large(setup: Setup, batch: int = LARGE_BATCH) -> StepCost:

@@ -122,10 +122,6 @@ class Advise:
         Examples:
             >>> Advise(25_600, lr=0.0116, weight_decay=0.1).advice().answer
             'Try lambda 0.0084 (total decay 1 instead of 12).'
-            >>> Advise(1_600, weight_decay=0.1).advice().answer
-            'Your lambda is fine (total decay 1.3).'
-            >>> Advise(200, lr=1e-5, weight_decay=0.1).advice().answer
-            'Decay does nothing in this run; leave it.'
         """
         for name in ("steps", "lr", "base_lr", "epochs", "tokens", "parameters"):
             value = getattr(self, name)
