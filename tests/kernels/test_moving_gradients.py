@@ -208,8 +208,8 @@ def test_steps_whose_gradients_torch_reads_are_not_replayed(device, monkeypatch)
 
 @pytest.mark.usefixtures("graphs")
 def test_steps_are_replayed_by_default(device, monkeypatch):
-    wanted = property(lambda _: True, lambda *_: None)  # on a CPU too
-    monkeypatch.setattr(replay.Replay, "_is_wanted", wanted, raising=False)
+    always = property(lambda _: True, lambda *_: None)  # on a CPU too
+    monkeypatch.setattr(replay.Replay, "_is_on", always, raising=False)
     optimizer, params = trained("muon", device, captured=True, replay=None)
     assert optimizer._replay._replays
     assert_equal(params, trained("muon", device, captured=False, replay=None)[1])
