@@ -5,7 +5,7 @@
 
 Ours holds experts as stacks `(8, out, in)` with fused gate and up projections, as in the lab's model. Dion gets stacks
 of single projections; the others accept only lists of the same matrices. Before anything is timed, our steps are
-compared with those of torch's optimizers. Dion, pytorch-optimizer, heavyball and muon-optimizer are timed if installed.
+compared with those of torch's optimizers. Dion and pytorch-optimizer are timed if installed.
 """
 
 from __future__ import annotations
@@ -145,27 +145,13 @@ def pytorch_optimizer() -> Contender:
     return theirs(lambda p: Muon([{"params": p, "use_muon": True}], lr=LR, weight_decay=LAMBDA))
 
 
-def heavyball() -> Contender:
-    from heavyball import Muon
-
-    return theirs(lambda p: Muon(p, lr=LR, weight_decay=LAMBDA))
-
-
-def muon_optimizer() -> Contender:
-    from muon import SingleDeviceMuon
-
-    return theirs(lambda p: SingleDeviceMuon(p, lr=LR, weight_decay=LAMBDA))
-
-
 # Each raises an ImportError if its package is not installed.
 PEERS: dict[str, Callable[[], Contender]] = {
     "dion": dion,
     "dion triton": lambda: dion(use_triton=True),
     "pytorch-optimizer": pytorch_optimizer,
-    "heavyball": heavyball,
-    "muon-optimizer": muon_optimizer,
 }
-PACKAGES = ("dion", "pytorch-optimizer", "heavyball", "muon-optimizer")
+PACKAGES = ("dion", "pytorch-optimizer")
 
 OURS_AND_TORCHS: dict[str, Contender] = {
     "muonsw": ours(),
