@@ -146,6 +146,10 @@ class Cost(NamedTuple):
     tokens: int  # trained on
     flops: float  # training, Newton-Schulz and evaluation together
 
+    def hours(self, tflops: float, workers: int) -> float:
+        """Hours at a sustained rate per run, with this many runs at a time."""
+        return self.flops / (tflops * 1e12) / 3600.0 / max(1, min(workers, self.runs))
+
 
 def cost(configs: Iterable[RunConfig]) -> Cost:
     """Add up distinct runs: three passes per trained token, one per validation token, and Newton-Schulz."""

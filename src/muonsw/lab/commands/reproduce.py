@@ -138,7 +138,7 @@ def cost_table(study: Study, scale: Scale, tflops: float, workers: int) -> Table
     """One row for each comparison, and their sum."""
 
     def numbers(total: Cost) -> tuple[Value, ...]:
-        hours = total.flops / (tflops * 1e12) / 3600.0 / max(1, min(workers, total.runs))
+        hours = total.hours(tflops, workers)
         text = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 1 else f"{hours:.2g}"
         return total.runs, amount(total.tokens), f"{total.flops:.3g}", text
 
