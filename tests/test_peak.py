@@ -307,7 +307,7 @@ def test_a_schedule_that_dips_before_its_top_does_not_warn_early():
 FAST, SLOW = 0.02, 3e-4
 
 
-def test_one_peak_for_groups_of_several_rates_is_refused_with_what_to_write():
+def test_one_peak_for_groups_of_several_rates_is_refused_with_the_fix():
     groups = [{"params": [weight()]}, {"params": [weight()], "lr": SLOW}]
     for refused in (
         lambda: SGDSW(groups, lr=FAST, peak_lr=FAST, weight_decay=LAMBDA),

@@ -7,7 +7,7 @@ pytest.importorskip("deepspeed")
 from tests.integrations.launching import one_process
 
 
-def test_without_zero_our_optimizer_takes_the_steps_of_a_plain_loop_and_resumes(tmp_path):
+def test_without_zero_steps_equal_a_plain_loop_and_resume(tmp_path):
     result = one_process("with_deepspeed.py", "stage_0", tmp_path)
     assert result == {"plain": True, "resumed": True, "peaks": [0.02], "matrices": 2}
 

@@ -90,7 +90,7 @@ def test_a_rule_recognizes_a_broken_run_and_no_healthy_one(tmp_path, rule):
     assert f"**{rule}**" in guide
 
 
-def test_a_run_in_progress_is_not_told_to_decay_more(tmp_path, capsys):
+def test_a_run_in_progress_is_not_advised_to_decay_more(tmp_path, capsys):
     """A tenth of a run has a tenth of its decay."""
     folder = make_run(tmp_path / "run", **SCALED | {"lam": 0.04, "complete": False})
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -100,7 +100,7 @@ def test_a_run_in_progress_is_not_told_to_decay_more(tmp_path, capsys):
     assert "step 391 of 4,000)" in capsys.readouterr().out
 
 
-def test_divergence_is_told_from_noise_and_comes_first(tmp_path):
+def test_divergence_is_distinguished_from_noise_and_listed_first(tmp_path):
     generator = np.random.default_rng(0)
     noisy = [3.0 - 0.1 * n / 4000 + 0.2 * float(generator.standard_normal()) for n in range(4000)]
     assert CHECKS["diverging"](make_history(tmp_path / "noisy", losses=noisy)) is None

@@ -122,7 +122,7 @@ def training(folder: Path) -> CommandResult:
 
 
 @pytest.mark.parametrize("name", ["train", "data prepare", "export"])
-def test_a_command_that_finds_no_room_says_so_and_resumes_to_the_same_files(name):
+def test_a_full_disk_is_reported_and_a_rerun_writes_the_same_files(name):
     """The system refuses to write beyond a number of bytes, in whichever file."""
     folder, text, codes = folders().root / f"full-{name}", folders().root / "text.txt", set()
     text.write_text("what is written here\n" * 500, encoding="utf-8")

@@ -43,7 +43,7 @@ def test_patterns_set_any_option_and_the_first_match_wins():
     assert (of["blocks.1.moe.router.weight"]["algorithm"], of["embed.weight"]["lr"]) == ("muon", 0.001)
 
 
-def test_adamw_options_follow_what_a_pattern_moves():
+def test_adamw_options_apply_to_parameters_that_a_pattern_moves():
     """They apply to parameters that a pattern moves to AdamW, not to those it moves away."""
     patterns = {"*.qkv.*": {"algorithm": "adamw"}, "role:router": {"algorithm": "muon", "weight_decay": 0.1}}
     of = by_name(MuonSW.for_model(Model(), lr=0.02, adamw={"lr": 3e-4, "betas": (0.8, 0.9)}, patterns=patterns))

@@ -205,7 +205,7 @@ def batches(split, seed):
 
 
 @pytest.mark.filterwarnings("ignore::muonsw.nonfinite.NonFiniteGradientWarning")
-def test_a_check_that_diverges_says_so_without_a_checkpoint_that_is_gone(tmp_path, capsys):
+def test_a_check_that_diverges_mentions_no_checkpoint(tmp_path, capsys):
     assert main(["task", "check", str(task_file(tmp_path, batches=NAN_AT_FOUR)), "--steps", "6"]) == 1
     error = capsys.readouterr().err
     assert "5 is nan; lower the learning rate" in error

@@ -274,7 +274,7 @@ def test_a_stopped_run_resumes_without_redoing_finished_groups(folder, tmp_path)
     assert contents(again) == contents(folder)
 
 
-def test_asking_again_touches_nothing_and_repairs_what_is_missing_or_damaged(default, monkeypatch):
+def test_a_rerun_changes_nothing_and_repairs_missing_or_damaged_files(default, monkeypatch):
     before, times = contents(default), {path: path.stat().st_mtime_ns for path in default.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(Corpus, "documents", None)

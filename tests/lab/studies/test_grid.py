@@ -133,7 +133,7 @@ def verdicts(claims):
     return {claim.id: claim.holds for claim in claims}
 
 
-def test_width_transfer_is_told_from_its_absence():
+def test_width_transfer_is_distinguished_from_its_absence():
     first, second, _ = width_cells(MINI)
     cells = [first, second]
 
@@ -162,7 +162,7 @@ def test_the_printed_sweep_judges_itself_true():
 
 
 @pytest.mark.parametrize(("power", "holds"), [(-1 / 3, True), (0.0, False), (-1.0, False)])
-def test_the_cube_root_rule_is_told_from_others(power, holds):
+def test_the_cube_root_rule_is_distinguished_from_others(power, holds):
     cells = horizon_cells(MINI)
     runs = swept(cells, {cell.key: 0.02 * (cell.key.steps / 1000) ** power for cell in cells})
     claim = {claim.id: claim for claim in judge_horizons(cells, runs, MINI)}["cube-root"]

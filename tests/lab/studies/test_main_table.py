@@ -80,7 +80,7 @@ def test_the_main_effect_is_judged_by_its_interval():
 
 
 @pytest.mark.parametrize(("better", "verdict"), [("scaled", "holds"), ("constant", "fails")])
-def test_each_form_of_scaled_decay_is_judged_and_shown_beside_its_control(better, verdict):
+def test_each_form_of_scaled_decay_is_judged_and_shown_next_to_its_control(better, verdict):
     arms = pair() if better == "scaled" else {"constant": pair()["scaled"], "scaled": pair()["constant"]}
     arms = {
         "constant": arms["constant"],

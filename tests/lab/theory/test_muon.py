@@ -22,7 +22,7 @@ def test_each_term_of_the_descent_bound(setting, expected):
     assert descent_bound([0.5, 0.25], **zero | setting) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_noise_floor_is_what_the_limit_of_the_error_leaves():
+def test_the_noise_floor_follows_from_the_limit_of_the_error():
     limit = tracking_error_limit(sigma=1.2, beta=0.9, B=4)
     assert limit == pytest.approx(0.1 * 1.44 / 4)
     assert noise_floor(sigma=1.2, beta=0.9, r=2, B=4) == pytest.approx(2 * math.sqrt(2 * limit))

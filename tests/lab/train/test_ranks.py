@@ -197,7 +197,7 @@ def test_ranks_refuse_once_before_anything_is_trained(settings, parallel, messag
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_all_ranks_save_when_the_clock_of_one_says_so(tmp_path):
+def test_all_ranks_save_when_the_clock_of_one_expires(tmp_path):
     def before(rank):
         in_float64()
         loop.SAVING_INTERVALS = 0 if rank == 1 else math.inf
