@@ -64,6 +64,15 @@ def test_importing_the_library_loads_only_what_torch_loads():
     assert set(ast.literal_eval(printed)) - set(STANDARD) == {"muonsw"}
 
 
+def test_training_needs_neither_the_command_line_nor_the_report():
+    """So a source tree trains on a machine where nothing can be installed."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['tyro', 'plotly', 'orjson', 'jinja2', 'datasets'])); "
+        "import muonsw.lab.train.loop, muonsw.lab.launch, muonsw.lab.train.export"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_public_names_are_found_where_a_type_checker_finds_them():
     tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "muonsw." in node.module]

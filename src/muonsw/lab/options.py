@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
-from tyro.conf import arg
+try:
+    from tyro.conf import arg
+except ModuleNotFoundError:  # training needs no command line
+
+    def arg(**_: Any) -> None: ...  # type: ignore[no-redef]
+
 
 unset = partial(arg, help_behavior_hint="")  # an option whose default is explained in words, or needs no words
 Flag = Annotated[bool, unset()]  # a switch that is off by default

@@ -183,7 +183,9 @@ def read_state(path: Path) -> dict[str, Any]:
     if content.pop("checksum", None) != _digest(content) or content["step"] != step_of(path):
         raise CheckpointError(f"{path / STATE} does not match its checksum")
     if "index" in content:
-        old = f"{path} was written by {content.get('ranks')} ranks, one file each, with muonsw from before commit 340faa9"
+        old = (
+            f"{path} was written by {content.get('ranks')} ranks, one file each, with muonsw from before commit 340faa9"
+        )
         raise UsageError(f"{old}: resume it with that version on one process until it saves again, or delete it")
     return content
 
