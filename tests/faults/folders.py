@@ -9,12 +9,13 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 
-from muonsw.lab.data.prepare import markov_texts, prepare
+from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizer import BPETokenizer
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from muonsw.lab.train.export import export
 from muonsw.lab.train.loop import train
+from tests.lab.texts import markov_texts
 from tests.lab.train.small_runs import losses
 
 # `make test-faults` sets it: every place and every byte count. Otherwise a few of each.

@@ -4,9 +4,10 @@ from itertools import islice
 
 import pytest
 
-from muonsw.lab.data.prepare import markov_texts, prepare
+from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from tests.lab.test_worked_tasks import short_run
+from tests.lab.texts import markov_texts
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("vit", 60), ("resnet", 30)])

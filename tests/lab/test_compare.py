@@ -35,13 +35,14 @@ from muonsw.lab.compare import (
     tune,
     verdict,
 )
-from muonsw.lab.data.prepare import markov_texts, prepare
+from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.stats import t_interval
 from muonsw.lab.train.config import OptimizerConfig, ScheduleConfig, with_data
 from tests.lab.studies.small_comparisons import ARMS, KEY, QUIET, WILD, comparison, tiny_run
+from tests.lab.texts import markov_texts
 from tests.lab.train.small_runs import small_run, tokens
 
 

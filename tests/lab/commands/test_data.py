@@ -7,16 +7,19 @@ import pytest
 
 from muonsw.lab.cli import main
 from muonsw.lab.data.loader import read_record
+from tests.lab.texts import write_texts
 
-SMALL = ["--source", "synthetic", "--limit-characters", "70000", "--vocab", "300", "--group-characters", "20000"]
+OPTIONS = ["--vocab", "300", "--group-characters", "20000", "--validation-fraction", "0.05"]
+SMALL = ["--source", "text", "--files", "{folder}.jsonl", *OPTIONS]
 
 
-def muonsw(*arguments):
-    return main(["data", *map(str, arguments)])
+def muonsw(command, folder, *arguments):
+    return main(["data", command, str(folder), *(str(argument).format(folder=folder) for argument in arguments)])
 
 
 @pytest.fixture
 def folder(tmp_path, capsys):
+    write_texts(tmp_path / "data.jsonl", 140)
     assert muonsw("prepare", tmp_path / "data", *SMALL) == 0
     capsys.readouterr()
     return tmp_path / "data"
@@ -70,12 +73,13 @@ def test_tokens_without_their_record_are_not_taken_for_text(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["prepare", "{folder}", *SMALL, "--seed", "1"], "holds data with other settings"),
-        (["prepare", "{folder}/new", "--source", "synthetic"], "has no end"),
+        (["prepare", "{folder}", *SMALL, "--limit-documents", "9"], "holds data with other settings"),
+        (["prepare", "{folder}/new", "--source", "text"], "needs --files"),
         (["prepare", "{folder}/data.json/new", *SMALL], "cannot write to the folder"),
         (["info", "{folder}/none"], "holds no prepared data"),
     ],
 )
 def test_mistakes_are_usage_errors(folder, arguments, match, capsys):
-    assert muonsw(*(argument.format(folder=folder) for argument in arguments)) == 2
+    command, target, *options = [argument.format(folder=folder) for argument in arguments]
+    assert muonsw(command, target, *options) == 2
     assert match in " ".join(capsys.readouterr().err.split())

@@ -1,7 +1,6 @@
 """Documents come in a fixed order, and a second run only encodes what is missing."""
 
 import gzip
-import hashlib
 import json
 import lzma
 import shutil
@@ -18,7 +17,6 @@ from muonsw.lab.data.loader import load_tokenizer, open_split, read_record, veri
 from muonsw.lab.data.prepare import (
     Corpus,
     is_validation,
-    markov_texts,
     pieces,
     prepare,
     prepare_corpus,
@@ -28,13 +26,13 @@ from muonsw.lab.data.prepare import (
 from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import LOCK, locked
+from tests.lab.texts import markov_texts, write_texts
 
 TEXTS = ["one\ntwo", "zwö", "third " * 5000, "ﬁn"]
 ROWS = [{"text": text, "id": number} for number, text in enumerate([*TEXTS[:2], "", *TEXTS[2:]])]
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
 DOCUMENTS = [text[:100] for text in islice(markov_texts(seed=0), 200)]
 SETTINGS = {"validation_fraction": 0.1, "group_characters": 2000}
-SMALL = {"source": "synthetic", "vocab": 300, "limit_characters": 100_000}
 
 
 # ---- Documents
@@ -65,7 +63,7 @@ def texts(*patterns, **settings):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"source": "synthetic"}, "has no end"),
+        ({"source": "text"}, "needs --files"),
         ({"tokenizer": "bytes", "vocab": 300}, "--vocab is for --tokenizer bpe"),
         ({"limit_characters": 0}, "--limit-characters"),
         ({"validation_fraction": float("nan")}, "not nan"),
@@ -76,17 +74,13 @@ def test_invalid_settings_are_refused(settings, match):
         Corpus(**settings)
 
 
-def test_documents_of_the_chain_never_change_and_limits_cut_them():
-    """Runs that name the fingerprint of such data depend on every character."""
-    documents = list(islice(markov_texts(seed=0), 20))
-    digest = hashlib.sha256("\n".join(documents).encode()).hexdigest()
-    assert digest == "7c9734d865210f5437eddf3a03cfacb7a2df4a9b515d3863b0a5128c1ac0db87"
-    assert documents != list(islice(markov_texts(seed=4), 20))
+def test_limits_cut_documents(tmp_path):
+    path, documents = write_texts(tmp_path / "texts.jsonl", 20), list(islice(markov_texts(seed=0), 20))
     for limit in (1, 1000, 5000):
-        cut = list(Corpus("synthetic", limit_characters=limit).documents())
+        cut = texts(path, limit_characters=limit)
         assert cut == documents[: len(cut)]
         assert sum(map(len, cut)) >= limit > sum(map(len, cut[:-1]))
-    assert list(Corpus("synthetic", limit_documents=4, limit_characters=10**9).documents()) == documents[:4]
+    assert texts(path, limit_documents=4, limit_characters=10**9) == documents[:4]
 
 
 def test_python_files_are_sorted_and_without_tests_and_copies(tmp_path):
@@ -173,7 +167,7 @@ def test_a_long_text_is_cut_into_documents_that_join_to_it(text):
         ("a.jsonl", b'{"text": "fine"}\n{"text": "cu', ", line 2: not"),
         ("a.jsonl", b'{"text": "fine"}\n{"text": 3}', ", line 2: not"),
         ("a.txt", b"\xff\xfe", " cannot be read"),
-        ("a.jsonl.gz", gzip.compress(json_lines(ROWS))[:100], " cannot be read"),
+        ("a.jsonl.gz", gzip.compress(json_lines(ROWS), mtime=0)[:100], " cannot be read"),
         ("a.parquet", None, " cannot be read"),
     ],
 )
@@ -233,16 +227,19 @@ def folder(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepared") / "data"
-    prepare_default(folder, **SMALL)
-    return folder
+def small(tmp_path_factory):
+    """A small corpus, and a folder with its tokens."""
+    folder = tmp_path_factory.mktemp("small")
+    files = (str(write_texts(folder / "texts.jsonl", 200)),)
+    corpus = {"source": "text", "files": files, "vocab": 300, "validation_fraction": 0.05}
+    prepare_default(folder / "data", **corpus)
+    return corpus, folder / "data"
 
 
 @pytest.fixture
-def default(prepared, tmp_path):
-    """A copy, which a test may break."""
-    return shutil.copytree(prepared, tmp_path / "default")
+def default(small, tmp_path):
+    """The corpus, and a copy of its tokens that a test may break."""
+    return small[0], shutil.copytree(small[1], tmp_path / "default")
 
 
 def test_every_document_is_in_its_split_in_order(folder, tmp_path):
@@ -275,46 +272,50 @@ def test_a_stopped_run_resumes_without_redoing_finished_groups(folder, tmp_path)
 
 
 def test_a_rerun_changes_nothing_and_repairs_missing_or_damaged_files(default, monkeypatch):
-    before, times = contents(default), {path: path.stat().st_mtime_ns for path in default.iterdir()}
+    corpus, folder = default
+    before, times = contents(folder), {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(Corpus, "documents", None)
-        assert prepare_default(default, **SMALL).complete
-    assert {path: path.stat().st_mtime_ns for path in default.iterdir()} == times
-    next(iter(read_record(default).shards(default, "validation"))).unlink()
-    (default / "tokenizer.json").write_text("{}", encoding="utf-8")
-    prepare_default(default, **SMALL)
-    assert contents(default) == before, "training the tokenizer again gives the same one"
+        assert prepare_default(folder, **corpus).complete
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+    next(iter(read_record(folder).shards(folder, "validation"))).unlink()
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    prepare_default(folder, **corpus)
+    assert contents(folder) == before, "training the tokenizer again gives the same one"
 
 
-def test_another_corpus_is_refused_before_any_work(prepared, monkeypatch):
+def test_another_corpus_is_refused_before_any_work(small, monkeypatch):
+    corpus, folder = small
     monkeypatch.setattr(BPETokenizer, "train", None)
-    with pytest.raises(UsageError, match=r"corpus\.seed 0 \(now 1\), made_with\.vocab 300 \(now 310\)"):
-        prepare_default(prepared, **{**SMALL, "vocab": 310, "seed": 1})
+    with pytest.raises(UsageError, match=r"corpus\.limit_documents None \(now 9\), made_with\.vocab 300 \(now 310\)"):
+        prepare_default(folder, **{**corpus, "vocab": 310, "limit_documents": 9})
 
 
 def test_the_tokenizer_is_trained_on_a_bounded_part_that_is_not_held_out(tmp_path, monkeypatch):
-    read, train, corpus = [], BPETokenizer.train, Corpus("synthetic", limit_documents=400, vocab=300)
+    files = (str(write_texts(tmp_path / "texts.jsonl", 400)),)
+    read, train, corpus = [], BPETokenizer.train, Corpus("text", files=files, vocab=300, validation_fraction=0.05)
     monkeypatch.setattr(module, "TRAINING_CHARACTERS", 20_000)
     monkeypatch.setattr(BPETokenizer, "train", lambda sample, vocab: read.extend(sample) or train(sample, vocab))
-    prepare_corpus(tmp_path, corpus)
+    prepare_corpus(tmp_path / "data", corpus)
     allowed = [text for text in corpus.documents() if not is_validation(text, 0.05)]
     assert read == allowed[: len(read)]
     assert sum(map(len, read)) >= 20_000 > sum(map(len, read[:-1]))
 
 
 def test_a_second_process_waits_for_the_first(default):
-    before, results = contents(default), []
-    next(iter(read_record(default).shards(default, "train"))).unlink()
-    waiting = threading.Thread(target=lambda: results.append(prepare_default(default, **SMALL)))
-    with locked(default, ""):
+    corpus, folder = default
+    before, results = contents(folder), []
+    next(iter(read_record(folder).shards(folder, "train"))).unlink()
+    waiting = threading.Thread(target=lambda: results.append(prepare_default(folder, **corpus)))
+    with locked(folder, ""):
         with pytest.raises(UsageError, match="being prepared by another process: wait for it"):
-            prepare_default(default, **SMALL, wait=0.0)
+            prepare_default(folder, **corpus, wait=0.0)
         waiting.start()
         waiting.join(0.2)
         assert not results
     waiting.join()
     assert results[0].complete
-    assert contents(default) == before
+    assert contents(folder) == before
 
 
 def test_a_twentieth_of_a_text_file_is_held_out_unless_it_is_too_short(tmp_path):

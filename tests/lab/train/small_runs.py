@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from muonsw.lab.data.prepare import markov_texts, prepare
+from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.model import ModelConfig
 from muonsw.lab.train.config import DataConfig, OptimizerConfig, RunConfig
 from muonsw.lab.train.loop import Watch, train
+from tests.lab.texts import markov_texts
 
 MODEL = ModelConfig(width=32, layers=2, head_dim=16, experts=4, ff=64, vocab=320, sequence=32)
 

@@ -13,11 +13,11 @@ from itertools import islice
 import pytest
 import torch
 
-from muonsw.lab.data.prepare import markov_texts
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, torch_threads, train
 from muonsw.lab.train.state import Training, with_fingerprint
+from tests.lab.texts import markov_texts
 from tests.lab.train.ranks import training, write_config
 from tests.lab.train.small_runs import (
     StoppedError,

@@ -14,14 +14,12 @@ import json
 import os
 import sysconfig
 import tokenize
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, chain, count, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
@@ -45,7 +43,7 @@ from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import locked, replacing
 from muonsw.lab.options import Flag, unset
 
-Source: TypeAlias = Literal["python", "text", "fineweb", "synthetic"]
+Source: TypeAlias = Literal["python", "text", "fineweb"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
 # Settings of one source or tokenizer, and the minimum of others.
@@ -54,18 +52,17 @@ ONLY_FOR = {
     "files": ("source", "text"),
     "dataset": ("source", "fineweb"),
     "sample": ("source", "fineweb"),
-    "seed": ("source", "synthetic"),
     "vocab": ("tokenizer", "bpe"),
     "gpt2_files": ("tokenizer", "gpt2"),
 }
-LEAST = {"limit_documents": 1, "limit_characters": 1, "group_characters": 1, "seed": 0}
+LEAST = {"limit_documents": 1, "limit_characters": 1, "group_characters": 1}
 # Training a BPE on this much text takes a second; more hardly changes its merges.
 TRAINING_CHARACTERS = 1 << 22
 # Encoding needs some hundred bytes for a token, so batches of this size need less than a gigabyte.
 BATCH_CHARACTERS = 1 << 22
 # Small corpora have several shards, so a killed run loses little; large ones few enough to open at once.
-SHARD_CHARACTERS: dict[Source, int] = {"python": 1 << 22, "synthetic": 1 << 22, "text": 1 << 24, "fineweb": 1 << 26}
-HELD_OUT: dict[Source, float] = {"python": 0.05, "synthetic": 0.05, "fineweb": 0.001}
+SHARD_CHARACTERS: dict[Source, int] = {"python": 1 << 22, "text": 1 << 24, "fineweb": 1 << 26}
+HELD_OUT: dict[Source, float] = {"python": 0.05, "fineweb": 0.001}
 # Of text files, hold out a share of the characters, which is larger for less than LARGE_CHARACTERS: a loss on a few
 # pages would be too noisy.
 SMALL_SHARE, LARGE_SHARE = 0.05, 0.01
@@ -86,7 +83,7 @@ class Corpus:
     """The options of `muonsw data prepare`: the documents, which of them to hold out, and the tokenizer."""
 
     source: Source = "python"
-    """Standard library of this Python, files, FineWeb from the Hugging Face hub, or a Markov chain."""
+    """Standard library of this Python, files, or FineWeb from the Hugging Face hub."""
 
     packages: Flag = False
     """Add the installed packages to the source `python`."""
@@ -99,9 +96,6 @@ class Corpus:
 
     sample: str = "sample-10BT"
     """Part of the hub's dataset, such as `sample-100BT` or `CC-MAIN-2024-10`."""
-
-    seed: int = 0
-    """Seed of the source `synthetic`."""
 
     limit_documents: Annotated[int | None, unset(metavar="N")] = None
     """Stop after N documents."""
@@ -134,8 +128,6 @@ class Corpus:
                 raise UsageError(f"{option} must be at least {least}, got {value}")
         if self.source == "text" and not self.files:
             raise UsageError("--source text needs --files: files, folders or quoted globs")
-        if self.source == "synthetic" and self.limit_documents is None and self.limit_characters is None:
-            raise UsageError("the synthetic source has no end: give --limit-documents or --limit-characters")
         if not 0.0 <= (self.validation_fraction or 0.0) < 1.0:
             raise UsageError(f"--validation-fraction is at least 0 and below 1, not {self.validation_fraction}")
         if self.tokenizer == "bpe" and not BYTES < self.vocab < 1 << 31:
@@ -155,8 +147,6 @@ class Corpus:
                 sample = None if Path(self.dataset).exists() else self.sample
                 label = f"the dataset {self.dataset}{f' ({sample})' if sample else ''}"
                 texts = _dataset_texts(label, self.dataset, sample)
-            case "synthetic":
-                texts = markov_texts(self.seed)
         texts = islice(filter(None, texts), self.limit_documents)
         return texts if self.limit_characters is None else up_to(texts, self.limit_characters)
 
@@ -294,28 +284,6 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "check the name, the connection and the files; finished shards are kept"
         raise UsageError(f"{label} cannot be read: {reason}; {fix}") from error
-
-
-def markov_texts(seed: int) -> Iterator[str]:
-    """Random documents of a Markov chain over 16 letters, 512 characters long on average."""
-    letters, mean_length = ascii_lowercase[:16], 512.0
-    end = size = len(letters)  # the end of a document is a state of the chain
-    # Squared exponential variables, from uniform ones because numpy may change its other distributions.
-    between = (-np.log1p(-np.random.default_rng([seed, 0]).random((size, size)))) ** 2.0
-    between /= between.sum(axis=1, keepdims=True)
-    # A document starts from the stationary distribution: p T = p with sum 1.
-    equations = np.vstack([between.T - np.eye(size), np.ones((1, size))])
-    start = np.linalg.lstsq(equations, np.eye(size + 1)[size], rcond=None)[0]
-    chances = np.zeros((size + 1, size + 1))
-    chances[:size, :size] = between * (1.0 - 1.0 / mean_length)
-    chances[:size, size] = 1.0 / mean_length
-    chances[size, :size] = start
-    thresholds: list[list[float]] = np.cumsum(chances, axis=1)[:, :-1].tolist()
-    for index in count():
-        uniform, state, text = np.random.default_rng([seed, 1, index]), end, ""
-        while (state := bisect_right(thresholds[state], uniform.random())) != end:
-            text += letters[state]
-        yield text
 
 
 # ---- Shards
