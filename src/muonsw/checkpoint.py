@@ -121,7 +121,7 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
     saved_groups = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
     completed: list[Group] = []
     for number, (old, here) in enumerate(zip(_matched(saved_groups, groups), groups, strict=True)):
-        # Other libraries' state may have the same names for other averages. Ours may change algorithm if it fits.
+        # Other libraries may give the same names to different averages. Our own state may change algorithm if it fits.
         if old["params"] and "peak_lr" not in old and old.get("algorithm") != here["algorithm"]:
             source = f"torch's {old['algorithm']}" if "algorithm" in old else "an unknown optimizer"
             raise ValueError(
@@ -176,7 +176,7 @@ def _translated(group: Group) -> Group:
 def _matched(saved: list[Group], groups: list[Group]) -> list[Group]:
     """The saved options and state keys for each group: by name if both sides have the same names, else by position.
 
-    torch matches by position alone, so reordered parameters of equal shape would swap states, and groups options.
+    torch matches by position alone, so reordered parameters of equal shape would swap states, and groups their options.
     """
     names_here = [_names(group) for group in groups]
     members = {name: (key, group) for group in saved for name, key in zip(_names(group), group["params"], strict=False)}

@@ -11,8 +11,8 @@ need, and adds 1.5% of noise to normally distributed elements; the second power 
 sharded along their first axis have the same codes on any number of ranks.
 
 Rounding is stochastic, by a hash of step and position: rounded to nearest, averages that move by less than half
-the distance between two codes would never move. With beta2=0.999, the root of the average square was then still 4
-times too large 2,500 steps after gradients had become 10 times smaller; stochastic rounding gave 0.97 times.
+the distance between two codes would never move. With beta2=0.999, 2,500 steps after gradients had become 10 times
+smaller, this left the root of the average square at 4 times its true value; stochastic rounding, at 0.97 times.
 
 **Host memory.** Copies to the device and back run on two streams, to use both directions of the bus during compute.
 """

@@ -171,7 +171,7 @@ def decay_factor(
         require_length(rule, steps)
     if (entry.uses_step and step is None) or (entry.uses_gradient and gradient is None):
         raise ValueError(f"decay rule {rule!r} depends on {'step' if entry.uses_step else 'gradient'}; pass it")
-    # any value does for what the rule does not use
+    # values that the rule does not use are arbitrary
     return entry.phi(lam, RunPosition(eta, eta_max or 0.0, step or 1, steps or 1, gradient or 0.0))
 
 

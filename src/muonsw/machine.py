@@ -1,4 +1,4 @@
-"""What this machine has and computes in. Nothing else queries the hardware, so tests can patch the answers."""
+"""This machine's hardware, and the dtypes that suit it. No other module queries it, so tests can patch the answers."""
 
 from __future__ import annotations
 

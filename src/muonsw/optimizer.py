@@ -146,9 +146,9 @@ class ScaledDecayOptimizer(Optimizer):
         group, number = complete_group(dict(param_group), self.defaults), len(self.param_groups)
         if decays(group):
             require_length(group["decay"], group.get("total_steps"))
-        if not group["step_count"]:  # a group that joins a run starts at its step
+        if not group["step_count"]:  # a new group joins at the step of the others
             group["step_count"] = max((int(other["step_count"]) for other in self.param_groups), default=0)
-        if group["step_count"] and group["highest_lr"] is None:  # and maybe past its peak
+        if group["step_count"] and group["highest_lr"] is None:  # the run may be past the peak
             group["highest_lr"] = peak.expected_peak(group)
         super().add_param_group(group)
         prune(group)
@@ -211,7 +211,7 @@ class ScaledDecayOptimizer(Optimizer):
 
         Args:
             peak_lr: the highest learning rate of the run, or a scheduler, whose `max_lrs` or `base_lrs` set
-                the peaks of groups without a `peak_lr`. One number needs groups with equal rates.
+                the peaks of groups without a `peak_lr`. A single number requires equal rates in all groups.
             group: change only the group with this number.
         """
         if group is not None and group not in range(len(self.param_groups)):
@@ -224,7 +224,7 @@ class ScaledDecayOptimizer(Optimizer):
         if hasattr(scheduler, "step") and hasattr(scheduler, "optimizer"):
             if checkpoint.unwrap_optimizer(scheduler.optimizer) is not self:
                 raise ValueError(
-                    f"this {type(scheduler).__name__} schedules another optimizer; pass one of this optimizer"
+                    f"this {type(scheduler).__name__} schedules another optimizer; pass a scheduler of this one"
                 )
             peaks = peak.scheduler_peaks(scheduler)
             for number, target in zip(numbers, chosen, strict=True):

@@ -222,7 +222,8 @@ def chunk_bytes(optimizer: ScaledDecayOptimizer, device: torch.device) -> int:
 
 def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
     """Allocate missing state, write peaks into the groups, and remember what `summary` shows."""
-    if not plan.batches or any(batch.items for batch in plan.batches):  # replayed batches have none, but all state
+    # replayed batches have no items, but their state exists
+    if not plan.batches or any(batch.items for batch in plan.batches):
         allocate(optimizer)  # first: memory may run out
     for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
         group.update({key: planned[key] for key in peak.STEP_KEYS})

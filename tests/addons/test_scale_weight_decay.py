@@ -81,7 +81,7 @@ def test_mistakes_are_named():
         scale_weight_decay(optimizer, ["scaled"])
     with pytest.raises(ValueError, match="'cosine' depends on the length of the run; pass total_steps"):
         scale_weight_decay(optimizer, "cosine")
-    with pytest.raises(ValueError, match="is one of ours; pass decay= to it"):
+    with pytest.raises(ValueError, match="is an optimizer of this library; pass decay= to it"):
         scale_weight_decay(MuonSW(matrices((4, 4)), lr=0.1))
     with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer, not a Linear"):
         scale_weight_decay(nn.Linear(2, 2))

@@ -24,8 +24,8 @@ from muonsw.checkpoint import required_optimizer
 from muonsw.distributed.shards import is_dtensor, whole
 from muonsw.options import require_number
 
-# Of the calls since telemetry last read this: how many clipped, and how many there were. Updated in place, because
-# captured graphs write to the tensor.
+# Calls that clipped, and all calls, since telemetry last read this. Updated in place, because captured graphs write
+# to the tensor.
 _counts: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
 
@@ -37,14 +37,14 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
     `optimizer.step()`. It does not wait for the device.
 
     Args:
-        optimizer: one of ours; Accelerate's wrapper is removed.
+        optimizer: an optimizer of this library, or Accelerate's wrapper around one.
         max_norm: the largest total norm of all clipped gradients.
         algorithms: the algorithms whose gradients are measured and clipped; by default all but Muon, Lion, Dion2 and
             ASGO, whose steps do not depend on the gradient's size. Pass `("adamw", "sgd", "muon")` to clip the whole
             model by one norm.
 
     Returns:
-        The total norm before clipping, a plain tensor that is equal on all ranks. Gradients may be DTensors, also of
+        The total norm before clipping, a plain tensor that is equal on all ranks. DTensor gradients may be on
         several meshes.
 
     Examples:
@@ -72,7 +72,7 @@ def clip_optimizer_grads_(optimizer: Any, max_norm: float, *, algorithms: Collec
     for name in clipped:
         ALGORITHMS[name]  # raises if unknown
 
-    # torch's functions refuse mixed meshes; a shard without a gradient may have one on other ranks
+    # torch's functions refuse mixed meshes; a DTensor without a gradient here may have one on other ranks
     by_mesh: dict[Any, list[Tensor]] = {}
     for group in optimizer.param_groups:
         for param in group["params"] if group["algorithm"] in clipped else ():

@@ -5,8 +5,8 @@ Before each step a hook averages the group's mean squared gradient over steps, w
 squares, because averages over elements and over steps commute, so the rule needs no other state and works with every
 algorithm. Gradients that are not finite are left out.
 
-The mean is over all shards of a DTensor. Plain parameters count as equal on every rank, so an expert that only one rank
-holds needs a separate group. Reading the mean waits for the device.
+The mean is over all shards of a DTensor. Plain parameters are assumed equal on every rank, so an expert that only
+one rank holds needs a separate group. Reading the mean waits for the device.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Under each rule W becomes `a W - b U`, with two scalars per weight that follow f
 optimizer takes its ordinary step; hooks around it compare the weights with a copy, recover U, and set the weights
 again. So weights must be float32 or float64, and the copy doubles their memory during a step.
 
-Each matrix that Muon orthogonalizes (an expert of a stack, a part of a fused projection) has one norm; under other
-algorithms each expert of a stack has one, or else the whole tensor. R is given by `target_norm`, the root mean square
+Under Muon there is one norm per orthogonalized matrix (an expert of a stack, a part of a fused projection); under other
+algorithms one per expert of a stack, otherwise one per tensor. R is given by `target_norm`, the root mean square
 of the elements; the default is the weight's norm at the first step, stored in its state as `radius`.
 
 Groups with `weight_decay=0`, such as embeddings, gains and biases, are not affected.
@@ -78,7 +78,7 @@ def hyperball(norms: Norms, eta: float, phi: float) -> tuple[Number, Number]:  #
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    return a / torch.where(b > 0, b, 1.0)  # if b is zero, so is the factor of this quotient
+    return a / torch.where(b > 0, b, 1.0)  # where b is zero, this only multiplies zeros
 
 
 NORM_RULES: Registry[NormRule] = Registry("norm rule")
@@ -216,7 +216,7 @@ class _NormHooks:
             for part, index in matrices.here(param):
                 W, here = part.of(old), part.of(weight)
                 keep, move = (x[index].view(*x[index].shape, *[1] * (W.dim() - len(matrices.stack))) for x in (a, b))
-                U = ((1 - phi) * W - here) / eta  # again, because all U together are as large as the weights
+                U = ((1 - phi) * W - here) / eta  # recomputed: storing every U would take as much memory as the weights
                 moved_to = keep * W - move * U
                 here.copy_(torch.where(skipped.ok, moved_to, here) if isinstance(skipped, Flag) else moved_to)
 

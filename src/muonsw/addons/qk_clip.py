@@ -1,6 +1,6 @@
 """QK-clip: after a step, scale down the query and key weights of attention heads whose logits are too large.
 
-Kimi Team, "Kimi K2: Open Agentic Intelligence" (arXiv 2507.20534), which calls Muon with it MuonClip. With S_max the
+Kimi Team, "Kimi K2: Open Agentic Intelligence" (arXiv 2507.20534), whose MuonClip is Muon with QK-clip. With S_max the
 largest logit of a head in the forward passes of a step and tau a threshold, gamma = min(1, tau / S_max) and
 
     W_q <- gamma^alpha W_q,   W_k <- gamma^(1 - alpha) W_k,   alpha = 1/2
@@ -111,7 +111,7 @@ class AttentionLogits:
             raise ValueError(
                 f"logits of {count} heads from head {first_head} on do not fit an attention of {self.heads} heads"
             )
-        if self.maximum.device != largest.device:  # the model has moved
+        if self.maximum.device != largest.device:  # the model is on another device now
             with torch.inference_mode(False):  # the first report may come from an evaluation
                 self.maximum = torch.full_like(self.maximum, -torch.inf, device=largest.device)
         reported = self.maximum.narrow(0, first_head, count)

@@ -157,7 +157,7 @@ class Replay:
     """The graphs of one optimizer's step, and when to capture one.
 
     Attributes:
-        flag: what may have forbidden the last step, on the device.
+        flag: the flag on the device that the last step depended on.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class Replay:
             else:
                 self._take(optimizer, batches, contexts, runner)
         except BaseException:
-            torch._foreach_zero_(self._scalars)  # or the next step would be too long
+            torch._foreach_zero_(self._scalars)  # the next step adds its rates to these
             raise
         return True if self.flag is None else self.flag
 
@@ -254,7 +254,7 @@ class Replay:
             captured.replay(self._places)
 
     def pays(self, groups: Sequence[Group]) -> bool:
-        """Whether steps of these parameters, the first on a GPU, can be replayed and would be faster."""
+        """Whether replay is possible and faster, given that the first parameter is on a GPU."""
         if torch.version.hip is not None or not all(map(has_kernels_throughout, groups)):  # not tried on AMD's GPUs
             return False
         if any("max_momentum" in g and "betas" in ALGORITHMS[g["algorithm"]].defaults for g in groups):
@@ -267,7 +267,7 @@ class Replay:
 
     @property
     def why_eager(self) -> str:
-        """Why steps that could be replayed are not; empty if they still may be."""
+        """Why eligible steps run eagerly; empty while it is too early to tell."""
         if self._failure:
             return f"the step cannot be captured: {self._failure}"
         if self._steps_without < PATIENCE:
@@ -288,7 +288,7 @@ class Replay:
 
     def _capture(self, program: Callable[[], None], params: Sequence[Tensor], work: list[Batch]) -> _Captured | None:
         """Capture the program; None, with the reason in `_failure`, if that is impossible."""
-        # Nothing in a graph's memory outlives its replay, so all graphs share one pool. The flag lives until the next.
+        # All graphs share one pool, because nothing in it outlives a replay, except the flag until the next replay.
         assert self._now is not None
         self._captures += 1
         order = {id(param): place for place, param in enumerate(params)}
@@ -345,5 +345,5 @@ def supports(optimizer: ScaledDecayOptimizer, batches: Sequence[Batch]) -> str:
         if group["offload"]:
             return "offload=True copies state from the host and back"
         if not has_kernels_throughout(group):
-            return f"torch operations run a part of the steps of algorithm={group['algorithm']!r} with these options"
+            return f"algorithm={group['algorithm']!r} with these options runs partly on torch operations"
     return ""

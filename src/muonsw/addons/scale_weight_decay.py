@@ -41,7 +41,7 @@ def scale_weight_decay(
     a group's `weight_decay` later, it becomes the group's lambda.
 
     Args:
-        optimizer: torch's AdamW or Muon, or another with decoupled decay; Accelerate's wrapper is removed.
+        optimizer: torch's AdamW or Muon, or another with decoupled decay; or Accelerate's wrapper around one.
         decay: a name from `DECAY_RULES`; not a rule that depends on gradients.
         peak_lr: the highest learning rate of the run; None takes the rate that a scheduler recorded, else the current
             one. "running_max" follows the highest rate so far.
@@ -69,7 +69,7 @@ def scale_weight_decay(
     if hasattr(optimizer, _HANDLE):
         raise ValueError(f"this {name} already has scaled decay; call remove() on its handle first")
     if isinstance(optimizer, ScaledDecayOptimizer):
-        raise ValueError(f"{name} is one of ours; pass decay= to it instead")
+        raise ValueError(f"{name} is an optimizer of this library; pass decay= to it instead")
     if not all("weight_decay" in group for group in groups) or _decays_otherwise(optimizer):
         raise ValueError(
             f"{name} does not shrink weights by lr * weight_decay, so its decay cannot be scaled; build it with "

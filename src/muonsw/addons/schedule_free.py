@@ -1,8 +1,8 @@
-"""Schedule-Free learning around an optimizer: averaging takes the place of a falling learning rate.
+"""Schedule-Free learning, wrapped around an optimizer: averaging replaces a falling learning rate.
 
-Defazio et al., "The Road Less Scheduled" (arXiv 2405.15682); around NorMuon, arXiv 2605.23061. There are three
+Defazio et al., "The Road Less Scheduled" (arXiv 2405.15682); with NorMuon, arXiv 2605.23061. There are three
 sequences: the optimizer moves z, gradients are taken at y, and x is evaluated. With eta_k the learning rate of step k,
-from 1, and b = beta:
+counted from 1, and b = beta:
 
     z <- the optimizer's step on z, with the gradient at y
     x <- (1 - c) x + c z,   c = w_k / (w_1 + ... + w_k),   w_k = k^r max(eta_1..eta_k)^p
@@ -51,7 +51,7 @@ def _of_inner(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ScheduleFree(Optimizer):
-    """Schedule-Free learning around one of our optimizers.
+    """Wrap an optimizer of this library in Schedule-Free learning.
 
     Call `train` before training and `eval` before evaluating or saving, as with a model. After `warmup_steps` the
     learning rate stays constant unless you add a scheduler. With AdamW the authors use `betas=(0.0, 0.999)`: averaging
@@ -90,7 +90,7 @@ class ScheduleFree(Optimizer):
         model: nn.Module | None = None,
     ) -> None:
         if not isinstance(optimizer, ScaledDecayOptimizer):
-            raise TypeError(f"ScheduleFree goes around AdamWSW, MuonSW or SGDSW, not a {type(optimizer).__name__}")
+            raise TypeError(f"ScheduleFree wraps AdamWSW, MuonSW or SGDSW, not a {type(optimizer).__name__}")
         require_number("beta", beta, 0, 1, open_ends=True)
         for key, value in {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}.items():
             require_number(key, value)
@@ -162,7 +162,7 @@ class ScheduleFree(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step at y; a step that raises changes nothing.
 
-        Either mode allows a step with all learning rates at zero, with which frameworks create state before a load.
+        A step with all learning rates at zero works in either mode: frameworks use one to create state before a load.
         """
         idle = not any(group["lr"] for group in self.param_groups)
         if not self.training and not idle:
@@ -236,8 +236,8 @@ class ScheduleFree(Optimizer):
                 dtype_of_state = state_dtype(group["state_dtype"], dtype)
                 if dtype in LOW_PRECISION or dtype_of_state.itemsize < dtype.itemsize:
                     raise ValueError(
-                        f"param group {number}: a late step changes the average by less than {dtype} weights with "
-                        f"{dtype_of_state} state can hold; keep both in float32"
+                        f"param group {number}: late in a run, a step changes the average by less than {dtype} weights "
+                        f"with {dtype_of_state} state can hold; keep both in float32"
                     )
         for group in self.param_groups:
             for key, value in {**_COUNTERS, "holds_y": self.training}.items():

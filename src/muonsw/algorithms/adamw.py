@@ -49,7 +49,7 @@ def fused(group: Group, parts: list[Part], ctx: StepContext) -> bool:
     weights, _, averages, squares = lists
     if not has_kernels(group, weights[0].device):
         return _by_torch(group, parts, lists, ctx)
-    # Groups with encoded state use our kernel, also for their parameters that stay in float32.
+    # Groups with encoded state use our kernel, even for parameters whose state stays in float32.
     is_small = weights[0].is_cuda and elements(weights) < kernels.TORCH_BELOW and group["state_dtype"] not in STORED
     return (
         (is_small and _by_torch(group, parts, lists, ctx))
@@ -69,7 +69,7 @@ def in_place(group: Group, parts: list[Part], state: dict[str, StoredState], ctx
 
 
 def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:
-    """Take the step with torch's kernel; `weight_decay = phi / eta` makes its decay ours."""
+    """Take the step with torch's kernel; with `weight_decay = phi / eta` it removes our phi."""
     if not suits_torch(group, ctx, *lists):
         return False
     weights, grads, averages, squares = lists

@@ -1,7 +1,7 @@
 """ASGO: momentum times the inverse square root of the factor of its shorter side.
 
 An et al., "ASGO: Adaptive Structured Gradient Optimization" (2025). The rule follows the authors' asgo.py. Unlike
-there, nothing waits for the device, and the identity replaces a non-finite root without a message.
+theirs, ours never waits for the device, and it replaces a non-finite root by the identity without a message.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ COEFFICIENTS = COEFFICIENT_SETS["polar_express"]._replace(divisor=1.0).schedule(
 def asgo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     """Directions of RMS 0.2 for gradients (count, m, n), and the state after them.
 
-    `state` is `exp_avg` (count, m, n), and `factor`, d x d and folded (`factors.py`), of the rows if they are fewer,
-    else of the columns.
+    `state` is `exp_avg` (count, m, n), and `factor`, the folded (`factors.py`) d x d factor of the shorter side (of the
+    columns if the matrix is square).
     """
     beta1, beta2 = group["betas"]
     wide = G.shape[-2] < G.shape[-1]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Update(NamedTuple):
     """Directions for some parts: each part moves by `-eta * scale * direction`.
 
-    `factors`, if any, are still to be multiplied by the directions: one per row or column, expanded to the batch
+    The directions must still be multiplied by `factors`, if any: one per row or column, expanded to the batch
     (count, rows, columns). The kernel that moves weights multiplies as it reads.
     """
 
@@ -37,12 +37,12 @@ class Update(NamedTuple):
 
 
 class MatrixRule(NamedTuple):
-    """A rule of whole matrices in two halves; ranks exchange the matrices of sharded parameters in between.
+    """A rule for whole matrices: `advance`, then `directions`; in between, ranks exchange sharded matrices.
 
     Attributes:
         advance: advances the state of parts unless the flag forbids it, and writes the inputs of `directions` to
             targets, if any.
-        directions: the directions for matrices (count, rows, columns) and their state, in a dtype; and the new state.
+        directions: maps matrices (count, rows, columns), their state and a dtype to directions and the new state.
         scale: the scale of directions for a matrix of shape (out, in).
         state: the state that `directions` reads and returns; it is sent with the matrix.
         sends_gradient: whether `directions` also needs the gradient, as `state["grad"]`.
@@ -73,7 +73,7 @@ class Algorithm(NamedTuple):
         state: the tensors of a parameter's state, by key.
         update: returns the directions of some parts and advances their state in place.
         validate: refuses an unsupported parameter or option.
-        matrices: a rule of whole matrices, in two halves.
+        matrices: a rule for whole matrices.
         fused: takes the whole step of some parts in one kernel; returns False, without side effects, if it cannot.
         in_place: `fused` on encoded state; bit-equal to `update` on decoded state.
         scale_free: the update does not depend on the size of the gradient, so clipping has no effect.
@@ -117,7 +117,7 @@ def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> We
 def suits_torch(group: Group, ctx: StepContext, *lists: Sequence[Tensor]) -> bool:
     """Whether torch's fused kernels support this: contiguous tensors of one dtype, float32 or float64.
 
-    We pass them phi divided by the learning rate, so that must be a nonzero number; they have no cautious decay. In
+    We pass them phi divided by the learning rate, which must be a nonzero number; they have no cautious decay. In
     lower precision torch 2.12 and 2.13 silently skip steps on CPUs.
     """
     first = lists[0][0]

@@ -32,7 +32,7 @@ def eigenbasis(A: Tensor, otherwise: Tensor) -> Tensor:
 
 
 def power_iteration(A: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Improve a basis towards the eigenvectors of A; also return the order of its columns by falling `diag(Q^T A Q)`.
+    """Improve a basis towards the eigenvectors of A; also return the column order, by descending `diag(Q^T A Q)`.
 
     A basis of zeros is uninitialized, and replaced by the identity.
     """
@@ -45,7 +45,7 @@ def power_iteration(A: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def orthonormal(X: Tensor, basis: Tensor) -> Tensor:
-    """Q of the QR decomposition of X, up to the signs of its columns; X is an image of `basis`."""
+    """Q of the QR decomposition of X, up to the signs of its columns; X is A times `basis`."""
     return cholesky_qr(X, basis) if X.is_cuda and X.dtype == torch.float32 else torch.linalg.qr(X).Q
 
 

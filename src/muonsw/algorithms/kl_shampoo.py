@@ -2,7 +2,7 @@
 
 The factors minimize the Kullback-Leibler divergence between two Gaussians (Lin et al., "Understanding and Improving
 Shampoo and SOAP via Kullback-Leibler Minimization", 2025). The rule follows Tilde Research's
-`online-kl-shampoo-release` (OKLS), which also uses scaled decay. Unlike there, roots are in float32 except on GPUs, and
+`online-kl-shampoo-release` (OKLS), which also uses scaled decay. Here, roots are in float32 except on GPUs, and
 a matrix whose first gradient comes late starts at a multiple of the identity.
 """
 

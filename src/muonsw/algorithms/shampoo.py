@@ -1,7 +1,7 @@
 """Shampoo: momentum between the inverse fourth roots of the gradients' factors, in blocks, with grafted norms.
 
 Gupta et al. (2018), with the blocks and the grafting of Anil et al. (2020). The rule follows Meta's
-`distributed_shampoo` with bias correction and roots from eigendecompositions. Unlike there, blocks along an axis are
+`distributed_shampoo` with bias correction and roots from eigendecompositions. Here, blocks along an axis are
 equally long (1100 rows are 550 and 550, not 1024 and 76), all blocks are decomposed in one batch, and a factor and its
 root are packed into one square matrix.
 """

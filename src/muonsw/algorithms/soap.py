@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors.
 
 Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024). As in the authors' code, the first gradient
-initializes the bases and moves nothing. Unlike there, weights decay in the first step too, equal matrices are batched,
+initializes the bases and moves nothing. Here, weights decay in the first step too, equal matrices are batched,
 and momentum is rotated only when the basis changes.
 """
 

@@ -2,7 +2,7 @@
 
 An elementwise rule moves each rank's shard as if it were a parameter of its own. A rule that needs whole matrices gets
 one more stage, the exchange: momentum on the shards, shards to the rank that owns the matrix, directions back to the
-shards. Which exchange a parameter takes follows from how it lies over the ranks.
+shards. How a parameter is laid out across ranks determines its exchange.
 """
 
 from muonsw.distributed.exchange import exchange_updates as exchange_updates

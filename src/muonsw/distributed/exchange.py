@@ -26,7 +26,7 @@ from muonsw.matrices import MatrixView, Part, Region, runs
 from muonsw.slots import wide_dtype
 from muonsw.work import Batch, State, StepContext
 
-# Large exchanges take at least this many rounds, so that one round is multiplied while the next travels.
+# Large exchanges take at least this many rounds, so that one round is computed while the next travels.
 ROUNDS = 4
 SMALLEST_ROUND = 2**22
 
@@ -96,7 +96,7 @@ class Traveller(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What matrices must share to travel as one block: batch, sizes and what travels, the matrix first."""
+    """What matrices must share to travel as one block: batch, sizes, and the tensors that travel (the matrix first)."""
 
     batch: int
     rows: int
@@ -129,11 +129,11 @@ class Unit(NamedTuple):
         return self.matrices * sum(math.prod(tensor.shape) for tensor in self.shape.tensors)
 
     def held(self, number: int, rank: int) -> int:
-        """Elements that a rank holds of a tensor that travels."""
+        """Number of elements that a rank holds of a travelling tensor."""
         return self.matrices * math.prod(self.shape.tensors[number].pieces[rank].lengths)
 
     def holder(self) -> int | None:
-        """The only rank that holds these matrices, such as the heads of its shard, which need not travel."""
+        """The one rank that holds these matrices (such as the heads in its shard), if any; they need not travel."""
         numel = self.matrices * self.shape.rows * self.shape.columns
         holders = [rank for rank in range(len(self.shape.tensors[0].pieces)) if self.held(0, rank) == numel]
         return holders[0] if len(holders) == 1 else None
@@ -283,7 +283,7 @@ def _round(wire: Wire, units: list[Unit]) -> Round:
 
 
 def _trip(wire: Wire, owned: list[list[Unit]], dtype: torch.dtype, keys: set[str], *, back: bool = False) -> Trip:
-    """One way of the tensors with these keys, for the units of each owner."""
+    """Plan one direction of a round, for the tensors with these keys; `owned` has the units of each owner."""
 
     def numbers(shape: Shape) -> list[int]:
         return [number for number, tensor in enumerate(shape.tensors) if tensor.key in keys]
@@ -312,7 +312,7 @@ def exchange_updates(
 ) -> None:
     """Update all parameters that need an exchange; `apply` gets each update with the index of its batch.
 
-    While one round is multiplied, the next travels to its owners and the previous one travels back.
+    While one round is computed, the next travels to its owners and the previous one travels back.
     """
     _interleave([_exchange(batches, contexts, round_, apply) for round_ in rounds])
 
@@ -433,7 +433,7 @@ def _arrival(buffer: Tensor, *collectives: Callable[..., Any]) -> Arrival:
         while handles:
             handles.pop(0).wait()
 
-    def arrive(_: Any = collectives) -> Tensor:  # the default keeps what is sent alive until it has arrived
+    def arrive(_: Any = collectives) -> Tensor:  # the default keeps send buffers alive until arrival
         eagerly(wait)
         return buffer
 

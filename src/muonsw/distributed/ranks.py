@@ -52,8 +52,8 @@ class _Known(NamedTuple):
     """What depends on the parameters alone."""
 
     key: Any = None  # changes when the parameters do
-    lines: Sequence[str] = ()
-    digest: str = ""  # of the lines
+    lines: Sequence[str] = ()  # one for each parameter, see `_describe`
+    digest: str = ""  # a hash of `lines`
     groups: Sequence[dist.ProcessGroup] = ()
     watched: Sequence[tuple[str, Tensor]] = ()  # parameters that other ranks hold parts or copies of
 

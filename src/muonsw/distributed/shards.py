@@ -1,4 +1,4 @@
-"""How parameters lie over ranks: a DTensor's shard on this rank, with its gradient and state, and where all shards lie.
+"""How parameters are laid out across ranks: this rank's shard, its gradient and state, and where all shards are.
 
 Ranks exchange matrices over the process groups of a mesh, one for each axis of a grid. Creating a process group would
 need every rank of the world, and some may hold none of the parameters.
@@ -72,9 +72,9 @@ def _on_mesh_of(
 
 
 def state_placements(param: DTensor, axis: int) -> tuple[Any, ...]:
-    """Placements of a state tensor with a parameter's axes before `axis`, then further axes.
+    """Placements of a state tensor that has a parameter's axes before `axis`, and its own axes from there.
 
-    If the parameter is sharded along a later axis, the state is sharded along the first of those.
+    If the parameter is sharded along `axis` or later, the state is sharded along `axis`.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -147,9 +147,9 @@ def refuse_interleaved(name: str, param: DTensor) -> None:
     if cutting_order(placements, mesh_shape) is None:
         raise ValueError(
             f"{name} has placements {placements} on a mesh of {tuple(mesh_shape)}, whose shards are not contiguous "
-            f"blocks; Muon, other rules of whole matrices, norm rules and QK-clip need Shard or Replicate on each mesh "
-            f"axis (copies as under DDP, FSDP2, HSDP, tensor or expert parallelism) or the strided shards that FSDP2 "
-            f"makes over tensor parallelism"
+            f"blocks; Muon, other whole-matrix rules, norm rules and QK-clip need Shard or Replicate on each mesh axis "
+            f"(as under DDP, FSDP2, HSDP, tensor or expert parallelism) or the strided shards that FSDP2 makes over "
+            f"tensor parallelism"
         )
 
 
@@ -265,7 +265,7 @@ class Layouts:
     def of(self, param: Tensor, first_matrix_axis: int, state_shape: torch.Size | None = None) -> Layout:
         """The layout of a parameter whose axes before `first_matrix_axis` count matrices.
 
-        With `state_shape`, that of a state tensor, whose axes after those differ.
+        With `state_shape`, the layout of a state tensor, which has other axes from `first_matrix_axis`.
         """
         places = None
         if is_dtensor(param):

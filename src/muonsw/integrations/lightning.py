@@ -48,8 +48,8 @@ class TelemetryCallback(TelemetryLog, Callback):
     size of each group under `routing/`. The routing table and the findings themselves go to Python's log.
 
     Args:
-        every: sample the first step and each step whose number is a multiple of it.
-        findings: returns sentences to log for a record, such as `muonsw.lab.diagnose.Findings()`.
+        every: sample step 1 and every multiple of this number.
+        findings: a function that maps a record to sentences to log, such as `muonsw.lab.diagnose.Findings()`.
         **telemetry: other arguments of `Telemetry`, such as `sink=JsonlSink(path)` for whole records.
 
     Attributes:

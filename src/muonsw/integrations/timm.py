@@ -55,7 +55,9 @@ def _from_timm(
     scales = {id(param): float(group.get("lr_scale", 1.0)) for group in groups for param in group["params"]}
     registered = model()
     if registered is None or scales.keys() != {id(p) for p in registered.parameters() if p.requires_grad}:
-        raise ValueError("timm builds an optimizer for another model: call muonsw.integrations.timm.register with it")
+        raise ValueError(
+            "timm is building an optimizer for another model; call muonsw.integrations.timm.register(model) first"
+        )
     weight_decay = max((group.get("weight_decay", 0.0) for group in groups), default=weight_decay)
     return _built(optimizer, registered, scales, lr=lr, weight_decay=weight_decay, **options)
 

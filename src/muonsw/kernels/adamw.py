@@ -1,6 +1,6 @@
 """AdamW in one pass, from gradient to weight; state is in floats, in 8 bits, or in stochastically rounded bfloat16.
 
-Compiled without fused multiply-adds, so encoded state gets the same bits as decoding, stepping and encoding apart.
+Compiled without fused multiply-adds, so encoded state gets the same bits as separate decoding, stepping and encoding.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def adamw(
         tiles = tile(averages.values[0].numel() // averages.scales[0].numel())
     blocks = block_map(stretches.sizes, tiles["ROWS"] * tiles["LENGTH"], device)
     kinds = [STATE_DTYPES[state.values[0].dtype] for state in (averages, squares)]
-    large = [weights.tensors[0], *(tensors[0] for tensors in lists if tensors[0].dim())]  # without counters
+    large = [weights.tensors[0], *(tensors[0] for tensors in lists if tensors[0].dim())]  # all but scalar counters
     launch_on(
         device,
         _adamw,

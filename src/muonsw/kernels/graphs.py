@@ -100,7 +100,7 @@ def recorded(
     recording = Recording(device, pool)
     torch.cuda.synchronize(device)
     collects = gc.isenabled()
-    gc.disable()  # a graph that is destroyed while another is captured would spoil it
+    gc.disable()  # destroying another graph would invalidate the capture
     token = _current.set(recording)
     try:
         with torch.cuda.stream(stream or torch.cuda.Stream(device)):

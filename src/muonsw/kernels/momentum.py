@@ -316,7 +316,7 @@ def advance_momenta(
 
 
 def _layouts(lists: Sequence[Sequence[Tensor]], area: int = 0) -> list[Stretches] | None:
-    """The stretches of each list (see `runs`); None unless all lists lie alike and a kernel can read them."""
+    """The stretches of each list (see `runs`); None unless all lists have one layout and a kernel can read it."""
     layouts: list[Stretches] = []
     for tensors in lists:
         layout = runs(tensors, area) if tensors[0].dtype in DTYPES and one_dtype(tensors) else None

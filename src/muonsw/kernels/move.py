@@ -140,7 +140,7 @@ def _move(
     if FACTORS is not None:
         begin = first + tl.load(blocks + tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK
         place = (begin % columns).to(tl.int32) + tl.arange(0, BLOCK)
-        # a quotient by one rounded product: a half keeps it away from whole numbers
+        # division as one rounded product: adding a half keeps the result away from whole numbers
         below = ((place.to(tl.float32) + 0.5) * (1.0 / columns)).to(tl.int32)
         slices = (begin // columns).to(tl.int32) + below  # rows, counted over all matrices
         if FACTORS == "columns":

@@ -94,7 +94,7 @@ def _turn_into_factors(
     ALIGNED: tl.constexpr,
     SUMS_READ: tl.constexpr,
 ):
-    """Replace sums of squares by NorMuon's factors, or without averages by the norm's."""
+    """Replace sums of squares by NorMuon's factors; without averages, by the one factor that sets the norm."""
     matrix = tl.program_id(0)
     first = sums + matrix.to(tl.int64) * slices
     total = 0.0

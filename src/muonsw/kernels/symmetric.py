@@ -188,7 +188,7 @@ def symmetric_product(
 
 
 def _suits_engine(tensor: Tensor, turned: bool) -> bool:
-    """Whether the copy engine can read it: contiguous along one axis, other strides multiples of 16 bytes."""
+    """Whether the copy engine can read a tensor: contiguous along one axis, other strides multiples of 16 bytes."""
     batch, row, column = tensor.stride()
     along, across = (row, column) if turned else (column, row)
     size = tensor.element_size()

@@ -42,7 +42,7 @@ class GraphTables:
 
     def __init__(self, grads: Sequence[Tensor], device: torch.device, room: int) -> None:
         self.held: list[Any] = []
-        self._spans = []  # of each gradient: the first byte, how many bytes it lies in, its number
+        self._spans = []  # of each gradient: address, extent in bytes, index
         for number, grad in enumerate(grads):
             reach = sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
             self._spans.append((grad.data_ptr(), (reach + 1) * grad.element_size(), number))

@@ -25,7 +25,7 @@ product rounded once, determines the number of steps in a segment:
 
 Longer segments are worse in float16: `newton_schulz` in segments of 4 and 1 steps is off by 12, `newton_schulz_you` of
 3 and 2 by 0.35, `polar_express` of 2 and 3 by 0.16 and of 3 and 2 by 1.8 (its first step multiplies errors by 66). In
-bfloat16 the plain form alone is off by 0.4 to 1.1, so the Gram form never uses it.
+bfloat16 even the plain form is off by 0.4 to 1.1, so the Gram form never uses it.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Iteration:
     """An orthogonalizer: a coefficient set and the form of its iteration.
 
     `form` is "plain", "gram" (plain for matrices less than 1.5 times longer than wide, which gain nothing), or "auto",
-    the faster of both.
+    whichever is faster.
 
     Examples:
         >>> orthogonal = Iteration(COEFFICIENT_SETS["simple_quintic"])(torch.diag(torch.tensor([1e-20, 3e-20])))

@@ -68,8 +68,8 @@ def route(
 
     if unused := [pattern for pattern in patterns if pattern not in used]:
         raise ValueError(
-            f"pattern {unused[0]!r} matches no parameter that an earlier pattern has not claimed; names look "
-            f"like {', '.join(entry.name for entry in routed[:3])} and roles are {', '.join(ROLES)}"
+            f"pattern {unused[0]!r} matches no parameter, or only those that an earlier pattern claimed; names "
+            f"look like {', '.join(entry.name for entry in routed[:3])} and roles are {', '.join(ROLES)}"
         )
     if adamw and not adamw_applies:
         raise ValueError(

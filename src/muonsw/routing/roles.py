@@ -264,13 +264,14 @@ def _why_output(layer: Layer, is_kernel: bool, model: ModelFacts) -> str | None:
         return None if feeds else f"{output} is called an output, and nothing reads its {width} features"
     if model.in_block(layer.path):
         is_output = not is_read and width in model.outer_widths
-        return f"nothing reads its {width} features, and an output outside is as wide" if is_output else None
+        reason = f"nothing reads its {width} features, and a layer outside the repeated blocks has as many outputs"
+        return reason if is_output else None
     neighbors = [other for other in model.maps if other is not layer]
     if not neighbors:
         return None
     if not is_read and not is_kernel:  # a convolution's output is often flattened before it is read
         return f"nothing in the model reads its {width} features"
-    # The last layer is an output unless all layers have one width; a kernel must be the only one of its width.
+    # The last layer is an output unless all layers have the same width; a kernel must be the only one of its width.
     outputs = {other.out_features for other in neighbors}
     inputs = {size for other in neighbors for size in other.in_features}
     differs = width not in outputs if is_kernel else outputs | inputs != {width}

@@ -39,8 +39,8 @@ class Telemetry:
     numbers are the same with and without it.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`; Accelerate's wrapper is removed.
-        every: sample the first step and each step whose number is a multiple of it.
+        optimizer: any `torch.optim.Optimizer`, or Accelerate's wrapper around one.
+        every: sample step 1 and every multiple of this number.
         model: provides names, roles and layers for parameters whose groups have none.
         sink: a function that is called with each record, or several of them.
         parameters: include the values of each parameter in the records.
