@@ -8,7 +8,7 @@ from tests.common.problems import flag_on_device
 
 @pytest.fixture(params=["host", "device"])
 def known_by(request, monkeypatch):
-    """Who learns of bad gradients: on accelerators the device alone."""
+    """Whether the host learns of bad gradients, or only the device, as on accelerators."""
     if request.param == "device":
         monkeypatch.setattr("muonsw.step.finite_flag", flag_on_device)
     return request.param

@@ -31,7 +31,7 @@ def assert_near(ours, theirs, tolerance):
     [("match_rms_adamw", "match_rms_adamw"), ("original", "original"), ("spectral", "spectral_unclamped")],
 )
 def test_muon(pair, nesterov, scale, torch_scale):
-    """torch rounds the iteration to bfloat16; so do we here, and sums in another order remain."""
+    """torch rounds the iteration to bfloat16; so do we here, so only the order of sums differs."""
     if torch_scale == "spectral_unclamped" and torch.__version__ < (2, 14):
         pytest.skip("torch has it since 2.14")
     ours, theirs = pair
@@ -53,7 +53,7 @@ class WithoutBfloat16(TorchDispatchMode):
 
 
 def test_muon_with_torchs_iteration_in_float32(pair):
-    """Without torch's bfloat16 the two agree to float32 rounding, which would show a missing decay."""
+    """Without torch's bfloat16 the two agree to float32 rounding, close enough to reveal a missing decay."""
     ours, theirs = pair
     run(MuonSW(ours, lr=0.05, decay="constant", ns_dtype="float32"), ours, 60, schedule=SCHEDULE)
     with WithoutBfloat16():
@@ -95,9 +95,9 @@ ADAMW = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
     [
         (partial(torch.optim.AdamW, fused=False, **ADAMW), partial(AdamWSW, decay="constant", **ADAMW), 1e-6),
         (partial(torch.optim.AdamW, fused=True, **ADAMW), partial(AdamWSW, decay="constant", **ADAMW), 1e-6),
-        # the saved form of its momenta, sums, replaces ours
+        # its momenta are sums, so the load replaces our momentum_form
         (partial(torch.optim.SGD, momentum=0.9), partial(SGDSW, weight_decay=0.0, momentum_form="ema"), 1e-6),
-        # so does the saved scale
+        # the load also replaces our scale
         (
             partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"),
             partial(MuonSW, decay="constant", ns_dtype="bfloat16", scale="none"),

@@ -53,7 +53,7 @@ def test_a_decoded_number_is_one_of_its_two_neighbours(dtype, noisy):
 
 
 def test_noise_keeps_the_mean():
-    """The mean of 4,000 roundings is within five standard errors, whatever the number; to nearest it is not."""
+    """The mean of 4,000 roundings is within five standard errors, whatever the number; rounded to nearest it is not."""
     x = torch.linspace(1e-4, 1, 256).repeat(16, 1)
     every = torch.stack([decode(*stored(x, noise=Noise(torch.tensor(float(n)), 7))) for n in range(250)])
     every = every.view(4000, 256)
@@ -135,7 +135,7 @@ def test_layouts_with_gaps_and_fused_weights():
 
 @pytest.mark.parametrize(("dtype", "close"), [("bfloat16", 0.02), ("int8", 0.05)])
 def test_averages_lose_no_small_contributions(dtype, close):
-    """An average with beta2=0.999 of squares that have become 100 times smaller: rounded to nearest it stays."""
+    """Squares become 100 times smaller; rounded to nearest, their average (beta2=0.999) would hardly follow."""
     means, exact, sizes = {}, 0.0, [1.0] * 50 + [0.1] * 450
     for rounding in ("stochastic", "nearest"):
         param = nn.Parameter(torch.zeros(64, 64))
@@ -154,7 +154,7 @@ def test_averages_lose_no_small_contributions(dtype, close):
 
 
 def test_pending_copies_to_the_host_are_waited_for(monkeypatch):
-    """A group whose `offload` was set back is saved and loaded to bring its state to the parameters."""
+    """Even if no group offloads any more: saving and loading then move the state back to the parameters' device."""
     waited = []
     monkeypatch.setattr("muonsw.optimizer.wait_for_host", waited.append)
     optimizer, param = AdamWSW([nn.Parameter(torch.ones(4, 4))], lr=0.1), torch.ones(4, 4).as_subclass(OnAGPU)

@@ -96,7 +96,7 @@ def test_a_bad_gradient_changes_nothing(name, form):
 @pytest.mark.parametrize("form", FORMS[:2], ids=str)
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_replayed_steps_make_the_same_bits(name, form, monkeypatch):
-    monkeypatch.setattr(kernels, "TORCH_BELOW", 0)  # torch's own AdamW, which no graph can have, rounds otherwise
+    monkeypatch.setattr(kernels, "TORCH_BELOW", 0)  # torch's fused AdamW is never captured, and rounds differently
     params, eager = problem(name, **form, replay=False)
     others, replayed = problem(name, **form, replay=True)
     steps(params, eager, 8)
@@ -137,7 +137,7 @@ def test_a_saved_run_resumes_bit_for_bit(name, form, tmp_path):
     ({}, 4), ({"state_dtype": "bfloat16"}, 2), ({"state_dtype": "int8"}, 1.02), ({"offload": True}, 0),
 ])  # fmt: skip
 def test_memory_on_the_device(form, bytes_an_element):
-    """What is left between steps, and at most two chunks of momentum and its directions more during one."""
+    """Between steps only weights, gradients and state remain; during one, at most ten times `chunk_bytes` more."""
     shapes, chunk = ((1024, 4096),) * 8, 2**25
     before = torch.cuda.memory_allocated()
     params, optimizer = problem("muon", shapes, chunk_bytes=chunk, replay=False, **form)
@@ -152,7 +152,7 @@ def test_memory_on_the_device(form, bytes_an_element):
     optimizer.step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before - weights - bytes_an_element * elements
-    print(f"{form}: {peak / 2**20:.0f} MiB beside weights, gradients and state; a chunk has {chunk / 2**20:.0f}")
+    print(f"{form}: {peak / 2**20:.0f} MiB on top of weights, gradients and state; a chunk has {chunk / 2**20:.0f}")
     assert peak <= 10 * chunk
 
 

@@ -149,7 +149,7 @@ def test_an_invalid_rate_or_lambda_set_later_is_refused_with_nothing_changed(key
 
 
 def test_a_rate_may_be_below_zero_by_rounding():
-    """The step is taken, with the sign of the rate; a hundredth of the peak below zero is refused."""
+    """The step is taken, with the sign of the rate; minus one percent of the peak is refused."""
     (param,) = matrices((4, 4), dtype=torch.float64)
     optimizer = SGDSW([param], lr=0.1, weight_decay=0.5)
     run(optimizer, [param], 1)

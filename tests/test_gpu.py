@@ -122,7 +122,7 @@ def test_adamw_matches_torchs_fused_kernel(below, monkeypatch):
 @pytest.mark.parametrize(("algorithm", "options"), [("adamw", {}), ("sgd", {"momentum": 0.9, "nesterov": True})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_small_sets_move_as_large_ones_do(algorithm, options, dtype, monkeypatch):
-    """Torch's kernels and ours, or in float64 the plain operations, make the same of the same gradients."""
+    """Torch's kernels agree with ours, or in float64 with plain operations, given the same gradients."""
 
     def trained(below):
         monkeypatch.setattr(kernels, "TORCH_BELOW", below)
@@ -290,7 +290,7 @@ def test_a_bad_gradient_on_a_busy_gpu_skips_weights_on_the_host(places):
 
 
 def test_more_matrices_than_a_grid_has_rows():
-    """70,000 in one chunk move as they do in chunks that a grid of rows would hold."""
+    """A chunk of 70,000 matrices moves them like chunks of at most 65,535, the limit of a grid's second axis."""
 
     def trained(**options):
         (param,) = on_gpu((70_000, 8, 8))
@@ -299,6 +299,6 @@ def test_more_matrices_than_a_grid_has_rows():
         optimizer.step()
         return param.detach()
 
-    # the products of a batch may be taken in another order, in float16, of directions whose entries are below 1.2
+    # float16 products may be summed in another order; elements of directions are below 1.2
     bound = 0.05 * 0.2 * 8**0.5 * 1.2 * 2**-8
     assert (trained() - trained(chunk_bytes=4 * 64 * 10_000)).abs().max() < bound

@@ -189,7 +189,7 @@ def test_rules_that_need_no_peak_do_not_check_it(options):
 
 
 def test_a_schedule_that_never_reaches_its_peak_warns_once():
-    """The idiom of the first Transformer: rates as a LambdaLR's factors over lr=1."""
+    """The idiom of the original Transformer: lr=1, and LambdaLR's factors are the rates."""
     optimizer = SGDSW([weight()], lr=1.0, weight_decay=LAMBDA)
     scheduler = LambdaLR(optimizer, lambda t: 0.1 * min((t + 1) / 8, ((t + 1) / 8) ** -0.5))
     message = r"param group 0 has turned down at 0\.1 without coming near its peak 1, .* 10 times weaker"

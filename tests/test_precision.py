@@ -81,7 +81,7 @@ def test_float64_keeps_its_digits_under_the_device_flag(algorithm, options, monk
 
 
 def test_noise_is_a_known_hash_of_seed_and_place():
-    """Wellons's lowbias32, which kernels compute too; a part of a tensor has the numbers of its place in the whole."""
+    """Wellons's lowbias32, as in the kernels; a part of a tensor gets the noise of its position in the whole."""
 
     def lowbias32(x):
         x = ((x ^ x >> 16) * 0x7FEB352D) & 0xFFFFFFFF
@@ -115,7 +115,7 @@ def test_automatic_product_dtype(monkeypatch):
         assert product_dtype("auto", torch.float32, cpu) == dtype
     assert product_dtype("float16", torch.float32, cpu) == torch.float16
     gpus = ((True, 90, torch.bfloat16), (False, 75, torch.float16), (False, 61, torch.float32))
-    monkeypatch.setattr(machine, "_fastest", machine._fastest.__wrapped__)  # asks each time
+    monkeypatch.setattr(machine, "_fastest", machine._fastest.__wrapped__)  # without its cache
     for fast, capability, dtype in gpus:
         monkeypatch.setattr(machine, "gpu_fast_bfloat16", lambda _, fast=fast: fast)
         monkeypatch.setattr(machine, "gpu_capability", lambda _, capability=capability: capability)
@@ -135,10 +135,10 @@ def test_cpus_told_to_avoid_bfloat16_units_compute_in_float32():
 
 @pytest.mark.parametrize("algorithm", ["muon", "sgd"])
 def test_many_small_decays_are_not_rounded_to_one_side(algorithm):
-    """A step of decay rounds a weight, once and to either side; `1 - phi` in float32 rounds to the same side always.
+    """A step of decay rounds each weight once, to either side; `1 - phi` in float32 always rounds to the same side.
 
-    phi lies in the middle between two float32 numbers of the kind `1 - phi`, so that each step would lose 2^-25 of
-    every weight. The mean of many weights that are rounded to either side stays below a hundredth of that.
+    `1 - phi` is about halfway between two float32 numbers, so each step would lose 2^-25 of every weight. With
+    rounding to either side, the mean error of many weights stays below a hundredth of that.
     """
     phi, steps = 2.0**-10 + 2.0**-25 - 2.0**-40, 600
     start = torch.rand(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).add_(0.5).float()

@@ -19,7 +19,7 @@ MAKERS = {
 
 
 def files(*, lab):
-    """The source of the library, and of the lab too if asked: there torch's defaults are the program's own."""
+    """The source of the library, with `lab` also of the lab, where our own programs set torch's defaults."""
     return [path for path in sorted(SOURCE.rglob("*.py")) if lab or "lab" not in path.relative_to(SOURCE).parts]
 
 

@@ -242,7 +242,7 @@ def test_a_step_that_a_later_group_refuses_changes_nothing(message):
     optimizer.param_groups[1].update(REFUSED[message])
     set_gradients(params, 2)
     before = everything(optimizer, params)
-    for _ in range(2):  # it is refused as often as it is tried
+    for _ in range(2):  # refused every time
         with pytest.raises(ValueError, match=message):
             optimizer.step()
         assert_nothing_changed(optimizer, params, before)
@@ -261,7 +261,7 @@ def test_a_weight_of_norm_zero_in_a_later_group_changes_nothing(norm):
 
 
 def fail_at(number, function):
-    """The function, whose call of this number, from 1, finds no memory."""
+    """Wrap the function so that this call, counted from 1, runs out of memory."""
     calls = itertools.count(1)
 
     def failing(*args, **kwargs):

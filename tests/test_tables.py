@@ -74,7 +74,7 @@ def test_tables_that_do_not_fit_are_refused():
 
 
 def test_kernels_are_not_probed_under_a_capture(device, monkeypatch):
-    """Nothing can be compiled then, and the answer would stay for the process."""
+    """Nothing can be compiled then, and the wrong answer would be cached for the whole process."""
     monkeypatch.setattr(kernels, "_USABLE", {})
     monkeypatch.setattr(kernels, "_usable", lambda _: not device.capturing)
     device.capturing = True

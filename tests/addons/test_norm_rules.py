@@ -42,7 +42,7 @@ def norms(params):
     (torch.float32, "constant", 16), (torch.float32, "scaled", None),
 ])  # fmt: skip
 def test_it_matches_the_reference(algorithm, norm, dtype, rule, chunk_bytes):
-    """Norms are of whole weights, also if the algorithm works in smaller chunks."""
+    """Norms are of whole weights, even if the algorithm works in smaller chunks."""
     build, reference = CLASSES[algorithm]
     params = matrices((6, 6), (4, 10), dtype=dtype)
     references = [reference(p.detach(), Decay(rule, 0.5, PEAK, norm=norm)) for p in params]

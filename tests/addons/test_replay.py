@@ -48,7 +48,7 @@ def tensors_of(optimizer, params):
 
 
 def take_steps(optimizer, params, steps, *, captured=True, absent=()):
-    """Steps of a schedule that are captured once they settle, or never, because the optimizer forgets what it saw."""
+    """Follow a schedule; capture once steps settle, or never, by making the optimizer forget what it has seen."""
     for step, missing in zip(steps, absent or [None] * len(steps), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = cosine(0.05, 16)(step)
@@ -301,7 +301,7 @@ def test_each_of_several_sets_of_gradients_gets_its_graph(algorithm):
 @pytest.mark.usefixtures("graphs_on_cpus")
 @pytest.mark.filterwarnings("ignore:replay=True")
 def test_captures_are_rationed():
-    """An option that changes as soon as it was captured does not cost a capture every few steps."""
+    """An option that changes right after every capture does not cause a capture every few steps."""
     optimizer, params = optimizer_on("cpu", "adamw", replay=True)
     steps = 60 * (SETTLED + 2)
     for step in range(steps):
@@ -328,7 +328,7 @@ def test_options_that_change_at_each_step_are_warned_of_once():
 
 @pytest.mark.usefixtures("graphs_on_cpus")
 def test_a_loaded_state_is_the_one_that_moves():
-    """Twice from one saved state, the second time with graphs of the state that it replaces."""
+    """Load a state and continue, twice; the second time, graphs of the replaced state exist."""
     optimizer, params = trained("adamw", "cpu")
     saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
 
@@ -336,9 +336,9 @@ def test_a_loaded_state_is_the_one_that_moves():
         optimizer.load_state_dict(saved)
         for param, value in zip(params, weights, strict=True):
             param.data.copy_(value)
-        found = take_steps(optimizer, params, range(SETTLED + 4))
+        result = take_steps(optimizer, params, range(SETTLED + 4))
         assert optimizer._replay._replays
-        return found
+        return result
 
     assert_same(go_on(), go_on())
 
@@ -349,7 +349,7 @@ def no_memory(*_arguments):
 
 @pytest.mark.usefixtures("graphs_on_cpus")
 def test_a_step_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch):
-    """An eager step, then a replayed one: neither their rates, nor the belief that gradients' addresses arrived."""
+    """Fail in an eager step, then in a replayed one: neither rates nor addresses that were not copied may remain."""
     expected = tensors_of(*trained("adamw", "cpu", steps=9))
     optimizer, params = trained("adamw", "cpu")
     before, graph = tensors_of(optimizer, params), optimizer._replay._graphs[0]
@@ -395,7 +395,7 @@ def test_telemetry_measures_replayed_and_skipped_steps_and_changes_nothing(monke
 
 @pytest.fixture
 def waiting():
-    """An orthogonalizer that waits for the device, which nothing says beforehand."""
+    """An orthogonalizer that waits for the device without declaring it."""
 
     def waits(matrices, *, steps, dtype=None):
         assert float(matrices.sum()) == float(matrices.sum())
@@ -477,7 +477,7 @@ class TestOnAGPU:
                         group.update(betas=(0.8, 0.9), momentum=0.8)
                 if step == 16:
                     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-                if step == 22:  # nothing but addresses shows it; what lay there before becomes NaN
+                if step == 22:  # only the addresses change; the old memory becomes NaN
                     moved = [tensor for state in optimizer.state.values() for tensor in state.values()]
                     left = [tensor.data for tensor in moved]
                     for tensor in moved:
@@ -539,7 +539,7 @@ class TestOnAGPU:
 
     @pytest.mark.parametrize("algorithm", REPLAYED)
     def test_a_graph_holds_the_address_tables_that_it_reads(self, algorithm, monkeypatch):
-        """However many others are made meanwhile, and whatever takes the memory of those that are dropped."""
+        """Even if enough tables are made to evict them, and other tensors reuse freed memory."""
         monkeypatch.setattr(kernels, "TORCH_BELOW", 0)
 
         def run(captured):
@@ -549,8 +549,8 @@ class TestOnAGPU:
                 tables.table(((number,), (1,)), torch.device("cuda", 0))
                 tables.block_map((number + 1,), 64, torch.device("cuda", 0))
             filled = [torch.full((size,), -1, dtype=torch.int64, device="cuda") for size in [1, 8, 64, 128] * 200]
-            found = take_steps(optimizer, params, range(8, 16), captured=captured)
+            result = take_steps(optimizer, params, range(8, 16), captured=captured)
             assert all(bool((tensor == -1).all()) for tensor in filled)
-            return found
+            return result
 
         assert_same(run(True), run(False))

@@ -47,7 +47,7 @@ def _toy():
 def build(params, algorithm, decay, orthogonalizer, cautious, lr=0.05):
     slot, _, member = orthogonalizer.partition("=")
     chosen = {slot: member} if member else {"orthogonalizer": orthogonalizer}
-    chosen |= {"momentum": 0.9, "fraction": 0.75}  # Dion2 with a quarter would remember gradients four times as long
+    chosen |= {"momentum": 0.9, "fraction": 0.75}  # with 0.25, Dion2 would remember gradients four times as long
     options = {key: value for key, value in chosen.items() if key in ALGORITHMS[algorithm].defaults}
     group = {"params": params, "algorithm": algorithm, **options}
     return MuonSW(
@@ -74,7 +74,7 @@ def test_it_finds_the_minimum_of_a_quadratic(algorithm, decay, orthogonalizer, c
         optimizer.zero_grad()
         (param - target).square().sum().backward()
         optimizer.step()
-    # constant decay stops short of the target, by at most lambda / 20 if momentum makes the gradient tenfold
+    # constant decay stops short of the target, by at most lambda / 20 if momentum amplifies the gradient tenfold
     short = 0.1 / 20 if decay in ("constant", "independent", "cosine") else 0.0
     short = 0.02 if decay in PULLING else short
     # whitening amplifies the rounding of a gradient without noise, which then opposes decay less

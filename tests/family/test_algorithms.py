@@ -14,7 +14,7 @@ from tests.family.references import gradient
 def directions(gradients, algorithm, late=0, **options):
     """Directions of weights of equal shape at each step, from gradients (steps, count, m, n); and their final state.
 
-    Another parameter takes `late` steps alone before the first one.
+    Before that, another parameter takes `late` steps alone.
     """
     params = [nn.Parameter(torch.zeros_like(grad)) for grad in gradients[0]]
     other = nn.Parameter(torch.zeros_like(gradients[0, 0]))

@@ -107,13 +107,13 @@ def largest_norm(matrices):
 @polar
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_bad_conditioning_stays_bounded(fn, dtype):
-    """Even of a matrix with one singular value, which rounding pushes past the end of Polar Express's interval."""
+    """Even for a matrix of rank one, whose singular value rounding pushes past the end of Polar Express's interval."""
     batch = hard_matrices(16, 40, (2, 4, 6)).to(dtype)
     for steps in (5, 8, 20):
         result = fn(batch, steps=steps)
         # The exact intervals end at 1.2025; the rest is rounding.
         assert largest_norm(result) < 1.2025 + 15 * torch.finfo(dtype).eps
-        if dtype == torch.float64 and steps < 20:  # missing rank stays missing
+        if dtype == torch.float64 and steps < 20:  # the rank does not grow
             assert torch.linalg.svdvals(result[3])[8] < 1e-10
 
 

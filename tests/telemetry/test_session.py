@@ -112,7 +112,7 @@ def test_a_resumed_run_has_the_records_of_the_uninterrupted_one():
 
 @pytest.mark.parametrize("build", [MuonSW, torch.optim.AdamW])
 def test_the_step_torch_takes_to_allocate_state_is_not_counted(build):
-    """It has gradients and a learning rate of zero; a first update of a warmup from zero has gradients."""
+    """Its gradients and learning rate are zero; the first step of a warmup from zero has nonzero gradients."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = build(model.parameters(), lr=0.02)
     telemetry = Telemetry(optimizer, every=1)
