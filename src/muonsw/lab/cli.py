@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_error(f"muonsw: {harmless(error)}")
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # `muonsw train --help | head`; what is left to print goes nowhere
+    except BrokenPipeError:  # such as `muonsw train --help | head`: discard the remaining output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except MemoryError:
@@ -87,7 +87,7 @@ def run(words: Sequence[str]) -> int:
     tyro = needed("tyro", "the lab needs", "lab")
     module, kind, summary = COMMANDS[name]
     command = getattr(needed(f"muonsw.lab.{module}", "the lab needs", "lab"), kind)
-    # A class describes itself; `data` and `task` are unions of commands.
+    # A class brings its own description; the unions `data` and `task` have none.
     about = None if isinstance(command, type) else f"{summary.capitalize()}."
     # `--lr FLOAT` instead of `--lr {None}|FLOAT`, and no `--no-control` for `--control`.
     markers = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)

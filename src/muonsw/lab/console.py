@@ -23,11 +23,11 @@ MISSING = "\N{EN DASH}"
 GAP = 2  # spaces between columns
 NARROWEST_TEXT = 20  # minimum width of a text column before it wraps
 LARGE = 1e6  # from here on, numbers have an exponent
-SECONDS_BETWEEN_LINES = 10.0  # of progress in a file
+SECONDS_BETWEEN_LINES = 10.0  # when progress goes to a file
 TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
 
-# Control characters, bidirectional overrides, and surrogates, which file names that are not UTF-8 contain and which
-# cannot be printed.
+# Control characters, bidirectional overrides, and surrogates; the latter stand for bytes of file names that are not
+# UTF-8, and cannot be printed.
 _STEERING = chain(range(0x20), range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
 _SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _STEERING if chr(code) not in "\n\t"}
 
@@ -38,7 +38,7 @@ def harmless(text: object) -> str:
 
 
 def say(console: Console, text: object) -> None:
-    """Print a line of any characters as it is, without rich's markup, wrapping or colours."""
+    """Print a line verbatim, without rich's markup, wrapping or colours."""
     console.print(harmless(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
@@ -110,7 +110,7 @@ def show(value: Value) -> str:
 
 
 def decimals(value: float, digits: int = 4, sign: str = "") -> str:
-    """Format a number with this many decimals, or significant digits from a million on, as in diverging runs.
+    """Format a number with this many decimals; from a million on (diverging runs), with as many significant digits.
 
     Examples:
         >>> decimals(0.5), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3), decimals(math.nan)
@@ -142,8 +142,8 @@ def change_text(change: float) -> str:
 def print_table(console: Console, table: Table, *, verbose: bool = False) -> None:
     """Print a table with title and note; with `verbose` also the notes of cells.
 
-    Columns that do not fit in the terminal follow below, each time after the first column. A file or a pipe gets one
-    table.
+    Columns that do not fit in the terminal follow in further tables, which repeat the first column. A file or a pipe
+    gets one table.
     """
     from rich.text import Text  # `muonsw --help` needs only `harmless`, and works without rich
 
@@ -231,7 +231,7 @@ def plain_text(table: Table, *, notes: bool = False) -> str:
 
 
 class View:
-    """The progress of named tasks; `showing` makes one."""
+    """The progress of named tasks, as `showing` yields it."""
 
     def __init__(self, console: Console, totals: Mapping[str, float | None], what: str) -> None:
         self.console, self.totals, self.what = console, dict(totals), what

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, NoReturn
 OK, FAILED, USAGE, MACHINE = 0, 1, 2, 3
 INTERRUPTED = 130  # by Ctrl-C with nothing to save, or by a second Ctrl-C
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-# Set by torchrun for every rank, and the file in which it looks for the cause of a failure.
+# Environment variables that torchrun sets for every rank.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # names the file in which torchrun looks for the cause of a failure
 
 
 class UsageError(Exception):

@@ -145,7 +145,7 @@ def _following(view: View, jobs: Mapping[str, Job]) -> Iterator[None]:
 
 
 def last_records(path: Path) -> list[Record]:
-    """Return the last record of each kind near the end of a run's metrics, of training first."""
+    """Return the last record of each kind near the end of a run's metrics, training first."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -242,7 +242,7 @@ def _start_worker(device: str) -> None:
     if device:
         os.environ[VISIBLE] = device  # before CUDA is initialized
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent forwards Ctrl-C as SIGTERM
-    # Reset "spawn", with which the workers of a DataLoader could not import a task's file.
+    # Undo "spawn": the workers of a DataLoader, if spawned, could not import a task's file.
     multiprocessing.set_start_method(None, force=True)
 
     def exit_with_parent() -> None:  # even if it is killed: checkpoints are on disk, and locks become free
@@ -254,7 +254,7 @@ def _start_worker(device: str) -> None:
 
 
 def gpus_for(device: str) -> tuple[str, ...]:
-    """List the GPUs of this machine that runs with this device share; none if the device names one GPU or the CPU."""
+    """List the GPUs to share among runs with this device; none for the CPU or a device that names one GPU."""
     if ":" in device or resolve_device(device).type != "cuda":
         return ()
     count, visible = machine.gpus(), os.environ.get(VISIBLE, "")
@@ -421,7 +421,7 @@ class SlurmRun:
         ranks = submitit.helpers.TorchDistributedEnvironment()
         if ranks.world_size > 1:
             ranks.export(set_cuda_visible_devices=False, overwrite=True)
-        # submitit's handler of the signal for the time limit requeues the job, but ends the process in mid-step.
+        # submitit's own handler for the time-limit signal requeues the job, but ends the process in mid-step.
         requeue, time_is_up, before = signal.getsignal(signal.SIGUSR2), threading.Event(), saved_step(self.job.folder)
 
         def stop(_number: int, _frame: FrameType | None) -> None:

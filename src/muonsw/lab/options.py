@@ -12,5 +12,5 @@ except ModuleNotFoundError:  # training needs no command line
     def arg(**_: Any) -> None: ...  # type: ignore[no-redef]
 
 
-unset = partial(arg, help_behavior_hint="")  # an option whose default is explained in words, or needs no words
+unset = partial(arg, help_behavior_hint="")  # hides tyro's note on the default, where the help explains it or need not
 Flag = Annotated[bool, unset()]  # a switch that is off by default

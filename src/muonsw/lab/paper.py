@@ -1,4 +1,4 @@
-"""The numbers that the paper prints and we compare with, and how far a repetition of its runs may be from them."""
+"""The numbers that the paper prints and we compare with, and how far a reproduction may be from them."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ NOTHING: Points = (np.empty(0, np.int64), np.empty(0))
 SCOPES = ("decayed", "all")  # pooled over the weights that decay, and over all weights
 SPLIT = {"roles": "role", "layers": "layer", "parameters": "parameter"}  # keys of telemetry with one scope per entry
 LARGEST_STEP = float(1 << 53)
-# A run decayed by the rule whose ratio phi/lr (or phi/lr^2) is constant to this tolerance, provided that the learning
-# rate varied by at least this factor.
+# The decay rule is inferred from the ratio, phi/lr or phi/lr^2, that is constant to this tolerance; the learning rate
+# must have varied by at least this factor.
 SAME_RATIO, VARIES = 0.01, 1.1
 REMEDIES = {
     CONFIG: "restore the run's config.json",

@@ -19,7 +19,7 @@ from muonsw.lab.console import Cell, Column, Table
 from muonsw.lab.files import plain
 from muonsw.lab.paper import Tolerance
 
-ONE_SEED = "one seed: chance is not excluded"
+ONE_SEED = "one seed gives no error bar"
 
 
 class Criterion(StrEnum):
@@ -288,7 +288,7 @@ def interval_of(values: Sequence[float]) -> Interval | None:
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Estimate the mean over seeds with its t interval; a single seed has none, as its limits say."""
+    """Estimate the mean over seeds with its t interval; a single seed has no interval, only `limits`."""
     mean, interval = math.fsum(values) / len(values), interval_of(values)
     return Estimate(mean, interval, "" if interval else ONE_SEED)
 

@@ -207,7 +207,7 @@ class DecoderTask(Task):
 
 
 def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
-    """The data with the hash of its tokens; refuse other tokens than the config's and too large a vocabulary."""
+    """The data with the hash of its tokens; refuse tokens other than the config's, and too large a vocabulary."""
     record = read_record(Path(data.path))
     if record.vocab_size > model.vocab:
         size = f"{data.path} has a vocabulary of {record.vocab_size} tokens"
@@ -215,7 +215,7 @@ def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
     current = token_fingerprint(record)
     if data.fingerprint not in (None, current):
         other = f"{data.path} holds other tokens ({current}) than this run was started on ({data.fingerprint})"
-        raise UsageError(f"{other}: give those with --data, or choose another folder for the run")
+        raise UsageError(f"{other}: give the original tokens with --data, or choose another folder for the run")
     return replace(data, fingerprint=current)
 
 

@@ -80,7 +80,7 @@ def _add_rows(
 
 
 def add_rows(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
-    """The sum of the rows at each token's places, weighted if there are weights; inputs are contiguous."""
+    """Sum the rows at each token's places, weighted if there are weights; inputs must be contiguous."""
     (tokens, top_k), width = places_NK.shape, rows_RD.shape[1]
     out = rows_RD.new_empty(tokens, width)
     grid = (triton.cdiv(tokens, ENTRY_ROWS), triton.cdiv(width, ENTRY_COLUMNS))

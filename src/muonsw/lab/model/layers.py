@@ -121,7 +121,7 @@ class MoE(nn.Module):
 
 
 class DenseFeedForward(nn.Module):
-    """The same layer with one expert and no router."""
+    """Like `MoE`, with one expert and no router."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Combine(torch.autograd.Function):
 
 
 def add_choices(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
-    """The sum of the rows at each token's places, weighted if there are weights."""
+    """Sum the rows at each token's places, weighted if there are weights."""
     on_gpu = rows_RD.is_cuda and rows_RD.dtype != torch.float64
     return (add_choices_on_gpu if on_gpu else _add_choices)(rows_RD, places_NK, weights_NK)
 
@@ -245,7 +245,7 @@ def _(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor: 
 
 # Rows of grouped GEMM kernels must start at multiples of 16 bytes.
 ALIGNMENT_BYTES = 16
-# Their tiles, and the number of multiprocessors of an H100 or H200.
+# The size of a tile of these kernels, and the number of multiprocessors of an H100 or H200.
 TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132
 
 
@@ -269,7 +269,7 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -> bool:
-    """Whether there is one kernel for all groups of tensors like these, after a cast to this dtype."""
+    """Whether one kernel can multiply all groups of tensors like these, cast to this dtype."""
     return (
         x_RD.is_cuda
         and dtype == torch.bfloat16
@@ -278,7 +278,7 @@ def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -
 
 
 def expert_by_expert(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
-    """The gated feed-forward layer of each group's expert, for CPUs: one expert at a time, which stays in the cache."""
+    """Apply the expert of each group, for CPUs: one expert at a time, so that its weights stay in the cache."""
     dtype, ends = product_dtype(rows_RD), ends_E.tolist()
     tensors = (tensor.to(dtype) for tensor in (rows_RD, gate_up_EFD, down_EDF))
     return cast("Tensor", cast("Any", _ExpertByExpert).apply(*tensors, tuple(pairwise([0, *ends]))))
@@ -331,7 +331,7 @@ def gated(fused: Tensor) -> Tensor:
 class _GroupedExperts(torch.autograd.Function):
     """`expert_by_expert` for GPUs, with all experts in each kernel.
 
-    It casts the weights itself, so their gradients are float32 whatever the products are. It saves the fused
+    It casts the weights itself, so their gradients are float32 whatever the dtype of the products. It saves the fused
     projection; recomputing its gate is cheaper than saving it.
     """
 
@@ -368,8 +368,8 @@ def weight_gradient(grad_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
 def row_parts(tiles: int) -> int:
     """The number of parts into which to cut each group's rows; the products of the parts are then summed.
 
-    The sums over rows are long and the results small: with few tiles, or slightly more than fill the GPU once or twice,
-    most multiprocessors would be idle.
+    The sums over rows are long and the results small. With few tiles, or slightly more tiles than fill the GPU once or
+    twice, most multiprocessors would be idle.
 
     Examples:
         >>> row_parts(48), row_parts(96), row_parts(704), row_parts(1408)

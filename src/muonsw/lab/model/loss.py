@@ -77,7 +77,7 @@ def _head_loss(
         total = mass.sum(dim=1, keepdim=True)
         loss += (total.log() + peak - right).sum()
         if differentiate:
-            # Softmax minus one-hot, in the memory of the masses.
+            # Softmax minus one-hot, in the memory of `mass`.
             grad = mass.mul_(scale / tokens / total)
             grad = grad.scatter_(1, target, grad.gather(1, target) - scale / tokens).to(dtype)
             grad_x[part] = grad @ head_VD
@@ -91,7 +91,7 @@ def _head_loss_on_gpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_head_loss` with one kernel for the softmax, on logits in the precision of the product.
 
-    A custom operator, because the compiler would unroll the chunks and store the masses in float32.
+    A custom operator, because the compiler would unroll the chunks and store `mass` in float32.
     """
     if not kernels.available(x_ND.device):
         return _head_loss(x_ND, head_VD, targets_N, scale, chunk, differentiate)

@@ -72,7 +72,7 @@ RUN = replace(preset_run("mini", NO_DATA, model=replace(preset("mini"), width=12
 
 
 def at_horizon(steps: int, run: RunConfig = RUN) -> RunConfig:
-    """The run at another length, its peak by the horizon rule; evaluated four times and saved once."""
+    """The run at another length, with the peak of the horizon rule; evaluated four times and saved once."""
     optimizer = replace(run.optimizer, lr=min(run.optimizer.lr, peak_lr_for_horizon(steps)))
     every = max(1, steps // 4)
     return replace(
@@ -152,7 +152,7 @@ def drift_run() -> RunConfig:
 
 
 def lambda_scaling() -> list[GridCell]:
-    """Along the width, along the batch at the same tokens, and along the size at the same tokens per weight."""
+    """Vary the width, the batch at the same tokens, and the size at the same tokens per weight."""
     run, lr = drift_run(), RUN.optimizer.lr
     # Half the rate is near the best of each width; the best falls with the width.
     slower = replace(run, optimizer=replace(run.optimizer, lr=0.5 * lr, adam_lr=lr))
@@ -168,7 +168,7 @@ def lambda_scaling() -> list[GridCell]:
 
 
 def rate_drift() -> list[GridCell]:
-    """The same learning rates at every width; the widest was best at half of the lowest, so it tries that too."""
+    """The same learning rates at every width; the widest also tries half the lowest, where it was best."""
     run = drift_run()
     run = replace(run, optimizer=replace(run.optimizer, adam_lr=run.optimizer.lr))
     rules = {**RULE_CHANGES, "hyperball": {"norm": "hyperball", "target_norm": TARGET}}

@@ -237,7 +237,7 @@ def judge_adamw(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
 
 
 def judge_misscaled(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
-    """Muon with a learning rate whose power of the width is off by a half, and so are its updates."""
+    """Muon with a learning rate off by half a power of the width: its updates are off by the same."""
     # Spectral norm 0.2*sqrt(width) on inputs of width-independent RMS, times the learning rate.
     power = MUON_LR_POWERS[setting.muon_lr] + 0.5
     return [power_claim(setting, sizes, f"update {name}", power) for name in MATRICES]

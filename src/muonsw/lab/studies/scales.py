@@ -49,7 +49,7 @@ def relaxed(name: str, width: int, *, base_width: int, phi_peak: float) -> RunCo
     """A short run, relaxation-matched to the paper: lambda is such that a step at the peak decays by `phi_peak`.
 
     How far the norm relaxes follows from lambda * lr * steps, which is `phi_peak * steps`: 35 for the paper's width
-    256, and for 3,500 steps at 0.01.
+    256, and for 3,500 steps with `phi_peak` 0.01.
     """
     run = preset_run(name, NO_DATA)
     run = at_width(replace(run, model=replace(run.decoder, mup=MuP(base_width=base_width))), width)

@@ -155,7 +155,7 @@ class Study:
     ) -> Conclusion:
         """Do all missing work, judge it, and write numbers, figures and a page into an existing folder.
 
-        `workers` and `seed` are for experiments. `train` completes the runs of comparisons, such as `train_all`.
+        `workers` and `seed` are for experiments. `train`, such as `train_all`, completes the runs of comparisons.
         """
         refuse_folder(folder / NUMBERS)
         start, planned = time.perf_counter(), self.comparisons(scale)
@@ -253,4 +253,4 @@ def caveats(planned: Sequence[Comparison], outcomes: Mapping[Key, Outcome]) -> I
     if lost:
         yield f"{'; '.join(lost)}: claims are about the runs that were completed."
     if planned and max(len(comparison.seeds) for comparison in planned) == 1:
-        yield "One seed for each arm: chance is not excluded."
+        yield "One seed per arm gives no error bar."

@@ -1,4 +1,4 @@
-"""How theorems are run: experiments as data, and chains, many runs in one float64 tensor, stepped by the library.
+"""How theorems are tested: experiments as data, and chains: many runs in one float64 tensor, stepped by the library.
 
 `s` is always the settings of an experiment, a frozen dataclass.
 """

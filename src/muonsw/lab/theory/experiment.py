@@ -20,7 +20,7 @@ class HypothesisError(ValueError):
 
 
 def require(hypothesis: str, holds: bool | Tensor, **values: float | Tensor) -> None:
-    """Raise `HypothesisError` unless the hypothesis holds, for a tensor in every element."""
+    """Raise `HypothesisError` unless the hypothesis holds, in every element of a tensor."""
     if not (bool(holds.all()) if isinstance(holds, Tensor) else holds):
         shown = ", ".join(f"{name}={value}" for name, value in values.items())
         raise HypothesisError(f"the hypothesis {hypothesis} does not hold" + (f": {shown}" if shown else ""))
@@ -48,7 +48,7 @@ def check_rates(etas: Steps, limits: Mapping[str, float] | None = None) -> list[
 def robbins_monro(steps: int, eta0: float, p: float = 1.0) -> list[float]:
     """The learning rates `eta0 (1 + t)^-p`: their sum is infinite, the sum of their squares is not.
 
-    Hypotheses: eta0 > 0, and 1/2 < p <= 1, which is when both hold.
+    Hypotheses: eta0 > 0, and 1/2 < p <= 1, which makes both true.
     """
     require_positive("eta0", eta0)
     require("sum eta = infinity", p <= 1.0, p=p)

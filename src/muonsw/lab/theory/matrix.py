@@ -1,8 +1,8 @@
 """Proposition 3.2 and Corollary 3.2: Muon on the quadratic `1/2 |W - A|_F^2`, and the right panel of Figure 2.
 
-Constant decay traps the weights in a ball of spectral radius `1/lambda`; scaled decay reaches targets outside it. Then
-a fixed learning rate, where both rules are the same, and a counterexample to a claim about constant decay (Sato et al.,
-as the paper reports it) that assumes the norm bound 1.
+Constant decay traps the weights in a ball of spectral radius `1/lambda`; scaled decay reaches targets outside it. Also
+tested: a fixed learning rate, where both rules are the same, and a counterexample to a claim about constant decay (Sato
+et al., as the paper reports it) that assumes the norm bound 1.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def rule_gap(s: FixedRateSettings, kind: str, A: Tensor, starts: Tensor, *, peak
 
 
 def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, generator: torch.Generator) -> list[Claim]:
-    """Constant decay fills the ball of radius 1/lambda and keeps a gradient, against the refuted claim's assumption."""
+    """The refuted claim assumes the norm bound 1, but constant decay reaches norm 1/lambda and keeps a gradient."""
     half, largest = s.steps // 2, 0.0
     nuclear: dict[str, list[Tensor]] = {rule: [] for rule in RULES}
     for rule, move in descend({rule: Stack(rule, s.beta, A, starts) for rule in RULES}, s, generator):

@@ -2,8 +2,8 @@
 
 The step is `W <- W - eta O - q eta^2 W` with `q = lambda / eta_max`. O is the polar factor of the momentum buffer, and
 its rank is at most `r = min(m, n)`. The gradient's noise satisfies `E|xi|_F^2 <= sigma^2 / B` for the batch size B, so
-sigma is of the whole matrix, not of an element. The tracking error E_t is the normalized momentum minus the gradient. f
-is L-smooth and `E|W_t|_F^2 <= bound^2`.
+sigma is for the whole matrix, not an element. The tracking error E_t is the normalized momentum minus the gradient.
+f is L-smooth and `E|W_t|_F^2 <= bound^2`.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Equilibrium:
 
 
 def run_noise(s: NoiseSettings, generator: torch.Generator) -> Evidence:
-    """Both algorithms under both rules, on noise."""
+    """Run both algorithms under both rules, on noise."""
     claims: list[Claim] = []
     for rule, settled in settle("sgd", s, generator).items():
         claims += closed_form_claims(f"sgd-{rule}", f"sgd, {rule} decay", settled, s.beta)

@@ -22,7 +22,7 @@ from muonsw.lab.theory.experiment import Number, require, require_at_least, requ
 
 Samples: TypeAlias = Sequence[float] | Tensor
 
-WINDOW, MIN_SAMPLES = 0.1, 3  # share of the run that a window covers; samples that a line needs
+WINDOW, MIN_SAMPLES = 0.1, 3  # window of a line fit, as a share of the run; fewest samples for a line
 # A norm follows its target while it is within a fifth of it. To first order ln r lags ln r* by the adiabatic ratio,
 # which must be far below 1.
 LAG = 0.2
@@ -115,7 +115,7 @@ class NormHistory:
 
     @classmethod
     def of(cls, steps: Samples, *, r: Samples, s: Samples, phi: Samples, a: Samples) -> "NormHistory":
-        """From numbers or tensors, as float64 on the CPU."""
+        """Make a history from numbers or tensors, as float64 on the CPU."""
         columns = [torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (steps, r, s, phi, a)]
         require("equally many samples of each", len({len(x) for x in columns}) == 1)
         require("at least one sample", len(columns[0]) > 0)

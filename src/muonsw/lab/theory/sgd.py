@@ -108,7 +108,7 @@ class Stationarity:
 
 
 def wander(s: NonconvexSettings, starts: Tensor, generator: torch.Generator) -> dict[str, Stationarity]:
-    """Both rules from the same starts with the same noise."""
+    """Run both rules from the same starts with the same noise."""
     etas, edges = s.etas, s.decades
     chains = Chains("sgd", {rule: {"params": starts, "decay": rule} for rule in RULES}, peak=s.eta0, lam=s.lam)
     sums = {rule: torch.zeros(len(edges) - 1, starts.numel(), dtype=torch.float64) for rule in RULES}

@@ -250,7 +250,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "eval_every": 50,
         "eval_windows": 256,
     },
-    # The decay of a step is at its cap of 0.02, which gives lambda * lr * steps = 8.4 in minutes. Products in float32
+    # Trains in minutes: with the decay of a step at its cap of 0.02, lambda * lr * steps is 8.4. Products in float32
     # give the same result on every machine.
     "demo": {
         "steps": 420,

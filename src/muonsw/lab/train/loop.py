@@ -34,7 +34,7 @@ from muonsw.lab.train.state import Training, with_fingerprint
 from muonsw.state import state_bytes
 from muonsw.telemetry import TensorBoardSink, WandbSink
 
-# Checkpoints are at least 50 times as far apart as the last one took, so saving costs at most 2% of the time.
+# After a checkpoint, wait at least 50 times as long as saving it took: saving costs at most 2% of the time.
 SAVING_INTERVALS = 50
 
 
@@ -165,7 +165,7 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
         observer = Telemetry(training.optimizer, every=every, start_step=training.step, sink=journal.write)
     with observer as telemetry:
         for batches in training.batches():
-            # Before muP multiplies it.
+            # The rate before muP multiplies it.
             lr = config.optimizer.lr * float(training.scheduler.lr_lambdas[0](training.step))
             if telemetry is not None and training.step == config.steps - 1:
                 telemetry.every = 1

@@ -23,7 +23,7 @@ from muonsw.lab.train.state import Training
 
 Record = dict[str, Any]
 Sink = Callable[[Record], None]
-# Reading losses rarely lets the host run ahead of an accelerator.
+# Losses are read only this often, so that the host can run ahead of an accelerator.
 READ_EVERY = 16
 
 

@@ -110,7 +110,7 @@ def _decoder_options(model: Decoder, name: str, config: OptimizerConfig) -> Opti
         return options
     if role == "router" and config.router == "muon":
         return {"algorithm": config.matrix_algorithm, "weight_decay": config.weight_decay}
-    # A rule for any shape, such as Lion, would also take these parameters; leave them to AdamW.
+    # An algorithm for any shape, such as Lion, would also accept these parameters; leave them to AdamW.
     return {} if matrices else {"algorithm": "adamw"}
 
 
@@ -119,7 +119,7 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
     for group in optimizer.param_groups:
         rule, lr, lam = group["decay"], float(group["initial_lr"]), float(group["weight_decay"])
         if DECAY_RULES[rule].uses_gradient or not decays(group):
-            continue  # unknown before the step, which checks it
+            continue  # known, and checked, only in the step
         # Rules that do not depend on the step decay most at the peak.
         rates = [lr * multiple(step) for step in range(steps)] if DECAY_RULES[rule].uses_step else [lr]
         phi = max(decay_factors(rule, lam, rates, eta_max({**group, "resolved_peak_lr": lr}) or 0.0))
