@@ -16,7 +16,7 @@ class CommandResult(NamedTuple):
 
 
 def run_command(*arguments: object) -> CommandResult:
-    """Run a command; whatever it raises but a usage error of the parser is the test's failure."""
+    """Run a command; any exception except a usage error of the parser fails the test."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
@@ -27,7 +27,7 @@ def run_command(*arguments: object) -> CommandResult:
 
 
 def refused(*arguments: object) -> str:
-    """What a command printed that must end with a usage error, in one sentence."""
+    """Run a command that must end with a single usage error, and return what it printed."""
     output = run_command(*arguments)
     assert output.code == 2, output
     assert output.text.count("muonsw: ") == 1

@@ -1,4 +1,4 @@
-"""The smallest things that can be broken: tokens, a run that stopped after four of six updates, an export."""
+"""The smallest things that can be broken: tokens, a run that stopped after four of six steps, an export."""
 
 import functools
 import hashlib
@@ -18,7 +18,7 @@ from muonsw.lab.train.loop import train
 from tests.lab.texts import markov_texts
 from tests.lab.train.small_runs import losses
 
-# `make test-faults` sets it: every place and every byte count. Otherwise a few of each.
+# Set by `make test-faults`, to try every place and every byte count instead of a few of each.
 LONG = os.environ.get("MUONSW_FAULTS") == "long"
 MODEL = ModelConfig(width=16, layers=1, head_dim=8, experts=2, ff=16, vocab=320, sequence=16)
 NEWER, LAST = (f"checkpoints/step-{step:08d}" for step in (4, 6))
@@ -51,7 +51,7 @@ class Folders:
     Attributes:
         data: Prepared tokens.
         whole: A run that was never disturbed.
-        stopped: The same, as it was after four of its six updates.
+        stopped: The same, as it was after four of its six steps.
         other: A run with another learning rate and seed, on other tokens.
         export: The model of the whole run.
     """
@@ -84,7 +84,7 @@ def folders() -> Folders:
 
 
 def ending(folder: Path):
-    """Everything about a run that must not depend on what happened on the way: weights, state, records, result."""
+    """Everything about a run that interruptions must not change: weights, state, records, result."""
     tensors = {name: (folder / LAST / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer", "random")}
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     result.pop("seconds")

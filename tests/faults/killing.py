@@ -1,6 +1,6 @@
 """A process that is killed at its n-th file operation or when a file reaches n bytes, or whose disk is full.
 
-The deed is done in a child process, and by SIGKILL, so that no `finally` runs.
+The work runs in a child process and is ended by SIGKILL, so no `finally` runs.
 """
 
 import io
@@ -66,7 +66,7 @@ def in_child(work: Callable[[], int]) -> int:
 
 
 def operations(work: Callable[[], object], folder: Path) -> int:
-    """How many file operations below a folder the work takes."""
+    """Count the file operations of the work below a folder."""
     with tempfile.NamedTemporaryFile() as answer:
         path = Path(answer.name)
 
@@ -83,7 +83,7 @@ def operations(work: Callable[[], object], folder: Path) -> int:
 
 
 def killed_at(number: int, work: Callable[[], object], folder: Path) -> bool:
-    """Do the work in a child that is ended before its n-th operation; whether it was."""
+    """Do the work in a child that is killed before its n-th operation; return whether it got that far."""
 
     def doomed() -> int:
         Counter(folder, number).start()
@@ -96,7 +96,7 @@ def killed_at(number: int, work: Callable[[], object], folder: Path) -> bool:
 
 
 def killed_at_size(size: int, work: Callable[[], object]) -> bool:
-    """Do the work in a child that is ended in the middle of the write that makes a file larger than so many bytes."""
+    """Do the work in a child that is killed when a write makes a file larger than `size`; return whether it was."""
 
     def doomed() -> int:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -111,18 +111,18 @@ def killed_at_size(size: int, work: Callable[[], object]) -> bool:
 
 
 def limit_files(size: int) -> None:
-    """Let no file of this process grow beyond so many bytes: the system then refuses to write, as on a full disk.
+    """Let no file of this process grow beyond `size` bytes: the system then refuses to write, as on a full disk.
 
-    It writes no bytecode either: CPython keeps a file that was cut short, and every later import of it fails.
+    Bytecode is not written either: CPython keeps a truncated file, and every later import of it fails.
     """
     sys.dont_write_bytecode = True
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of processes that this one starts
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for child processes
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 @contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
-    """The same while the block runs."""
+    """Call `limit_files` for the block, then lift the limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with mock.patch.dict(os.environ), mock.patch.object(sys, "dont_write_bytecode"):
         limit_files(size)

@@ -19,7 +19,7 @@ OURS_STAY_ERRORS = ("error::muonsw.PeakLRWarning", "error::muonsw.NonFiniteGradi
 def _float32(monkeypatch):
     """Multiply in float32, here and in child processes, as the plain loops do."""
     monkeypatch.setattr(machine, "fast_bfloat16", lambda: False)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")  # no bfloat16 there, as machine.py reads it
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")  # excludes bfloat16; machine.py reads it, too
 
 
 def pytest_collection_modifyitems(items):

@@ -43,7 +43,7 @@ def test_our_rule_under_its_scheduler_and_in_its_groups():
 
 
 def test_without_wd_mult_its_scheduler_decays_every_group():
-    """So the guide sets `wd_mult`."""
+    """Therefore the guide sets `wd_mult`."""
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 8))
     optimizer = MuonSW.for_model(model, lr=LR, weight_decay=LAMBDA)
     decays = [group["weight_decay"] for group in optimizer.param_groups]

@@ -19,7 +19,7 @@ def test_both_processes_end_with_the_same_weights(tmp_path, framework):
 @pytest.mark.parametrize("framework", MATRICES)
 def test_sharded_weights_are_those_of_a_plain_loop_and_resume_bit_for_bit(tmp_path, framework):
     result = two_processes(framework, tmp_path)
-    assert result.pop("off_by") < 1e-4  # rounding in float32: 0 under Lightning, 2e-6 for experts, 7e-7 else
+    assert result.pop("off_by") < 1e-4  # rounding in float32: 0 under Lightning, 2e-6 for experts, else 7e-7
     assert result == {
         "sharded": True,
         "resumed": True,

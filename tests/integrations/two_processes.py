@@ -35,7 +35,7 @@ def allow_on_cpu():
 
 
 def whole(named):
-    """Weights in one piece, under names without what wrappers add."""
+    """Unsharded weights, under names without the prefix of a compiled module."""
     return {
         name.replace("_orig_mod.", ""): (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in named

@@ -28,7 +28,7 @@ def simulate(
     for step in range(1, steps + 1):
         eta = lr * cosine(step, steps, warmup, final)
         s, phi = update * eta, decay_factor(rule, lam, eta, lr)
-        # Momentum needs some steps until it remembers.
+        # Momentum takes some steps to build up.
         remembered = (MEMORY - 1.0) * (1.0 - 0.95 ** (step - 1))
         a = max(-0.5, -remembered * s / (2.0 * r))
         rows.append({"step": step, "r": r, "s": s, "phi": phi, "lr": eta, "a": a})
@@ -58,7 +58,7 @@ def make_run(
         losses: Training losses, one for each step, of which every tenth is written; a falling curve unless given.
         grad_norm: Norm of the gradients before clipping, in the trainer's records; None leaves it out.
         clipped: Share of clipped steps, in telemetry's; None leaves it out.
-        peak: What decay says it divides by; the schedule's peak unless given.
+        peak: `peak_lr` in telemetry; by default the schedule's peak under scaled decay, else None.
         settings: For `simulate`.
     """
     rows = simulate(**settings)

@@ -1,4 +1,4 @@
-"""Advice before a run: its totals are exact, and the formula does as well on our own records as it says."""
+"""Advice before a run: its totals are exact, and on our own records the formula is as good as it claims."""
 
 import math
 import statistics
@@ -59,7 +59,7 @@ def advised(config, epochs):
 
 
 def cost(losses, lam):
-    """The loss at a lambda above the best one, by lines over log lambda; beyond those tried, that of the nearest."""
+    """The loss at a lambda minus the lowest, interpolated over log lambda; outside the grid, that of its edge."""
     points = [(math.log(tried), loss) for tried, loss in losses.items()]
     x = min(max(math.log(lam), points[0][0]), points[-1][0])
     (x0, y0), (x1, y1) = next(pair for pair in pairwise(points) if x <= pair[1][0])

@@ -53,12 +53,12 @@ RUNS = {
     "too-few-samples": [{"every": 300}, SCALED],
     "skipped": [{"skipped": 3}, SCALED],
     "diverging": [{"losses": losses(4000, rise=4.0)}, {"losses": losses(4000, rise=0.5)}],
-    # A fall that is the initial norm being forgotten, at a constant learning rate or until too late to tell.
+    # Healthy: a large initial norm relaxes, at a constant learning rate or until too late in the run to tell.
     "collapsing": [
         CONSTANT, SCALED, CONSTANT | {"start": 2.0, "final": 1.0}, CONSTANT | {"start": 2.0, "lam": 0.03}
     ],
     "decay-idle": [{"lam": 0.002}, SCALED],
-    # The peak is divided on purpose, or still ahead.
+    # Healthy: decay divides by the base peak on purpose, or warmup has not reached the peak yet.
     "peak-not-reached": [
         {"peak": 0.05}, SCALED, {"peak": 0.08, "optimizer": {"peak": "base"}},
         {"steps": 100, "warmup": 200, "every": 5, "complete": False},

@@ -79,7 +79,7 @@ def test_preparing_data_that_is_killed_resumes_to_the_same_folder():
     for number in places(total, 6):
         shutil.rmtree(folder, ignore_errors=True)
         ended += killed_at(number, lambda: fill_data(folder), folder)
-        if (folder / "data.json").exists():  # whatever is on record is there: unfinished is the only thing wrong
+        if (folder / "data.json").exists():  # everything recorded exists; it is only incomplete
             assert all("not prepared to the end" in problem for problem in verify_folder(folder))
         fill_data(folder)
         assert files_of(folder) == files_of(folders().data), f"after a kill at {number}"
@@ -339,7 +339,7 @@ def kill(_training=None):
 )
 def test_the_other_ranks_stop_when_one_is_killed_and_the_run_resumes(ranks, strategy, victim, tmp_path):
     folder = tmp_path / "run"
-    ended = Started(ranks, ranks_config(strategy), folder, at_step(6, victim, kill)).wait(seconds=90)  # not the timeout
+    ended = Started(ranks, ranks_config(strategy), folder, at_step(6, victim, kill)).wait(seconds=90)  # < timeout
     assert ended[victim].code == -signal.SIGKILL
     for rank, result in enumerate(ended):
         if rank != victim:
@@ -371,7 +371,7 @@ def test_a_stuck_rank_ends_the_others_after_the_timeout(ranks, replicas, victim,
         assert started.children[rank].exitcode == 3
         output = started.outputs[rank].read_text(encoding="utf-8")
         assert all(text in output for text in (LOST, AGAIN))
-    if replicas == 1:  # other replicas add up in another order
+    if replicas == 1:  # with replicas, sums run in another order
         assert_resumes(tmp_path / "run", ranks)
 
 

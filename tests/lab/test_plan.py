@@ -26,8 +26,8 @@ from muonsw.lab.plan import (
 )
 from muonsw.lab.train.config import preset_run
 
-# Milliseconds of Muon's step over hidden matrices, by width and inner size of the experts, one H200,
-# docs/performance.md: replayed from a graph, and for 1024, where the host does not count, as it is.
+# Milliseconds of Muon's step over hidden matrices on one H200 (docs/performance.md), by width and inner size of the
+# experts: replayed from a graph, except at 1024, where host time does not matter.
 STEP_MS = {(256, 768): 2.2, (512, 1408): 5.4, (768, 2048): 13.2, (1024, 2816): 27.9}
 # GiB of whole training on one H200, by preset and sequences in a micro-batch, docs/performance.md.
 TRAINING_GIB = {("w256", 32): 11.9, ("w256", 128): 43.7, ("w1024", 32): 53.1}
@@ -35,7 +35,7 @@ TRAINING_GIB = {("w256", 32): 11.9, ("w256", 128): 43.7, ("w1024", 32): 53.1}
 
 @pytest.mark.parametrize(("width", "ff"), STEP_MS)
 def test_the_step_of_one_gpu_is_as_measured(width, ff):
-    """One constant (the overhead) was fitted to the four; the rates were measured apart, at width 1024."""
+    """One constant (the overhead) was fitted to the four; the rates were measured separately, at width 1024."""
     model = ModelConfig(width=width, ff=ff)
     planned = plan_step(model, Setup())
     adamw = parts_of(model).adamw.parameters * PASS_BYTES / H200.memory

@@ -98,7 +98,7 @@ def test_seeds_have_a_t_interval_and_one_seed_has_none():
     estimate = over_seeds([1.0, 2.0, 3.0])
     half = 4.30265 / math.sqrt(3)  # the t quantile of two degrees of freedom, times the standard error
     assert (estimate.interval.low, estimate.interval.high) == pytest.approx((2 - half, 2 + half), rel=1e-5)
-    assert (over_seeds([0.5]).interval, over_seeds([0.5]).limits) == (None, "one seed: chance is not excluded")
+    assert (over_seeds([0.5]).interval, over_seeds([0.5]).limits) == (None, "one seed gives no error bar")
 
 
 def test_a_claim_is_plain_data():

@@ -16,10 +16,10 @@ CASES = [(file, name) for file in packages.BUILDERS for name in read_tables(file
 
 # What routing still gets wrong, and why it cannot tell.
 KNOWN_MISSES = {
-    # Two projections into one space, whose outputs are compared; the second reads as many features as the first gives.
     # Keys and values of a pooling that occurs once, and one projection for all layers: only their parts are read.
     ("timm", "vit_base_patch16_siglip_224"): ["attn_pool.kv.weight: head, expected hidden"],
     ("decoders", "gemma3n"): ["model.per_layer_model_projection.weight: head, expected hidden"],
+    # Two projections into one space, whose outputs are compared; the second reads as many features as the first gives.
     ("encoders", "wav2vec2-pretraining"): ["project_hid.weight: hidden, expected head"],
 }
 

@@ -31,7 +31,7 @@ SHORT = ["--steps", "2", "--seeds", "2", "--workers", "1"]
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    """`out/data` is below the folder in which a command runs."""
+    """Run commands in a temporary folder, where they create `out/data`."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -26,8 +26,8 @@ def test_invalid_configs_name_the_field_and_the_fix(changes, message):
         (MuP if "base_width" in changes else small)(**changes)
 
 
-# Sampling error of an estimate of the standard deviation from n normal numbers is std/sqrt(2n), of the mean
-# std/sqrt(n); six of them are passed by chance once in 5e8 draws.
+# From n normal numbers, the standard error of the standard deviation is std/sqrt(2n) and that of the mean std/sqrt(n).
+# A deviation by six standard errors happens by chance once in 5e8 draws.
 SIGMAS = 6
 
 

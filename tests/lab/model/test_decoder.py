@@ -107,7 +107,7 @@ def test_scores_depend_on_relative_positions_alone():
     table = rotary_table(1012, 64, 10000.0)
     here, there = ([part[start : start + 12] for part in table] for start in (0, 1000))
     scores = rotate(q, here) @ rotate(k, here).mT
-    # angles are rounded at relative 2^-53 and reach the shift
+    # angles go up to the shift, with a relative rounding error of 2^-53
     torch.testing.assert_close(rotate(q, there) @ rotate(k, there).mT, scores, rtol=0, atol=1e-10)
 
 

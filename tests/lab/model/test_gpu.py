@@ -79,11 +79,11 @@ def reads_back(source):
     return found
 
 
-# torch's compiler makes an object of an autograd function, and has advice for speed
+# torch's compiler instantiates autograd functions, which torch warns about, and advises on speed
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(("width", "experts"), [(128, 4), (512, 4), (512, 1), (1024, 4)])
 def test_no_compiled_kernel_reads_back_what_it_has_stored(width, experts):
-    """Its threads do not wait for each other there, so that some would read what was in memory before."""
+    """Threads do not wait between such a store and load, so some would read the old content."""
     config = small(width=width, head_dim=64, ff=256, vocab=1000, sequence=128, experts=experts, top_k=min(2, experts))
     model, ids = Decoder(config).cuda(), tokens(config, batch=4).cuda()
     torch.compiler.reset()

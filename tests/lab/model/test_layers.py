@@ -76,7 +76,7 @@ def slice_by_slice(x, weight, ends):
 
 
 def traced_linear(*args):
-    """As a compiler sees it, which does not know the sizes of groups."""
+    """`grouped_linear` as a compiler traces it, without knowing the sizes of groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         return grouped_linear(*args)

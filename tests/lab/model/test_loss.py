@@ -53,7 +53,7 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits():
 
 
 class Largest(TorchDispatchMode):
-    """Keeps the size of the largest tensor that an operation gave."""
+    """Keeps the size of the largest tensor that an operation returned."""
 
     elements = 0
 

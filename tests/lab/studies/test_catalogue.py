@@ -30,7 +30,7 @@ def test_the_page_says_how_many_runs_the_studies_of_the_paper_have(scale):
                 cell = cells.split("|")[1 + list(study.scales).index(scale)]
                 assert f"{len(runs)} runs" in cell or "same" in cell, name
     assert scale != "cpu" or f"all studies at scale cpu take {len(everything)} runs" in " ".join(page.split())
-    assert page.count(" runs, ") >= 12  # the table is there
+    assert page.count(" runs, ") >= 12  # the page has its table
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -75,7 +75,7 @@ def test_a_part_of_a_study_is_found_by_its_name():
 
 
 def test_total_decay_does_not_follow_the_length_where_lambda_is_followed():
-    """Else the length would be what is measured."""
+    """Otherwise the study would measure the effect of the length."""
     runs = [*(cell.run for cell in lambda_scaling()), drift_run()]
     totals = [sum(decay_factors(run, replace(run.optimizer, decay="constant"))) / run.optimizer.lr for run in runs]
     assert len({run.steps for run in runs}) > 3

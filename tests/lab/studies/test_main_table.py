@@ -47,7 +47,8 @@ def test_the_control_decays_as_much_in_total_as_the_scaled_arm_under_either_peak
         run = replace(run, optimizer=replace(run.optimizer, peak=peak))
         arms = {arm.name: math.fsum(decay_factors(run, arm.optimizer)) for arm in main_table.decay_arms(run)}
         assert arms["constant, same total"] == pytest.approx(arms["scaled"], rel=1e-12)
-        # A cosine to a tenth takes 0.73 of it; the undivided peak four times less at four times the base width.
+        # Under a cosine to a tenth, scaled decay has 0.73 of constant decay's total; the undivided peak divides that by
+        # four at four times the base width.
         assert arms["scaled"] / arms["constant"] == pytest.approx(0.73 / (4 if peak == "base" else 1), rel=0.02)
         assert arms["constant, group peak's total"] == pytest.approx(arms["scaled, group peak"], rel=1e-12)
     for scale, cap in ((CPU, 0.02), (MINI, 0.022)):

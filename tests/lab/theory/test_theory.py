@@ -39,7 +39,7 @@ def test_claims_hold(name):
 
 @pytest.fixture
 def swapped_rules(monkeypatch):
-    """Every chain runs the other rule than its experiment asks for."""
+    """Make every chain run the opposite rule of the one its experiment asks for."""
     build, other = Chains.__init__, {"constant": "scaled", "scaled": "constant"}
 
     def swap(self, kind, stacks, **settings):

@@ -1,7 +1,7 @@
 """Real ranks: child processes joined over gloo.
 
-What torchrun does for a run is to start processes with four variables and to end them all when one ends; `start` does
-the first. Tests of torchrun itself are slow, and in `test_end_to_end.py`.
+torchrun starts processes with four environment variables, and ends them all when one ends; `Started` does the former.
+Tests of torchrun itself are slow, and in `test_end_to_end.py`.
 """
 
 import functools

@@ -28,7 +28,7 @@ def run(folder, graphs, **settings):
 
 
 def test_replayed_gradients_are_those_of_eager_updates(tmp_path):
-    """Evaluations and telemetry included; kernels that add in any order leave a difference of rounding."""
+    """Evaluations and telemetry included; kernels that add in no fixed order leave rounding differences."""
     plain, replayed = run(tmp_path / "plain", "off"), run(tmp_path / "replayed", "on")
     assert plain.keys() == replayed.keys()
     for key, record in plain.items():

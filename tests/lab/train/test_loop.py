@@ -73,13 +73,13 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number, code):
 
 @pytest.mark.parametrize("settings", [{"checkpoint_seconds": 1e-9}, {"checkpoint_every": 5}])
 def test_saving_more_often_changes_no_result(uninterrupted, tmp_path, monkeypatch, settings):
-    """Save after every step because of the clock, or at other steps than those that are evaluated."""
+    """Save after every step, triggered by the clock, or after steps that are not evaluated."""
     monkeypatch.setattr(loop, "SAVING_INTERVALS", 0)
     train(small_run(keep=12, **settings), tmp_path)
     saved = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "checkpoints")}
     assert saved == ({5, 10, 12} if "checkpoint_every" in settings else set(range(1, 13)))
     assert_same_run(uninterrupted, tmp_path, 12)
-    train(small_run(), tmp_path)  # such settings may change
+    train(small_run(), tmp_path)  # a resumed run may change these settings
 
 
 def test_a_changed_config_is_refused_once_something_was_trained(tmp_path):
@@ -189,7 +189,7 @@ OTHER_RULES = {
 @pytest.mark.parametrize("optimizer", OTHER_RULES.values(), ids=OTHER_RULES)
 def test_rules_that_follow_the_run_resume_where_it_stopped(optimizer, tmp_path):
     """Through a checkpoint, in which groups are plain data; with weights in bfloat16, and on a part of the text."""
-    dtype = "float32" if "norm" in optimizer else "bfloat16"  # which norm rules refuse
+    dtype = "float32" if "norm" in optimizer else "bfloat16"  # norm rules refuse bfloat16
     config = small_run(optimizer=optimizer, weights=dtype, steps=6, checkpoint_every=3)
     config = replace(config, data=replace(config.data, train_windows=12))
     train(config, tmp_path / "whole")

@@ -21,7 +21,7 @@ from tests.lab.train.small_runs import losses, small_run
 
 pytestmark = NEEDED
 
-# In float64, where another order of summation changes the 16th digit; some steps multiply that.
+# In float64, where another order of summation changes the 16th digit; a few steps amplify that.
 CLOSE = 1e-9
 STEPS = 6
 SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -66,7 +66,7 @@ def numbers(record):
 
 
 def assert_same_numbers(folder, reference):
-    """Records and tensors of two runs, to rounding: that of the largest number of a tensor."""
+    """Compare the records and tensors of two runs, up to rounding relative to each tensor's largest element."""
     ours, theirs = losses(folder), losses(reference)
     assert [(r["kind"], r["step"]) for r in ours] == [(r["kind"], r["step"]) for r in theirs]
     for mine, other in zip(ours, theirs, strict=True):
