@@ -90,7 +90,7 @@ def sharded(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def contenders() -> dict[str, Build]:
-    """Each optimizer with its usual settings, Muon on the same matrices as ours, without missing peers."""
+    """Each installed optimizer with its usual settings; every Muon gets the matrices that ours gets."""
     settings = {"lr": LR, "weight_decay": LAMBDA}
     builds: dict[str, Build] = {
         "torch AdamW": lambda model: [torch.optim.AdamW(model.parameters(), **settings, betas=BETAS, fused=True)],
@@ -225,7 +225,7 @@ def time_host(name: str, build: Build, model: nn.Module, device: torch.device) -
             optimizer.step()
 
     def new_gradients() -> None:
-        """Move the gradients, as in a loop that frees them."""
+        """Allocate new gradients, as in a loop that frees them."""
         for param in params:
             param.grad = torch.randn_like(param)
 

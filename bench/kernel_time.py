@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python bench/kernel_time.py
 
-First each kernel alone, on the matrices of one expert layer of the paper's width 1024. Then, for each member of Muon's
-two slots, a full optimizer step: with the kernel for the slot, and with torch for the slot and kernels for the rest.
-Steps of the w1024 set are eager. Those of GPT-2's set are replayed, which removes host time.
+First each kernel alone, on the matrices of one expert layer of the paper's width 1024. Then a full optimizer step for
+each option before and after Muon's orthogonalizer: with the option's kernel, and with torch in its place. Steps of the
+w1024 set are eager. Those of GPT-2's set are replayed, which removes host time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GPT2: Matrices = [
     ((768, 3072), {}),
 ] * 12
 
-# Members of the slots, timed with and without their kernels.
+# Options before and after the orthogonalizer, timed with and without their kernels.
 MEMBERS = {
     "NorMuon": {"normalize": "normuon"},
     "AdaMuon": {"precondition": "sign", "normalize": "adamuon"},
@@ -159,7 +159,7 @@ def time_kernels() -> None:
 
 
 def time_members(name: str, matrices: Matrices, replay: bool) -> None:
-    """A full step of each member, with and without the kernel of its slot."""
+    """Time a full step with each option, with and without its kernel."""
     params = [nn.Parameter(0.02 * torch.randn(shape, device="cuda")) for shape, _ in matrices]
     for param in params:
         param.grad = torch.randn_like(param)

@@ -2,7 +2,7 @@
 
     python bench/scaling_tables.py
 
-Two comments with its name enclose each table. A test compares the pages with the model.
+Each table lies between two comments with its name. A test compares the pages with the model.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ Built = tuple[Optimizer, list[nn.Parameter]]
 
 
 class Matrices(NamedTuple):
-    """A set of matrices: for ours, with group options; as stacks; and as 2-D shapes."""
+    """One set of matrices in three forms: ours, with group options; stacks; and 2-D shapes."""
 
     ours: list[tuple[Shape, dict[str, Any]]]
     stacks: list[Shape]

@@ -33,7 +33,7 @@ SETTING = (
     *("decay_fraction", "data.train_windows", "weights", "muon_lr"),
 )
 ACTIVE = {64: 954_176, 128: 3_284_608}  # active parameters by width: two of eight experts
-GOOD = 0.01  # nats that we neglect
+GOOD = 0.01  # nats; smaller differences are neglected
 
 
 # Reading
@@ -147,7 +147,7 @@ def geometric(values, digits=1):
 
 
 def slopes(grown, values):
-    """By seed, the values as a power of what grew."""
+    """By seed, the power of `grown` that the values follow."""
     return [np.polyfit(np.log(grown), np.log(seed), 1)[0] for seed in zip(*values, strict=True)]
 
 
@@ -291,7 +291,7 @@ def prices(cells):
         for rule, tried in losses.items():
             for choice, lam in (("0.1", 0.1), ("0.01", 0.01), ("total decay 1", 1 / per_lambda(rows, rule))):
                 reached = min(max(lam, min(tried)), max(tried))
-                if abs(math.log2(lam / reached)) <= 1:  # not further outside the grid
+                if abs(math.log2(lam / reached)) <= 1:  # at most an octave outside the grid
                     costs[rule, choice].append((between(tried, reached) - lowest, reached != lam, rows[0]))
     return costs
 
@@ -317,7 +317,7 @@ AXES = {
 
 
 def grown(column, where, rule):
-    """By what grows, the losses of settings whose best lambda is not at an edge."""
+    """The losses by the value of a column, without settings whose best lambda is at an edge."""
     cells = {rows[0][column]: by(rows, rule=rule) for rows in settings("lambda-scaling", **where).values()}
     return {value: losses for value, losses in sorted(cells.items()) if not at_edge(losses)}
 
@@ -565,7 +565,7 @@ TABLES = {
 
 
 def settled(row):
-    """At the peak, the relative step per unit of rate over AdamC's sqrt(2 lambda/eta), without momentum."""
+    """The relative update at the peak, per unit of rate and corrected for momentum, over AdamC's sqrt(2 lambda/eta)."""
     beta = 0.9 if row["algorithm"] == "adamw" else 0.95
     names = ("step", "lr", "update_rms", "weight_rms", "decay")
     step, lr, update, weight, phi = (np.array(row[f"normalized.{name}"], dtype=float) for name in names)

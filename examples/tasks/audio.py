@@ -2,7 +2,7 @@
 
     muonsw compare --task examples/tasks/audio.py --task.folder recordings
 
-Reads 16-bit files of any rate with the standard library; a tenth of them is held out.
+Reads 16-bit files of any rate with the standard library, and holds out a tenth of them.
 """
 
 import wave
@@ -70,7 +70,7 @@ def spectrograms(folder):
 
 
 def read(path):
-    """Samples in [-1, 1], the mean over channels, and their rate."""
+    """Read samples in [-1, 1], averaged over channels, and their rate."""
     with wave.open(str(path)) as file:
         channels, rate = file.getnchannels(), file.getframerate()
         samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
