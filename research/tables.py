@@ -248,7 +248,7 @@ def tuned_table():
         gaps = pooled(cells)
         beyond = sum(abs(np.mean(gap(rows))) > half(gap(rows)) for rows in cells)
         lines.append([kind, len(gaps), f"{min(gaps):+.3f} to {max(gaps):+.3f}", shown(gaps, 4, "+"), beyond])
-    heads = ["settings of Muon", "number", "gaps, nats", "their mean, ± over settings", "with intervals without zero"]
+    heads = ["settings of Muon", "number", "gaps, nats", "mean gap, ± over settings", "intervals that exclude zero"]
     return table(heads, lines)
 
 

@@ -72,7 +72,7 @@ class Advice:
 class Advise:
     """Predict whether decay matters in a run, and which lambda to try.
 
-    Nothing is trained. The lambda aims at total decay 1, the best in our runs.
+    Nothing is trained. The lambda gives total decay 1, about the best in our runs.
     """
 
     steps: int
@@ -92,7 +92,7 @@ class Advise:
     warmup_steps: Annotated[int | None, unset(metavar="N")] = None
     """Steps of warmup. Default: the paper's rule."""
     base_lr: Annotated[float | None, unset(metavar="LR")] = None
-    """The undivided peak, where muP divides the learning rate and scaled decay divides by it."""
+    """The peak before muP divides it, if scaled decay divides by that one (`--peak base`)."""
     algorithm: Literal["muon", "adamw"] = "muon"
     """The optimizer of these matrices."""
     training: Literal["pretraining", "finetuning", "lora", "dpo", "bert"] = "pretraining"

@@ -614,9 +614,9 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
 class Diagnose:
     """Show what decay does to the weights of runs, and what is wrong.
 
-    Prints findings in plain words, and a table of norms with theory.
+    Prints findings in plain words, and a table of measured and predicted norms.
 
-    Writes all numbers to diagnose.json, and one figure.
+    Writes all numbers to diagnose.json, and draws one figure.
     """
 
     runs: Annotated[tuple[Path, ...], Positional, unset(metavar="RUN...")] = ()

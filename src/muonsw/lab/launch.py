@@ -282,7 +282,7 @@ class Cluster:
     cluster: Annotated[Literal["slurm"] | None, unset()] = None
     """Train each run as a Slurm job. The folder and the tokens must be on a disk that all machines share."""
     time: int = 0
-    """Time limit of a job in minutes. A run that needs longer saves before the limit, is requeued and resumes."""
+    """Time limit of a job in minutes; required. A run that needs longer saves before it, is requeued and resumes."""
     gpus_per_run: Annotated[int | None, unset()] = None
     """GPUs for a run, on one machine, each with its own rank. Default: 1, or 0 with --device cpu."""
     slurm: Annotated[tuple[str, ...], unset()] = ()

@@ -192,13 +192,13 @@ class Setup:
     micro_batch: int = 8
     """Sequences that a GPU computes at once."""
     tflops: float = 400.0
-    """1e12 FLOP per second that one GPU sustains in the model; not the number on its data sheet."""
+    """TFLOP/s that one GPU sustains in the model; not the number on its data sheet."""
     recompute: Flag = False
     """Store only the inputs of layers and recompute the rest, with a third more FLOPs."""
     gathered_bytes: Literal[2, 4] = 4
     """Bytes of a gathered weight; the trainer gathers float32."""
     inside: float = 360.0
-    """GB/s that a GPU receives from its own machine while it sends as much. Assumed, not measured."""
+    """GB/s that a GPU receives from its own machine while sending at the same rate. Assumed, not measured."""
     outside: float = 40.0
     """GB/s from other machines. Assumed, not measured."""
 

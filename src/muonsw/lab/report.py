@@ -60,7 +60,7 @@ SHORT = 28  # cells of up to this many characters are not wrapped
 class Report:
     """Write one self-contained interactive page about runs.
 
-    A run in progress is shown as far as it is recorded.
+    A run in progress is shown up to its last record.
     """
 
     runs: Annotated[tuple[Path, ...], Positional, unset(metavar="RUN...")] = ()
@@ -70,7 +70,7 @@ class Report:
     """HTML file to write."""
 
     title: Annotated[str, unset()] = ""
-    """Title of the page. Default: the name or the number of the runs."""
+    """Title of the page. Default: the run's name, or the number of runs."""
 
     def run(self) -> int:
         if not self.runs:

@@ -31,7 +31,7 @@ class Prepare:
     """
 
     out: Annotated[Path, Positional, arg(metavar="DIR")]
-    """Folder for the shards, their record and the tokenizer."""
+    """Folder for the shards, data.json and the tokenizer."""
 
     corpus: OmitArgPrefixes[Corpus] = field(default_factory=Corpus)
     """Documents, and how to tokenize them."""
@@ -106,7 +106,7 @@ class Export:
     """Write the model of a run as safetensors, a config and its tokenizer."""
 
     run_folder: Annotated[Path, Positional, arg(metavar="RUN")]
-    """A folder that `muonsw train` filled."""
+    """Run folder that `muonsw train` wrote."""
     out: Annotated[Path | None, unset(metavar="DIR")] = None
     """Output folder. Default: RUN/export."""
     best: Flag = False
@@ -127,7 +127,7 @@ class Sample:
     """Let a model continue a text."""
 
     model: Annotated[Path, Positional, arg(metavar="FOLDER")]
-    """A run, or what `muonsw export` wrote."""
+    """Run folder, or folder that `muonsw export` wrote."""
     prompt: Annotated[str, unset()] = ""
     """The text to continue; empty starts a document."""
     tokens: int = 200
@@ -137,7 +137,7 @@ class Sample:
     top_k: int = 50
     """Sample from this many of the likeliest tokens; 0 samples from all."""
     seed: int = 0
-    """Seed of the sampling."""
+    """Random seed."""
 
     def run(self) -> int:
         if self.tokens < 1 or self.top_k < 0 or not (math.isfinite(self.temperature) and self.temperature >= 0):

@@ -31,7 +31,7 @@ from muonsw.text import counted
 class Reproduce(ManyRuns):
     """Run a study of the paper and print claim, prediction, measurement and verdict.
 
-    Exits with 1 when a claim fails; an undecided claim does not fail.
+    Exits with 1 if a claim fails; an undecided claim is not a failure.
 
     Studies of one scale share their runs. Rerun the same command to resume.
     """
@@ -45,7 +45,7 @@ class Reproduce(ManyRuns):
     dry_run: Flag = False
     """Print runs, tokens, FLOPs and hours, and train nothing."""
     tflops: Annotated[float | None, unset(metavar="X")] = None
-    """1e12 FLOPs per second that one run sustains, for the hours. Default: a guess for the scale."""
+    """TFLOP/s that one run sustains, to estimate hours. Default: a guess for the scale."""
     data: Annotated[Path | None, unset(metavar="DIR")] = None
     """Prepared tokens. Default: the Python standard library, in out/data. Scale paper needs GPT-2 tokens."""
     out: Annotated[Path | None, unset(metavar="DIR")] = None
@@ -55,7 +55,7 @@ class Reproduce(ManyRuns):
     device: str = "auto"
     """cpu, cuda or auto, for training."""
     seed: int = 0
-    """Seed of every random number of a study that trains nothing."""
+    """Random seed of a study that trains nothing."""
 
     def run(self) -> int:
         console = Console()
@@ -131,7 +131,7 @@ def list_studies(console: Console) -> None:
             say(console, f"  {f'{study.name}/{experiment.name}':<28} {experiment.title}")
     for scale in SCALES.values():
         say(console, f"scale {scale.name}: {scale.title}")
-    say(console, "what a study takes at a scale: muonsw reproduce NAME --scale SCALE --dry-run")
+    say(console, "the cost of a study: muonsw reproduce NAME --scale SCALE --dry-run")
 
 
 def cost_table(study: Study, scale: Scale, tflops: float, workers: int) -> Table:

@@ -377,7 +377,7 @@ class Train(RunOptions):
     out: Annotated[Path | None, unset(metavar="DIR")] = None
     """Folder of the run. Default: out/train/ and the name of the preset, task or config."""
     config: Annotated[Path | None, unset(metavar="FILE")] = None
-    """Train this config.json of a run, and execute the task file it may name; only --out and --strategy go with it."""
+    """Train from a run's config.json; its task file, if any, is executed. Combine only with --out and --strategy."""
     algorithm: Annotated[str | None, unset()] = None
     """muon (with AdamW for everything but hidden matrices) or adamw."""
     decay: Annotated[str | None, unset(help=f"Decay rule: {', '.join(DECAY_RULES)}.")] = None
