@@ -90,7 +90,7 @@ def _settle_peaks(groups: list[Group], before: list[Group], saved: StateDict) ->
         if is_unexpected and needs_peak(group):
             warnings.warn(
                 f"{label_of(group, number)} was built for a peak learning rate of {built_for:.8g} and loaded one of "
-                f"{loaded:.8g}, which it keeps. If a new run starts here, call set_peak_lr({built_for:.8g}, "
+                f"{loaded:.8g}, which it keeps. If this is a new run, call set_peak_lr({built_for:.8g}, "
                 f"group={number})",
                 peak.PeakLRWarning,
                 stacklevel=users_line(),

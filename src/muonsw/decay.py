@@ -2,7 +2,7 @@
 
 `docs/guide/which-rule.md` says who uses each rule. Norm rules (`muonsw.addons.norm_rules`) control the norm of a weight
 instead. The user sets `total_steps`; `step_count` counts calls of `step`, including skipped ones, as a scheduler does.
-The group saves both.
+Both are saved with the group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RunPosition(NamedTuple):
 
 
 class DecayRule(NamedTuple):
-    """Phi as a function of lambda (always linear) and the position in the run, and what it reads of the position."""
+    """Phi as a function of lambda (always linear) and the position in the run, and which parts of it are used."""
 
     phi: Callable[[float, RunPosition], float]
     uses_peak: bool = False

@@ -262,7 +262,7 @@ def filled(sized: Iterable[tuple[T, int]], room: int) -> list[list[T]]:
 
 
 def scatter(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split a batch (count, rows, columns) into tensors of the shapes of `like`, which have as many matrices."""
+    """Split a batch (count, rows, columns) into tensors shaped like those in `like`, `count` matrices together."""
     if all(t.dim() == 2 for t in like):
         return list(batch.unbind())
     area = batch.shape[-2] * batch.shape[-1]

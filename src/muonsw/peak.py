@@ -118,7 +118,7 @@ def update_peak(group: Group, number: int) -> str | None:
     if is_new and differ(implied, peak):
         return (
             f"a scheduler recorded a peak of {implied:.8g} for {label_of(group, number)}, below the {peak:.8g} in use; "
-            f"ignoring it. If a new run starts here, call set_peak_lr({implied:.8g}, group={number})"
+            f"ignoring it. If this is a new run, call set_peak_lr({implied:.8g}, group={number})"
         )
     return None
 

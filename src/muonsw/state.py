@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class StateLayout(NamedTuple):
     """The layout of one tensor in a parameter's state."""
 
-    name: str  # of the spec that asks for it; several tensors may share one, such as codes and their scales
+    name: str  # the name of its spec, which several tensors may share, such as codes and their scales
     shape: torch.Size  # over all ranks
     dtype: torch.dtype
     extra_axis: int | None = None  # the first axis that the parameter lacks; None if laid out like the parameter

@@ -114,7 +114,7 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
 class Matrices(NamedTuple):
     """The matrices of a parameter, each with one norm; equal on every rank."""
 
-    cells: list[MatrixCell]  # a single one with 0 rows if the parameter has one norm
+    cells: list[MatrixCell]  # one cell of 0 rows if the whole parameter has one norm
     stack: torch.Size  # the leading axes, which count the matrices of each cell
 
     @classmethod

@@ -81,7 +81,7 @@ class Binding(NamedTuple):
 def binding(
     groups: Iterable[Group], state: Mapping[Tensor, Mapping[str, Any]], settings: Any = None
 ) -> tuple[Binding, tuple[int, ...]] | None:
-    """What a step captured now would be bound to, and the addresses of its gradients.
+    """The binding of a step captured now, and the addresses of its gradients.
 
     None if a tensor has no address, like a sparse gradient.
     """

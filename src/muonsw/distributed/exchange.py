@@ -1,4 +1,4 @@
-"""The exchange of sharded matrices: who orthogonalizes which matrix, in which rounds matrices travel, and the trip.
+"""The exchange of sharded matrices: which rank orthogonalizes which matrix, in which rounds, and how matrices travel.
 
 Pieces of a matrix travel to its owner, and directions travel back. State of whole matrices travels with them, by a
 second collective each way, in the dtype of the state. The plan follows from global shapes, placements and settings,
@@ -185,7 +185,7 @@ def rule_of(batch: Batch) -> tuple[MatrixRule, MatrixView]:
 def make_rounds(
     batches: Sequence[Batch], layouts: Sequence[Sequence[Layout]], chunk_bytes: int, known: Layouts
 ) -> list[Round]:
-    """Plan the exchange of batches with these layouts of their items; no rank owns more than a chunk in a round."""
+    """Plan the exchange of batches from the layouts of their items; no rank owns more than a chunk in a round."""
     wires: dict[Wire, list[Unit]] = {}
     for number, batch in enumerate(batches):
         rule, _ = rule_of(batch)
@@ -229,7 +229,7 @@ def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: i
 
 
 def _in_stack(piece: Region, first: int) -> Region:
-    """A piece of a tensor with matrix axes from `first` on, as a piece of a stack (count, *matrix)."""
+    """Convert a piece of a tensor, whose matrix axes start at `first`, to a piece of a stack (count, *matrix)."""
     return Region(tuple((axis - first + 1, start, length) for axis, start, length in piece.cuts if axis >= first))
 
 
@@ -335,7 +335,7 @@ def exchange_nothing(rounds: Sequence[Round]) -> None:
 
 
 def _interleave(tasks: Sequence[Iterator[None]]) -> None:
-    """Run tasks of three parts, so that each begins while the one before it is under way."""
+    """Run three-part tasks as a pipeline: each begins while the previous one is under way."""
     for tick in range(len(tasks) + 2):
         for task in tasks[max(tick - 2, 0) : tick + 1][::-1]:
             next(task, None)

@@ -56,7 +56,7 @@ class Recording:
         from torch._C import _cuda_endAllocateToPool, _cuda_releasePool
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the graph is empty
+            warnings.simplefilter("ignore")  # torch warns of an empty graph
             with suppress(RuntimeError):
                 self._graph.capture_end()
                 return
@@ -152,5 +152,5 @@ class GradientReads(TorchDispatchMode):
     def _holds(self, given: Sequence[Any]) -> bool:
         """Whether any of these values, or of the lists among them, shares memory with the tensors."""
         flat = chain.from_iterable(value if isinstance(value, list | tuple) else [value] for value in given)
-        values = [getattr(value, "base", value) for value in flat]  # Triton's descriptors have a tensor of that name
+        values = [getattr(value, "base", value) for value in flat]  # Triton's descriptors hold their tensor in `base`
         return any(value.untyped_storage().data_ptr() in self._memory for value in values if isinstance(value, Tensor))

@@ -186,8 +186,8 @@ class Iteration:
     def __call__(self, matrices: Tensor, *, steps: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Push the singular values of matrices `(..., m, n)` towards one; no gradient flows through.
 
-        `steps` defaults to the authors' number; `dtype`, of the products (see `inner`) and of the result, to the
-        input's. Matrices are always normalized in float32 or better. Zero matrices stay exactly zero.
+        `steps` defaults to the authors' number. `dtype` applies to the products (see `inner`) and the result; the
+        default is the input's. Matrices are always normalized in float32 or better. Zero matrices stay exactly zero.
         """
         steps = self.coefficients.steps if steps is None else steps
         dtype = check_matrices(matrices, dtype, steps=steps)

@@ -209,7 +209,7 @@ class Telemetry:
 
 
 def _makes_state(optimizer: Optimizer) -> bool:
-    # torch creates state for a checkpoint with a step at learning rates and gradients of zero
+    # to create state for a checkpoint, torch takes a step with learning rates and gradients of zero
     if optimizer.state or any(group.get("lr") != 0 for group in optimizer.param_groups):
         return False
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
