@@ -40,11 +40,11 @@ def make(_):
 
 def test_a_stream_reads_what_was_made_in_it(device):
     """The copy that fills a table waits for its turn in one stream; another would not wait for it."""
-    kept = TensorCache()
-    first = kept.get("a", CUDA, make)
-    assert kept.get("a", CUDA, make) is first
+    cache = TensorCache()
+    first = cache.get("a", CUDA, make)
+    assert cache.get("a", CUDA, make) is first
     device.stream = 2
-    assert kept.get("a", CUDA, make) is not first
+    assert cache.get("a", CUDA, make) is not first
 
 
 def test_a_map_made_under_a_capture_is_computed_by_the_graph_and_not_cached(monkeypatch):

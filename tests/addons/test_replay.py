@@ -79,8 +79,8 @@ def test_on_a_cpu_steps_are_eager_with_one_warning():
 
 
 def bound(optimizer):
-    found = binding(optimizer.param_groups, optimizer.state)
-    return None if found is None else found[0]
+    bindings = binding(optimizer.param_groups, optimizer.state)
+    return None if bindings is None else bindings[0]
 
 
 MATMUL = torch.backends.cuda.matmul
@@ -519,7 +519,7 @@ class TestOnAGPU:
         torch.manual_seed(0)
         optimizer, params = optimizer_on("cuda", replay=True, orthogonalizer=waiting)
         with pytest.warns(UserWarning, match="cannot be captured"):
-            found = take_steps(optimizer, params, range(SETTLED + 3))
+            result = take_steps(optimizer, params, range(SETTLED + 3))
         assert optimizer._replay._captures == 1
         assert torch.equal(torch.randn(8, device="cuda"), expected)
         nn.functional.dropout(expected, 0.5)
@@ -533,9 +533,9 @@ class TestOnAGPU:
         graph.replay()
         assert not torch.equal(first, numbers)
         plain, twins = optimizer_on("cuda", replay=True, orthogonalizer=waiting)
-        plain._replay._failure = "none is wanted"
-        with pytest.warns(UserWarning, match="none is wanted"):
-            assert_same(found, take_steps(plain, twins, range(SETTLED + 3), captured=False))
+        plain._replay._failure = "captures are off"
+        with pytest.warns(UserWarning, match="captures are off"):
+            assert_same(result, take_steps(plain, twins, range(SETTLED + 3), captured=False))
 
     @pytest.mark.parametrize("algorithm", REPLAYED)
     def test_a_graph_holds_the_address_tables_that_it_reads(self, algorithm, monkeypatch):

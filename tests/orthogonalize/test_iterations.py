@@ -107,7 +107,7 @@ def largest_norm(matrices):
 @polar
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_bad_conditioning_stays_bounded(fn, dtype):
-    """Even for a matrix of rank one, whose singular value rounding pushes past the end of Polar Express's interval."""
+    """Even if one singular value dominates, which rounding pushes past the end of Polar Express's interval."""
     batch = hard_matrices(16, 40, (2, 4, 6)).to(dtype)
     for steps in (5, 8, 20):
         result = fn(batch, steps=steps)

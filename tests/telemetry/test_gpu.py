@@ -124,4 +124,4 @@ def test_a_sampled_step_holds_one_copy_of_all_weights(algorithm):
     extra()
     unsampled, sampled = extra(), extra()
     assert telemetry.last["step"] == 4
-    assert sampled - unsampled < weights + 2 * chunk  # two tensors of 4 MiB more, and what measures them
+    assert sampled - unsampled < weights + 2 * chunk  # a copy of the weights, and at most two chunks to measure with

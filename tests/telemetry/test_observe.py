@@ -130,8 +130,8 @@ def test_the_defect_is_that_of_the_direction_before_its_scale():
     expected = [defects(d, view) for d, view in zip(moved, views, strict=True)]
     for values, each in zip(telemetry.last["parameters"].values(), expected, strict=True):
         assert values["defect"] == pytest.approx(sum(each) / len(each), rel=1e-5)
-    every = [value for each in expected for value in each]
-    assert telemetry.last["all"]["defect"] == pytest.approx(sum(every) / len(every), rel=1e-5)
+    pooled = [value for each in expected for value in each]
+    assert telemetry.last["all"]["defect"] == pytest.approx(sum(pooled) / len(pooled), rel=1e-5)
 
 
 def test_whole_matrix_steps_of_muonbp_are_measured_as_whole_matrices():
