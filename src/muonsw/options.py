@@ -54,8 +54,8 @@ class GroupOptions(TypedDict, total=False):
     """keep state in pinned host memory and copy it to the GPU and back during the step; no effect on CPU parameters.
     Synchronize the device before you read `optimizer.state` yourself."""
     rounding: str
-    """how bfloat16 and float16 weights, and state below float32, are rounded: "stochastic", or "nearest", which loses
-    decay and warns."""
+    """how bfloat16 and float16 weights, and bfloat16 and 8-bit state, are rounded: "stochastic", or "nearest", which
+    loses decay; with such weights it warns."""
     maximize: bool
     """maximize the objective instead of minimizing it."""
     fused: bool | None
