@@ -326,7 +326,7 @@ MAIN_TABLE = Study(
 )
 STEADY_STATE = Study(
     name="steady-state",
-    title="the steady-state figure: alignment, and the norm beside its target and its recursion",
+    title="the steady-state figure: alignment, and the norm next to its target and its recursion",
     reference=paper.STEADY,
     comparisons=sampled_row,
     judge=lambda results, scale: Findings(judge_steady_state(results, scale)),

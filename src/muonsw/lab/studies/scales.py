@@ -105,7 +105,7 @@ def _mini_row(width: int) -> RunConfig:
 
 MINI = Scale(
     name="mini",
-    title="6 layers, minutes to an hour on one GPU; with the text of docs/evidence.md its runs are those of that page",
+    title="6 layers, minutes to an hour on one GPU; on the text of docs/evidence.md it repeats that page's runs",
     rows={width: _mini_row(width) for width in (128, 256, 512)},
     headline=256,
     sweep=replace(lean(adamw_sweep(relaxed("mini", 128, base_width=128, phi_peak=0.01), 400)), batch=16),
