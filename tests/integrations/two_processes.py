@@ -266,4 +266,4 @@ def main(framework, folder):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    end(0)  # threads of gloo may abort a Python that is being taken down
+    end(0)  # gloo's threads may abort Python while it shuts down

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def recorded():
-    """By setting, the mean loss at each lambda over the seeds that all have: Muon with at least three lambdas."""
+    """By setting of Muon with at least three lambdas, the mean loss at each over the seeds that all lambdas share."""
     groups = defaultdict(lambda: defaultdict(dict))
     for row in records.read(ROOT / "research/runs.jsonl"):
         plain = row["algorithm"] == "muon" and row["norm"] == "free"

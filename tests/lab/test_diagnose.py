@@ -186,14 +186,14 @@ def test_a_real_collapse_is_found_live_and_afterwards(decay, tmp_path):
     assert any("Constant decay collapses" in text for _, text in findings.history) == (decay == "constant")
     assert {"unexplained-norm", "diverging", "rounding"}.isdisjoint(rules)
     assert (len(history.norm), history.momentum) == (steps, beta)
-    # The recursion explains every step, up to the rounding of float32 weights: 6e-8 of them in each step at most.
+    # The recursion explains every step, up to the rounding of float32 weights, at most 6e-8 of their size per step.
     assert history.tracking.predicted.tolist() == pytest.approx(history.norm.r.tolist(), rel=steps * 6e-8)
 
 
 @pytest.mark.parametrize(
     ("settings", "rules"),
     [
-        (SCALED | {"skipped": 1}, set()),  # a note is no hint
+        (SCALED | {"skipped": 1}, set()),  # notes are not reported live
         (SCALED | {"skipped": 90, "clipped": 1.0, "grad_norm": None}, {"skipped", "clipping"}),
         (CONSTANT | times("applied_rms", 0.5), {"collapsing", "rounding"}),
     ],

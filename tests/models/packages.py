@@ -346,15 +346,15 @@ TRANSFORMERS = {
     "dpt": ("DPTForDepthEstimation", "DPTConfig", DPT),
     "videomae-pretraining": ("VideoMAEForPreTraining", "VideoMAEConfig", VIDEOMAE),
     "mobilevit-segmentation": ("MobileViTForSemanticSegmentation", "MobileViTConfig", MOBILEVIT),
-    # the bases of adapters that no table of their own mentions
+    # base models of adapters, without tables of their own
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
 }
 
 PROJECTIONS = ["q_proj", "v_proj"]
 PEFT = {
-    # and two tokens, whose rows are trained whole
+    # also trains the full embedding rows of two tokens
     "lora-llama": ("llama", "LoraConfig", {"r": 4, "target_modules": PROJECTIONS, "trainable_token_indices": [7, 9]}),
-    # the new head is trained whole, under modules_to_save
+    # the new head is trained in full, under modules_to_save
     "lora-roberta-classification": (
         "roberta-classification",
         "LoraConfig",

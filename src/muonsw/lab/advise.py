@@ -27,7 +27,8 @@ REPEATED = {"constant": 20.0, "scaled": 40.0}
 FEW_EPOCHS, MANY_EPOCHS = 4.0, 16.0
 # A total within this factor of the best cost at most about 0.01 nats.
 FINE = 2.0
-# Steps and tokens per active parameter of our runs: up to twice that we give one lambda, beyond it a range.
+# The shortest and longest of our runs, and the most tokens per active parameter. Within a factor of two of these we
+# give one lambda, beyond it a range.
 SHORTEST, LONGEST, TOKENS_PER_PARAMETER = 400, 34_800, 300
 RANGE = (0.5, 4.0)
 MEASURED = (

@@ -1,8 +1,8 @@
 """The command line: `muonsw COMMAND ...`.
 
 A command is a frozen dataclass whose fields are its options and whose `run` returns an exit code, or a union of such
-classes. Adding one is one entry in `COMMANDS`. Only the command that runs is imported, so `muonsw --help` needs neither
-torch nor tyro.
+classes. To add one, add an entry to `COMMANDS`. Only the command that runs is imported, so `muonsw --help` needs
+neither torch nor tyro.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TASK_PREFIX = "--task."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code, as `muonsw --help` lists them."""
+    """Run one command and return its exit code; `muonsw --help` lists the codes."""
     print_any_character()
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:

@@ -447,8 +447,8 @@ def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
         rows.append((pair.arm, pair.baseline, loss, between(pair), by_seed, matches if pair.seeds else None, *further))
     note = (
         "Differences are paired by seed; negative is better. Steps to match: the step at which the arm reaches the "
-        "best loss of the other, over the step at which the other did. It compares the middle of one schedule with the "
-        "end of another, so read it together with the final losses."
+        "baseline's best loss, over the step at which the baseline did. It compares the middle of one schedule with "
+        "the end of another, so read it together with the final losses."
     )
     return Table("pairs", "Paired difference", columns, rows, note)
 

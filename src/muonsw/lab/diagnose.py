@@ -42,10 +42,11 @@ MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
 MUON_BETA = 0.95  # assumed for weights that Muon moves when no configuration says otherwise
 LINEAR = ("constant", "independent")  # rules whose phi is proportional to the learning rate
 
-# A norm that follows sqrt(lr) loses 29% when the learning rate halves, and must lose more after that.
+# A norm that follows sqrt(lr) has lost 29% when the learning rate is halved. A collapse loses at least that in total,
+# and a tenth after the halving.
 COLLAPSE, HALVED, LATE_LOSS = 0.29, 0.5, 0.1
 RELAXED = 3.0  # exp(-3) = 0.05: the squared norm has forgotten 95% of its start
-AVERAGED, GIVEN_BACK = 0.05, 0.1  # share of the records in a loss average; share of the progress that was lost
+AVERAGED, GIVEN_BACK = 0.05, 0.1  # share of the records in a loss average; share of the progress lost in divergence
 CHANCE = 6.0  # standard errors that noise never reaches
 REACHED = 0.95  # sampled steps miss the exact peak of a schedule
 UNEXPLAINED = 0.1
@@ -82,7 +83,7 @@ class History:
         return float(known.max()) if len(known) else math.nan
 
     def typical(self, values: Array, where: Any = None) -> float:
-        """The median of the known values, by default from the peak of the learning rate on (all while it rises)."""
+        """The median of the known values: by default those since the peak learning rate, or all while it rises."""
         if where is None:
             where = slice(0 if self.peak_at == len(self.steps) - 1 else self.peak_at, None)
         known = _known(values[where])
@@ -371,7 +372,7 @@ def fast_decay(history: History) -> Answer:
     if not speed > SLOW * (1.0 + 1e-6):  # rounding must not decide exactly at the limit
         return None
     text = (
-        f"Decay of {words(history)} is fast against momentum: phi reaches {peak:.2g} a step, {percent(speed)} of "
+        f"Decay of {words(history)} is fast compared with momentum: phi reaches {peak:.2g} a step, {percent(speed)} of "
         f"1 - beta = {forgetting:.2g}. Use a smaller lambda and more steps."
     )
     return WARNING if speed > TOO_FAST else NOTE, text, {"phi_peak": peak, "ratio": speed}

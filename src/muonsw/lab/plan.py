@@ -54,7 +54,7 @@ class H200:
     dense = 720e12  # FLOPs of products
     gram = 530e12  # useful FLOPs of `X X^T`, computing one triangle
     short = 400e12  # useful FLOPs of the small symmetric products
-    triangles = 512  # rows from which only one triangle is computed
+    triangles = 512  # with at least this many rows, only one triangle is computed
     overhead = 1.3e-3  # constant seconds per step: launches and the last wave of each product
     capacity = 141e9  # bytes of memory
     latency = 20e-6  # seconds of a collective. Assumed.
@@ -256,7 +256,7 @@ class StepCost:
     memory: Memory = field(default_factory=Memory)
     model_bytes: float = 0.0  # received by a GPU: weights, gradients and tokens
     optimizer_bytes: float = 0.0  # received by a GPU in Muon's exchange, on average over ranks
-    optimizer_collectives: int = 0  # at most, with the reduction by which ranks agree
+    optimizer_collectives: int = 0  # at most, including the reduction by which ranks agree
     model_seconds: float = 0.0  # computing forward and backward
     model_link_seconds: float = 0.0  # the model's traffic, which overlaps with computing
     product_seconds: float = 0.0  # orthogonalizing, on the busiest rank
@@ -439,7 +439,7 @@ class Plan:
             ("tokens", amount(tokens, 4), f"{tokens / sizes.active:.0f} per active parameter"),
             ("FLOPs per token", amount(sizes.flops_per_token, 4), "forward and backward, full causal attention"),
             ("FLOPs", f"{flops:.3g}", f"Newton-Schulz adds {100 * newton_schulz:.1f}%"),
-            ("weights", gib(memory.weights), "float32; gradients take the same"),
+            ("weights", gib(memory.weights), "float32; gradients take as much"),
             ("optimizer state", gib(memory.muon_state + memory.adamw_state), f"AdamW alone: {gib(2 * memory.weights)}"),
             ("activations", gib(memory.activations), f"estimate: {setup.micro_batch} sequences at once, compiled"),
             ("weight copies", gib(memory.gathered), "bfloat16 or gathered weights"),

@@ -35,7 +35,7 @@ from muonsw.lab.train.config import RunConfig
 
 try:
     from orjson import loads
-except ModuleNotFoundError:  # with the library alone, for `Findings`; the replacement is three times slower
+except ModuleNotFoundError:  # `Findings` must work without the lab extra; this is three times slower
     loads = parse_json  # type: ignore[assignment]
 
 Values = NDArray[np.float64]

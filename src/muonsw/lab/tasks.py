@@ -437,7 +437,7 @@ class BatchSource:
         self._numbered: Callable[[int], Batch] | None = source if callable(source) else None
         if length and hasattr(source, "__getitem__"):
             self._numbered = lambda number: source[number % length]
-        # The current iterator, the number of its next batch, and the batch before that.
+        # The current iterator, the number of its next batch, and the last batch that it gave.
         self._iterator: Iterator[Batch] | None = None
         self._next, self._last = 0, None
 
@@ -531,7 +531,7 @@ class Checked:
 
 
 def check_task(config: TaskConfig, seed: int = 0) -> Checked:
-    """Call every function of a task before training; refuse unusable results by the name of the function."""
+    """Call every function of a task before training; an error names the function whose result is unusable."""
     functions = load_functions(config)
     settings, notes = getattr(functions.module, "SETTINGS", {}), []
     if not isinstance(settings, Mapping):

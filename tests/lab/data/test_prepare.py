@@ -66,7 +66,7 @@ def texts(*patterns, **settings):
         ({"source": "text"}, "needs --files"),
         ({"tokenizer": "bytes", "vocab": 300}, "--vocab is for --tokenizer bpe"),
         ({"limit_characters": 0}, "--limit-characters"),
-        ({"validation_fraction": float("nan")}, "not nan"),
+        ({"validation_fraction": float("nan")}, "got nan"),
     ],
 )
 def test_invalid_settings_are_refused(settings, match):

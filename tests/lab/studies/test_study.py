@@ -68,7 +68,7 @@ def test_experiments_do_not_depend_on_the_number_of_processes():
 
 
 @pytest.mark.slow
-# the compiler of torch makes an instance of our autograd function, which torch itself warns about
+# torch's compiler instantiates our autograd function, which torch warns about
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_runs_of_one_model_in_one_process_share_their_compiled_code(monkeypatch):
     """The compiler sees the model once for all arms and seeds, and again for a model of another shape."""

@@ -107,7 +107,7 @@ class Reproduce(ManyRuns):
         return int(any_failed(conclusion.claims))
 
     def _study(self) -> tuple[Study, Scale]:
-        """The study or its part, and its scale; refuses names and scales that are not there."""
+        """Find the study (or its part) and the scale; refuse unknown names and scales."""
         if not self.name:
             raise UsageError(f"missing study name: one of {', '.join(STUDIES)} (or --list)")
         name, _, part = self.name.partition("/")
@@ -155,4 +155,4 @@ def cost_table(study: Study, scale: Scale, tflops: float, workers: int) -> Table
         f"Hours at {tflops:g} TFLOP/s sustained by each run, {counted(workers, 'run')} at a time. Studies of one scale "
         "share their runs: a completed run is not trained again."
     )
-    return Table("cost", "What it takes", columns, rows, note)
+    return Table("cost", "Cost", columns, rows, note)

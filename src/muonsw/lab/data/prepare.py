@@ -46,7 +46,7 @@ from muonsw.lab.options import Flag, unset
 Source: TypeAlias = Literal["python", "text", "fineweb"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
-# Settings of one source or tokenizer, and the minimum of others.
+# Settings that belong to a single source or tokenizer.
 ONLY_FOR = {
     "packages": ("source", "python"),
     "files": ("source", "text"),
@@ -55,16 +55,17 @@ ONLY_FOR = {
     "vocab": ("tokenizer", "bpe"),
     "gpt2_files": ("tokenizer", "gpt2"),
 }
+# The minimum of a setting.
 LEAST = {"limit_documents": 1, "limit_characters": 1, "group_characters": 1}
 # Training a BPE on this much text takes a second; more hardly changes its merges.
 TRAINING_CHARACTERS = 1 << 22
-# Encoding needs some hundred bytes for a token, so batches of this size need less than a gigabyte.
+# Encoding needs on the order of a hundred bytes per token, so batches of this size need less than a gigabyte.
 BATCH_CHARACTERS = 1 << 22
 # Small corpora have several shards, so a killed run loses little; large ones few enough to open at once.
 SHARD_CHARACTERS: dict[Source, int] = {"python": 1 << 22, "text": 1 << 24, "fineweb": 1 << 26}
 HELD_OUT: dict[Source, float] = {"python": 0.05, "fineweb": 0.001}
-# Of text files, hold out a share of the characters, which is larger for less than LARGE_CHARACTERS: a loss on a few
-# pages would be too noisy.
+# Share of the characters of text files to hold out: larger below LARGE_CHARACTERS, because a loss on a few pages would
+# be too noisy.
 SMALL_SHARE, LARGE_SHARE = 0.05, 0.01
 LARGE_CHARACTERS = 1 << 24
 # A long text is cut into about this many documents, within these sizes, so that some of them can be held out.
@@ -129,7 +130,7 @@ class Corpus:
         if self.source == "text" and not self.files:
             raise UsageError("--source text needs --files: files, folders or quoted globs")
         if not 0.0 <= (self.validation_fraction or 0.0) < 1.0:
-            raise UsageError(f"--validation-fraction is at least 0 and below 1, not {self.validation_fraction}")
+            raise UsageError(f"--validation-fraction must be at least 0 and below 1, got {self.validation_fraction}")
         if self.tokenizer == "bpe" and not BYTES < self.vocab < 1 << 31:
             raise UsageError(f"a bpe needs a --vocab above {BYTES} (below 2**31), got {self.vocab}")
 
@@ -333,7 +334,7 @@ def prepare(
 
     A hash of its text decides whether a document is held out. One group of documents is in memory at a time; it ends
     with the document that reaches `group_characters`. `finished` is called after every group. A folder with other
-    settings or another `recipe` is refused, and one that another process locks for longer than `wait` seconds.
+    settings or another `recipe` is refused, as is one that another process locks for longer than `wait` seconds.
     """
     record = DataRecord(tokenizer.identity, tokenizer.vocab_size, validation_fraction, group_characters, recipe=recipe)
     documents = iter(documents)

@@ -211,7 +211,7 @@ def _library(name: str) -> Any:
 
 
 def _without_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON allows and UTF-8 does not, by U+FFFD."""
+    """Replace lone surrogates, which JSON allows and UTF-8 does not, with U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
 """Triton kernels of the model.
 
-`softmax_losses_` replaces a chunk of logits by their gradient (`loss._head_loss` in torch) and saves 14% of a training
-step. `add_rows` adds up the rows of each token's choices (`layers._add_choices` in torch), because torch's compiler
-sometimes gets that sum wrong.
+`softmax_losses_` replaces a chunk of logits with their gradient (`loss._head_loss` in torch) and saves 14% of a
+training step. `add_rows` adds up the rows of each token's choices (`layers._add_choices` in torch), because torch's
+compiler sometimes gets that sum wrong.
 
 Import this module only if `muonsw.kernels.available`, since it imports Triton.
 """

@@ -84,8 +84,8 @@ class Routes(NamedTuple):
 class MoE(nn.Module):
     """Experts as stacked tensors, gate and up projections fused in one.
 
-    The router's logits are float32; each token takes the `top_k` experts with the largest, weighted by the softmax
-    over those alone.
+    The router's logits are float32; each token takes the `top_k` experts with the largest logits, weighted by the
+    softmax over those alone.
     """
 
     def __init__(self, config: ModelConfig) -> None:

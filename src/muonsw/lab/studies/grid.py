@@ -40,7 +40,7 @@ EXACT = Tolerance(0.0, "the bound itself was stated before the runs")
 OCTAVE = Tolerance(1.0, "a factor of two")
 ADVISED_TOTAL = 1.0  # the total decay that advice aims at
 
-# By rule, its changes of the optimizer.
+# By rule, the optimizer settings that it changes.
 Rules = Mapping[str, Mapping[str, Any]]
 RULE_CHANGES: Rules = {rule: {"decay": rule} for rule in RULES}
 
