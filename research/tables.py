@@ -670,7 +670,7 @@ def page(text):
     """A page with its tables updated."""
     for name in re.findall(r"<!-- table: (\S+) -->", text):
         block, new = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.S), TABLES[name]()
-        text = block.sub(lambda found, new=new: f"{found[1]}\n{new}\n\n{found[2]}", text)
+        text = block.sub(lambda match, new=new: f"{match[1]}\n{new}\n\n{match[2]}", text)
     return text
 
 

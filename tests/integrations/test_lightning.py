@@ -200,8 +200,8 @@ class FailsOnce(Callback):
 
 def test_telemetry_continues_with_the_same_optimizer_after_a_failure(tmp_path):
     module, callback, failing = Regression(), TelemetryCallback(every=3), FailsOnce()
-    made = module.configure_optimizers()
-    module.configure_optimizers = lambda: made
+    optimizers = module.configure_optimizers()
+    module.configure_optimizers = lambda: optimizers
     with pytest.raises(RuntimeError, match="failed"):
         fit(tmp_path, module, callbacks=[callback, failing])
     fit(tmp_path, module, callbacks=[callback, failing])

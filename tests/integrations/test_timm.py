@@ -66,8 +66,8 @@ def test_its_cosine_with_warmup_finds_the_peak(build):
 @pytest.mark.parametrize("build", [vit, resnet])
 def test_layer_decay_gives_each_depth_its_own_rate_and_peak(build):
     model = build()
-    given = layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5, peak_lr=2 * LR)
-    assert all(group["peak_lr"] == 2 * LR * group["lr_scale"] for group in given.param_groups)
+    decayed = layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5, peak_lr=2 * LR)
+    assert all(group["peak_lr"] == 2 * LR * group["lr_scale"] for group in decayed.param_groups)
     optimizer = layer_decay(MuonSW, model, lr=LR, weight_decay=0.1, layer_decay=0.5)
     expected = {}
     for group in param_groups_layer_decay(model, weight_decay=0.1, layer_decay=0.5):
@@ -99,10 +99,10 @@ def test_layer_decay_keeps_the_options_of_the_class_and_of_for_model():
             name: {
                 key: value for key, value in group.items() if key not in ("params", "param_names", "name", "lr_scale")
             }
-            for group in made.param_groups
+            for group in built.param_groups
             for name in group["param_names"]
         }
-        for made in (optimizer, plain)
+        for built in (optimizer, plain)
     )
     assert actual == expected
     assert layer_decay(MuonSW, vit(), lr=LR, replay=True).replay

@@ -240,8 +240,8 @@ def test_mlflow_keeps_telemetry(tmp_path, monkeypatch):
         trainer = trainer_of(tmp_path)
         trainer.add_callback(TelemetryCallback(trainer, every=2, sink=MlflowSink(mlflow)))
         trainer.train()
-    kept = mlflow.MlflowClient().get_metric_history(run.info.run_id, "telemetry/roles/hidden/weight_rms")
-    assert [metric.step for metric in kept] == [1, 2, 4, 6]
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "telemetry/roles/hidden/weight_rms")
+    assert [metric.step for metric in history] == [1, 2, 4, 6]
 
 
 def schedule_free(model, **options):

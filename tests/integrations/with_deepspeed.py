@@ -38,24 +38,24 @@ def engine(stage, client=None, network=None, **config):
     import deepspeed
 
     network = network or model()
-    made, _, _, _ = deepspeed.initialize(
+    wrapped, _, _, _ = deepspeed.initialize(
         model=network,
         optimizer=client and client(network),
         model_parameters=None if client else network.parameters(),
         config={**SETTINGS, "zero_optimization": {"stage": stage}, **config},
     )
-    return made
+    return wrapped
 
 
-def train(made, start, end, before=None):
+def train(wrapped, start, end, before=None):
     for step in range(start, end):
-        for group in made.basic_optimizer.param_groups:
+        for group in wrapped.basic_optimizer.param_groups:
             group["lr"] = LR * halving(step)
         if before is not None:
-            before(made, step)
-        made.backward(loss_of(made, step))
-        made.step()
-    return [param.detach().float().clone() for param in made.module.parameters()]
+            before(wrapped, step)
+        wrapped.backward(loss_of(wrapped, step))
+        wrapped.step()
+    return [param.detach().float().clone() for param in wrapped.module.parameters()]
 
 
 def by_hand(optimizer):
@@ -70,8 +70,8 @@ def by_hand(optimizer):
     return [param.detach() for param in network.parameters()]
 
 
-def equal(ones, others):
-    return all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+def equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def stage_0(folder):
@@ -81,15 +81,15 @@ def stage_0(folder):
     def ours(network):
         return MuonSW.for_model(network, lr=LR, weight_decay=LAMBDA)
 
-    made = engine(0, ours)
-    train(made, 0, 3)
-    made.save_checkpoint(folder, tag="three")
-    actual = train(made, 3, STEPS)
+    wrapped = engine(0, ours)
+    train(wrapped, 0, 3)
+    wrapped.save_checkpoint(folder, tag="three")
+    actual = train(wrapped, 3, STEPS)
     again = engine(0, ours)
     again.load_checkpoint(folder, tag="three")
     resumed = train(again, 3, STEPS)
     peaks = {group["resolved_peak_lr"] for group in again.basic_optimizer.param_groups}
-    matrices = made.basic_optimizer.summary().matrices
+    matrices = wrapped.basic_optimizer.summary().matrices
     plain = equal(actual, by_hand(ours))
     return {"plain": plain, "resumed": equal(actual, resumed), "peaks": list(peaks), "matrices": matrices}
 
@@ -100,12 +100,12 @@ def zero(_):
 
     refused = []
     for stage in (1, 2, 3):
-        made = engine(stage, lambda net: MuonSW.for_model(net, lr=LR), zero_allow_untested_optimizer=True)
-        before = [param.detach().clone() for param in made.module.parameters()]
+        wrapped = engine(stage, lambda net: MuonSW.for_model(net, lr=LR), zero_allow_untested_optimizer=True)
+        before = [param.detach().clone() for param in wrapped.module.parameters()]
         try:
-            train(made, 0, 1)
+            train(wrapped, 0, 1)
         except ValueError as error:
-            refused.append("ZeRO" in str(error) and equal(before, made.module.parameters()))
+            refused.append("ZeRO" in str(error) and equal(before, wrapped.module.parameters()))
 
     def adamw(network):
         return AdamWSW(network.parameters(), lr=LR, weight_decay=LAMBDA)
@@ -130,8 +130,8 @@ def own_muon(_):
         actual = train(driven, 0, STEPS)
         decays.append([group["weight_decay"] for group in driven.basic_optimizer.param_groups])
 
-        def by_rule(made, step):
-            for group in made.basic_optimizer.param_groups:
+        def by_rule(wrapped, step):
+            for group in wrapped.basic_optimizer.param_groups:
                 group["weight_decay"] = LAMBDA * halving(step)
 
         equals.append(equal(actual, train(engine(stage, **copy.deepcopy(config)), 0, STEPS, before=by_rule)))

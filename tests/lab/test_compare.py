@@ -270,8 +270,8 @@ def search(loss_of, arms=ARMS[1:]):
 
 
 def test_the_search_uses_a_separate_seed_and_extends_beyond_the_edge():
-    for wanted, further, edge in ((1.1, [], False), (3.9, [4.0, 8.0], False), (1e-9, [0.04, 0.016, 0.0064], True)):
-        (result,), calls = search(lambda lam, wanted=wanted: (lam - wanted) ** 2)
+    for best, further, edge in ((1.1, [], False), (3.9, [4.0, 8.0], False), (1e-9, [0.04, 0.016, 0.0064], True)):
+        (result,), calls = search(lambda lam, best=best: (lam - best) ** 2)
         assert list(result.losses) == pytest.approx([*FACTORS, *further]), "three extensions at most"
         assert result.losses[result.best] == min(result.losses.values())
         assert all(call.seeds == (7,) for call in calls)

@@ -107,9 +107,9 @@ def test_divergence_is_distinguished_from_noise_and_listed_first(tmp_path):
     rising = [loss + max(0.0, (n - 3000) / 1000) for n, loss in enumerate(noisy)]
     assert CHECKS["diverging"](make_history(tmp_path / "rising", losses=rising)) is not None
     not_finite = [*losses(4000)[:3900], *[None] * 100]
-    first, *others = examine(make_history(tmp_path / "run", **CONSTANT | {"losses": not_finite}))
+    first, *later = examine(make_history(tmp_path / "run", **CONSTANT | {"losses": not_finite}))
     assert (first.rule, first.severity, first.numbers["since"]) == ("diverging", PROBLEM, 3901)
-    assert "collapsing" in {finding.rule for finding in others}
+    assert "collapsing" in {finding.rule for finding in later}
 
 
 def test_skipped_steps_are_counted_over_a_resume(tmp_path):
@@ -150,8 +150,8 @@ def test_a_finding_names_the_roles_it_holds_for(tmp_path):
 
 
 def test_missing_columns_silence_rules_and_break_none(tmp_path):
-    kept = ("weight_rms", "lr", "numel")
-    run = load_run(make_run(tmp_path / "run", **SCALED | {"change": lambda _, r: {key: r[key] for key in kept}}))
+    keys = ("weight_rms", "lr", "numel")
+    run = load_run(make_run(tmp_path / "run", **SCALED | {"change": lambda _, r: {key: r[key] for key in keys}}))
     assert [finding.rule for finding in diagnose(run).findings] == ["too-few-samples"]
     assert examine(History(run, "nowhere"))[0].rule == "too-few-samples"
 
@@ -262,8 +262,8 @@ def test_the_command_writes_numbers_and_one_figure(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("constant (constant decay): 2 warnings\n")
     assert {path.name for path in out.iterdir()} == {"diagnose.json", "diagnose.png", "diagnose.svg"}
     assert (out / "diagnose.png").read_bytes().startswith(b"\x89PNG")
-    *data, own = json.loads((out / "diagnose.json").read_text(encoding="utf-8"))["runs"]
-    assert own["findings"] == data[0]["findings"]
+    *data, file_run = json.loads((out / "diagnose.json").read_text(encoding="utf-8"))["runs"]
+    assert file_run["findings"] == data[0]["findings"]
     for run, rule in zip(data, ("constant", "scaled"), strict=True):
         rows = simulate(rule=rule, lam=2.0, steps=1000)
         assert run["rule"] == rule

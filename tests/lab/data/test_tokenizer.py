@@ -25,8 +25,8 @@ FILES = {"bytes": None, "bpe": [BPE_FILE], "gpt2": list(GPT2_FILES)}
 def gpt2_files(folder, merges=(("t", "h"), ("th", "e"), ("Ġ", "the"))):
     """A tiny vocabulary in the two files of GPT-2: bytes as printable characters, then merges in order."""
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    rest = [chr(256 + n) for n in range(256 - len(printable))]
-    words = [chr(b) for b in printable] + rest + [first + second for first, second in merges] + [END_TEXT]
+    substitutes = [chr(256 + n) for n in range(256 - len(printable))]
+    words = [chr(b) for b in printable] + substitutes + [first + second for first, second in merges] + [END_TEXT]
     folder.mkdir(exist_ok=True)
     (folder / "encoder.json").write_text(json.dumps({word: n for n, word in enumerate(words)}), encoding="utf-8")
     lines = ["#version: 0.2", *(" ".join(merge) for merge in merges), ""]
@@ -94,12 +94,12 @@ def test_a_saved_tokenizer_is_the_same(kind, tmp_path):
 
 def test_identities_tell_tokenizers_apart_and_never_change(tmp_path):
     """Every prepared folder records one."""
-    made = [make(kind, tmp_path) for kind in FILES]
-    assert made[0].identity == "d72b15d3703053c31cd73973181b135f546669d5f0cd69893fd4f3bdd1aaf98b"
-    assert made[2].identity == "ab9165e5f0f602df19307d402a1e2a0a37e6d8de15e726806e31ca5eb381a715"
-    made.append(BPETokenizer.train(CORPUS, 299))
-    made.append(GPT2Tokenizer(gpt2_files(tmp_path / "reordered", (("Ġ", "t"), ("t", "h"), ("th", "e")))))
-    assert len({tokenizer.identity for tokenizer in made}) == len(made)
+    tokenizers = [make(kind, tmp_path) for kind in FILES]
+    assert tokenizers[0].identity == "d72b15d3703053c31cd73973181b135f546669d5f0cd69893fd4f3bdd1aaf98b"
+    assert tokenizers[2].identity == "ab9165e5f0f602df19307d402a1e2a0a37e6d8de15e726806e31ca5eb381a715"
+    tokenizers.append(BPETokenizer.train(CORPUS, 299))
+    tokenizers.append(GPT2Tokenizer(gpt2_files(tmp_path / "reordered", (("Ġ", "t"), ("t", "h"), ("th", "e")))))
+    assert len({tokenizer.identity for tokenizer in tokenizers}) == len(tokenizers)
 
 
 def test_gpt2_merges_apply_in_order_and_are_read_again_if_the_files_change(tmp_path):

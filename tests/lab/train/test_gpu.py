@@ -55,8 +55,8 @@ def test_a_graph_follows_the_schedule_and_the_batches():
 def test_every_member_of_the_family_trains_with_replayed_gradients(preset):
     config = small_run(steps=WARM_CALLS + 6, device="cuda", compile="off", optimizer={"preset": preset})
     training = Training(with_fingerprint(config))
-    found = [float(training.update(batches).losses.total) for batches in training.batches()]
-    assert found[-1] < found[0]
+    losses_seen = [float(training.update(batches).losses.total) for batches in training.batches()]
+    assert losses_seen[-1] < losses_seen[0]
     assert training.replayed_gradients._graph is not None
 
 
@@ -69,8 +69,8 @@ def test_an_update_that_cannot_be_captured_stays_eager():
 
     training.module.register_forward_pre_hook(wait)
     with pytest.warns(RuntimeWarning, match="not replayed"):
-        found = [float(training.update(batches).losses.total) for batches in training.batches()]
-    assert found[-1] < found[0]
+        losses_seen = [float(training.update(batches).losses.total) for batches in training.batches()]
+    assert losses_seen[-1] < losses_seen[0]
 
 
 def test_a_run_with_graphs_resumes_after_a_stop(tmp_path):
@@ -101,7 +101,7 @@ def test_one_rank_with_nccl_is_the_plain_run_and_resumes(strategy, compiling, tm
     code, output = finished(torchrun("muonsw", *training(chosen, ranks), ranks=1))
     assert code == 0, output
     assert "resuming after step" in output
-    ours, theirs = ({(one["kind"], one["step"]): one for one in losses(folder)} for folder in (ranks, plain))
+    ours, theirs = ({(r["kind"], r["step"]): r for r in losses(folder)} for folder in (ranks, plain))
     assert ours.keys() == theirs.keys()
     for key, record in theirs.items():
         if "loss" in record:

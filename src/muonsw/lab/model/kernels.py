@@ -58,8 +58,8 @@ def softmax_losses_(
     rows, columns = logits_NV.shape
     block = min(SOFTMAX_BLOCK, triton.next_power_of_2(columns))
     sizes = {"GRADIENT": grad_scale is not None, "BLOCK": block, "num_warps": SOFTMAX_WARPS}
-    given = (logits_NV, targets_N, losses_N, scale, grad_scale or 0.0, columns)
-    launch_on(logits_NV.device, _softmax, (rows,), *given, **sizes)
+    arguments = (logits_NV, targets_N, losses_N, scale, grad_scale or 0.0, columns)
+    launch_on(logits_NV.device, _softmax, (rows,), *arguments, **sizes)
 
 
 @triton.jit
