@@ -1,10 +1,12 @@
 """Single rules; tests/models has whole models."""
 
 import pytest
+import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from muonsw import MuonSW
-from tests.routing.models import by_name
+from tests.routing.models import by_name, roles_of
 
 
 def test_declared_decay_is_kept():
@@ -54,3 +56,44 @@ def test_only_fused_projections_of_a_certain_layout_are_split(library, name, par
     assert ("3 parts" in line) == (parts is not None)
     whole = MuonSW.for_model(model, lr=0.02, patterns={f"*.{name}.weight": {"split_sizes": None}})
     assert by_name(whole)[f"blocks.0.{name}.weight"].get("split_sizes") is None
+
+
+def of_class(name, **parts):
+    module = type(name, (nn.Module,), {})()
+    for key, part in parts.items():
+        setattr(module, key, part)
+    return module
+
+
+def test_big_codes_projection_is_not_split():
+    """It has the name of GPT-2's, but is ordered head by head."""
+    model = of_class("BigCodeAttention", c_attn=nn.Linear(8, 24), c_proj=nn.Linear(8, 8))
+    optimizer = MuonSW.for_model(nn.ModuleDict({"attn": model}), lr=0.02)
+    assert by_name(optimizer)["attn.c_attn.weight"].get("split_sizes") is None
+
+
+def test_a_class_named_head_is_a_head_of_attention():
+    blocks = [of_class("Block", attend=of_class("Head", proj=nn.Linear(8, 4))) for _ in range(2)]
+    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "lm_head": nn.Linear(8, 50)})
+    roles = roles_of(MuonSW.for_model(model, lr=0.02))
+    assert (roles["blocks.0.attend.proj.weight"], roles["lm_head.weight"]) == ("hidden", "head")
+
+
+def test_a_pruned_head_is_a_head():
+    """Pruning and torch's older norms keep the trained tensor under another name."""
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 8), "body": nn.Linear(8, 8), "out": nn.Linear(8, 50)})
+    prune.identity(model["out"], "weight")
+    assert roles_of(MuonSW.for_model(model, lr=0.02))["out.weight_orig"] == "head"
+
+
+def test_a_module_that_the_model_declares_as_its_input_is_an_embedding():
+    class Declares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vocab = of_class("Vocab", weight=nn.Parameter(torch.ones(50, 8)))
+            self.body, self.out = nn.Linear(8, 8), nn.Linear(8, 5)
+
+        def get_input_embeddings(self):
+            return self.vocab
+
+    assert roles_of(MuonSW.for_model(Declares(), lr=0.02))["vocab.weight"] == "embedding"
