@@ -118,7 +118,7 @@ def update_peak(group: Group, number: int) -> str | None:
     if is_new and differ(implied, peak):
         return (
             f"a scheduler recorded a peak of {implied:.8g} for {label_of(group, number)}, below the {peak:.8g} in use; "
-            f"ignoring it. If this is a new run, call set_peak_lr({implied:.8g}, group={number})"
+            f"ignoring it. If this is a new run, set optimizer.param_groups[{number}]['peak_lr'] = {implied:.8g}"
         )
     return None
 
@@ -132,8 +132,8 @@ def check_lr(group: Group, number: int) -> str | None:
     if peak is not None and not lr <= peak * (1 + PEAK_TOLERANCE):  # a loaded peak may be NaN
         raise PeakLRError(
             f"the learning rate of {label_of(group, number)} is {lr:.8g}, above its peak {peak:.8g}, so "
-            f"decay={group['decay']!r} would be too strong; pass peak_lr=<the highest learning rate of the run>, for "
-            f"this group or by set_peak_lr(x, group={number}), or use peak_lr='running_max'"
+            f"decay={group['decay']!r} would be too strong; pass peak_lr=<the highest learning rate of the run> or "
+            f"'running_max', or set optimizer.param_groups[{number}]['peak_lr'] to it now"
         )
     if group["peak_lr"] is not None or not peak or not highest:
         return None
@@ -142,8 +142,8 @@ def check_lr(group: Group, number: int) -> str | None:
     return (
         f"the learning rate of {label_of(group, number)} has turned down at {highest:.8g} without coming near its peak "
         f"{peak:.8g}, so decay={group['decay']!r} is {peak / highest:.3g} times weaker than it should be; unless the "
-        f"schedule rises again, pass peak_lr=<the highest learning rate of the run>, or call "
-        f"set_peak_lr({highest:.8g}, group={number}) on the optimizer now"
+        f"schedule rises again, pass peak_lr=<the highest learning rate of the run>, or set "
+        f"optimizer.param_groups[{number}]['peak_lr'] = {highest:.8g} now"
     )
 
 

@@ -110,14 +110,17 @@ def test_a_copy_continues_with_the_same_lambda_peak_and_count(copier, rule):
     assert torch.equal(params[0], copied[0])
 
 
-def test_the_peak_is_checked():
+def test_the_peak_is_checked_and_the_remedy_works():
     params = matrices((4, 4))
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     scale_weight_decay(optimizer)
     scheduler = CyclicLR(optimizer, base_lr=0.1, max_lr=0.4, step_size_up=3, cycle_momentum=False)
     run(optimizer, params, 1, scheduler=scheduler)
-    with pytest.raises(PeakLRError, match="above its peak"):
+    with pytest.raises(PeakLRError, match=r"set optimizer\.param_groups\[0\]\['peak_lr'\] to it now"):
         run(optimizer, params, 1)
+    optimizer.param_groups[0]["peak_lr"] = 0.4
+    run(optimizer, params, 1)
+    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.3 * optimizer.param_groups[0]["lr"] / 0.4)
 
 
 class Trusting(torch.optim.AdamW):
