@@ -501,7 +501,7 @@ class Check:
             for batches in training.batches():
                 losses, norm, _ = training.update(batches)
                 try:
-                    training.guard.watch(training.step, float(losses.total), float(norm))
+                    training.guard.watch(config, training.step, float(losses.total), float(norm))
                 except Diverged as error:
                     print(f"muonsw: {harmless(error)}", file=sys.stderr)
                     return FAILED

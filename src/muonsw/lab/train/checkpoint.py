@@ -131,7 +131,6 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     with reported(final, "make room on the disk; earlier checkpoints are intact"):
         try:
             folder.mkdir(exist_ok=True)  # not its parents: if the user has deleted the run, it must not reappear
-            shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             checksums = {}
             for name, tensors in checkpoint.tensors.items():
@@ -227,6 +226,9 @@ class Shelf:
     def save(self, checkpoint: Checkpoint) -> None:
 
         def write() -> None:
+            metrics = self.folder.parent / METRICS
+            with reported(metrics):
+                sync(metrics)  # records must be on disk before the checkpoint that follows them
             save(self.folder, checkpoint)
             paths = newest_first(self.folder)
             best = best_saved(paths)
@@ -321,18 +323,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[Tensors, list[d
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors, groups: list[dict[str, Any]]) -> None:
     """Load the state that `optimizer_tensors` returned."""
-
-    def by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            name: member for group in groups for name, member in zip(group["param_names"], group["params"], strict=True)
-        }
-
-    numbers, params = by_name(groups), by_name(optimizer.param_groups)
-    state: dict[int, dict[str, Tensor]] = {}
+    here = optimizer.param_groups
+    params = {name: p for group in here for name, p in zip(group["param_names"], group["params"], strict=True)}
+    state: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, entry = key.partition("//")
-        state.setdefault(numbers[name], {})[entry] = sharded_like(params[name], tensor)
-    # JSON has no tuples.
-    for group in groups:
-        group.update({key: tuple(group[key]) for key in ("betas", "split_sizes") if group.get(key) is not None})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        state.setdefault(name, {})[entry] = sharded_like(params[name], tensor)
+    named = [{**group, "params": group["param_names"]} for group in groups]  # names are also valid keys of a state
+    optimizer.load_state_dict({"state": state, "param_groups": named})

@@ -132,9 +132,9 @@ def _open_files(journal: Journal, folder: Path, watch: Watch, stack: ExitStack) 
         **({} if world.alone else {"ranks": world.size}),
     }
     write_json(folder / ENVIRONMENT, content)
-    journal.file = MetricsFile(folder, after=training.step, note=watch.note)
-    stack.callback(journal.file.close)
-    journal.sinks = [journal.file, watch.record]
+    metrics = MetricsFile(folder, after=training.step, note=watch.note)
+    stack.callback(metrics.close)
+    journal.sinks = [metrics, watch.record]
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -181,7 +181,6 @@ def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: Sto
             if last or stop or due or training.step % config.checkpoint_every == 0:
                 begun = time.monotonic()
                 journal.catch_up()  # raises if the loss has diverged, which must not be saved
-                journal.sync()  # records must be on disk before the checkpoint that follows them
                 training.seconds += begun - saved + took  # since the last checkpoint was begun
                 shelf.save(training.checkpoint())
                 journal.restart_clock()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -32,7 +31,6 @@ class Journal:
 
     def __init__(self, training: Training) -> None:
         self.training, self.sinks = training, list[Sink]()  # sinks only on rank 0
-        self.file: MetricsFile | None = None
         self._waiting: list[tuple[int, float, Tensor]] = []
         self._since = time.perf_counter()
         self._written, self._names = training.step, list[str]()
@@ -77,16 +75,11 @@ class Journal:
                         f"{task.unit}_per_second": speed,
                     }
                 )
-            self.training.guard.watch(step, total, norm)
+            self.training.guard.watch(config, step, total, norm)
 
     def restart_clock(self) -> None:
         """Exclude the time since the last record from the speed."""
         self._since = time.perf_counter()
-
-    def sync(self) -> None:
-        """Wait until all records are on disk."""
-        if self.file is not None:
-            self.file.sync()
 
 
 class MetricsFile:
@@ -114,16 +107,11 @@ class MetricsFile:
             elif self.path.exists() and self.path.stat().st_size:
                 self.path.rename(aside := numbered(self.path))
                 note(f"{self.path} was moved to {aside}: there is no checkpoint to resume from, so the run starts over")
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("a", encoding="utf-8", buffering=1)  # flushed after each line
 
     def __call__(self, record: Record) -> None:
         with reported(self.path):
             self._file.write(json.dumps(plain(record), separators=(",", ":")) + "\n")
-            self._file.flush()
-
-    def sync(self) -> None:
-        with reported(self.path):
-            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         with suppress(OSError):  # failed writes were reported already

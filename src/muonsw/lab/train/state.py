@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 # Consecutive losses that must be too high: one bad batch is not a divergence.
 PATIENCE = 3
-# The attributes of a `LossGuard` in a checkpoint; JSON writes an infinite `lowest` as None.
-GUARD_STATE = ("lowest", "strikes", "skipped", "skipped_in_a_row")
 
 # Eager calls before the capture, which compile kernels and allocate state.
 WARM_CALLS = 3
@@ -154,7 +152,7 @@ class Training:
         self.best = self.latest = Evaluation(0, math.nan)
         self.metrics: dict[str, float] = {}  # of the latest evaluation, without the loss
         self._measured: tuple[str, ...] = ()  # the names of all measurements
-        self.guard = LossGuard(config.diverged, config.skipped)
+        self.guard = LossGuard()
         if config.threads:
             torch.set_num_threads(config.threads)
         self.device = self.world.together(self._device_of_rank)
@@ -307,7 +305,7 @@ class Training:
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         state = {
             "groups": groups,
-            "guard": {name: getattr(self.guard, name) for name in GUARD_STATE},
+            "guard": asdict(self.guard),
             "best": self.best,
             "latest": self.latest,
             "seconds": self.seconds,
@@ -334,10 +332,9 @@ class Training:
             load_optimizer(self.optimizer, saved.tensors["optimizer"], saved.state["groups"])
             # The schedule is a function of the step; the groups contain the current learning rates.
             self.scheduler.last_epoch, self.scheduler._step_count = saved.step, saved.step + 1
-            for name in GUARD_STATE:
-                value = saved.state["guard"][name]
-                setattr(self.guard, name, math.inf if value is None else value)
-            # JSON writes a loss that is not finite as None.
+            # JSON writes a number that is not finite as None.
+            guard = saved.state["guard"]
+            self.guard = LossGuard(**{**guard, "lowest": math.inf if guard["lowest"] is None else guard["lowest"]})
             self.best, self.latest = (
                 Evaluation(step, math.nan if loss is None else loss)
                 for step, loss in (saved.state["best"], saved.state["latest"])
@@ -373,21 +370,19 @@ _compiled_shape: tuple[ModelConfig | TaskConfig, int] | None = None
 
 @dataclass
 class LossGuard:
-    """Stops a run if its loss is more than `excess` above the minimum, or `most_skipped` steps in a row are skipped."""
+    """Stops a run whose loss stays far above its minimum, or that skips many steps in a row."""
 
-    excess: float
-    most_skipped: int
     lowest: float = math.inf
     strikes: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
 
-    def watch(self, step: int, loss: float, norm: float) -> None:
+    def watch(self, config: RunConfig, step: int, loss: float, norm: float) -> None:
         """Raise `Diverged` if the loss is not finite or stays too high, or too many steps in a row were skipped."""
         advice = "lower the learning rate or the weight decay, or lengthen the warmup"
         if not math.isfinite(loss):
             raise Diverged(f"the loss of step {step} is {loss}; {advice}", step)
-        self.strikes = self.strikes + 1 if loss > self.lowest + self.excess else 0
+        self.strikes = self.strikes + 1 if loss > self.lowest + config.diverged else 0
         self.lowest = min(self.lowest, loss)
         if self.strikes >= PATIENCE:
             raise Diverged(f"the loss of step {step} is {loss:.4g}, up from {self.lowest:.4g}; {advice}", step)
@@ -396,7 +391,7 @@ class LossGuard:
             return
         self.skipped += 1
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row >= self.most_skipped:
+        if self.skipped_in_a_row >= config.skipped:
             many = f"the gradients of {self.skipped_in_a_row} steps in a row, up to step {step}, are not finite"
             fix = "check model and precision, lower the learning rate, or allow more with the setting `skipped`"
             raise Diverged(f"{many}, so these steps were skipped; {fix}", step)
