@@ -30,7 +30,7 @@ def test_the_identity_of_a_run_never_changes():
         ({"version": 2}, "settings of version 2"),
         ({"schedule": "cosine"}, "schedule: expected an object"),
         ({"schedule": {"warmup_shape": "cosine"}}, "unknown setting schedule.warmup_shape"),
-        ({"schedule": {"warmup_steps": 50}, "steps": 50}, "must be less than steps"),
+        ({"schedule": {"warmup_steps": 50}, "steps": 50}, "less than total_steps=50"),
         ({"model": {"width": 30}}, "must be a multiple of head_dim"),
     ],
 )

@@ -17,7 +17,7 @@ from muonsw.lab.studies.main_table import DIAGNOSTICS, MAIN_TABLE, STEADY_STATE
 from muonsw.lab.studies.scales import MINI, NEVER, NO_DATA, at_width, lean
 from muonsw.lab.studies.study import Study
 from muonsw.lab.theory import matrix, muon, noise_equilibrium, scalar, sgd
-from muonsw.lab.theory.schedule import peak_lr_for_horizon
+from muonsw.lab.theory.schedule import peak_lr_for_horizon, warmup_steps_for_horizon
 from muonsw.lab.train.config import RunConfig, ScheduleConfig, preset_run
 
 THEORY = Study(
@@ -68,7 +68,7 @@ MEMBERS = {
     "lion": 0.1,
 }
 # The run of most grids, at the smallest width that trains stably.
-RUN = replace(preset_run("mini", NO_DATA, model=replace(preset("mini"), width=128)), batch=16)
+RUN = replace(preset_run("mini", NO_DATA), model=replace(preset("mini"), width=128), batch=16)
 
 
 def at_horizon(steps: int, run: RunConfig = RUN) -> RunConfig:
@@ -212,7 +212,7 @@ def hard_cases() -> list[GridCell]:
 def schedules() -> list[GridCell]:
     """Cosine, linear and WSD, to a tenth and to zero; a flat rate needs less decay."""
     run, cells = middle_run(), []
-    lam, warmup = run.optimizer.weight_decay, run.schedule.warmup(run.steps)
+    lam, warmup = run.optimizer.weight_decay, warmup_steps_for_horizon(run.steps)
     for final in (0.1, 0.0):
         straight = ScheduleConfig(shape="wsd", final_fraction=final, decay_fraction=(run.steps - warmup) / run.steps)
         shapes = {

@@ -18,7 +18,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, ROWS
 from muonsw.lab.tasks import Checked, DataConfig, TaskConfig, with_tokens
-from muonsw.lab.theory.schedule import SHAPES, peak_lr_for_horizon, schedule_of, warmup_steps_for_horizon
+from muonsw.lab.theory.schedule import peak_lr_for_horizon, schedule_of
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.precision import AUTO, DTYPES
 from muonsw.presets import PRESETS
@@ -101,12 +101,6 @@ class ScheduleConfig:
     final_fraction: float = 0.1  # final learning rate as a fraction of the peak
     decay_fraction: float = 0.2  # fraction of the run over which "wsd" decays
 
-    def __post_init__(self) -> None:
-        require_choices(self, {"shape": SHAPES}, "schedule.")
-
-    def warmup(self, steps: int) -> int:
-        return warmup_steps_for_horizon(steps) if self.warmup_steps is None else self.warmup_steps
-
     def multiple(self, steps: int) -> Callable[[int], float]:
         """The multiple of the peak learning rate at each step of a run of this length."""
         settings = {setting.name: getattr(self, setting.name) for setting in fields(self)}
@@ -184,8 +178,6 @@ class RunConfig:
         require_choices(self, {**choices, **dict.fromkeys(("compile", "graphs"), ("auto", "on", "off"))})
         if self.batch % self.accumulation:
             raise ValueError(f"batch={self.batch} does not split into accumulation={self.accumulation} equal parts")
-        if self.schedule.warmup(self.steps) >= self.steps > 1:
-            raise ValueError(f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={self.steps}")
         self.schedule.multiple(self.steps)(0)  # raises if the schedule is invalid
 
     @property
@@ -226,14 +218,14 @@ class RunConfig:
         return from_data(cls, settings)
 
 
-# The settings most likely used for the paper's numbers: see docs/reproducing.md.
-PAPER_OPTIMIZER = OptimizerConfig(muon_lr="adam", peak="base", router="muon", qkv="fused")
 DEFAULT_DATA = Path("out/data")
 
 
 def _paper(steps: int, lr: float) -> dict[str, Any]:
+    # The settings most likely used for the paper's numbers: see docs/reproducing.md.
+    optimizer = OptimizerConfig(lr=lr, muon_lr="adam", peak="base", router="muon", qkv="fused")
     # Micro-batches fit the memory of one large GPU.
-    return {"steps": steps, "batch": 256, "accumulation": 8, "optimizer": replace(PAPER_OPTIMIZER, lr=lr)}
+    return {"steps": steps, "batch": 256, "accumulation": 8, "optimizer": optimizer}
 
 
 # Run settings by model preset; those in SHARED are the defaults.
@@ -264,11 +256,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def preset_run(name: str, data: str, *, model: ModelConfig | None = None) -> RunConfig:
+def preset_run(name: str, data: str) -> RunConfig:
     """The run of a preset on prepared tokens; a dense variant has the settings of its mixture of experts."""
-    model = model or preset(name)
     settings = {**SHARED, **DEFAULTS[name.removesuffix("-dense")]}
-    return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), **settings)
+    return RunConfig(preset(name), DataConfig(data, eval_windows=settings.pop("eval_windows")), **settings)
 
 
 def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **changes: Any) -> RunConfig:
