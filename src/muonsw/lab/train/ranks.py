@@ -24,7 +24,7 @@ from muonsw import machine
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, is_rank
 from muonsw.lab.tasks import LossParts
 from muonsw.lab.train.checkpoint import CheckpointError
-from muonsw.lab.train.config import ParallelConfig, RunConfig
+from muonsw.lab.train.config import RunConfig
 
 T = TypeVar("T")
 
@@ -101,11 +101,10 @@ class World:
         return cast("T", results[0])
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum a tensor on the CPU over all ranks."""
-        summed = values.clone()
+        """Sum a tensor on the CPU over all ranks, in place."""
         if not self.alone:
-            dist.all_reduce(summed)
-        return summed
+            dist.all_reduce(values)
+        return values
 
     def largest(self, number: int) -> int:
         largest = torch.tensor(number)
@@ -115,7 +114,7 @@ class World:
 
 
 @contextmanager
-def joined(timeout: float = ParallelConfig.timeout) -> Iterator[World]:
+def joined(timeout: float) -> Iterator[World]:
     """Connect to the other ranks, if any; raise a `MachineError` if one of them is lost."""
     world = World()
     if not is_rank():
