@@ -125,7 +125,7 @@ PAPER = {
 def test_sizes_and_counts_are_the_papers(name):
     *expected, gflop = PAPER[name]
     config, counts = PRESETS[name], count(PRESETS[name])
-    assert [counts.total, counts.active, config.heads, config.ff_width] == expected
+    assert [counts.total, counts.active, config.width // config.head_dim, config.ff_width] == expected
     assert (config.layers, config.head_dim, config.experts, config.top_k) == (12, 64, 8, 2)
     assert (config.vocab, config.sequence) == (50304, 2048)
     if gflop is not None:

@@ -37,7 +37,7 @@ def test_the_head():
 def test_copying_to_the_experts_and_combining():
     x, weights = torch.randn(20, 6), torch.rand(20, 2)
     routes = layers.plan_routes(torch.randn(20, 5).topk(2).indices, 5)
-    places = routes.inverse.view(20, 2)
+    places = routes.places
     assert is_sound(layers.add_choices_on_gpu, torch.randn(40, 6), places, weights)
     assert is_sound(layers.add_choices_on_gpu, torch.randn(40, 6), places, None)
 

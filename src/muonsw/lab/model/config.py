@@ -69,10 +69,6 @@ class ModelConfig:
         require_choices(self, {"balance_over": ("batch", "sequence")})
 
     @property
-    def heads(self) -> int:
-        return self.width // self.head_dim
-
-    @property
     def ff_width(self) -> int:
         return self.ff if self.ff is not None else -(-8 * self.width // (3 * FF_MULTIPLE)) * FF_MULTIPLE
 

@@ -32,17 +32,12 @@ class Linear(nn.Module):
         return functional.linear(x, self.weight)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """RMSNorm with a gain and float32 statistics."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = at_least_float32(x)
-        return functional.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
+        return functional.rms_norm(wide, self.normalized_shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -77,7 +72,7 @@ class Routes(NamedTuple):
     """The order of rows at the experts."""
 
     order: Tensor  # sorts the N*K (token, choice) pairs by expert
-    inverse: Tensor  # of `order`
+    places: Tensor  # the inverse of `order`: the row of each pair, (N, K)
     ends: Tensor  # of each expert's rows, int32
 
 
@@ -102,10 +97,9 @@ class MoE(nn.Module):
         logits_NE = self.router_logits(x_ND)
         top_NK, chosen_NK = logits_NE.topk(self.config.top_k, dim=-1)
         routes = plan_routes(chosen_NK, self.config.experts)
-        places_NK = routes.inverse.view_as(chosen_NK)
-        rows_RD = cast("Any", _CopyToExperts).apply(x_ND.to(product_dtype(x_ND)), routes.order, places_NK)
+        rows_RD = cast("Any", _CopyToExperts).apply(x_ND.to(product_dtype(x_ND)), routes.order, routes.places)
         rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
-        out_ND = cast("Any", _Combine).apply(rows_RD, top_NK.softmax(dim=-1), routes.order, places_NK)
+        out_ND = cast("Any", _Combine).apply(rows_RD, top_NK.softmax(dim=-1), routes.order, routes.places)
         groups = x_BTD.shape[0] if self.config.balance_over == "sequence" else 1
         over_ranks = self.over_ranks if torch.is_grad_enabled() else None
         balance = balance_loss(logits_NE, chosen_NK, groups=groups, over_ranks=over_ranks)
@@ -166,7 +160,7 @@ def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
     order = chosen_R.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     ends = _one_hot(chosen_R, experts).sum(dim=0).cumsum(dim=0)
-    return Routes(order, inverse, ends.to(torch.int32))
+    return Routes(order, inverse.view_as(chosen_NK), ends.to(torch.int32))
 
 
 def _one_hot(index: Tensor, size: int) -> Tensor:
