@@ -204,11 +204,11 @@ class Counting(ByteTokenizer):
         super().__init__()
         self.encoded, self.stop_at = 0, stop_at
 
-    def encode(self, text):
-        if self.encoded == self.stop_at:
+    def encode_batch(self, texts):
+        self.encoded += len(texts)
+        if self.stop_at is not None and self.encoded > self.stop_at:
             raise KeyboardInterrupt
-        self.encoded += 1
-        return super().encode(text)
+        return super().encode_batch(texts)
 
 
 def contents(folder):

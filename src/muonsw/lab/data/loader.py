@@ -14,9 +14,8 @@ import hashlib
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -326,13 +325,13 @@ def prefetch(read: Callable[[int], T], start: int, stop: int, *, ahead: int = 2)
 
     An error in `read` is raised in place of its item. Closing the iterator ends the thread.
     """
-    steps = iter(range(start, stop))
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     try:
-        waiting: deque[Future[T]] = deque(worker.submit(read, step) for step in islice(steps, ahead))
-        while waiting:
+        waiting = deque(worker.submit(read, step) for step in range(start, min(start + ahead, stop)))
+        for step in range(start + ahead, stop + ahead):
             item = waiting.popleft().result()
-            waiting.extend(worker.submit(read, step) for step in islice(steps, 1))
+            if step < stop:
+                waiting.append(worker.submit(read, step))
             yield item
     finally:
         worker.shutdown(cancel_futures=True)

@@ -31,7 +31,6 @@ from muonsw.lab.data.loader import (
     SPLITS,
     DataRecord,
     Group,
-    Split,
     problems,
     read_record,
     save_record,
@@ -55,8 +54,6 @@ ONLY_FOR = {
     "vocab": ("tokenizer", "bpe"),
     "gpt2_files": ("tokenizer", "gpt2"),
 }
-# The minimum of a setting.
-LEAST = {"limit_documents": 1, "limit_characters": 1, "group_characters": 1}
 # Training a BPE on this much text takes a second; more hardly changes its merges.
 TRAINING_CHARACTERS = 1 << 22
 # Encoding needs on the order of a hundred bytes per token, so batches of this size need less than a gigabyte.
@@ -125,8 +122,8 @@ class Corpus:
             kind, reader = ONLY_FOR.get(setting.name, ("source", self.source))
             if getattr(self, kind) != reader and value != setting.default:
                 raise UsageError(f"{option} is for --{kind} {reader}: leave it out, or change --{kind}")
-            if (least := LEAST.get(setting.name)) is not None and value is not None and value < least:
-                raise UsageError(f"{option} must be at least {least}, got {value}")
+            if option.endswith(("-documents", "-characters")) and value is not None and value < 1:
+                raise UsageError(f"{option} must be at least 1, got {value}")
         if self.source == "text" and not self.files:
             raise UsageError("--source text needs --files: files, folders or quoted globs")
         if not 0.0 <= (self.validation_fraction or 0.0) < 1.0:
@@ -292,21 +289,22 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
 
 def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> DataRecord:
     """Prepare a folder with these settings of `Corpus`, unless it exists undamaged; other processes wait meanwhile."""
-    corpus = Corpus(**settings)
-    if (folder / RECORD).exists():
-        record = read_record(folder)
-        same = {**corpus.sizes(), **corpus.recipe()}.items() <= record.settings.items()
-        if same and not any(verify_folder(folder)):
-            return record
-    return prepare_corpus(folder, corpus, wait=wait)
+    return prepare_corpus(folder, Corpus(**settings), wait=wait, reread=False)
 
 
 def prepare_corpus(
-    folder: Path, corpus: Corpus, *, wait: float = 0.0, finished: Callable[[Group], None] = lambda _: None
+    folder: Path,
+    corpus: Corpus,
+    *,
+    reread: bool = True,
+    wait: float = 0.0,
+    finished: Callable[[Group], None] = lambda _: None,
 ) -> DataRecord:
-    """Make the tokenizer of a corpus, then `prepare` its shards."""
+    """Make the tokenizer of a corpus, then `prepare` its shards; without `reread`, an undamaged folder stays as is."""
     sizes, recipe, trained_on = corpus.sizes(), corpus.recipe(), None
-    _finished_groups(folder, {**sizes, **recipe})  # refuses other settings before any work
+    earlier = _finished_groups(folder, {**sizes, **recipe})  # refuses other settings before any work
+    if earlier and not reread and not any(verify_folder(folder)):
+        return read_record(folder)
     tokenizer: Tokenizer = ByteTokenizer()
     if corpus.tokenizer == "gpt2":
         tokenizer = GPT2Tokenizer(corpus.gpt2_files)
@@ -351,7 +349,8 @@ def prepare(
             digest, size = digest_of(texts)
             group = earlier[number] if number < len(earlier) else None
             if group is None or group.digest != digest or any(problems(folder, number, group, record)):
-                group = _write_group(folder, record, number, Group(digest, len(texts), {}, {}, size), texts, tokenizer)
+                group = Group(digest, len(texts), {}, {}, size)
+                _write_shards(folder, record, number, group, texts, tokenizer)
                 # Later groups stay in the record until their documents are compared.
                 save_record(folder, replace(record, groups=(*groups, group, *earlier[number + 1 :])))
             groups.append(group)
@@ -369,21 +368,18 @@ def _finished_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...
     """The groups that an earlier run finished; raise a `UsageError` if a setting has changed."""
     if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()
-    shared = [name for name in settings if name in record.settings]
-    before, now = ({name: values[name] for name in shared} for values in (record.settings, settings))
-    if changes := differences(before, now):
+    before = {name: value for name, value in record.settings.items() if name in settings}
+    if changes := differences(before, settings):
         listed = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changes.items())
         raise UsageError(f"{folder} holds data with other settings: {listed}; choose another folder or delete it")
     return record.groups
 
 
-def _write_group(
+def _write_shards(
     folder: Path, record: DataRecord, number: int, group: Group, texts: Sequence[str], tokenizer: Tokenizer
-) -> Group:
-    """Write a group's shard for each split that has documents, and return the group with sizes and checksums."""
+) -> None:
+    """Write a group's shard for each split that has documents, and fill in its sizes and checksums."""
     end = np.array([tokenizer.end_of_document], dtype=np.uint32)
-    tokens: dict[Split, int] = {}
-    checksums: dict[Split, str] = {}
     for split in SPLITS:
         held_out = split == "validation"
         part = [text for text in texts if is_validation(text, record.validation_fraction) == held_out]
@@ -397,8 +393,7 @@ def _write_group(
                 checksum.update(data)
                 file.write(data)
                 written += ids.size
-        tokens[split], checksums[split] = written, checksum.hexdigest()
-    return replace(group, tokens=tokens, checksums=checksums)
+        group.tokens[split], group.checksums[split] = written, checksum.hexdigest()
 
 
 def grouped(documents: Iterable[str], characters: int) -> Iterator[list[str]]:

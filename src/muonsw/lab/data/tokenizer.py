@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -43,12 +44,11 @@ class Tokenizer(ABC):
         self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @abstractmethod
-    def encode(self, text: str) -> TokenIds:
-        """The ids of a text, without an end of document."""
-
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Encode every text, on all cores if the library can."""
-        return [self.encode(text) for text in texts]
+        """The ids of every text, without ends of documents; on all cores if the library can."""
+
+    def encode(self, text: str) -> TokenIds:
+        return self.encode_batch([text])[0]
 
     def save(self, folder: Path) -> dict[str, Any]:  # noqa: ARG002
         """Write the files that `restore` needs, and return the description that it needs."""
@@ -81,8 +81,8 @@ class ByteTokenizer(Tokenizer):
     def __init__(self) -> None:
         super().__init__(BYTES + 1, "bytes")
 
-    def encode(self, text: str) -> TokenIds:
-        return np.frombuffer(_without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint32)
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [np.frombuffer(_without_surrogates(text).encode(), np.uint8).astype(np.uint32) for text in texts]
 
     def _decode_text(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
@@ -129,9 +129,6 @@ class BPETokenizer(Tokenizer):
     def save(self, folder: Path) -> dict[str, Any]:
         write_atomically(folder / BPE_FILE, self._definition)
         return {"kind": self.kind, "files": [BPE_FILE]}
-
-    def encode(self, text: str) -> TokenIds:
-        return np.array(self._bpe.encode(_without_surrogates(text), add_special_tokens=False).ids, dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         clean = [_without_surrogates(text) for text in texts]
@@ -182,13 +179,10 @@ class GPT2Tokenizer(Tokenizer):
                 write_atomically(folder / name, (self.files / name).read_bytes())
         return {"kind": self.kind, "files": list(GPT2_FILES)}
 
-    def encode(self, text: str) -> TokenIds:
-        ids: TokenIds = self._bpe.encode_to_numpy(_without_surrogates(text), disallowed_special=())
-        return ids
-
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        encode = partial(self._bpe.encode_to_numpy, disallowed_special=())
         with ThreadPoolExecutor(machine.cores()) as pool:  # the library releases Python's lock
-            return list(pool.map(self.encode, texts))
+            return list(pool.map(encode, map(_without_surrogates, texts)))
 
     def _decode_text(self, ids: list[int]) -> str:
         return str(self._bpe.decode(ids))
