@@ -6,6 +6,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonsw.lab.model import cross_entropy
+from muonsw.lab.model import loss as module
 
 
 def problem(tokens=23, width=8, vocab=31, dtype=torch.float64):
@@ -19,9 +20,10 @@ def plain(x, weight, targets, scale):
 
 
 @pytest.mark.parametrize(("chunk", "scale"), [(1, 0.25), (4, 1.0), (100, 0.25)])
-def test_equals_the_plain_one_in_value_and_gradient(chunk, scale):
+def test_equals_the_plain_one_in_value_and_gradient(chunk, scale, monkeypatch):
+    monkeypatch.setattr(module, "CPU_CHUNK_TOKENS", chunk)
     x, weight, targets = problem()
-    ours = cross_entropy(x, weight, targets, scale=scale, chunk=chunk)
+    ours = cross_entropy(x, weight, targets, scale=scale)
     expected = plain(x, weight, targets, scale)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)
     # through something after the loss, so that the outer gradient is not one
@@ -45,10 +47,11 @@ def test_bfloat16_inputs_give_a_float32_loss_near_the_exact_one():
     torch.testing.assert_close(loss, plain(x, weight, targets, 0.1), rtol=0, atol=0.01)
 
 
-def test_no_tensor_is_larger_than_one_chunk_of_logits():
+def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch):
+    monkeypatch.setattr(module, "CPU_CHUNK_TOKENS", 16)
     x, weight, targets = problem(tokens=256, width=4, vocab=512)
     with Largest() as seen:
-        cross_entropy(x, weight, targets, chunk=16).backward()
+        cross_entropy(x, weight, targets).backward()
     assert seen.elements == 16 * 512
 
 

@@ -20,16 +20,13 @@ CPU_CHUNK_TOKENS = 256
 CHUNK_BYTES = 2**30
 
 
-def cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, scale: float = 1.0, chunk: int | None = None
-) -> Tensor:
-    """Mean cross-entropy of the logits `scale * x @ weight.T`, computed for `chunk` tokens at a time.
+def cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, scale: float = 1.0) -> Tensor:
+    """Mean cross-entropy of the logits `scale * x @ weight.T`.
 
-    The default `chunk` is 256 tokens on CPUs, and elsewhere as many as fit into 1 GiB.
+    It computes 256 tokens at a time on CPUs, and elsewhere as many as fit into 1 GiB.
     """
-    if chunk is None:
-        size = product_dtype(x_ND).itemsize
-        chunk = CPU_CHUNK_TOKENS if x_ND.device.type == "cpu" else chunk_tokens(weight_VD.shape[0], size)
+    size = product_dtype(x_ND).itemsize
+    chunk = CPU_CHUNK_TOKENS if x_ND.device.type == "cpu" else chunk_tokens(weight_VD.shape[0], size)
     differentiate = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     apply = cast("Any", _ChunkedCrossEntropy).apply
     return cast("Tensor", apply(x_ND, weight_VD, targets_N, scale, chunk, differentiate))
