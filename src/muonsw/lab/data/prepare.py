@@ -148,14 +148,6 @@ class Corpus:
         texts = islice(filter(None, texts), self.limit_documents)
         return texts if self.limit_characters is None else up_to(texts, self.limit_characters)
 
-    def sizes(self) -> dict[str, Any]:
-        """The held-out fraction and the size of a group, by default those of the source."""
-        fraction = self.validation_fraction
-        if fraction is None:
-            fraction = held_out_fraction(self.documents()) if self.source == "text" else HELD_OUT[self.source]
-        characters = self.group_characters or SHARD_CHARACTERS[self.source]
-        return {"validation_fraction": fraction, "group_characters": characters}
-
     def recipe(self) -> dict[str, Any]:
         """The settings of the source and the tokenizer, for the record."""
         options = [name for name, reader in ONLY_FOR.items() if reader == ("source", self.source)]
@@ -301,19 +293,23 @@ def prepare_corpus(
     finished: Callable[[Group], None] = lambda _: None,
 ) -> DataRecord:
     """Make the tokenizer of a corpus, then `prepare` its shards; without `reread`, an undamaged folder stays as is."""
-    sizes, recipe, trained_on = corpus.sizes(), corpus.recipe(), None
+    fraction, recipe = corpus.validation_fraction, corpus.recipe()
+    if fraction is None:
+        fraction = held_out_fraction(corpus.documents()) if corpus.source == "text" else HELD_OUT[corpus.source]
+    characters = corpus.group_characters or SHARD_CHARACTERS[corpus.source]
+    sizes: dict[str, Any] = {"validation_fraction": fraction, "group_characters": characters}
     earlier = _finished_groups(folder, {**sizes, **recipe})  # refuses other settings before any work
     if earlier and not reread and not any(verify_folder(folder)):
         return read_record(folder)
     tokenizer: Tokenizer = ByteTokenizer()
+    recipe["trained_on"] = None
     if corpus.tokenizer == "gpt2":
         tokenizer = GPT2Tokenizer(corpus.gpt2_files)
     elif corpus.tokenizer == "bpe":
-        training = (text for text in corpus.documents() if not is_validation(text, sizes["validation_fraction"]))
+        training = (text for text in corpus.documents() if not is_validation(text, fraction))
         sample = list(up_to(training, TRAINING_CHARACTERS))
-        trained_on, _ = digest_of(sample)
+        recipe["trained_on"], _ = digest_of(sample)
         tokenizer = BPETokenizer.train(sample, corpus.vocab)
-    recipe["trained_on"] = trained_on
     return prepare(corpus.documents(), tokenizer, folder, **sizes, recipe=recipe, wait=wait, finished=finished)
 
 
@@ -423,7 +419,7 @@ def held_out_fraction(documents: Iterable[str]) -> float:
         sizes[_hash(text)] += len(text)
     if not sizes:
         raise UsageError(NO_DOCUMENT)
-    total = sum(sizes.values())
+    total = sizes.total()
     share = SMALL_SHARE if total < LARGE_CHARACTERS else LARGE_SHARE
     *candidates, _largest = sorted(sizes)
     if not candidates:

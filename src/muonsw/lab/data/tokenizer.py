@@ -117,10 +117,9 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def load(cls, path: Path) -> BPETokenizer:
+        _library("tokenizers")  # has its own error
         try:
             return cls(path.read_text(encoding="utf-8"))
-        except UsageError:
-            raise
         except Exception as error:  # the library raises a bare Exception for other JSON
             reason = getattr(error, "strerror", None) or f"it is not a tokenizer of the tokenizers library ({error})"
             fix = "put the right file back, or prepare the data (or export the run) again"
@@ -149,6 +148,8 @@ class GPT2Tokenizer(Tokenizer):
 
     def __init__(self, files: Path | None = None) -> None:
         tiktoken, self.files = _library("tiktoken"), files
+        read = _library("tiktoken.load").data_gym_to_mergeable_bpe_ranks
+        pattern = _library("tiktoken_ext.openai_public").r50k_pat_str
         try:
             if files is None:
                 self._bpe = tiktoken.get_encoding("gpt2")
@@ -156,13 +157,9 @@ class GPT2Tokenizer(Tokenizer):
                 # tiktoken caches files by path; the hashes keep it from using an older file with the same path.
                 paths = [files / name for name in GPT2_FILES]
                 hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
-                read = _library("tiktoken.load").data_gym_to_mergeable_bpe_ranks
                 ranks = read(*(str(path.resolve()) for path in paths), *hashes)
-                pattern = _library("tiktoken_ext.openai_public").r50k_pat_str
                 special = {END_TEXT: len(ranks)}
                 self._bpe = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        except UsageError:
-            raise
         except Exception as error:  # the network and damaged files raise many kinds of errors
             reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
             fix = "give a folder with GPT-2's vocab.bpe and encoder.json"
