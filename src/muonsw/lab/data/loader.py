@@ -42,9 +42,8 @@ AGAIN = "delete it and prepare the data again"
 # Larger splits are compared with their checksums only by `muonsw data verify`, not whenever they are opened.
 CHECKED_BYTES = 1 << 26
 SHUFFLE_ROUNDS = 8
-# The multipliers and shifts of SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's variant 13).
-MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-LAST_SHIFT = 31
+# The shifts and multipliers of SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's variant 13).
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 # Tensor cores are fastest with multiples of 64: GPT-2's 50,257 tokens become 50,304.
 VOCAB_MULTIPLE = 64
 
@@ -301,7 +300,7 @@ def shuffled(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
     """
     half_bits = ((size - 1).bit_length() + 1) // 2
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    digest = hashlib.blake2b(repr(tuple(map(int, key))).encode(), digest_size=8 * SHUFFLE_ROUNDS).digest()
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * SHUFFLE_ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def permuted(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -310,7 +309,6 @@ def shuffled(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
             mixed = right ^ round_key  # arithmetic is modulo 2**64
             for shift, multiplier in MIX:
                 mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(multiplier)
-            mixed ^= mixed >> np.uint64(LAST_SHIFT)
             left, right = right, left ^ (mixed & mask)
         return (left << bits) | right
 
