@@ -284,7 +284,7 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
     """
     if data is not None and text:
         raise UsageError(f"give --text or --data, not both: {data} holds tokens that were prepared before")
-    vocab, folder = run.decoder.vocab, data or Path()
+    vocab = run.decoder.vocab
     if text:
         # The folder's name depends on the paths and contents of the files.
         paths, digest = matching_files(text), hashlib.blake2b(digest_size=4)
@@ -293,12 +293,12 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
         letters = "".join(letter if letter.isalnum() else "-" for letter in paths[0].name.partition(".")[0])
-        folder = DEFAULT_DATA / f"{letters}-bpe{vocab}-{digest.hexdigest()}"
-        prepare_default(folder, vocab=vocab, source="text", files=tuple(map(str, paths)))
+        data = DEFAULT_DATA / f"{letters}-bpe{vocab}-{digest.hexdigest()}"
+        prepare_default(data, vocab=vocab, source="text", files=tuple(map(str, paths)))
     elif data is None:
-        folder = default_data(vocab)
-    fitting = replace(run.decoder, vocab=read_record(folder).padded_vocab)
-    return replace(run, model=fitting, data=with_tokens(replace(run.tokens, path=str(folder)), fitting))
+        data = default_data(vocab)
+    fitting = replace(run.decoder, vocab=read_record(data).padded_vocab)
+    return replace(run, model=fitting, data=with_tokens(replace(run.tokens, path=str(data)), fitting))
 
 
 def default_data(vocab: int) -> Path:

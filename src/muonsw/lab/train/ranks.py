@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from muonsw import machine
@@ -71,8 +71,6 @@ class World:
                     if time.monotonic() > end:
                         raise
             store = fresh
-        else:
-            store = PrefixStore("ranks", store)
         limit = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
         self.local, self.alone = int(os.environ.get("LOCAL_RANK", "0")), False
