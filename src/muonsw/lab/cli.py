@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from muonsw import __version__
 from muonsw.lab.console import harmless, print_any_character
-from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Interrupted, UsageError, end, needed, report_error
+from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Ending, UsageError, end, needed, report_error
 from muonsw.registry import unknown
 
 # The module and class of each command, and what `muonsw --help` says about it.
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         return run(words)
-    except (UsageError, Interrupted) as error:
+    except Ending as error:
         report_error(f"muonsw: {harmless(error)}")
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code

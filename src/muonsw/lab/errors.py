@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 OK, FAILED, USAGE, MACHINE = 0, 1, 2, 3
 INTERRUPTED = 130  # by Ctrl-C with nothing to save, or by a second Ctrl-C
@@ -23,43 +23,40 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # names the file in which torchrun looks for the cause of a failure
 
 
-class UsageError(Exception):
+class Ending(Exception):  # noqa: N818 (not always an error)
+    """Ends the command with a message and an exit code."""
+
+    exit_code: int
+
+
+class UsageError(Ending):
     """The user asked for something that cannot be done; the message says what to do instead."""
 
-    exit_code: ClassVar[int] = USAGE
+    exit_code = USAGE
 
 
 class MachineError(UsageError):
     """The machine could not do it: the disk is full, or the system killed a process."""
 
-    exit_code: ClassVar[int] = MACHINE
+    exit_code = MACHINE
 
 
-class Diverged(Exception):  # noqa: N818 (an outcome of training, not an error of the program)
+class Diverged(Ending):
     """At this step the loss is not finite, or far above its best."""
 
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message, step)
+    exit_code = FAILED
+
+    def __init__(self, message: str, step: int = 0) -> None:  # unpickling passes the message alone, then sets `step`
+        super().__init__(message)
         self.step = step
 
-    def __str__(self) -> str:
-        return str(self.args[0])
 
-
-class Interrupted(Exception):  # noqa: N818 (not an error: the work is saved and can be resumed)
+class Interrupted(Ending):
     """A signal asked the process to stop, and it has saved its work."""
 
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message, number)
-        self.signal = number
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-    @property
-    def exit_code(self) -> int:
-        """128 plus the signal, as in a shell."""
-        return 128 + self.signal
+    def __init__(self, message: str, number: int = 0) -> None:  # unpickling passes the message alone
+        super().__init__(message)
+        self.exit_code = 128 + number  # as in a shell
 
 
 def needed(name: str, who: str, extra: str) -> Any:

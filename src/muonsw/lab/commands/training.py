@@ -36,7 +36,7 @@ from muonsw.lab.compare import (
 )
 from muonsw.lab.console import Table, clock, harmless, paragraph, print_table, say, showing
 from muonsw.lab.data.loader import SPLITS, DataRecord, read_record
-from muonsw.lab.errors import FAILED, OK, Diverged, Interrupted, UsageError, report_error
+from muonsw.lab.errors import OK, Ending, UsageError, report_error
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.options import Flag, unset
@@ -427,13 +427,13 @@ def run(config: RunConfig, folder: Path) -> int:
     try:
         with joined(config.parallel.timeout) as world, watching(console) if world.leads else nullcontext() as watch:
             result = train(config, folder, watch, world)
-    except (Diverged, Interrupted, UsageError) as error:
+    except Ending as error:
         # Only rank 0 reports what every rank knows.
         rank = speaker()
         report_error(f"muonsw: {harmless(error)}")
         if rank is None or not known_to_all(error):
             print(f"muonsw: {rank or ''}{harmless(error)}", file=sys.stderr)
-        return FAILED if isinstance(error, Diverged) else error.exit_code
+        return error.exit_code
     if world.leads:
         best = f"best {result['best_loss']:.4f} after {result['best_step']:,}"
         ended = f"validation loss {result['final_loss']:.4f} after {counted(result['steps'], 'step')} ({best})"
@@ -500,11 +500,7 @@ class Check:
             evaluation, ends = time.perf_counter() - begin, [time.perf_counter()]
             for batches in training.batches():
                 losses, norm, _ = training.update(batches)
-                try:
-                    training.guard.watch(config, training.step, float(losses.total), float(norm))
-                except Diverged as error:
-                    print(f"muonsw: {harmless(error)}", file=sys.stderr)
-                    return FAILED
+                training.guard.watch(config, training.step, float(losses.total), float(norm))
                 ends.append(time.perf_counter())
                 if len(ends) > 4 and ends[-1] - ends[1] > 5.0:
                     break
