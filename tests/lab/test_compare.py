@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from muonsw.lab import launch
 from muonsw.lab.advise import IDLE
 from muonsw.lab.compare import (
     CONTROL,
@@ -47,7 +48,7 @@ from tests.lab.train.small_runs import small_run, tokens
 
 
 def trainer(folder):
-    return partial(train_all, place=by_arm(folder / "runs"), console=QUIET, workers=1)
+    return partial(train_all, place=by_arm(folder / "runs"), launch=partial(launch.run, console=QUIET, workers=1))
 
 
 def concluded(folder, arms=ARMS, **changes):

@@ -13,18 +13,15 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from muonsw import decay
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.decay import DECAY_RULES
-from muonsw.lab import launch
 from muonsw.lab.advise import IDLE, Advice, Advise
 from muonsw.lab.config import from_data
 from muonsw.lab.console import Cell, Column, Table, Value, change_text, decimals
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import refuse_folder, write_json
-from muonsw.lab.launch import Cluster, Job
+from muonsw.lab.launch import Job
 from muonsw.lab.model import muon_lr_multiplier, scalings
 from muonsw.lab.report import PAGE, write_report
 from muonsw.lab.runs import Run, load_runs
@@ -196,18 +193,10 @@ def same_total(config: RunConfig, arm: Arm) -> Arm:
 # ---- Training
 
 
-def train_all(
-    comparisons: Sequence[Comparison],
-    place: PlaceJob,
-    console: Console,
-    workers: int,
-    *,
-    cluster: Cluster | None = None,
-    retry_diverged: bool = False,
-) -> Results:
+def train_all(comparisons: Sequence[Comparison], place: PlaceJob, launch: Callable[[Sequence[Job]], None]) -> Results:
     """Train every unfinished run, and return all runs by comparison, arm and seed."""
     jobs = jobs_of(comparisons, place)
-    launch.run(list(jobs.values()), console=console, workers=workers, cluster=cluster, retry_diverged=retry_diverged)
+    launch(list(jobs.values()))
     loaded = dict(zip(jobs, load_runs(jobs), strict=True))
     return {
         comparison.key: {
@@ -220,12 +209,9 @@ def train_all(
 
 def jobs_of(comparisons: Sequence[Comparison], place: PlaceJob) -> dict[Path, Job]:
     """Collect the runs of comparisons by folder, each once, seed by seed."""
-    runs = [
-        (seed, comparison, arm) for comparison in comparisons for seed in comparison.seeds for arm in comparison.arms
-    ]
+    placed = (place(each, arm, seed) for each in comparisons for seed in each.seeds for arm in each.arms)
     jobs: dict[Path, Job] = {}
-    for seed, comparison, arm in sorted(runs, key=lambda run: run[0]):
-        job = place(comparison, arm, seed)
+    for job in sorted(placed, key=lambda job: job.config.seed):
         jobs.setdefault(job.folder, job)
     return jobs
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from muonsw.lab import launch
 from muonsw.lab.compare import Arm, Comparison, Key, train_all
 from muonsw.lab.model import MuP
 from muonsw.lab.studies.scales import Scale, adamw_sweep
@@ -31,7 +32,8 @@ def comparison(arms=ARMS, seeds=(0, 1, 2), **settings):
 
 
 def train_in(folder):
-    return partial(train_all, place=by_settings(folder, Path(tokens()), "cpu"), console=QUIET, workers=1)
+    one_by_one = partial(launch.run, console=QUIET, workers=1)
+    return partial(train_all, place=by_settings(folder, Path(tokens()), "cpu"), launch=one_by_one)
 
 
 def tiny_scale(**changes):

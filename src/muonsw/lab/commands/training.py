@@ -20,6 +20,7 @@ from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.decay import DECAY_RULES
+from muonsw.lab import launch
 from muonsw.lab.compare import (
     FACTORS,
     RULES,
@@ -236,14 +237,10 @@ class ManyRuns:
         return self.workers or (runs if self.cluster.cluster else runs_at_once(device))
 
     def trainer(self, console: Console, place: PlaceJob, workers: int) -> partial[Results]:
-        return partial(
-            train_all,
-            place=place,
-            console=console,
-            workers=workers,
-            cluster=self.cluster,
-            retry_diverged=self.retry_diverged,
+        run = partial(
+            launch.run, console=console, workers=workers, cluster=self.cluster, retry_diverged=self.retry_diverged
         )
+        return partial(train_all, place=place, launch=run)
 
     def conclude(
         self, console: Console, conclusion: Conclusion, folder: Path, tables: Sequence[Table], more: str = ""
