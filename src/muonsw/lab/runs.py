@@ -17,11 +17,9 @@ Examples:
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -84,49 +82,18 @@ class Columns(dict[str, Values]):
         return self.step[finite], self[key][finite]
 
 
-class _Cells:
-    """Collect the numbers of one kind of record by scope and key."""
-
-    def __init__(self) -> None:
-        self.records = 0
-        self.scopes: dict[str, dict[str, array[float]]] = {"": {}}
-
-    def add(self, scope: str, values: Mapping[str, Any], prefix: str = "") -> None:
-        columns = self.scopes.setdefault(scope, {})
-        for key, value in values.items():
-            name = prefix + key
-            if isinstance(value, int | float):
-                column = columns.setdefault(name, array("d"))
-                column.extend(repeat(NAN, self.records - len(column)))  # of records without this key
-                column.append(value)
-            elif isinstance(value, list):
-                self.add(scope, {str(place): item for place, item in enumerate(value)}, f"{name}.")
-            elif isinstance(value, dict):
-                self.add(scope, value, f"{name}.")
-
-    def columns(self) -> dict[str, Columns]:
-        """Build the columns of all scopes; the last record of each step counts."""
-        _, from_end = np.unique(self.scopes[""]["step"][::-1], return_index=True)
-        last = self.records - 1 - from_end
-        columns: dict[str, Columns] = {}
-        for scope, cells in self.scopes.items():
-            columns[scope] = Columns(columns.get("", {}))
-            for key, column in cells.items():
-                column.extend(repeat(NAN, self.records - len(column)))
-                columns[scope][key] = np.array(column)[last]
-        return columns
-
-
 def tabulate(records: Iterable[Any], *, details: bool = True) -> Tables:
-    """Turn records into columns by kind and scope, with or without telemetry of roles, layers and parameters."""
-    tables: dict[str, _Cells] = {}
+    """Turn records into columns by kind and scope, with or without telemetry of roles, layers and parameters.
+
+    The last record of each step counts.
+    """
+    by_step: dict[str, dict[float, dict[str, dict[str, float]]]] = {}  # by kind, step, scope and key
     for record in records:
         if not isinstance(record, dict):
             raise ValueError("not a JSON object")
         step = record.get("step")
         if not isinstance(step, int | float) or not 0 <= step < LARGEST_STEP:
             raise ValueError("it has no step")
-        cells = tables.setdefault(str(record.get("kind", "")), _Cells())
         scopes: dict[str, Any] = {"": record}
         if "all" in record:  # telemetry
             scopes = {"": {key: value for key, value in record.items() if key not in (*SCOPES, *SPLIT)}}
@@ -135,12 +102,35 @@ def tabulate(records: Iterable[Any], *, details: bool = True) -> Tables:
                 parts = record.get(key)
                 scopes |= {f"{name}:{p}": v for p, v in parts.items()} if isinstance(parts, dict) else {key: parts}
         for scope, values in scopes.items():
-            if isinstance(values, dict):
-                cells.add(scope, values)
-            elif values is not None:
+            if not isinstance(values, dict | None):
                 raise ValueError(f"{scope[:60]!r} is not a JSON object")
-        cells.records += 1
-    return {kind: cells.columns() for kind, cells in tables.items()}
+        numbers = {scope: _numbers(values) for scope, values in scopes.items() if values is not None}
+        by_step.setdefault(str(record.get("kind", "")), {})[step] = numbers
+    return {kind: _columns(rows) for kind, rows in by_step.items()}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Collect the numbers in a JSON object; those in lists and objects have dotted names."""
+    numbers: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, int | float):
+            numbers[key] = float(value)
+        elif isinstance(value, dict | list):
+            parts = value if isinstance(value, dict) else {str(place): item for place, item in enumerate(value)}
+            numbers |= {f"{key}.{part}": number for part, number in _numbers(parts).items()}
+    return numbers
+
+
+def _columns(rows: Mapping[float, Mapping[str, Mapping[str, float]]]) -> dict[str, Columns]:
+    """Build the columns of all scopes; each also has those of the whole record, such as the step."""
+    ordered = [rows[step] for step in sorted(rows)]
+    columns: dict[str, Columns] = {}
+    for scope in dict.fromkeys(scope for row in ordered for scope in row):
+        parts = [row.get(scope, {}) for row in ordered]
+        keys = dict.fromkeys(key for part in parts for key in part)
+        columns[scope] = Columns(columns.get("", {}))
+        columns[scope] |= {key: np.array([part.get(key, NAN) for part in parts]) for key in keys}
+    return columns
 
 
 def read_metrics(path: Path, *, details: bool = False) -> Tables:
