@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import cycle, islice
 from multiprocessing.connection import wait as wait_for_process
@@ -36,7 +36,7 @@ from muonsw import machine
 from muonsw.lab.console import View, say, showing
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, needed, stop_requests
 from muonsw.lab.files import LOCK, parse_json, prepare_folder, read_object, write_atomically, write_json
-from muonsw.lab.options import unset
+from muonsw.lab.options import changed, unset
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.checkpoint import CHECKPOINTS, METRICS, RESULT, recorded_settings, refuse_changes
 from muonsw.lab.train.config import RunConfig
@@ -293,9 +293,8 @@ class Cluster:
     def check(self, device: str) -> None:
         """Refuse options that do not fit together, before anything is prepared."""
         if self.cluster is None:
-            for option in fields(self):
-                if getattr(self, option.name) != option.default:
-                    raise UsageError(f"--{option.name.replace('_', '-')} needs --cluster slurm")
+            if options := changed(self):
+                raise UsageError(f"{options[0]} needs --cluster slurm")
             return
         if self.time < 1:
             raise UsageError("--cluster slurm needs --time, the time limit of a job in minutes")

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -40,7 +40,7 @@ from muonsw.lab.data.loader import SPLITS, DataRecord, read_record
 from muonsw.lab.errors import OK, Ending, UsageError, report_error
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.launch import Cluster, runs_at_once
-from muonsw.lab.options import Flag, unset
+from muonsw.lab.options import Flag, changed, unset
 from muonsw.lab.report import PAGE, check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
@@ -61,18 +61,6 @@ ARMS_HELP = (
 NAME = "training"
 
 # ---- Options
-
-
-def changed(command: Any) -> list[str]:
-    """List the options of a command that differ from their defaults, including those of its option groups."""
-    names = []
-    for option in fields(command):
-        value = getattr(command, option.name)
-        if is_dataclass(value):
-            names += changed(value)
-        elif value != option.default:
-            names.append(f"--{option.name.replace('_', '-')}")
-    return names
 
 
 def user_options(command: Any, *names: str) -> dict[str, Any]:
@@ -106,10 +94,8 @@ class TaskOptions:
             UsageError: If it cannot be trained, or if its file changed after one of `runs` began. The latter is
                 checked before the file is executed.
         """
-        try:
-            task = TaskConfig(path, tuple(sorted(self.options)), None, self.eval_batches)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        require_at_least_one(self, "eval_batches")
+        task = TaskConfig(path, tuple(sorted(self.options)), None, self.eval_batches)
         for folder in runs:
             with_file(replace(task, fingerprint=recorded_code(folder, task)))
         task = with_file(task)
@@ -397,11 +383,8 @@ class Train(RunOptions):
         folder = self.out or Path("out/train") / Path(self.config or self.task or self.preset).stem
         require_writable(folder)
         if self.config and self.task is None:
-            for option in changed(self):
-                if option not in ("--config", "--out", "--strategy"):
-                    raise UsageError(
-                        f"{option} does not go with --config, whose file has all settings: change it there"
-                    )
+            if others := [option for option in changed(self) if option not in ("--config", "--out", "--strategy")]:
+                raise UsageError(f"{others[0]} does not go with --config, whose file has all settings: change it there")
             config = read_config_file(self.config)
         else:
             console = Console(quiet=speaker() is not None)  # only rank 0 prints
