@@ -34,7 +34,7 @@ from muonsw.text import counted
 CONSTANT, SCALED = "constant", "scaled"
 CONTROL = "constant, same total"
 RULES = (CONSTANT, SCALED)
-NAME, NUMBERS = "comparison", "outcome.json"
+NUMBERS = "outcome.json"
 
 # ---- Arms: same model, data and seeds, different optimizers
 
@@ -362,12 +362,12 @@ def steps_to_match(baseline: Run, arm: Run) -> float | None:
 
     The loss is interpolated between evaluations. None if the arm never reaches it.
     """
-    steps, losses = baseline.evals.known("loss")
+    steps, losses = baseline.losses
     best = int(losses.argmin()) if len(losses) else 0
     if not len(losses) or steps[best] == 0:
         return None
     level, before = float(losses[best]), None
-    for step, loss in zip(*arm.evals.known("loss"), strict=True):
+    for step, loss in zip(*arm.losses, strict=True):
         if loss <= level:
             share = 1.0 if before is None else (before[1] - level) / (before[1] - loss)
             start = step if before is None else before[0]
@@ -700,7 +700,7 @@ def conduct(
     scaled = next((arm for arm in arms if control and arm.optimizer.decay == "scaled"), None)
     if scaled is not None:
         arms = [*arms, same_total(base, scaled)]
-    key = Key(NAME)
+    key = Key("comparison")
     runs = train([Comparison(key, base, tuple(arms), tuple(range(seeds)))])[key]
     outcome = compare(runs)
     if scaled is not None:

@@ -61,6 +61,18 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def changed(command: Any) -> list[str]:
+    """List the command-line options that differ from their defaults, including those of option groups."""
+    names = []
+    for option in fields(command):
+        value = getattr(command, option.name)
+        if is_dataclass(value):
+            names += changed(value)
+        elif value != option.default:
+            names.append(f"--{option.name.replace('_', '-')}")
+    return names
+
+
 def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in data.items():

@@ -33,10 +33,11 @@ from filelock import FileLock
 from rich.console import Console
 
 from muonsw import machine
+from muonsw.lab.config import changed
 from muonsw.lab.console import View, say, showing
 from muonsw.lab.errors import Diverged, Interrupted, MachineError, UsageError, needed, stop_requests
 from muonsw.lab.files import LOCK, parse_json, prepare_folder, read_object, write_atomically, write_json
-from muonsw.lab.options import changed, unset
+from muonsw.lab.options import unset
 from muonsw.lab.train import checkpoint
 from muonsw.lab.train.checkpoint import CHECKPOINTS, METRICS, RESULT, recorded_settings, refuse_changes
 from muonsw.lab.train.config import RunConfig

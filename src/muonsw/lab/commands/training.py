@@ -35,12 +35,13 @@ from muonsw.lab.compare import (
     refuse_too_much_decay,
     train_all,
 )
+from muonsw.lab.config import changed
 from muonsw.lab.console import Table, clock, harmless, paragraph, print_table, say, showing
 from muonsw.lab.data.loader import SPLITS, DataRecord, read_record
 from muonsw.lab.errors import OK, Ending, UsageError, report_error
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.launch import Cluster, runs_at_once
-from muonsw.lab.options import Flag, changed, unset
+from muonsw.lab.options import Flag, unset
 from muonsw.lab.report import PAGE, check_target
 from muonsw.lab.runs import load_runs
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
