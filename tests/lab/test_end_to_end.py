@@ -222,6 +222,13 @@ def test_tokens_with_a_broken_file_are_refused_by_name(file, damage):
     assert_good(output, path, same=output.code == 0 and ending(run)[0] == ending(folders().whole)[0])
 
 
+def rewrite_state(path: Path, **changes) -> None:
+    """Change the state of a checkpoint, with the right checksum."""
+    content = {**checkpoint.read_state(path), **changes}
+    text = json.dumps({**content, "checksum": checkpoint._digest(content)})
+    (path / "state.json").write_text(text, encoding="utf-8")
+
+
 class Trap:
     """Leaves a file behind if anything unpickles it."""
 
@@ -239,10 +246,8 @@ def test_a_pickle_in_the_place_of_tensors_is_never_run(tmp_path):
     (export / "config.json").write_text(json.dumps(content), encoding="utf-8")
     assert "is not a complete safetensors file" in refused("sample", export)
     shutil.copyfile(export / MODEL, run / NEWER / "optimizer.safetensors")
-    state = checkpoint.read_state(run / NEWER)
-    state["checksums"]["optimizer"] = content["sha256"]
-    text = json.dumps({**state, "checksum": checkpoint._digest(state)})
-    (run / NEWER / "state.json").write_text(text, encoding="utf-8")
+    checksums = checkpoint.read_state(run / NEWER)["checksums"]
+    rewrite_state(run / NEWER, checksums=checksums | {"optimizer": content["sha256"]})
     assert "skipping a damaged checkpoint" in training(run).text
     assert ending(run) == ending(folders().whole)
     assert not (tmp_path / "sprung").exists()
@@ -478,13 +483,6 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tmp_path):
     assert code == 0, output
     assert "resuming after step" in output
     assert rank_ending(folder) == undisturbed()
-
-
-def rewrite_state(path: Path, **changes) -> None:
-    """Change the state of a checkpoint, with the right checksum."""
-    content = {**checkpoint.read_state(path), **changes}
-    text = json.dumps({**content, "checksum": checkpoint._digest(content)})
-    (path / "state.json").write_text(text, encoding="utf-8")
 
 
 def test_a_checkpoint_in_the_format_of_an_earlier_version_is_refused_by_name():

@@ -495,11 +495,13 @@ class TuningResult:
         """Whether the best lambda is the smallest or largest tried, so the true best may be outside."""
         return not self.diverged and self.best in (min(self.losses), max(self.losses))
 
-    def beyond_the_edge(self) -> list[float]:
-        """Return one more lambda, by the same factor as between the last two; none if the best is inside."""
+    def untried(self) -> list[float]:
+        """Return the lambdas to try first, then one beyond the edge at a time, and none once the best is inside."""
+        if not self.losses:
+            return sorted({*multiples(self.arm.optimizer.weight_decay, FACTORS, digits=4)})
         if not self.at_edge or len(self.losses) < 2:
             return []
-        inner = sorted(self.losses)[1 if self.best == min(self.losses) else -2]
+        inner = sorted(self.losses)[1 if self.best == min(self.losses) else -2]  # go on by the same factor
         return multiples(self.best, [self.best / inner], digits=4)
 
 
@@ -510,9 +512,8 @@ def tune(train: Train, base: RunConfig, arms: Sequence[Arm], *, seed: int) -> li
     for the comparison as well: that would favour the luckier arm.
     """
     key, results = Key("search"), [TuningResult(arm) for arm in arms]
-    lambdas = [sorted({*multiples(arm.optimizer.weight_decay, FACTORS, digits=4)}) for arm in arms]
     for _ in range(1 + MOST_EXTENSIONS):
-        new = [(result, lam) for result, values in zip(results, lambdas, strict=True) for lam in values]
+        new = [(result, lam) for result in results for lam in result.untried()]
         # A step must not remove more than the entire weight.
         new = [(result, lam) for result, lam in new if not max(decay_factors(base, result.at(lam).optimizer)) > 1.0]
         if not new:
@@ -521,7 +522,6 @@ def tune(train: Train, base: RunConfig, arms: Sequence[Arm], *, seed: int) -> li
         runs = train([Comparison(key, base, tried, (seed,), paired=False)])[key]
         for result, lam in new:
             result.losses[lam] = swept_loss(runs[result.at(lam).name][0])
-        lambdas = [result.beyond_the_edge() for result in results]
     return results
 
 
