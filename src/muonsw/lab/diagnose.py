@@ -29,7 +29,6 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder, write_json
 from muonsw.lab.options import unset
 from muonsw.lab.runs import SCOPES, Run, load_runs, tabulate, unique_names
-from muonsw.lab.theory.experiment import HypothesisError
 from muonsw.lab.theory.norm import NormHistory, Tracking, target_norms, track
 from muonsw.telemetry import Record
 from muonsw.text import counted
@@ -74,13 +73,11 @@ class History:
 
     def last(self, key: str) -> float:
         """The last known value, or NaN."""
-        known = _known(self.column(key))
-        return float(known[-1]) if len(known) else math.nan
+        return [math.nan, *_known(self.column(key)).tolist()][-1]
 
     def highest(self, key: str) -> float:
         """The largest known value, or NaN."""
-        known = _known(self.column(key))
-        return float(known.max()) if len(known) else math.nan
+        return max(_known(self.column(key)).tolist(), default=math.nan)
 
     def typical(self, values: Array, where: Any = None) -> float:
         """The median of the known values: by default those since the peak learning rate, or all while it rises."""
@@ -103,8 +100,8 @@ class History:
     def norm(self) -> NormHistory | None:
         """The samples with all inputs of the norm recursion, or None."""
         r, s, phi, a = map(self.column, MEASURED)
-        # A float32 cosine may slightly exceed 1.
-        known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (phi >= 0) & (np.abs(a) < 1.0 + 1e-5)
+        known = np.isfinite([r, s, phi, a]).all(axis=0) & (r > 0) & (s >= 0) & (phi >= 0) & (phi <= 1)
+        known &= np.abs(a) < 1.0 + 1e-5  # a float32 cosine may slightly exceed 1
         if not known.any():
             return None
         r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
@@ -112,11 +109,8 @@ class History:
 
     @cached_property
     def tracking(self) -> Tracking | None:
-        """Steady state, lag and predicted norm; None if the theory does not apply."""
-        try:
-            return None if self.norm is None else track(self.norm)
-        except HypothesisError:
-            return None
+        """Steady state, lag and predicted norm."""
+        return None if self.norm is None else track(self.norm)
 
     @property
     def relative_update(self) -> Array:
@@ -142,7 +136,7 @@ class History:
     @property
     def late(self) -> NDArray[np.bool_]:
         """Mask of the samples in the last part of the run."""
-        first, last = (self.steps[0], self.steps[-1]) if len(self.steps) else (0, 0)
+        first, last = self.steps[0], self.steps[-1]
         return np.asarray(self.steps > last - LATE * (last - first))
 
     @cached_property
@@ -161,7 +155,7 @@ class History:
     @property
     def total_decay(self) -> float:
         """The sum of phi so far, or NaN."""
-        return float(self.relaxations[-1]) / 2.0 if len(self.steps) else math.nan
+        return float(self.relaxations[-1]) / 2.0
 
 
 def ratio(numerator: Array, denominator: Array) -> Array:
@@ -174,12 +168,13 @@ def _known(values: Array) -> Array:
     return values[np.isfinite(values)]
 
 
-def open_history(run: Run, scope: str = "decayed") -> History:
-    """The telemetry of a scope; a `UsageError` if the run has none."""
+def open_history(run: Run, scope: str = "") -> History:
+    """The telemetry of a scope, by default the weights that decay, or all; a `UsageError` if the run has none."""
     if not run.telemetry.records:
         when = "" if run.complete else " yet"
         raise UsageError(f"{run.path} has no telemetry{when}; train with --telemetry-every 20")
     scopes = run.scopes()
+    scope = scope or ("decayed" if "decayed" in scopes else "all")
     if scope not in scopes:
         choices = ", ".join(name for name in scopes if not name.startswith("parameter:"))
         raise UsageError(f"{run.path} has no telemetry of {scope!r}; --scope can be {choices}")
@@ -189,7 +184,6 @@ def open_history(run: Run, scope: str = "decayed") -> History:
 class LateFits(NamedTuple):
     """Least squares of the late alignment over the learning rate: `a = -k eta` and `a = -offset - slope eta`."""
 
-    first_step: int
     k: float
     offset: float
     slope: float
@@ -203,7 +197,7 @@ def late_fits(history: History) -> LateFits | None:
         return None
     lr, alignment = lr[where], alignment[where]
     slope, offset = np.polyfit(lr, alignment, 1)
-    return LateFits(int(history.steps[where][0]), -float(lr @ alignment / (lr @ lr)), -float(offset), -float(slope))
+    return LateFits(-float(lr @ alignment / (lr @ lr)), -float(offset), -float(slope))
 
 
 # The rules. Each examines a history and returns a severity, one or two sentences, and the numbers behind them.
@@ -390,7 +384,7 @@ def defect_out_of_range(history: History) -> Answer:
 
 
 def lost_in_rounding(history: History) -> Answer:
-    r, s, phi, a = (history.column(key) for key in ("weight_rms", "update_rms", "decay", "alignment_update"))
+    r, s, phi, a = map(history.column, MEASURED)
     intended = np.sqrt((phi * r + a * s) ** 2 + (1.0 - a**2) * s**2)
     arrived = history.typical(ratio(history.column("applied_rms"), intended))
     if not abs(arrived - 1.0) > ROUNDING:
@@ -406,17 +400,13 @@ def lost_in_rounding(history: History) -> Answer:
 
 
 def always_clipped(history: History) -> Answer:
-    limit, norms = history.setting("clip"), history.run.train.get("grad_norm")
-    by_trainer = isinstance(limit, int | float) and bool(limit) and norms is not None
-    if by_trainer:
-        clipped = (_known(norms) > limit).astype(float)  # type: ignore[arg-type]
-    else:
-        clipped = _known(history.run.telemetry.get("clipped", np.full(0, np.nan)))
-    share = float(clipped.mean()) if len(clipped) >= MIN_SAMPLES else math.nan
-    if not share > NEARLY_ALWAYS:
+    limit, norms = history.setting("clip"), history.run.train.known("grad_norm")[1]
+    clipped = norms > limit if limit and len(norms) else history.run.telemetry.known("clipped")[1]
+    share = float(clipped.mean()) if len(clipped) >= MIN_SAMPLES else 0.0
+    if share <= NEARLY_ALWAYS:
         return None
     text = f"Gradient clipping acts on {percent(share)} of the steps, so it divides every gradient by its norm"
-    if by_trainer and history.setting("algorithm") == "muon":
+    if history.setting("algorithm") == "muon":
         return NOTE, f"{text}. Muon's steps keep their size; clip only what AdamW trains.", {"share": share}
     text += " instead of guarding against outliers. Raise the limit to a few times the usual norm."
     return WARNING, text, {"share": share}
@@ -486,16 +476,17 @@ class Diagnosis:
     """One run, examined."""
 
     history: History
-    roles: tuple[History, ...]
-    findings: tuple[Finding, ...]  # the most serious first
+    findings: Sequence[Finding]  # the most serious first
+    norms: Mapping[str, Mapping[str, float]]  # by scope
 
 
 def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
     """Examine the weights of a scope, by default those that decay; with pooled scopes also every role."""
-    known = sorted(run.scopes())
-    history = open_history(run, scope or ("decayed" if "decayed" in known else "all"))
-    roles = tuple(History(run, name) for name in known if name.startswith("role:") and history.scope in SCOPES)
-    return Diagnosis(history, roles, tuple(examine(history, roles)))
+    history = open_history(run, scope)
+    roles = [History(run, name) for name in sorted(run.scopes()) if name.startswith("role:")]
+    roles = roles if history.scope in SCOPES else []
+    norms = {part.scope: norm_numbers(part) for part in (history, *roles)}
+    return Diagnosis(history, examine(history, roles), norms)
 
 
 def norm_numbers(history: History) -> dict[str, float]:
@@ -521,7 +512,7 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
         "complete": run.complete,
         "samples": len(history.norm or ()),
         "findings": [asdict(finding) for finding in diagnosis.findings],
-        "norms": {part.scope: norm_numbers(part) for part in (history, *diagnosis.roles)},
+        "norms": diagnosis.norms,
     }
 
 
@@ -548,10 +539,9 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
             console.print(line, soft_wrap=not console.is_terminal)
     rows = []
     for name, diagnosis in zip(names, diagnoses, strict=True):
-        for history in (diagnosis.history, *diagnosis.roles):
-            weights = f"{name} {history.scope}" if len(diagnoses) > 1 else history.scope
-            numbers = norm_numbers(history).values()
-            rows.append((weights, *(f"{number:.3g}" if math.isfinite(number) else None for number in numbers)))
+        for scope, numbers in diagnosis.norms.items():
+            shown = (f"{number:.3g}" if math.isfinite(number) else None for number in numbers.values())
+            rows.append((f"{name} {scope}" if len(diagnoses) > 1 else scope, *shown))
     titles = ("norm", "of its peak", "r*", "lr left", "2Σφ", "update/weight", "late cosine")
     columns = [Column("weights"), *(Column(title, number=True) for title in titles)]
     print_table(console, Table("norms", "Weight norms", columns, rows, TABLE_NOTE))
@@ -569,9 +559,8 @@ PANELS = {
 }
 
 
-def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
+def draw(histories: Sequence[History], stem: Path) -> list[Path]:
     """Draw all recorded quantities as one figure, as PNG and SVG; it includes the paper's diagnostic figures."""
-    histories = [diagnosis.history for diagnosis in diagnoses]
     names = unique_names(f"{history.run.name} ({history.run.rule or 'unknown'})" for history in histories)
     panels: dict[str, list[Curve]] = {}
 
@@ -592,8 +581,7 @@ def draw(diagnoses: Sequence[Diagnosis], stem: Path) -> list[Path]:
             add("lag ln(r/r*)", arm, steps[after], tracking.lag[after])
             add("adiabatic ratio", arm, steps[after], tracking.ratio[after])
         if (fits := late_fits(history)) is not None:
-            late = history.steps >= fits.first_step
-            lr, cosine = history.column("lr")[late], history.column("alignment_update")[late]
+            lr, cosine = history.column("lr")[history.late], history.column("alignment_update")[history.late]
             order, ends = np.argsort(lr), np.array([0.0, np.nanmax(lr)])
             add(LATE_COSINE, arm, lr[order], cosine[order])
             add(LATE_COSINE, arm, ends, -fits.k * ends, dashed=True)
@@ -640,7 +628,7 @@ class Diagnose:
         prepare_folder(folder)
         data = {"version": 1, "scope": self.scope, "runs": [as_data(diagnosis) for diagnosis in diagnoses]}
         write_json(folder / "diagnose.json", data)
-        draw(diagnoses, folder / "diagnose")
+        draw([diagnosis.history for diagnosis in diagnoses], folder / "diagnose")
         console = Console()
         print_diagnosis(console, diagnoses)
         say(console, f"\nwrote diagnose.json, diagnose.png and diagnose.svg to {folder}")
@@ -649,7 +637,7 @@ class Diagnose:
 
 def _with_recorded_settings(run: Run) -> Run:
     """Take the settings of a JSONL file, which has no configuration, from its first telemetry record."""
-    if run.settings or not run.path.is_file():
+    if not run.path.is_file():
         return run
     with run.path.open("rb") as lines, suppress(ValueError):  # a line that is being written
         first = next((line for line in lines if b'"groups"' in line), b"{}")
@@ -664,7 +652,7 @@ def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"decay": rules.pop()} if len(rules) == 1 else {}
     if groups and all(group.get("rounding") == "stochastic" for group in groups):
         settings["rounding"] = "stochastic"
-    return {"optimizer": settings} if settings else {}
+    return {"optimizer": settings}
 
 
 # Findings while training.
@@ -700,15 +688,14 @@ class Findings:
     def __call__(self, record: Record) -> list[str]:
         """Add a record, and return the findings that are due."""
 
-        def needed(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: values[key] for key in LIVE if key in values}
+        def needed(scopes: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: {key: values.get(key) for key in LIVE} for name, values in scopes.items()}
 
         if not self._records:
             self._settings = recorded_settings(record)
-        scopes = {scope: needed(record[scope]) for scope in SCOPES if scope in record}
-        scopes["roles"] = {role: needed(values) for role, values in record["roles"].items()}
         counts = {key: record.get(key) for key in ("step", "skipped", "clipped")}
-        self._records.append({"kind": "telemetry", **counts, **scopes})
+        pooled = needed({scope: record[scope] for scope in SCOPES if scope in record})
+        self._records.append({"kind": "telemetry", **counts, **pooled, "roles": needed(record["roles"])})
         if len(self._records) > MOST_SAMPLES:
             del self._records[1:-1:2]
 

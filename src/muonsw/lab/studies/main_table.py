@@ -301,7 +301,7 @@ def late_over_peak(seen: History) -> float:
 
 
 def late_fit(seen: History) -> LateFits:
-    return late_fits(seen) or LateFits(0, math.nan, math.nan, math.nan)
+    return late_fits(seen) or LateFits(math.nan, math.nan, math.nan)
 
 
 RELAXED = (

@@ -33,7 +33,7 @@ from muonsw.lab.compare import (
 )
 from muonsw.lab.console import Table, showing
 from muonsw.lab.data.loader import read_record
-from muonsw.lab.diagnose import diagnose, draw
+from muonsw.lab.diagnose import draw, open_history
 from muonsw.lab.files import refuse_folder, write_json
 from muonsw.lab.launch import Job
 from muonsw.lab.report import PAGE, write_report
@@ -210,7 +210,7 @@ class Study:
                 tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {key}"))
             if comparison.paired and key in usable:  # the first seed of the two rules as one figure
                 (folder / "figures").mkdir(parents=True, exist_ok=True)
-                paths += draw([diagnose(usable[key][rule][0]) for rule in RULES], folder / "figures" / key.slug)
+                paths += draw([open_history(usable[key][rule][0]) for rule in RULES], folder / "figures" / key.slug)
         if planned:
             runs = [
                 run.named(f"{key}: {arm}" if len(results) > 1 else arm)
