@@ -73,11 +73,18 @@ class History:
 
     def last(self, key: str) -> float:
         """The last known value, or NaN."""
-        return [math.nan, *_known(self.column(key)).tolist()][-1]
+        known = _known(self.column(key))
+        return float(known[-1]) if len(known) else math.nan
 
     def highest(self, key: str) -> float:
         """The largest known value, or NaN."""
-        return max(_known(self.column(key)).tolist(), default=math.nan)
+        known = _known(self.column(key))
+        return float(known.max()) if len(known) else math.nan
+
+    def left(self, key: str) -> float:
+        """The last known value as a share of the largest, or NaN."""
+        highest = self.highest(key)
+        return self.last(key) / highest if highest > 0 else math.nan
 
     def typical(self, values: Array, where: Any = None) -> float:
         """The median of the known values: by default those since the peak learning rate, or all while it rises."""
@@ -128,20 +135,14 @@ class History:
         return self.peak_at == len(self.steps) - 1 and not self.run.complete
 
     @property
-    def lr_left(self) -> float:
-        """The last learning rate as a share of the peak."""
-        peak = self.highest("lr")
-        return self.last("lr") / peak if peak > 0 else math.nan
-
-    @property
     def late(self) -> NDArray[np.bool_]:
         """Mask of the samples in the last part of the run."""
         first, last = self.steps[0], self.steps[-1]
         return np.asarray(self.steps > last - LATE * (last - first))
 
     @cached_property
-    def relaxations(self) -> Array:
-        """`2 sum(phi)` over all steps up to each sample, with phi interpolated between samples."""
+    def total_decay(self) -> Array:
+        """The sum of phi over all steps up to each sample, with phi interpolated between samples."""
         phi = self.column("decay")
         known = np.isfinite(phi)
         if not known.any():
@@ -150,12 +151,7 @@ class History:
         # The sum of a straight line over consecutive steps, without the left end.
         between = np.diff(steps) * (phi[1:] + phi[:-1]) / 2.0 + np.diff(phi) / 2.0
         totals = phi[0] + np.concatenate([[0.0], np.cumsum(between)])
-        return np.asarray(2.0 * np.interp(self.steps, steps, totals, left=0.0))
-
-    @property
-    def total_decay(self) -> float:
-        """The sum of phi so far, or NaN."""
-        return float(self.relaxations[-1]) / 2.0
+        return np.asarray(np.interp(self.steps, steps, totals, left=0.0))
 
 
 def ratio(numerator: Array, denominator: Array) -> Array:
@@ -280,7 +276,7 @@ def collapsing(history: History) -> Answer:
     r = history.column("weight_rms")
     halved = np.flatnonzero((history.column("lr") <= HALVED * history.highest("lr")) & np.isfinite(r))
     halved = halved[halved > history.peak_at]
-    forgotten = np.flatnonzero((history.relaxations >= RELAXED) & np.isfinite(r))
+    forgotten = np.flatnonzero((2.0 * history.total_decay >= RELAXED) & np.isfinite(r))
     # A fall from the initial norm is not a collapse: the start must be forgotten before the learning rate halves.
     if history.run.rule not in LINEAR or len(halved) < 2 or not len(forgotten) or forgotten[0] > halved[0]:
         return None
@@ -291,13 +287,13 @@ def collapsing(history: History) -> Answer:
     text = (
         f"{history.run.rule.capitalize()} decay collapses {words(history)}: since step {history.steps[top]:,} they "
         f"lost {percent(lost)} of their norm ({norm_text(float(r[top]))} to {norm_text(end)}), and the learning rate "
-        f'is at {percent(history.lr_left)} of its peak. Try decay="scaled", or a smaller lambda.'
+        f'is at {percent(history.left("lr"))} of its peak. Try decay="scaled", or a smaller lambda.'
     )
     return WARNING, text, {"lost": lost, "peak_norm": float(r[top]), "peak_step": int(history.steps[top])}
 
 
 def decay_idle(history: History) -> Answer:
-    total = history.total_decay
+    total = float(history.total_decay[-1])
     if not 0.0 <= total < IDLE or history.still_rising or (total > 0.0 and history.run.in_progress):
         return None
     if total == 0.0:
@@ -491,13 +487,12 @@ def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
 
 def norm_numbers(history: History) -> dict[str, float]:
     """The norm, where it would settle, and why; NaN if not recorded."""
-    highest, last = history.highest("weight_rms"), history.last("weight_rms")
     return {
-        "norm": last,
-        "of_peak": last / highest if highest else math.nan,
+        "norm": history.last("weight_rms"),
+        "of_peak": history.left("weight_rms"),
         "steady_state": math.nan if history.norm is None else float(target_norms(history.norm)[-1]),
-        "lr_left": history.lr_left,
-        "relaxations": 2.0 * history.total_decay,
+        "lr_left": history.left("lr"),
+        "relaxations": 2.0 * float(history.total_decay[-1]),
         "relative_update": history.typical(history.relative_update),
         "late_alignment": history.typical(history.column("alignment_update"), history.late),
     }

@@ -19,24 +19,22 @@
   };
 
   // One legend for all charts.
-  for (const place of document.querySelectorAll(".legend")) {
-    for (const { name, runs, colour, dash } of arms) {
-      const entry = document.createElement("button");
-      const swatch = document.createElement("span");
-      entry.type = "button";
-      entry.className = "entry";
-      swatch.className = "swatch";
-      swatch.style.borderTopColor = colour;
-      swatch.style.borderTopStyle = { solid: "solid", dot: "dotted" }[dash] || "dashed";
-      entry.append(swatch, runs > 1 ? name + " × " + runs : name);
-      entry.setAttribute("aria-pressed", "true");
-      entry.addEventListener("click", () => {
-        if (!hidden.delete(name)) hidden.add(name);
-        entry.setAttribute("aria-pressed", String(!hidden.has(name)));
-        drawn.forEach(draw);
-      });
-      place.append(entry);
-    }
+  for (const { name, runs, colour, dash } of arms) {
+    const entry = document.createElement("button");
+    const swatch = document.createElement("span");
+    entry.type = "button";
+    entry.className = "entry";
+    swatch.className = "swatch";
+    swatch.style.borderTopColor = colour;
+    swatch.style.borderTopStyle = { solid: "solid", dot: "dotted" }[dash] || "dashed";
+    entry.append(swatch, runs > 1 ? name + " × " + runs : name);
+    entry.setAttribute("aria-pressed", "true");
+    entry.addEventListener("click", () => {
+      if (!hidden.delete(name)) hidden.add(name);
+      entry.setAttribute("aria-pressed", String(!hidden.has(name)));
+      drawn.forEach(draw);
+    });
+    document.querySelector(".legend")?.append(entry);
   }
 
   for (const button of document.querySelectorAll("[data-log]")) {

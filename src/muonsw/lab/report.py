@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -116,16 +116,16 @@ def write_report(
     # Imported here, because everything else in a report works without plotly.
     library = str(needed("plotly.offline", "an interactive page needs", "lab").get_plotlyjs())
     group = Group(runs)
-    sections: list[Table | Chart] = [*tables, *figures, *run_charts(group), *details]
+    charts, below = [*figures, *run_charts(group)], [*details]
     if runs:
-        sections += [runs_table(group), *differences_table(group), *origin_table(group)]
+        below += [runs_table(group), *differences_table(group), *origin_table(group)]
     if claims:
-        sections.append(claims_table(claims))
+        below.append(claims_table(claims))
     names = dict.fromkeys(curve.arm for chart in figures for curve in chart.curves)
     arms = [*group.arms, *(LegendEntry(name, name) for name in names if name not in group.arm_of)]
     styles, code = arm_styles(arms), _resource("report.js")
     data = {
-        "figures": [_figure(section, styles) for section in sections if isinstance(section, Chart)],
+        "figures": [_figure(chart, styles) for chart in charts],
         "arms": [{"name": arm.name, "runs": arm.runs, **styles[arm.name]._asdict()} for arm in arms],
     }
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, code))
@@ -136,15 +136,9 @@ def write_report(
         title=title,
         verdict=verdict or (summary(group) if runs else ""),
         failed=any_failed(claims or {}),
-        # Consecutive charts share a grid and a legend.
-        groups=[
-            (are_charts, list(members))
-            for are_charts, members in groupby(sections, lambda section: isinstance(section, Chart))
-        ],
-        contents=dict(
-            ("figures", "Curves") if isinstance(section, Chart) else (anchor(section.name), section.title)
-            for section in sections
-        ),
+        above=tables,
+        charts=charts,
+        below=below,
         short=SHORT,
         mark=MARK,
         policy=f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:",
