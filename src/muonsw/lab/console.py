@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table as RichTable
 
-Value = str | float | int | bool | None
+Value = str | float | int | None
 MISSING = "\N{EN DASH}"
 GAP = 2  # spaces between columns
 NARROWEST_TEXT = 20  # minimum width of a text column before it wraps
@@ -95,13 +95,11 @@ def show(value: Value) -> str:
     """Format a value for a table, floats with five significant digits.
 
     Examples:
-        >>> show(0.123456789), show(True), show(12345678), show(float("nan"))
-        ('0.12346', 'yes', '12,345,678', 'not finite')
+        >>> show(0.123456789), show(12345678), show(float("nan"))
+        ('0.12346', '12,345,678', 'not finite')
     """
     if value is None:
         return MISSING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
