@@ -17,9 +17,4 @@ SIZES = {
     "noise-equilibrium": {"steps": 900, "burn": 300, "chains": 8, "lags": 120, "rows": 12, "columns": 24},
 }
 
-
-def smaller(experiment, **settings):
-    return replace(experiment, settings=replace(experiment.settings, **settings))
-
-
-SMALL = {experiment.name: smaller(experiment, **SIZES[experiment.name]) for experiment in THEORY.experiments}
+SMALL = {experiment.name: replace(experiment, **SIZES[experiment.name]) for experiment in THEORY.experiments}

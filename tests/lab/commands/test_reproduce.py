@@ -1,7 +1,6 @@
 """`muonsw reproduce`: what it lists, writes and prints, and its errors."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -15,8 +14,8 @@ from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.figures import draw_convergence
 from muonsw.lab.studies.scales import SCALES
 from muonsw.lab.studies.study import Study
-from muonsw.lab.theory.scalar import run_scalar
-from tests.lab.small_experiments import SMALL
+from muonsw.lab.theory.scalar import Scalar
+from tests.lab.small_experiments import SIZES, SMALL
 from tests.lab.studies.small_comparisons import tiny_scale
 from tests.lab.train.small_runs import tokens
 
@@ -26,8 +25,12 @@ def studies(monkeypatch):
     """A small study under the name of the real one, and one whose claims fail."""
     small = tuple(SMALL[name] for name in ("scalar", "scalar-figure", "matrix-figure", "fixed-rate"))
     wrong = at_most("too-large", "two is at most one", Source("", ""), 2.0, 1.0, Tolerance(0.0, ""))
-    fails = replace(SMALL["scalar"], function=lambda s, generator: Evidence([*run_scalar(s, generator).claims, wrong]))
-    broken = (fails, SMALL["fixed-rate"])
+
+    class Fails(Scalar):
+        def judge(self, generator):
+            return Evidence([*super().judge(generator).claims, wrong])
+
+    broken = (Fails(**SIZES["scalar"]), SMALL["fixed-rate"])
     chosen = {
         "theory": Study("theory", "small", experiments=small, picture=draw_convergence),
         "broken": Study("broken", "a claim fails", experiments=broken, picture=draw_convergence),

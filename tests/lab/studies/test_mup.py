@@ -14,7 +14,6 @@ from muonsw.lab.studies.mup import (
     COORDINATES,
     EXPERIMENTS,
     MATRICES,
-    CoordinateSettings,
     activations,
     chain_tokens,
     judge_flat,
@@ -26,14 +25,14 @@ from muonsw.matrices import SHAPE_SCALES
 
 ARMS = {experiment.name: experiment for experiment in EXPERIMENTS}
 LITTLE = {"seeds": 3, "layers": 1, "experts": 2, "vocab": 32}
-SMALL = {name: replace(arm.settings, widths=(32, 64, 128), steps=3, **LITTLE) for name, arm in ARMS.items()}
+SMALL = {name: replace(arm, widths=(32, 64, 128), steps=3, **LITTLE) for name, arm in ARMS.items()}
 # Where AdamW is to be flat its finite-width terms must have faded.
-SMALL["adamw"] = replace(ARMS["adamw"].settings, widths=(64, 128, 256), **LITTLE)
+SMALL["adamw"] = replace(ARMS["adamw"], widths=(64, 128, 256), **LITTLE)
 
 
 @cache
 def outcome(name):
-    return replace(ARMS[name], settings=SMALL[name]).run(0)
+    return SMALL[name].run(0)
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -62,7 +61,7 @@ def test_what_drifts_does_not_pass_for_flat(name):
 
 
 def test_the_seed_fixes_every_bit():
-    setting = replace(ARMS["adamw"].settings, widths=(32, 64), seeds=2, steps=1)
+    setting = replace(ARMS["adamw"], widths=(32, 64), seeds=2, steps=1)
     first, again, other = (measure_widths(setting, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
@@ -70,7 +69,7 @@ def test_the_seed_fixes_every_bit():
 
 def test_the_first_update_of_muon_has_the_size_of_its_spectral_norm():
     """Inputs lie in the span of the update, so `||dW x||` is its singular values (0.68 to 1.14) times `||x||`."""
-    setting = CoordinateSettings(algorithm="muon", muon_lr="sqrt")
+    setting = ARMS["muon-sqrt"]
     tokens = chain_tokens(2, 8, setting.vocab, torch.Generator().manual_seed(0))
     model = Decoder(setting.model(128), seed=0)
     inputs = activations(model, tokens[:, :-1]).matrices["out/1"].rows
@@ -81,7 +80,7 @@ def test_the_first_update_of_muon_has_the_size_of_its_spectral_norm():
 
 
 def test_sizes_are_those_of_the_forward_pass():
-    setting = CoordinateSettings()
+    setting = ARMS["adamw"]
     tokens = chain_tokens(2, 8, setting.vocab, torch.Generator().manual_seed(0))
     assert tokens.shape == (2, 9)
     model = Decoder(setting.model(32), seed=0)

@@ -57,10 +57,9 @@ def test_equal_runs_are_one_job_and_different_data_or_settings_another(tmp_path)
 
 @pytest.mark.slow
 def test_experiments_do_not_depend_on_the_number_of_processes():
-    fixed, scalar = SMALL["fixed-rate"], SMALL["scalar-figure"]
     experiments = [
-        replace(fixed, settings=replace(fixed.settings, steps=10, fixed_steps=5)),
-        replace(scalar, settings=replace(scalar.settings, steps=50, points=5)),
+        replace(SMALL["fixed-rate"], steps=10, fixed_steps=5),
+        replace(SMALL["scalar-figure"], steps=50, points=5),
     ]
     together, alone = (run_experiments(experiments, console=QUIET, workers=workers, seed=3) for workers in (2, 1))
     assert list(together) == list(alone) == [experiment.name for experiment in experiments]

@@ -1,12 +1,14 @@
 """The closed forms of the scalar quadratic against the iteration."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from muonsw.lab.theory.scalar import constant_decay_fixed_point, frozen_point
-from tests.lab.small_experiments import SMALL, smaller
+from tests.lab.small_experiments import SMALL
 
 EPS = torch.finfo(torch.float64).eps
 positive = st.floats(0.05, 5.0)
@@ -24,7 +26,7 @@ def test_frozen_point_is_the_iterate(w0, a, c, lam, shares):
 
 
 def test_the_fixed_point_moves_with_the_quadratic():
-    moved = smaller(SMALL["scalar"], a=2.0, c=-3.0, lam=0.3, gamma=1.5, freeze_eta0=0.4)
+    moved = replace(SMALL["scalar"], a=2.0, c=-3.0, lam=0.3, gamma=1.5, freeze_eta0=0.4)
     claims = {claim.id: claim for claim in moved.run(0).claims}
     assert claims["constant-fixed-point"].predicted == constant_decay_fixed_point(a=2.0, c=-3.0, lam=0.3)
     assert all(claim.holds for claim in claims.values())

@@ -32,7 +32,7 @@ WATCHED = {"qkv": "attention.qkv", "out": "attention.out", "attention": "attenti
 
 
 @dataclass(frozen=True)
-class CoordinateSettings:
+class CoordinateCheck(Experiment):
     """A parametrization with an optimizer, at several widths and for several seeds."""
 
     algorithm: str = "adamw"  # "adamw" for all parameters, or "muon" for hidden matrices with AdamW for the rest
@@ -50,12 +50,11 @@ class CoordinateSettings:
     sequence: int = 32  # tokens in a sequence
     batch: int = 8  # sequences
 
-    @property
-    def name(self) -> str:
-        """The name of the experiment: `adamw`, `muon-sqrt`, ..., `standard`."""
-        if not self.mup:
-            return "standard"
-        return f"muon-{self.muon_lr}" if self.algorithm == "muon" else "adamw"
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """Measure all widths and judge; the series are all sizes over the widths, one curve per seed."""
+        sizes = measure_widths(self, generator)
+        curves = [Series(name, self.name, list(self.widths), values.tolist()) for name, values in sizes.items()]
+        return Evidence(JUDGES[self.name](self, sizes), curves)
 
     def model(self, width: int) -> ModelConfig:
         return ModelConfig(
@@ -101,7 +100,7 @@ def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generat
     return torch.stack(tokens, dim=1)
 
 
-def measure_widths(setting: CoordinateSettings, generator: torch.Generator) -> dict[str, Tensor]:
+def measure_widths(setting: CoordinateCheck, generator: torch.Generator) -> dict[str, Tensor]:
     """Measure sizes by name, each (seeds, widths)."""
     rows: list[dict[str, float]] = []
     shape = (setting.seeds, len(setting.widths))
@@ -197,24 +196,16 @@ WORDS = {
 INITIAL_POWERS = {"attention": 1.0, "experts": 1.5}
 
 Sizes = Mapping[str, Tensor]
-Judge = Callable[[CoordinateSettings, Sizes], list[Claim]]
 
 
-def run(judge: Judge, setting: CoordinateSettings, generator: torch.Generator) -> Evidence:
-    """Measure all widths and judge; the series are all sizes over the widths, one curve per seed."""
-    sizes = measure_widths(setting, generator)
-    curves = [Series(name, setting.name, list(setting.widths), values.tolist()) for name, values in sizes.items()]
-    return Evidence(judge(setting, sizes), curves)
-
-
-def judge_flat(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
+def judge_flat(setting: CoordinateCheck, sizes: Sizes) -> list[Claim]:
     """Under this parametrization nothing depends on the width."""
     names = [*(f"initial {name}" for name in COORDINATES[:-1]), *(f"change {name}" for name in COORDINATES)]
     names += [f"update {name}" for name in MATRICES]
     return [power_claim(setting, sizes, name, 0.0) for name in names]
 
 
-def judge_adamw(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
+def judge_adamw(setting: CoordinateCheck, sizes: Sizes) -> list[Claim]:
     """AdamW under muP: flat, and flatter at larger widths.
 
     The sign of a gradient correlates with each of the batch's inputs, which adds up as the width; its noise adds up as
@@ -236,20 +227,20 @@ def judge_adamw(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
     return [*judge_flat(setting, sizes), fades]
 
 
-def judge_misscaled(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
+def judge_misscaled(setting: CoordinateCheck, sizes: Sizes) -> list[Claim]:
     """Muon with a learning rate off by half a power of the width: its updates are off by the same."""
     # Spectral norm 0.2*sqrt(width) on inputs of width-independent RMS, times the learning rate.
     power = MUON_LR_POWERS[setting.muon_lr] + 0.5
     return [power_claim(setting, sizes, f"update {name}", power) for name in MATRICES]
 
 
-def judge_standard(setting: CoordinateSettings, sizes: Sizes) -> list[Claim]:
+def judge_standard(setting: CoordinateCheck, sizes: Sizes) -> list[Claim]:
     """The standard parametrization: initial sizes and changes grow with the width."""
     claims = [power_claim(setting, sizes, f"initial {name}", power) for name, power in INITIAL_POWERS.items()]
     return [*claims, *(drift_claim(setting, sizes, f"change {name}") for name in COORDINATES)]
 
 
-def power_claim(setting: CoordinateSettings, sizes: Sizes, name: str, power: float) -> Claim:
+def power_claim(setting: CoordinateCheck, sizes: Sizes, name: str, power: float) -> Claim:
     """The size follows this power of the width, even in the layer that deviates most."""
     slopes = max(slopes_of(setting, sizes, name), key=lambda slope: abs(float(slope.mean()) - power))
     behaviour = "does not depend on the width" if power == 0.0 else f"goes as width^{power:g}"
@@ -257,7 +248,7 @@ def power_claim(setting: CoordinateSettings, sizes: Sizes, name: str, power: flo
     return within(name.replace(" ", "-"), statement, stated, mean_of(slopes), power, TOLERANCE, limits=LIMITS)
 
 
-def drift_claim(setting: CoordinateSettings, sizes: Sizes, name: str) -> Claim:
+def drift_claim(setting: CoordinateCheck, sizes: Sizes, name: str) -> Claim:
     """In every layer, the size grows with the width by more than the tolerance for no growth."""
     slopes = min(slopes_of(setting, sizes, name), key=lambda slope: float(slope.mean()))
     statement, more = f"{describe(name)} grows with the width", Tolerance(0.0, "more than would still pass for flat")
@@ -265,7 +256,7 @@ def drift_claim(setting: CoordinateSettings, sizes: Sizes, name: str) -> Claim:
     return at_least(id, statement, stated, mean_of(slopes), TOLERANCE.size, more, limits=LIMITS)
 
 
-def slopes_of(setting: CoordinateSettings, sizes: Sizes, name: str, part: slice = slice(None)) -> list[Tensor]:
+def slopes_of(setting: CoordinateCheck, sizes: Sizes, name: str, part: slice = slice(None)) -> list[Tensor]:
     """The powers fitted over a part of the widths, one tensor (seeds) for each layer that has this size."""
     widths = torch.tensor(setting.widths[part], dtype=torch.float64)
     layers = (values for key, values in sizes.items() if key.partition("/")[0] == name)
@@ -277,7 +268,7 @@ def describe(name: str) -> str:
     return KINDS[kind].format(WORDS[what])
 
 
-def source(setting: CoordinateSettings) -> Source:
+def source(setting: CoordinateCheck) -> Source:
     if not setting.mup:
         words = f"{setting.algorithm} in the standard parametrization, learning rate {setting.lr:g} at every width"
         return Source(REFERENCE, words)
@@ -286,19 +277,20 @@ def source(setting: CoordinateSettings) -> Source:
     return Source(REFERENCE, f"{setting.algorithm} under muP, {rate} for hidden matrices")
 
 
-def muon(rule: str, seeds: int) -> CoordinateSettings:
-    return CoordinateSettings(algorithm="muon", muon_lr=rule, seeds=seeds)
-
-
+JUDGES: Mapping[str, Callable[[CoordinateCheck, Sizes], list[Claim]]] = {
+    "adamw": judge_adamw,
+    "muon-sqrt": judge_flat,
+    "muon-adam": judge_misscaled,
+    "muon-none": judge_misscaled,
+    "standard": judge_standard,
+}
 FLAT, SHRINK = "nothing depends on the width", "Adam's lr/width, the paper's rule: its updates shrink"
+GROW = "one lr for all widths: its updates grow"
 # AdamW is noisier than Muon, so it gets more seeds.
-EXPERIMENTS = tuple(
-    Experiment(settings.name, title, settings, partial(run, judge), cost)
-    for settings, title, judge, cost in (
-        (CoordinateSettings(seeds=8), f"AdamW under muP: {FLAT}", judge_adamw, 18.0),
-        (muon("sqrt", 4), f"Muon under muP with lr/sqrt(width): {FLAT}", judge_flat, 15.0),
-        (muon("adam", 3), f"Muon under muP with {SHRINK}", judge_misscaled, 15.0),
-        (muon("none", 3), "Muon under muP with one lr for all widths: its updates grow", judge_misscaled, 15.0),
-        (CoordinateSettings(mup=False), "AdamW, standard parametrization: sizes and changes grow", judge_standard, 8.0),
-    )
+EXPERIMENTS = (
+    CoordinateCheck("adamw", f"AdamW under muP: {FLAT}", 18.0, seeds=8),
+    CoordinateCheck("muon-sqrt", f"Muon under muP with lr/sqrt(width): {FLAT}", 15.0, "muon", "sqrt", seeds=4),
+    CoordinateCheck("muon-adam", f"Muon under muP with {SHRINK}", 15.0, "muon", "adam", seeds=3),
+    CoordinateCheck("muon-none", f"Muon under muP with {GROW}", 15.0, "muon", "none", seeds=3),
+    CoordinateCheck("standard", "AdamW, standard parametrization: sizes and changes grow", 8.0, mup=False),
 )

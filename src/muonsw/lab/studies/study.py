@@ -186,9 +186,7 @@ class Study:
             "claims_failed": verdicts.count(Verdict.FAILS),
             "claims_undecided": verdicts.count(Verdict.UNDECIDED),
             "claims": {name: [claim.as_data() for claim in group] for name, group in claims.items()},
-            "experiments": [
-                {"name": each.name, "title": each.title, "settings": asdict(each.settings)} for each in self.experiments
-            ],
+            "experiments": [each.as_data() for each in self.experiments],
             "comparisons": [
                 {
                     "name": str(comparison.key),

@@ -1,13 +1,15 @@
-"""How theorems are tested: experiments as data, and chains: many runs in one float64 tensor, stepped by the library.
+"""How theorems are tested: experiments, and chains: many runs in one float64 tensor, stepped by the library.
 
-`s` is always the settings of an experiment, a frozen dataclass.
+`s` is always an experiment, which holds its settings.
 """
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,37 +22,37 @@ from muonsw.optimizer import ScaledDecayOptimizer
 
 CONSTANT, SCALED = RULES = ("constant", "scaled")
 # Muon as in the theory: exact polar factor, heavy ball, no shape scale.
-KINDS: Mapping[str, tuple[Callable[..., ScaledDecayOptimizer], Mapping[str, Any]]] = {
-    "sgd": (SGDSW, {}),
-    "muon": (
-        MuonSW,
-        {
-            "orthogonalizer": "exact",
-            "momentum_form": "heavy_ball",
-            "nesterov": False,
-            "scale": "none",
-            "matrix": "stack",
-        },
+KINDS: Mapping[str, Callable[..., ScaledDecayOptimizer]] = {
+    "sgd": SGDSW,
+    "muon": partial(
+        MuonSW, orthogonalizer="exact", momentum_form="heavy_ball", nesterov=False, scale="none", matrix="stack"
     ),
 }
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """A computation and the claims that it checks."""
+class Experiment(ABC):
+    """A computation and the claims that it checks; the fields of a subclass are its settings."""
 
     name: str  # within the study
     title: str  # one line for lists
-    settings: Any  # a frozen dataclass
-    # Gets the settings and the generator of all random numbers; may raise `HypothesisError`.
-    function: Callable[[Any, torch.Generator], Evidence]
     cost: float  # rough seconds; the longest starts first
+
+    @abstractmethod
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """Compute with this generator of all random numbers; may raise `HypothesisError`."""
 
     def run(self, seed: int = 0) -> Evidence:
         """Run with random numbers that depend only on the seed and the name, not on other experiments."""
         digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
         number = int.from_bytes(digest[:8], "big") >> 1  # the same on every machine
-        return self.function(self.settings, torch.Generator().manual_seed(number))
+        return self.judge(torch.Generator().manual_seed(number))
+
+    def as_data(self) -> dict[str, Any]:
+        """The name, the title and the settings."""
+        fields = asdict(self)
+        del fields["cost"]
+        return {"name": fields.pop("name"), "title": fields.pop("title"), "settings": fields}
 
 
 class Chains:
@@ -64,8 +66,7 @@ class Chains:
         require_positive("lambda", lam)
         params = {key: nn.Parameter(stack["params"].clone()) for key, stack in stacks.items()}
         groups = [{**stack, "params": [params[key]]} for key, stack in stacks.items()]
-        build, options = KINDS[kind]
-        self.optimizer = build(groups, lr=peak, peak_lr=peak, weight_decay=lam, nonfinite="propagate", **options)
+        self.optimizer = KINDS[kind](groups, lr=peak, peak_lr=peak, weight_decay=lam, nonfinite="propagate")
         self.weights: dict[Any, Tensor] = {key: param.detach() for key, param in params.items()}
         self.params = params
         self._decays, self._peak, self._lam = {key: stack["decay"] for key, stack in stacks.items()}, peak, lam

@@ -19,7 +19,7 @@ from torch.linalg import matrix_norm
 
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, within, within_share
-from muonsw.lab.theory.chains import CONSTANT, RULES, SCALED, Chains, Experiment, gaussian, log_spaced
+from muonsw.lab.theory.chains import CONSTANT, RULES, SCALED, Chains, gaussian, log_spaced
 from muonsw.lab.theory.experiment import Steps, check_rates, require, require_at_least, require_positive
 from muonsw.lab.theory.muon import (
     HOVERING,
@@ -65,10 +65,17 @@ def clip_projection(A: Tensor, radius: float) -> Tensor:
     return clipped
 
 
+TRAPPED = "0 < eta lambda <= 1, sum eta = infinity"
+ROBBINS_MONRO = "sum eta = infinity, sum eta^2 < infinity, iterates bounded"
+
+
 @dataclass(frozen=True)
-class MatrixSettings(MuonRun):
+class MatrixQuadratic(MuonRun):
     """Targets of one shape, inside and outside the ball; singular values are in units of the radius `1/lambda`."""
 
+    name: str = "matrix"
+    title: str = "matrix quadratic: radius, floor and limit for several momenta, targets inside and outside the ball"
+    cost: float = 11.0
     lam: float = 0.1
     eta0: float = 9.0
     steps: int = 1200
@@ -78,11 +85,38 @@ class MatrixSettings(MuonRun):
     outside_start: float = 3.0
     betas: tuple[float, ...] = (0.0, 0.5, 0.95)
 
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """Test several momenta, a target inside the radius, and a start outside it, all in one run."""
+        A, starts = self.draw(self.chains, self.rows, self.columns, generator)
+        inside = A * (self.inside_sigma_max / self.sigma_max)
+        far = gaussian(starts.shape, generator)
+        far = far * (self.outside_start * self.radius / spectral_norm(far)[:, None, None])
+        stacks = {("outside", CONSTANT): Stack(CONSTANT, self.betas[-1], A, far)}
+        stacks |= {("inside", rule): Stack(rule, self.betas[0], inside, starts) for rule in RULES}
+        stacks |= {(f"{beta:g}", rule): Stack(rule, beta, A, starts) for beta in self.betas for rule in RULES}
+        observed = observe(stacks, self, generator)
+        claims = [radius_claim(observed.values(), "from every start and for every momentum")]
+        for beta in self.betas:
+            claims += limit_claims(
+                f"-beta{beta:g}", {rule: observed[f"{beta:g}", rule] for rule in RULES}, A, beta, self
+            )
+        for rule in RULES:
+            losses = observed["inside", rule].losses
+            initial = losses[0].mean()
+            reached = f"a target with all singular values under 1/lambda is reached with {rule} decay too"
+            case = Source("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
+            bound = hover_loss(min(A.shape), self.etas[-1], self.betas[0]) / float(initial)
+            claims.append(at_most(f"inside-{rule}", reached, case, float(losses[-1].max() / initial), bound, HOVERING))
+        return Evidence(claims + projection_claims(A, self.radius, generator))
+
 
 @dataclass(frozen=True)
-class MatrixFigureSettings(MuonRun):
+class MatrixFigure(MuonRun):
     """The right panel of the convergence figure."""
 
+    name: str = "matrix-figure"
+    title: str = "matrix quadratic, many starts: the right panel of the figure"
+    cost: float = 45.0
     lam: float = 0.1
     eta0: float = 9.0
     steps: int = 3000
@@ -92,6 +126,31 @@ class MatrixFigureSettings(MuonRun):
     beta: float = 0.9
     points: int = 300
 
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """Test many starts at one momentum; losses at log-spaced steps make the right panel."""
+        A, starts = self.draw(self.chains, self.rows, self.columns, generator)
+        observed = observe({rule: Stack(rule, self.beta, A, starts) for rule in RULES}, self, generator)
+        constant, sigmas = observed[CONSTANT], torch.linalg.svdvals(A)
+        floor, initial = muon_loss_floor(sigmas, lam=self.lam), float(constant.losses[0].mean())
+
+        # Starts are inside the ball, so these two bounds hold from the first step on.
+        outside = Source("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball")
+        started = Source("Proposition 3.2", f"{TRAPPED}, start inside the ball")
+        apart = "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda"
+        stays = "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2"
+        claims = [
+            radius_claim(observed.values(), "at every step"),
+            at_least("separation", apart, outside, constant.separation, float(sigmas[0]) - self.radius, POLAR),
+            at_least("floor-from-above", stays, started, float(constant.losses.min()), floor, POLAR),
+            *limit_claims("", observed, A, self.beta, self),
+        ]
+        levels, times = {CONSTANT: floor / initial}, log_spaced(self.steps + 1, self.points)
+        places = torch.tensor(times) - 1
+        curves = {rule: (result.losses[places].T / initial).tolist() for rule, result in observed.items()}
+        return Evidence(
+            claims, [Series(f"matrix/{rule}", rule, times, curves[rule], levels.get(rule)) for rule in RULES]
+        )
+
 
 @dataclass
 class Observations:
@@ -100,10 +159,6 @@ class Observations:
     losses: Tensor  # before the first step and after each, (steps + 1, chains)
     radius_excess: float = -1.0  # of constant decay: the largest `|W_t|_op / bound_t - 1` over all steps
     separation: float = torch.inf  # the smallest `|W_t - A|_op` over about 50 log-spaced steps
-
-
-TRAPPED = "0 < eta lambda <= 1, sum eta = infinity"
-ROBBINS_MONRO = "sum eta = infinity, sum eta^2 < infinity, iterates bounded"
 
 
 def observe(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) -> dict[Any, Observations]:
@@ -122,53 +177,6 @@ def observe(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator)
         if move.t in looks:
             result.separation = min(result.separation, float(spectral_norm(move.after - stack.A).min()))
     return observed
-
-
-def run_matrix(s: MatrixSettings, generator: torch.Generator) -> Evidence:
-    """Test several momenta, a target inside the radius, and a start outside it, all in one run."""
-    A, starts = s.draw(s.chains, s.rows, s.columns, generator)
-    inside = A * (s.inside_sigma_max / s.sigma_max)
-    far = gaussian(starts.shape, generator)
-    far = far * (s.outside_start * s.radius / spectral_norm(far)[:, None, None])
-    stacks = {("outside", CONSTANT): Stack(CONSTANT, s.betas[-1], A, far)}
-    stacks |= {("inside", rule): Stack(rule, s.betas[0], inside, starts) for rule in RULES}
-    stacks |= {(f"{beta:g}", rule): Stack(rule, beta, A, starts) for beta in s.betas for rule in RULES}
-    observed = observe(stacks, s, generator)
-    claims = [radius_claim(observed.values(), "from every start and for every momentum")]
-    for beta in s.betas:
-        claims += limit_claims(f"-beta{beta:g}", {rule: observed[f"{beta:g}", rule] for rule in RULES}, A, beta, s)
-    for rule in RULES:
-        losses = observed["inside", rule].losses
-        initial = losses[0].mean()
-        reached = f"a target with all singular values under 1/lambda is reached with {rule} decay too"
-        case = Source("Proposition 3.2, the case it leaves open", "sigma_max(A) < 1/lambda")
-        bound = hover_loss(min(A.shape), s.etas[-1], s.betas[0]) / float(initial)
-        claims.append(at_most(f"inside-{rule}", reached, case, float(losses[-1].max() / initial), bound, HOVERING))
-    return Evidence(claims + projection_claims(A, s.radius, generator))
-
-
-def run_matrix_figure(s: MatrixFigureSettings, generator: torch.Generator) -> Evidence:
-    """Test many starts at one momentum; losses at log-spaced steps make the right panel."""
-    A, starts = s.draw(s.chains, s.rows, s.columns, generator)
-    observed = observe({rule: Stack(rule, s.beta, A, starts) for rule in RULES}, s, generator)
-    constant, sigmas = observed[CONSTANT], torch.linalg.svdvals(A)
-    floor, initial = muon_loss_floor(sigmas, lam=s.lam), float(constant.losses[0].mean())
-
-    # Starts are inside the ball, so these two bounds hold from the first step on.
-    outside = Source("Proposition 3.2", f"{TRAPPED}, sigma_max(A) > 1/lambda, start inside the ball")
-    started = Source("Proposition 3.2", f"{TRAPPED}, start inside the ball")
-    apart = "constant decay keeps |W_t - A|_op at least sigma_max(A) - 1/lambda"
-    stays = "the loss of constant decay never crosses 1/2 sum (sigma_i(A) - 1/lambda)_+^2"
-    claims = [
-        radius_claim(observed.values(), "at every step"),
-        at_least("separation", apart, outside, constant.separation, float(sigmas[0]) - s.radius, POLAR),
-        at_least("floor-from-above", stays, started, float(constant.losses.min()), floor, POLAR),
-        *limit_claims("", observed, A, s.beta, s),
-    ]
-    levels, times = {CONSTANT: floor / initial}, log_spaced(s.steps + 1, s.points)
-    places = torch.tensor(times) - 1
-    curves = {rule: (result.losses[places].T / initial).tolist() for rule, result in observed.items()}
-    return Evidence(claims, [Series(f"matrix/{rule}", rule, times, curves[rule], levels.get(rule)) for rule in RULES])
 
 
 def radius_claim(observed: Iterable[Observations], where: str) -> Claim:
@@ -233,53 +241,39 @@ def projection_claims(A: Tensor, radius: float, generator: torch.Generator) -> l
     ]
 
 
-MATRIX = Experiment(
-    name="matrix",
-    title="matrix quadratic: radius, floor and limit for several momenta, targets inside and outside the ball",
-    settings=MatrixSettings(),
-    function=run_matrix,
-    cost=11.0,
-)
-MATRIX_FIGURE = Experiment(
-    name="matrix-figure",
-    title="matrix quadratic, many starts: the right panel of the figure",
-    settings=MatrixFigureSettings(),
-    function=run_matrix_figure,
-    cost=45.0,
-)
-
-
 @dataclass(frozen=True)
-class FixedRateSettings(MuonRun):
+class FixedRate(MuonRun):
     """A fixed learning rate for both optimizers, and for the counterexample a target of twice the radius."""
 
+    name: str = "fixed-rate"
+    title: str = "a fixed learning rate, where the rules coincide; and the counterexample to Sato et al."
+    cost: float = 6.0
     rows: int = 8
     columns: int = 16
     eta: float = 0.02
     beta: float = 0.9
     fixed_steps: int = 500
 
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """Test the same chains under both rules at a fixed learning rate, then the counterexample at a decaying one."""
+        require("lambda < 1", self.lam < 1.0, lam=self.lam)
+        check_rates([self.eta], {"eta <= 1/(a + lambda)": 1.0 / (1.0 + self.lam)})  # the quadratic has curvature a = 1
+        A, starts = self.draw(self.chains, self.rows, self.columns, generator)
+        full, half = (Source("end of section 3.3", f"eta = {peak} at every step") for peak in ("eta_max", "eta_max/2"))
+        same = "at a fixed learning rate both rules give the same bits ({}, largest difference)"
+        rescaled = "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)"
+        exact, rounding = Tolerance(0.0, "eta/eta_max is exactly 1"), Tolerance(1e-12, "rounding")
+        sgd_gap, muon_gap = (rule_gap(self, kind, A, starts) for kind in ("sgd", "muon"))
+        rescaled_gap = rule_gap(self, "muon", A, starts, peak_factor=2.0)
+        claims = [
+            within("fixed-rate-sgd", same.format("sgd"), full, sgd_gap, 0.0, exact),
+            within("fixed-rate-muon", same.format("muon"), full, muon_gap, 0.0, exact),
+            within("fixed-rate-rescaled", rescaled, half, rescaled_gap, 0.0, rounding),
+        ]
+        return Evidence([*claims, *counterexample(self, A, starts, generator)])
 
-def run_fixed_rate(s: FixedRateSettings, generator: torch.Generator) -> Evidence:
-    """Test the same chains under both rules at a fixed learning rate, then the counterexample at a decaying one."""
-    require("lambda < 1", s.lam < 1.0, lam=s.lam)
-    check_rates([s.eta], {"eta <= 1/(a + lambda)": 1.0 / (1.0 + s.lam)})  # the quadratic has curvature a = 1
-    A, starts = s.draw(s.chains, s.rows, s.columns, generator)
-    full, half = (Source("end of section 3.3", f"eta = {peak} at every step") for peak in ("eta_max", "eta_max/2"))
-    same = "at a fixed learning rate both rules give the same bits ({}, largest difference)"
-    rescaled = "at half the declared peak, scaled decay with 2 lambda is constant decay (largest difference)"
-    exact, rounding = Tolerance(0.0, "eta/eta_max is exactly 1"), Tolerance(1e-12, "rounding")
-    sgd_gap, muon_gap = (rule_gap(s, kind, A, starts) for kind in ("sgd", "muon"))
-    rescaled_gap = rule_gap(s, "muon", A, starts, peak_factor=2.0)
-    claims = [
-        within("fixed-rate-sgd", same.format("sgd"), full, sgd_gap, 0.0, exact),
-        within("fixed-rate-muon", same.format("muon"), full, muon_gap, 0.0, exact),
-        within("fixed-rate-rescaled", rescaled, half, rescaled_gap, 0.0, rounding),
-    ]
-    return Evidence([*claims, *counterexample(s, A, starts, generator)])
 
-
-def rule_gap(s: FixedRateSettings, kind: str, A: Tensor, starts: Tensor, *, peak_factor: float = 1.0) -> float:
+def rule_gap(s: FixedRate, kind: str, A: Tensor, starts: Tensor, *, peak_factor: float = 1.0) -> float:
     """The largest difference between the rules after a run at a fixed rate.
 
     The peak is a multiple of that rate, and lambda of scaled decay the same multiple.
@@ -294,7 +288,7 @@ def rule_gap(s: FixedRateSettings, kind: str, A: Tensor, starts: Tensor, *, peak
     return float((chains.weights[CONSTANT] - chains.weights[SCALED]).abs().max())
 
 
-def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, generator: torch.Generator) -> list[Claim]:
+def counterexample(s: FixedRate, A: Tensor, starts: Tensor, generator: torch.Generator) -> list[Claim]:
     """The refuted claim assumes the norm bound 1, but constant decay reaches norm 1/lambda and keeps a gradient."""
     half, largest = s.steps // 2, 0.0
     nuclear: dict[str, list[Tensor]] = {rule: [] for rule in RULES}
@@ -326,12 +320,3 @@ def counterexample(s: FixedRateSettings, A: Tensor, starts: Tensor, generator: t
         at_least("refuted-stationarity", stays, remark, float(means[CONSTANT].min()), trapped, inside),
         at_most("scaled-stationarity", vanishes, theorem, float(means[SCALED].max()), hover, estimate),
     ]
-
-
-FIXED_RATE = Experiment(
-    name="fixed-rate",
-    title="a fixed learning rate, where the rules coincide; and the counterexample to Sato et al.",
-    settings=FixedRateSettings(),
-    function=run_fixed_rate,
-    cost=6.0,
-)

@@ -81,7 +81,7 @@ def descent_bound(
 
 
 @dataclass(frozen=True)
-class MuonRun:
+class MuonRun(Experiment):
     """Muon under `eta0/(1 + t)` towards a target whose largest singular value is `sigma_max` radii `1/lambda`."""
 
     lam: float = 0.5
@@ -229,14 +229,20 @@ def spectral_norm(matrices: Tensor) -> Tensor:
 # ---- Theorem 3.3 with noise
 
 
+ASSUMED = "L-smooth, noise of variance sigma^2/B, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
+
+
 @dataclass(frozen=True)
-class MuonSettings(MuonRun):
+class MuonNoise(MuonRun):
     """A grid of momentum, batch size and rank on the matrix quadratic; matrices are (rank, 2 rank).
 
     `sigma` is the noise of the whole matrix: the standard deviation of an element is `sigma / sqrt(B m n)`. All batch
     sizes share a stack.
     """
 
+    name: str = "muon-noise"
+    title: str = "Muon with noise: the floor for a grid of momentum, batch and rank, and the lemmas on every path"
+    cost: float = 17.0
     steps: int = 1500
     chains: int = 6
     betas: tuple[float, ...] = (0.0, 0.5, 0.9)
@@ -254,44 +260,40 @@ class MuonSettings(MuonRun):
         elements = 2 * min(self.ranks) ** 2
         return 4.0 * math.sqrt(2.0 / (elements * self.chains * self.steps / 2.0))
 
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """Test scaled decay over the whole grid, and constant decay at the largest momentum for contrast."""
+        stacks = dict[tuple[str, float, int], Stack]()
+        for rank in self.ranks:
+            A, starts = self.draw(len(self.batches) * self.chains, rank, 2 * rank, generator)
+            sizes = torch.tensor(self.batches, dtype=torch.float64).repeat_interleave(self.chains)
+            noise = self.sigma / (sizes * A.numel()).sqrt()
+            for rule, beta in [*((SCALED, beta) for beta in self.betas), (CONSTANT, self.betas[-1])]:
+                stacks[rule, beta, rank] = Stack(rule, beta, A, starts, noise)
+        paths = follow(stacks, self, generator)
+        scaled = [path for (rule, _, _), path in paths.items() if rule == SCALED]
+        claims = [floor_claim(self, beta, [path for path in scaled if path.stack.beta == beta]) for beta in self.betas]
 
-ASSUMED = "L-smooth, noise of variance sigma^2/B, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
+        # Constant decay, at the smallest floor of the grid.
+        beta, rank, B = self.betas[-1], self.ranks[-1], self.batches[-1]
+        means = weighted_mean(paths[CONSTANT, beta, rank].nuclear, self.etas, start=self.steps // 2)
+        floor, constant = noise_floor(sigma=self.sigma, beta=beta, r=rank, B=B), mean_of(self.by_batch(means)[B])
+        contrast = "contrast of Proposition 3.2 and Theorem 3.3"
+        outside = Source(contrast, "sigma_max(A) > 1/lambda, sum eta = infinity")
+        stays = f"constant decay stays above that floor when the target is outside its ball (B={B}, r={rank})"
+        above = Tolerance(0.0, "the lower end of the interval must be above")
+        claims.append(at_least("constant-above-floor", stays, outside, constant, floor, above))
 
-
-def run_muon(s: MuonSettings, generator: torch.Generator) -> Evidence:
-    """Test scaled decay over the whole grid, and constant decay at the largest momentum for contrast."""
-    stacks = dict[tuple[str, float, int], Stack]()
-    for rank in s.ranks:
-        A, starts = s.draw(len(s.batches) * s.chains, rank, 2 * rank, generator)
-        sizes = torch.tensor(s.batches, dtype=torch.float64).repeat_interleave(s.chains)
-        noise = s.sigma / (sizes * A.numel()).sqrt()
-        for rule, beta in [*((SCALED, beta) for beta in s.betas), (CONSTANT, s.betas[-1])]:
-            stacks[rule, beta, rank] = Stack(rule, beta, A, starts, noise)
-    paths = follow(stacks, s, generator)
-    scaled = [path for (rule, _, _), path in paths.items() if rule == SCALED]
-    claims = [floor_claim(s, beta, [path for path in scaled if path.stack.beta == beta]) for beta in s.betas]
-
-    # Constant decay, at the smallest floor of the grid.
-    beta, rank, B = s.betas[-1], s.ranks[-1], s.batches[-1]
-    means = weighted_mean(paths[CONSTANT, beta, rank].nuclear, s.etas, start=s.steps // 2)
-    floor, constant = noise_floor(sigma=s.sigma, beta=beta, r=rank, B=B), mean_of(s.by_batch(means)[B])
-    contrast = "contrast of Proposition 3.2 and Theorem 3.3"
-    outside = Source(contrast, "sigma_max(A) > 1/lambda, sum eta = infinity")
-    stays = f"constant decay stays above that floor when the target is outside its ball (B={B}, r={rank})"
-    above = Tolerance(0.0, "the lower end of the interval must be above")
-    claims.append(at_least("constant-above-floor", stays, outside, constant, floor, above))
-
-    # The alignment lemma, at every step of every path of either rule.
-    lemma = Source("Lemma D.2", "O is the polar factor of the momentum")
-    aligned = "<grad f, O> is at least |grad f|_* - 2 sqrt(r) |E|_F (smallest margin over all steps and chains)"
-    read_off = "the polar factor is exact to 2e-10; O is read off the weights, which costs |W| ulp/eta"
-    smallest = min(float(path.margins.min()) for path in paths.values())
-    claims.append(at_least("alignment", aligned, lemma, smallest, 0.0, Tolerance(1e-8, read_off)))
-    claims += [descent_claim(s, scaled), tracking_claim(s, scaled)]
-    return Evidence([*claims, *(settled_claim(s, paths[SCALED, beta, s.ranks[0]]) for beta in s.betas)])
+        # The alignment lemma, at every step of every path of either rule.
+        lemma = Source("Lemma D.2", "O is the polar factor of the momentum")
+        aligned = "<grad f, O> is at least |grad f|_* - 2 sqrt(r) |E|_F (smallest margin over all steps and chains)"
+        read_off = "the polar factor is exact to 2e-10; O is read off the weights, which costs |W| ulp/eta"
+        smallest = min(float(path.margins.min()) for path in paths.values())
+        claims.append(at_least("alignment", aligned, lemma, smallest, 0.0, Tolerance(1e-8, read_off)))
+        claims += [descent_claim(self, scaled), tracking_claim(self, scaled)]
+        return Evidence([*claims, *(settled_claim(self, paths[SCALED, beta, self.ranks[0]]) for beta in self.betas)])
 
 
-def floor_claim(s: MuonSettings, beta: float, paths: Iterable[Trajectory]) -> Claim:
+def floor_claim(s: MuonNoise, beta: float, paths: Iterable[Trajectory]) -> Claim:
     """For one momentum, the cell that comes closest to its floor."""
     cells = []
     for path in paths:
@@ -309,7 +311,7 @@ def floor_claim(s: MuonSettings, beta: float, paths: Iterable[Trajectory]) -> Cl
     return at_most(f"noise-floor-beta{beta:g}", statement, theorem, mean_of(chains), floor, below, limits=limits)
 
 
-def descent_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
+def descent_claim(s: MuonNoise, paths: Iterable[Trajectory]) -> Claim:
     """The descent inequality, summed over the run, with the errors and norms of each path."""
     ratios = list[float]()
     for path in paths:
@@ -324,7 +326,7 @@ def descent_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
     return at_most("descent-inequality", descends, proof, max(ratios), 1.0, POLAR)
 
 
-def tracking_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
+def tracking_claim(s: MuonNoise, paths: Iterable[Trajectory]) -> Claim:
     """Measured mean squared tracking errors over their bounds, summed over the run."""
     ratios = list[float]()
     for path in paths:
@@ -340,7 +342,7 @@ def tracking_claim(s: MuonSettings, paths: Iterable[Trajectory]) -> Claim:
     return at_most("tracking-bound", tracks, Source("Lemma D.3", ASSUMED), max(ratios), 1.0, sampling)
 
 
-def settled_claim(s: MuonSettings, path: Trajectory) -> Claim:
+def settled_claim(s: MuonNoise, path: Trajectory) -> Claim:
     """For one momentum, the tracking error settles below the lemma's limit."""
     half, beta, B = s.steps // 2, path.stack.beta, s.batches[0]
     limit = tracking_error_limit(sigma=s.sigma, beta=beta, B=B)
@@ -362,58 +364,51 @@ def settled_claim(s: MuonSettings, path: Trajectory) -> Claim:
     return within_share(f"tracking-settles-beta{beta:g}", statement, lemma, measured, settled, slack)
 
 
-MUON = Experiment(
-    name="muon-noise",
-    title="Muon with noise: the floor for a grid of momentum, batch and rank, and the lemmas on every path",
-    settings=MuonSettings(),
-    function=run_muon,
-    cost=17.0,
-)
-
-
 @dataclass(frozen=True)
-class DeterministicSettings(MuonRun):
+class MuonDeterministic(MuonRun):
     """The quadratic for several momenta, and the pseudo-Huber loss `sum sqrt(1 + (W - A)^2) - 1`."""
 
+    name: str = "muon-deterministic"
+    title: str = "Muon without noise: the gradient vanishes, and the best iterate of a convex loss reaches the minimum"
+    cost: float = 8.0
     rows: int = 8
     columns: int = 16
     betas: tuple[float, ...] = (0.0, 0.5, 0.9)
     convex_beta: float = 0.5
 
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """Test scaled decay on both objectives; the target is outside the ball of constant decay."""
+        A, starts = self.draw(self.chains, self.rows, self.columns, generator)
+        stacks = {f"{beta:g}": Stack(SCALED, beta, A, starts) for beta in self.betas}
+        stacks["convex"] = Stack(SCALED, self.convex_beta, A, starts, huber=True)
+        paths, half, claims = follow(stacks, self, generator), self.steps // 2, list[Claim]()
 
-def run_deterministic(s: DeterministicSettings, generator: torch.Generator) -> Evidence:
-    """Test scaled decay on both objectives; the target is outside the ball of constant decay."""
-    A, starts = s.draw(s.chains, s.rows, s.columns, generator)
-    stacks = {f"{beta:g}": Stack(SCALED, beta, A, starts) for beta in s.betas}
-    stacks["convex"] = Stack(SCALED, s.convex_beta, A, starts, huber=True)
-    paths, half, claims = follow(stacks, s, generator), s.steps // 2, list[Claim]()
+        # The second half of the run, compared with hovering by a step.
+        no_noise = "sigma = 0, L-smooth, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
+        theorem = Source("Theorem 3.3 with sigma = 0", no_noise)
+        estimate = "each of r directions hovers by up to 2 eta/(1 - beta), which goes to zero with eta: an estimate"
+        for beta in self.betas:
+            path = paths[f"{beta:g}"]
+            bound = hover_gradient(path.stack.rank, self.etas[half:], beta)
+            late = float(weighted_mean(path.nuclear, self.etas, start=half).max())
+            falls = f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step"
+            claims.append(at_most(f"vanishes-beta{beta:g}", falls, theorem, late, bound, Tolerance(0.0, estimate)))
 
-    # The second half of the run, compared with hovering by a step.
-    no_noise = "sigma = 0, L-smooth, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
-    theorem = Source("Theorem 3.3 with sigma = 0", no_noise)
-    estimate = "each of r directions hovers by up to 2 eta/(1 - beta), which goes to zero with eta: an estimate"
-    for beta in s.betas:
-        path = paths[f"{beta:g}"]
-        bound = hover_gradient(path.stack.rank, s.etas[half:], beta)
-        late = float(weighted_mean(path.nuclear, s.etas, start=half).max())
-        falls = f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step"
-        claims.append(at_most(f"vanishes-beta{beta:g}", falls, theorem, late, bound, Tolerance(0.0, estimate)))
-
-    # The average over all steps falls slowly even when the gradient is gone.
-    nuclear = paths[f"{s.betas[-1]:g}"].nuclear
-    weights = nuclear.new_tensor(s.etas).unsqueeze(1)
-    sums, totals = (weights * nuclear).cumsum(0).mean(1), weights.cumsum(0).squeeze(1)
-    averages = sums / totals
-    ratio, predicted = float(averages[-1] / averages[half - 1]), float(totals[half - 1] / totals[-1])
-    harmonic = Source(theorem.reference, "harmonic schedule; the sum of eta |grad f|_* has converged")
-    slowly = "over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)"
-    limits = "so the statement about whole runs is out of reach of any run; the second half is what shows it"
-    added = Tolerance(0.01, "what the second half still adds to the sum")
-    claims.append(within_share("transient", slowly, harmonic, ratio, predicted, added, limits=limits))
-    return Evidence(claims + convex_claims(paths["convex"], s))
+        # The average over all steps falls slowly even when the gradient is gone.
+        nuclear = paths[f"{self.betas[-1]:g}"].nuclear
+        weights = nuclear.new_tensor(self.etas).unsqueeze(1)
+        sums, totals = (weights * nuclear).cumsum(0).mean(1), weights.cumsum(0).squeeze(1)
+        averages = sums / totals
+        ratio, predicted = float(averages[-1] / averages[half - 1]), float(totals[half - 1] / totals[-1])
+        harmonic = Source(theorem.reference, "harmonic schedule; the sum of eta |grad f|_* has converged")
+        slowly = "over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)"
+        limits = "so the statement about whole runs is out of reach of any run; the second half is what shows it"
+        added = Tolerance(0.01, "what the second half still adds to the sum")
+        claims.append(within_share("transient", slowly, harmonic, ratio, predicted, added, limits=limits))
+        return Evidence(claims + convex_claims(paths["convex"], self))
 
 
-def convex_claims(path: Trajectory, s: DeterministicSettings) -> list[Claim]:
+def convex_claims(path: Trajectory, s: MuonDeterministic) -> list[Claim]:
     """Theorem 3.4 on a convex loss that is not a quadratic: `f(W) - f(W*) <= |grad f(W)|_* (bound + |W*|_F)`."""
     initial = float(path.losses[0].mean())
     gaps, slopes = weighted_mean(path.losses[:-1], s.etas), weighted_mean(path.nuclear, s.etas)
@@ -430,12 +425,3 @@ def convex_claims(path: Trajectory, s: DeterministicSettings) -> list[Claim]:
         at_most("convex-gap", under, proof, ratio, 1.0, Tolerance(1e-12, "rounding")),
         at_most("best-iterate", reaches, theorem, lowest, hovering, HOVERING, limits=limits),
     ]
-
-
-DETERMINISTIC = Experiment(
-    name="muon-deterministic",
-    title="Muon without noise: the gradient vanishes, and the best iterate of a convex loss reaches the minimum",
-    settings=DeterministicSettings(),
-    function=run_deterministic,
-    cost=8.0,
-)

@@ -78,8 +78,13 @@ def scaled_decay_error(t: float, *, a: float, c: float, lam: float, gamma: float
     return lam * gamma * t0 * c / ((a * gamma - 1.0) * (t + t0))
 
 
+STOPS = "0 < eta <= 1/(a + lambda), sum eta = infinity"
+REMARK = "remark after Proposition 3.1"
+ROUNDING = Tolerance(1e-11, "rounding: each step adds an ulp of w, and the contraction forgets old ones")
+
+
 @dataclass(frozen=True)
-class Quadratic:
+class Quadratic(Experiment):
     """The objective, the decay, and the chains, which start near zero."""
 
     a: float = 1.0
@@ -97,9 +102,12 @@ class Quadratic:
 
 
 @dataclass(frozen=True)
-class ScalarSettings(Quadratic):
+class Scalar(Quadratic):
     """The schedule `gamma/(t + t0)`, and the schedules `freeze_eta0 (1 + t)^-p`, which freeze."""
 
+    name: str = "scalar"
+    title: str = "scalar quadratic: constant decay stops short, scaled decay arrives, short schedules freeze"
+    cost: float = 7.0
     gamma: float = 2.0
     t0: float = 4.0
     steps: int = 30_000
@@ -107,19 +115,81 @@ class ScalarSettings(Quadratic):
     freeze_exponents: tuple[float, ...] = (1.5, 2.0)
     freeze_steps: int = 5_000
 
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """Test both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
+        wbar, gap = constant_decay_fixed_point(**self.constants), constant_decay_loss_gap(**self.constants)
+        etas = [self.gamma / (t + self.t0) for t in range(self.steps)]
+        check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (self.a + self.lam)})
+        error = scaled_decay_error(self.steps, gamma=self.gamma, t0=self.t0, **self.constants)
+        starts = gaussian((self.chains,), generator, std=self.start_std)
+        ends = {rule: w[:, -1] for rule, w in descend(dict.fromkeys(RULES, starts), etas, self).items()}
+        settled, cost = farthest(ends[CONSTANT], wbar), farthest(self.loss(ends[CONSTANT]), gap)
+        left = farthest(self.c - ends[SCALED], error)
+
+        proposition = Source("Proposition 3.1", STOPS)
+        corollary = Source("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1")
+        settles = "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c"
+        costs = "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum"
+        arrives = "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))"
+        limits = "a finite run shows the rate at which the error falls, not its limit"
+        start = Tolerance(1e-6, "the start is forgotten like (t0/T)^(gamma (a + lambda)), 3e-9 here")
+        squared = "an error of 1e-6 in w counts (a + lambda)/lambda times in w - c and twice in its square"
+        doubled = Tolerance(2e-6 * (self.a + self.lam) / self.lam, squared)
+        leading = Tolerance(0.01, "terms of relative order t0/T, and the start, forgotten like (t0/T)^(a gamma - 1)")
+        claims = [
+            within_share("constant-fixed-point", settles, proposition, settled, wbar, start),
+            within_share("constant-loss-gap", costs, proposition, cost, gap, doubled),
+            within_share("scaled-error", arrives, corollary, left, error, leading, limits=limits),
+        ]
+        for p in self.freeze_exponents:
+            claims += freeze_claims(self, p, starts)
+        return Evidence(claims)
+
 
 @dataclass(frozen=True)
-class ScalarFigureSettings(Quadratic):
+class ScalarFigure(Quadratic):
     """The left panel of the convergence figure: `eta0/(1 + t)` from many starts."""
 
+    name: str = "scalar-figure"
+    title: str = "scalar quadratic under eta0/(1 + t), many starts: the left panel of the figure"
+    cost: float = 24.0
     eta0: float = 0.9
     steps: int = 100_000
     points: int = 150
 
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """The schedule of the figure: constant decay flattens at the gap, scaled decay keeps falling."""
+        wbar = constant_decay_fixed_point(**self.constants)
+        etas = robbins_monro(self.steps, self.eta0)
+        check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (self.a + self.lam)})
+        starts = gaussian((self.chains,), generator, std=self.start_std)
+        steps = [0, *log_spaced(self.steps, self.points)]
+        paths = descend(dict.fromkeys(RULES, starts), etas, self, keep=steps)
+        initial = float(self.loss(starts).mean())
+        losses = {rule: self.loss(w) / initial for rule, w in paths.items()}
+        gap = constant_decay_loss_gap(**self.constants) / initial
+        # The proof's recursion for the error of scaled decay, from the worst start.
+        error, q = float((starts - self.c).abs().max()), self.lam / max(etas)
+        for eta in etas:
+            error = (1.0 - self.a * eta) * error + q * eta**2 * abs(self.c)
+        bound = self.a / 2.0 * error**2 / initial
+        flat, lowest = farthest(losses[CONSTANT][:, -1], gap), float(losses[SCALED][:, -1].max())
+        forgotten = 2.0 * float((frozen_point(starts, etas, **self.constants) - wbar).abs().max()) / abs(self.c - wbar)
 
-STOPS = "0 < eta <= 1/(a + lambda), sum eta = infinity"
-REMARK = "remark after Proposition 3.1"
-ROUNDING = Tolerance(1e-11, "rounding: each step adds an ulp of w, and the contraction forgets old ones")
+        left = Source("Figure 2 (left), Proposition 3.1", STOPS)
+        corollary = Source("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity")
+        flattens = "left panel: constant decay flattens at its loss gap"
+        falls = "left panel: scaled decay drives the loss towards zero"
+        limits = "the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run"
+        start = "what the product of 1 - eta (a + lambda) leaves of the start, counted twice in the square"
+        worst = Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start")
+        claims = [
+            within_share("figure-constant", flattens, left, flat, gap, Tolerance(1.01 * forgotten + 1e-9, start)),
+            at_most("figure-scaled", falls, corollary, lowest, bound, worst, limits=limits),
+        ]
+        levels, times = {CONSTANT: gap}, [1 + t for t in steps]
+        series = [Series(f"scalar/{rule}", rule, times, losses[rule].tolist(), levels.get(rule)) for rule in losses]
+        return Evidence(claims, series)
 
 
 def descend(
@@ -137,38 +207,7 @@ def descend(
     return {rule: torch.stack(path, 1) for rule, path in points.items()}
 
 
-def run_scalar(s: ScalarSettings, generator: torch.Generator) -> Evidence:
-    """Test both rules under `gamma/(t + t0)`, then constant decay under schedules of finite sum."""
-    wbar, gap = constant_decay_fixed_point(**s.constants), constant_decay_loss_gap(**s.constants)
-    etas = [s.gamma / (t + s.t0) for t in range(s.steps)]
-    check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})
-    error = scaled_decay_error(s.steps, gamma=s.gamma, t0=s.t0, **s.constants)
-    starts = gaussian((s.chains,), generator, std=s.start_std)
-    ends = {rule: w[:, -1] for rule, w in descend(dict.fromkeys(RULES, starts), etas, s).items()}
-    settled, cost = farthest(ends[CONSTANT], wbar), farthest(s.loss(ends[CONSTANT]), gap)
-    left = farthest(s.c - ends[SCALED], error)
-
-    proposition = Source("Proposition 3.1", STOPS)
-    corollary = Source("Corollary 3.1, to leading order", "sum eta = infinity, sum eta^2 < infinity, a gamma > 1")
-    settles = "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c"
-    costs = "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum"
-    arrives = "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))"
-    limits = "a finite run shows the rate at which the error falls, not its limit"
-    start = Tolerance(1e-6, "the start is forgotten like (t0/T)^(gamma (a + lambda)), 3e-9 here")
-    squared = "an error of 1e-6 in w counts (a + lambda)/lambda times in w - c and twice in its square"
-    doubled = Tolerance(2e-6 * (s.a + s.lam) / s.lam, squared)
-    leading = Tolerance(0.01, "terms of relative order t0/T, and the start, forgotten like (t0/T)^(a gamma - 1)")
-    claims = [
-        within_share("constant-fixed-point", settles, proposition, settled, wbar, start),
-        within_share("constant-loss-gap", costs, proposition, cost, gap, doubled),
-        within_share("scaled-error", arrives, corollary, left, error, leading, limits=limits),
-    ]
-    for p in s.freeze_exponents:
-        claims += freeze_claims(s, p, starts)
-    return Evidence(claims)
-
-
-def freeze_claims(s: ScalarSettings, p: float, starts: Tensor) -> list[Claim]:
+def freeze_claims(s: Scalar, p: float, starts: Tensor) -> list[Claim]:
     """Constant decay under `eta0 (1 + t)^-p` with p > 1: the sum of eta is finite, so w stops before it arrives."""
     wbar = constant_decay_fixed_point(**s.constants)
     etas = [s.freeze_eta0 * (1.0 + t) ** -p for t in range(s.freeze_steps)]
@@ -187,54 +226,3 @@ def freeze_claims(s: ScalarSettings, p: float, starts: Tensor) -> list[Claim]:
         within_share(f"freeze-p{p:g}", freezes, finite, float(end[worst]), float(expected[worst]), ROUNDING),
         within_share(f"tuned-start-p{p:g}", lands, lucky, float(end[-1]), s.c, ROUNDING),
     ]
-
-
-def run_scalar_figure(s: ScalarFigureSettings, generator: torch.Generator) -> Evidence:
-    """The schedule of the figure: constant decay flattens at the gap, scaled decay keeps falling."""
-    wbar = constant_decay_fixed_point(**s.constants)
-    etas = robbins_monro(s.steps, s.eta0)
-    check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (s.a + s.lam)})
-    starts = gaussian((s.chains,), generator, std=s.start_std)
-    steps = [0, *log_spaced(s.steps, s.points)]
-    paths = descend(dict.fromkeys(RULES, starts), etas, s, keep=steps)
-    initial = float(s.loss(starts).mean())
-    losses = {rule: s.loss(w) / initial for rule, w in paths.items()}
-    gap = constant_decay_loss_gap(**s.constants) / initial
-    # The proof's recursion for the error of scaled decay, from the worst start.
-    error, q = float((starts - s.c).abs().max()), s.lam / max(etas)
-    for eta in etas:
-        error = (1.0 - s.a * eta) * error + q * eta**2 * abs(s.c)
-    bound = s.a / 2.0 * error**2 / initial
-    flat, lowest = farthest(losses[CONSTANT][:, -1], gap), float(losses[SCALED][:, -1].max())
-    forgotten = 2.0 * float((frozen_point(starts, etas, **s.constants) - wbar).abs().max()) / abs(s.c - wbar)
-
-    left = Source("Figure 2 (left), Proposition 3.1", STOPS)
-    corollary = Source("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity")
-    flattens = "left panel: constant decay flattens at its loss gap"
-    falls = "left panel: scaled decay drives the loss towards zero"
-    limits = "the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run"
-    start = "what the product of 1 - eta (a + lambda) leaves of the start, counted twice in the square"
-    worst = Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start")
-    claims = [
-        within_share("figure-constant", flattens, left, flat, gap, Tolerance(1.01 * forgotten + 1e-9, start)),
-        at_most("figure-scaled", falls, corollary, lowest, bound, worst, limits=limits),
-    ]
-    levels, times = {CONSTANT: gap}, [1 + t for t in steps]
-    series = [Series(f"scalar/{rule}", rule, times, losses[rule].tolist(), levels.get(rule)) for rule in losses]
-    return Evidence(claims, series)
-
-
-SCALAR = Experiment(
-    name="scalar",
-    title="scalar quadratic: constant decay stops short, scaled decay arrives, short schedules freeze",
-    settings=ScalarSettings(),
-    function=run_scalar,
-    cost=7.0,
-)
-SCALAR_FIGURE = Experiment(
-    name="scalar-figure",
-    title="scalar quadratic under eta0/(1 + t), many starts: the left panel of the figure",
-    settings=ScalarFigureSettings(),
-    function=run_scalar_figure,
-    cost=24.0,
-)

@@ -75,9 +75,12 @@ def ripple_curvature(y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NonconvexSettings:
+class Nonconvex(Experiment):
     """Chains in a rippled bowl around `c`, with starts all over it, under `eta0 (1 + t)^-p`."""
 
+    name: str = "sgd-nonconvex"
+    title: str = "SGD with noise in a rippled bowl: the weighted gradient vanishes under scaled decay only"
+    cost: float = 3.0
     c: float = 1.0
     lam: float = 0.1
     sigma: float = 0.3
@@ -96,6 +99,48 @@ class NonconvexSettings:
         """The edges of the decades of steps; the first decade starts at step 0."""
         return [0, *(10**k for k in range(1, math.ceil(math.log10(self.steps)))), self.steps]
 
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """The weighted gradient falls from decade to decade under scaled decay, and stops falling under constant."""
+        starts = self.c + gaussian((self.chains,), generator, std=self.start_std)
+        measured = wander(self, starts, generator)
+        assumed = "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
+        theorem = Source("Theorem 3.1", assumed)
+
+        negative = Tolerance(0.0, "the upper end of the interval of the paired difference must be negative")
+        claims = []
+        for k, (before, after) in enumerate(pairwise(measured[SCALED].weighted), 1):
+            falls = f"scaled: the eta-weighted squared gradient falls from decade {k - 1} to decade {k} of steps"
+            claims.append(below(f"decade-{k}-falls", falls, theorem, mean_of(after - before), 0.0, negative))
+
+        # The last decade: scaled decay against constant decay, which stays where gradient and decay balance.
+        etas = self.etas[self.decades[-2] :]
+        constant, scaled = (mean_of(measured[rule].weighted[-1]) for rule in RULES)
+        curvature = float(ripple_curvature(measured[SCALED].end - self.c).mean())
+        sustained = curvature * self.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
+        balance = float((self.lam * measured[CONSTANT].end).square().mean())
+        tenth = "scaled: in the last decade at most a tenth of constant decay's squared gradient is left"
+        limits = (
+            f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are chains that "
+            "still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, with harmonic "
+            "steps like 1/log T"
+        )
+        under = Tolerance(0.0, "the upper end of the interval must be below")
+        claims.append(at_most("tail", tenth, theorem, scaled, 0.1 * constant.value, under, limits=limits))
+        contrast = Source("contrast to Theorem 3.1", "sum eta = infinity")
+        stays = "constant: the squared gradient stays at (lambda x)^2, where it balances the decay"
+        noise = Tolerance(0.05, "what the noise adds at the learning rates of the last decade")
+        claims.append(within_share("constant-stays", stays, contrast, constant, balance, noise))
+
+        # The summed descent inequality of the proof at finite T.
+        f_gap, size = float(ripple_loss(starts - self.c).mean()), math.sqrt(measured[SCALED].second_moment)
+        bound = stationarity_bound(self.etas, f_gap=f_gap, L=1.0, q=self.lam / self.eta0, sigma=self.sigma, bound=size)
+        total = math.fsum(eta * g for eta, g in zip(self.etas, measured[SCALED].squares, strict=True))
+        proof = Source("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded")
+        descends = "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof"
+        because = "a bound on a mean over chains; the sampling error is far below the distance to it"
+        claims.append(at_most("descent-inequality", descends, proof, total, bound, Tolerance(0.0, because)))
+        return Evidence(claims)
+
 
 @dataclass(frozen=True)
 class Stationarity:
@@ -107,7 +152,7 @@ class Stationarity:
     second_moment: float  # the largest mean of `x^2` over all steps
 
 
-def wander(s: NonconvexSettings, starts: Tensor, generator: torch.Generator) -> dict[str, Stationarity]:
+def wander(s: Nonconvex, starts: Tensor, generator: torch.Generator) -> dict[str, Stationarity]:
     """Run both rules from the same starts with the same noise."""
     etas, edges = s.etas, s.decades
     chains = Chains("sgd", {rule: {"params": starts, "decay": rule} for rule in RULES}, peak=s.eta0, lam=s.lam)
@@ -126,58 +171,6 @@ def wander(s: NonconvexSettings, starts: Tensor, generator: torch.Generator) -> 
     totals = torch.tensor([math.fsum(etas[a:b]) for a, b in pairwise(edges)]).unsqueeze(1)
     ends = chains.weights
     return {rule: Stationarity(ends[rule], squares[rule], sums[rule] / totals, moments[rule]) for rule in RULES}
-
-
-def run_nonconvex(s: NonconvexSettings, generator: torch.Generator) -> Evidence:
-    """Under scaled decay the weighted gradient falls from decade to decade; under constant decay it stops falling."""
-    starts = s.c + gaussian((s.chains,), generator, std=s.start_std)
-    measured = wander(s, starts, generator)
-    assumed = "unbiased gradients of bounded variance, iterates bounded, sum eta = infinity, sum eta^2 < infinity"
-    theorem = Source("Theorem 3.1", assumed)
-
-    negative = Tolerance(0.0, "the upper end of the interval of the paired difference must be negative")
-    claims = []
-    for k, (before, after) in enumerate(pairwise(measured[SCALED].weighted), 1):
-        falls = f"scaled: the eta-weighted squared gradient falls from decade {k - 1} to decade {k} of steps"
-        claims.append(below(f"decade-{k}-falls", falls, theorem, mean_of(after - before), 0.0, negative))
-
-    # The last decade: scaled decay against constant decay, which stays where gradient and decay balance.
-    etas = s.etas[s.decades[-2] :]
-    constant, scaled = (mean_of(measured[rule].weighted[-1]) for rule in RULES)
-    curvature = float(ripple_curvature(measured[SCALED].end - s.c).mean())
-    sustained = curvature * s.sigma**2 / 2.0 * math.fsum(eta**2 for eta in etas) / math.fsum(etas)
-    balance = float((s.lam * measured[CONSTANT].end).square().mean())
-    tenth = "scaled: in the last decade at most a tenth of constant decay's squared gradient is left"
-    limits = (
-        f"noise alone sustains h eta sigma^2/2 = {sustained:.1e} at these learning rates; the rest are chains that "
-        "still roll off a hilltop. Averages over all steps keep the first ones and fall more slowly, with harmonic "
-        "steps like 1/log T"
-    )
-    under = Tolerance(0.0, "the upper end of the interval must be below")
-    claims.append(at_most("tail", tenth, theorem, scaled, 0.1 * constant.value, under, limits=limits))
-    contrast = Source("contrast to Theorem 3.1", "sum eta = infinity")
-    stays = "constant: the squared gradient stays at (lambda x)^2, where it balances the decay"
-    noise = Tolerance(0.05, "what the noise adds at the learning rates of the last decade")
-    claims.append(within_share("constant-stays", stays, contrast, constant, balance, noise))
-
-    # The summed descent inequality of the proof at finite T.
-    f_gap, size = float(ripple_loss(starts - s.c).mean()), math.sqrt(measured[SCALED].second_moment)
-    bound = stationarity_bound(s.etas, f_gap=f_gap, L=1.0, q=s.lam / s.eta0, sigma=s.sigma, bound=size)
-    total = math.fsum(eta * g for eta, g in zip(s.etas, measured[SCALED].squares, strict=True))
-    proof = Source("proof of Theorem 3.1", "eta <= 1/(4 L), E x^2 bounded")
-    descends = "scaled: sum eta E|grad F|^2 is under the finite-T bound of the proof"
-    because = "a bound on a mean over chains; the sampling error is far below the distance to it"
-    claims.append(at_most("descent-inequality", descends, proof, total, bound, Tolerance(0.0, because)))
-    return Evidence(claims)
-
-
-NONCONVEX = Experiment(
-    name="sgd-nonconvex",
-    title="SGD with noise in a rippled bowl: the weighted gradient vanishes under scaled decay only",
-    settings=NonconvexSettings(),
-    function=run_nonconvex,
-    cost=3.0,
-)
 
 
 def sa_constant(*, u1: float, t1: float, alpha: float, kappa: float, gamma: float, t0: float) -> float:
@@ -224,10 +217,22 @@ def _contracts(eta: float, *, mu: float, L: float, q: float, rho: float) -> bool
     return mu * eta <= 1.0 and K1 * eta + K2 * eta**3 <= mu
 
 
+# Means over batches of chains are close to normal, which makes a t interval valid.
+BATCHES = 20
+# Only one interval in a thousand misses the true value, so false alarms are rare in a table of them.
+CONFIDENCE = 0.999
+NOISELESS = "/noiseless"
+# The grid of constants for the recursion of Lemma D.1.
+ALPHAS, KAPPAS, STARTS = (1.0, 1.5, 3.0), (0.5, 2.0), (0.0, 0.1, 1.0)
+
+
 @dataclass(frozen=True)
-class StronglyConvexSettings:
+class StronglyConvex(Experiment):
     """`1/2 sum h_i (x_i - c)^2` with curvatures from mu to L under `gamma/(t + t0)`; sigma^2 is the total variance."""
 
+    name: str = "sgd-strongly-convex"
+    title: str = "SGD with noise on a strongly convex quadratic: the 1/t rate, its constant, and Lemma D.1"
+    cost: float = 8.0
     mu: float = 1.0
     L: float = 2.0
     dimension: int = 4
@@ -251,25 +256,17 @@ class StronglyConvexSettings:
     def curvature(self) -> Tensor:
         return torch.linspace(self.mu, self.L, self.dimension, dtype=torch.float64)
 
-
-# Means over batches of chains are close to normal, which makes a t interval valid.
-BATCHES = 20
-# Only one interval in a thousand misses the true value, so false alarms are rare in a table of them.
-CONFIDENCE = 0.999
-NOISELESS = "/noiseless"
-# The grid of constants for the recursion of Lemma D.1.
-ALPHAS, KAPPAS, STARTS = (1.0, 1.5, 3.0), (0.5, 2.0), (0.0, 0.1, 1.0)
-
-
-def run_strongly_convex(s: StronglyConvexSettings, generator: torch.Generator) -> Evidence:
-    """Mean squared distance to the minimizer, with and without noise, for both rules; then Lemma D.1."""
-    first = first_contracting_step(gamma=s.gamma, t0=s.t0, mu=s.mu, L=s.L, q=s.lam / max(s.etas))
-    steps = sorted({t for t in log_spaced(s.steps, 200) if t > first} | {first})
-    squares = distances(s, steps, generator)
-    return Evidence([*rate_claims(s, squares, steps), *bound_claims(s, squares, steps), *recursion_claims(s)])
+    def judge(self, generator: torch.Generator) -> Evidence:
+        """Mean squared distance to the minimizer, with and without noise, for both rules; then Lemma D.1."""
+        first = first_contracting_step(gamma=self.gamma, t0=self.t0, mu=self.mu, L=self.L, q=self.lam / max(self.etas))
+        steps = sorted({t for t in log_spaced(self.steps, 200) if t > first} | {first})
+        squares = distances(self, steps, generator)
+        return Evidence(
+            [*rate_claims(self, squares, steps), *bound_claims(self, squares, steps), *recursion_claims(self)]
+        )
 
 
-def distances(s: StronglyConvexSettings, steps: Sequence[int], generator: torch.Generator) -> dict[str, Tensor]:
+def distances(s: StronglyConvex, steps: Sequence[int], generator: torch.Generator) -> dict[str, Tensor]:
     """The squared distance after each of `steps`, averaged over batches of chains."""
     measured, etas = set(steps), s.etas
     begin = torch.zeros(s.chains, s.dimension, dtype=torch.float64)
@@ -289,7 +286,7 @@ def distances(s: StronglyConvexSettings, steps: Sequence[int], generator: torch.
     return {name: torch.stack(values, 1) for name, values in means.items()}
 
 
-def rate_claims(s: StronglyConvexSettings, squares: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
+def rate_claims(s: StronglyConvex, squares: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
     """How fast the distance falls in the last decade, with and without noise, and the constant of the 1/t rate."""
     decade = [k for k, t in enumerate(steps) if t >= s.steps / 10]
     shifted = torch.tensor([steps[k] + s.t0 for k in decade], dtype=torch.float64)
@@ -315,7 +312,7 @@ def rate_claims(s: StronglyConvexSettings, squares: dict[str, Tensor], steps: Se
     ]
 
 
-def bound_claims(s: StronglyConvexSettings, squares: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
+def bound_claims(s: StronglyConvex, squares: dict[str, Tensor], steps: Sequence[int]) -> list[Claim]:
     """The explicit bound of the proof at every measured step, and where constant decay stops."""
     scaled, t1, q = squares[SCALED].mean(0), steps[0], s.lam * s.t0 / s.gamma
     x_star = abs(s.c) * s.dimension**0.5
@@ -337,7 +334,7 @@ def bound_claims(s: StronglyConvexSettings, squares: dict[str, Tensor], steps: S
     ]
 
 
-def recursion_claims(s: StronglyConvexSettings) -> list[Claim]:
+def recursion_claims(s: StronglyConvex) -> list[Claim]:
     """Lemma D.1 with equality: `u <- (1 - alpha eta) u + kappa eta^2`, an SGD step with gradient `alpha u - kappa eta`.
 
     The optimizer does not decay; all constants run as one vector.
@@ -363,12 +360,3 @@ def recursion_claims(s: StronglyConvexSettings) -> list[Claim]:
         at_most("recursion-bound", stays, lemma, float(largest), 1.0, equal),
         within_share("recursion-constant", tends, lemma, limit, 1.0, forgotten),
     ]
-
-
-STRONGLY_CONVEX = Experiment(
-    name="sgd-strongly-convex",
-    title="SGD with noise on a strongly convex quadratic: the 1/t rate, its constant, and Lemma D.1",
-    settings=StronglyConvexSettings(),
-    function=run_strongly_convex,
-    cost=8.0,
-)
