@@ -158,9 +158,10 @@ def percent(values):
 # Words
 
 
-def table(heads, rows):
-    """Markdown: the first column is text, the others numbers."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+def table(lines):
+    """Markdown of heads and rows: the first column is text, the others numbers; of two columns both are text."""
+    heads, *rows = lines
+    lines = [heads, ["---", *["---:" if len(heads) > 2 else "---"] * (len(heads) - 1)], *rows]
     return "\n".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |" for line in lines)
 
 
@@ -205,14 +206,12 @@ def one_lambda():
 
 def one_lambda_table():
     heads = ["at one large lambda", "total decay, constant and scaled", "scaled minus constant, nats"]
-    heads += ["against constant decay of the same total", "fewer steps to constant decay's best loss"]
-    lines = []
+    yield [*heads, "against constant decay of the same total", "fewer steps to constant decay's best loss"]
     for words, constant, scaled, control in one_lambda():
         totals = f"{constant[0]['total_decay']:.3g} and {scaled[0]['total_decay']:.3g}"
         left = shown(paired(scaled, control), 3, "+") if control else None
         saved = percent(steps_saved(constant, scaled))
-        lines.append([words, totals, shown(paired(scaled, constant), 3, "+"), left, saved])
-    return table(heads, lines)
+        yield [words, totals, shown(paired(scaled, constant), 3, "+"), left, saved]
 
 
 TUNED = {
@@ -243,32 +242,29 @@ def pooled(cells):
 
 
 def tuned_table():
-    lines = []
+    yield ["settings of Muon", "number", "gaps, nats", "mean gap, ± over settings", "intervals that exclude zero"]
     for kind, cells in {**tuned(), "all": every_setting()}.items():
         gaps = pooled(cells)
         beyond = sum(abs(np.mean(gap(rows))) > half(gap(rows)) for rows in cells)
-        lines.append([kind, len(gaps), f"{min(gaps):+.3f} to {max(gaps):+.3f}", shown(gaps, 4, "+"), beyond])
-    heads = ["settings of Muon", "number", "gaps, nats", "mean gap, ± over settings", "intervals that exclude zero"]
-    return table(heads, lines)
+        yield [kind, len(gaps), f"{min(gaps):+.3f} to {max(gaps):+.3f}", shown(gaps, 4, "+"), beyond]
 
 
 def adamw_table():
     """AdamW at six lambdas."""
-    lines = []
+    yield ["AdamW, width 128, 6,400 steps", "lambda", "total decay", "loss", "cost of the largest lambda"]
     for rows in settings("adamw-lambda", steps=6400).values():
         for rule in RULES:
             losses = by(rows, rule=rule)
             mark = "*" * at_edge(losses)
             numbers = [f"{vertex(losses):.3g}{mark}", f"{best_total(rows, rule):.2f}{mark}"]
             numbers += [f"{np.mean(at_best(losses)):.4f}", shown(losses[max(losses)] - at_best(losses))]
-            lines.append([f"{rule}, best lambda", *numbers])
-        lines.append(["scaled minus constant, each at its best", None, None, shown(gap(rows), 3, "+"), None])
-    heads = ["AdamW, width 128, 6,400 steps", "lambda", "total decay", "loss", "cost of the largest lambda"]
-    return table(heads, lines)
+            yield [f"{rule}, best lambda", *numbers]
+        yield ["scaled minus constant, each at its best", None, None, shown(gap(rows), 3, "+"), None]
 
 
 def length_table():
-    lines = []
+    heads = ["run", "epochs", "best lambda, constant", "its total", "cost of the largest"]
+    yield [*heads, "best lambda, scaled", "its total", "cost of the largest", "the largest"]
     for rows in lengths():
         row = rows[0]
         cells = []
@@ -277,9 +273,7 @@ def length_table():
             costs = losses[max(losses)] - at_best(losses)
             cells += [f"{vertex(losses):.2g}", f"{best_total(rows, rule):.2f}", shown(costs)]
         start = f"{row['steps']:,} steps, width {row['width']}, {row['text'].removeprefix('enwiki-')} tokens"
-        lines.append([start, f"{row['epochs']:.1f}", *cells, f"{max(by(rows)):g}"])
-    heads = ["run", "epochs", "best lambda, constant", "its total", "cost of the largest"]
-    return table([*heads, "best lambda, scaled", "its total", "cost of the largest", "the largest"], lines)
+        yield [start, f"{row['epochs']:.1f}", *cells, f"{max(by(rows)):g}"]
 
 
 def prices(cells):
@@ -297,16 +291,15 @@ def prices(cells):
 
 
 def price_table():
-    lines = []
+    yield ["lambda for every run", "settings", "median cost, nats", "highest cost"]
     cells = [*(rows for rows in lengths() if rows[0]["width"] == 128), *tuned()["width, batch, size"]]
-    for (rule, choice), known in prices(cells).items():
+    for (rule, choice), known in sorted(prices(cells).items(), key=lambda entry: entry[0][::-1]):
         costs, beyond, row = max(known, key=lambda entry: np.mean(entry[0]))
         median = float(np.median([np.mean(costs) for costs, *_ in known]))
         where = f"width {row['width']}, {row['steps']:,} steps"
         highest = f"{'≥ ' if beyond else ''}{shown(costs)} ({where})"
-        lines.append([f"{choice if choice.startswith('total') else 'lambda ' + choice}, {rule}", len(known)])
-        lines[-1] += [f"{median:.3f}", highest]
-    return table(["lambda for every run", "settings", "median cost, nats", "highest cost"], sorted(lines))
+        words = choice if choice.startswith("total") else f"lambda {choice}"
+        yield [f"{words}, {rule}", len(known), f"{median:.3f}", highest]
 
 
 AXES = {
@@ -330,16 +323,15 @@ def totals_by_tokens(rule):
 
 
 def scaling_table():
-    lines = []
+    yield ["power of", "published", "constant", "scaled"]
     for words, (column, where, published) in AXES.items():
         powers = []
         for rule in RULES:
             tried = grown(column, where, rule)
             powers.append(shown(slopes(list(tried), [vertices(losses) for losses in tried.values()]), 2))
-        lines.append([f"best lambda over {words}", published, *powers])
+        yield [f"best lambda over {words}", published, *powers]
     powers = [shown(slopes(list(tried), tried.values()), 2) for tried in map(totals_by_tokens, RULES)]
-    lines.append(["best total over tokens per parameter, 16 to 300", "0.53 (Power Lines)", *powers])
-    return table(["power of", "published", "constant", "scaled"], lines)
+    yield ["best total over tokens per parameter, 16 to 300", "0.53 (Power Lines)", *powers]
 
 
 def rules():
@@ -354,14 +346,14 @@ def rules():
 
 
 def rules_table():
-    tried, lines = rules(), []
+    yield ["rule", "best strength", "loss, two seeds", "minus constant decay"]
+    tried = rules()
     constant = at_best(tried["constant"])
     for name, losses in tried.items():
         word = "rate" if name.startswith("hyperball") else "lambda"
         strength = None if name == "none" else f"{word} {best(losses):g}{'*' * at_edge(losses)}"
         difference = None if name == "constant" else shown(at_best(losses) - constant, 3, "+")
-        lines.append([f"`{name}`", strength, f"{np.mean(at_best(losses)):.3f}", difference])
-    return table(["rule", "best strength", "loss, two seeds", "minus constant decay"], lines)
+        yield [f"`{name}`", strength, f"{np.mean(at_best(losses)):.3f}", difference]
 
 
 def members():
@@ -378,33 +370,31 @@ def members():
 
 
 def family_table():
-    entries, lines = members(), []
+    yield ["member", "scaled minus constant", "minus Muon, constant", "minus Muon, scaled", "state, MiB"]
+    entries = members()
     muon = {rule: at_best(entries["muon"][rule]) for rule in RULES}
     for name, entry in entries.items():
         ends = {rule: at_best(entry[rule]) for rule in RULES}
         minus_muon = [None if name == "muon" else shown(ends[rule] - muon[rule], 3, "+") for rule in RULES]
         mark = "*" * any(at_edge(entry[rule]) for rule in RULES)
         state = f"{entry['state'] / 2**20:.0f}"
-        lines.append([name + mark, shown(ends["scaled"] - ends["constant"], 3, "+"), *minus_muon, state])
-    heads = ["member", "scaled minus constant", "minus Muon, constant", "minus Muon, scaled", "state, MiB"]
-    return table(heads, lines)
+        yield [name + mark, shown(ends["scaled"] - ends["constant"], 3, "+"), *minus_muon, state]
 
 
 def repeated_table():
-    rows, lines = of("repeated-text"), []
+    yield ["16 epochs of 1.6M tokens", "best lambda", "loss", "minus constant decay"]
+    rows = of("repeated-text")
     for rule, words in (("constant", "constant"), ("scaled", "scaled"), ("piecewise", "falling, then rising")):
         losses = by(rows, rule=rule)
         difference = None if rule == "constant" else shown(gap(rows, rule), 3, "+")
-        lines.append([words, f"{best(losses):g}{'*' * at_edge(losses)}", shown(at_best(losses)), difference])
-    return table(["16 epochs of 1.6M tokens", "best lambda", "loss", "minus constant decay"], lines)
+        yield [words, f"{best(losses):g}{'*' * at_edge(losses)}", shown(at_best(losses)), difference]
 
 
 def schedule_table():
-    lines = []
+    yield ["schedule", "best total, constant", "best total, scaled", "scaled minus constant"]
     for rows in settings("schedules").values():
         totals = [f"{best_total(rows, rule):.2f}{'*' * at_edge(by(rows, rule=rule))}" for rule in RULES]
-        lines.append([schedule(rows[0]), *totals, shown(gap(rows), 4, "+")])
-    return table(["schedule", "best total, constant", "best total, scaled", "scaled minus constant"], lines)
+        yield [schedule(rows[0]), *totals, shown(gap(rows), 4, "+")]
 
 
 def median(row, scope, column, where):
@@ -421,7 +411,8 @@ def recursion(row):
 
 
 def dynamics_table():
-    lines = []
+    heads = ["width 256", "end norm (RMS)", "of the highest", "recursion / observed", "late cos(weight, update)"]
+    yield [*heads, "cos(weight, gradient)", "size of Muon's direction"]
     for rule in RULES:
         columns = defaultdict(list)
         for row in of("steady-state", decay=rule):
@@ -435,9 +426,7 @@ def dynamics_table():
             columns["late"].append(median(row, "decayed", "alignment_update", late))
             for name in ("alignment_gradient", "defect"):
                 columns[name].append(median(row, "decayed", name, falling))
-        lines.append([rule, *(shown(columns[name], 3) for name in columns)])
-    heads = ["width 256", "end norm (RMS)", "of the highest", "recursion / observed", "late cos(weight, update)"]
-    return table([*heads, "cos(weight, gradient)", "size of Muon's direction"], lines)
+        yield [rule, *(shown(columns[name], 3) for name in columns)]
 
 
 def growth(row):
@@ -459,13 +448,12 @@ def gradient_runs():
 
 
 def gradient_table():
-    lines = []
+    yield ["gradient, end over middle", "constant", "scaled", "their ratio"]
     for name, arms in gradient_runs().items():
         logs = {rule: np.array([growth(row) for row in rows]) for rule, rows in arms.items()}
         factors = [f"{math.exp(np.mean(logs[rule])):.2f}" for rule in RULES]
         ratio = logs["constant"] - logs["scaled"]
-        lines.append([name, *factors, geometric(np.exp(ratio), 2)])
-    return table(["gradient, end over middle", "constant", "scaled", "their ratio"], lines)
+        yield [name, *factors, geometric(np.exp(ratio), 2)]
 
 
 def rates():
@@ -477,14 +465,14 @@ def rates():
 
 
 def rate_table():
-    lines = []
-    for name, by_width in rates().items():
+    tried = rates()
+    widths = [f"width {width}" for width in tried["constant"]]
+    yield ["best rate", *widths, "power of the width", "loss at the widest"]
+    for name, by_width in tried.items():
         seeds = zip(*(vertices(losses) for losses in by_width.values()), strict=True)
         moves = [math.log(max(seed) / min(seed)) / math.log(max(by_width) / min(by_width)) for seed in seeds]
         best_rates = [f"{vertex(losses):.3g}" for losses in by_width.values()]
-        lines.append([name, *best_rates, shown(moves, 2), f"{np.mean(at_best(by_width[max(by_width)])):.3f}"])
-    widths = [f"width {width}" for width in by_width]
-    return table(["best rate", *widths, "power of the width", "loss at the widest"], lines)
+        yield [name, *best_rates, shown(moves, 2), f"{np.mean(at_best(by_width[max(by_width)])):.3f}"]
 
 
 def tasks():
@@ -511,16 +499,14 @@ def signed(values, name=""):
 
 
 def task_table():
-    lines = []
+    yield ["task", "lambda", "total decay", "loss", "scaled minus constant", "against the same total", "metric"]
     for (name, lam), (constant, scaled, control) in tasks().items():
         row = constant[0]
         metric = next((column for column in row if column.startswith("final.")), None)
         moved = signed(paired(scaled, constant, metric), metric.removeprefix("final.")) if metric else None
         numbers = [f"{lam:g}", f"{row['total_decay']:.2g}", f"{np.mean(by(constant)[lam]):.3f}"]
         gaps = [signed(paired(scaled, other)) for other in (constant, control)]
-        lines.append([f"`{name}`", *numbers, *gaps, moved])
-    heads = ["task", "lambda", "total decay", "loss", "scaled minus constant", "against the same total", "metric"]
-    return table(heads, lines)
+        yield [f"`{name}`", *numbers, *gaps, moved]
 
 
 def answer_table():
@@ -531,15 +517,15 @@ def answer_table():
     fewer = {"data.train_windows": 1600, "weight_decay": 0.1}
     little = shown(paired(*(of("hard-cases", decay=rule, **fewer) for rule in ("scaled", "constant"))))
     every = pooled(every_setting())
-    lines = {
+    yield ["your situation", "what our runs say"]
+    yield from {
         "you keep lambda near 0.1 in a long run": "scaled decay needs fewer steps to the same loss: "
         f"{saved[LONG]} in a run of 25,600 steps, {saved[LONGEST]} in one of 34,800 (the paper: 22% to 29%)",
         "you tune lambda": f"no difference that matters: {shown(every, 4)} nats over {len(every)} settings",
         "lambda is too large": f"0.08 in 25,600 steps costs constant decay {costs[0]}, scaled decay {costs[1]} nats",
         "little text, 16 epochs": f"at the lambda of fresh text scaled decay ends {little} nats higher",
         "flat learning rate": "the two rules are the same, bit for bit",
-    }
-    return table(["your situation", "what our runs say"], lines.items()).replace("| ---: |", "| --- |")
+    }.items()
 
 
 BASE_256, GROUP_256 = "width 256, undivided peak", "width 256, group's own peak"
@@ -669,7 +655,7 @@ def grids():
 def page(text):
     """A page with its tables updated."""
     for name in re.findall(r"<!-- table: (\S+) -->", text):
-        block, new = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.S), TABLES[name]()
+        block, new = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.S), table(TABLES[name]())
         text = block.sub(lambda match, new=new: f"{match[1]}\n{new}\n\n{match[2]}", text)
     return text
 
