@@ -14,7 +14,7 @@ from muonsw.lab.studies import mup
 from muonsw.lab.studies.figures import draw_convergence, draw_coordinates
 from muonsw.lab.studies.grid import HORIZON_TRANSFER, RULE_CHANGES, WIDTH_TRANSFER, GridCell, grid, sweep
 from muonsw.lab.studies.main_table import DIAGNOSTICS, MAIN_TABLE, STEADY_STATE
-from muonsw.lab.studies.scales import MINI, NEVER, NO_DATA, at_width, lean
+from muonsw.lab.studies.scales import MINI, NEVER, NO_DATA, at_width, lean, with_optimizer
 from muonsw.lab.studies.study import Study
 from muonsw.lab.theory import matrix, muon, noise_equilibrium, scalar, sgd
 from muonsw.lab.theory.schedule import peak_lr_for_horizon, warmup_steps_for_horizon
@@ -73,17 +73,14 @@ RUN = replace(preset_run("mini", NO_DATA), model=replace(preset("mini"), width=1
 
 def at_horizon(steps: int, run: RunConfig = RUN) -> RunConfig:
     """The run at another length, with the peak of the horizon rule; evaluated four times and saved once."""
-    optimizer = replace(run.optimizer, lr=min(run.optimizer.lr, peak_lr_for_horizon(steps)))
+    run = with_optimizer(run, lr=min(run.optimizer.lr, peak_lr_for_horizon(steps)))
     every = max(1, steps // 4)
-    return replace(
-        run, optimizer=optimizer, steps=steps, eval_every=every, checkpoint_every=steps, telemetry_every=every, keep=1
-    )
+    return replace(run, steps=steps, eval_every=every, checkpoint_every=steps, telemetry_every=every, keep=1)
 
 
 def middle_run() -> RunConfig:
     """The run at 1,600 steps, with a lambda that suits constant decay."""
-    run = at_horizon(1_600)
-    return replace(run, optimizer=replace(run.optimizer, weight_decay=0.1))
+    return with_optimizer(at_horizon(1_600), weight_decay=0.1)
 
 
 def half_batch(steps: int) -> RunConfig:
@@ -93,8 +90,8 @@ def half_batch(steps: int) -> RunConfig:
 
 def of_same_total(run: RunConfig, steps: int) -> RunConfig:
     """The run at another length, with lambda adjusted to the same total decay; evaluated only at the end."""
-    optimizer = replace(run.optimizer, weight_decay=run.optimizer.weight_decay * run.steps / steps)
-    return replace(at_horizon(steps, replace(run, optimizer=optimizer)), eval_every=steps, log_every=20)
+    run = with_optimizer(run, weight_decay=run.optimizer.weight_decay * run.steps / steps)
+    return replace(at_horizon(steps, run), eval_every=steps, log_every=20)
 
 
 def with_totals(run: RunConfig, totals: tuple[float, ...]) -> list[float]:
@@ -129,15 +126,13 @@ def tokens_per_parameter() -> list[GridCell]:
 
 def adamw_lambda() -> list[GridCell]:
     """AdamW at six lambdas and the best of three rates (0.005, 0.01, 0.02), searched in shorter runs."""
-    run = replace(half_batch(6_400), eval_every=160)
-    run = replace(run, optimizer=replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE))
+    run = with_optimizer(replace(half_batch(6_400), eval_every=160), algorithm="adamw", lr=ADAMW_RATE)
     return [sweep(Key("adamw"), run, with_totals(run, (0.35, 0.7, 1.4, 2.8, 5.6, 11.2)))]
 
 
 def adamw_forms() -> list[GridCell]:
     """AdamW with constant decay, scaled decay, and AdamC, which scales decay only on normalized layers."""
-    run = MINI.rows[256]
-    run = replace(run, optimizer=replace(run.optimizer, algorithm="adamw", lr=ADAMW_RATE, peak="group"))
+    run = with_optimizer(MINI.rows[256], algorithm="adamw", lr=ADAMW_RATE, peak="group")
     return [sweep(Key("adamw", width=256), run, (0.1, 0.5), {**RULE_CHANGES, "adamc": ADAMC})]
 
 
@@ -146,16 +141,15 @@ def drift_run() -> RunConfig:
 
     In half as many steps the loss still falls steeply, and seeds differ more than lambdas.
     """
-    run = middle_run()
-    optimizer = replace(run.optimizer, muon_lr="none", peak="group")
-    return replace(run, optimizer=optimizer, batch=run.batch // 2, eval_every=run.steps, log_every=20)
+    run = with_optimizer(middle_run(), muon_lr="none", peak="group")
+    return replace(run, batch=run.batch // 2, eval_every=run.steps, log_every=20)
 
 
 def lambda_scaling() -> list[GridCell]:
     """Vary the width, the batch at the same tokens, and the size at the same tokens per weight."""
     run, lr = drift_run(), RUN.optimizer.lr
     # Half the rate is near the best of each width; the best falls with the width.
-    slower = replace(run, optimizer=replace(run.optimizer, lr=0.5 * lr, adam_lr=lr))
+    slower = with_optimizer(run, lr=0.5 * lr, adam_lr=lr)
     points = {Key("width", width=width): at_width(slower, width) for width in WIDTHS[1:]}
     shared = at_width(run, WIDTHS[1])
     for factor in (0.5, 1.0, 2.0):
@@ -170,7 +164,7 @@ def lambda_scaling() -> list[GridCell]:
 def rate_drift() -> list[GridCell]:
     """The same learning rates at every width; the widest also tries half the lowest, where it was best."""
     run = drift_run()
-    run = replace(run, optimizer=replace(run.optimizer, adam_lr=run.optimizer.lr))
+    run = with_optimizer(run, adam_lr=run.optimizer.lr)
     rules = {**RULE_CHANGES, "hyperball": {"norm": "hyperball", "target_norm": TARGET}}
     cells = []
     for width in WIDTHS:
@@ -183,10 +177,9 @@ def family() -> list[GridCell]:
     """Every member at its best rate, with total decays a factor of four apart."""
     run = replace(at_horizon(400), batch=8, eval_every=400, telemetry_every=0, diverged=NEVER)
     lr, cells = run.optimizer.lr, []
-    base = replace(run.optimizer, muon_lr="none", peak="group", adam_lr=lr)
+    run = with_optimizer(run, muon_lr="none", peak="group", adam_lr=lr)
     for member, factor in MEMBERS.items():
-        optimizer = replace(base, preset="" if member == "muon" else member, lr=factor * lr)
-        tried = replace(run, optimizer=optimizer)
+        tried = with_optimizer(run, preset="" if member == "muon" else member, lr=factor * lr)
         cells.append(sweep(Key(member), tried, with_totals(tried, (0.25, 1.0, 4.0, 16.0))))
     return cells
 
@@ -257,16 +250,17 @@ def best_rules() -> list[GridCell]:
 def gradient_growth() -> list[GridCell]:
     """AdamW and Muon without clipping at three peak rates, sampled often; lambda as in the main table."""
     run = replace(MINI.rows[128], telemetry_every=10)
-    with_muon = replace(run.optimizer, peak="group", clip=0.0)
+    with_muon = with_optimizer(run, peak="group", clip=0.0)
     # At the peak, AdamW decays as much per step as Muon.
-    lam = float(f"{with_muon.weight_decay * with_muon.lr / ADAMW_RATE:.3g}")
-    adamw = replace(with_muon, algorithm="adamw", lr=ADAMW_RATE, weight_decay=lam)
-    cells = []
-    for optimizer in (adamw, with_muon):
-        for lr in multiples(optimizer.lr, OCTAVES[1:4]):
-            tried = replace(run, optimizer=replace(optimizer, lr=lr))
-            cells.append(sweep(Key(f"{optimizer.algorithm} lr {lr:g}"), tried, (optimizer.weight_decay,)))
-    return cells
+    lam = float(f"{run.optimizer.weight_decay * run.optimizer.lr / ADAMW_RATE:.3g}")
+    adamw = with_optimizer(with_muon, algorithm="adamw", lr=ADAMW_RATE, weight_decay=lam)
+    return [
+        sweep(
+            Key(f"{tried.optimizer.algorithm} lr {lr:g}"), with_optimizer(tried, lr=lr), (tried.optimizer.weight_decay,)
+        )
+        for tried in (adamw, with_muon)
+        for lr in multiples(tried.optimizer.lr, OCTAVES[1:4])
+    ]
 
 
 def beyond(name: str, title: str, cells: Callable[[], Sequence[GridCell]]) -> Study:

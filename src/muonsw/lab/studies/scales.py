@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from muonsw.lab import paper
 from muonsw.lab.data.loader import read_record
@@ -45,6 +46,11 @@ class Scale:
         return self.name == "paper"
 
 
+def with_optimizer(run: RunConfig, **changes: Any) -> RunConfig:
+    """The run with other settings of its optimizer."""
+    return replace(run, optimizer=replace(run.optimizer, **changes))
+
+
 def relaxed(name: str, width: int, *, base_width: int, phi_peak: float) -> RunConfig:
     """A short run, relaxation-matched to the paper: lambda is such that a step at the peak decays by `phi_peak`.
 
@@ -53,20 +59,16 @@ def relaxed(name: str, width: int, *, base_width: int, phi_peak: float) -> RunCo
     """
     run = preset_run(name, NO_DATA)
     run = at_width(replace(run, model=replace(run.decoder, mup=MuP(base_width=base_width))), width)
+    weight_decay = phi_peak * run.decoder.relative_width / run.optimizer.lr
     # The paper's choice of the peak that decay divides by; the rest is the preset's.
-    optimizer = replace(run.optimizer, muon_lr="adam", peak="base")
-    weight_decay = phi_peak * run.decoder.relative_width / optimizer.lr
-    return replace(run, optimizer=replace(optimizer, weight_decay=weight_decay))
+    return with_optimizer(run, muon_lr="adam", peak="base", weight_decay=weight_decay)
 
 
 def adamw_sweep(run: RunConfig, steps: int) -> RunConfig:
     """The run with AdamW for all parameters and constant decay, with which the paper tuned the learning rate."""
-    optimizer = replace(run.optimizer, algorithm="adamw", decay="constant", weight_decay=0.1, peak="group")
+    run = with_optimizer(run, algorithm="adamw", decay="constant", weight_decay=0.1, peak="group")
     every = max(1, steps // 10)
-    return replace(
-        run, optimizer=optimizer, steps=steps, diverged=NEVER, eval_every=every, checkpoint_every=steps,
-        telemetry_every=every,
-    )  # fmt: skip
+    return replace(run, steps=steps, diverged=NEVER, eval_every=every, checkpoint_every=steps, telemetry_every=every)
 
 
 def lean(run: RunConfig) -> RunConfig:
@@ -100,7 +102,7 @@ def _mini_row(width: int) -> RunConfig:
     """The preset's run in 1,600 steps of 16 sequences at the same total decay."""
     run = relaxed("mini", width, base_width=128, phi_peak=0.01)
     lam = float(f"{run.optimizer.weight_decay * run.steps / 1_600:.3g}")
-    return lean(replace(run, steps=1_600, batch=16, optimizer=replace(run.optimizer, weight_decay=lam)))
+    return lean(with_optimizer(replace(run, steps=1_600, batch=16), weight_decay=lam))
 
 
 MINI = Scale(
