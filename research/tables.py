@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from muonsw.lab.stats import student_t_quantile
+from muonsw.lab.stats import interval_of
 from muonsw.lab.studies.grid import at_edge, by_seed, vertex
 from muonsw.lab.studies.grid import best_of_means as best
 from muonsw.lab.theory.norm import NormHistory, predict_norms
@@ -88,9 +88,9 @@ def best_totals(rows, rule):
 
 
 def half(values):
-    """Half of the 95% t interval of a mean."""
-    n = len(values)
-    return student_t_quantile(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else math.nan
+    """Half of the 95% t interval of a mean; NaN with one value."""
+    interval = interval_of(values)
+    return (interval.high - interval.low) / 2 if interval else math.nan
 
 
 def shown(values, digits=3, sign=""):

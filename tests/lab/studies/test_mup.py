@@ -72,7 +72,7 @@ def test_the_first_update_of_muon_has_the_size_of_its_spectral_norm():
     setting = ARMS["muon-sqrt"]
     tokens = chain_tokens(2, 8, setting.vocab, torch.Generator().manual_seed(0))
     model = Decoder(setting.model(128), seed=0)
-    inputs = activations(model, tokens[:, :-1]).matrices["out/1"].rows
+    inputs = activations(model, tokens[:, :-1])[1]["out/1"].rows
     sizes = measure(model, build_optimizer(model, setting.optimizer()), tokens, steps=1)
     lr = setting.lr * math.sqrt(2)  # width 128 is half the base width
     unit = lr * SHAPE_SCALES["match_rms_adamw"](128, 128) * float(inputs.square().mean().sqrt())
@@ -84,11 +84,11 @@ def test_sizes_are_those_of_the_forward_pass():
     tokens = chain_tokens(2, 8, setting.vocab, torch.Generator().manual_seed(0))
     assert tokens.shape == (2, 9)
     model = Decoder(setting.model(32), seed=0)
-    seen = activations(model, tokens[:, :-1])
-    assert torch.equal(seen.outputs["logits"], model.logits(tokens[:, :-1]))
-    streams = [seen.outputs[f"stream/{layer}"] for layer in range(setting.layers)]
-    branches = seen.outputs["attention/1"] + seen.outputs["experts/1"]
+    outputs, matrices = activations(model, tokens[:, :-1])
+    assert torch.equal(outputs["logits"], model.logits(tokens[:, :-1]))
+    streams = [outputs[f"stream/{layer}"] for layer in range(setting.layers)]
+    branches = outputs["attention/1"] + outputs["experts/1"]
     torch.testing.assert_close(streams[1], streams[0] + model.layers[1].multiplier * branches)
-    assert seen.matrices["gate_up/0"].rows.shape == (2 * 8 * 2, 32)
-    assert seen.matrices["down/0"].rows.shape == (2 * 8 * 2, setting.ff * 32)
-    assert {name.partition("/")[0] for name in seen.outputs} == set(COORDINATES)
+    assert matrices["gate_up/0"].rows.shape == (2 * 8 * 2, 32)
+    assert matrices["down/0"].rows.shape == (2 * 8 * 2, setting.ff * 32)
+    assert {name.partition("/")[0] for name in outputs} == set(COORDINATES)

@@ -32,17 +32,7 @@ from muonsw.lab.compare import (
 from muonsw.lab.diagnose import History, LateFits, late_fits, open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
-from muonsw.lab.stats import (
-    Claim,
-    Source,
-    above,
-    at_least,
-    at_most,
-    below,
-    over_seeds,
-    within,
-    within_share,
-)
+from muonsw.lab.stats import Claim, Source, above, at_least, at_most, below, over_seeds, within, within_share
 from muonsw.lab.studies.scales import SCALES, Scale
 from muonsw.lab.studies.study import Findings, Study
 from muonsw.lab.train.config import RunConfig
@@ -226,8 +216,8 @@ def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
     apart = "end norm under scaled over that under constant decay"
     return [
         *claims,
-        within_share("boundary", boundary, tracked, breaks, paper.BOUNDARY, paper.TRACKING),
-        within("fall", shrinks, STEADY_FIGURE, fall, paper.FALL_FROM_PEAK, paper.FALL),
+        within_share("boundary", boundary, tracked, breaks, *paper.BOUNDARY),
+        within("fall", shrinks, STEADY_FIGURE, fall, *paper.FALL_FROM_PEAK),
         within_share("ratio", apart, STEADY_FIGURE, ends, printed_ends, paper.NORM_RATIO),
     ]
 
@@ -272,10 +262,10 @@ def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
     k = over_seeds([late_fit(seen).slope for seen in histories[CONSTANT]])
     return [
         *claims,  # `defect` and `size` are those of scaled decay, the last rule
-        within("defect", size, DEFECT_FIGURE, over_seeds(defect), paper.DEFECT, paper.DEFECT_TOLERANCE),
-        within_share("scaled-slope", slope, figure, k_scaled, paper.SCALED_SLOPE, paper.FIT),
-        within_share("constant-offset", line.format("a0"), figure, a0, paper.CONSTANT_OFFSET, paper.FIT),
-        within_share("constant-slope", line.format("k"), figure, k, paper.CONSTANT_SLOPE, paper.FIT),
+        within("defect", size, DEFECT_FIGURE, over_seeds(defect), *paper.DEFECT),
+        within_share("scaled-slope", slope, figure, k_scaled, *paper.SCALED_SLOPE),
+        within_share("constant-offset", line.format("a0"), figure, a0, *paper.CONSTANT_OFFSET),
+        within_share("constant-slope", line.format("k"), figure, k, *paper.CONSTANT_SLOPE),
     ]
 
 

@@ -83,13 +83,6 @@ class Matrix(NamedTuple):
     apply: Callable[[Tensor, Tensor], Tensor]  # its output for rows and a weight
 
 
-class Activations(NamedTuple):
-    """What one forward pass computes."""
-
-    outputs: Mapping[str, Tensor]  # by coordinate: the stream after each block, the outputs of its branches, the logits
-    matrices: Mapping[str, Matrix]
-
-
 def chain_tokens(batch: int, sequence: int, vocab: int, generator: torch.Generator) -> Tensor:
     """Sequences (batch, sequence + 1) in which every token has only four successors, so there is much to learn."""
     successors_VS = torch.randint(vocab, (vocab, FOLLOWERS), generator=generator)
@@ -120,18 +113,18 @@ def measure(model: Decoder, optimizer: Optimizer, tokens: Tensor, steps: int) ->
     `update W` is how much the first step changes the output of matrix W for the same input.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    start = activations(model, inputs)
+    start, matrices = activations(model, inputs)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    sizes = {f"initial {name}": rms(value) for name, value in start.outputs.items()}
+    sizes = {f"initial {name}": rms(value) for name, value in start.items()}
     for step in range(steps):
         optimizer.zero_grad()
         model(inputs, targets).total.backward()
         optimizer.step()
         if step == 0:
-            for name, (path, rows, apply) in start.matrices.items():
+            for name, (path, rows, apply) in matrices.items():
                 sizes[f"update {name}"] = rms(apply(rows, model.get_parameter(path).detach() - before[path]))
-    end = activations(model, inputs)
-    return sizes | {f"change {name}": rms(value - start.outputs[name]) for name, value in end.outputs.items()}
+    end, _ = activations(model, inputs)
+    return sizes | {f"change {name}": rms(value - start[name]) for name, value in end.items()}
 
 
 def rms(x: Tensor) -> float:
@@ -140,7 +133,8 @@ def rms(x: Tensor) -> float:
 
 
 @torch.no_grad()
-def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
+def activations(model: Decoder, tokens_BT: Tensor) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
+    """Outputs by coordinate (the stream after each block, its branches, the logits), and the weight matrices."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}  # by module and layer: its input and output
 
     def watch(name: str, _module: nn.Module, inputs: Any, output: Any) -> None:
@@ -168,7 +162,7 @@ def activations(model: Decoder, tokens_BT: Tensor) -> Activations:
         gate, up = by_expert(rows_RD, moe.gate_up).chunk(2, dim=-1)
         for name, rows in (("gate_up", rows_RD), ("down", functional.silu(gate) * up)):
             matrices[f"{name}/{number}"] = Matrix(f"layers.{number}.moe.{name}", rows, by_expert)
-    return Activations({**outputs, "logits": logits}, matrices)
+    return {**outputs, "logits": logits}, matrices
 
 
 TOLERANCE = Tolerance(0.25, "the rules that are compared are half a power of the width apart; this is half of that")
