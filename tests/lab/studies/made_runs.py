@@ -48,5 +48,9 @@ def runs_of(cell, loss, seeds=2):
     return {arm.name: [run(arm, seed) for seed in range(seeds)] for arm in comparison.arms}
 
 
+def verdicts(claims):
+    return {claim.id: claim.holds for claim in claims}
+
+
 def parabola(value, best, curvature=0.05):
     return 3.0 + curvature * math.log(value / best) ** 2

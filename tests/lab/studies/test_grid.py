@@ -26,7 +26,7 @@ from muonsw.lab.studies.grid import (
     width_cells,
 )
 from muonsw.lab.studies.scales import MINI, PAPER
-from tests.lab.studies.made_runs import parabola, runs_of
+from tests.lab.studies.made_runs import parabola, runs_of, verdicts
 from tests.lab.studies.small_comparisons import QUIET, tiny_run, tiny_scale, train_in
 
 
@@ -127,10 +127,6 @@ def test_a_run_that_diverged_counts_as_worst():
 def swept(cells, optima, seeds=2):
     """Runs of a sweep whose best rates are known, by the key of each cell."""
     return {cell.key: runs_of(cell, lambda _, lr, best=optima[cell.key]: parabola(lr, best), seeds) for cell in cells}
-
-
-def verdicts(claims):
-    return {claim.id: claim.holds for claim in claims}
 
 
 def test_width_transfer_is_distinguished_from_its_absence():

@@ -11,7 +11,7 @@ from muonsw.lab.model import preset
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES
-from tests.lab.studies.made_runs import pair, written
+from tests.lab.studies.made_runs import pair, verdicts, written
 from tests.lab.studies.small_comparisons import QUIET, tiny_scale, train_in
 
 PAPER, MINI, CPU = (SCALES[name] for name in ("paper", "mini", "cpu"))
@@ -54,10 +54,6 @@ def test_the_control_decays_as_much_in_total_as_the_scaled_arm_under_either_peak
     for scale, cap in ((CPU, 0.02), (MINI, 0.022)):
         for run in scale.rows.values():
             assert all(max(decay_factors(run, arm.optimizer)) <= cap * (1 + 1e-9) for arm in main_table.decay_arms(run))
-
-
-def verdicts(claims):
-    return {claim.id: claim.holds for claim in claims}
 
 
 def test_the_main_effect_is_judged_by_its_interval():

@@ -97,9 +97,8 @@ class MatrixQuadratic(MuonRun):
         observed = observe(stacks, self, generator)
         claims = [radius_claim(observed.values(), "from every start and for every momentum")]
         for beta in self.betas:
-            claims += limit_claims(
-                f"-beta{beta:g}", {rule: observed[f"{beta:g}", rule] for rule in RULES}, A, beta, self
-            )
+            both = {rule: observed[f"{beta:g}", rule] for rule in RULES}
+            claims += limit_claims(f"-beta{beta:g}", both, A, beta, self)
         for rule in RULES:
             losses = observed["inside", rule].losses
             initial = losses[0].mean()
@@ -147,9 +146,8 @@ class MatrixFigure(MuonRun):
         levels, times = {CONSTANT: floor / initial}, log_spaced(self.steps + 1, self.points)
         places = torch.tensor(times) - 1
         curves = {rule: (result.losses[places].T / initial).tolist() for rule, result in observed.items()}
-        return Evidence(
-            claims, [Series(f"matrix/{rule}", rule, times, curves[rule], levels.get(rule)) for rule in RULES]
-        )
+        series = [Series(f"matrix/{rule}", rule, times, curves[rule], levels.get(rule)) for rule in RULES]
+        return Evidence(claims, series)
 
 
 @dataclass

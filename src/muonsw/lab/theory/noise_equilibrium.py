@@ -87,9 +87,8 @@ class NoiseEquilibrium(Experiment):
             powers = a ** torch.arange(1, len(settled.correlation), dtype=torch.float64)
             predicted = math.sqrt((1.0 + 2.0 * float((powers * settled.correlation[1:]).sum())) / (1.0 - a**2))
             statement = f"muon, {rule} decay: norm over that of its updates' own correlation"
-            claims.append(
-                within_share(f"muon-{rule}-own", statement, NOISE, mean_of(settled.norm / predicted), 1.0, SAMPLED)
-            )
+            ratio = mean_of(settled.norm / predicted)
+            claims.append(within_share(f"muon-{rule}-own", statement, NOISE, ratio, 1.0, SAMPLED))
         return Evidence(claims)
 
 

@@ -161,8 +161,9 @@ class ScalarFigure(Quadratic):
         """The schedule of the figure: constant decay flattens at the gap, scaled decay keeps falling."""
         wbar = constant_decay_fixed_point(**self.constants)
         etas = robbins_monro(self.steps, self.eta0)
-        check_rates(etas, {"eta <= 1/(a + lambda)": 1.0 / (self.a + self.lam)})
         starts = gaussian((self.chains,), generator, std=self.start_std)
+        # Before the run, because it checks the learning rates.
+        forgotten = 2.0 * float((frozen_point(starts, etas, **self.constants) - wbar).abs().max()) / abs(self.c - wbar)
         steps = [0, *log_spaced(self.steps, self.points)]
         paths = descend(dict.fromkeys(RULES, starts), etas, self, keep=steps)
         initial = float(self.loss(starts).mean())
@@ -174,7 +175,6 @@ class ScalarFigure(Quadratic):
             error = (1.0 - self.a * eta) * error + q * eta**2 * abs(self.c)
         bound = self.a / 2.0 * error**2 / initial
         flat, lowest = farthest(losses[CONSTANT][:, -1], gap), float(losses[SCALED][:, -1].max())
-        forgotten = 2.0 * float((frozen_point(starts, etas, **self.constants) - wbar).abs().max()) / abs(self.c - wbar)
 
         left = Source("Figure 2 (left), Proposition 3.1", STOPS)
         corollary = Source("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity")
