@@ -180,7 +180,6 @@ class Trajectory:
 def follow(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) -> dict[Any, Trajectory]:
     """Run all stacks together and measure the quantities of Theorem 3.3's lemmas at every step."""
     measured: dict[Any, list[tuple[Tensor, ...]]] = {key: [] for key in stacks}
-    ends: dict[Any, Tensor] = {}
     for key, move in descend(stacks, s, generator):
         stack, nuclear = stacks[key], matrix_norm(move.slope, "nuc")
         # Computed from the weights, so that it is what the optimizer did.
@@ -188,13 +187,12 @@ def follow(stacks: Mapping[Any, Stack], s: MuonRun, generator: torch.Generator) 
         error = matrix_norm((1.0 - stack.beta) * move.momentum - move.slope)
         # Lemma D.2: <grad f, O> >= |grad f|_* - 2 sqrt(r) |E|_F
         margin = (move.slope * O).sum((-2, -1)) - (nuclear - 2.0 * math.sqrt(stack.rank) * error)
-        measured[key].append((stack.loss(move.before), matrix_norm(move.before), nuclear, error, margin))
-        ends[key] = move.after
+        measured[key].append((stack.loss(move.after), matrix_norm(move.after), nuclear, error, margin))
     paths = {}
     for key, stack in stacks.items():
         losses, norms, nuclear, errors, margins = map(torch.stack, zip(*measured[key], strict=True))
-        losses = torch.cat([losses, stack.loss(ends[key])[None]])
-        norms = torch.cat([norms, matrix_norm(ends[key])[None]])
+        losses = torch.cat([stack.loss(stack.starts)[None], losses])
+        norms = torch.cat([matrix_norm(stack.starts)[None], norms])
         paths[key] = Trajectory(stack, losses, norms, nuclear, errors, margins)
     return paths
 
