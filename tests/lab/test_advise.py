@@ -68,7 +68,7 @@ def cost(losses, lam):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_total_decay_of_one_is_nearly_the_best_in_our_records(rule):
-    """As `muonsw advise` says: 0.002 and 0.003 nats in the median, at most 0.05 at learning rates up to 0.02."""
+    """At most the 0.004 nats in the median and 0.05 at learning rates up to 0.02 that `muonsw advise` prints."""
     ours = [
         (config.lr, advised(config, epochs).low, losses)
         for config, epochs, losses in RECORDED
