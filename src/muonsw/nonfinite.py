@@ -31,10 +31,16 @@ class NonFiniteGradientWarning(RuntimeWarning):
 
 
 class Flag:
-    """A scalar on the device in the forms that kernels need, each computed when it is first used."""
+    """Whether the step may be taken, as a scalar on the device, in the forms that kernels need.
+
+    `bool(flag)` waits for the device.
+    """
 
     def __init__(self, bad: Tensor) -> None:
         self.bad = bad  # 1 if a gradient is not finite and nothing may change, else 0
+
+    def __bool__(self) -> bool:
+        return not self.bad
 
     @cached_property
     def ok(self) -> Tensor:

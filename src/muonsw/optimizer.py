@@ -254,7 +254,7 @@ class ScaledDecayOptimizer(Optimizer):
             >>> optimizer.summary().parameters
             {'muon': 128, 'adamw': 24}
         """
-        skipped = bool(self._last_skipped.bad) if isinstance(self._last_skipped, Flag) else self._last_skipped
+        skipped = not self._last_finite
         summaries = []
         for number, group in enumerate(self.param_groups):
             batches = [(params, lr) for place, params, lr in self._last if place == number]
@@ -327,7 +327,7 @@ class ScaledDecayOptimizer(Optimizer):
     def _reset(self) -> None:
         self._counters = Counters()
         self._last: list[tuple[int, list[Tensor], float]] = []  # group number, parameters and lr of each batch
-        self._last_skipped: bool | Flag = False
+        self._last_finite: bool | Flag = True  # whether the last step was taken
         # modules, not tensors: `model.to` cannot swap tensor subclasses that have weak references
         self._left_out: list[tuple[str, weakref.ref[torch.nn.Module], str]] = []
         self._reasons: dict[str, str] = {}

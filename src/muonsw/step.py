@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 
 from muonsw import codecs, peak
 from muonsw.algorithms import ALGORITHMS
-from muonsw.algorithms.base import Update, elementwise_chunks, update_matrices, whole_parts
+from muonsw.algorithms.base import elementwise_chunks, update_matrices, whole_parts
 from muonsw.apply import apply_update
 from muonsw.decay import check_rates, decays, phi_of
 from muonsw.distributed import exchange_updates
@@ -68,17 +68,15 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
         finite = optimizer._replay.run(optimizer, plan.batches, plan.contexts, update_and_apply)
         if ranks.is_shared:
             ranks.remember_result()
-    optimizer._last_skipped = finite if isinstance(finite, Flag) else not finite
+    optimizer._last_finite = finite
     if finite is False:
         optimizer._counters.skip_on_host(items_of(plan.batches))
     for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
         group["step_count"] += 1
         group["update_count"] = planned["update_count"]
-    # If the first step was skipped, algorithms that build their bases at the first step do so at the next one. Only
-    # the first step waits for the device here.
-    first = [group for group in optimizer.param_groups if group["update_count"] == 1]
-    if first and (finite.bad if isinstance(finite, Flag) else not finite):
-        for group in first:
+        # If the first step was skipped, algorithms that build their bases at the first step do so at the next one.
+        # Only the first step waits for the device here.
+        if group["update_count"] == 1 and not finite:
             group["update_count"] = 0
 
 
@@ -138,7 +136,7 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
         view = ALGORITHMS[group["algorithm"]].view(group)
         if view is not None and group.get("block_period") and group["update_count"] % group["block_period"] == 0:
             view = view.unsplit()  # MuonBP takes whole matrices every few steps
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Item]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Item]]] = {}
         for place, (name, param) in enumerate(zip(names, params, strict=True), start=position):
             grad = param.grad
             if grad is None and id(param) not in zero:
@@ -162,14 +160,15 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
                 )
             if view is not None and len(shape) < 2:
                 view.count(shape)  # raises, because a framework has flattened the matrix
-            by_kind.setdefault((item.param.device, item.param.dtype), []).append(item)
+            parameters, items = by_kind.setdefault((item.param.device, item.param.dtype), ([], []))
+            parameters.append(param)
+            items.append(item)
         position += len(params)
-        for kind, alike in by_kind.items():
-            parameters = [item.param if item.dtensor is None else item.dtensor for item in alike]
-            batches.append(Batch(number, group, *kind, parameters, alike, view))
+        for kind, (parameters, items) in by_kind.items():
+            batches.append(Batch(number, group, *kind, parameters, items, view))
             if kind[0].type == "meta":
                 raise ValueError(
-                    f"{alike[0].name} is on the meta device, so it has no values to change; call "
+                    f"{items[0].name} is on the meta device, so it has no values to change; call "
                     f"model.to_empty(device=...), initialize the model, then build the optimizer"
                 )
     return batches
@@ -179,10 +178,8 @@ def settled_plan(optimizer: ScaledDecayOptimizer) -> Plan:
     """Plan and commit a step that needs no agreement: one rank, or the plan that ranks last agreed on."""
     try:
         plan = make_plan(optimizer, optimizer._replay.ready(optimizer))
-        if optimizer.nonfinite == "raise" and plan.batches:
-            finite = finite_flag(plan.batches)
-            if not (bool(finite.ok) if isinstance(finite, Flag) else finite):  # waits for the device
-                raise NonFiniteGradientError(f"{describe_non_finite(items_of(plan.batches))}; nothing was changed")
+        if optimizer.nonfinite == "raise" and not finite_flag(plan.batches):  # waits for the device
+            raise NonFiniteGradientError(f"{describe_non_finite(items_of(plan.batches))}; nothing was changed")
         commit(optimizer, plan)
     except Exception:
         if optimizer._ranks.is_shared:
@@ -232,8 +229,7 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
     for batch in plan.batches:
         for item in batch.items:
             if not item.state:
-                param = item.param if item.dtensor is None else item.dtensor
-                item.state.update({key: local(value) for key, value in optimizer.state[param].items()})
+                item.state.update({key: local(value) for key, value in optimizer.state[item.parameter].items()})
     if not plan.batches:
         optimizer._counters.warn_once(
             "no gradient",
@@ -259,9 +255,7 @@ def update_and_apply(
     """Update all parameters; return whether gradients were finite, as a flag if only the device knows."""
     ranks = optimizer._ranks
     if finite is None:
-        finite = True
-        if batches and optimizer.nonfinite == "skip":
-            finite = finite_flag(batches, captured)
+        finite = optimizer.nonfinite != "skip" or finite_flag(batches, captured)
         if ranks.is_shared:
             finite = ranks.reduced(finite)
     if finite is False:
@@ -270,10 +264,6 @@ def update_and_apply(
     if flag is not None:
         optimizer._counters.skip_on_device(flag)
         contexts = [ctx._replace(flag=flag.to(batch.device)) for batch, ctx in zip(batches, contexts, strict=True)]
-    if not ranks.is_shared:
-        for batch, ctx in zip(batches, contexts, strict=True):
-            update_batch(batch, batch.items, ctx)
-        return finite
     exchanged: list[tuple[Batch, StepContext, list[Layout]]] = []
     for batch, ctx in zip(batches, contexts, strict=True):
         here, sent, layouts = ranks.sort(batch)
@@ -286,15 +276,19 @@ def update_and_apply(
     return finite
 
 
-def update_batch(batch: Batch, items: list[Item], ctx: StepContext, *, is_decoded: bool = False) -> None:
-    """Update parameters whose matrices are whole on this rank, one chunk after another."""
+def update_batch(batch: Batch, items: list[Item], ctx: StepContext) -> None:
+    """Update parameters whose matrices are whole on this rank."""
+    count_step(items, ctx.flag)
+    if codecs.is_encoded(batch.group):
+        items = codecs.update_in_place(batch.group, items, ctx)
+        codecs.update_decoded(batch.group, items, ctx, partial(update_items, batch, ctx=ctx))
+    else:
+        update_items(batch, items, ctx)
+
+
+def update_items(batch: Batch, items: list[Item], ctx: StepContext) -> None:
+    """Update parameters with decoded state, one chunk after another."""
     group, algorithm = batch.group, ALGORITHMS[batch.group["algorithm"]]
-    if not is_decoded:
-        count_step(items, ctx.flag)
-        if codecs.is_encoded(group):
-            items = codecs.update_in_place(group, items, ctx)
-            codecs.update_decoded(group, items, ctx, partial(update_batch, batch, ctx=ctx, is_decoded=True))
-            return
     if algorithm.matrices is not None and batch.view is not None:
         for chunk in matrix_chunks(batch.view, items, ctx.chunk_bytes):
             apply_update(group, update_matrices(algorithm.matrices, group, chunk, ctx), ctx)
@@ -308,7 +302,7 @@ def update_batch(batch: Batch, items: list[Item], ctx: StepContext, *, is_decode
         if not (fused and fused(group, parts, ctx)):
             apply_update(group, algorithm.update(group, parts, ctx), ctx)
     if fused:  # fused kernels do not tell autograd that they changed weights
-        increment_version([item.param if item.dtensor is None else item.dtensor for item in items])
+        increment_version([item.parameter for item in items])
 
 
 def count_step(items: list[Item], flag: Flag | None) -> None:
@@ -333,10 +327,6 @@ def exchange(
             batches[number] = batch._replace(items=codecs.decode_items(batch.group, batch.items))
             encoded.append((batch, ctx, batches[number].items))
     rounds = optimizer._ranks.rounds(batches, layouts, contexts[0].chunk_bytes)
-
-    def apply(number: int, update: Update) -> None:
-        apply_update(batches[number].group, update, contexts[number])
-
-    exchange_updates(batches, contexts, rounds, apply)
+    exchange_updates(batches, contexts, rounds)
     for batch, ctx, decoded in encoded:
         codecs.encode_items(batch.group, batch.items, decoded, ctx.ok)

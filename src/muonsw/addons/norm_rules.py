@@ -188,9 +188,9 @@ class _NormHooks:
 
     def after(self) -> None:
         """Apply the norm rules to the weights that the step has moved."""
-        skipped, before = self._optimizer._last_skipped, self._before
+        finite, before = self._optimizer._last_finite, self._before
         self._before = {}
-        if skipped is True:
+        if finite is False:
             return
         moved, sums = [], []
         for number, params, eta in self._optimizer._last:
@@ -218,7 +218,7 @@ class _NormHooks:
                 keep, move = (x[index].view(*x[index].shape, *[1] * (W.dim() - len(matrices.stack))) for x in (a, b))
                 U = ((1 - phi) * W - here) / eta  # recomputed: storing every U would take as much memory as the weights
                 moved_to = keep * W - move * U
-                here.copy_(torch.where(skipped.ok, moved_to, here) if isinstance(skipped, Flag) else moved_to)
+                here.copy_(torch.where(finite.ok, moved_to, here) if isinstance(finite, Flag) else moved_to)
 
 
 def _matrices(group: Group, param: Tensor) -> Matrices:

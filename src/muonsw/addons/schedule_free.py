@@ -185,7 +185,7 @@ class ScheduleFree(Optimizer):
                 group["lr"] = float(group["lr"]) * warmup
                 highest.append(max(group["averaging_lr"], group["lr"]))
             self.optimizer.step()
-            if self.optimizer._last_skipped is not True:
+            if self.optimizer._last_finite is not False:
                 stepped = self._stepped()
         finally:
             for group, lr in zip(self.param_groups, rates, strict=True):
@@ -194,8 +194,8 @@ class ScheduleFree(Optimizer):
                 held = local(param.detach())
                 local(self.state[param]["z"]).copy_(held)
                 held.copy_(ys[param])
-        skipped = self.optimizer._last_skipped
-        taken = 1 - skipped.bad.double() if isinstance(skipped, Flag) else float(not skipped)
+        finite = self.optimizer._last_finite
+        taken = finite.factor(torch.float64) if isinstance(finite, Flag) else float(finite)
         for group, highest_lr in zip(self.param_groups, highest, strict=True):
             self._average(group, [p for p in group["params"] if p in stepped], highest_lr, taken)
         return loss

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import MatrixRule, Update, clean
+from muonsw.apply import apply_update
 from muonsw.distributed.shards import Grid, Layout, Layouts
 from muonsw.kernels.graphs import eagerly
 from muonsw.matrices import MatrixView, Part, Region, runs
@@ -33,7 +34,6 @@ SMALLEST_ROUND = 2**22
 # Keys of the matrix and of its gradient among the tensors that travel.
 MATRIX, GRADIENT = "matrix", "grad"
 
-Apply = Callable[[int, Update], None]
 Arrival = Callable[[], Tensor]
 
 
@@ -307,14 +307,12 @@ def _trip(wire: Wire, owned: list[list[Unit]], dtype: torch.dtype, keys: set[str
     return trip._replace(hops=route(wire.grid, (lambda owner, holder: size(holder, owner)) if back else size))
 
 
-def exchange_updates(
-    batches: Sequence[Batch], contexts: Sequence[StepContext], rounds: Sequence[Round], apply: Apply
-) -> None:
-    """Update all parameters that need an exchange; `apply` gets each update with the index of its batch.
+def exchange_updates(batches: Sequence[Batch], contexts: Sequence[StepContext], rounds: Sequence[Round]) -> None:
+    """Update all parameters that need an exchange.
 
     While one round is computed, the next travels to its owners and the previous one travels back.
     """
-    _interleave([_exchange(batches, contexts, round_, apply) for round_ in rounds])
+    _interleave([_exchange(batches, contexts, round_) for round_ in rounds])
 
 
 def exchange_nothing(rounds: Sequence[Round]) -> None:
@@ -341,7 +339,7 @@ def _interleave(tasks: Sequence[Iterator[None]]) -> None:
             next(task, None)
 
 
-def _exchange(batches: Sequence[Batch], contexts: Sequence[StepContext], round_: Round, apply: Apply) -> Iterator[None]:
+def _exchange(batches: Sequence[Batch], contexts: Sequence[StepContext], round_: Round) -> Iterator[None]:
     """One round; yields while its collectives are under way."""
     arriving = [_send(round_, trip, _load(batches, contexts, round_, trip)) for trip in round_.there]
     yield
@@ -362,9 +360,9 @@ def _exchange(batches: Sequence[Batch], contexts: Sequence[StepContext], round_:
             parts.append(part)
             directions.append(piece.view(part.grad.shape))
     for shape, (parts, directions) in by_shape.items():
-        rule, view = rule_of(batches[shape.batch])
-        scale = rule.scale(batches[shape.batch].group, *view.out_in(shape.rows, shape.columns))
-        apply(shape.batch, Update(parts, directions, scale))
+        group, (rule, view) = batches[shape.batch].group, rule_of(batches[shape.batch])
+        scale = rule.scale(group, *view.out_in(shape.rows, shape.columns))
+        apply_update(group, Update(parts, directions, scale), contexts[shape.batch])
 
 
 def _answer(batches: Sequence[Batch], round_: Round, arriving: list[Arrival]) -> list[Arrival]:

@@ -316,7 +316,7 @@ class Ranks:
 
     def sort(self, batch: Batch) -> tuple[list[Item], list[Item], list[Layout]]:
         """Split a batch into items whose matrices are whole on this rank, and items to exchange with their layouts."""
-        if batch.view is None:
+        if batch.view is None or not self.is_shared:
             return batch.items, [], []
         here, exchanged, layouts = [], [], []
         for item in batch.items:

@@ -32,7 +32,7 @@ from muonsw.precision import LOW_PRECISION, SCALE
 from muonsw.routing import classify
 from muonsw.slots import wide_dtype
 from muonsw.state import layouts, zeros
-from muonsw.step import chunk_bytes, update_batch
+from muonsw.step import chunk_bytes, update_items
 from muonsw.telemetry.sinks import Record
 from muonsw.work import Batch, Group, Item, StepContext, names_of
 
@@ -309,7 +309,7 @@ def _intended_update(
     (item,) = decode_items(group, [Item(0, info.name, moved, grad.to(moved.dtype), state)])
     batch = Batch(0, group, moved.device, moved.dtype, [moved], [item], info.view)
     ctx = StepContext(info.lr, 0.0, chunk_bytes(ours, moved.device))
-    update_batch(batch, [item], ctx, is_decoded=True)
+    update_items(batch, [item], ctx)
     moved.neg_()
     return local(put_state(param, moved, param.placements)) if is_dtensor(param) else moved
 
