@@ -10,8 +10,6 @@ from muonsw.matrices import scatter, views
 from muonsw.precision import LOW_PRECISION, mix, stochastic_round
 from muonsw.work import Group, StepContext
 
-ROUNDINGS = ("stochastic", "nearest")
-
 
 def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
     weights = views(update.parts, [part.item.param for part in update.parts])

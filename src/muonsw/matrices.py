@@ -48,16 +48,8 @@ class Region(NamedTuple):
         return part
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        return tuple(start for _, start, _ in self.cuts)
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(length for _, _, length in self.cuts)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + length) for _, start, length in self.cuts)
 
     def shape_in(self, shape: Sequence[int]) -> torch.Size:
         lengths = list(shape)

@@ -19,8 +19,6 @@ from muonsw import kernels
 from muonsw.text import users_line
 from muonsw.work import Batch, Item, all_contiguous, dtypes_of, elements
 
-POLICIES = ("skip", "raise", "propagate")
-
 
 class NonFiniteGradientError(FloatingPointError):
     """A gradient holds an infinity or a NaN, and the policy is to raise."""
@@ -87,7 +85,7 @@ def finite_flag(work: Sequence[Batch], captured: bool = False) -> Flag | bool:
         return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
     by_device: dict[torch.device, list[Tensor]] = {}
     for batch in work:
-        by_device.setdefault(batch.device, []).extend(batch.grads)
+        by_device.setdefault(batch.device, []).extend([item.grad for item in batch.items])
     flags = [_bad_on_device(device, grads, captured) for device, grads in by_device.items()]
     home = flags[0].device
     return Flag(flags[0] if len(flags) == 1 else torch.stack([copied_to(bad, home) for bad in flags]).amax())

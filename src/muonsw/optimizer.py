@@ -18,7 +18,7 @@ from muonsw.addons.replay import Replay
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import refuse_shards, wait_for_host
 from muonsw.decay import decays, needs_peak, phi_of, require_length
-from muonsw.distributed import Ranks
+from muonsw.distributed.ranks import Ranks
 from muonsw.nonfinite import Counters, Flag
 from muonsw.options import (
     SETTINGS,

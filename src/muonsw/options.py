@@ -13,12 +13,8 @@ from torch import Tensor
 
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.algorithms import ALGORITHMS
-from muonsw.algorithms.base import MOMENTUM_FORMS
-from muonsw.algorithms.shampoo import GRAFTINGS
-from muonsw.apply import ROUNDINGS
 from muonsw.decay import DECAY_RULES
 from muonsw.matrices import FLATTEN, SHAPE_SCALES, STACK
-from muonsw.nonfinite import POLICIES
 from muonsw.orthogonalize import ORTHOGONALIZERS
 from muonsw.orthogonalize.iterations import MOST_STEPS
 from muonsw.peak import RUNNING_MAX
@@ -182,7 +178,7 @@ _COMMON: dict[str, tuple[Any, Check]] = {
     "lr_multiplier": (1.0, _number(1e-30)),
     "state_dtype": (AUTO, _dtype(INT8)),
     "offload": (False, _flag),
-    "rounding": ("stochastic", _one_of(*ROUNDINGS)),
+    "rounding": ("stochastic", _one_of("stochastic", "nearest")),
     "maximize": (False, _flag),
     "fused": (None, _or_none(_flag)),
     "role": (None, _or_none(_check("a string", lambda value: isinstance(value, str)))),
@@ -227,13 +223,13 @@ CHECKS: dict[str, Check] = {
     "algorithm": _name_in(ALGORITHMS),
     "foreach": _or_none(_flag),  # torch's, without effect: equal shapes are always batched
     "momentum": _fraction,
-    "momentum_form": _one_of(*MOMENTUM_FORMS),
+    "momentum_form": _one_of("ema", "heavy_ball"),
     "nesterov": _flag,
     "betas": _sequence(_fraction, "two numbers", 2),
     "eps": _number(),
     "shampoo_beta": _or_none(_number(0, 1)),
     "block_size": _whole(1),
-    "grafting": _one_of(*GRAFTINGS),
+    "grafting": _one_of(None, "adam", "sgd"),
     "grafting_eps": _number(),
     "orthogonalizer": _name_in(ORTHOGONALIZERS),
     "ns_steps": _or_none(_whole(1, MOST_STEPS)),
@@ -251,7 +247,7 @@ CHECKS: dict[str, Check] = {
     "normalize_eps": _or_none(_number()),
     "normalize_axis": _one_of(None, *AXES),
     "normalize_snap": _or_none(_flag),
-    "nonfinite": _one_of(*POLICIES),
+    "nonfinite": _one_of("skip", "raise", "propagate"),
     "chunk_bytes": _or_none(_whole(1)),
     "replay": _or_none(_flag),
 }

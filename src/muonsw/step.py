@@ -26,7 +26,7 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.base import elementwise_chunks, update_matrices, whole_parts
 from muonsw.apply import apply_update
 from muonsw.decay import check_rates, decays, phi_of
-from muonsw.distributed import exchange_updates
+from muonsw.distributed.exchange import exchange_updates
 from muonsw.distributed.shards import is_dtensor, local, local_item, refuse_interleaved
 from muonsw.matrices import matrix_chunks
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag

@@ -49,10 +49,6 @@ class Batch(NamedTuple):
     items: list[Item]
     view: MatrixView | None = None
 
-    @property
-    def grads(self) -> list[Tensor]:
-        return [item.grad for item in self.items]
-
 
 class StepContext(NamedTuple):
     """What the update of a batch needs to know about its step."""

@@ -135,7 +135,8 @@ class Matrices(NamedTuple):
         """This rank's part of each cell, and the index of its numbers."""
         shard = box(offset(param), local(param).shape)
         for number, cell in enumerate(self.cells):
-            yield cell.region.within(shard), (number, *shard.slices[: len(self.stack)])
+            stack = (slice(start, start + length) for _, start, length in shard.cuts[: len(self.stack)])
+            yield cell.region.within(shard), (number, *stack)
 
 
 def sum_over_ranks(optimizer: ScaledDecayOptimizer, params: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:

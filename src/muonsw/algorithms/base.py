@@ -161,9 +161,6 @@ def subtract(weights: list[Tensor], factor: float | Tensor, directions: list[Ten
 # The two common forms of momentum. They differ by the factor `1 - beta`, which orthogonalization cancels:
 # `ema` (the paper's listing, `torch.optim.Muon`): `M <- beta M + (1 - beta) G`, Nesterov `(1 - beta) G + beta M`;
 # `heavy_ball` (the paper's Algorithm 1, `torch.optim.SGD`): `M <- beta M + G`, Nesterov `G + beta M`.
-MOMENTUM_FORMS = ("ema", "heavy_ball")
-
-
 def advance_momentum(form: str, momenta: list[Tensor], grads: list[Tensor], beta: float, ok: Tensor | None) -> None:
     if form == "ema" and ok is None:
         torch._foreach_lerp_(momenta, grads, 1 - beta)

@@ -21,8 +21,6 @@ from muonsw.machine import full_float32
 from muonsw.slots import ELEMENTWISE, SQUARES, Specs, StateSpec
 from muonsw.work import Group, State
 
-GRAFTINGS = (None, "adam", "sgd")
-
 # From Meta's code: keeps the grafted direction finite if it is zero.
 _TINY = 1e-16
 

@@ -4,8 +4,3 @@ An elementwise rule moves each rank's shard as if it were a parameter of its own
 one more stage, the exchange: momentum on the shards, shards to the rank that owns the matrix, directions back to the
 shards. How a parameter is laid out across ranks determines its exchange.
 """
-
-from muonsw.distributed.exchange import exchange_updates as exchange_updates
-from muonsw.distributed.ranks import Ranks as Ranks
-
-__all__ = ["Ranks", "exchange_updates"]

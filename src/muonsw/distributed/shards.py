@@ -181,7 +181,7 @@ def _box_here(param: DTensor, shape: Sequence[int], placements: Sequence[Any]) -
 def offset(param: Tensor) -> tuple[int, ...]:
     """Where this rank's shard begins along each axis; zeros if shards are not contiguous."""
     mine = _box_here(param, param.shape, param.placements) if is_dtensor(param) else None
-    return (0,) * param.dim() if mine is None else mine.starts
+    return (0,) * param.dim() if mine is None else tuple(start for _, start, _ in mine.cuts)
 
 
 def shard_misfit(param: DTensor, axis: int) -> str:
