@@ -24,7 +24,7 @@ from muonsw.routing.facts import WRAPPER_WORDS
 from muonsw.slots import EMPTY_SLOTS
 from muonsw.state import layouts, restored
 from muonsw.text import listed, users_line
-from muonsw.work import Group, label_of, names_of
+from muonsw.work import Group, label_of, named_params
 
 if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
@@ -235,7 +235,7 @@ def _refuse_unfit(group: Group, here: Group, number: int, states: dict[Any, Any]
         require_length(group["decay"], group.get("total_steps"))
     algorithm = ALGORITHMS[group["algorithm"]]
     needed = algorithm.state({**group, **EMPTY_SLOTS})  # state of preconditioners and normalizers may be missing
-    for name, key_of_state, param in zip(names_of(here, number), group["params"], here["params"], strict=True):
+    for key_of_state, (name, param) in zip(group["params"], named_params(here, number), strict=True):
         algorithm.validate(group, name, param)
         refuse_shards(name, group, param)
         state, known = states.get(key_of_state, {}), layouts({**here, **group}, param)

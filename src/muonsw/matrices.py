@@ -174,16 +174,13 @@ class MatrixView(NamedTuple):
         return (columns, rows) if self.transposed else (rows, columns)
 
 
-class StackRun(NamedTuple):
-    """Consecutive matrices of one cell: its whole stack, or a cut along the first axis."""
+def runs(
+    shape: Sequence[int], view: MatrixView, chunk_bytes: int, fewest: int = 1
+) -> Iterator[tuple[MatrixCell, tuple[Cut, ...], int]]:
+    """The matrices of a parameter in even runs of about `chunk_bytes` or less, at least `fewest` if possible.
 
-    cell: MatrixCell
-    stack: tuple[Cut, ...]
-    matrices: int
-
-
-def runs(shape: Sequence[int], view: MatrixView, chunk_bytes: int, fewest: int = 1) -> Iterator[StackRun]:
-    """The matrices of a parameter in even runs of about `chunk_bytes` or less, at least `fewest` if possible."""
+    Each run has its cell, its cut of the stack along the first axis (none if it is whole), and its number of matrices.
+    """
     stack = shape[: view.stack_axes(len(shape))]
     slices, per_slice = stack[0] if stack else 1, math.prod(stack[1:])
     for cell in view.cells(shape):
@@ -191,7 +188,7 @@ def runs(shape: Sequence[int], view: MatrixView, chunk_bytes: int, fewest: int =
             pieces = math.ceil(slices * per_slice / _capacity(cell.rows, cell.columns, chunk_bytes))
             pieces = min(slices, max(fewest, pieces))
             for start, end in pairwise(slices * i // pieces for i in range(pieces + 1)):
-                yield StackRun(cell, () if pieces == 1 else ((0, start, end - start),), (end - start) * per_slice)
+                yield cell, () if pieces == 1 else ((0, start, end - start),), (end - start) * per_slice
 
 
 def _capacity(rows: int, columns: int, chunk_bytes: int) -> int:

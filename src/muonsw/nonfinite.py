@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muonsw import kernels
 from muonsw.text import users_line
-from muonsw.work import Batch, Item, all_contiguous, dtypes_of, elements
+from muonsw.work import Batch, Item, all_contiguous, elements
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -85,7 +85,7 @@ def finite_flag(work: Sequence[Batch], captured: bool = False) -> Flag | bool:
         return all(math.isfinite(total) for total in sums) or bool(all_finite(grads))
     by_device: dict[torch.device, list[Tensor]] = {}
     for batch in work:
-        by_device.setdefault(batch.device, []).extend([item.grad for item in batch.items])
+        by_device.setdefault(batch.device, []).extend(batch.grads)
     flags = [_bad_on_device(device, grads, captured) for device, grads in by_device.items()]
     home = flags[0].device
     return Flag(flags[0] if len(flags) == 1 else torch.stack([copied_to(bad, home) for bad in flags]).amax())
@@ -122,7 +122,7 @@ def _bad_by_amp(bad: Tensor, by_dtype: Sequence[list[Tensor]]) -> Tensor:
 def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
     """Non-empty gradients, grouped by dtype."""
     full = [grad for grad in grads if grad.numel()]
-    dtypes = dtypes_of(full)
+    dtypes = {grad.dtype for grad in full}
     return [full if len(dtypes) == 1 else [grad for grad in full if grad.dtype == dtype] for dtype in dtypes]
 
 

@@ -37,7 +37,7 @@ from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import state_bytes
 from muonsw.step import take_step
 from muonsw.text import counted, sized, text_table, users_line
-from muonsw.work import Group, names_of
+from muonsw.work import Group, named_params
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -156,7 +156,7 @@ class ScaledDecayOptimizer(Optimizer):
             self._attach_addons()
             setting = self.defaults["peak_lr"]
             peak.refuse_shared(setting, [g for g in self.param_groups if g["peak_lr"] == setting and needs_peak(g)])
-            for name, param in zip(names_of(group, number), group["params"], strict=True):
+            for name, param in named_params(group, number):
                 refuse_parameter(name, param)
                 ALGORITHMS[group["algorithm"]].validate(group, name, param)
                 refuse_shards(name, group, param)

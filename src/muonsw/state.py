@@ -29,7 +29,7 @@ from muonsw.distributed.shards import (
 from muonsw.matrices import MatrixView
 from muonsw.precision import INT8, LOW_PRECISION, SCALE, state_dtype
 from muonsw.slots import wide_dtype
-from muonsw.work import Group, names_of
+from muonsw.work import Group, named_params
 
 if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
@@ -79,13 +79,13 @@ def allocate(optimizer: ScaledDecayOptimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         specs = tuple(ALGORITHMS[group["algorithm"]].state(group))
         settled = optimizer._allocated.get(number) == specs
-        for place, param in enumerate(group["params"]):
+        for name, param in named_params(group, number):
             state = optimizer.state.get(param) or {}
             if settled and (not specs or specs[0] in state):
                 continue
             if not (param.requires_grad or param.grad is not None):
                 continue
-            refuse_shards(names_of(group, number)[place], group, param)  # frameworks may put DTensors into groups
+            refuse_shards(name, group, param)  # frameworks may put DTensors into groups
             missing = {key: layout for key, layout in layouts(group, param).items() if key not in state}
             optimizer.state[param].update({key: zeros(layout, param) for key, layout in missing.items()})
         optimizer._allocated[number] = specs

@@ -32,7 +32,7 @@ from muonsw.matrices import matrix_chunks
 from muonsw.nonfinite import Flag, NonFiniteGradientError, describe_non_finite, finite_flag
 from muonsw.precision import LOW_PRECISION
 from muonsw.state import allocate
-from muonsw.work import Batch, Group, Item, StepContext, any_dtensor, items_of, names_of
+from muonsw.work import Batch, Group, Item, StepContext, any_dtensor, items_of, named_params
 
 if TYPE_CHECKING:
     from muonsw.distributed.shards import Layout
@@ -129,15 +129,12 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
     zero, position, batches = {id(param) for param in absent}, 0, []
     make, state_of = Item._make, optimizer.state.get  # small steps are bound by Python
     for number, group in enumerate(groups):
-        params, names = group["params"], group.get("param_names") or ()
-        if len(names) != len(params):
-            names = names_of(group, number)
-        has_shards = any_dtensor(params)
+        has_shards = any_dtensor(group["params"])
         view = ALGORITHMS[group["algorithm"]].view(group)
         if view is not None and group.get("block_period") and group["update_count"] % group["block_period"] == 0:
             view = view.unsplit()  # MuonBP takes whole matrices every few steps
-        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Item]]] = {}
-        for place, (name, param) in enumerate(zip(names, params, strict=True), start=position):
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Item]] = {}
+        for place, (name, param) in enumerate(named_params(group, number), start=position):
             grad = param.grad
             if grad is None and id(param) not in zero:
                 continue
@@ -147,7 +144,7 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
                     f"{grad.layout}; make a sparse gradient dense, and call zero_grad() when you change a parameter"
                 )
             if has_shards and is_dtensor(param):
-                item = local_item(place, name, param, grad)
+                item = local_item(place, name, param)
             else:
                 grad = torch.zeros_like(param) if grad is None else grad
                 item = make((place, name, param, grad, state_of(param) or {}, None))
@@ -160,11 +157,10 @@ def collect(optimizer: ScaledDecayOptimizer, groups: list[Group], absent: Sequen
                 )
             if view is not None and len(shape) < 2:
                 view.count(shape)  # raises, because a framework has flattened the matrix
-            parameters, items = by_kind.setdefault((item.param.device, item.param.dtype), ([], []))
-            parameters.append(param)
-            items.append(item)
-        position += len(params)
-        for kind, (parameters, items) in by_kind.items():
+            by_kind.setdefault((item.param.device, item.param.dtype), []).append(item)
+        position += len(group["params"])
+        for kind, items in by_kind.items():
+            parameters = [item.param if item.dtensor is None else item.dtensor for item in items]
             batches.append(Batch(number, group, *kind, parameters, items, view))
             if kind[0].type == "meta":
                 raise ValueError(
@@ -226,10 +222,8 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
         group.update({key: planned[key] for key in peak.STEP_KEYS})
         if not isinstance(group["lr"], Tensor):
             group["lr"] = planned["lr"]
-    for batch in plan.batches:
-        for item in batch.items:
-            if not item.state:
-                item.state.update({key: local(value) for key, value in optimizer.state[item.parameter].items()})
+    for item in [item for item in items_of(plan.batches) if not item.state]:
+        item.state.update({key: local(value) for key, value in optimizer.state[item.parameter].items()})
     if not plan.batches:
         optimizer._counters.warn_once(
             "no gradient",
@@ -266,9 +260,12 @@ def update_and_apply(
         contexts = [ctx._replace(flag=flag.to(batch.device)) for batch, ctx in zip(batches, contexts, strict=True)]
     exchanged: list[tuple[Batch, StepContext, list[Layout]]] = []
     for batch, ctx in zip(batches, contexts, strict=True):
-        here, sent, layouts = ranks.sort(batch)
+        count_step(batch.items, ctx.flag)
+        here, sent, layouts = ranks.sort(batch) if ranks.is_shared else (batch.items, [], [])
         if here:
-            update_batch(batch, here, ctx)
+            update = update_encoded if codecs.is_encoded(batch.group) else update_batch
+            update(batch, here, ctx)
+            increment_version(batch.parameters)  # kernels do not tell autograd that they changed weights
         if sent:
             exchanged.append((batch._replace(items=sent), ctx, layouts))
     if exchanged:
@@ -276,18 +273,14 @@ def update_and_apply(
     return finite
 
 
+def update_encoded(batch: Batch, items: list[Item], ctx: StepContext) -> None:
+    """Update parameters whose state is stored in fewer bits or on the host."""
+    items = codecs.update_in_place(batch.group, items, ctx)
+    codecs.update_decoded(batch.group, items, ctx, partial(update_batch, batch, ctx=ctx))
+
+
 def update_batch(batch: Batch, items: list[Item], ctx: StepContext) -> None:
-    """Update parameters whose matrices are whole on this rank."""
-    count_step(items, ctx.flag)
-    if codecs.is_encoded(batch.group):
-        items = codecs.update_in_place(batch.group, items, ctx)
-        codecs.update_decoded(batch.group, items, ctx, partial(update_items, batch, ctx=ctx))
-    else:
-        update_items(batch, items, ctx)
-
-
-def update_items(batch: Batch, items: list[Item], ctx: StepContext) -> None:
-    """Update parameters with decoded state, one chunk after another."""
+    """Update parameters whose matrices are whole on this rank, one chunk after another."""
     group, algorithm = batch.group, ALGORITHMS[batch.group["algorithm"]]
     if algorithm.matrices is not None and batch.view is not None:
         for chunk in matrix_chunks(batch.view, items, ctx.chunk_bytes):
@@ -301,8 +294,6 @@ def update_items(batch: Batch, items: list[Item], ctx: StepContext) -> None:
     for parts in elementwise_chunks(items, ctx.chunk_bytes) if items and not at_once else ():
         if not (fused and fused(group, parts, ctx)):
             apply_update(group, algorithm.update(group, parts, ctx), ctx)
-    if fused:  # fused kernels do not tell autograd that they changed weights
-        increment_version([item.parameter for item in items])
 
 
 def count_step(items: list[Item], flag: Flag | None) -> None:
@@ -322,7 +313,6 @@ def exchange(
     """Update matrices that other ranks hold parts or copies of."""
     encoded: list[tuple[Batch, StepContext, list[Item]]] = []
     for number, (batch, ctx) in enumerate(zip(batches, contexts, strict=True)):
-        count_step(batch.items, ctx.flag)
         if codecs.is_encoded(batch.group):
             batches[number] = batch._replace(items=codecs.decode_items(batch.group, batch.items))
             encoded.append((batch, ctx, batches[number].items))

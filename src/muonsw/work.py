@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,6 +49,10 @@ class Batch(NamedTuple):
     items: list[Item]
     view: MatrixView | None = None
 
+    @property
+    def grads(self) -> list[Tensor]:
+        return [item.grad for item in self.items]
+
 
 class StepContext(NamedTuple):
     """What the update of a batch needs to know about its step."""
@@ -75,12 +79,12 @@ def label_of(group: Group, number: int) -> str:
     return f"param group {number}" + (f" ({group['role']})" if group.get("role") else "")
 
 
-def names_of(group: Group, number: int) -> list[str]:
-    """The names of a group's parameters, or their positions if the names are missing or outdated."""
-    names = group.get("param_names") or ()
-    if len(names) == len(group["params"]):
-        return list(names)
-    return [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
+def named_params(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:
+    """A group's parameters with their names, or their positions if the names are missing or outdated."""
+    params, names = group["params"], group.get("param_names") or ()
+    if len(names) != len(params):
+        names = [f"parameter {place} of group {number}" for place in range(len(params))]
+    return zip(names, params, strict=True)
 
 
 def items_of(batches: Sequence[Batch]) -> list[Item]:
@@ -90,12 +94,8 @@ def items_of(batches: Sequence[Batch]) -> list[Item]:
 # Small steps are bound by Python, so the functions below avoid a Python call per tensor.
 
 
-def dtypes_of(tensors: Sequence[Tensor]) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in tensors}
-
-
 def one_dtype(tensors: Sequence[Tensor]) -> bool:
-    return len(dtypes_of(tensors)) == 1
+    return len({tensor.dtype for tensor in tensors}) == 1
 
 
 def all_contiguous(tensors: Sequence[Tensor]) -> bool:

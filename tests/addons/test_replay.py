@@ -354,7 +354,7 @@ def test_a_step_that_ends_in_an_error_leaves_nothing_for_the_next(monkeypatch):
     optimizer, params = trained("adamw", "cpu")
     before, graph = tensors_of(optimizer, params), optimizer._replay._graphs[0]
     with monkeypatch.context() as patch:
-        patch.setattr("muonsw.step.update_batch", no_memory)
+        patch.setattr("muonsw.step.count_step", no_memory)
         params[0].grad = params[0].grad.mT.contiguous().mT
         with pytest.raises(MemoryError):
             optimizer.step()

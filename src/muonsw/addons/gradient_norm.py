@@ -18,7 +18,7 @@ import torch
 
 from muonsw.addons.norm_rules import sum_over_ranks
 from muonsw.decay import DECAY_RULES, decays
-from muonsw.distributed.shards import is_dtensor, local_gradient
+from muonsw.distributed.shards import local_gradient
 from muonsw.work import Group
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def _average(optimizer: ScaledDecayOptimizer, before: dict[int, tuple[int, list[
         if step != group["step_count"]:  # else the last step raised, so undo its average
             average = group["gradient_average"]
         before[number], group["gradient_average"] = (group["step_count"], average), average
-        squares = []
-        params = [param for param in group["params"] if param.grad is not None]
-        for param, grad in [(param, param.grad) for param in params]:
-            shard = local_gradient("a parameter", param, grad) if is_dtensor(param) else grad
-            dtype = torch.promote_types(shard.dtype, torch.float32)
-            squares.append(torch.linalg.vector_norm(shard, dtype=dtype).square())
+        params, squares = [], []
+        for param in group["params"]:
+            if (grad := local_gradient(param)) is not None:
+                params.append(param)
+                dtype = torch.promote_types(grad.dtype, torch.float32)
+                squares.append(torch.linalg.vector_norm(grad, dtype=dtype).square())
         total = sum(map(float, sum_over_ranks(optimizer, params, squares)))
         if params and math.isfinite(total):
             mean, beta = total / sum(param.numel() for param in params), group["betas"][1]

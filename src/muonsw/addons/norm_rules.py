@@ -38,7 +38,7 @@ from muonsw.nonfinite import Flag
 from muonsw.precision import LOW_PRECISION
 from muonsw.registry import Registry
 from muonsw.state import RADIUS
-from muonsw.work import Group, names_of
+from muonsw.work import Group, named_params
 
 if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
@@ -99,7 +99,7 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
                 raise ValueError(f"{rule} acts on whole weights; cautious=True is for norm='free'")
             if group.get("block_period") is not None:
                 raise ValueError(f"{rule} cannot be combined with block_period=: blocks have no norm")
-            for name, param in zip(names_of(group, number), group["params"], strict=True):
+            for name, param in named_params(group, number):
                 if param.dtype in LOW_PRECISION:
                     raise ValueError(f"{rule} needs float32 weights, but {name} is {param.dtype}; keep float32 masters")
             if not NORM_RULES[group["norm"]].decays:
@@ -168,7 +168,7 @@ class _NormHooks:
         self._before = {}
         state, without_radius = self._optimizer.state, []
         for number, group in enumerate(self._optimizer.param_groups):
-            for name, param in zip(names_of(group, number), group["params"], strict=True) if acts(group) else ():
+            for name, param in named_params(group, number) if acts(group) else ():
                 if is_dtensor(param):
                     refuse_interleaved(name, param)
                 if group.get("target_norm") is None and RADIUS not in state.get(param, {}):

@@ -19,7 +19,7 @@ from muonsw.algorithms.base import (
 )
 from muonsw.matrices import Part
 from muonsw.precision import STORED, StoredState
-from muonsw.slots import COUNTER, ELEMENTWISE, SQUARES, Specs
+from muonsw.slots import COUNTER, ELEMENTWISE, SQUARES
 from muonsw.work import Group, StepContext, elements
 
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -101,12 +101,9 @@ def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001
         )
 
 
-# torch's names, so its states load.
-_STATE: Specs = {"exp_avg": ELEMENTWISE, "exp_avg_sq": SQUARES, "step": COUNTER}
-
 ADAMW = Algorithm(
     defaults={"betas": (0.9, 0.95), "eps": 1e-8},
-    state=lambda _: _STATE,
+    state=lambda _: {"exp_avg": ELEMENTWISE, "exp_avg_sq": SQUARES, "step": COUNTER},  # torch's names
     update=update,
     validate=validate,
     fused=fused,

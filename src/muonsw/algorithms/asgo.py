@@ -14,7 +14,7 @@ from muonsw.algorithms.factors import finite_or, fold, folded_shape, unfold
 from muonsw.machine import full_float32
 from muonsw.matrices import ADAMW_RMS
 from muonsw.orthogonalize.iterations import COEFFICIENT_SETS, POLAR_EXPRESS_SAFETY
-from muonsw.slots import ELEMENTWISE, Specs, StateSpec
+from muonsw.slots import ELEMENTWISE, StateSpec
 from muonsw.work import Group, State
 
 # Polar Express as the authors of ASGO use it; the division by the safety factor is in `inverse_sqrt`.
@@ -55,10 +55,8 @@ def inverse_sqrt(V: Tensor, eps: float) -> Tensor:
     return finite_or(Z / L.sqrt(), identity)
 
 
-STATE: Specs = {"exp_avg": ELEMENTWISE, "factor": StateSpec(lambda m, n: folded_shape(min(m, n)))}
-
 ASGO = matrix_algorithm(
     defaults={"betas": (0.9, 0.8), "eps": 1e-10},
-    state=lambda _: STATE,
+    state=lambda _: {"exp_avg": ELEMENTWISE, "factor": StateSpec(lambda m, n: folded_shape(min(m, n)))},
     directions=asgo,
 )

@@ -17,7 +17,7 @@ from muonsw import kernels
 from muonsw.matrices import WHOLE, Chunk, MatrixView, Part, Region, filled, scatter, views
 from muonsw.precision import LOW_PRECISION, StoredState
 from muonsw.slots import Specs, StateSpec, oriented, wide_dtype
-from muonsw.work import Group, Item, State, StepContext, all_contiguous, dtypes_of, elements
+from muonsw.work import Group, Item, State, StepContext, all_contiguous, elements
 
 if TYPE_CHECKING:
     from muonsw.kernels.move import Weights
@@ -124,7 +124,7 @@ def suits_torch(group: Group, ctx: StepContext, *lists: Sequence[Tensor]) -> boo
     if group["cautious"] or first.device.type not in ("cpu", "cuda") or isinstance(ctx.eta, Tensor) or ctx.eta == 0:
         return False
     tensors = list(chain.from_iterable(lists))
-    dtypes = dtypes_of(tensors)
+    dtypes = {tensor.dtype for tensor in tensors}
     return dtypes in ({torch.float32}, {torch.float64}) and all_contiguous(tensors)
 
 

@@ -19,7 +19,7 @@ from muonsw.algorithms.base import matrix_algorithm, validate_matrices
 from muonsw.algorithms.factors import finite_or, pack, unpack_first, unpack_second
 from muonsw.machine import full_float32
 from muonsw.precision import AUTO
-from muonsw.slots import ELEMENTWISE, Specs, StateSpec
+from muonsw.slots import ELEMENTWISE, StateSpec
 from muonsw.work import Group, State
 
 # Polynomials a x + b x^3 that bring singular values in [1e-3, 1] to one: CANS, Grishina et al. (arXiv 2506.10935).
@@ -165,13 +165,6 @@ def _above_eigenvalues(S: Tensor) -> Tensor:
     return torch.minimum(mean + spread, weighted)[..., None, None] * unit
 
 
-STATE: Specs = {
-    "exp_avg": ELEMENTWISE,
-    "factors_left": StateSpec(lambda m, _: (m, m + 1)),
-    "factors_right": StateSpec(lambda _, n: (n, n + 1)),
-}
-
-
 def validate(group: Group, name: str, param: Tensor) -> None:
     validate_matrices(group, name, param)
     if group["eps"] == 0:
@@ -182,7 +175,11 @@ def validate(group: Group, name: str, param: Tensor) -> None:
 
 KL_SHAMPOO = matrix_algorithm(
     defaults={"betas": (0.9684, 0.9482), "eps": 1e-9, "ns_dtype": "auto"},
-    state=lambda _: STATE,
+    state=lambda _: {
+        "exp_avg": ELEMENTWISE,
+        "factors_left": StateSpec(lambda m, _: (m, m + 1)),
+        "factors_right": StateSpec(lambda _, n: (n, n + 1)),
+    },
     directions=kl_shampoo,
     scale=scale,
     validate=validate,

@@ -208,13 +208,12 @@ def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: i
     assert layout.grid is not None
     rule, view = rule_of(batch)
     param, first = batch.items[place].parameter, view.stack_axes(len(layout.shape))
-    for run in runs(layout.shape, view, chunk_bytes, fewest=len(layout.boxes)):
-        cell, rows, columns = run.cell
+    for (cell, rows, columns), stack, matrices in runs(layout.shape, view, chunk_bytes, fewest=len(layout.boxes)):
         shape = tuple(cell.shape_in(layout.shape)[first:])
         pieces = tuple(_in_stack(shard.within(cell), first) for shard in layout.boxes)
         cut_axes = {axis for axis, _, _ in cell.cuts}
         mine = (cut for cut in cell.within(layout.boxes[layout.grid.me]).cuts if cut[0] in cut_axes)
-        region = Region((*mine, *run.stack))
+        region = Region((*mine, *stack))
         specs = rule.state(batch.group)
         alike = [MATRIX, *(key for key, spec in specs.items() if spec.shape is None)]
         alike += [GRADIENT] if rule.sends_gradient(batch.group) else []
@@ -224,8 +223,8 @@ def _units(number: int, place: int, batch: Batch, layout: Layout, chunk_bytes: i
                 state_shape = spec.shape(*view.out_in(rows, columns))
                 boxes = known.of(param, first, torch.Size((*param.shape[:first], *state_shape))).boxes
                 tensors.append(Traveller(key, state_shape, tuple(_in_stack(box, first) for box in boxes)))
-                regions.append((view.cell_keys(key)[view.cell_number(layout.shape, cell.cuts)], Region(run.stack)))
-        yield Unit(Shape(number, rows, columns, tuple(tensors)), place, run.matrices, tuple(regions))
+                regions.append((view.cell_keys(key)[view.cell_number(layout.shape, cell.cuts)], Region(stack)))
+        yield Unit(Shape(number, rows, columns, tuple(tensors)), place, matrices, tuple(regions))
 
 
 def _in_stack(piece: Region, first: int) -> Region:

@@ -35,7 +35,7 @@ from muonsw.kernels.tables import on_host
 from muonsw.matrices import MatrixView
 from muonsw.nonfinite import Flag
 from muonsw.text import users_line
-from muonsw.work import Batch, Group, Item, label_of, names_of
+from muonsw.work import Batch, Group, Item, label_of, named_params
 
 # Cached exchange plans: parameters that only sometimes have gradients need several.
 _REMEMBERED = 8
@@ -127,7 +127,7 @@ class Ranks:
             members = [
                 (group, name, param)
                 for number, group in enumerate(groups)
-                for name, param in zip(names_of(group, number), group["params"], strict=True)
+                for name, param in named_params(group, number)
             ]
             has_copies = self.process_group is not None
             shared = [(name, param) for _, name, param in members if has_copies or is_dtensor(param)]
@@ -316,7 +316,7 @@ class Ranks:
 
     def sort(self, batch: Batch) -> tuple[list[Item], list[Item], list[Layout]]:
         """Split a batch into items whose matrices are whole on this rank, and items to exchange with their layouts."""
-        if batch.view is None or not self.is_shared:
+        if batch.view is None:
             return batch.items, [], []
         here, exchanged, layouts = [], [], []
         for item in batch.items:

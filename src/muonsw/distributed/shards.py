@@ -46,8 +46,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach() if is_dtensor(tensor) else tensor
 
 
-def local_gradient(name: str, param: DTensor, grad: Tensor) -> Tensor:
-    """The gradient of this rank's shard, redistributed if its placements are not those of the parameter."""
+def local_gradient(param: Tensor, name: str = "a parameter") -> Tensor | None:
+    """The gradient of what this rank holds, redistributed if its placements are not those of the parameter."""
+    grad = param.grad
+    if grad is None or not is_dtensor(param):
+        return grad
     if not is_dtensor(grad):
         raise ValueError(
             f"{name} is a DTensor but its gradient is a plain tensor; give it a gradient with the same placements"
@@ -207,11 +210,12 @@ def noise_place(param: Tensor) -> int:
     return position(param) if param.dtype in LOW_PRECISION else 0
 
 
-def local_item(position: int, name: str, param: DTensor, grad: Tensor | None) -> Item:
+def local_item(position: int, name: str, param: DTensor) -> Item:
     """This rank's shard of a DTensor parameter at one step, with a zero gradient if it has none."""
-    shard = param._local_tensor
-    gradient = torch.zeros_like(shard) if grad is None else local_gradient(name, param, grad)
-    return Item(position + noise_place(param), name, shard, gradient, {}, param)
+    shard, grad = param._local_tensor, local_gradient(param, name)
+    return Item(
+        position + noise_place(param), name, shard, torch.zeros_like(shard) if grad is None else grad, {}, param
+    )
 
 
 # where the matrices of a parameter lie

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.linalg import vecdot
 from torch.optim import Optimizer
 
@@ -29,15 +29,12 @@ from muonsw.distributed.shards import is_dtensor, local, local_gradient, put_sta
 from muonsw.matrices import MatrixView, Region
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.precision import LOW_PRECISION, SCALE
-from muonsw.routing import classify
+from muonsw.routing.roles import RoutedParameter
 from muonsw.slots import wide_dtype
 from muonsw.state import layouts, zeros
-from muonsw.step import chunk_bytes, update_items
+from muonsw.step import chunk_bytes, update_batch
 from muonsw.telemetry.sinks import Record
-from muonsw.work import Batch, Group, Item, StepContext, names_of
-
-# Name, role and matrix view of a model's parameters.
-ModelView = dict[Tensor, tuple[str, str, str | None]]
+from muonsw.work import Batch, Group, Item, StepContext, named_params
 
 # Updates below this many rounding units of the weight count as zero.
 ROUNDING = 4
@@ -127,7 +124,7 @@ def copies(optimizer: Optimizer, *, closure: bool) -> dict[Tensor, Before]:
 
 def describe_step(
     optimizer: Optimizer,
-    model: ModelView,
+    model: Mapping[Tensor, RoutedParameter],
     before: Mapping[Tensor, Before],
     phis: Sequence[float | None],
     spectra: Sequence[str],
@@ -190,7 +187,7 @@ def describe_step(
 
 
 def parameter_infos(
-    optimizer: Optimizer, model: ModelView, phis: Sequence[float | None]
+    optimizer: Optimizer, model: Mapping[Tensor, RoutedParameter], phis: Sequence[float | None]
 ) -> dict[Tensor, ParameterInfo]:
     """Describe every parameter, given each group's decay; waits for learning rates in device tensors."""
     infos = {}
@@ -205,10 +202,10 @@ def parameter_infos(
             view = rule.view(group)
             if view is not None and group.get("block_period") and group["update_count"] % group["block_period"] == 0:
                 view = view.unsplit()  # as the step did
-        for param, place in zip(group["params"], names_of(group, number), strict=True):
-            known, role, matrix = model.get(param, (None, None, None))
-            name = place if group.get("param_names") else known or place
-            matrices = Matrices.of(group, param.shape, view, matrix)
+        for place, param in named_params(group, number):
+            routed = model.get(param)
+            name = routed.name if routed and not group.get("param_names") else place
+            matrices = Matrices.of(group, param.shape, view, routed and routed.view.get("matrix"))
             lengths = [0.0] * len(matrices.cells)
             if rule is not None and group["algorithm"] == "muon" and not acts(group):
                 assert view is not None
@@ -216,14 +213,9 @@ def parameter_infos(
                 sizes = [(cell.rows, cell.columns) for cell in matrices.cells]
                 lengths = [lr * rule.matrices.scale(group, *view.out_in(*size)) * min(size) ** 0.5 for size in sizes]
             layer = next((str(int(word)) for word in name.split(".") if word.isdecimal()), None)
-            role = group.get("role") or role
+            role = group.get("role") or (routed and routed.role)
             infos[param] = ParameterInfo(group, name, role, layer, decayed, lr, peak_lr, phi, view, matrices, lengths)
     return infos
-
-
-def model_view(model: nn.Module | None) -> ModelView:
-    routed = () if model is None else classify(model)
-    return {entry.param: (entry.name, entry.role, entry.view.get("matrix")) for entry in routed}
 
 
 def _norms_and_products(
@@ -240,7 +232,7 @@ def _norms_and_products(
             momentum = local(value).to(local(param).device)
             if is_code(momentum):
                 momentum = decode(momentum, local(state[f"{key}{SCALE}"]).to(momentum.device))
-    grad = _local_gradient(param) if before.gradient is None else before.gradient
+    grad = local_gradient(param) if before.gradient is None else before.gradient
     grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
 
     held, stack, dtype = local(param), info.matrices.stack, wide_dtype(param.dtype)
@@ -296,7 +288,7 @@ def _intended_update(
 
     For a sharded parameter this is a collective, and every rank computes the whole update.
     """
-    group, grad = info.group, _local_gradient(param)
+    group, grad = info.group, local_gradient(param)
     grad = torch.zeros_like(local(weight)) if grad is None else grad
     grad = whole(shard_like(param, grad)) if is_dtensor(param) else grad
     state = {key: whole(value) for key, value in state.items()}
@@ -309,7 +301,7 @@ def _intended_update(
     (item,) = decode_items(group, [Item(0, info.name, moved, grad.to(moved.dtype), state)])
     batch = Batch(0, group, moved.device, moved.dtype, [moved], [item], info.view)
     ctx = StepContext(info.lr, 0.0, chunk_bytes(ours, moved.device))
-    update_items(batch, [item], ctx)
+    update_batch(batch, [item], ctx)
     moved.neg_()
     return local(put_state(param, moved, param.placements)) if is_dtensor(param) else moved
 
@@ -322,13 +314,6 @@ def norms(x: Tensor) -> Tensor:
     parts.append(torch.linalg.vector_norm(tail, dim=1, keepdim=True))
     lengths: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1), dim=1)
     return lengths
-
-
-def _local_gradient(param: Tensor) -> Tensor | None:
-    """This rank's part of a gradient; None where only other ranks have one."""
-    if param.grad is None or not is_dtensor(param):
-        return param.grad
-    return local_gradient("a parameter", param, param.grad)
 
 
 def measured(info: ParameterInfo, table: Tensor, spectra: dict[str, Tensor]) -> Measured:

@@ -20,9 +20,10 @@ from muonsw.checkpoint import required_optimizer
 from muonsw.distributed.shards import is_dtensor, local
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.options import require_whole
+from muonsw.routing import classify
 from muonsw.telemetry import observe
 from muonsw.telemetry.sinks import Record
-from muonsw.work import names_of
+from muonsw.work import named_params
 
 Sink = Callable[[Record], object]
 
@@ -87,7 +88,7 @@ class Telemetry:
             require_whole("keep", keep, 1)
         optimizer = required_optimizer(optimizer, "Telemetry")
         for number, group in enumerate(optimizer.param_groups):
-            for name, param in zip(names_of(group, number), group["params"], strict=True):
+            for name, param in named_params(group, number):
                 if is_dtensor(param) and not isinstance(optimizer, ScaledDecayOptimizer):
                     raise ValueError(f"{name} is a DTensor, which is measured only with optimizers of this library")
                 if not param.is_floating_point():
@@ -108,7 +109,7 @@ class Telemetry:
         self._ours = optimizer if isinstance(optimizer, ScaledDecayOptimizer) else None
         # Our optimizers count skipped steps themselves; subtract those from before telemetry was attached.
         self._skipped = 0 if self._ours is None else -self._ours.skipped_steps
-        self._view = observe.model_view(model)
+        self._routed = {} if model is None else {entry.param: entry for entry in classify(model)}
         spectra = {"spectral_norm": spectral_norm, "condition": condition}
         self._spectra = [name for name, enabled in spectra.items() if enabled]
         self._records: deque[Record] = deque(maxlen=keep)
@@ -194,7 +195,7 @@ class Telemetry:
             phis = [observe.known_decay(optimizer, group) for group in optimizer.param_groups]
         moved = {param: copied for param, copied in before.items() if param in stepped}
         values = observe.describe_step(
-            optimizer, self._view, moved, phis, self._spectra, was_skipped=was_skipped, parameters=self.parameters
+            optimizer, self._routed, moved, phis, self._spectra, was_skipped=was_skipped, parameters=self.parameters
         )
         record: Record = {"kind": "telemetry", "step": self.step, **values}
         record |= {"skipped": skipped, "was_skipped": was_skipped}
