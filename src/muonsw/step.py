@@ -61,8 +61,7 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
     if ranks.is_shared and not ranks.is_settled:
         plan, finite = agreed_plan(optimizer)
         commit(optimizer, plan)
-        if finite is not False:
-            finite = update_and_apply(optimizer, plan.batches, plan.contexts, finite=finite)
+        finite = update_and_apply(optimizer, plan.batches, plan.contexts, finite=finite)
     else:
         plan = settled_plan(optimizer)
         finite = optimizer._replay.run(optimizer, plan.batches, plan.contexts, update_and_apply)
@@ -97,7 +96,8 @@ def make_plan(
         )
     groups = [dict(group) for group in optimizer.param_groups]
     counters = optimizer._counters
-    for group in groups:
+    for number, group in enumerate(groups):
+        check_rates(group, number, counters)
         if ALGORITHMS[group["algorithm"]].counts_steps(group):
             group["update_count"] = int(group["update_count"]) + 1
         if "max_momentum" in group and group["momentum"] and "betas" not in ALGORITHMS[group["algorithm"]].defaults:
@@ -106,8 +106,6 @@ def make_plan(
                 f"the scheduler cycles betas, but algorithm={group['algorithm']!r} uses momentum, which stays at "
                 f"{group['momentum']:g}; pass cycle_momentum=False to the scheduler",
             )
-    for number, group in enumerate(groups):
-        check_rates(group, number, counters)
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
         counters.warn_once(
             "no decay",
@@ -188,10 +186,8 @@ def agreed_plan(optimizer: ScaledDecayOptimizer) -> tuple[Plan, Flag | bool]:
     """Agree on a plan with all ranks that share parameters; also return whether all gradients are finite."""
     try:
         plan = make_plan(optimizer)
-        for batch in [batch for batch in plan.batches if ALGORITHMS[batch.group["algorithm"]].matrices is not None]:
-            for item in batch.items:
-                if is_dtensor(item.parameter):
-                    refuse_interleaved(item.name, item.parameter)
+        for item in items_of([batch for batch in plan.batches if batch.view is not None]):
+            refuse_interleaved(item.name, item.parameter)
         finite: Flag | bool = optimizer.nonfinite == "propagate" or finite_flag(plan.batches)
         allocate(optimizer)  # here, so that a rank that runs out of memory does not leave the others waiting
     except Exception:
@@ -222,7 +218,7 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
         group.update({key: planned[key] for key in peak.STEP_KEYS})
         if not isinstance(group["lr"], Tensor):
             group["lr"] = planned["lr"]
-    for item in [item for item in items_of(plan.batches) if not item.state]:
+    for item in [item for batch in plan.batches for item in batch.items if not item.state]:
         item.state.update({key: local(value) for key, value in optimizer.state[item.parameter].items()})
     if not plan.batches:
         optimizer._counters.warn_once(
@@ -258,7 +254,7 @@ def update_and_apply(
     if flag is not None:
         optimizer._counters.skip_on_device(flag)
         contexts = [ctx._replace(flag=flag.to(batch.device)) for batch, ctx in zip(batches, contexts, strict=True)]
-    exchanged: list[tuple[Batch, StepContext, list[Layout]]] = []
+    exchanged = []
     for batch, ctx in zip(batches, contexts, strict=True):
         count_step(batch.items, ctx.flag)
         here, sent, layouts = ranks.sort(batch) if ranks.is_shared else (batch.items, [], [])
@@ -269,7 +265,7 @@ def update_and_apply(
         if sent:
             exchanged.append((batch._replace(items=sent), ctx, layouts))
     if exchanged:
-        exchange(optimizer, *map(list, zip(*exchanged, strict=True)))
+        exchange(optimizer, exchanged)
     return finite
 
 
@@ -304,19 +300,15 @@ def count_step(items: list[Item], flag: Flag | None) -> None:
         torch._foreach_add_(counters, counters[0].new_ones(()) if flag is None else flag.taken, alpha=1)
 
 
-def exchange(
-    optimizer: ScaledDecayOptimizer,
-    batches: list[Batch],
-    contexts: list[StepContext],
-    layouts: list[list[Layout]],
-) -> None:
+def exchange(optimizer: ScaledDecayOptimizer, exchanged: list[tuple[Batch, StepContext, list[Layout]]]) -> None:
     """Update matrices that other ranks hold parts or copies of."""
-    encoded: list[tuple[Batch, StepContext, list[Item]]] = []
-    for number, (batch, ctx) in enumerate(zip(batches, contexts, strict=True)):
-        if codecs.is_encoded(batch.group):
-            batches[number] = batch._replace(items=codecs.decode_items(batch.group, batch.items))
-            encoded.append((batch, ctx, batches[number].items))
+    stored, contexts, layouts = zip(*exchanged, strict=True)
+    batches = [
+        batch._replace(items=codecs.decode_items(batch.group, batch.items)) if codecs.is_encoded(batch.group) else batch
+        for batch in stored
+    ]
     rounds = optimizer._ranks.rounds(batches, layouts, contexts[0].chunk_bytes)
     exchange_updates(batches, contexts, rounds)
-    for batch, ctx, decoded in encoded:
-        codecs.encode_items(batch.group, batch.items, decoded, ctx.ok)
+    for before, after, ctx in zip(stored, batches, contexts, strict=True):
+        if after is not before:
+            codecs.encode_items(before.group, before.items, after.items, ctx.ok)

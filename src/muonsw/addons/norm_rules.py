@@ -169,8 +169,7 @@ class _NormHooks:
         state, without_radius = self._optimizer.state, []
         for number, group in enumerate(self._optimizer.param_groups):
             for name, param in named_params(group, number) if acts(group) else ():
-                if is_dtensor(param):
-                    refuse_interleaved(name, param)
+                refuse_interleaved(name, param)
                 if group.get("target_norm") is None and RADIUS not in state.get(param, {}):
                     without_radius.append((name, group, param))
                 if param.grad is not None or is_dtensor(param):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muonsw.distributed.shards import is_dtensor, local, offset, refuse_interleaved
+from muonsw.distributed.shards import local, offset, refuse_interleaved
 from muonsw.machine import has_ranks
 from muonsw.options import require_number, require_whole
 
@@ -64,8 +64,7 @@ class HeadRows(NamedTuple):
                 f"{heads} heads of {size} rows from row {self.start} on, {stride} apart, do not fit axis {self.dim} of "
                 f"a parameter of shape {tuple(self.param.shape)}; pass size, start and stride in HeadRows"
             )
-        if is_dtensor(self.param):
-            refuse_interleaved("a weight of QK-clip", self.param)
+        refuse_interleaved("a weight of QK-clip", self.param)
         return self._replace(size=size, stride=stride)
 
     def scale_(self, factors: Tensor, state: State) -> None:

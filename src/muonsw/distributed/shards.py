@@ -144,15 +144,14 @@ def cutting_order(placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[
     return plain + strided
 
 
-def refuse_interleaved(name: str, param: DTensor) -> None:
+def refuse_interleaved(name: str, param: Tensor) -> None:
     """Refuse a DTensor whose shards are not contiguous boxes, for which there is no exchange."""
-    placements, mesh_shape = param.placements, param.device_mesh.shape
-    if cutting_order(placements, mesh_shape) is None:
+    if is_dtensor(param) and cutting_order(param.placements, param.device_mesh.shape) is None:
         raise ValueError(
-            f"{name} has placements {placements} on a mesh of {tuple(mesh_shape)}, whose shards are not contiguous "
-            f"blocks; Muon, other whole-matrix rules, norm rules and QK-clip need Shard or Replicate on each mesh axis "
-            f"(as under DDP, FSDP2, HSDP, tensor or expert parallelism) or the strided shards that FSDP2 makes over "
-            f"tensor parallelism"
+            f"{name} has placements {param.placements} on a mesh of {tuple(param.device_mesh.shape)}, whose shards are "
+            f"not contiguous blocks; Muon, other whole-matrix rules, norm rules and QK-clip need Shard or Replicate "
+            f"on each mesh axis (as under DDP, FSDP2, HSDP, tensor or expert parallelism) or the strided shards that "
+            f"FSDP2 makes over tensor parallelism"
         )
 
 
