@@ -94,9 +94,7 @@ def allocate(optimizer: ScaledDecayOptimizer) -> None:
 def zeros(layout: StateLayout, param: Tensor) -> Tensor:
     """One tensor of a parameter's initial state; a DTensor for a DTensor."""
     shard, dtype = local(param), layout.dtype
-    if layout is COUNTER_LAYOUT:
-        return torch.zeros((), dtype=dtype, device=shard.device)
-    if layout.extra_axis is not None and is_dtensor(param):
+    if layout.extra_axis is not None and is_dtensor(param) and layout is not COUNTER_LAYOUT:
         return zeros_like_state(param, layout.shape, layout.extra_axis, dtype)
     device = torch.device("cpu") if layout.on_host else shard.device
     if layout.extra_axis is not None:
