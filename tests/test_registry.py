@@ -4,15 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, ORTHOGONALIZERS, SHAPE_SCALES, MuonSW
-from muonsw.addons.norm_rules import NormRule
+from muonsw import DECAY_RULES, ORTHOGONALIZERS, SHAPE_SCALES, MuonSW
 from muonsw.decay import DecayRule
 from muonsw.registry import Registry
 
 
 @pytest.fixture(autouse=True)
 def _restored_tables():
-    tables = (ALGORITHMS, DECAY_RULES, NORM_RULES, ORTHOGONALIZERS, SHAPE_SCALES)
+    tables = (DECAY_RULES, ORTHOGONALIZERS, SHAPE_SCALES)
     before = [dict(table) for table in tables]
     yield
     for table, known in zip(tables, before, strict=True):
@@ -38,11 +37,6 @@ def test_a_users_orthogonalizer_and_shape_scale_are_used(scale, expected):
 def test_a_users_decay_rule_is_used():
     DECAY_RULES.register("flat", DecayRule(lambda lam, at: lam * at.step / 4, uses_step=True))
     assert torch.allclose(stepped(grad=0.0, weight_decay=1.0, decay="flat"), torch.full((4, 4), 0.75))
-
-
-def test_a_users_norm_rule_is_used():
-    NORM_RULES.register("halve", NormRule(lambda norms, eta, phi: (0.5, 0 * (eta + phi + norms.W))))
-    assert torch.allclose(stepped(norm="halve"), torch.full((4, 4), 0.5))
 
 
 def test_a_registered_name_is_not_overwritten():

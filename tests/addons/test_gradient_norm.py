@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muonsw import AdamWSW, MuonSW
+from muonsw import MuonSW
 from muonsw.reference import Decay
 from tests.common.problems import WITH_REFERENCE, cosine, follow, matrices, run, set_gradients, step_with_nan
 
@@ -16,18 +16,6 @@ def test_it_matches_the_reference(algorithm):
     reference = reference_of(param.detach(), Decay("gradient_norm", 0.3, 0.05, beta2=beta2))
     optimizer = build([param], lr=0.05, weight_decay=0.3, decay="gradient_norm")
     assert follow(optimizer, [param], [reference], 30, cosine(0.05, 30)) < 1e-9
-
-
-def test_the_average_equals_the_mean_of_adams_average_squares():
-    """Averages over elements and over steps commute."""
-    params = matrices((5, 7), (4,), dtype=torch.float64)
-    optimizer = AdamWSW(params, lr=0.05, weight_decay=0.01, decay="gradient_norm")
-    run(optimizer, params, 7)
-    squares = sum(float(optimizer.state[p]["exp_avg_sq"].sum()) for p in params) / sum(p.numel() for p in params)
-    total, weight = optimizer.param_groups[0]["gradient_average"]
-    assert total == pytest.approx(squares, rel=1e-12)
-    assert weight == pytest.approx(1 - 0.999**7, rel=1e-12)
-    assert optimizer.summary().groups[0].decay == pytest.approx(0.01 * 0.05 / (squares / (1 - 0.999**7)) ** 0.5)
 
 
 @pytest.mark.usefixtures("known_by")

@@ -31,10 +31,6 @@ OPTIONS = {"sgd": {"momentum": 0.9}}
 every = pytest.mark.parametrize("algorithm", CLASSES)
 
 
-def norms(params):
-    return [p.detach().double().norm() for p in params]
-
-
 @every
 @norm_rules
 @pytest.mark.parametrize(("dtype", "rule", "chunk_bytes"), [
@@ -115,10 +111,12 @@ def test_groups_that_a_rule_cannot_act_on_are_refused():
         with pytest.raises(ValueError, match=message):
             MuonSW(params, norm="target", **options)
     params = [*matrices((4, 6)), nn.Parameter(torch.zeros(4, 6))]
-    optimizer = MuonSW(params, lr=0.1, norm="target")
-    with pytest.raises(ValueError, match="parameter 1 of group 0 holds a weight of norm zero"):
+    before = params[0].detach().clone()
+    optimizer = MuonSW([{"params": [p]} for p in params], lr=0.1, norm="target")
+    with pytest.raises(ValueError, match="parameter 0 of group 1 holds a weight of norm zero"):
         run(optimizer, params, 1)
     assert not optimizer.state[params[0]]
+    assert torch.equal(params[0], before)
     run(MuonSW(params, lr=0.1, norm="target", target_norm=0.1), params, 1)
 
 

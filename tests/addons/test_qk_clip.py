@@ -87,31 +87,6 @@ def test_fused_projections_lose_nothing_of_their_values(layout):
     assert torch.equal(values, v)
 
 
-def test_latent_attention_leaves_the_rotary_keys_that_all_heads_share():
-    heads, rotary, x = 3, 2, inputs()
-    q, kv, shared = linear(heads * (SIZE + rotary), seed=1), linear(heads * (SIZE + 5), seed=2), linear(rotary, seed=3)
-
-    def logits():
-        queries, keys = heads_of(q(x), heads), heads_of(kv(x), heads)[..., :SIZE]
-        common = shared(x)[:, None].expand(-1, heads, -1, -1)
-        return by_loops(queries, torch.cat([keys, common], -1))
-
-    before, untouched = logits(), (kv.weight.detach().clone(), shared.weight.detach().clone())
-    threshold = 0.5 * float(before.min())
-    clip = QKClip(threshold)
-    clip.add(
-        query=HeadRows(q.weight, SIZE, stride=SIZE + rotary),
-        rotary_query=HeadRows(q.weight, rotary, start=SIZE, stride=SIZE + rotary),
-        key=HeadRows(kv.weight, SIZE, stride=SIZE + 5),
-        heads=heads,
-    ).observe(before)
-    clip.step()
-    torch.testing.assert_close(logits(), torch.full((heads,), threshold, dtype=torch.float64), rtol=1e-6, atol=0)
-    assert torch.equal(shared.weight, untouched[1])
-    values = kv.weight.view(heads, -1, WIDTH)[:, SIZE:]
-    assert torch.equal(values, untouched[0].view(heads, -1, WIDTH)[:, SIZE:])
-
-
 def test_a_hook_clips_after_each_step_and_resets_the_maximum():
     q, k = linear(2 * SIZE, seed=1), linear(2 * SIZE, seed=2)
     optimizer = MuonSW([q.weight, k.weight], lr=0.0, heads=2)
