@@ -124,10 +124,12 @@ def test_soap_that_starts_late_moves_like_adam_until_the_next_refresh():
 
 
 def test_shampoo_before_the_first_refresh_is_the_graft():
+    """Also if its first gradient comes late: bias corrections count the gradients of each parameter."""
     gradients = torch.randn(4, 2, 5, 3, dtype=torch.float64)
     weight = nn.Parameter(torch.zeros(5, 3).double())
     adam = torch.optim.Adam([weight], lr=1.0, betas=(0.9, 0.999))
-    for direction, G in zip(directions(gradients, "shampoo", precondition_frequency=5)[0], gradients, strict=True):
+    actual, _ = directions(gradients, "shampoo", late=3, precondition_frequency=9)
+    for direction, G in zip(actual, gradients, strict=True):
         before = weight.detach().clone()
         weight.grad = G[0]
         adam.step()
