@@ -1,7 +1,6 @@
 """Decay rules, the translation of lambda between them, and the rates and steps that they act on."""
 
 import copy
-import math
 import re
 
 import pytest
@@ -55,7 +54,7 @@ def test_missing_and_impossible_arguments_are_named(call, message):
         call()
 
 
-@given(value=positive, peak=positive, rules=st.tuples(st.sampled_from(RULES), st.sampled_from(RULES)))
+@given(value=positive, peak=positive, rules=st.tuples(st.sampled_from([*RULES, "none"]), st.sampled_from(RULES)))
 def test_conversion_keeps_the_decay_at_the_peak(value, peak, rules):
     source, target = rules
     converted = convert_weight_decay(value, source, target, peak)
@@ -74,15 +73,6 @@ def test_conversion_keeps_the_total_over_a_schedule(value, peak, rules, fraction
     converted = convert_weight_decay(value, source, target, peak, schedule=iter(etas))
     total = sum(decay_factors(source, value, etas, peak))
     assert sum(decay_factors(target, converted, etas, peak)) == pytest.approx(total)
-
-
-def test_scaled_applies_three_quarters_of_constant_decay_under_a_cosine():
-    steps = 10_000
-    etas = [0.1 + 0.9 * (1 + math.cos(math.pi * t / steps)) / 2 for t in range(steps)]
-    # mean(f^2)/mean(f) of f = .55 + .45 cos: (.55^2 + .45^2/2)/.55
-    expected = (0.55**2 + 0.45**2 / 2) / 0.55
-    assert 1 / convert_weight_decay(1.0, "constant", "scaled", 1.0, schedule=etas) == pytest.approx(expected, rel=1e-3)
-    assert convert_weight_decay(0.1, "none", "constant", 0.01) == 0.0
 
 
 @pytest.mark.parametrize("rule", ["cosine", "log_time"])

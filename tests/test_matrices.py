@@ -8,7 +8,7 @@ from muonsw import MuonSW
 from muonsw.matrices import SHAPE_SCALES, MatrixView, matrix_chunks
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from muonsw.work import Item
-from tests.common.problems import matrices, run, set_gradients
+from tests.common.problems import matrices, set_gradients
 
 PEAK, LAM = 0.05, 0.3
 
@@ -99,21 +99,6 @@ def test_chunks_hold_every_matrix_once_and_as_many_as_fit(chunk_bytes):
             part.grad.add_(1)
     assert all(bool((item.grad == 1).all()) for item in items)
     assert len(chunks) == {1: 13, 200: 8, 700: 3, 10**9: 2}[chunk_bytes]
-
-
-@pytest.mark.parametrize("algorithm", ["muon", "adamw", "sgd", "lion"])
-def test_chunks_of_any_size_give_the_same(algorithm):
-    shapes = [(4, 6), (3, 5, 4), (4, 6), (50, 2), (7, 5, 4)]
-
-    def result(chunk_bytes):
-        params = matrices(*shapes, dtype=torch.float64)
-        group = {"params": params, "algorithm": algorithm, "matrix": "stack", "momentum": 0.9}
-        run(MuonSW([group], lr=0.05, weight_decay=0.3, chunk_bytes=chunk_bytes), params, 4)
-        return params
-
-    for chunk_bytes in (1, 100, 700, 10**9):
-        for a, b in zip(result(chunk_bytes), result(None), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(

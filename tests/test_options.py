@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import SGDSW, SHAPE_SCALES, AdamWSW, MuonSW
+from muonsw import SGDSW, AdamWSW, MuonSW
 
 
 def weights():
@@ -184,11 +184,3 @@ def test_groups_inherit_what_fits_their_algorithm():
     for group in optimizer.param_groups:
         assert (group["lr"], group["decay"], group["weight_decay"]) == (0.2, "constant", 0.7)
         assert {"momentum", "betas"} <= set(group)
-
-
-@pytest.mark.parametrize(
-    ("scale", "expected"),
-    [("match_rms_adamw", 0.2 * 12**0.5), ("original", (12 / 3) ** 0.5), ("spectral", 2.0), ("none", 1.0)],
-)
-def test_shape_scales(scale, expected):
-    assert SHAPE_SCALES[scale](12, 3) == pytest.approx(expected)

@@ -27,28 +27,29 @@ def test_declared_decay_is_kept():
     ]
 
 
-def attention_of(library, name):
+def attention_of(library, kind, name):
     """A module with a fused projection, of a class that a library seems to define."""
-    attention = type("Attention", (nn.Module,), {"__module__": library})()
+    attention = type(kind, (nn.Module,), {"__module__": library})()
     setattr(attention, name, nn.Linear(8, 24, bias=False))
     attention.out = nn.Linear(8, 8, bias=False)
     return attention
 
 
 @pytest.mark.parametrize(
-    ("library", "name", "parts"),
+    ("library", "kind", "name", "parts"),
     [
-        ("timm.layers.attention", "qkv", (8, 8, 8)),
-        ("transformers.models.sam.modeling_sam", "qkv", (8, 8, 8)),
-        ("my_gpt", "c_attn", (8, 8, 8)),
-        ("timm.models.maxxvit", "qkv", None),  # head by head
-        ("my_vit", "qkv", None),
-        ("transformers.models.falcon", "query_key_value", None),
+        ("timm.layers.attention", "Attention", "qkv", (8, 8, 8)),
+        ("transformers.models.sam.modeling_sam", "Attention", "qkv", (8, 8, 8)),
+        ("my_gpt", "Attention", "c_attn", (8, 8, 8)),
+        ("my_gpt", "BigCodeAttention", "c_attn", None),  # it has the name of GPT-2's, but is ordered head by head
+        ("timm.models.maxxvit", "Attention", "qkv", None),  # head by head
+        ("my_vit", "Attention", "qkv", None),
+        ("transformers.models.falcon", "Attention", "query_key_value", None),
     ],
 )
-def test_only_fused_projections_of_a_certain_layout_are_split(library, name, parts):
+def test_only_fused_projections_of_a_certain_layout_are_split(library, kind, name, parts):
     model = nn.Module()
-    model.blocks = nn.ModuleList(attention_of(library, name) for _ in range(2))
+    model.blocks = nn.ModuleList(attention_of(library, kind, name) for _ in range(2))
     optimizer = MuonSW.for_model(model, lr=0.02)
     assert by_name(optimizer)[f"blocks.0.{name}.weight"].get("split_sizes") == parts
     assert ("muon, 3 parts" in optimizer.routing()) == (parts is not None)
@@ -63,13 +64,6 @@ def of_class(name, **parts):
     for key, part in parts.items():
         setattr(module, key, part)
     return module
-
-
-def test_big_codes_projection_is_not_split():
-    """It has the name of GPT-2's, but is ordered head by head."""
-    model = of_class("BigCodeAttention", c_attn=nn.Linear(8, 24), c_proj=nn.Linear(8, 8))
-    optimizer = MuonSW.for_model(nn.ModuleDict({"attn": model}), lr=0.02)
-    assert by_name(optimizer)["attn.c_attn.weight"].get("split_sizes") is None
 
 
 def test_a_class_named_head_is_a_head_of_attention():
