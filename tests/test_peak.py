@@ -193,8 +193,7 @@ def test_a_schedule_that_never_reaches_its_peak_warns_once():
     optimizer = SGDSW([weight()], lr=1.0, weight_decay=LAMBDA)
     scheduler = LambdaLR(optimizer, lambda t: 0.1 * min((t + 1) / 8, ((t + 1) / 8) ** -0.5))
     message = r"param group 0 has turned down at 0\.1 without coming near its peak 1, .* 10 times weaker"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         decay_only(optimizer, scheduler, 20)
     assert [entry.category for entry in caught] == [PeakLRWarning]
     assert re.search(message, str(caught[0].message))

@@ -33,8 +33,7 @@ def test_skipped_steps_are_reported_at_growing_intervals_at_the_users_line():
     optimizer = MuonSW([param], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1000)  # which wraps `step`
     param.grad = torch.full_like(param, float("nan"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(150):
             optimizer.step()
     assert [entry.filename for entry in caught] == [__file__] * 3
@@ -218,8 +217,7 @@ def test_a_run_without_decay_warns_once(options, in_one_group, expected):
     """A framework's groups may set 0.0; no warning if the user chose that or a group decays."""
     params = matrices((4, 6), (6,))
     groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:], "weight_decay": 0.0, **in_one_group}]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         run(AdamWSW(groups, lr=0.1, **options), params, 3)
     assert len(caught) == expected
 

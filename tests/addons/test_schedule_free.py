@@ -59,8 +59,7 @@ def test_it_matches_the_reference(algorithm, rule):
     """Also with missing gradients, which leave a parameter as it is, and with a falling rate."""
     build, reference_of = CLASSES[algorithm]
     params = matrices((6, 4), (3, 5), dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         optimizer = ScheduleFree(
             build(params, lr=0.05, weight_decay=0.5, decay=rule, **OPTIONS.get(algorithm, {})),
             beta=0.95,

@@ -106,8 +106,7 @@ def step_with_nan(optimizer, params, number):
     """A step whose last gradient holds a NaN, which is skipped."""
     set_gradients(params, number)
     params[-1].grad[0, 0] = torch.nan
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NonFiniteGradientWarning)
+    with warnings.catch_warnings(action="ignore", category=NonFiniteGradientWarning):
         optimizer.step()
 
 

@@ -180,8 +180,7 @@ def keys_of_a_first_step():
         group["lr"] = 0.0
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         optimizer.step()
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonsw import MuonSW
+from muonsw.distributed.shards import local
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.plan import Setup, plan_step
 from tests.distributed.problems import give_plain, give_sharded, group_of, mesh_of, take_step
@@ -50,10 +51,6 @@ class CounterOfAll(Counter):
         return super()._all_to_all(*args, **kwargs)
 
 
-def local_bytes(tensor):
-    return getattr(tensor, "_local_tensor", tensor).nbytes
-
-
 def measured(config, layout):
     """Return what a rank holds after a step and receives in the second one, in the planner's terms."""
     model = Decoder(config, seed=0)
@@ -69,10 +66,10 @@ def measured(config, layout):
     params = list(model.parameters())
     states = [(key, value) for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     return {
-        "weights": sum(local_bytes(param) for param in params),
-        "gradients": sum(local_bytes(param.grad) for param in params),
-        "muon_state": sum(local_bytes(value) for key, value in states if key == "momentum_buffer"),
-        "adamw_state": sum(local_bytes(value) for key, value in states if key.startswith("exp_avg")),
+        "weights": sum(local(param).nbytes for param in params),
+        "gradients": sum(local(param.grad).nbytes for param in params),
+        "muon_state": sum(local(value).nbytes for key, value in states if key == "momentum_buffer"),
+        "adamw_state": sum(local(value).nbytes for key, value in states if key.startswith("exp_avg")),
         "received": counter.received,
         "collectives": counter.calls,
     }

@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -114,11 +115,8 @@ def agreement_bytes(rates):
         for param in params:
             param.grad = distribute_tensor(torch.ones(param.shape), mesh, [Shard(0)])
         sent.clear()
-        dist.all_reduce = counted_reduce
-        try:
+        with mock.patch.object(dist, "all_reduce", counted_reduce):
             optimizer.step()
-        finally:
-            dist.all_reduce = reduce
     return sent
 
 

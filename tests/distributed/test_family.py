@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from muonsw.distributed.shards import local
 from tests.distributed import test_checkpoint as checkpoints
 from tests.distributed.problems import (
     CLOSE,
@@ -94,8 +95,8 @@ def state_of_a_rank(options):
     found = {}
     for state in optimizer.state.values():
         for key, value in state.items():
-            base, held = key.partition(".")[0], value.to_local() if hasattr(value, "to_local") else value
-            found[base] = found.get(base, 0) + held.nbytes
+            base = key.partition(".")[0]
+            found[base] = found.get(base, 0) + local(value).nbytes
     return expected, found
 
 

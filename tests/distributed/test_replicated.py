@@ -43,17 +43,15 @@ def test_divided_work_equals_one_process(pool, ranks):
     assert max(pool.run(divided, ranks)) < CLOSE
 
 
-@pytest.mark.parametrize("options", [{"cautious": True}, {"nesterov": False}, {"chunk_bytes": 256}], ids=str)
-def test_options_work_when_work_is_divided(pool, options):
-    assert max(pool.run(divided, 3, steps=2, absent=(2, 8), **options)) < CLOSE
+OPTIONS = [{"cautious": True}, {"nesterov": False}, {"chunk_bytes": 256}, *({"norm": norm} for norm in NORM_RULES)]
 
 
-def every_norm():
-    return {norm: divided(3, steps=2, norm=norm) for norm in NORM_RULES}
+def every_option():
+    return {str(options): divided(3, steps=2, absent=(2, 8), **options) for options in OPTIONS}
 
 
-def test_norm_rules_work_on_replicas(pool):
-    assert far(pool.run(every_norm)) == {}
+def test_options_work_when_work_is_divided(pool):
+    assert far(pool.run(every_option)) == {}
 
 
 class Model(nn.Module):

@@ -13,15 +13,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muonsw import MuonSW
+from muonsw.distributed.shards import whole
 from tests.distributed.pool import CaseError
 from tests.distributed.problems import give_sharded, group_of, mesh_of, parameters
 
 # Cut unevenly, with an empty shard on four ranks, and three-dimensional.
 SHAPES = [(37, 128), (3, 2048), (9, 16, 64)]
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def build(algorithm, mesh=None, axis=0, dtype=torch.float32, state_dtype="int8", **options):

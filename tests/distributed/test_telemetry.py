@@ -166,8 +166,7 @@ def weights_of_a_skipped_step(kind):
         is_missing = kind != "alone" and dist.get_rank() == 1 and param.shape == (7, 5)
         return None if is_missing else poison(give)(param, grad)
 
-    with Telemetry(optimizer, every=1) as telemetry, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with Telemetry(optimizer, every=1) as telemetry, warnings.catch_warnings(action="ignore"):
         take_step(optimizer, 0, give_some)
     return [telemetry.records[0]["all"][key] for key in ("numel", "weight_rms")]
 
