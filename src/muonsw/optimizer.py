@@ -156,9 +156,14 @@ class ScaledDecayOptimizer(Optimizer):
             self._attach_addons()
             setting = self.defaults["peak_lr"]
             peak.refuse_shared(setting, [g for g in self.param_groups if g["peak_lr"] == setting and needs_peak(g)])
+            algorithm = ALGORITHMS[group["algorithm"]]
+            if group["offload"] and algorithm.matrices is not None and self._ranks.process_group is not None:
+                raise ValueError(
+                    "offload=True keeps momenta on the host, and process_group= sends them between GPUs; leave one out"
+                )
             for name, param in named_params(group, number):
                 refuse_parameter(name, param)
-                ALGORITHMS[group["algorithm"]].validate(group, name, param)
+                algorithm.validate(group, name, param)
                 refuse_shards(name, group, param)
             if group["rounding"] == "nearest" and any(p.dtype in LOW_PRECISION for p in group["params"]):
                 warnings.warn(

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from muonsw import NORM_RULES, MuonSW
+from tests.distributed.pool import CaseError
 from tests.distributed.problems import (
     CLOSE,
     DEFAULTS,
@@ -52,6 +53,11 @@ def every_option():
 
 def test_options_work_when_work_is_divided(pool):
     assert far(pool.run(every_option)) == {}
+
+
+def test_offloaded_momenta_are_refused_when_work_is_divided(pool):
+    with pytest.raises(CaseError, match="offload=True keeps momenta on the host"):
+        pool.run(divided, 2, steps=1, offload=True)
 
 
 class Model(nn.Module):
