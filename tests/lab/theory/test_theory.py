@@ -1,13 +1,12 @@
 """The paper's claims at test size, the same checks with the rules swapped, and settings that break a hypothesis."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from muonsw.lab.theory.chains import Chains
 from muonsw.lab.theory.experiment import HypothesisError
-from tests.lab.small_experiments import SMALL
+from tests.lab.small_experiments import SMALL, outcome
 
 # What does not depend on which rule is which: facts about matrices and recursions, inequalities that hold for any
 # bounded path, targets that both rules reach, and transients that both go through.
@@ -24,11 +23,6 @@ INDIFFERENT = {
     "fixed-rate": {"fixed-rate-sgd", "fixed-rate-muon"},
     "noise-equilibrium": {"muon-forgets"},
 }
-
-
-@cache
-def outcome(name):
-    return SMALL[name].run(0)
 
 
 @pytest.mark.parametrize("name", SMALL)
