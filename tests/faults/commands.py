@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from muonsw.lab.cli import main
 
 
 class CommandResult(NamedTuple):
-    """How a command ended, and what it printed."""
+    """The exit code of a command or a rank (or minus the signal that ended it), and what it printed."""
 
     code: int
     text: str
@@ -30,7 +31,7 @@ def refused(*arguments: object) -> str:
     """Run a command that must end with a single usage error, and return what it printed."""
     output = run_command(*arguments)
     assert output.code == 2, output
-    assert output.text.count("muonsw: ") == 1
+    assert len(re.findall("^muonsw: ", output.text, re.MULTILINE)) == 1
     return output.text
 
 

@@ -1,6 +1,5 @@
 """Grids: the best of means, edges, and generic claims that tell the rules apart."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from muonsw.lab.studies.grid import (
     at_edge,
     best_gaps,
     best_of_means,
-    grid,
     grid_charts,
     grid_table,
     horizon_cells,
@@ -27,7 +25,6 @@ from muonsw.lab.studies.grid import (
 )
 from muonsw.lab.studies.scales import MINI, PAPER
 from tests.lab.studies.made_runs import parabola, runs_of, verdicts
-from tests.lab.studies.small_comparisons import QUIET, tiny_run, tiny_scale, train_in
 
 
 def test_the_best_is_that_of_means():
@@ -89,27 +86,6 @@ def test_rules_over_rates_are_held_against_constant_decay():
         "width-64-scaled-best": "undecided",
         "width-64-hyperball-best": "fails",
     }
-
-
-def test_a_grid_from_training_to_page(tmp_path):
-    cells = [sweep(Key(steps=steps), tiny_run(steps=steps), (0.5, 1.0)) for steps in (4, 8)]
-    study, scale = grid("tiny", "a tiny grid", lambda _scale: cells), tiny_scale(seeds=1)
-    (tmp_path / "out").mkdir()
-    report = study.conduct(tmp_path / "out", scale, console=QUIET, train=train_in(tmp_path / "runs"))
-    runs = sorted((tmp_path / "runs").iterdir())
-    assert len(runs) == 2 * 2 * 2
-    data = json.loads((tmp_path / "out" / "claims.json").read_text(encoding="utf-8"))
-    assert data["claims_total"] == len(report.claims["tiny"]) == 2 * 2
-    first = data["comparisons"][0]
-    losses = {arm["name"]: arm["final"][0] for arm in first["arms"]}
-    lowest = [min(loss for name, loss in losses.items() if name.startswith(rule)) for rule in ("scaled", "constant")]
-    gap = next(claim for claim in data["claims"]["tiny"] if claim["id"] == "4-steps-scaled-best")
-    assert gap["measured"] == pytest.approx(lowest[0] - lowest[1])
-    assert "Each rule at its best" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    stamps = {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs}
-    again = study.conduct(tmp_path / "out", scale, console=QUIET, train=train_in(tmp_path / "runs"))
-    assert {run: (run / "metrics.jsonl").stat().st_mtime_ns for run in runs} == stamps
-    assert again.claims == report.claims
 
 
 def test_a_run_that_diverged_counts_as_worst():
