@@ -1,22 +1,21 @@
-"""Run folders without training: norms that obey the recursion, under a known schedule, rule and memory."""
+"""Run folders without training: norms that obey the recursion, under a known schedule, rule and memory.
+
+`watch` is the exception: it takes steps and records what telemetry measures.
+"""
 
 import json
 import math
 from functools import cache
 from pathlib import Path
 
+from muonsw import Telemetry
 from muonsw.decay import decay_factor
 from muonsw.lab.diagnose import History
 from muonsw.lab.runs import load_run
 from muonsw.lab.theory.norm import next_norm
+from muonsw.lab.theory.schedule import warmup_cosine
 
 MEMORY = 39.0
-
-
-def cosine(step: int, steps: int, warmup: int, final: float) -> float:
-    if step <= warmup:
-        return step / max(warmup, 1)
-    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
 @cache
@@ -26,7 +25,7 @@ def simulate(
     """Step, norm, update, decay, learning rate and alignment of every update, in float64."""
     r, rows = start, []
     for step in range(1, steps + 1):
-        eta = lr * cosine(step, steps, warmup, final)
+        eta = lr * warmup_cosine(step - 1, total_steps=steps, warmup_steps=warmup, final_fraction=final)
         s, phi = update * eta, decay_factor(rule, lam, eta, lr)
         # Momentum takes some steps to build up.
         remembered = (MEMORY - 1.0) * (1.0 - 0.95 ** (step - 1))
@@ -47,13 +46,13 @@ def scope_record(row, peak):
 
 
 def make_run(
-    folder: Path, *, every=20, complete=True, until=None, losses=None, skipped=0, change=None, optimizer=None,
+    folder: Path, *, every=20, until=None, losses=None, skipped=0, change=None, optimizer=None,
     peak=None, telemetry=True, grad_norm=0.5, clipped=None, seed=0, arm="", **settings,
 ):  # fmt: skip
     """Write a run folder and return it.
 
     Args:
-        until: Last step written, of a run in progress.
+        until: Last step written, of a run in progress; all steps of a complete run by default.
         change: Called with role (None for the pool) and record; returns the record to write.
         losses: Training losses, one for each step, of which every tenth is written; a falling curve unless given.
         grad_norm: Norm of the gradients before clipping, in the trainer's records; None leaves it out.
@@ -89,13 +88,24 @@ def make_run(
             lines.append({"kind": "eval", "step": step, "loss": loss})
     folder.mkdir(parents=True, exist_ok=True)
     files = {"config.json": config, "environment.json": {"torch": "2.13.0", "versions": {"numpy": "2.4"}}}
-    if complete and until is None:
+    if until is None:
         ends = {"final_loss": losses[-1], "best_loss": min(filter(None, losses))}
         files["result.json"] = {"steps": steps, "seconds": 0.04 * steps, **ends}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return folder
+
+
+def watch(optimizer, loss, sink, *, steps, schedule=None, **options):
+    """Take steps down a loss while telemetry writes to a sink, by default at every step."""
+    with Telemetry(optimizer, sink=sink, **{"every": 1} | options):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
 
 
 def make_history(folder: Path, scope="decayed", **settings) -> History:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from muonsw import AdamWSW, JsonlSink, MuonSW, Telemetry
+from muonsw import AdamWSW, JsonlSink, MuonSW
 from muonsw.lab.diagnose import (
     AGAIN,
     MOST_SAMPLES,
@@ -26,7 +26,8 @@ from muonsw.lab.diagnose import (
 )
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
-from tests.lab.made_runs import make_history, make_run, simulate
+from muonsw.lab.theory.schedule import lr_scheduler, warmup_cosine
+from tests.lab.made_runs import make_history, make_run, simulate, watch
 
 # Relaxation-matched to the paper: lambda * peak * steps = 40.
 LONG = {"lam": 0.5, "lr": 0.02, "steps": 4000}
@@ -61,7 +62,7 @@ RUNS = {
     # Healthy: decay divides by the base peak on purpose, or warmup has not reached the peak yet.
     "peak-not-reached": [
         {"peak": 0.05}, SCALED, {"peak": 0.08, "optimizer": {"peak": "base"}},
-        {"steps": 100, "warmup": 200, "every": 5, "complete": False},
+        {"steps": 400, "warmup": 200, "every": 5, "until": 100},
     ],
     "unexplained-norm": [
         times("update_rms", 1.2), CONSTANT, with_values(alignment_update=None), times("weight_rms", 1e200)
@@ -92,9 +93,7 @@ def test_a_rule_recognizes_a_broken_run_and_no_healthy_one(tmp_path, rule):
 
 def test_a_run_in_progress_is_not_advised_to_decay_more(tmp_path, capsys):
     """A tenth of a run has a tenth of its decay."""
-    folder = make_run(tmp_path / "run", **SCALED | {"lam": 0.04, "complete": False})
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(lines[: len(lines) // 10]) + '{"kind": "tr', encoding="utf-8")
+    folder = make_run(tmp_path / "run", **SCALED | {"lam": 0.04, "until": 400})
     assert diagnose(load_run(folder)).findings == []
     assert Diagnose((folder,)).run() == 0
     assert "step 391 of 4,000)" in capsys.readouterr().out
@@ -164,17 +163,15 @@ def test_a_real_collapse_is_found_live_and_afterwards(decay, tmp_path):
     for norm in (model[1], model[3]):
         norm.weight.requires_grad_(False)
     optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=2.0, decay=decay, momentum=beta)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda t: 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * t / steps))
-    )
+    schedule = lr_scheduler(optimizer, warmup_cosine, total_steps=steps + 1)
     findings = Findings()
-    with Telemetry(optimizer, every=1, model=model, sink=[JsonlSink(tmp_path / "metrics.jsonl"), findings]):
-        for _ in range(steps):
-            inputs = torch.randn(16, 16)
-            (model(inputs) - inputs.flip(1) - torch.randn(16, 16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+
+    def loss():
+        inputs = torch.randn(16, 16)
+        return (model(inputs) - inputs.flip(1) - torch.randn(16, 16)).square().mean()
+
+    sinks = [JsonlSink(tmp_path / "metrics.jsonl"), findings]
+    watch(optimizer, loss, sinks, steps=steps, schedule=schedule, model=model)
     settings = {"algorithm": "muon", "decay": decay, "weight_decay": 2.0, "lr": 0.02, "momentum": beta}
     (tmp_path / "config.json").write_text(json.dumps({"steps": steps, "optimizer": settings}), encoding="utf-8")
     (tmp_path / "result.json").write_text("{}", encoding="utf-8")
@@ -230,10 +227,7 @@ def test_only_rounding_to_nearest_loses_updates(rounding):
     """Few elements of a gain near 1 change at a time, and over many steps they move as far as intended."""
     model, findings = nn.RMSNorm(8).bfloat16(), Findings()
     optimizer = AdamWSW.for_model(model, lr=1e-5, weight_decay=0.0, rounding=rounding)
-    with Telemetry(optimizer, every=1, sink=findings):
-        for _ in range(20):
-            model.weight.grad = torch.ones_like(model.weight)
-            optimizer.step()
+    watch(optimizer, model.weight.sum, findings, steps=20)
     assert any("lost in rounding" in text for _, text in findings.history) == (rounding == "nearest")
 
 
@@ -293,11 +287,7 @@ def test_a_peak_between_two_samples_counts_as_reached(tmp_path):
     for peak_lr, fires in ((None, False), (0.04, True)):
         optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.5, peak_lr=peak_lr)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
-        with Telemetry(optimizer, every=30, start_step=1, sink=JsonlSink(path)):
-            for _ in range(100):
-                model.weight.grad = torch.ones_like(model.weight)
-                optimizer.step()
-                schedule.step()
+        watch(optimizer, model.weight.sum, JsonlSink(path), steps=100, schedule=schedule, every=30, start_step=1)
         history = History(load_run(path))
         assert history.highest("lr") < 0.95 * 0.02
         assert (CHECKS["peak-not-reached"](history) is not None) == fires
@@ -307,11 +297,7 @@ def test_cautious_decay_is_no_rounding_loss(tmp_path):
     """It moves weights by more than decay and update intend."""
     model, path = nn.Linear(8, 8, bias=False), tmp_path / "telemetry.jsonl"
     optimizer = MuonSW.for_model(model, lr=0.01, weight_decay=5.0, cautious=True)
-    with Telemetry(optimizer, every=1, sink=JsonlSink(path)):
-        for _ in range(60):
-            model(torch.randn(16, 8)).sub(1.0).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    watch(optimizer, lambda: model(torch.randn(16, 8)).sub(1.0).square().mean(), JsonlSink(path), steps=60)
     finding = CHECKS["rounding"](History(load_run(path)))
     assert finding.numbers["arrived"] > 1.05
     assert finding.severity == NOTE

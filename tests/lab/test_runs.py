@@ -3,16 +3,17 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from muonsw import MuonSW, Telemetry
+from muonsw import MuonSW
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.telemetry import JsonlSink
-from tests.lab.made_runs import make_run
+from tests.lab.made_runs import make_run, watch
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +149,10 @@ def test_a_telemetry_file_is_a_run(tmp_path):
         model = torch.nn.Linear(8, 8, bias=False)
         optimizer = MuonSW(model.named_parameters(), lr=0.02, weight_decay=0.1, decay=rule)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, end, total_iters=9)
-        with Telemetry(optimizer, every=1, sink=JsonlSink(tmp_path / f"{rule}{end}.jsonl")):
-            for _ in range(9):
-                model(torch.randn(4, 8)).square().mean().backward()
-                optimizer.step()
-                schedule.step()
-        run = load_run(tmp_path / f"{rule}{end}.jsonl")
+        path = tmp_path / f"{rule}{end}.jsonl"
+        loss = partial(torch.nn.functional.mse_loss, model.weight, torch.zeros(8, 8))
+        watch(optimizer, loss, JsonlSink(path), steps=9, schedule=schedule)
+        run = load_run(path)
         assert (run.name, run.rule) == (f"{rule}{end}", rule if end < 1 else "")
         assert (run.steps, run.telemetry.records) == (9, 9)
         assert "parameter:weight" in run.scopes()
