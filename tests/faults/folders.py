@@ -93,3 +93,10 @@ def ending(folder: Path):
 
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def flip(path: Path) -> None:
+    """Flip the highest bit of a byte in the middle: invalid as text, another sign in a number."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x80
+    path.write_bytes(content)

@@ -19,13 +19,12 @@ from tests.common.children import start_child
 # Operations on names, as Python's audit events call them, and calls of C functions that write or wait for the disk.
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 CALLS = {"write", "fsync", "serialize_file"}
-NEVER = 1 << 60
 
 
 class Counter:
-    """Counts the file operations of this process below a folder, and ends it before the n-th."""
+    """Counts the file operations of this process below a folder, and ends it before the n-th, if one is given."""
 
-    def __init__(self, folder: Path, last: int) -> None:
+    def __init__(self, folder: Path, last: int = 0) -> None:
         self.folder, self.last, self.count = str(folder), last, 0
 
     def start(self) -> None:
@@ -71,7 +70,7 @@ def operations(work: Callable[[], object], folder: Path) -> int:
         path = Path(answer.name)
 
         def counted() -> int:
-            counter = Counter(folder, NEVER)
+            counter = Counter(folder)
             counter.start()
             work()
             sys.setprofile(None)

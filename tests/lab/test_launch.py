@@ -22,7 +22,7 @@ from muonsw.lab.errors import Interrupted, MachineError, UsageError, stop_reques
 from muonsw.lab.launch import VISIBLE, Cluster, Job, gpus_for, last_records, run_tasks, saved_step
 from muonsw.lab.train.config import OptimizerConfig
 from tests.lab.studies.small_comparisons import ARMS, QUIET, WILD, tiny_run
-from tests.lab.train.small_runs import losses
+from tests.lab.train.small_runs import assert_same_run
 
 IN_PROC = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed in /proc")
 STEPS = 120
@@ -44,8 +44,7 @@ def run(jobs, workers=2, console=QUIET, **settings):
 
 def assert_same_bits(folder, other):
     for name in (arm.name for arm in ARMS):
-        assert losses(folder / name) == losses(other / name)
-        assert result_of(folder / name)["final_loss"] == result_of(other / name)["final_loss"]
+        assert_same_run(folder / name, other / name, STEPS)
 
 
 def result_of(folder):

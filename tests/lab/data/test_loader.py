@@ -210,11 +210,6 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def shard_of(folder, split="train"):
-    (path,) = read_record(folder).shards(folder, split)
-    return path
-
-
 def change_record(folder, change):
     fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     change(fields)
@@ -231,7 +226,7 @@ def test_a_record_is_read_as_it_was_written_and_its_fingerprint_is_pinned(folder
 
 
 def test_a_large_split_is_opened_without_reading_it_and_verified_by_byte(folder, monkeypatch):
-    path = shard_of(folder)
+    (path,) = read_record(folder).shards(folder, "train")
     path.write_bytes(b"\0" + path.read_bytes()[1:])
     monkeypatch.setattr(module, "CHECKED_BYTES", 0)
     assert len(open_split(folder, "train")) == 1

@@ -10,7 +10,6 @@ from muonsw.lab.errors import end
 from muonsw.lab.train.state import Training
 
 FAULTS = {
-    "none": lambda: None,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hang": lambda: time.sleep(1000),
     "slow": lambda: time.sleep(0.5),  # so that there is time to send a signal

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch.distributed.fsdp  # noqa: F401 (here once, instead of in every child)
@@ -25,6 +24,7 @@ from muonsw.lab.cli import main
 from muonsw.lab.train.config import ParallelConfig, RunConfig
 from muonsw.lab.train.state import Training
 from tests.common.children import start_child
+from tests.faults.commands import CommandResult
 
 # Ranks send themselves signals and limit their disks; with a GPU they would train on it.
 NEEDED = [
@@ -32,13 +32,6 @@ NEEDED = [
     pytest.mark.skipif(machine.gpus() > 0, reason="ranks of CPUs: set CUDA_VISIBLE_DEVICES="),
 ]
 SECONDS = 180.0
-
-
-class Ended(NamedTuple):
-    """A rank's exit code (or minus the signal that ended it), and its output."""
-
-    code: int
-    text: str
 
 
 def on_ranks(config: RunConfig, **settings) -> RunConfig:
@@ -75,7 +68,7 @@ class Started:
             for rank in range(size)
         ]
 
-    def wait(self, seconds: float = SECONDS) -> list[Ended]:
+    def wait(self, seconds: float = SECONDS) -> list[CommandResult]:
         """Wait until all ranks have ended; kill late ones and fail."""
         for child in self.children:
             child.join(max(0.0, self.begun + seconds - time.monotonic()))
@@ -84,7 +77,7 @@ class Started:
             self.children[rank].kill()
         texts = [output.read_text(encoding="utf-8") for output in self.outputs]
         assert not late, f"ranks {late} did not end:\n{texts}"
-        return [Ended(child.exitcode, text) for child, text in zip(self.children, texts, strict=True)]
+        return [CommandResult(child.exitcode, text) for child, text in zip(self.children, texts, strict=True)]
 
 
 def _rank(rank: int, environment: dict[str, str], words: list[str], before: Callable[[int], None] | None) -> int:
@@ -94,7 +87,7 @@ def _rank(rank: int, environment: dict[str, str], words: list[str], before: Call
     return main(words)
 
 
-def run(size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None = None) -> list[Ended]:
+def run(size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None = None) -> list[CommandResult]:
     """Run on this many ranks to the end; `before` is called in each with its rank, and may break something."""
     return Started(size, config, folder, before).wait()
 
@@ -116,6 +109,9 @@ def at_step(number: int, victim: int, act: Callable[[Training], None]) -> Callab
     return before
 
 
-def run_well(size: int, config: RunConfig, folder: Path) -> None:
-    ended = run(size, config, folder)
+def run_well(
+    size: int, config: RunConfig, folder: Path, before: Callable[[int], None] | None = None
+) -> list[CommandResult]:
+    ended = run(size, config, folder, before)
     assert [rank.code for rank in ended] == [0] * size, "\n".join(rank.text for rank in ended)
+    return ended

@@ -40,6 +40,14 @@ def small_run(*, model=None, optimizer=None, **settings):
     )
 
 
+@functools.cache
+def uninterrupted():
+    """The folder of a run that was never stopped, shared by all tests of a process."""
+    folder = Path(tempfile.mkdtemp())
+    train(small_run(), folder)
+    return folder
+
+
 def losses(folder, name="metrics.jsonl"):
     """Every number of a run that must not depend on how it was interrupted."""
     records = map(json.loads, (folder / name).read_text(encoding="utf-8").splitlines())

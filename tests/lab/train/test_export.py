@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from itertools import islice
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig
 from muonsw.lab.train import checkpoint
-from muonsw.lab.train.config import DataConfig, RunConfig
+from muonsw.lab.train.config import with_data
 from muonsw.lab.train.export import export, load_model, sample
 from muonsw.lab.train.loop import train
 from tests.lab.train.small_runs import MODEL, small_run
@@ -27,19 +26,10 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
 def run(tmp_path_factory):
     """A run on one sentence, which it memorizes."""
     folder = tmp_path_factory.mktemp("sentence")
-    documents = (SENTENCE * 20 + str(number) for number in range(40))
-    prepare(islice(documents, 40), ByteTokenizer(), folder / "data", validation_fraction=0.2)
-    config = RunConfig(
-        model=MODEL,
-        data=DataConfig(str(folder / "data"), eval_windows=4),
-        steps=80,
-        batch=8,
-        eval_every=40,
-        checkpoint_every=40,
-        telemetry_every=0,
-        threads=1,
-    )
-    train(config, folder / "run")
+    documents = [SENTENCE * 20 + str(number) for number in range(40)]
+    prepare(documents, ByteTokenizer(), folder / "data", validation_fraction=0.2)
+    config = small_run(steps=80, batch=8, eval_every=40, checkpoint_every=40, telemetry_every=0)
+    train(with_data(config, folder / "data"), folder / "run")
     return folder / "run"
 
 

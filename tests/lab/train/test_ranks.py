@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from muonsw.lab.train import checkpoint, loop
 from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.state import Training
-from tests.lab.train.ranks import NEEDED, at_step, on_ranks, run
+from tests.lab.train.ranks import NEEDED, at_step, on_ranks, run, run_well
 from tests.lab.train.small_runs import losses, small_run
 
 pytestmark = NEEDED
@@ -98,8 +98,7 @@ SLOW = [
 def test_a_run_on_several_ranks_is_the_run_of_one_process(ranks, accumulation, how, tmp_path):
     """Data order, losses, load balance over the batch, clipping, telemetry, evaluation, weights and state."""
     chosen = on_ranks(config(accumulation=accumulation), **how)
-    ended = run(ranks, chosen, tmp_path / "run", in_float64)
-    assert [rank.code for rank in ended] == [0] * ranks, "\n".join(rank.text for rank in ended)
+    ended = run_well(ranks, chosen, tmp_path / "run", in_float64)
     assert_same_numbers(tmp_path / "run", one_process(accumulation))
     assert [rank.text for rank in ended[1:]] == [""] * (ranks - 1), "only the first rank speaks"
     assert json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))["ranks"] == ranks
@@ -166,8 +165,7 @@ def counting(strategy, log):
 def test_gradients_are_sent_once_per_step_despite_micro_batches(strategy, sent, tmp_path):
     """DDP: one bucket per step, and one before the first; FSDP: two layers and the parameters outside them."""
     log, chosen = tmp_path / "log", on_ranks(small_run(steps=4, batch=8, accumulation=4), strategy=strategy)
-    ended = run(2, chosen, tmp_path / "run", counting(strategy, log))
-    assert [rank.code for rank in ended] == [0, 0], ended
+    run_well(2, chosen, tmp_path / "run", counting(strategy, log))
     assert len(log.read_text(encoding="utf-8")) == sent
 
 
@@ -202,8 +200,7 @@ def test_all_ranks_save_when_the_clock_of_one_expires(tmp_path):
         in_float64()
         loop.SAVING_INTERVALS = 0 if rank == 1 else math.inf
 
-    ended = run(2, on_ranks(config(checkpoint_seconds=1e-9), strategy="ddp"), tmp_path / "run", before)
-    assert [rank.code for rank in ended] == [0, 0], "\n".join(rank.text for rank in ended)
+    run_well(2, on_ranks(config(checkpoint_seconds=1e-9), strategy="ddp"), tmp_path / "run", before)
     saved = {checkpoint.step_of(path) for path in checkpoint.newest_first(tmp_path / "run" / "checkpoints")}
     assert saved == set(range(1, STEPS + 1))
     assert_same_numbers(tmp_path / "run", one_process())

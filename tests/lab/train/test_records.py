@@ -3,7 +3,7 @@
 import pytest
 
 from muonsw.lab.train.loop import Watch, train
-from tests.lab.train.small_runs import assert_same_run, losses, small_run, stop_at
+from tests.lab.train.small_runs import assert_same_run, losses, small_run, stop_at, uninterrupted
 
 BROKEN_LINES = [
     b"7\n",
@@ -16,7 +16,7 @@ BROKEN_LINES = [
 ]
 
 
-def test_damaged_lines_of_the_metrics_are_left_out_and_every_whole_record_stays(uninterrupted, tmp_path):
+def test_damaged_lines_of_the_metrics_are_left_out_and_every_whole_record_stays(tmp_path):
     stop_at(8, small_run(), tmp_path)
     metrics = tmp_path / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
@@ -26,7 +26,7 @@ def test_damaged_lines_of_the_metrics_are_left_out_and_every_whole_record_stays(
     train(small_run(), tmp_path, Watch(note=notes.append))
     assert f"removed {2 * len(BROKEN_LINES)} damaged lines from {metrics}" in notes[1]
     assert (tmp_path / "metrics.jsonl.1").read_bytes() == damaged
-    assert_same_run(uninterrupted, tmp_path, 12)
+    assert_same_run(uninterrupted(), tmp_path, 12)
 
 
 def test_tensorboard_gets_every_scalar(tmp_path):
