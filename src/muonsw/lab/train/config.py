@@ -258,8 +258,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 def preset_run(name: str, data: str) -> RunConfig:
     """The run of a preset on prepared tokens; a dense variant has the settings of its mixture of experts."""
+    model = preset(name)  # raises for an unknown name
     settings = {**SHARED, **DEFAULTS[name.removesuffix("-dense")]}
-    return RunConfig(preset(name), DataConfig(data, eval_windows=settings.pop("eval_windows")), **settings)
+    return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), **settings)
 
 
 def changed_run(name: str, steps: int | None, optimizer: Mapping[str, Any], **changes: Any) -> RunConfig:
