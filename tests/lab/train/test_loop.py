@@ -133,6 +133,16 @@ def test_skipped_steps_are_counted_over_a_resume_and_too_many_in_a_row_stop_the_
         train(config, tmp_path / "stops", with_gradients(lambda step: step == 2 or step >= 6))
 
 
+def test_a_run_without_a_checkpoint_keeps_its_records_from_another_config(tmp_path):
+    config = small_run(steps=4, checkpoint_every=4)
+    stop_at(1, config, tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert not (tmp_path / "checkpoints").exists()
+    with pytest.raises(UsageError, match=r"(?s)other settings; .*seed: 0 there, 1 now"):
+        train(replace(config, seed=1), tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_resumed_run_has_the_number_of_threads_that_it_began_with(tmp_path):
     with torch_threads(2):
         stop_at(4, small_run(threads=0), tmp_path)
