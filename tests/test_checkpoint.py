@@ -265,6 +265,28 @@ def test_reordered_and_divided_groups_are_matched_by_name(prefix):
         MuonSW([b, c, a], lr=0.05).load_state_dict(saved.state_dict())
 
 
+@pytest.mark.parametrize(("saved", "built"), [
+    ({"normalize": "normuon"}, {}), ({}, {"precondition": "soap", "precondition_frequency": 5}),
+    ({"orthogonalizer": "polar_express"}, {}), ({"norm": "hyperball"}, {}), ({}, {"norm": "hyperball"}),
+    ({"heads": 2}, {}), ({}, {"heads": 2}), ({}, {"split_sizes": (2, 4)}),
+])  # fmt: skip
+def test_a_load_continues_with_the_saved_rule_and_matrices(saved, built):
+    """Also where a group does not store an option because it has its default; another rule is a warning."""
+    options = {"lr": 0.05, "weight_decay": 0.3, "ns_dtype": "float32"}
+    params = matrices((6, 4))
+    optimizer = MuonSW(params, **options, **saved)
+    run(optimizer, params, 3)
+    resumed = clones(params)
+    other = MuonSW(resumed, **options, **built)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        other.load_state_dict(optimizer.state_dict())
+    is_other_rule = not {"heads", "split_sizes"} & {*saved, *built}
+    assert ["was built with" in str(entry.message) for entry in caught] == [True] * is_other_rule
+    run(optimizer, params, 3, start=3)
+    run(other, resumed, 3, start=3)
+    assert_same(resumed, params)
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_load_keeps_the_optimizers_offload_setting(offload):
     optimizer = MuonSW(matrices((4, 6)), lr=0.05, offload=offload)

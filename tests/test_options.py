@@ -29,6 +29,8 @@ WRONG = [
     ({"wd": 0.0}, "did you mean 'weight_decay'"),
     ({"betas": (0.8, 0.9)}, "option of adamw.*, not of muon"),
     ({"preset": "soap"}, "pass it to for_model"),
+    ({"use_muon": False}, "did you mean 'algorithm'"),
+    ({"target_norm": 0.2}, "target_norm=0.2 needs norm='target' or norm='hyperball'"),
     ({"algorithm": "soap"}, "is an option of for_model and of a param group"),
     ({"normalize_beta2": 0.9}, "normalize_beta2=0.9 is an option of normalize='normuon'"),
     ({"block_period": 5}, "block_period=5 needs blocks: pass heads= or split_sizes="),

@@ -293,6 +293,26 @@ def test_each_raised_peak_of_a_group_with_decay_warns_once(driven):
     assert [group["resolved_peak_lr"] for group in optimizer.param_groups] == [0.5] * 3
 
 
+@pytest.mark.parametrize("peak_lr", [0.2, "running_max"])
+def test_an_explicit_peak_that_a_load_replaces_is_a_warning(peak_lr):
+    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
+    shrinks(optimizer)
+    saved = optimizer.state_dict()
+    with pytest.warns(PeakLRWarning, match=rf"built for .* of {peak_lr!r} and loaded one of 0\.1, which it keeps"):
+        SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=peak_lr).load_state_dict(saved)
+    SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=0.1).load_state_dict(saved)
+
+
+def test_every_group_that_misses_its_peak_is_named():
+    optimizer = SGDSW([{"params": [weight()]}, {"params": [weight()]}], lr=1.0, weight_decay=LAMBDA)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for rate in (0.1, 0.05, 0.02, 0.01):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            shrinks(optimizer)
+    assert [re.search(r"param group (\d) has turned down", str(entry.message))[1] for entry in caught] == ["0", "1"]
+
+
 def test_a_schedule_that_dips_before_its_top_does_not_warn_early():
     """ConstantLR holds down what ExponentialLR lowers, and lets go after five steps; warnings are errors here."""
     optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
@@ -313,7 +333,7 @@ def test_one_peak_for_groups_of_several_rates_is_refused_with_the_fix():
         lambda: SGDSW(groups[:1], lr=FAST, peak_lr=FAST, weight_decay=LAMBDA).add_param_group(groups[1]),
         lambda: SGDSW(groups, lr=FAST, weight_decay=LAMBDA).set_peak_lr(FAST),
     ):
-        with pytest.raises(ValueError, match=r"learning rates 0\.02 and 0\.0003; give each group a peak_lr"):
+        with pytest.raises(ValueError, match=r"learning rates 0\.02 and 0\.0003; give each group its own peak_lr"):
             refused()
 
 

@@ -17,7 +17,7 @@ from muonsw import peak
 from muonsw.algorithms import ALGORITHMS
 from muonsw.codecs import is_code, refuse_shards
 from muonsw.decay import LAMBDA_KEYS, decays, needs_peak, require_length, user_weight_decay
-from muonsw.options import BOOKKEEPING, CHECKS, REMOVED, prune, validate_option
+from muonsw.options import BOOKKEEPING, CHECKS, OPTIONAL, REMOVED, prune, validate_option
 from muonsw.orthogonalize import NS5
 from muonsw.precision import SCALE
 from muonsw.routing.facts import WRAPPER_WORDS
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
 
 StateDict = dict[str, Any]
+
+# Options that choose the update rule.
+_RULES = ("algorithm", "orthogonalizer", "precondition", "normalize", "norm")
 
 # Names of options in early states.
 _RENAMED = {"precondition_period": "precondition_frequency", "max_precond_dim": "precondition_max_dim"}
@@ -68,6 +71,7 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
         for group in optimizer.param_groups:
             prune(group)
         optimizer._attach_addons()
+        _warn_of_other_rules(optimizer.param_groups, groups)
         _settle_peaks(optimizer.param_groups, groups, saved)
     except BaseException:
         optimizer.param_groups, optimizer.state = groups, state
@@ -77,21 +81,35 @@ def load(optimizer: ScaledDecayOptimizer, saved: StateDict, load_state_dict: Cal
             handle.remove()
 
 
+def _warn_of_other_rules(groups: list[Group], before: list[Group]) -> None:
+    for number, (group, old) in enumerate(zip(groups, before, strict=True)):
+        changed = [key for key in _RULES if group.get(key) != old.get(key)]
+        if changed:
+            built, loaded = (", ".join(f"{key}={each.get(key)!r}" for key in changed) for each in (old, group))
+            warnings.warn(
+                f"{label_of(group, number)} was built with {built} and loaded {loaded}, which it keeps; to train with "
+                f"your options, start with fresh state, or set them in the saved groups before the load",
+                stacklevel=users_line(),
+            )
+
+
 def _settle_peaks(groups: list[Group], before: list[Group], saved: StateDict) -> None:
     """Warn if a loaded peak differs from the one this optimizer was built for, and fill in unsaved `highest_lr`.
 
     If both sides have the same constructor rate, this is a resumed run, and a scheduler may have raised its peak since.
     """
     for number, (group, old) in enumerate(zip(groups, before, strict=True)):
-        setting, built_for = group["peak_lr"], old["resolved_peak_lr"] or peak.expected_peak(old)
-        loaded = group["resolved_peak_lr"] or (setting if isinstance(setting, float) else None)
-        is_resumed = setting is None and not peak.differ(old["constructor_lr"], float(group["constructor_lr"]))
-        is_unexpected = loaded and setting != peak.RUNNING_MAX and not is_resumed and peak.differ(loaded, built_for)
-        if is_unexpected and needs_peak(group):
+        mine, setting = old["peak_lr"], group["peak_lr"]
+        built_for = mine or old["resolved_peak_lr"] or peak.expected_peak(old)
+        loaded = group["resolved_peak_lr"] or setting
+        is_resumed = setting is mine is None and not peak.differ(old["constructor_lr"], float(group["constructor_lr"]))
+        if not loaded or setting == peak.RUNNING_MAX or is_resumed or not needs_peak(group):
+            continue
+        if built_for == peak.RUNNING_MAX or peak.differ(loaded, built_for):
+            built_for, loaded = (f"{x:.8g}" if isinstance(x, float) else repr(x) for x in (built_for, loaded))
             warnings.warn(
-                f"{label_of(group, number)} was built for a peak learning rate of {built_for:.8g} and loaded one of "
-                f"{loaded:.8g}, which it keeps. If this is a new run, call set_peak_lr({built_for:.8g}, "
-                f"group={number})",
+                f"{label_of(group, number)} was built for a peak learning rate of {built_for} and loaded one of "
+                f"{loaded}, which it keeps. If this is a new run, call set_peak_lr({built_for}, group={number})",
                 peak.PeakLRWarning,
                 stacklevel=users_line(),
             )
@@ -136,7 +154,10 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
         group = {key: validate_option(key, value) if key in known else value for key, value in group.items()}
         fresh = {**BOOKKEEPING, "constructor_lr": here["constructor_lr"]}
         unsaved: Group = {key: here[key] for key in ("param_names", "offload") if key in here}
-        completed.append({**here, **fresh, **group, **unsaved})
+        # our own groups lack an option only if it had its default; the length of the run may be new
+        defaults = OPTIONAL - {"total_steps"} if "peak_lr" in old else ()
+        inherited = {key: value for key, value in here.items() if key not in defaults}
+        completed.append({**inherited, **fresh, **group, **unsaved})
         _refuse_unfit(completed[-1], here, number, states)
     return {**saved, "state": states, "param_groups": completed}
 

@@ -198,6 +198,7 @@ _VIEW_OPTIONS: dict[str, tuple[Any, Check]] = {
     "transposed": (False, _flag),
 }
 _MUON_OPTIONS: Group = dict.fromkeys(("block_period", *PRECONDITION.option_names(), *NORMALIZE.option_names()))
+OPTIONAL = frozenset({*_OPTIONAL, *_VIEW_OPTIONS, *_MUON_OPTIONS})
 
 COMMON: Group = {key: default for key, (default, _) in _COMMON.items()}
 
@@ -259,7 +260,7 @@ REMOVED = dict.fromkeys(
 )
 
 # Other libraries' names for our options, and what to do instead of their other options.
-_SYNONYMS = {"wd": "weight_decay", "learning_rate": "lr", "epsilon": "eps"}
+_SYNONYMS = {"wd": "weight_decay", "learning_rate": "lr", "epsilon": "eps", "use_muon": "algorithm"}
 _INSTEAD = {
     "preset": "pass it to for_model, which routes a whole model",
     "differentiable": "steps are not differentiable",
@@ -350,7 +351,7 @@ def algorithm_defaults(algorithm: str) -> Group:
 def prune(group: Group) -> None:
     """Remove options of other algorithms, and optional ones at their defaults."""
     known, required = algorithm_defaults(group["algorithm"]), ALGORITHMS[group["algorithm"]].defaults
-    optional = {*_OPTIONAL, *_VIEW_OPTIONS, *_MUON_OPTIONS} - required.keys()
+    optional = OPTIONAL - required.keys()
     for key in (CHECKS.keys() & group.keys()) - {"algorithm"}:
         if key not in known or (key in optional and group[key] == known[key]):
             del group[key]

@@ -104,6 +104,8 @@ def attach(optimizer: ScaledDecayOptimizer) -> None:
                     raise ValueError(f"{rule} needs float32 weights, but {name} is {param.dtype}; keep float32 masters")
             if not NORM_RULES[group["norm"]].decays:
                 group["decay"] = "none"
+        elif group.get("target_norm") is not None and group.get("norm", FREE) == FREE:
+            raise ValueError(f"target_norm={group['target_norm']:g} needs norm='target' or norm='hyperball'")
     if any(map(acts, optimizer.param_groups)) and "norm rules" not in optimizer._addons:
         optimizer._addons.add("norm rules")
         hooks = _NormHooks(optimizer)
