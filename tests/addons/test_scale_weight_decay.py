@@ -175,6 +175,21 @@ def test_a_load_of_an_unscaled_state_keeps_the_peak():
     assert group["weight_decay"] == pytest.approx(0.3 * 0.01 / 0.1)
 
 
+@pytest.mark.parametrize("order", ["scaled after the load", "scaled before the load"])
+def test_an_explicit_peak_replaces_a_loaded_one(order):
+    optimizer = torch.optim.AdamW(params := matrices((4, 4)), lr=0.1, weight_decay=0.3)
+    scale_weight_decay(optimizer)
+    run(optimizer, params, 2)
+    other = torch.optim.AdamW(others := matrices((4, 4)), lr=0.1, weight_decay=0.3)
+    if order == "scaled before the load":
+        scale_weight_decay(other, peak_lr=0.4)
+    other.load_state_dict(optimizer.state_dict())
+    if order == "scaled after the load":
+        scale_weight_decay(other, peak_lr=0.4)
+    run(other, others, 1)
+    assert other.param_groups[0]["weight_decay"] == pytest.approx(0.3 * 0.1 / 0.4)
+
+
 class Wrapped(torch.optim.Optimizer):
     """An optimizer that keeps the real one in `optimizer`, as Accelerate's does."""
 

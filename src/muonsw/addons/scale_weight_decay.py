@@ -37,14 +37,14 @@ def scale_weight_decay(
 ) -> ScaledWeightDecay:
     """Make an optimizer with decoupled weight decay follow a decay rule, by default lambda * lr^2 / peak.
 
-    Call it once, after building the optimizer, and again after a resume or on a copy: hooks are not saved. If you set
-    a group's `weight_decay` later, it becomes the group's lambda.
+    Call it once, after building the optimizer. Hooks are not saved: call it again on a copy, and in a resumed run,
+    there before you load the state. If you set a group's `weight_decay` later, it becomes the group's lambda.
 
     Args:
         optimizer: torch's AdamW or Muon, or another with decoupled decay; or Accelerate's wrapper around one.
         decay: a name from `DECAY_RULES`; not a rule that depends on gradients.
-        peak_lr: the highest learning rate of the run; None takes the rate that a scheduler recorded, else the current
-            one. "running_max" follows the highest rate so far.
+        peak_lr: the highest learning rate of the run, which replaces a loaded one; None takes the rate that a scheduler
+            recorded, else the current one. "running_max" follows the highest rate so far.
         total_steps: the length of the run, for rules that depend on it.
 
     Returns:
@@ -94,6 +94,8 @@ class ScaledWeightDecay:
         self._counters = Counters()
         for group in optimizer.param_groups:
             self._join(group)
+            if peak_lr is not None:
+                group["peak_lr"] = peak_lr
         setattr(optimizer, _HANDLE, self)
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
@@ -135,6 +137,8 @@ class ScaledWeightDecay:
         groups = []
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
             known = {key: group[key] for key in _PEAK_KEYS if key in group and "constructor_lr" not in saved}
+            if self.peak_lr is not None:
+                known["peak_lr"] = self.peak_lr
             groups.append({**saved, **known})
         return {**state, "param_groups": groups + state["param_groups"][len(groups) :]}
 
