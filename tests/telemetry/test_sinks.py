@@ -37,7 +37,9 @@ def test_values_that_are_not_finite_are_null(tmp_path):
     Telemetry(optimizer, every=1, sink=JsonlSink(path))
     params[0].grad = torch.full((4, 4), float("nan"))
     optimizer.step()
-    record = json.loads(path.read_text(encoding="utf-8"))
+    JsonlSink(path)({"kind": "train", "step": 1, "loss": float("inf")})
+    record, loss = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    assert loss == {"kind": "train", "step": 1, "loss": None}
     assert record["all"]["update_rms"] is None
     assert record["all"]["alignment_update_mean"] is None
     assert record["all"]["weight_rms"] > 0

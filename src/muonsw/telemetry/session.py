@@ -103,9 +103,8 @@ class Telemetry:
         self.step = start_step
         self.parameters = parameters
         self.sinks: list[Sink] = [sink] if callable(sink) else list(sink or ())
-        for entry in self.sinks:
-            if not callable(entry):
-                raise TypeError(f"sink={entry!r} is not callable; pass a function of a record, or a list of them")
+        if not all(map(callable, self.sinks)):
+            raise TypeError(f"sink={sink!r} is not callable; pass a function such as JsonlSink(path), or a list")
         self._ours = optimizer if isinstance(optimizer, ScaledDecayOptimizer) else None
         # Our optimizers count skipped steps themselves; subtract those from before telemetry was attached.
         self._skipped = 0 if self._ours is None else -self._ours.skipped_steps

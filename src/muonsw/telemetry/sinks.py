@@ -6,6 +6,7 @@ The user passes the writer or run, so this file imports none of these packages.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ KINDS = ("telemetry", "train", "eval")
 
 
 class JsonlSink:
-    r"""Appends each record to a file as one line of JSON.
+    r"""Appends each record to a file as one line of JSON; a value that is not finite becomes null.
 
     Args:
         path: the file; missing folders are created.
@@ -36,7 +37,8 @@ class JsonlSink:
         self.path.touch()  # fail now and not after the first steps
 
     def __call__(self, record: Record) -> None:
-        line = json.dumps(record, allow_nan=False) + "\n"
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        line = json.dumps(finite, allow_nan=False) + "\n"
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line)
 
