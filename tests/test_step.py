@@ -63,11 +63,23 @@ def test_a_parameter_unfrozen_later_warns_once():
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": [("0.weight", model[0].weight)]})
     before = model[0].weight.detach().clone()
-    advice = r"0\.bias was frozen when .* add_param_group\(\{'params': \[\('0\.bias', parameter\)\]\}\)"  # as above
+    advice = r"0\.bias required no gradient when .* add_param_group with their algorithm and weight_decay"
     with pytest.warns(UserWarning, match=advice):
         step()
     assert not torch.equal(model[0].weight, before)
     step()
+
+
+@pytest.mark.parametrize(("key", "value"), [("algorithm", "adamw"), ("state_dtype", "int8")])
+def test_an_option_that_needs_other_state_cannot_change_during_a_run(key, value):
+    params = matrices((64, 64), (64, 64))
+    optimizer = MuonSW(params, lr=0.1)
+    run(optimizer, params, 1)
+    before = [param.detach().clone() for param in params]
+    optimizer.param_groups[0][key] = value
+    with pytest.raises((ValueError, KeyError), match="algorithm and state_dtype of param group 0 cannot change"):
+        run(optimizer, params, 1)
+    assert all(map(torch.equal, params, before))
 
 
 def test_raise_names_the_parameter_and_changes_nothing():

@@ -109,7 +109,7 @@ def check_rates(group: Group, number: int, counters: Counters) -> None:
     if not DECAY_RULES[group["decay"]].uses_peak or not group["weight_decay"]:
         return
     if never_reached := peak.check_lr(group, number):
-        counters.warn_once("peak never reached", never_reached, peak.PeakLRWarning)
+        counters.warn_once(f"peak of group {number} never reached", never_reached, peak.PeakLRWarning)
     if changed:
         warnings.warn(changed, peak.PeakLRWarning, stacklevel=users_line())
 
@@ -129,7 +129,10 @@ def phi_of(group: Group, eta: float, step: int) -> float:
         gradient=math.sqrt(average[0] / average[1]) if average and average[1] else 0.0,
     )
     if phi > 1:
-        raise ValueError(f"decay would remove {phi:g} times the weight in one step; lower lr or weight_decay")
+        raise ValueError(
+            f"decay={group['decay']!r} would remove {phi:g} times the weight in one step; lower "
+            f"weight_decay={float(group['weight_decay']):g}"
+        )
     return phi
 
 

@@ -198,12 +198,13 @@ class ScaledDecayOptimizer(Optimizer):
         params = [(name, getattr(module(), key, None)) for name, module, key in self._left_out]
         unfrozen = [(name, param) for name, param in params if param is not None and param.requires_grad]
         trained = {id(param) for group in self.param_groups for param in group["params"]} if unfrozen else set()
-        for name in [name for name, param in unfrozen if id(param) not in trained]:
+        names = [name for name, param in unfrozen if id(param) not in trained]
+        if names:
             self._counters.warn_once(
                 "unfrozen",
-                f"{name} was frozen when this optimizer was built; it requires a gradient now but is in no param "
-                f"group, so it is not trained. Add it with add_param_group({{'params': [({name!r}, parameter)]}}), "
-                f"or build the optimizer after unfreezing",
+                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} required no gradient when this "
+                f"optimizer was built and are in no param group, so they are not trained. Build the optimizer after "
+                f"unfreezing, or call add_param_group with their algorithm and weight_decay ('adamw' and 0.0 are safe)",
             )
 
     @property

@@ -77,7 +77,7 @@ def refuse_shared(peak_lr: Any, groups: Sequence[Group]) -> None:
     if isinstance(peak_lr, float) and len(rates) > 1:
         raise ValueError(
             f"peak_lr={peak_lr:.8g} is one number for param groups with learning rates {rates[0]:.8g} and "
-            f"{rates[1]:.8g}; give each group a peak_lr, or leave it out to use the scheduler's"
+            f"{rates[1]:.8g}; give each group its own peak_lr, or none to use the scheduler's"
         )
 
 

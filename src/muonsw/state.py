@@ -29,7 +29,7 @@ from muonsw.distributed.shards import (
 from muonsw.matrices import MatrixView
 from muonsw.precision import INT8, LOW_PRECISION, SCALE, state_dtype
 from muonsw.slots import wide_dtype
-from muonsw.work import Group, named_params
+from muonsw.work import Group, label_of, named_params
 
 if TYPE_CHECKING:
     from muonsw.optimizer import ScaledDecayOptimizer
@@ -78,7 +78,14 @@ def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
 def allocate(optimizer: ScaledDecayOptimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         specs = tuple(ALGORITHMS[group["algorithm"]].state(group))
-        settled = optimizer._allocated.get(number) == specs
+        options = (group["algorithm"], group["state_dtype"], group["rounding"], specs)
+        before = optimizer._allocated.get(number, options)
+        if before[:2] != options[:2]:
+            raise ValueError(
+                f"algorithm and state_dtype of {label_of(group, number)} cannot change during a run; set them in the "
+                f"param_groups of optimizer.state_dict() and load that"
+            )
+        settled = number in optimizer._allocated and before == options
         for place, param in enumerate(group["params"]):
             state = optimizer.state.get(param) or {}
             if settled and (not specs or specs[0] in state):
@@ -89,7 +96,7 @@ def allocate(optimizer: ScaledDecayOptimizer) -> None:
             refuse_shards(name, group, param)  # frameworks may put DTensors into groups
             missing = {key: layout for key, layout in layouts(group, param).items() if key not in state}
             optimizer.state[param].update({key: zeros(layout, param) for key, layout in missing.items()})
-        optimizer._allocated[number] = specs
+        optimizer._allocated[number] = options
 
 
 def zeros(layout: StateLayout, param: Tensor) -> Tensor:

@@ -109,8 +109,8 @@ def make_plan(
     if decays(optimizer.defaults) and not any(decays(group) or group["decay"] == "none" for group in groups):
         counters.warn_once(
             "no decay",
-            "no param group decays: every group sets weight_decay=0, which overrides the optimizer's own; set it in "
-            "the groups that should decay, or build the optimizer with weight_decay=0",
+            "no param group decays: all have weight_decay=0, whatever the optimizer was built with; set it in the "
+            "groups that should decay, or build the optimizer with weight_decay=0",
         )
     if batches is None:
         batches = collect(optimizer, groups, absent)

@@ -156,7 +156,8 @@ def convolution(subject: Subject, _: ModelFacts) -> Decision | None:
         return "vector", "a single filter", {}
     view = _kernel_view(module)
     if module.groups == 1:
-        return "convolution", "a convolution, one row per output channel", view
+        rows = "one column per input channel" if "transposed" in view else "one row per output channel"
+        return "convolution", f"a convolution, {rows}", view
     view |= {"heads": module.groups, "split_dim": 1} if "transposed" in view else {"heads": module.groups}
     return "convolution", f"a convolution of {module.groups} groups, one matrix each", view
 
