@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from muonsw.lab.studies.grid import means
 
 COLOURS = {"constant": "#0072B2", "scaled": "#D55E00", "piecewise": "#009E73", "hyperball": "#009E73"}
+LABELS = {"piecewise": "falling, then rising"}
 
 
 def panels(count, columns, size=(3.4, 2.9)):
@@ -27,9 +28,11 @@ def basin(ax, losses, rule, lowest=None):
     """Plot mean loss over lambda or rate, relative to the lowest."""
     mean = means(losses)
     lowest = min(mean.values()) if lowest is None else lowest
-    ax.plot(list(mean), [loss - lowest for loss in mean.values()], "o-", color=COLOURS[rule], label=rule, ms=4)
+    above, label = [loss - lowest for loss in mean.values()], LABELS.get(rule, rule)
+    ax.plot(list(mean), above, "o-", color=COLOURS[rule], label=label, ms=4)
     ax.set_xscale("log"), ax.minorticks_off()
-    ax.set_xticks(list(mean), [f"{value:g}" for value in mean], fontsize=7, rotation=45)
+    values = sorted({value for line in ax.lines for value in line.get_xdata()})  # rules differ in the values tried
+    ax.set_xticks(values, [f"{value:g}" for value in values], fontsize=8, rotation=45)
 
 
 def forest(name, lines, label):
@@ -56,7 +59,7 @@ def family_figure():
 
 def lambda_figures():
     cells = tables.lengths()
-    figure, axes = panels(len(cells), 3)
+    figure, axes = panels(len(cells), 2)
     for ax, rows in zip(axes, cells, strict=True):
         row = rows[0]
         for rule in tables.RULES:
@@ -84,7 +87,7 @@ def dynamics_figures():
         right.plot(row["decayed.step"], row["decayed.alignment_update"], color=COLOURS[rule])
     left.set_title("weight RMS; dashed: by the recursion", fontsize=9), left.legend()
     right.set_title("cos(weights, update)", fontsize=9), left.set_xlabel("step"), right.set_xlabel("step")
-    grown, axes = panels(len(tables.gradient_runs()), 3)
+    grown, axes = panels(len(tables.gradient_runs()), 2)
     for ax, (name, arms) in zip(axes, tables.gradient_runs().items(), strict=True):
         for rule, rows in arms.items():
             ax.plot(rows[0]["normalized.step"], rows[0]["normalized.gradient_rms"], color=COLOURS[rule], label=rule)
@@ -94,7 +97,7 @@ def dynamics_figures():
 
 
 def rate_figure():
-    figure, axes = panels(4, 4)
+    figure, axes = panels(4, 2)
     for ax, width in zip(axes, (64, 128, 256, 512), strict=True):
         for name, by_width in tables.rates().items():
             basin(ax, by_width[width], name)
