@@ -208,7 +208,7 @@ def test_a_run_resumes_with_other_pipeline_stages():
     assert_same(expected, cut.go(3, STEPS))
 
 
-def test_a_pattern_may_match_in_one_stage_and_mistakes_fail_early():
+def test_a_pattern_may_match_in_one_stage_and_mistakes_are_named():
     config = for_model(lr=LR, patterns={"role:head": {"lr": 0.001}, "layers.0.*.wq.*": {"lr": 0.002}})
     first, last = config.build(model_parts=stages())
     assert {group["lr"] for group in first.param_groups} == {LR, 0.002}

@@ -135,7 +135,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model, opt
     assert [group["name"] for group in groups] == [group["name"] for group in whole.optimizer.optimizer.param_groups]
 
 
-def test_options_reach_the_optimizer_and_mistakes_fail_early(tmp_path):
+def test_options_reach_the_optimizer(tmp_path):
     patterns = {"role:embedding": {"lr": 0.001}}
     options = for_model(lr=LR, decay="constant", patterns=patterns, adamw={"betas": (0.8, 0.9)}, ns_steps=4)
     trainer = trainer_of(tmp_path, optimizer=options)
@@ -145,20 +145,11 @@ def test_options_reach_the_optimizer_and_mistakes_fail_early(tmp_path):
     assert {group["betas"] for group in groups if group["algorithm"] == "adamw"} == {(0.8, 0.9)}
     assert {group["lr"] for group in groups if group["role"] == "embedding"} == {0.001}
     assert isinstance(trainer_of(tmp_path, optimizer=for_model(lr=LR, optimizer=AdamWSW)).create_optimizer(), AdamWSW)
-    with pytest.raises(ValueError, match="did you mean 'decay'"):
-        for_model(lr=LR, dekay="scaled")
-    with pytest.raises(ValueError, match="did you mean 'weight_decay'"):
-        for_model(lr=LR, patterns={"role:head": {"weigt_decay": 0.1}})
-    with pytest.raises(ValueError, match="did you mean 'normuon'"):
-        for_model(lr=LR, preset="normon")
 
 
 @pytest.mark.parametrize("options", [{"preset": "normuon"}, {"preset": "soap"}, {"algorithm": "sgd"}], ids=str)
 def test_the_trainer_takes_every_option_of_for_model(tmp_path, options):
-    random_state = torch.get_rng_state()
-    chosen = for_model(lr=LR, **options)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    trainer = trainer_of(tmp_path, optimizer=chosen)
+    trainer = trainer_of(tmp_path, optimizer=for_model(lr=LR, **options))
     expected = MuonSW.for_model(trainer.model, lr=LR, **options)
     assert trainer.create_optimizer().routing() == expected.routing()
 

@@ -149,19 +149,15 @@ def test_tensor_rates_of_two_patterns_stay_two(values):
             {"patterns": {"*.qkv.*": {}, "blocks.0.qkv.weight": {}}},
             r"'blocks\.0\.qkv\.weight' matches no .* earlier",
         ),
-        ({"patterns": {"embed.weight": "sgd"}}, r"patterns\['embed\.weight'\]='sgd': must be a dict"),
-        ({"patterns": "embed.weight"}, r"patterns='embed\.weight': must be a dict, such as \{\"role:embedding\": "),
-        ({"adamw": 3e-4}, r"adamw=0\.0003: must be a dict, such as \{\"lr\": 0\.001\}"),
         ({"adamw": {"beta": (0.9, 0.95)}}, r"adamw=\{'beta': \.\.\.\}.*betas"),
         ({"adamw": {"momentum": 0.9}}, "momentum"),
         ({"adamw": {"betas": 0.9}}, "betas"),
         ({"cls": SGDSW, "adamw": {"lr": 1e-3}}, "applies to nothing"),
         ({"model": nn.Identity()}, "no parameter that requires a gradient"),
-        ({"model": nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))}, r"1\.weight has no shape yet; run one batch"),
     ],
     ids=str,
 )
 def test_mistakes_are_named(options, message):
     options = {"cls": MuonSW, "model": Model(), **options}
-    with pytest.raises(TypeError if "must be a dict" in message else ValueError, match=message):
+    with pytest.raises(ValueError, match=message):
         options.pop("cls").for_model(options.pop("model"), lr=0.02, **options)

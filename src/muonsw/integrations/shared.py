@@ -1,4 +1,4 @@
-"""Shared by all frameworks: early checks of options, and telemetry in their logs."""
+"""Shared by the callbacks of all frameworks: telemetry in their logs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 
 from muonsw.checkpoint import unwrap_optimizer
 from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.options import validate_option
-from muonsw.routing.groups import check_adamw
 from muonsw.telemetry import Record, Telemetry
 
 # Returns sentences about a record, which are logged as warnings.
@@ -66,30 +64,3 @@ class TelemetryLog:
     def _detach(self) -> None:
         if self.telemetry is not None:
             self.telemetry.detach()
-
-
-def refuse_wrong_options(
-    optimizer: type[ScaledDecayOptimizer],
-    *,
-    patterns: dict[str, dict[str, Any]] | None = None,
-    adamw: dict[str, Any] | None = None,
-    **options: Any,
-) -> None:
-    """Refuse options that `for_model` would refuse for every model, before the model exists.
-
-    Examples:
-        >>> from muonsw import MuonSW
-        >>> patterns = {"*.q_proj.*": {"heads": 12}}  # whether 12 heads fit depends on the model
-        >>> refuse_wrong_options(MuonSW, lr=0.02, patterns=patterns)
-        >>> refuse_wrong_options(MuonSW, lr=0.02, headz=12)
-        Traceback (most recent call last):
-        ValueError: unknown option 'headz'...
-    """
-    check_adamw(adamw or {})
-    for pattern_options in (patterns or {}).values():
-        for name, value in pattern_options.items():
-            validate_option(name, value)
-    # created on the meta device, because initial values would use the run's random numbers
-    layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.float32, device="meta")
-    for_any_model = {name: value for name, value in options.items() if name not in ("heads", "split_sizes")}
-    optimizer.for_model(layer.to_empty(device="cpu"), **for_any_model)

@@ -17,7 +17,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
 from torchtitan.tools.logging import logger
 
-from muonsw.integrations.shared import refuse_wrong_options
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.routing.groups import patterns_within
 from muonsw.state import allocate
@@ -121,15 +120,12 @@ def for_model(
 ) -> ScaledDecayOptimizers.Config:
     """Make the `optimizer=` of torchtitan's `Trainer.Config`: Muon-SW for the whole model.
 
-    Invalid options raise here, before the model is built.
-
     Args:
         lr: the peak learning rate.
         weight_decay: lambda of the decayed groups.
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
         **options: options of `MuonSW.for_model`, such as `decay`, `patterns` and `adamw`.
     """
-    refuse_wrong_options(optimizer, lr=lr, weight_decay=weight_decay, **options)
     separate = {key: options.pop(key, None) or {} for key in ("patterns", "adamw")}
     return ScaledDecayOptimizers.Config(
         name=optimizer.__name__, lr=lr, weight_decay=weight_decay, options=options, **separate

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from muonsw.integrations.shared import Findings, TelemetryLog, refuse_wrong_options
+from muonsw.integrations.shared import Findings, TelemetryLog
 from muonsw.optimizer import ScaledDecayOptimizer
 from muonsw.variants import MuonSW
 
@@ -53,7 +53,6 @@ def for_model(
         optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
         **options: options of `MuonSW.for_model`, such as `decay`, `patterns` and `adamw`.
     """
-    refuse_wrong_options(optimizer, lr=1e-3 if lr is None else lr, weight_decay=weight_decay, **options)
     return ModelFactory, {"lr": lr, "weight_decay": weight_decay, "optimizer": optimizer, **options}
 
 

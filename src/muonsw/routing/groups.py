@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.parameter import UninitializedParameter
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.options import COMMON, validate_option
+from muonsw.options import COMMON
 from muonsw.registry import unknown
 from muonsw.routing.facts import PEFT_PREFIX
 from muonsw.routing.roles import MATRIX_ROLES, ROLES, RoutedParameter, classify
@@ -27,11 +24,11 @@ def route(
     model: nn.Module, algorithm: str, *, patterns: dict[str, Group], adamw: Group
 ) -> tuple[list[Group], dict[str, str]]:
     """Make a model's param groups, one per distinct set of options, matrices first; and each parameter's reason."""
-    check_adamw(adamw)
-    _require_options("patterns", patterns)
-    for key, options_of_pattern in patterns.items():
-        _require_options(f"patterns[{key!r}]", options_of_pattern)
-    _refuse_shapeless(model)
+    known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
+    for key in adamw:
+        if key not in known:
+            raise ValueError(f"adamw={{{key!r}: ...}}: {unknown('option of AdamW', key, sorted(known))}")
+    _refuse_flattened(model)
     routed = list(classify(model))
     if not routed:
         raise ValueError("the model has no parameter that requires a gradient")
@@ -115,26 +112,9 @@ def _matches(pattern: str, entry: RoutedParameter) -> bool:
     return pattern == f"role:{entry.role}" or any(fnmatchcase(name, pattern) for name in names)
 
 
-def check_adamw(adamw: Group) -> None:
-    _require_options("adamw", adamw)
-    known = COMMON.keys() | ALGORITHMS[ADAMW].defaults.keys()
-    for key, value in adamw.items():
-        if key not in known:
-            raise ValueError(f"adamw={{{key!r}: ...}}: {unknown('option of AdamW', key, sorted(known))}")
-        validate_option(key, value)
-
-
-def _require_options(label: str, options: Any) -> None:
-    if not isinstance(options, Mapping):
-        example = '{"role:embedding": {"lr": 0.001}}' if label == "patterns" else '{"lr": 0.001}'
-        raise TypeError(f"{label}={options!r}: must be a dict, such as {example}")
-
-
-def _refuse_shapeless(model: nn.Module) -> None:
+def _refuse_flattened(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         path, _, key = name.rpartition(".")
-        if isinstance(param, UninitializedParameter):
-            raise ValueError(f"{name} has no shape yet; run one batch through the model before for_model")
         sized = isinstance(model.get_submodule(path), nn.Linear | nn.Embedding | _ConvNd)
         is_flat = sized and key == "weight" and param.dim() < 2
         if is_flat or key == "_flat_param" or type(param).__name__ == "FlatParameter":
