@@ -308,17 +308,6 @@ def test_copies_train_like_the_original(copier):
         copied(torch.ones(1, 6))
 
 
-def test_hooks_of_saving_and_loading_run_once():
-    params, seen = matrices((4, 6)), []
-    optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
-    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saving"))
-    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": "mine"})
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["note"]))
-    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == ["saving", "mine", "loaded"]
-
-
 def test_a_model_that_became_bfloat16_is_refused_and_left_alone():
     params = matrices((4, 6))
     optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 import torch
@@ -42,20 +41,12 @@ _COPIED = ("optimizer", "beta", "warmup_steps", "r", "weight_lr_power", "trainin
 _COUNTERS: Group = {"averaged_steps": 0, "averaging_weight": 0.0, "averaging_lr": 0.0, "holds_y": False}
 
 
-def _of_inner(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(self: ScheduleFree, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.optimizer, method.__name__)(*args, **kwargs)
-
-    return call
-
-
 class ScheduleFree(Optimizer):
     """Wrap an optimizer of this library in Schedule-Free learning.
 
     Call `train` before training and `eval` before evaluating or saving, as with a model. After `warmup_steps` the
     learning rate stays constant unless you add a scheduler. With AdamW the authors use `betas=(0.0, 0.999)`: averaging
-    replaces momentum.
+    replaces momentum. Register hooks of saving and loading with the inner optimizer.
 
     Args:
         optimizer: `AdamWSW`, `MuonSW` or `SGDSW` on float32 or float64 parameters; do not step it yourself.
@@ -130,13 +121,6 @@ class ScheduleFree(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._read_weights()
         return {key: vars(self)[key] for key in _COPIED}
-
-    # The inner optimizer saves and loads, and passes itself to these hooks.
-    register_state_dict_pre_hook = _of_inner(Optimizer.register_state_dict_pre_hook)
-    register_state_dict_post_hook = _of_inner(Optimizer.register_state_dict_post_hook)
-    register_load_state_dict_pre_hook = _of_inner(Optimizer.register_load_state_dict_pre_hook)
-    register_load_state_dict_post_hook = _of_inner(Optimizer.register_load_state_dict_post_hook)
-    zero_grad = _of_inner(Optimizer.zero_grad)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the inner optimizer; its average begins with its first step."""
