@@ -12,7 +12,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from muonsw import MuonSW, PeakLRError
-from muonsw.integrations.lightning import TelemetryCallback, for_model
+from muonsw.integrations.lightning import TelemetryCallback
 from tests.common.problems import assert_same
 
 LR, STEPS = 0.02, 8
@@ -41,7 +41,8 @@ class Regression(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return for_model(self, lr=LR, weight_decay=0.1, scheduler=self.scheduler)
+        optimizer = MuonSW.for_model(self, lr=LR, weight_decay=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
 
 
 def batches():
@@ -213,7 +214,7 @@ def test_its_search_for_a_learning_rate_needs_a_running_peak(tmp_path):
         lr, options = LR, {}
 
         def configure_optimizers(self):
-            return for_model(self, lr=self.lr, **self.options)
+            return MuonSW.for_model(self, lr=self.lr, **self.options)
 
     def search(module):
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

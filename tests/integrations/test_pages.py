@@ -11,7 +11,7 @@ SHOWS = {
     "Hugging Face Trainer": lambda scope: len(scope["trainer"].state.log_history) > 3,
     "Accelerate": lambda scope: [r["step"] for r in scope["telemetry"].records] == [1, 5, 10, 15, 20],
     "Lightning": lambda scope: scope["trainer"].global_step == 20,
-    "timm": lambda scope: {g["resolved_peak_lr"] for g in scope["optimizer"].param_groups} > {0.01},
+    "timm": lambda scope: len({g["lr_scale"] for g in scope["by_name"].param_groups}) > 2,
     "torchtitan": lambda scope: [type(optimizer).__name__ for optimizer in scope["optimizers"]] == ["MuonSW"],
     "LoRA with PEFT": lambda scope: {g["algorithm"] for g in scope["optimizer"].param_groups} == {"muon"},
 }

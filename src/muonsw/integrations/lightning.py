@@ -1,44 +1,15 @@
-"""Lightning: the result of `configure_optimizers` in one call, and telemetry in the Trainer's loggers."""
+"""Lightning: telemetry in the Trainer's loggers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from muonsw.integrations.shared import Findings, TelemetryLog
-from muonsw.optimizer import ScaledDecayOptimizer
-from muonsw.variants import MuonSW
 
 logger = logging.getLogger(__name__)
-
-
-def for_model(
-    module: torch.nn.Module,
-    lr: float,
-    weight_decay: float = 0.1,
-    *,
-    scheduler: Callable[[ScaledDecayOptimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
-    optimizer: type[ScaledDecayOptimizer] = MuonSW,
-    **options: Any,
-) -> dict[str, Any]:
-    """Make the result of `configure_optimizers`: one optimizer for the whole module, and its scheduler.
-
-    Args:
-        module: the module, `self` in `configure_optimizers`.
-        lr: the peak learning rate.
-        weight_decay: lambda of the decayed groups.
-        scheduler: makes a scheduler from the optimizer; it steps after each optimizer step, not after each epoch.
-        optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
-        **options: see `MuonSW.for_model`.
-    """
-    built = optimizer.for_model(module, lr=lr, weight_decay=weight_decay, **options)
-    if scheduler is None:
-        return {"optimizer": built}
-    return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler(built), "interval": "step"}}
 
 
 class TelemetryCallback(TelemetryLog, Callback):

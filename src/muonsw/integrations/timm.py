@@ -1,4 +1,4 @@
-"""timm: `--opt muonsw` in its scripts, and layer decay (learning rates that fall towards the input) with routing."""
+"""timm: `--opt muonsw` in its scripts, also with layer decay (learning rates that fall towards the input)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def register(model: torch.nn.Module) -> None:
 
 
 def _from_timm(
-    optimizer: type[ScaledDecayOptimizer],
-    model: weakref.ref[torch.nn.Module],
+    cls: type[ScaledDecayOptimizer],
+    registered: weakref.ref[torch.nn.Module],
     params: Iterable[Any],
     lr: float,
     weight_decay: float = 0.0,
@@ -53,64 +53,24 @@ def _from_timm(
     """Build the optimizer for a registered model, with the decay and layer scales of timm's groups."""
     groups = [group for group in params if isinstance(group, dict)]
     scales = {id(param): float(group.get("lr_scale", 1.0)) for group in groups for param in group["params"]}
-    registered = model()
-    if registered is None or scales.keys() != {id(p) for p in registered.parameters() if p.requires_grad}:
+    model = registered()
+    if model is None or scales.keys() != {id(p) for p in model.parameters() if p.requires_grad}:
         raise ValueError(
             "timm is building an optimizer for another model; call muonsw.integrations.timm.register(model) first"
         )
     weight_decay = max((group.get("weight_decay", 0.0) for group in groups), default=weight_decay)
-    return _built(optimizer, registered, scales, lr=lr, weight_decay=weight_decay, **options)
-
-
-def layer_decay(
-    optimizer: type[ScaledDecayOptimizer],
-    model: torch.nn.Module,
-    lr: float,
-    weight_decay: float = 0.1,
-    *,
-    layer_decay: float = 0.75,
-    **options: Any,
-) -> ScaledDecayOptimizer:
-    """Build an optimizer whose groups have timm's `lr_scale`, by which timm's schedulers multiply the rate.
-
-    Roles and algorithms come from `for_model`, depths from timm's `param_groups_layer_decay`. Parameters listed by the
-    model's `no_weight_decay()` are not decayed. Use timm's schedulers: torch's ignore `lr_scale`.
-
-    Args:
-        optimizer: `MuonSW`, `AdamWSW` or `SGDSW`.
-        model: a timm model, or any with a `group_matcher`.
-        lr: the peak learning rate of the layers next to the output.
-        weight_decay: lambda of the decayed groups.
-        layer_decay: the ratio of a layer's rate to that of the next layer.
-        **options: options of `MuonSW.for_model`, such as `decay`, `patterns` and `adamw`.
-    """
-    from timm.optim import param_groups_layer_decay
-
-    require_model(model, "layer_decay")
-    model = unwrapped(model)  # timm reads depths from names, which wrappers change
-    groups = param_groups_layer_decay(model, layer_decay=layer_decay)
-    scales = {id(param): group["lr_scale"] for group in groups for param in group["params"]}
-    return _built(optimizer, model, scales, lr=lr, weight_decay=weight_decay, **options)
-
-
-def _built(
-    cls: type[ScaledDecayOptimizer], model: torch.nn.Module, scales: dict[int, float], **options: Any
-) -> ScaledDecayOptimizer:
-    """Build the optimizer with `for_model`, and split its groups by scale, largest scale first."""
-    optimizer = cls.for_model(model, **options)
+    optimizer = cls.for_model(model, lr=lr, weight_decay=weight_decay, **options)
     if set(scales.values()) == {1.0}:
         return optimizer
-    groups: list[dict[str, Any]] = []
+    divided: list[dict[str, Any]] = []  # each group by scale, largest scale first
     for group in optimizer.param_groups:
-        parts: dict[float, list[tuple[str, torch.Tensor]]] = {}
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            parts.setdefault(scales[id(param)], []).append((name, param))
-        for scale, members in sorted(parts.items(), reverse=True):
-            names, params = map(list, zip(*members, strict=True))
-            label = f"{group['name']} x{scale:.3g}"
-            part = {**group, "params": params, "param_names": names, "lr_scale": scale, "name": label}
+        for scale in sorted({scales[id(param)] for param in group["params"]}, reverse=True):
+            named = zip(group["param_names"], group["params"], strict=True)
+            names, members = zip(*[(name, param) for name, param in named if scales[id(param)] == scale], strict=True)
+            part = {**group, "params": list(members), "param_names": list(names), "lr_scale": scale}
+            part["name"] = f"{group['name']} x{scale:.3g}"
             if isinstance(group["peak_lr"], float):
                 part["peak_lr"] = group["peak_lr"] * scale
-            groups.append(part)
-    optimizer.param_groups[:] = groups  # there is no state yet
+            divided.append(part)
+    optimizer.param_groups[:] = divided  # there is no state yet
     return optimizer
