@@ -188,8 +188,6 @@ def test_telemetry_reaches_the_logger_and_changes_nothing(tmp_path):
     sampled = [int(row["step"]) for row in rows if row["telemetry/hidden/weight_rms"]]
     assert sampled == [1, 3, 6]
     assert [record["step"] for record in callback.telemetry.records] == [1, 3, 6]
-    (counts,) = [row for row in rows if row["routing/hidden/muon"]]
-    assert float(counts["routing/hidden/muon"]) == 64
 
 
 class FailsOnce(Callback):

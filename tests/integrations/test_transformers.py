@@ -189,12 +189,6 @@ def test_telemetry_reaches_the_log_without_removing_other_entries(tmp_path):
     lrs = {step: logs["learning_rate"] for step, logs in seen.logs if "learning_rate" in logs}
     for step, logs in sampled.items():
         assert logs["telemetry/hidden/decay"] == pytest.approx(0.1 * lrs[step] ** 2 / LR, abs=1e-12)
-    step, counts = seen.logs[0]
-    assert step == 0
-    assert sum(value for key, value in counts.items() if key.startswith("routing/")) == sum(
-        param.numel() for param in trainer.model.parameters()
-    )
-    assert "routing/experts/muon" in counts
     without = trainer_of(tmp_path, "mixtral")
     without.train()
     assert_same(weights(trainer), weights(without))

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 class TelemetryCallback(TelemetryLog, Callback):
     """Logs what the optimizer does to the weights, to every logger of the Trainer.
 
-    At sampled steps it logs a few values of each role and the number of findings under `telemetry/`; at the start, the
-    size of each group under `routing/`. The routing table and the findings themselves go to Python's log.
+    At sampled steps it logs a few values of each role and the number of findings under `telemetry/`. The routing table
+    and the findings themselves go to Python's log.
 
     Args:
         every: sample step 1 and every multiple of this number.
@@ -32,17 +32,15 @@ class TelemetryCallback(TelemetryLog, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = trainer.global_step // len(trainer.optimizers)  # the sum over all optimizers
-        self._log(trainer, self._attach(trainer.optimizers[0], pl_module, start, is_main=trainer.is_global_zero))
+        self._attach(trainer.optimizers[0], pl_module, start, is_main=trainer.is_global_zero)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._log(trainer, self._sampled(is_main=trainer.is_global_zero))
+        # Not through the module's log, which is written only every `log_every_n_steps`.
+        if values := self._sampled(is_main=trainer.is_global_zero):
+            for sink in trainer.loggers:
+                sink.log_metrics(values, step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._detach()
-
-    def _log(self, trainer: Trainer, values: dict[str, float]) -> None:
-        # Not through the module's log, which is written only every `log_every_n_steps`.
-        for sink in trainer.loggers if values else ():
-            sink.log_metrics(values, step=trainer.global_step)

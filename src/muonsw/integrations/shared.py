@@ -29,18 +29,13 @@ class TelemetryLog:
         self._logged: Record | None = None
         self._findings_count = 0
 
-    def _attach(self, optimizer: Any, model: torch.nn.Module, start_step: int, *, is_main: bool) -> dict[str, float]:
-        """Attach telemetry to a new or resumed run; return values to log at its start."""
+    def _attach(self, optimizer: Any, model: torch.nn.Module, start_step: int, *, is_main: bool) -> None:
+        """Attach telemetry to a new or resumed run, and log the routing."""
         self._detach()  # the last run may have failed
         optimizer = unwrap_optimizer(optimizer)
         self.telemetry = Telemetry(optimizer, self.every, model=model, **{"start_step": start_step, **self._options})
-        if not is_main or not isinstance(optimizer, ScaledDecayOptimizer):
-            return {}
-        self._logger.info("routing of the parameters:\n%s", optimizer.routing())
-        return {
-            f"routing/{group.get('name', number)}/{group['algorithm']}": sum(p.numel() for p in group["params"])
-            for number, group in enumerate(optimizer.param_groups)
-        }
+        if is_main and isinstance(optimizer, ScaledDecayOptimizer):
+            self._logger.info("routing of the parameters:\n%s", optimizer.routing())
 
     def _sampled(self, *, is_main: bool) -> dict[str, float]:
         """Return the values of the last sample, once."""

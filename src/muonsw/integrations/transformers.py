@@ -60,8 +60,8 @@ class TelemetryCallback(TelemetryLog, TrainerCallback):
     """Logs what the optimizer does to the weights, through the Trainer's `log`.
 
     Add it with `trainer.add_callback(TelemetryCallback(trainer))`. At sampled steps it logs a few values of each role
-    and the number of findings under `telemetry/`; at the start, the size of each group under `routing/`. The routing
-    table and the findings themselves go to the log of transformers.
+    and the number of findings under `telemetry/`. The routing table and the findings themselves go to the log of
+    transformers.
 
     Args:
         trainer: the Trainer that gets this callback.
@@ -81,18 +81,15 @@ class TelemetryCallback(TelemetryLog, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         is_main = state.is_world_process_zero
-        self._log(control, self._attach(kwargs["optimizer"], kwargs["model"], state.global_step, is_main=is_main))
+        self._attach(kwargs["optimizer"], kwargs["model"], state.global_step, is_main=is_main)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._log(control, self._sampled(is_main=state.is_world_process_zero))
+        if values := self._sampled(is_main=state.is_world_process_zero):
+            should_log = control.should_log  # logging clears it, which would drop the Trainer's own log
+            self.trainer.log(values)
+            control.should_log = should_log
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._detach()
-
-    def _log(self, control: TrainerControl, values: dict[str, float]) -> None:
-        if values:
-            should_log = control.should_log  # logging clears it, which would drop the Trainer's own log
-            self.trainer.log(values)
-            control.should_log = should_log
