@@ -93,7 +93,7 @@ class ScaledDecayOptimizer(Optimizer):
             patterns: options for parameters by name (`"layers.*.attn.qkv.weight"`, shell wildcards, without the
                 prefixes that torch.compile and other wrappers add) or by role (`"role:embedding"`). The first match
                 wins; a pattern that matches nothing is an error.
-            adamw: options of the AdamW groups, such as their learning rate; an error if there are none.
+            adamw: options of the AdamW groups, such as their learning rate.
             **options: options of the class, for all groups. `algorithm` replaces the class's default ("soap", "lion",
                 ...) and may be followed by options of that algorithm.
 

@@ -152,7 +152,6 @@ def test_tensor_rates_of_two_patterns_stay_two(values):
         ({"adamw": {"beta": (0.9, 0.95)}}, r"adamw=\{'beta': \.\.\.\}.*betas"),
         ({"adamw": {"momentum": 0.9}}, "momentum"),
         ({"adamw": {"betas": 0.9}}, "betas"),
-        ({"cls": SGDSW, "adamw": {"lr": 1e-3}}, "applies to nothing"),
         ({"model": nn.Identity()}, "no parameter that requires a gradient"),
     ],
     ids=str,

@@ -37,7 +37,6 @@ def route(
     identities: list[Group] = []
     reasons: dict[str, str] = {}
     used: set[str | None] = set()
-    adamw_applies = False
     for entry in routed:
         pattern = next((pattern for pattern in patterns if _matches(pattern, entry)), None)
         overrides = {} if pattern is None else patterns[pattern]
@@ -52,7 +51,6 @@ def route(
             options |= {"matrix": None, **entry.view}
         if final == ADAMW and not (is_matrix and algorithm == ADAMW):  # matrices of AdamWSW use its options
             options |= adamw
-            adamw_applies = True
         options |= overrides
         # Equal tensors stay distinct, because their values may change later.
         identity = {key: id(value) if isinstance(value, Tensor) else value for key, value in options.items()}
@@ -67,11 +65,6 @@ def route(
         raise ValueError(
             f"pattern {unused[0]!r} matches no parameter, or only those that an earlier pattern claimed; names "
             f"look like {', '.join(entry.name for entry in routed[:3])} and roles are {', '.join(ROLES)}"
-        )
-    if adamw and not adamw_applies:
-        raise ValueError(
-            f"adamw={adamw!r} applies to nothing: no parameter of this model goes to AdamW; leave it out, or pass the "
-            f"options to the class or in patterns"
         )
     if _needs_matrices(algorithm) and not any(_needs_matrices(group["algorithm"]) for group in groups):
         roles = sorted({group["role"] for group in groups})
