@@ -134,13 +134,13 @@ class ScaledWeightDecay:
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Keep this optimizer's peak if the saved state has none."""
-        groups = []
-        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
-            known = {key: group[key] for key in _PEAK_KEYS if key in group and "constructor_lr" not in saved}
+        groups = [dict(saved) for saved in state["param_groups"]]
+        for saved, group in zip(groups, optimizer.param_groups, strict=False):
+            if "constructor_lr" not in saved:
+                saved.update({key: group[key] for key in _PEAK_KEYS if key in group})
             if self.peak_lr is not None:
-                known["peak_lr"] = self.peak_lr
-            groups.append({**saved, **known})
-        return {**state, "param_groups": groups + state["param_groups"][len(groups) :]}
+                saved["peak_lr"] = self.peak_lr
+        return {**state, "param_groups": groups}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         groups = optimizer.param_groups
@@ -183,22 +183,21 @@ def _decays_otherwise(optimizer: Optimizer) -> bool:
     attributes = {key: value for key, value in vars(optimizer).items() if key != "step" and "hooks" not in key}
     if hasattr(optimizer, "__del__") or any(isinstance(value, Optimizer) for value in attributes.values()):
         return False  # deleting a copy would free shared resources, and stepping it would step the inner optimizer
-    copied = object.__new__(type(optimizer))
-    vars(copied).update(attributes)
-    Optimizer.__setstate__(copied, {})  # creates new hooks; `step` was left out because schedulers bind it
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [param.grad for param in params]
-    lr, weights = 1e-3, []
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(attributes)
+    Optimizer.__setstate__(trial, {})  # creates new hooks; `step` was left out because schedulers bind it
+    grads = {param: param.grad for group in optimizer.param_groups for param in group["params"]}
+    lr, weights, before = 1e-3, [], []
     try:
-        copied.param_groups, copied.state = [], defaultdict(dict)
-        for lam in (0.0, 1.0):
-            for group in optimizer.param_groups:
-                device = next((param.device for param in group["params"]), None)
+        trial.param_groups, trial.state = [], defaultdict(dict)
+        for group in optimizer.param_groups:
+            device = next((param.device for param in group["params"]), None)
+            for lam in (0.0, 1.0):
                 weights.append(torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float32, device=device)))
-                copied.param_groups.append({**copy.deepcopy({**group, "params": []}), "params": weights[-1:]})
-                _set(copied.param_groups[-1], "lr", lr)
-                _set(copied.param_groups[-1], "weight_decay", lam)
-        for param in params:
+                trial.param_groups.append({**copy.deepcopy({**group, "params": []}), "params": weights[-1:]})
+                _set(trial.param_groups[-1], "lr", lr)
+                _set(trial.param_groups[-1], "weight_decay", lam)
+        for param in grads:
             param.grad = None  # protects the weights if the optimizer has a second list of parameters
         devices = [weight.device for weight in weights if weight.is_cuda]
         with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
@@ -206,13 +205,12 @@ def _decays_otherwise(optimizer: Optimizer) -> bool:
                 before = [weight.clone() for weight in weights]
                 for weight in weights:  # gradients along the weight or of size one would hide other kinds of decay
                     weight.grad = 3 * weight.new_tensor([1.0, -1.0]).repeat(4, 2)
-                type(copied).step(copied)
+                type(trial).step(trial)
     except Exception:
         return False  # it needs its usual training loop
     finally:
-        for param, grad in zip(params, grads, strict=True):
+        for param, grad in grads.items():
             param.grad = grad
     moves = [weight - old for weight, old in zip(weights, before, strict=True)]
-    half = len(weights) // 2
-    triples = zip(moves[:half], moves[half:], before[half:], strict=True)
+    triples = zip(moves[::2], moves[1::2], before[1::2], strict=True)
     return not all(torch.allclose(free - decayed, lr * old, rtol=0.02, atol=0) for free, decayed, old in triples)
