@@ -267,9 +267,7 @@ _INSTEAD = {
     "capturable": "capture only forward and backward; small steps replay as CUDA graphs automatically",
     "amsgrad": "AdamW here has no AMSGrad variant",
     "dampening": "use momentum_form='ema' for dampening equal to momentum",
-    "decoupled_weight_decay": "decay is always decoupled",
     "adjust_lr_fn": "it is called scale here, with the same values, except that spectral_unclamped is spectral",
-    "ef_decay": "it is called momentum here",
     "ns_coefficients": "register an orthogonalizer with your coefficients and name it in orthogonalizer=",
     **REMOVED,
 }
