@@ -25,7 +25,7 @@ from muonsw.work import Group, State
 _TINY = 1e-16
 
 
-class Grid(NamedTuple):
+class Tiling(NamedTuple):
     """A matrix cut into blocks of one shape; the last ones are padded with zeros."""
 
     down: int
@@ -34,12 +34,12 @@ class Grid(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, m: int, n: int, block_size: int) -> Grid:
+    def of(cls, m: int, n: int, block_size: int) -> Tiling:
         """The fewest equal blocks of at most `block_size` along each axis.
 
         Examples:
-            >>> Grid.of(1100, 300, 1024)
-            Grid(down=2, across=1, height=550, width=300)
+            >>> Tiling.of(1100, 300, 1024)
+            Tiling(down=2, across=1, height=550, width=300)
         """
         down, across = max(1, math.ceil(m / block_size)), max(1, math.ceil(n / block_size))
         return cls(down, across, math.ceil(m / down), math.ceil(n / across))
@@ -64,7 +64,7 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
     steps. While roots are zero, thus uninitialized, the graft is the direction.
     """
     (_, m, n), (beta1, beta2), moves = G.shape, group["betas"], state["moves"] + 1
-    grid = Grid.of(m, n, group["block_size"])
+    tiling = Tiling.of(m, n, group["block_size"])
     after = {"moves": moves, "exp_avg": state["exp_avg"].lerp(G, 1 - beta1)}
     graft = momentum = after["exp_avg"] / _correction(beta1, moves)
     if group["grafting"] == "adam":
@@ -72,7 +72,7 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
         root = (after["exp_avg_sq"] / _correction(beta2, moves)).sqrt()
         graft = momentum / (root + group["grafting_eps"])
     # Factors packed with their roots, which are recomputed every `precondition_frequency` steps.
-    blocks, roots = grid.cut(G), []
+    blocks, roots = tiling.cut(G), []
     beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
     gain = 1 - beta if beta < 1 else 1.0
     correction = _correction(beta, moves).repeat_interleave(len(blocks) // len(moves), 0)
@@ -85,12 +85,12 @@ def shampoo(group: Group, G: Tensor, state: State) -> tuple[Tensor, State]:
             packed = pack(factor, root)
         after[key] = packed.reshape(state[key].shape)
         roots.append(root)
-    direction, graft = roots[0] @ grid.cut(momentum) @ roots[1], grid.cut(graft)
+    direction, graft = roots[0] @ tiling.cut(momentum) @ roots[1], tiling.cut(graft)
     if group["grafting"] is not None:
         length = torch.linalg.matrix_norm(graft, keepdim=True)
         direction = direction * (length / (torch.linalg.matrix_norm(direction, keepdim=True) + _TINY))
     begun = roots[0][..., :1, :1] != 0  # a positive definite matrix has no zero on its diagonal
-    return grid.join(torch.where(begun, direction, graft), m, n), after
+    return tiling.join(torch.where(begun, direction, graft), m, n), after
 
 
 def _correction(beta: float, moves: Tensor) -> Tensor:
@@ -100,9 +100,9 @@ def _correction(beta: float, moves: Tensor) -> Tensor:
 
 def state(group: Group) -> Specs:
     def packed(m: int, n: int, side: str) -> tuple[int, int]:
-        grid = Grid.of(m, n, group["block_size"])
-        size: int = getattr(grid, side)
-        return grid.down * grid.across * size, size + 1
+        tiling = Tiling.of(m, n, group["block_size"])
+        size: int = getattr(tiling, side)
+        return tiling.down * tiling.across * size, size + 1
 
     return {
         "exp_avg": ELEMENTWISE,
