@@ -177,7 +177,7 @@ def time_members(name: str, matrices: Matrices, replay: bool) -> None:
             moved = last.detach() - start
             time = milliseconds(optimizer.step, warming=SETTLED + 3)
         if replay and not optimizer._replay._replays:
-            raise RuntimeError(f"steps were not replayed: {optimizer._replay.why_eager}")
+            raise RuntimeError(f"steps were not replayed: {optimizer._replay._failure}")
         return time, moved
 
     plain, _ = timed({})

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from muonsw import AdamWSW, MuonSW, NonFiniteGradientWarning, Telemetry, kernels, machine
 from muonsw.addons import replay
-from muonsw.addons.replay import PATIENCE, SETTLED, Replay, binding
+from muonsw.addons.replay import SETTLED, Replay, binding
 from muonsw.kernels import tables
 from muonsw.kernels.graphs import GradientReads
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
@@ -83,6 +83,10 @@ def bound(optimizer):
     return None if bindings is None else bindings[0]
 
 
+def different(one, other):
+    return [name for name, a, b in zip(one._fields, one, other, strict=True) if a != b]
+
+
 MATMUL = torch.backends.cuda.matmul
 
 # Changes of an optimizer, a parameter of its first group and its momentum, by the part of a binding that must differ.
@@ -121,7 +125,7 @@ def test_a_graph_is_bound_to_what_it_reads_and_writes(number):
     momentum = optimizer.state[param]["momentum_buffer"]
     alive = [param.data, param.grad, momentum.detach()]  # so that no address is used twice
     change(optimizer, param, momentum)
-    assert bound(optimizer).difference(before) == part
+    assert different(bound(optimizer), before) == [part]
     assert all(tensor.numel() for tensor in alive)
 
 
@@ -137,7 +141,7 @@ def test_a_graph_is_bound_to_which_gradients_are_aligned():
 
     assert moved_by(0, 0) == moved_by(4, 8)
     assert moved_by(0, 1) == moved_by(4, 1)
-    assert moved_by(0, 1).difference(moved_by(1, 0)) == "gradients"
+    assert different(moved_by(0, 1), moved_by(1, 0)) == ["gradients"]
 
 
 def test_a_graph_is_not_bound_to_rates_peaks_and_counters():
@@ -180,6 +184,11 @@ def test_steps_are_replayed_by_default_where_they_are_cpu_bound(monkeypatch, wai
     assert optimizer._replay.ready(optimizer) is None
 
 
+def on_a_gpu(batches):
+    return [batch._replace(device=torch.device("cuda", 0)) for batch in batches]
+
+
+@pytest.mark.filterwarnings("ignore:the scheduler cycles betas")
 @pytest.mark.parametrize(("algorithm", "reads_it"), [("muon", False), ("adamw", True)])
 def test_a_scheduler_that_cycles_the_first_beta_makes_steps_that_read_it_eager(algorithm, reads_it, monkeypatch):
     """OneCycleLR cycles it in all groups unless `cycle_momentum=False`."""
@@ -189,6 +198,8 @@ def test_a_scheduler_that_cycles_the_first_beta_makes_steps_that_read_it_eager(a
     assert Replay().pays(optimizer.param_groups)
     OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
     assert Replay().pays(optimizer.param_groups) != reads_it
+    reason = replay.supports(optimizer, on_a_gpu(make_plan(optimizer).batches))
+    assert ("cycle_momentum=False" in reason) == reads_it
     before = bound(optimizer)
     for group in optimizer.param_groups:
         group["betas"] = (0.87, *group["betas"][1:])
@@ -198,7 +209,7 @@ def test_a_scheduler_that_cycles_the_first_beta_makes_steps_that_read_it_eager(a
 def test_steps_that_torch_runs_are_refused_before_a_capture():
     optimizer, params = optimizer_on("cpu", orthogonalizer="exact")
     feed(params, 0)
-    work = [batch._replace(device=torch.device("cuda", 0)) for batch in make_plan(optimizer).batches]
+    work = on_a_gpu(make_plan(optimizer).batches)
     assert "torch operations" in replay.supports(optimizer, work)
     for batch in work:
         batch.group["orthogonalizer"] = "auto"
@@ -299,7 +310,6 @@ def test_each_of_several_sets_of_gradients_gets_its_graph(algorithm):
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
-@pytest.mark.filterwarnings("ignore:replay=True")
 def test_captures_are_rationed():
     """An option that changes right after every capture does not cause a capture every few steps."""
     optimizer, params = optimizer_on("cpu", "adamw", replay=True)
@@ -310,20 +320,6 @@ def test_captures_are_rationed():
         take_steps(optimizer, params, [step])
     assert len(optimizer._replay._graphs) == replay._REMEMBERED
     assert 0 <= optimizer._replay._captures - replay._FIRST_CAPTURES <= steps // replay._STEPS_FOR_A_CAPTURE
-
-
-@pytest.mark.usefixtures("graphs_on_cpus")
-def test_options_that_change_at_each_step_are_warned_of_once():
-    optimizer, params = optimizer_on("cpu", replay=True)
-
-    def step_with_momentum(numbers):
-        for step in numbers:
-            optimizer.param_groups[0]["momentum"] = 0.8 + 0.001 * step
-            take_steps(optimizer, params, [step])
-
-    with pytest.warns(UserWarning, match="options changed too often in 50 steps$"):
-        step_with_momentum(range(PATIENCE + 1))
-    step_with_momentum(range(PATIENCE + 1, PATIENCE + 10))  # warnings are errors
 
 
 @pytest.mark.usefixtures("graphs_on_cpus")
@@ -499,7 +495,7 @@ class TestOnAGPU:
             optimizer = MuonSW.for_model(model, lr=0.02, replay=True)
             scheduler = CosineAnnealingLR(optimizer, 100)
             batch = torch.randn(32, 64, device="cuda")
-            for _ in range(PATIENCE - 5):
+            for _ in range(45):
                 model(batch).square().mean().backward()
                 if not captured:
                     optimizer._replay._seen.clear()

@@ -54,9 +54,6 @@ _ROOMS = (2**13, 2**16, 2**20)
 # A capture waits for the device, so after the first few there is at most one in this many steps.
 _FIRST_CAPTURES, _STEPS_FOR_A_CAPTURE = 16, 50
 
-# Steps in a row without a replay after which the user is warned.
-PATIENCE = 50
-
 # A graph holds this memory, so it is just enough for products to fill a GPU: 24 matrices of 768 x 2048 have 504 tiles
 # in one triangle, and an H200 computes 264 at a time (with 16 matrices it idled for a third of the time).
 REPLAYED_CHUNK_BYTES = 9 * 2**24
@@ -72,10 +69,6 @@ class Binding(NamedTuple):
     parameters: tuple[Any, ...]
     state: tuple[Any, ...]
     options: tuple[Any, ...]
-
-    def difference(self, other: Binding) -> str:
-        pairs = zip(self._fields, self, other, strict=True)
-        return " and ".join(name for name, mine, theirs in pairs if mine != theirs)
 
 
 def binding(
@@ -168,8 +161,8 @@ class Replay:
         self._now: Binding | None = None
         self._places: tuple[int, ...] = ()  # of the gradients
         self._seen: list[tuple[Binding, int]] = []
-        self._captures = self._replays = self._steps_taken = self._steps_without = 0
-        self._failure = self._moving = ""
+        self._captures = self._replays = self._steps_taken = 0
+        self._failure = ""  # why steps cannot be captured
         self._counted: tuple[int, ...] = ()
         self._is_small = self._is_on = False
 
@@ -184,7 +177,6 @@ class Replay:
         if not self._is_on or (self._failure and not self._graphs):
             return None
         settings = (optimizer.nonfinite, optimizer.chunk_bytes, optimizer._counters.address)
-        before = self._now
         now, self._places = binding(groups, optimizer.state, settings) or (None, ())
         self._now = now
         self._chosen = next((graph for graph in self._graphs if graph.bound_to == now), None)
@@ -193,8 +185,6 @@ class Replay:
         if now is not None:
             # a graph of other parameters would keep them alive
             self._graphs = [graph for graph in self._graphs if graph.bound_to.parameters == now.parameters]
-            if before is not None and now != before:
-                self._moving = now.difference(before)
         return None
 
     def run(
@@ -205,9 +195,9 @@ class Replay:
             if not batches or not self._is_on:
                 return runner(optimizer, batches, contexts)
             reason = supports(optimizer, batches)
-            if optimizer.replay and (reason or self.why_eager):
-                message = f"replay=True: steps run eagerly, because {reason or self.why_eager}"
-                optimizer._counters.warn_once("not replayed", message)
+            if optimizer.replay and (reason or self._failure):
+                why = reason or f"the step cannot be captured: {self._failure}"
+                optimizer._counters.warn_once("not replayed", f"replay=True: steps run eagerly, because {why}")
             if reason:
                 return runner(optimizer, batches, contexts)
             # learning rate and decay of each batch, on the device; zero between steps
@@ -221,7 +211,6 @@ class Replay:
             torch._foreach_add_(self._scalars, [float(x) for ctx in contexts for x in (ctx.eta, ctx.phi)])
             if self._chosen is not None:
                 self._replays += 1
-                self._steps_without = 0
                 self.flag = self._chosen.flag
                 self._chosen.replay(self._places)
             else:
@@ -235,7 +224,6 @@ class Replay:
         self, optimizer: ScaledDecayOptimizer, batches: list[Batch], contexts: list[StepContext], runner: Runner
     ) -> None:
         """Take a step without a graph, on the same scalars: eagerly, or by capturing it first."""
-        self._steps_without += 1
         pairs = zip(self._scalars[::2], self._scalars[1::2], strict=True)
         contexts = [ctx._replace(eta=eta, phi=phi) for ctx, (eta, phi) in zip(contexts, pairs, strict=True)]
         if optimizer.replay is None and optimizer.chunk_bytes is None:
@@ -257,24 +245,13 @@ class Replay:
         """Whether replay is possible and faster, given that the first parameter is on a GPU."""
         if torch.version.hip is not None or not all(map(has_kernels_throughout, groups)):  # not tried on AMD's GPUs
             return False
-        if any("max_momentum" in g and "betas" in ALGORITHMS[g["algorithm"]].defaults for g in groups):
-            return False  # a scheduler cycles the first beta
+        if any(map(cycles_beta, groups)):
+            return False
         counts = tuple([len(group["params"]) for group in groups])
         if counts != self._counted:
             self._counted = counts
             self._is_small = elements([local(p) for group in groups for p in group["params"]]) < AUTOMATIC_BELOW
         return self._is_small and kernels.available(groups[0]["params"][0].device)
-
-    @property
-    def why_eager(self) -> str:
-        """Why eligible steps run eagerly; empty while it is too early to tell."""
-        if self._failure:
-            return f"the step cannot be captured: {self._failure}"
-        if self._steps_without < PATIENCE:
-            return ""
-        if self._now is None:
-            return "a parameter or a gradient has no address"
-        return f"{self._moving} changed too often in {PATIENCE} steps"
 
     def _settled(self) -> bool:
         """Whether enough steps had the current binding; counts this one."""
@@ -334,6 +311,11 @@ def has_kernels_throughout(group: Group) -> bool:
     )
 
 
+def cycles_beta(group: Group) -> bool:
+    """Whether a scheduler (OneCycleLR) changes a beta that the group's rule reads, which a graph bakes in."""
+    return "max_momentum" in group and "betas" in ALGORITHMS[group["algorithm"]].defaults
+
+
 def supports(optimizer: ScaledDecayOptimizer, batches: Sequence[Batch]) -> str:
     """Why a step of these batches cannot be replayed; empty if it can."""
     devices = {batch.device for batch in batches}
@@ -344,6 +326,8 @@ def supports(optimizer: ScaledDecayOptimizer, batches: Sequence[Batch]) -> str:
     for group in [batch.group for batch in batches]:
         if group["offload"]:
             return "offload=True copies state from the host and back"
+        if cycles_beta(group):
+            return "the scheduler cycles AdamW's first beta; pass cycle_momentum=False to it"
         if not has_kernels_throughout(group):
             return f"algorithm={group['algorithm']!r} with these options runs partly on torch operations"
     return ""
