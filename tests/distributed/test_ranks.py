@@ -107,6 +107,7 @@ DIFFERENCES = {
     "frozen parameter": (lambda o: o.param_groups[0]["params"][1].requires_grad_(False), "frozen: muon"),
     "chunk_bytes": (lambda o: setattr(o, "chunk_bytes", 512), "the optimizer: chunk_bytes=512"),
     "lr": (option(lr=0.01), "param group 1: lr=0.01"),
+    "betas": (option(betas=(0.8, 0.95)), "param group 1: betas=(0.8, 0.95)"),
     "peak_lr": (lambda o: o.set_peak_lr(0.25, group=1), "param group 1: peak_lr=0.25"),
     "scheduler's record": (option(initial_lr=0.125), "param group 1: initial_lr=0.125"),
     "unknown decay": (option(decay="constnat"), "param group 1: decay='constnat'"),
