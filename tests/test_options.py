@@ -41,7 +41,7 @@ OF_OTHER_CLASSES = [
     (AdamWSW, {"betas": 0.9}, "two numbers"),
     (AdamWSW, {"amsgrad": True}, "no AMSGrad variant"),
     (AdamWSW, {"momentum": 0.9}, "option of muon.*, not of adamw"),
-    (AdamWSW, {"state_dtype": "float16"}, "cannot hold"),
+    (MuonSW, {"state_dtype": "float16"}, "must be one of"),
     (SGDSW, {"nesterov": True}, "needs a momentum"),
 ]
 

@@ -137,11 +137,10 @@ def _name_in(table: Registry[Any]) -> Check:
     return check
 
 
-def _dtype(*more: str) -> Check:
+def _dtype(*names: str) -> Check:
     def stored(value: Any) -> str:
         return str(value).removeprefix("torch.")
 
-    names = (AUTO, *DTYPES, *more)
     return _check(f"one of {', '.join(names)}", lambda value: stored(value) in names, stored)
 
 
@@ -176,7 +175,7 @@ _COMMON: dict[str, tuple[Any, Check]] = {
     "peak_lr": (None, _peak_lr),
     "peak": ("group", _one_of("group", "base")),
     "lr_multiplier": (1.0, _number(1e-30)),
-    "state_dtype": (AUTO, _dtype(INT8)),
+    "state_dtype": (AUTO, _dtype(AUTO, "float64", "float32", "bfloat16", INT8)),
     "offload": (False, _flag),
     "rounding": ("stochastic", _one_of("stochastic", "nearest")),
     "maximize": (False, _flag),
@@ -234,7 +233,7 @@ CHECKS: dict[str, Check] = {
     "grafting_eps": _number(),
     "orthogonalizer": _name_in(ORTHOGONALIZERS),
     "ns_steps": _or_none(_whole(1, MOST_STEPS)),
-    "ns_dtype": _dtype(),
+    "ns_dtype": _dtype(AUTO, *DTYPES),
     "fraction": _number(0, 1, above=True),
     "block_period": _or_none(_whole(1)),
     "scale": _name_in(SHAPE_SCALES),

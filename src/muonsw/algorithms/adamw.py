@@ -93,19 +93,10 @@ def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: S
     return True
 
 
-def validate(group: Group, name: str, param: Tensor) -> None:  # noqa: ARG001
-    if group["state_dtype"] == "float16":
-        raise ValueError(
-            f"state_dtype='float16' cannot hold the average squared gradient of {name}: values below 6e-8 become zero, "
-            f"and the update divides by the root; use 'float32' or 'bfloat16'"
-        )
-
-
 ADAMW = Algorithm(
     defaults={"betas": (0.9, 0.95), "eps": 1e-8},
     state=lambda _: {"exp_avg": ELEMENTWISE, "exp_avg_sq": SQUARES, "step": COUNTER},  # torch's names
     update=update,
-    validate=validate,
     fused=fused,
     in_place=in_place,
 )
