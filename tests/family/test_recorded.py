@@ -28,7 +28,7 @@ def wide(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def follows(optimizer, params, grads, weights, **close):
+def assert_follows(optimizer, params, grads, weights, **close):
     """Check each recorded step: the gradients of all parameters, and the weights after it."""
     for step, after in zip(grads, weights, strict=True):
         for param, grad in zip(params, step, strict=True):
@@ -49,7 +49,7 @@ def test_members(name):
     theirs, close = data["source"]["options"], 1e-9 if name == "normuon" else 1e-6
     params = [nn.Parameter(wide(weight)) for weight in data["weights"]]
     optimizer = MuonSW(params, lr=theirs["lr"], weight_decay=theirs["weight_decay"], **OURS[name])
-    follows(optimizer, params, data["grads"], data["after"], rtol=0, atol=close * theirs["lr"])
+    assert_follows(optimizer, params, data["grads"], data["after"], rtol=0, atol=close * theirs["lr"])
 
 
 def test_lion():
@@ -58,7 +58,7 @@ def test_lion():
     params = [nn.Parameter(wide(weight)) for weight in first]
     optimizer = MuonSW([{"params": params, "algorithm": "lion"}], decay="constant", **data["options"])
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
-    follows(optimizer, params, data["grads"], weights, rtol=0, atol=1e-15)
+    assert_follows(optimizer, params, data["grads"], weights, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -69,7 +69,7 @@ def test_aurora(number):
     param = nn.Parameter(wide(first))
     options = {"orthogonalizer": "aurora", "scale": "original", "decay": "constant", "ns_dtype": "float64"}
     optimizer = MuonSW([param], lr=0.05, weight_decay=0.025, **options)
-    follows(optimizer, [param], [[g] for g in run["grads"]], [[w] for w in weights], rtol=0, atol=1e-11)
+    assert_follows(optimizer, [param], [[g] for g in run["grads"]], [[w] for w in weights], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -81,7 +81,7 @@ def test_dion2(number):
     group = {"params": [param], "algorithm": "dion2", "ns_dtype": "float64", "scale": "spectral"}
     group |= {"fraction": options["fraction"], "momentum": options["ef_decay"]}
     optimizer = MuonSW([group], decay="constant", lr=options["lr"], weight_decay=options["weight_decay"])
-    follows(optimizer, [param], [[g] for g in run["grads"]], [[w] for w in weights], rtol=0, atol=1e-13)
+    assert_follows(optimizer, [param], [[g] for g in run["grads"]], [[w] for w in weights], rtol=0, atol=1e-13)
     momentum = optimizer.state[param]["momentum_buffer"]
     torch.testing.assert_close(momentum, wide(run["momenta"][-1]), rtol=1e-14, atol=0)
 
