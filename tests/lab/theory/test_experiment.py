@@ -10,7 +10,6 @@ import torch
 from muonsw.lab.theory.experiment import HypothesisError, check_rates, robbins_monro
 from muonsw.lab.theory.matrix import clip_projection, muon_loss_floor, muon_norm_bounds
 from muonsw.lab.theory.muon import noise_floor
-from muonsw.lab.theory.noise_equilibrium import noise_equilibrium
 from muonsw.lab.theory.norm import constant_decay_norm_limit, next_norm, scaled_decay_norm_limit, steady_state_norm
 from muonsw.lab.theory.scalar import (
     constant_decay_fixed_point,
@@ -48,8 +47,6 @@ SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
         (strongly_convex_kappa, (0.5,), CONVEX, {}, "K1*eta + K2*eta^3 <= mu"),
         (noise_floor, (), FLOOR, {"sigma": -1.0}, "sigma >= 0"),
         (noise_floor, (), FLOOR, {"beta": 1.0}, "0 <= beta < 1"),
-        (noise_equilibrium, (), {"phi": 0.1, "beta": 0.9}, {"phi": 0.0}, "0 < phi <= 1"),
-        (noise_equilibrium, (), {"phi": 0.1, "beta": 0.9}, {"beta": 1.0}, "0 <= beta < 1"),
         (next_norm, (1.0,), STEP, {"phi": 1.5}, "0 <= phi <= 1"),
         (next_norm, (1.0,), STEP, {"a": 1.5}, "-1 <= a <= 1"),
         (steady_state_norm, (), STEP, {"phi": 0.0}, "phi > 0"),

@@ -21,7 +21,6 @@ INDIFFERENT = {
     | {f"tracking-settles-beta{beta}" for beta in ("0", "0.9")},
     "muon-deterministic": {"convex-gap"},
     "fixed-rate": {"fixed-rate-sgd", "fixed-rate-muon"},
-    "noise-equilibrium": {"muon-forgets"},
 }
 
 

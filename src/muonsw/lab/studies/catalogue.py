@@ -16,7 +16,7 @@ from muonsw.lab.studies.grid import HORIZON_TRANSFER, RULE_CHANGES, WIDTH_TRANSF
 from muonsw.lab.studies.main_table import DIAGNOSTICS, MAIN_TABLE, STEADY_STATE
 from muonsw.lab.studies.scales import MINI, NEVER, NO_DATA, at_width, lean, with_optimizer
 from muonsw.lab.studies.study import Study
-from muonsw.lab.theory import matrix, muon, noise_equilibrium, scalar, sgd
+from muonsw.lab.theory import matrix, muon, scalar, sgd
 from muonsw.lab.theory.schedule import peak_lr_for_horizon, warmup_steps_for_horizon
 from muonsw.lab.train.config import RunConfig, ScheduleConfig, preset_run
 
@@ -34,7 +34,6 @@ THEORY = Study(
         muon.MuonNoise(),
         muon.MuonDeterministic(),
         matrix.FixedRate(),
-        noise_equilibrium.NoiseEquilibrium(),
     ),
     picture=draw_convergence,
     notes={"": "Finite runs on these objectives agree with the theory, and cannot prove its limits."},
