@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from muonsw.lab.theory.experiment import HypothesisError, check_rates, robbins_monro
-from muonsw.lab.theory.matrix import clip_projection, muon_loss_floor, muon_norm_bounds
+from muonsw.lab.theory.matrix import muon_loss_floor, muon_norm_bounds
 from muonsw.lab.theory.muon import noise_floor
 from muonsw.lab.theory.norm import constant_decay_norm_limit, next_norm, scaled_decay_norm_limit, steady_state_norm
 from muonsw.lab.theory.scalar import (
@@ -38,7 +38,6 @@ SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
         (scaled_decay_error, (10,), HARMONIC, {"gamma": 1.0}, "a*gamma > 1"),
         (muon_norm_bounds, (1.0, [0.5, 11.0]), {"lam": 0.1}, {}, "eta*lambda <= 1"),
         (muon_loss_floor, ([1.0],), {"lam": 0.1}, {"lam": -0.1}, "lambda > 0"),
-        (clip_projection, (torch.eye(2), -1.0), {}, {}, "radius >= 0"),
         (stationarity_bound, ([0.3],), SMOOTH, {}, "eta <= 1/(4*L*rho)"),
         (sa_constant, (), RECURSION, {"gamma": 1.0}, "alpha*gamma > 1"),
         (sa_constant, (), RECURSION, {"t0": 1.0}, "alpha*eta <= 1"),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.linalg import matrix_norm
 
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.stats import Claim, Evidence, Source, at_least, at_most, mean_of, t_interval, within_share
+from muonsw.lab.stats import Claim, Evidence, Source, at_least, at_most, mean_of, t_interval
 from muonsw.lab.theory.chains import CONSTANT, SCALED, Chains, Experiment, gaussian
 from muonsw.lab.theory.experiment import Steps, check_rates, require, require_at_least, require_positive, robbins_monro
 
@@ -287,8 +287,7 @@ class MuonNoise(MuonRun):
         read_off = "the polar factor is exact to 2e-10; O is read off the weights, which costs |W| ulp/eta"
         smallest = min(float(path.margins.min()) for path in paths.values())
         claims.append(at_least("alignment", aligned, lemma, smallest, 0.0, Tolerance(1e-8, read_off)))
-        claims += [descent_claim(self, scaled), tracking_claim(self, scaled)]
-        return Evidence([*claims, *(settled_claim(self, paths[SCALED, beta, self.ranks[0]]) for beta in self.betas)])
+        return Evidence([*claims, descent_claim(self, scaled), tracking_claim(self, scaled)])
 
 
 def floor_claim(s: MuonNoise, beta: float, paths: Iterable[Trajectory]) -> Claim:
@@ -340,28 +339,6 @@ def tracking_claim(s: MuonNoise, paths: Iterable[Trajectory]) -> Claim:
     return at_most("tracking-bound", tracks, Source("Lemma D.3", ASSUMED), max(ratios), 1.0, sampling)
 
 
-def settled_claim(s: MuonNoise, path: Trajectory) -> Claim:
-    """For one momentum, the tracking error settles below the lemma's limit."""
-    half, beta, B = s.steps // 2, path.stack.beta, s.batches[0]
-    limit = tracking_error_limit(sigma=s.sigma, beta=beta, B=B)
-    settled = limit / (1.0 + beta)
-    sampling = s.sampling_error * math.sqrt((1.0 + beta**2) / (1.0 - beta**2))
-    size = math.sqrt(settled / path.stack.rank) or math.inf
-    drift = 2.0 * beta**2 * math.fsum(s.etas[half:]) / len(s.etas[half:]) / (size * (1.0 - beta**2))
-    measured = mean_of(s.by_batch(path.errors)[B][half:].square().mean(0))
-    independent = f"noise independent between steps, eta -> 0 (B={B}, r={path.stack.rank})"
-    statement = (
-        f"with beta {beta:g} and independent noise the squared tracking error settles at "
-        f"(1 - beta)/(1 + beta) sigma^2/B, below the lemma's limit {limit:g}"
-    )
-    because = (
-        "four standard errors, errors being correlated over 1/(1 - beta) steps, and the drift of W: a "
-        "step follows the error, which adds 2 beta^2 eta/(s (1 - beta^2)) for singular values of size s"
-    )
-    lemma, slack = Source("Lemma D.3, sharpened", independent), Tolerance(drift + sampling, because)
-    return within_share(f"tracking-settles-beta{beta:g}", statement, lemma, measured, settled, slack)
-
-
 @dataclass(frozen=True)
 class MuonDeterministic(MuonRun):
     """The quadratic for several momenta, and the pseudo-Huber loss `sum sqrt(1 + (W - A)^2) - 1`."""
@@ -391,18 +368,6 @@ class MuonDeterministic(MuonRun):
             late = float(weighted_mean(path.nuclear, self.etas, start=half).max())
             falls = f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step"
             claims.append(at_most(f"vanishes-beta{beta:g}", falls, theorem, late, bound, Tolerance(0.0, estimate)))
-
-        # The average over all steps falls slowly even when the gradient is gone.
-        nuclear = paths[f"{self.betas[-1]:g}"].nuclear
-        weights = nuclear.new_tensor(self.etas).unsqueeze(1)
-        sums, totals = (weights * nuclear).cumsum(0).mean(1), weights.cumsum(0).squeeze(1)
-        averages = sums / totals
-        ratio, predicted = float(averages[-1] / averages[half - 1]), float(totals[half - 1] / totals[-1])
-        harmonic = Source(theorem.reference, "harmonic schedule; the sum of eta |grad f|_* has converged")
-        slowly = "over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)"
-        limits = "so the statement about whole runs is out of reach of any run; the second half is what shows it"
-        added = Tolerance(0.01, "what the second half still adds to the sum")
-        claims.append(within_share("transient", slowly, harmonic, ratio, predicted, added, limits=limits))
         return Evidence(claims + convex_claims(paths["convex"], self))
 
 
