@@ -71,9 +71,7 @@ class Reproduce(ManyRuns):
         if not planned and self.cluster.cluster is not None:
             raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
         if self.dry_run and not planned:
-            count = counted(len(study.experiments), "experiment")
-            seconds = sum(experiment.cost for experiment in study.experiments)
-            say(console, f"{study.name}: {count}, about {seconds:.0f} s on one core; no training runs")
+            say(console, f"{study.name} trains nothing and takes minutes")
             return 0
         if self.dry_run:
             if self.tflops is not None and not self.tflops > 0:

@@ -282,9 +282,9 @@ FLAT, SHRINK = "nothing depends on the width", "Adam's lr/width, the paper's rul
 GROW = "one lr for all widths: its updates grow"
 # AdamW is noisier than Muon, so it gets more seeds.
 EXPERIMENTS = (
-    CoordinateCheck("adamw", f"AdamW under muP: {FLAT}", 18.0, seeds=8),
-    CoordinateCheck("muon-sqrt", f"Muon under muP with lr/sqrt(width): {FLAT}", 15.0, "muon", "sqrt", seeds=4),
-    CoordinateCheck("muon-adam", f"Muon under muP with {SHRINK}", 15.0, "muon", "adam", seeds=3),
-    CoordinateCheck("muon-none", f"Muon under muP with {GROW}", 15.0, "muon", "none", seeds=3),
-    CoordinateCheck("standard", "AdamW, standard parametrization: sizes and changes grow", 8.0, mup=False),
+    CoordinateCheck("adamw", f"AdamW under muP: {FLAT}", seeds=8),
+    CoordinateCheck("muon-sqrt", f"Muon under muP with lr/sqrt(width): {FLAT}", "muon", "sqrt", seeds=4),
+    CoordinateCheck("muon-adam", f"Muon under muP with {SHRINK}", "muon", "adam", seeds=3),
+    CoordinateCheck("muon-none", f"Muon under muP with {GROW}", "muon", "none", seeds=3),
+    CoordinateCheck("standard", "AdamW, standard parametrization: sizes and changes grow", mup=False),
 )

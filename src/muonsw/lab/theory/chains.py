@@ -36,7 +36,6 @@ class Experiment(ABC):
 
     name: str  # within the study
     title: str  # one line for lists
-    cost: float  # rough seconds; the longest starts first
 
     @abstractmethod
     def judge(self, generator: torch.Generator) -> Evidence:
@@ -51,7 +50,6 @@ class Experiment(ABC):
     def as_data(self) -> dict[str, Any]:
         """The name, the title and the settings."""
         fields = asdict(self)
-        del fields["cost"]
         return {"name": fields.pop("name"), "title": fields.pop("title"), "settings": fields}
 
 

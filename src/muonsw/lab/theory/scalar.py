@@ -106,7 +106,6 @@ class Scalar(Quadratic):
 
     name: str = "scalar"
     title: str = "scalar quadratic: constant decay stops short, scaled decay arrives, short schedules freeze"
-    cost: float = 7.0
     gamma: float = 2.0
     t0: float = 4.0
     steps: int = 30_000
@@ -130,7 +129,6 @@ class Scalar(Quadratic):
         settles = "SGD with constant decay settles at a c/(a + lambda), not at the minimizer c"
         costs = "the loss it settles at is a/2 (lambda c/(a + lambda))^2 above the minimum"
         arrives = "SGD with scaled decay approaches c up to lambda gamma t0 c/((a gamma - 1)(t + t0))"
-        limits = "a finite run shows the rate at which the error falls, not its limit"
         start = Tolerance(1e-6, "the start is forgotten like (t0/T)^(gamma (a + lambda)), 3e-9 here")
         squared = "an error of 1e-6 in w counts (a + lambda)/lambda times in w - c and twice in its square"
         doubled = Tolerance(2e-6 * (self.a + self.lam) / self.lam, squared)
@@ -138,7 +136,7 @@ class Scalar(Quadratic):
         claims = [
             within_share("constant-fixed-point", settles, proposition, settled, wbar, start),
             within_share("constant-loss-gap", costs, proposition, cost, gap, doubled),
-            within_share("scaled-error", arrives, corollary, left, error, leading, limits=limits),
+            within_share("scaled-error", arrives, corollary, left, error, leading),
         ]
         return Evidence([*claims, *(freeze_claim(self, p, starts) for p in self.freeze_exponents)])
 
@@ -149,7 +147,6 @@ class ScalarFigure(Quadratic):
 
     name: str = "scalar-figure"
     title: str = "scalar quadratic under eta0/(1 + t), many starts: the left panel of the figure"
-    cost: float = 24.0
     eta0: float = 0.9
     steps: int = 100_000
     points: int = 150
@@ -177,12 +174,11 @@ class ScalarFigure(Quadratic):
         corollary = Source("Figure 2 (left), Corollary 3.1", "sum eta = infinity, sum eta^2 < infinity")
         flattens = "left panel: constant decay flattens at its loss gap"
         falls = "left panel: scaled decay drives the loss towards zero"
-        limits = "the loss falls like t^(-2 a eta0); zero itself is out of reach of a finite run"
         start = "what the product of 1 - eta (a + lambda) leaves of the start, counted twice in the square"
         worst = Tolerance(1e-9, "the bound |e| <- (1 - a eta)|e| + q eta^2 |c| of the proof, from the worst start")
         claims = [
             within_share("figure-constant", flattens, left, flat, gap, Tolerance(1.01 * forgotten + 1e-9, start)),
-            at_most("figure-scaled", falls, corollary, lowest, bound, worst, limits=limits),
+            at_most("figure-scaled", falls, corollary, lowest, bound, worst),
         ]
         levels, times = {CONSTANT: gap}, [1 + t for t in steps]
         series = [Series(f"scalar/{rule}", rule, times, losses[rule].tolist(), levels.get(rule)) for rule in losses]
