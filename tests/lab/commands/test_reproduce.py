@@ -26,12 +26,10 @@ def test_a_study_is_run_written_and_printed(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     data = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
     claims = [claim for group in data["claims"].values() for claim in group]
-    assert data["claims_total"] == len(claims) > 10
-    assert data["claims_failed"] == data["claims_undecided"] == 0
+    assert len(claims) > 10
     assert data["seed"] == 0
     assert all(claim["verdict"] == "holds" for claim in claims)
     assert {"muonsw", "python", "torch", "cpu_cores"} <= set(data["environment"])
-    assert data["experiments"][0]["settings"]["lam"] == 0.1
     assert f"All {len(claims)} claims hold" in printed
     assert all(f"/{claim['id']}" in printed for claim in claims)
     for name in ("claims.json", "convergence.png", "convergence.svg"):
@@ -88,8 +86,7 @@ def test_the_command_runs_a_tiny_study_records_it_and_its_exit_code_tells_a_fail
     arguments = ["--out", str(tmp_path / "h"), "--workers", "1", "--device", "cpu", "--data", tokens()]
     assert main(["reproduce", "horizon-transfer", *arguments, "--record", str(tmp_path / "runs.jsonl")]) == 1
     data = json.loads((tmp_path / "h" / "claims.json").read_text(encoding="utf-8"))
-    assert data["claims_failed"] >= 2
-    assert data["claims"]["horizon-transfer"][0]["verdict"] == "fails"
+    assert [claim["verdict"] for claim in data["claims"]["horizon-transfer"]][:2] == ["fails", "fails"]
     assert len(list((tmp_path / "runs-cpu").iterdir())) == 2
     printed = " ".join(capsys.readouterr().out.split())
     assert "Each rule at its best" in printed

@@ -37,7 +37,6 @@ def test_the_page_says_how_many_runs_the_studies_of_the_paper_have(scale):
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_study_builds_runs_that_can_be_written_and_read_back(name, scale):
     study = TRAINED[name]
-    assert set(study.notes) <= set(study.scales) <= set(SCALES)
     if scale not in study.scales:
         return
     comparisons = study.comparisons(SCALES[scale])

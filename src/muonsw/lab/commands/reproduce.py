@@ -77,9 +77,7 @@ class Reproduce(ManyRuns):
             if self.tflops is not None and not self.tflops > 0:
                 raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
             usual = scale.workers if self.cluster.cluster is None else len(runs)
-            paragraph(console, f"{study.name}, scale {scale.name} ({scale.title}); {study.reference}")
-            if note := study.notes.get(scale.name):
-                paragraph(console, note)
+            paragraph(console, f"{study.name}, scale {scale.name} ({scale.title})")
             table = cost_table(study, scale, self.tflops or scale.tflops, self.workers or usual)
             print_table(console, table)
             return 0

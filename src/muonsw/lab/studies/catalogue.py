@@ -23,7 +23,6 @@ from muonsw.lab.train.config import RunConfig, ScheduleConfig, preset_run
 THEORY = Study(
     name="theory",
     title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
-    reference="section 3",
     experiments=(
         scalar.Scalar(),
         scalar.ScalarFigure(),
@@ -36,12 +35,10 @@ THEORY = Study(
         matrix.FixedRate(),
     ),
     picture=draw_convergence,
-    notes={"": "Finite runs on these objectives agree with the theory, and cannot prove its limits."},
 )
 COORDINATES = Study(
     name="coordinates",
     title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
-    reference=mup.REFERENCE,
     experiments=mup.EXPERIMENTS,
     picture=draw_coordinates,
 )

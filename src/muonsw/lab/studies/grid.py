@@ -32,7 +32,7 @@ from muonsw.lab.console import Cell, Column, Table, Value
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Source, at_least, at_most, below, from_means, over_seeds, within
 from muonsw.lab.studies.scales import SCALES, Scale, adamw_sweep, at_width
-from muonsw.lab.studies.study import Findings, Study
+from muonsw.lab.studies.study import Study
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
 BEYOND = Source("beyond the paper; claims written before the runs", "each rule at its best value")
@@ -220,28 +220,29 @@ def grid(
     cells: Callable[[Scale], Sequence[GridCell]],
     *,
     judge: Callable[[Sequence[GridCell], Results, Scale], list[Claim]] | None = None,
-    reference: str = BEYOND.reference,
     scales: tuple[str, ...] = ("mini",),
-    notes: Mapping[str, str] | None = None,
 ) -> Study:
     """A grid as a study; by default at the one size of docs/evidence.md."""
 
-    def findings(results: Results, scale: Scale) -> Findings:
-        known = [cell for cell in cells(scale) if cell.key in results]
-        if judge is None:
-            claims = [claim for cell in known for claim in judge_cell(cell, results[cell.key])]
-        else:
-            claims = judge(known, results, scale)
-        return Findings(claims, [grid_table(known, results)], grid_charts(known, results))
+    def known(results: Results, scale: Scale) -> list[GridCell]:
+        return [cell for cell in cells(scale) if cell.key in results]
+
+    def claims(results: Results, scale: Scale) -> list[Claim]:
+        if judge is not None:
+            return judge(known(results, scale), results, scale)
+        return [claim for cell in known(results, scale) for claim in judge_cell(cell, results[cell.key])]
+
+    def show(results: Results, scale: Scale) -> tuple[list[Table], list[Chart]]:
+        those = known(results, scale)
+        return [grid_table(those, results)], grid_charts(those, results)
 
     return Study(
         name=name,
         title=title,
-        reference=reference,
         comparisons=lambda scale: [cell.comparison(scale.seeds) for cell in cells(scale)],
-        judge=findings,
+        judge=claims,
+        show=show,
         scales=scales,
-        notes=notes or {},
     )
 
 
@@ -359,23 +360,12 @@ WIDTH_TRANSFER = grid(
     "muP: the best learning rate of AdamW at three widths",
     width_cells,
     judge=judge_widths,
-    reference=WIDTH_FIGURE.reference,
     scales=tuple(SCALES),
-    notes={
-        "cpu": "At so few tokens the best rate is set by the length of the run as much as by the model.",
-        "paper": "The paper does not print the decay of these runs; constant decay with lambda 0.1 is assumed.",
-    },
 )
 HORIZON_TRANSFER = grid(
     "horizon-transfer",
     "the best learning rate of AdamW against the horizon, and the cube-root rule",
     horizon_cells,
     judge=judge_horizons,
-    reference=HORIZON_FIGURE.reference,
     scales=tuple(SCALES),
-    notes={
-        "cpu": "The rule is the paper's for 5,000 to 20,000 steps; a tenth of so short a run is warmup.",
-        "mini": "The rule is the paper's for 5,000 to 20,000 steps.",
-        "paper": "The paper does not print its rates here; we take those of its width sweep.",
-    },
 )

@@ -23,9 +23,7 @@ from muonsw.lab.compare import (
     Comparison,
     Key,
     Results,
-    pair_outcome,
     paired,
-    pairs_table,
     same_total,
     steps_to_match,
 )
@@ -34,7 +32,7 @@ from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.stats import Claim, Source, above, at_least, at_most, below, over_seeds, within, within_share
 from muonsw.lab.studies.scales import SCALES, Scale
-from muonsw.lab.studies.study import Findings, Study
+from muonsw.lab.studies.study import Study
 from muonsw.lab.train.config import RunConfig
 
 GROUP = "scaled, group peak"
@@ -161,18 +159,6 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
     return claims
 
 
-def row_findings(results: Results, scale: Scale) -> Findings:
-    """The claims, and each form of scaled decay against its control."""
-    pairs = [
-        replace(pair_outcome(arms[control], arms[arm]), arm=f"{key}: {arm}")
-        for key, arms in results.items()
-        for arm, (_, _, control, *_) in FORMS.items()
-        if control in arms
-    ]
-    table = replace(pairs_table(pairs), name="control", title="Scaled decay against constant decay of the same total")
-    return Findings(judge_rows(results, scale), [table])
-
-
 # ---- The telemetry of the headline runs
 
 NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
@@ -294,41 +280,24 @@ def late_fit(seen: History) -> LateFits:
     return late_fits(seen) or LateFits(math.nan, math.nan, math.nan)
 
 
-RELAXED = (
-    "Runs are relaxation-matched: lambda is raised so that decay acts within a short run as it does in a long one, and "
-    "gains of the loss need not be the paper's."
-)
-NOTES = {
-    "cpu": f"{RELAXED} Lambda times learning rate times steps is 8.4 instead of the paper's 35. What cannot be "
-    "seen at this size: the steps saved, and limits of the norm.",
-    "mini": f"{RELAXED} Lambda times learning rate times steps is 35 at every width.",
-    "paper": "Nothing is scaled; above width 256 scaled decay is run with both readings of eta_max, each beside "
-    "constant decay of the same total, which the paper does not have.",
-}
 MAIN_TABLE = Study(
     name="main-table",
     title="constant against scaled decay at every width, both readings of eta_max, and controls of the same total",
-    reference=paper.TABLE,
     comparisons=lambda scale: [row(scale, width) for width in scale.rows],
-    judge=row_findings,
+    judge=judge_rows,
     scales=tuple(SCALES),
-    notes=NOTES,
 )
 STEADY_STATE = Study(
     name="steady-state",
     title="the steady-state figure: alignment, and the norm next to its target and its recursion",
-    reference=paper.STEADY,
     comparisons=sampled_row,
-    judge=lambda results, scale: Findings(judge_steady_state(results, scale)),
+    judge=judge_steady_state,
     scales=tuple(SCALES),
-    notes=NOTES,
 )
 DIAGNOSTICS = Study(
     name="diagnostics",
     title="the three diagnostic figures: orthogonality, gradient and momentum, late alignment",
-    reference="appendix with additional data",
     comparisons=sampled_row,
-    judge=lambda results, scale: Findings(judge_diagnostics(results, scale)),
+    judge=judge_diagnostics,
     scales=tuple(SCALES),
-    notes=NOTES,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,11 +46,6 @@ class Experiment(ABC):
         digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
         number = int.from_bytes(digest[:8], "big") >> 1  # the same on every machine
         return self.judge(torch.Generator().manual_seed(number))
-
-    def as_data(self) -> dict[str, Any]:
-        """The name, the title and the settings."""
-        fields = asdict(self)
-        return {"name": fields.pop("name"), "title": fields.pop("title"), "settings": fields}
 
 
 class Chains:
