@@ -72,9 +72,9 @@ def test_an_unwritable_folder_is_refused_before_the_work(tmp_path):
 @pytest.mark.parametrize(("name", "scale"), [("regret", "mini"), ("width-transfer", "paper")])
 def test_a_dry_run_prints_the_cost_and_trains_nothing(name, scale, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", name, "--scale", scale, "--dry-run", "--tflops", "7"]) == 0
+    assert main(["reproduce", name, "--scale", scale, "--dry-run", "--workers", "7"]) == 0
     text = capsys.readouterr().out
-    assert "7 TFLOP/s" in text
+    assert "7 runs at a time" in text
     total = next(line for line in text.splitlines() if line.startswith("all, shared runs once"))
     assert f" {cost(STUDIES[name].runs(SCALES[scale])).runs} " in total
     assert list(tmp_path.iterdir()) == []

@@ -44,8 +44,6 @@ class Reproduce(ManyRuns):
     """cpu (the default) for a laptop, mini for up to an hour on one GPU, paper for the paper's own configuration."""
     dry_run: Flag = False
     """Print runs, tokens, FLOPs and hours, and train nothing."""
-    tflops: Annotated[float | None, unset(metavar="X")] = None
-    """TFLOP/s that one run sustains, to estimate hours. Default: a guess for the scale."""
     data: Annotated[Path | None, unset(metavar="DIR")] = None
     """Prepared tokens. Default: the Python standard library, in out/data. Scale paper needs GPT-2 tokens."""
     out: Annotated[Path | None, unset(metavar="DIR")] = None
@@ -74,12 +72,8 @@ class Reproduce(ManyRuns):
             say(console, f"{study.name} trains nothing and takes minutes")
             return 0
         if self.dry_run:
-            if self.tflops is not None and not self.tflops > 0:
-                raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
-            usual = scale.workers if self.cluster.cluster is None else len(runs)
             paragraph(console, f"{study.name}, scale {scale.name} ({scale.title})")
-            table = cost_table(study, scale, self.tflops or scale.tflops, self.workers or usual)
-            print_table(console, table)
+            print_table(console, cost_table(study, scale, self.workers or (len(runs) if self.cluster.cluster else 1)))
             return 0
 
         name = self.name.replace("/", "-")
@@ -130,12 +124,12 @@ def list_studies(console: Console) -> None:
     say(console, "the cost of a study: muonsw reproduce NAME --scale SCALE --dry-run")
 
 
-def cost_table(study: Study, scale: Scale, tflops: float, workers: int) -> Table:
+def cost_table(study: Study, scale: Scale, workers: int) -> Table:
     """One row for each comparison, and their sum."""
 
     def numbers(total: Cost) -> tuple[Value, ...]:
-        hours = total.hours(tflops, workers)
-        text = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 1 else f"{hours:.2g}"
+        hours = total.hours(scale.tflops, workers)
+        text = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
         return total.runs, amount(total.tokens), f"{total.flops:.3g}", text
 
     columns = [Column("comparison"), Column("arms")]
@@ -148,7 +142,7 @@ def cost_table(study: Study, scale: Scale, tflops: float, workers: int) -> Table
         rows.append((*settings, *numbers(cost(comparison.configs()))))
     rows.append(("all, shared runs once", "", None, None, *numbers(cost(study.runs(scale)))))
     note = (
-        f"Hours at {tflops:g} TFLOP/s sustained by each run, {counted(workers, 'run')} at a time. Studies of one scale "
-        "share their runs: a completed run is not trained again."
+        f"Hours at an assumed {scale.tflops:g} TFLOP/s in each run, {counted(workers, 'run')} at a time. "
+        "Studies of one scale share their runs: a completed run is not trained again."
     )
     return Table("cost", "Cost", columns, rows, note)

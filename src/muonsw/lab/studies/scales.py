@@ -34,8 +34,7 @@ class Scale:
     rates: tuple[float, ...]  # of the sweep, ascending
     horizons: tuple[int, ...]  # of the sweep, in steps, ascending
     seeds: int  # of every arm
-    tflops: float  # 1e12 FLOPs per second sustained by one run; an estimate for planning
-    workers: int = 1  # parallel runs assumed by planning
+    tflops: float  # 1e12 FLOPs per second sustained by one run; a guess for `--dry-run`
     near_best: tuple[float, ...] = ()  # further lambdas of the main table, as multiples of its own
     # Steps between telemetry samples in the studies of telemetry; None keeps that of the rows.
     sampled_every: int | None = None
@@ -132,7 +131,6 @@ CPU = Scale(
     horizons=(120, 240, 480),
     seeds=3,
     tflops=0.05,
-    workers=2,
 )
 
 SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)}
