@@ -59,9 +59,9 @@ def test_small_studies_stay_within_their_promise(scale):
 
 
 def test_studies_share_their_runs():
-    table = set(STUDIES["main-table"].runs(CPU))
-    for name in ("steady-state", "diagnostics"):
-        assert set(STUDIES[name].runs(CPU)) <= table, name
+    for scale in SCALES.values():
+        for name in ("steady-state", "diagnostics"):
+            assert set(STUDIES[name].runs(scale)) <= set(STUDIES["main-table"].runs(scale)), (name, scale.name)
     # The width sweep at the width of the horizons is one of the horizons.
     widths, horizons = (set(STUDIES[name].runs(CPU)) for name in ("width-transfer", "horizon-transfer"))
     assert len(widths & horizons) == len(CPU.rates) * CPU.seeds

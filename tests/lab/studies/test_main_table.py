@@ -157,7 +157,7 @@ def test_the_same_runs_serve_both_studies_and_their_figures(tmp_path):
         assert all("one seed" in claim.limits for claim in claims)
         assert "One seed" in report.sentence
     assert len(list((tmp_path / "runs").iterdir())) == 2
-    judged = main_table.judge_steady_state(train(main_table.sampled_row(scale)), scale)
+    judged = main_table.judge_steady_state(train(main_table.headline_row(scale)), scale)
     recursion = {claim.id: claim for claim in judged}["constant-recursion"]
     # Every step was sampled, so the recursion is exact up to the first step's norm and rounding.
     assert recursion.measured == pytest.approx(1.0, rel=1e-3)

@@ -44,7 +44,7 @@ def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_
 def test_equal_runs_are_one_job_and_different_data_or_settings_another(tmp_path):
     place, scale = by_settings(tmp_path, Path(tokens()), "cpu"), tiny_scale()
     table = STUDIES["main-table"].comparisons(scale)
-    jobs = jobs_of([*main_table.sampled_row(scale), *table], place)
+    jobs = jobs_of([*main_table.headline_row(scale), *table], place)
     assert len(jobs) == len(jobs_of(table, place)) == (3 + 5) * 2
     assert len({job.name for job in jobs.values()}) == len(jobs)
     first = table[0]

@@ -245,7 +245,7 @@ def best_rules() -> list[GridCell]:
 
 def gradient_growth() -> list[GridCell]:
     """AdamW and Muon without clipping at three peak rates, sampled often; lambda as in the main table."""
-    run = replace(MINI.rows[128], telemetry_every=10)
+    run = MINI.rows[128]
     with_muon = with_optimizer(run, peak="group", clip=0.0)
     # At the peak, AdamW decays as much per step as Muon.
     lam = float(f"{run.optimizer.weight_decay * run.optimizer.lr / ADAMW_RATE:.3g}")

@@ -80,11 +80,10 @@ def row(scale: Scale, width: int) -> Comparison:
     return Comparison(Key(width=width), run, tuple(arms), tuple(range(scale.seeds)))
 
 
-def sampled_row(scale: Scale) -> list[Comparison]:
-    """Both rules at the width of the figures, with telemetry as frequent as the scale says."""
+def headline_row(scale: Scale) -> list[Comparison]:
+    """Both rules at the width of the figures."""
     headline = row(scale, scale.headline)
-    base = replace(headline.base, telemetry_every=scale.sampled_every or headline.base.telemetry_every)
-    return [replace(headline, base=base, arms=tuple(arm for arm in headline.arms if arm.name in RULES))]
+    return [replace(headline, arms=tuple(arm for arm in headline.arms if arm.name in RULES))]
 
 
 def judge_rows(results: Results, scale: Scale) -> list[Claim]:
@@ -290,14 +289,14 @@ MAIN_TABLE = Study(
 STEADY_STATE = Study(
     name="steady-state",
     title="the steady-state figure: alignment, and the norm next to its target and its recursion",
-    comparisons=sampled_row,
+    comparisons=headline_row,
     judge=judge_steady_state,
     scales=tuple(SCALES),
 )
 DIAGNOSTICS = Study(
     name="diagnostics",
     title="the three diagnostic figures: orthogonality, gradient and momentum, late alignment",
-    comparisons=sampled_row,
+    comparisons=headline_row,
     judge=judge_diagnostics,
     scales=tuple(SCALES),
 )

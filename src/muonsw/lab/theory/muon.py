@@ -251,12 +251,6 @@ class MuonNoise(MuonRun):
         """Split the chains of a stack, the last axis, by batch size."""
         return dict(zip(self.batches, values.chunk(len(self.batches), dim=-1), strict=True))
 
-    @property
-    def sampling_error(self) -> float:
-        """Four relative standard errors of a mean square over half a run of the smallest matrices."""
-        elements = 2 * min(self.ranks) ** 2
-        return 4.0 * math.sqrt(2.0 / (elements * self.chains * self.steps / 2.0))
-
     def judge(self, generator: torch.Generator) -> Evidence:
         """Test scaled decay over the whole grid, and constant decay at the largest momentum for contrast."""
         stacks = dict[tuple[str, float, int], Stack]()
@@ -332,8 +326,9 @@ def tracking_claim(s: MuonNoise, paths: Iterable[Trajectory]) -> Claim:
             bounds = tracking_error_bounds(s.etas, grad_start=start, B=B, r=path.stack.rank, bound=bound, **constants)
             ratios.append(float(errors.square().mean(1).sum()) / math.fsum(bounds))
     tracks = "the mean squared tracking error is under its bound, summed over the run (largest ratio of the grid)"
-    equal = "with beta = 0 both sides are equal in expectation; four standard errors of the sample mean"
-    sampling = Tolerance(s.sampling_error, equal)
+    elements = 2 * min(s.ranks) ** 2  # of the smallest matrices; over half a run
+    error = 4.0 * math.sqrt(2.0 / (elements * s.chains * s.steps / 2.0))
+    sampling = Tolerance(error, "with beta = 0 both sides are equal in expectation; four relative standard errors")
     return at_most("tracking-bound", tracks, Source("Lemma D.3", ASSUMED), max(ratios), 1.0, sampling)
 
 
