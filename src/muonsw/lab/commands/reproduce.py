@@ -64,8 +64,6 @@ class Reproduce(ManyRuns):
         self.cluster.check(self.device)
         study, scale = self._study()
         planned, runs = study.comparisons(scale), study.runs(scale)
-        if not planned and self.scale is not None:
-            say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
         if not planned and self.cluster.cluster is not None:
             raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
         if self.dry_run and not planned:

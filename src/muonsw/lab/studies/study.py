@@ -198,13 +198,7 @@ class Study:
                 for run in members
             ]
             page = write_report(
-                folder / PAGE,
-                self.title,
-                runs,
-                verdict=sentence,
-                claims=claims,
-                tables=tables,
-                figures=charts,
+                folder / PAGE, self.title, runs, verdict=sentence, claims=claims, tables=tables, figures=charts
             )
             paths.append(page)
         return Conclusion(sentence, tables, paths, seconds, claims)
