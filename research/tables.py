@@ -539,8 +539,6 @@ def facts():
     peaks = [" and ".join(shown(paired(group[1], base[arm])) for base, group in forms) for arm in (1, 2)]
     tenth = near(of("main-table", width=256, decay="constant"), "weight_decay", 0.219)
     (adamw,) = settings("adamw-lambda", steps=6_400).values()
-    at = {lam: [select(adamw, decay=rule, weight_decay=lam) for rule in RULES] for lam in (0.08, 0.16)}
-    lower = [shown(paired(*arms)) for arms in at.values()]
     pairs = defaultdict(dict)
     for row in (row for row in of("adamw gradient-growth", algorithm="adamw") if "optimizer.unnormalized" not in row):
         pairs[row["width"], row["lr"], row["weight_decay"], row["seed"]][row["decay"]] = row["final_loss"]
@@ -567,8 +565,6 @@ def facts():
         "a tenth of lambda": shown(paired(arms[BASE_256][1], tenth)),
         "AdamW, tuned": f"scaled minus constant decay is {shown(gap(adamw))}",
         "AdamW, totals": " and ".join(f"{geometric(best_totals(adamw, rule))} under {rule}" for rule in RULES),
-        "AdamW, steps": percent(steps_saved(*at[0.08])),
-        "AdamW, lower": f"ends {lower[0]} and {lower[1]} lower",
         "best lambda": f"factor of {best_lambdas[400, 'constant'] / best_lambdas[25_600, 'constant']:.0f} ",
         "best totals": " and ".join(
             f"{min(values):.2f} to {max(values):.2f} under {rule}" for rule, values in totals.items()
