@@ -17,7 +17,7 @@ INDIFFERENT = {
     "sgd-nonconvex": {"descent-inequality"},
     "sgd-strongly-convex": {"recursion-bound"},
     "muon-noise": {"alignment", "descent-inequality", "tracking-bound"},
-    "muon-deterministic": {"convex-gap"},
+    "muon-deterministic": set(),
     "fixed-rate": {"fixed-rate-sgd", "fixed-rate-muon"},
 }
 
