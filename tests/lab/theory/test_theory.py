@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from muonsw.lab.theory.chains import Chains
-from muonsw.lab.theory.experiment import HypothesisError
+from muonsw.lab.theory.hypotheses import HypothesisError
 from tests.lab.small_experiments import SMALL, outcome
 
 # What does not depend on which rule is which: facts about recursions, and inequalities that hold for any bounded path.

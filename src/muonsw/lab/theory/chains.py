@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from muonsw import SGDSW, MuonSW, decay_factor
 from muonsw.lab.stats import Evidence
-from muonsw.lab.theory.experiment import require_positive
+from muonsw.lab.theory.hypotheses import require_positive
 from muonsw.optimizer import ScaledDecayOptimizer
 
 CONSTANT, SCALED = RULES = ("constant", "scaled")

@@ -20,7 +20,7 @@ from torch.linalg import matrix_norm
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_least, at_most, within, within_share
 from muonsw.lab.theory.chains import CONSTANT, RULES, SCALED, Chains, gaussian, log_spaced
-from muonsw.lab.theory.experiment import Steps, check_rates, require, require_at_least, require_positive
+from muonsw.lab.theory.hypotheses import Steps, check_rates, require, require_at_least, require_positive
 from muonsw.lab.theory.muon import HOVERING, POLAR, MuonRun, Stack, descend, hover_loss, spectral_norm, weighted_mean
 
 

@@ -21,7 +21,7 @@ from torch.linalg import matrix_norm
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Source, at_least, at_most, mean_of, t_interval
 from muonsw.lab.theory.chains import CONSTANT, SCALED, Chains, Experiment, gaussian
-from muonsw.lab.theory.experiment import Steps, check_rates, require, require_at_least, require_positive, robbins_monro
+from muonsw.lab.theory.hypotheses import Steps, check_rates, require, require_at_least, require_positive, robbins_monro
 
 # The orthogonalizer `exact` agrees with the SVD to 2e-10, so a polar factor's norm may exceed 1 by that much.
 POLAR = Tolerance(1e-9, "the polar factor is exact to 2e-10")

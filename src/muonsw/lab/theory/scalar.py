@@ -16,7 +16,7 @@ from torch import Tensor
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_most, within_share
 from muonsw.lab.theory.chains import CONSTANT, RULES, SCALED, Chains, Experiment, farthest, gaussian, log_spaced
-from muonsw.lab.theory.experiment import (
+from muonsw.lab.theory.hypotheses import (
     Number,
     Steps,
     check_rates,

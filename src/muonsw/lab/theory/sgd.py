@@ -19,7 +19,7 @@ from torch import Tensor
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Source, at_most, covered, log_log_slope, mean_of, within_share
 from muonsw.lab.theory.chains import CONSTANT, RULES, SCALED, Chains, Experiment, gaussian, log_spaced
-from muonsw.lab.theory.experiment import (
+from muonsw.lab.theory.hypotheses import (
     ROUNDING,
     Steps,
     check_rates,

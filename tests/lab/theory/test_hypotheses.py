@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from muonsw.lab.theory.experiment import HypothesisError, check_rates, robbins_monro
+from muonsw.lab.theory.hypotheses import HypothesisError, check_rates, robbins_monro
 from muonsw.lab.theory.matrix import muon_loss_floor, muon_norm_bounds
 from muonsw.lab.theory.muon import noise_floor
 from muonsw.lab.theory.norm import constant_decay_norm_limit, next_norm, scaled_decay_norm_limit, steady_state_norm
