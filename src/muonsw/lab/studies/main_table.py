@@ -41,7 +41,7 @@ BEYOND = "beyond the paper"
 SMALLER = "a short run with raised lambda: its gain need not be the paper's"
 SAME_RUNS = "the same weights and batches for every arm"
 SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
-LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
+NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
 # Smaller differences of norms do not count, even if significant.
 MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie above a hundredth: less is no movement")
 SAME_TOTAL = Source(BEYOND, "the same weights, batches, learning rate and total decay")
@@ -116,7 +116,7 @@ def lower_loss(
 ) -> Claim:
     """An arm ends at a lower validation loss than the baseline, paired by seed."""
     differences = over_seeds(paired(arm, baseline, lambda run: run.final_loss))
-    return below(id, statement, source, differences, 0.0, LOWER, limits=limits)
+    return below(id, statement, source, differences, 0.0, NEGATIVE, limits=limits)
 
 
 def larger_norm(id: str, statement: str, source: Source, arm: Sequence[Run], baseline: Sequence[Run]) -> Claim:
@@ -160,7 +160,6 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
 
 # ---- The telemetry of the headline runs
 
-NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
 STEADY_FIGURE = Source(paper.STEADY, SAME_RUNS)
 DEFECT_FIGURE = Source("appendix, figure on Newton-Schulz", SAME_RUNS)
 GRADIENT_FIGURE = Source("appendix, figure on gradient and momentum", SAME_RUNS)

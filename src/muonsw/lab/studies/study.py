@@ -205,11 +205,14 @@ class Study:
 
 
 def usable_results(planned: Sequence[Comparison], results: Results) -> Results:
-    """Drop diverged runs of paired comparisons, and pairs without an arm; a sweep counts a diverged run as worst."""
+    """Keep the seeds that every arm of a paired comparison completed; a sweep counts a diverged run as worst."""
     usable = {}
     for comparison in planned:
         arms = results[comparison.key]
-        arms = {name: completed(runs) for name, runs in arms.items()} if comparison.paired else arms
+        if comparison.paired:
+            done = ({run.seed for run in completed(runs)} for runs in arms.values())
+            shared = set(comparison.seeds).intersection(*done)
+            arms = {name: [run for run in runs if run.seed in shared] for name, runs in arms.items()}
         if all(arms.values()):
             usable[comparison.key] = arms
     return usable
@@ -224,6 +227,8 @@ def caveats(planned: Sequence[Comparison], outcomes: Mapping[Key, Outcome]) -> I
         if arm.diverged
     ]
     if lost:
-        yield f"{'; '.join(lost)}: claims are about the runs that were completed."
+        paired = planned[0].paired
+        judged = "claims are about the seeds that every arm completed" if paired else "counted as worst in the sweep"
+        yield f"{'; '.join(lost)}: {judged}."
     if planned and max(len(comparison.seeds) for comparison in planned) == 1:
         yield "One seed per arm gives no error bar."
