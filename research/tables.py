@@ -1,6 +1,6 @@
 """Make the tables and figures of docs/evidence.md and research/tables.md from research/runs.jsonl.
 
-    python research/tables.py    # rewrites the tables of both pages, research/means.csv and the figures
+    python research/tables.py    # rewrites the tables of both pages and the figures
 
 A test fails if they differ from the records.
 A row of runs.jsonl is a run: its settings, seed, losses, norms, total decay (the sum of phi), and sampled curves.
@@ -23,7 +23,7 @@ from muonsw.lab.studies.grid import best_of_means as best
 from muonsw.lab.theory.norm import NormHistory, predict_norms
 
 HERE = Path(__file__).parent
-PAGE, MORE, MEANS = HERE.parent / "docs/evidence.md", HERE / "tables.md", HERE / "means.csv"
+PAGE, MORE = HERE.parent / "docs/evidence.md", HERE / "tables.md"
 ASSETS = HERE.parent / "docs/assets"
 ROWS = [json.loads(line) for line in (HERE / "runs.jsonl").read_text("utf-8").splitlines()]
 RULES = ("constant", "scaled")
@@ -249,19 +249,6 @@ def tuned_table():
         yield [kind, len(gaps), f"{min(gaps):+.3f} to {max(gaps):+.3f}", shown(gaps, 4, "+"), beyond]
 
 
-def adamw_table():
-    """AdamW at six lambdas."""
-    yield ["AdamW, width 128, 6,400 steps", "lambda", "total decay", "loss", "cost of the largest lambda"]
-    for rows in settings("adamw-lambda", steps=6400).values():
-        for rule in RULES:
-            losses = by(rows, rule=rule)
-            mark = "*" * at_edge(losses)
-            numbers = [f"{vertex(losses):.3g}{mark}", f"{best_total(rows, rule):.2f}{mark}"]
-            numbers += [f"{np.mean(at_best(losses)):.4f}", shown(losses[max(losses)] - at_best(losses))]
-            yield [f"{rule}, best lambda", *numbers]
-        yield ["scaled minus constant, each at its best", None, None, shown(gap(rows), 3, "+"), None]
-
-
 def length_table():
     heads = ["run", "epochs", "best lambda, constant", "its total", "cost of the largest"]
     yield [*heads, "best lambda, scaled", "its total", "cost of the largest", "the largest"]
@@ -381,15 +368,6 @@ def family_table():
         yield [name + mark, shown(ends["scaled"] - ends["constant"], 3, "+"), *minus_muon, state]
 
 
-def repeated_table():
-    yield ["16 epochs of 1.6M tokens", "best lambda", "loss", "minus constant decay"]
-    rows = of("repeated-text")
-    for rule, words in (("constant", "constant"), ("scaled", "scaled"), ("piecewise", "falling, then rising")):
-        losses = by(rows, rule=rule)
-        difference = None if rule == "constant" else shown(gap(rows, rule), 3, "+")
-        yield [words, f"{best(losses):g}{'*' * at_edge(losses)}", shown(at_best(losses)), difference]
-
-
 def schedule_table():
     yield ["schedule", "best total, constant", "best total, scaled", "scaled minus constant"]
     for rows in settings("schedules").values():
@@ -408,25 +386,6 @@ def recursion(row):
     names = ("step", "weight_rms", "update_rms", "decay", "alignment_update")
     step, r, s, phi, a = (np.array(row[f"decayed.{name}"], dtype=float) for name in names)
     return step, r, predict_norms(NormHistory.of(step, r=r, s=s, phi=phi, a=a)).numpy()
-
-
-def dynamics_table():
-    heads = ["width 256", "end norm (RMS)", "of the highest", "recursion / observed", "late cos(weight, update)"]
-    yield [*heads, "cos(weight, gradient)", "size of Muon's direction"]
-    for rule in RULES:
-        columns = defaultdict(list)
-        for row in of("steady-state", decay=rule):
-            step, lr = (np.array(row[f"decayed.{name}"], dtype=float) for name in ("step", "lr"))
-            late = step > step[-1] - 0.133 * (step[-1] - step[0])
-            falling = np.arange(len(step)) >= np.flatnonzero(lr >= lr.max() * (1 - 1e-9))[-1]
-            _, seen, predicted = recursion(row)
-            columns["norm"].append(row["end_norm"])
-            columns["share"].append(row["end_norm"] / row["highest_norm"])
-            columns["ratio"].append(predicted[-1] / seen[-1])
-            columns["late"].append(median(row, "decayed", "alignment_update", late))
-            for name in ("alignment_gradient", "defect"):
-                columns[name].append(median(row, "decayed", name, falling))
-        yield [rule, *(shown(columns[name], 3) for name in columns)]
 
 
 def growth(row):
@@ -538,12 +497,9 @@ TABLES = {
     "prices": price_table,
     "lengths": length_table,
     "scaling": scaling_table,
-    "adamw": adamw_table,
     "rules": rules_table,
     "family": family_table,
-    "repeated": repeated_table,
     "schedules": schedule_table,
-    "dynamics": dynamics_table,
     "gradients": gradient_table,
     "rates": rate_table,
     "tasks": task_table,
@@ -583,8 +539,6 @@ def facts():
     peaks = [" and ".join(shown(paired(group[1], base[arm])) for base, group in forms) for arm in (1, 2)]
     tenth = near(of("main-table", width=256, decay="constant"), "weight_decay", 0.219)
     (adamw,) = settings("adamw-lambda", steps=6_400).values()
-    at = {lam: [select(adamw, decay=rule, weight_decay=lam) for rule in RULES] for lam in (0.08, 0.16)}
-    lower = [shown(paired(*arms)) for arms in at.values()]
     pairs = defaultdict(dict)
     for row in (row for row in of("adamw gradient-growth", algorithm="adamw") if "optimizer.unnormalized" not in row):
         pairs[row["width"], row["lr"], row["weight_decay"], row["seed"]][row["decay"]] = row["final_loss"]
@@ -609,9 +563,8 @@ def facts():
         "peaks": peaks[0],
         "peaks, same total": peaks[1],
         "a tenth of lambda": shown(paired(arms[BASE_256][1], tenth)),
+        "AdamW, tuned": f"scaled minus constant decay is {shown(gap(adamw))}",
         "AdamW, totals": " and ".join(f"{geometric(best_totals(adamw, rule))} under {rule}" for rule in RULES),
-        "AdamW, steps": percent(steps_saved(*at[0.08])),
-        "AdamW, lower": f"ends {lower[0]} and {lower[1]} lower",
         "best lambda": f"factor of {best_lambdas[400, 'constant'] / best_lambdas[25_600, 'constant']:.0f} ",
         "best totals": " and ".join(
             f"{min(values):.2f} to {max(values):.2f} under {rule}" for rule, values in totals.items()
@@ -621,6 +574,8 @@ def facts():
         "constant at 0.0065": shown(longest["scaled"][0.1] - longest["constant"][0.0065]),
         "AdamW": f"{sum(gain > 0 for gain in gains)} of {len(gains)} pairs",
         "AdamW, gains": f"by {min(gains):.2f} to {max(gains):.2f} nats",
+        "repeated, tuned": shown(gap(of("repeated-text")), 3, "+"),
+        "falling, then rising": f"ends {shown(gap(of('repeated-text'), 'piecewise'))} higher",
         "repeated": f"about {more[0]:.0f} times the lambda of fresh text, scaled decay about {more[1]:.0f} times",
         "growth": f"{min(growths):.2f} to {max(growths):.2f} times more under constant than under scaled decay",
         "best total over tokens": f"power {shown(slopes(*zip(*totals_by_tokens('scaled').items(), strict=True)), 2)}",
@@ -637,21 +592,6 @@ def facts():
 # Files
 
 
-def grids():
-    """The means over seeds of every arm of every study as CSV."""
-    groups = defaultdict(list)
-    for row in ROWS:
-        arm = tuple(row.get(name) for name in (*SETTING, "peak", "decay", "weight_decay", "task", "options", "arm"))
-        groups[row["study"], str(arm)].append(row)
-    names = ("study", *SETTING, "peak", "decay", "weight_decay", "total_decay", "end_norm")
-    lines = [",".join((*names, "seeds", "loss", "half_interval"))]
-    for rows in groups.values():
-        losses, row = [row["final_loss"] for row in rows], {"text": rows[0].get("task"), **rows[0]}
-        settings = ("" if row.get(name) is None else str(row[name]) for name in names)
-        lines.append(",".join((*settings, str(len(rows)), f"{np.mean(losses):.4f}", f"{half(losses):.4f}")))
-    return "\n".join(lines) + "\n"
-
-
 def page(text):
     """A page with its tables updated."""
     for name in re.findall(r"<!-- table: (\S+) -->", text):
@@ -663,7 +603,6 @@ def page(text):
 def main():
     for path in (PAGE, MORE):
         path.write_text(page(path.read_text("utf-8")), encoding="utf-8")
-    MEANS.write_text(grids(), encoding="utf-8")
     from figures import draw
 
     draw(ASSETS)

@@ -15,7 +15,6 @@ SIZES = {
     "muon-noise": {"steps": 500, "chains": 4, "betas": (0.0, 0.9), "batches": (1, 16), "ranks": (4,)},
     "muon-deterministic": {"rows": 4, "columns": 8, "steps": 300, "chains": 2, "betas": (0.0, 0.9)},
     "fixed-rate": {"rows": 4, "columns": 8, "steps": 300, "chains": 2, "fixed_steps": 50},
-    "noise-equilibrium": {"steps": 900, "burn": 300, "chains": 8, "lags": 120, "rows": 12, "columns": 24},
 }
 
 SMALL = {experiment.name: replace(experiment, **SIZES[experiment.name]) for experiment in THEORY.experiments}

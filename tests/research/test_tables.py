@@ -19,7 +19,6 @@ def test_the_tables_of_the_pages_follow_from_the_records():
     more = tables.MORE.read_text(encoding="utf-8")
     assert tables.page(PAGE) == PAGE
     assert tables.page(more) == more
-    assert tables.grids() == tables.MEANS.read_text(encoding="utf-8")
     assert sorted(re.findall(r"<!-- table: (\S+) -->", PAGE + more)) == sorted(tables.TABLES)
 
 

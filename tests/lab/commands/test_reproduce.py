@@ -26,12 +26,10 @@ def test_a_study_is_run_written_and_printed(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     data = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
     claims = [claim for group in data["claims"].values() for claim in group]
-    assert data["claims_total"] == len(claims) > 10
-    assert data["claims_failed"] == data["claims_undecided"] == 0
+    assert len(claims) > 10
     assert data["seed"] == 0
     assert all(claim["verdict"] == "holds" for claim in claims)
     assert {"muonsw", "python", "torch", "cpu_cores"} <= set(data["environment"])
-    assert data["experiments"][0]["settings"]["lam"] == 0.1
     assert f"All {len(claims)} claims hold" in printed
     assert all(f"/{claim['id']}" in printed for claim in claims)
     for name in ("claims.json", "convergence.png", "convergence.svg"):
@@ -74,32 +72,30 @@ def test_an_unwritable_folder_is_refused_before_the_work(tmp_path):
 @pytest.mark.parametrize(("name", "scale"), [("regret", "mini"), ("width-transfer", "paper")])
 def test_a_dry_run_prints_the_cost_and_trains_nothing(name, scale, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", name, "--scale", scale, "--dry-run", "--tflops", "7"]) == 0
+    assert main(["reproduce", name, "--scale", scale, "--dry-run", "--workers", "7"]) == 0
     text = capsys.readouterr().out
-    assert "7 TFLOP/s" in text
+    assert "7 runs at a time" in text
     total = next(line for line in text.splitlines() if line.startswith("all, shared runs once"))
     assert f" {cost(STUDIES[name].runs(SCALES[scale])).runs} " in total
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_runs_a_tiny_study_records_it_and_its_exit_code_tells_a_failed_claim(tmp_path, monkeypatch, capsys):
-    # A grid of one rate has its best at an edge: that claim cannot hold.
-    monkeypatch.setattr("muonsw.lab.commands.reproduce.SCALES", {"cpu": tiny_scale(rates=(0.01,), seeds=1)})
+    # The best of two rates is at an edge, so the claim cannot hold.
+    monkeypatch.setattr("muonsw.lab.commands.reproduce.SCALES", {"cpu": tiny_scale(rates=(0.01, 0.02), seeds=1)})
     arguments = ["--out", str(tmp_path / "h"), "--workers", "1", "--device", "cpu", "--data", tokens()]
     assert main(["reproduce", "horizon-transfer", *arguments, "--record", str(tmp_path / "runs.jsonl")]) == 1
     data = json.loads((tmp_path / "h" / "claims.json").read_text(encoding="utf-8"))
-    assert data["claims_failed"] >= 2
-    assert data["claims"]["horizon-transfer"][0]["verdict"] == "fails"
-    assert len(list((tmp_path / "runs-cpu").iterdir())) == 2
+    assert [claim["verdict"] for claim in data["claims"]["horizon-transfer"]] == ["fails"]
+    assert len(list((tmp_path / "runs-cpu").iterdir())) == 4
     printed = " ".join(capsys.readouterr().out.split())
     assert "Each rule at its best" in printed
     assert "Each rule at its best" in (tmp_path / "h" / "report.html").read_text(encoding="utf-8")
     assert "claims FAILED" in printed
-    assert f"added 2 runs to {tmp_path / 'runs.jsonl'}" in printed
+    assert f"added 4 runs to {tmp_path / 'runs.jsonl'}" in printed
     rows = records.read(tmp_path / "runs.jsonl")
     assert [(row["study"], row["steps"], row["algorithm"]) for row in rows] == [
-        ("horizon-transfer", 5, "adamw"),
-        ("horizon-transfer", 10, "adamw"),
+        ("horizon-transfer", steps, "adamw") for steps in (5, 5, 10, 10)
     ]
     losses = [loss for comparison in data["comparisons"] for arm in comparison["arms"] for loss in arm["final"]]
     assert [row["final_loss"] for row in rows] == losses

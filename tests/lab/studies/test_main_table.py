@@ -77,7 +77,7 @@ def test_the_main_effect_is_judged_by_its_interval():
 
 
 @pytest.mark.parametrize(("better", "verdict"), [("scaled", "holds"), ("constant", "fails")])
-def test_each_form_of_scaled_decay_is_judged_and_shown_next_to_its_control(better, verdict):
+def test_each_form_of_scaled_decay_is_judged_next_to_its_control(better, verdict):
     arms = pair() if better == "scaled" else {"constant": pair()["scaled"], "scaled": pair()["constant"]}
     arms = {
         "constant": arms["constant"],
@@ -92,8 +92,6 @@ def test_each_form_of_scaled_decay_is_judged_and_shown_next_to_its_control(bette
     claims = {claim.id: str(claim.verdict) for claim in judged}
     assert (claims["w64-control"], claims["w64-group-control"]) == (verdict, verdict)
     assert (claims["w64-group-loss"], claims["w64-group-norm"]) == (verdict, verdict)
-    (table,) = main_table.row_findings({Key(width=64): arms}, CPU).tables
-    assert {row[2] for row in table.rows} == {"-0.0500" if better == "scaled" else "+0.0500"}
 
 
 def test_printed_values_hold_where_they_are_met_and_fail_elsewhere():
@@ -159,7 +157,7 @@ def test_the_same_runs_serve_both_studies_and_their_figures(tmp_path):
         assert all("one seed" in claim.limits for claim in claims)
         assert "One seed" in report.sentence
     assert len(list((tmp_path / "runs").iterdir())) == 2
-    judged = main_table.judge_steady_state(train(main_table.sampled_row(scale)), scale)
+    judged = main_table.judge_steady_state(train(main_table.headline_row(scale)), scale)
     recursion = {claim.id: claim for claim in judged}["constant-recursion"]
     # Every step was sampled, so the recursion is exact up to the first step's norm and rounding.
     assert recursion.measured == pytest.approx(1.0, rel=1e-3)

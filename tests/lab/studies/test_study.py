@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from muonsw.lab.compare import jobs_of
+from muonsw.lab.compare import Key, jobs_of
 from muonsw.lab.errors import UsageError
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES, find_data
-from muonsw.lab.studies.study import by_settings, run_experiments
+from muonsw.lab.studies.study import by_settings, run_experiments, usable_results
 from muonsw.lab.train.state import Training, with_fingerprint
 from tests.lab.small_experiments import SMALL
-from tests.lab.studies.small_comparisons import QUIET, WILD, tiny_run, tiny_scale, train_in
+from tests.lab.studies.made_runs import pair
+from tests.lab.studies.small_comparisons import KEY, QUIET, WILD, comparison, tiny_run, tiny_scale, train_in
 from tests.lab.train.small_runs import tokens
 
 
@@ -41,10 +42,27 @@ def test_an_arm_that_diverges_takes_its_claims_with_it_and_a_sweep_counts_it_as_
     assert report.sentence.startswith("No claim is made. 'scaled' diverged at step")
 
 
+@pytest.mark.parametrize(("seeds", "left"), [((0, 1, 2), [2]), ((0, 1), None)])
+def test_only_seeds_that_every_arm_completed_are_judged(seeds, left):
+    """Each rule loses another seed."""
+    lost = {"constant": 0, "scaled": 1}
+    arms = {
+        rule: [replace(run, result={"diverged": 7}) if run.seed == lost[rule] else run for run in runs[: len(seeds)]]
+        for rule, runs in pair().items()
+    }
+    usable = usable_results([comparison(seeds=seeds)], {KEY: arms})
+    if left is None:
+        assert not usable
+    else:
+        assert {rule: [run.seed for run in runs] for rule, runs in usable[KEY].items()} == dict.fromkeys(arms, left)
+        claims = main_table.judge_rows({Key(width=64): usable[KEY]}, SCALES["cpu"])
+        assert claims[0].measured == pytest.approx(-0.05)
+
+
 def test_equal_runs_are_one_job_and_different_data_or_settings_another(tmp_path):
     place, scale = by_settings(tmp_path, Path(tokens()), "cpu"), tiny_scale()
     table = STUDIES["main-table"].comparisons(scale)
-    jobs = jobs_of([*main_table.sampled_row(scale), *table], place)
+    jobs = jobs_of([*main_table.headline_row(scale), *table], place)
     assert len(jobs) == len(jobs_of(table, place)) == (3 + 5) * 2
     assert len({job.name for job in jobs.values()}) == len(jobs)
     first = table[0]

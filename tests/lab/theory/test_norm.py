@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muonsw.lab.theory import norm
-from muonsw.lab.theory.experiment import HypothesisError
+from muonsw.lab.theory.hypotheses import HypothesisError
 from muonsw.lab.theory.norm import (
     NormHistory,
     constant_decay_norm_limit,

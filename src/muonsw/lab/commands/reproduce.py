@@ -44,8 +44,6 @@ class Reproduce(ManyRuns):
     """cpu (the default) for a laptop, mini for up to an hour on one GPU, paper for the paper's own configuration."""
     dry_run: Flag = False
     """Print runs, tokens, FLOPs and hours, and train nothing."""
-    tflops: Annotated[float | None, unset(metavar="X")] = None
-    """TFLOP/s that one run sustains, to estimate hours. Default: a guess for the scale."""
     data: Annotated[Path | None, unset(metavar="DIR")] = None
     """Prepared tokens. Default: the Python standard library, in out/data. Scale paper needs GPT-2 tokens."""
     out: Annotated[Path | None, unset(metavar="DIR")] = None
@@ -66,24 +64,14 @@ class Reproduce(ManyRuns):
         self.cluster.check(self.device)
         study, scale = self._study()
         planned, runs = study.comparisons(scale), study.runs(scale)
-        if not planned and self.scale is not None:
-            say(console, f"{study.name} has one size; --scale {self.scale} changes nothing")
         if not planned and self.cluster.cluster is not None:
             raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
         if self.dry_run and not planned:
-            count = counted(len(study.experiments), "experiment")
-            seconds = sum(experiment.cost for experiment in study.experiments)
-            say(console, f"{study.name}: {count}, about {seconds:.0f} s on one core; no training runs")
+            say(console, f"{study.name} trains nothing and takes minutes")
             return 0
         if self.dry_run:
-            if self.tflops is not None and not self.tflops > 0:
-                raise UsageError(f"--tflops must be above zero, got {self.tflops:g}")
-            usual = scale.workers if self.cluster.cluster is None else len(runs)
-            paragraph(console, f"{study.name}, scale {scale.name} ({scale.title}); {study.reference}")
-            if note := study.notes.get(scale.name):
-                paragraph(console, note)
-            table = cost_table(study, scale, self.tflops or scale.tflops, self.workers or usual)
-            print_table(console, table)
+            paragraph(console, f"{study.name}, scale {scale.name} ({scale.title})")
+            print_table(console, cost_table(study, scale, self.workers or (len(runs) if self.cluster.cluster else 1)))
             return 0
 
         name = self.name.replace("/", "-")
@@ -134,12 +122,12 @@ def list_studies(console: Console) -> None:
     say(console, "the cost of a study: muonsw reproduce NAME --scale SCALE --dry-run")
 
 
-def cost_table(study: Study, scale: Scale, tflops: float, workers: int) -> Table:
+def cost_table(study: Study, scale: Scale, workers: int) -> Table:
     """One row for each comparison, and their sum."""
 
     def numbers(total: Cost) -> tuple[Value, ...]:
-        hours = total.hours(tflops, workers)
-        text = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 1 else f"{hours:.2g}"
+        hours = total.hours(scale.tflops, workers)
+        text = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
         return total.runs, amount(total.tokens), f"{total.flops:.3g}", text
 
     columns = [Column("comparison"), Column("arms")]
@@ -152,7 +140,7 @@ def cost_table(study: Study, scale: Scale, tflops: float, workers: int) -> Table
         rows.append((*settings, *numbers(cost(comparison.configs()))))
     rows.append(("all, shared runs once", "", None, None, *numbers(cost(study.runs(scale)))))
     note = (
-        f"Hours at {tflops:g} TFLOP/s sustained by each run, {counted(workers, 'run')} at a time. Studies of one scale "
-        "share their runs: a completed run is not trained again."
+        f"Hours at an assumed {scale.tflops:g} TFLOP/s in each run, {counted(workers, 'run')} at a time. "
+        "Studies of one scale share their runs: a completed run is not trained again."
     )
     return Table("cost", "Cost", columns, rows, note)

@@ -16,14 +16,13 @@ from muonsw.lab.studies.grid import HORIZON_TRANSFER, RULE_CHANGES, WIDTH_TRANSF
 from muonsw.lab.studies.main_table import DIAGNOSTICS, MAIN_TABLE, STEADY_STATE
 from muonsw.lab.studies.scales import MINI, NEVER, NO_DATA, at_width, lean, with_optimizer
 from muonsw.lab.studies.study import Study
-from muonsw.lab.theory import matrix, muon, noise_equilibrium, scalar, sgd
+from muonsw.lab.theory import matrix, muon, scalar, sgd
 from muonsw.lab.theory.schedule import peak_lr_for_horizon, warmup_steps_for_horizon
 from muonsw.lab.train.config import RunConfig, ScheduleConfig, preset_run
 
 THEORY = Study(
     name="theory",
     title="the convergence theory: every proposition, theorem and lemma, run on two CPU cores",
-    reference="section 3",
     experiments=(
         scalar.Scalar(),
         scalar.ScalarFigure(),
@@ -34,15 +33,12 @@ THEORY = Study(
         muon.MuonNoise(),
         muon.MuonDeterministic(),
         matrix.FixedRate(),
-        noise_equilibrium.NoiseEquilibrium(),
     ),
     picture=draw_convergence,
-    notes={"": "Finite runs on these objectives agree with the theory, and cannot prove its limits."},
 )
 COORDINATES = Study(
     name="coordinates",
     title="the coordinate check of muP: which sizes depend on the width, run on two CPU cores",
-    reference=mup.REFERENCE,
     experiments=mup.EXPERIMENTS,
     picture=draw_coordinates,
 )
@@ -249,7 +245,7 @@ def best_rules() -> list[GridCell]:
 
 def gradient_growth() -> list[GridCell]:
     """AdamW and Muon without clipping at three peak rates, sampled often; lambda as in the main table."""
-    run = replace(MINI.rows[128], telemetry_every=10)
+    run = MINI.rows[128]
     with_muon = with_optimizer(run, peak="group", clip=0.0)
     # At the peak, AdamW decays as much per step as Muon.
     lam = float(f"{run.optimizer.weight_decay * run.optimizer.lr / ADAMW_RATE:.3g}")

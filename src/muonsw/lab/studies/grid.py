@@ -30,15 +30,13 @@ from muonsw.lab.compare import (
 )
 from muonsw.lab.console import Cell, Column, Table, Value
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.stats import Claim, Source, at_least, at_most, below, from_means, over_seeds, within
+from muonsw.lab.stats import Claim, Source, at_most, below, from_means, over_seeds, within
 from muonsw.lab.studies.scales import SCALES, Scale, adamw_sweep, at_width
-from muonsw.lab.studies.study import Findings, Study
+from muonsw.lab.studies.study import Study
 from muonsw.lab.train.config import OptimizerConfig, RunConfig
 
 BEYOND = Source("beyond the paper; claims written before the runs", "each rule at its best value")
 EXACT = Tolerance(0.0, "the bound itself was stated before the runs")
-OCTAVE = Tolerance(1.0, "a factor of two")
-ADVISED_TOTAL = 1.0  # the total decay that advice aims at
 
 # By rule, the optimizer settings that it changes.
 Rules = Mapping[str, Mapping[str, Any]]
@@ -149,7 +147,7 @@ def best_gaps(losses: Losses, baseline: Losses) -> list[float]:
 
 
 def judge_cell(cell: GridCell, runs: Runs) -> list[Claim]:
-    """Judge best against best, the largest lambda, and the total decay of the best lambda."""
+    """Judge best against best, and the largest lambda."""
     losses, slug, claims = cell.losses(runs), cell.key.slug, []
     constant = losses[CONSTANT]
     for rule in (rule for rule in losses if rule != CONSTANT):
@@ -162,13 +160,6 @@ def judge_cell(cell: GridCell, runs: Runs) -> list[Claim]:
         words = f"{cell.key}: scaled minus constant decay at lambda {shared[-1]:g}, the largest of both, in nats"
         gaps = [a - b for a, b in zip(losses[SCALED][shared[-1]], constant[shared[-1]], strict=False)]
         claims.append(below(f"{slug}-largest", words, BEYOND, over_seeds(gaps), 0.0, EXACT))
-    for rule in (rule for rule in RULES if rule in losses):
-        best = best_of_means(losses[rule])
-        if len(losses[rule]) > 2 and not at_edge(losses[rule]):
-            unit = cell.total(rule, best) / best
-            octaves = [math.log2(vertex(seed) * unit / ADVISED_TOTAL) for seed in by_seed(losses[rule])]
-            words = f"{cell.key}: total decay of {rule} decay's best lambda, in octaves from {ADVISED_TOTAL:g}"
-            claims.append(within(f"{slug}-{rule}-total", words, BEYOND, over_seeds(octaves), 0.0, OCTAVE))
     return claims
 
 
@@ -220,28 +211,29 @@ def grid(
     cells: Callable[[Scale], Sequence[GridCell]],
     *,
     judge: Callable[[Sequence[GridCell], Results, Scale], list[Claim]] | None = None,
-    reference: str = BEYOND.reference,
     scales: tuple[str, ...] = ("mini",),
-    notes: Mapping[str, str] | None = None,
 ) -> Study:
     """A grid as a study; by default at the one size of docs/evidence.md."""
 
-    def findings(results: Results, scale: Scale) -> Findings:
-        known = [cell for cell in cells(scale) if cell.key in results]
-        if judge is None:
-            claims = [claim for cell in known for claim in judge_cell(cell, results[cell.key])]
-        else:
-            claims = judge(known, results, scale)
-        return Findings(claims, [grid_table(known, results)], grid_charts(known, results))
+    def known(results: Results, scale: Scale) -> list[GridCell]:
+        return [cell for cell in cells(scale) if cell.key in results]
+
+    def claims(results: Results, scale: Scale) -> list[Claim]:
+        if judge is not None:
+            return judge(known(results, scale), results, scale)
+        return [claim for cell in known(results, scale) for claim in judge_cell(cell, results[cell.key])]
+
+    def show(results: Results, scale: Scale) -> tuple[list[Table], list[Chart]]:
+        those = known(results, scale)
+        return [grid_table(those, results)], grid_charts(those, results)
 
     return Study(
         name=name,
         title=title,
-        reference=reference,
         comparisons=lambda scale: [cell.comparison(scale.seeds) for cell in cells(scale)],
-        judge=findings,
+        judge=claims,
+        show=show,
         scales=scales,
-        notes=notes or {},
     )
 
 
@@ -251,10 +243,8 @@ def grid(
 ADAMW = "AdamW for all parameters, constant decay"
 WIDTH_FIGURE = Source("appendix on muP, figure on width and the table commented out in the source", ADAMW)
 HORIZON_FIGURE = Source("appendix on muP, figure on the horizon", ADAMW)
-INSIDE = Tolerance(0.0, "a better rate may lie beyond the edge of the grid, so an edge says nothing about transfer")
+UNKNOWN_AT_EDGE = "unknown if one is at an edge of the grid"
 ONE_STEP = Tolerance(0.0, "one step of the grid: basins are flat, and a parabola over a grid resolves no more")
-TRANSFER = Tolerance(0.0, "a quarter: by the paper's own table the best rate of width 128 costs 0.14 at width 256")
-TRANSFER_COST = 0.25
 
 
 def width_cells(scale: Scale) -> list[GridCell]:
@@ -273,10 +263,6 @@ def horizon_cells(scale: Scale) -> list[GridCell]:
     ]
 
 
-def sweeps_of(cells: Sequence[GridCell], results: Results) -> dict[Key, Losses]:
-    return {cell.key: cell.losses(results[cell.key])["adamw"] for cell in cells}
-
-
 def grid_step(rates: Sequence[float]) -> float:
     """The mean distance between neighbours, in logarithms.
 
@@ -288,23 +274,16 @@ def grid_step(rates: Sequence[float]) -> float:
 
 
 def judge_widths(cells: Sequence[GridCell], results: Results, scale: Scale) -> list[Claim]:
-    """The best rate is the same at every width within a grid step, and the narrowest model's costs little elsewhere."""
-    sweeps = sweeps_of(cells, results)
-    claims = [_inside(key, losses, WIDTH_FIGURE) for key, losses in sweeps.items()]
-    (narrow, first), *wider = sweeps.items()
-    seeds = min(len(ends) for losses in sweeps.values() for ends in losses.values())
-    if wider:
+    """The best rate is the same at every width within a grid step; at paper scale also the printed losses."""
+    sweeps = {cell.key: cell.losses(results[cell.key])["adamw"] for cell in cells}
+    claims = []
+    if len(sweeps) > 1:
         best = [vertex(losses) for losses in sweeps.values()]
-        moved = from_means(math.log(max(best) / min(best)) / grid_step(sorted(first)), seeds)
-        same = "steps of the grid between the best learning rates of the widths"
-        claims.append(at_most("same-rate", same, WIDTH_FIGURE, moved, 1.0, ONE_STEP))
-    for key, losses in wider:
-        costs = f"{key}: what the best learning rate of {narrow} costs, over what the worst of the grid costs"
-        share = from_means(transfer_cost(first, losses), seeds)
-        claims.append(at_most(f"{key.slug}-cost", costs, WIDTH_FIGURE, share, TRANSFER_COST, TRANSFER))
-    if not scale.printed:
-        return claims
-    for key, losses in sweeps.items():
+        moved = math.log(max(best) / min(best)) / grid_step(scale.rates)
+        measured = from_means(math.nan if any(map(at_edge, sweeps.values())) else moved, scale.seeds)
+        same = f"steps of the grid between the best learning rates of the widths ({UNKNOWN_AT_EDGE})"
+        claims.append(at_most("same-rate", same, WIDTH_FIGURE, measured, 1.0, ONE_STEP))
+    for key, losses in sweeps.items() if scale.printed else ():
         assert key.width is not None
         costs = f"{key}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats"
         lowest = [min(seed[rate][0] for rate in seed) for seed in by_seed(losses)]
@@ -316,42 +295,22 @@ def judge_widths(cells: Sequence[GridCell], results: Results, scale: Scale) -> l
     return claims
 
 
-def transfer_cost(narrow: Losses, wide: Losses) -> float:
-    """The cost of one width's best rate at another width, as a share of the cost of the worst rate that trains.
-
-    Examples:
-        >>> transfer_cost({0.01: [1.0], 0.02: [2.0]}, {0.005: [3.0], 0.01: [1.5], 0.02: [1.0]})
-        0.25
-    """
-    losses = means(wide)
-    lowest, highest = min(losses.values()), max(loss for loss in (*losses.values(), -math.inf) if loss < math.inf)
-    return (losses[best_of_means(narrow)] - lowest) / (highest - lowest) if highest > lowest else 0.0
-
-
-def _inside(key: Key, losses: Losses, source: Source) -> Claim:
-    rates, best = sorted(losses), vertex(losses)
-    inside = f"{key}: steps of the grid from the best learning rate to the nearest edge"
-    steps = min(math.log(best / rates[0]), math.log(rates[-1] / best)) / grid_step(rates)
-    seeds = min(len(ends) for ends in losses.values())
-    return at_least(f"{key.slug}-inside", inside, source, from_means(steps, seeds), 0.5, INSIDE)
-
-
 def judge_horizons(cells: Sequence[GridCell], results: Results, scale: Scale) -> list[Claim]:
     """The best learning rate falls as the cube root of the horizon."""
-    sweeps = sweeps_of(cells, results)
-    claims = [_inside(key, losses, HORIZON_FIGURE) for key, losses in sweeps.items()]
-    horizons = [math.log(key.steps) for key in sweeps if key.steps is not None]
+    sweeps = [cell.losses(results[cell.key])["adamw"] for cell in cells]
+    horizons = [math.log(cell.run.steps) for cell in cells]
     if len(horizons) < 2:
-        return claims
+        return []
     # By seed, the power of the horizon in the best rate.
-    best = [[math.log(vertex(seed)) for seed in by_seed(losses)] for losses in sweeps.values()]
-    slope = over_seeds([linear_regression(horizons, rates).slope for rates in zip(*best, strict=False)])
+    best = [[math.log(vertex(seed)) for seed in by_seed(losses)] for losses in sweeps]
+    slopes = [linear_regression(horizons, rates).slope for rates in zip(*best, strict=False)]
+    slope = math.nan if any(map(at_edge, sweeps)) else over_seeds(slopes)
     limits = "" if scale.printed else "validated by the paper for 5,000 to 20,000 steps only"
     # At either end, the optimum is known to a quarter of a grid step.
-    size = 0.5 * grid_step(sorted(next(iter(sweeps.values())))) / (max(horizons) - min(horizons))
+    size = 0.5 * grid_step(scale.rates) / (max(horizons) - min(horizons))
     slack = Tolerance(size, "a quarter of a step of the grid at either end")
-    falls = "power of the horizon that the best learning rate follows"
-    return [*claims, within("cube-root", falls, HORIZON_FIGURE, slope, paper.HORIZON_POWER, slack, limits=limits)]
+    falls = f"power of the horizon that the best learning rate follows ({UNKNOWN_AT_EDGE})"
+    return [within("cube-root", falls, HORIZON_FIGURE, slope, paper.HORIZON_POWER, slack, limits=limits)]
 
 
 WIDTH_TRANSFER = grid(
@@ -359,23 +318,12 @@ WIDTH_TRANSFER = grid(
     "muP: the best learning rate of AdamW at three widths",
     width_cells,
     judge=judge_widths,
-    reference=WIDTH_FIGURE.reference,
     scales=tuple(SCALES),
-    notes={
-        "cpu": "At so few tokens the best rate is set by the length of the run as much as by the model.",
-        "paper": "The paper does not print the decay of these runs; constant decay with lambda 0.1 is assumed.",
-    },
 )
 HORIZON_TRANSFER = grid(
     "horizon-transfer",
     "the best learning rate of AdamW against the horizon, and the cube-root rule",
     horizon_cells,
     judge=judge_horizons,
-    reference=HORIZON_FIGURE.reference,
     scales=tuple(SCALES),
-    notes={
-        "cpu": "The rule is the paper's for 5,000 to 20,000 steps; a tenth of so short a run is warmup.",
-        "mini": "The rule is the paper's for 5,000 to 20,000 steps.",
-        "paper": "The paper does not print its rates here; we take those of its width sweep.",
-    },
 )

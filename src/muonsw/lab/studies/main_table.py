@@ -23,9 +23,7 @@ from muonsw.lab.compare import (
     Comparison,
     Key,
     Results,
-    pair_outcome,
     paired,
-    pairs_table,
     same_total,
     steps_to_match,
 )
@@ -34,7 +32,7 @@ from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.stats import Claim, Source, above, at_least, at_most, below, over_seeds, within, within_share
 from muonsw.lab.studies.scales import SCALES, Scale
-from muonsw.lab.studies.study import Findings, Study
+from muonsw.lab.studies.study import Study
 from muonsw.lab.train.config import RunConfig
 
 GROUP = "scaled, group peak"
@@ -43,7 +41,7 @@ BEYOND = "beyond the paper"
 SMALLER = "a short run with raised lambda: its gain need not be the paper's"
 SAME_RUNS = "the same weights and batches for every arm"
 SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
-LOWER = Tolerance(0.0, "the whole interval of the paired difference must lie below zero")
+NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
 # Smaller differences of norms do not count, even if significant.
 MOVED = Tolerance(0.01, "the whole interval of the paired difference must lie above a hundredth: less is no movement")
 SAME_TOTAL = Source(BEYOND, "the same weights, batches, learning rate and total decay")
@@ -82,11 +80,10 @@ def row(scale: Scale, width: int) -> Comparison:
     return Comparison(Key(width=width), run, tuple(arms), tuple(range(scale.seeds)))
 
 
-def sampled_row(scale: Scale) -> list[Comparison]:
-    """Both rules at the width of the figures, with telemetry as frequent as the scale says."""
+def headline_row(scale: Scale) -> list[Comparison]:
+    """Both rules at the width of the figures."""
     headline = row(scale, scale.headline)
-    base = replace(headline.base, telemetry_every=scale.sampled_every or headline.base.telemetry_every)
-    return [replace(headline, base=base, arms=tuple(arm for arm in headline.arms if arm.name in RULES))]
+    return [replace(headline, arms=tuple(arm for arm in headline.arms if arm.name in RULES))]
 
 
 def judge_rows(results: Results, scale: Scale) -> list[Claim]:
@@ -119,7 +116,7 @@ def lower_loss(
 ) -> Claim:
     """An arm ends at a lower validation loss than the baseline, paired by seed."""
     differences = over_seeds(paired(arm, baseline, lambda run: run.final_loss))
-    return below(id, statement, source, differences, 0.0, LOWER, limits=limits)
+    return below(id, statement, source, differences, 0.0, NEGATIVE, limits=limits)
 
 
 def larger_norm(id: str, statement: str, source: Source, arm: Sequence[Run], baseline: Sequence[Run]) -> Claim:
@@ -161,21 +158,8 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
     return claims
 
 
-def row_findings(results: Results, scale: Scale) -> Findings:
-    """The claims, and each form of scaled decay against its control."""
-    pairs = [
-        replace(pair_outcome(arms[control], arms[arm]), arm=f"{key}: {arm}")
-        for key, arms in results.items()
-        for arm, (_, _, control, *_) in FORMS.items()
-        if control in arms
-    ]
-    table = replace(pairs_table(pairs), name="control", title="Scaled decay against constant decay of the same total")
-    return Findings(judge_rows(results, scale), [table])
-
-
 # ---- The telemetry of the headline runs
 
-NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")
 STEADY_FIGURE = Source(paper.STEADY, SAME_RUNS)
 DEFECT_FIGURE = Source("appendix, figure on Newton-Schulz", SAME_RUNS)
 GRADIENT_FIGURE = Source("appendix, figure on gradient and momentum", SAME_RUNS)
@@ -294,41 +278,24 @@ def late_fit(seen: History) -> LateFits:
     return late_fits(seen) or LateFits(math.nan, math.nan, math.nan)
 
 
-RELAXED = (
-    "Runs are relaxation-matched: lambda is raised so that decay acts within a short run as it does in a long one, and "
-    "gains of the loss need not be the paper's."
-)
-NOTES = {
-    "cpu": f"{RELAXED} Lambda times learning rate times steps is 8.4 instead of the paper's 35. What cannot be "
-    "seen at this size: the steps saved, and limits of the norm.",
-    "mini": f"{RELAXED} Lambda times learning rate times steps is 35 at every width.",
-    "paper": "Nothing is scaled; above width 256 scaled decay is run with both readings of eta_max, each beside "
-    "constant decay of the same total, which the paper does not have.",
-}
 MAIN_TABLE = Study(
     name="main-table",
     title="constant against scaled decay at every width, both readings of eta_max, and controls of the same total",
-    reference=paper.TABLE,
     comparisons=lambda scale: [row(scale, width) for width in scale.rows],
-    judge=row_findings,
+    judge=judge_rows,
     scales=tuple(SCALES),
-    notes=NOTES,
 )
 STEADY_STATE = Study(
     name="steady-state",
     title="the steady-state figure: alignment, and the norm next to its target and its recursion",
-    reference=paper.STEADY,
-    comparisons=sampled_row,
-    judge=lambda results, scale: Findings(judge_steady_state(results, scale)),
+    comparisons=headline_row,
+    judge=judge_steady_state,
     scales=tuple(SCALES),
-    notes=NOTES,
 )
 DIAGNOSTICS = Study(
     name="diagnostics",
     title="the three diagnostic figures: orthogonality, gradient and momentum, late alignment",
-    reference="appendix with additional data",
-    comparisons=sampled_row,
-    judge=lambda results, scale: Findings(judge_diagnostics(results, scale)),
+    comparisons=headline_row,
+    judge=judge_diagnostics,
     scales=tuple(SCALES),
-    notes=NOTES,
 )

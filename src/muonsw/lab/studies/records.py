@@ -17,6 +17,7 @@ from muonsw.lab.files import locked, write_atomically
 from muonsw.lab.model import ModelConfig, enters_norm
 from muonsw.lab.runs import Columns, Run
 from muonsw.lab.tasks import DataConfig
+from muonsw.lab.train.checkpoint import HARMLESS
 from muonsw.lab.train.config import RunConfig
 
 # Columns of every row, with the setting in a run's config that each holds.
@@ -45,10 +46,11 @@ COLUMNS = {
     "text": "data.fingerprint",
 }
 USUAL = flatten(RunConfig(ModelConfig(width=64), DataConfig("")).as_data())
-# Settings of logging and storage, which change no result.
+# Settings of logging, storage and the machine, which no table needs.
 HOUSEKEEPING = {
-    *("version", "data.path", "device", "threads", "log_every", "checkpoint_every", "checkpoint_seconds", "keep"),
-    *("eval_every", "tensorboard", "wandb", "compile", "graphs", "skipped", "diverged", "telemetry_every"),
+    *HARMLESS,
+    *("version", "device", "threads", "log_every", "eval_every", "telemetry_every"),
+    *("compile", "graphs", "skipped", "diverged"),
 }
 RESULTS = ("epochs", "final_loss", "best_loss", "skipped", "diverged", "seconds", "state_bytes")
 MADE_WITH = ("device", "torch", "muonsw", "transformers", "timm")

@@ -34,11 +34,8 @@ class Scale:
     rates: tuple[float, ...]  # of the sweep, ascending
     horizons: tuple[int, ...]  # of the sweep, in steps, ascending
     seeds: int  # of every arm
-    tflops: float  # 1e12 FLOPs per second sustained by one run; an estimate for planning
-    workers: int = 1  # parallel runs assumed by planning
+    tflops: float  # 1e12 FLOPs per second sustained by one run; a guess for `--dry-run`
     near_best: tuple[float, ...] = ()  # further lambdas of the main table, as multiples of its own
-    # Steps between telemetry samples in the studies of telemetry; None keeps that of the rows.
-    sampled_every: int | None = None
 
     @property
     def printed(self) -> bool:
@@ -99,10 +96,11 @@ PAPER = Scale(
 
 
 def _mini_row(width: int) -> RunConfig:
-    """The preset's run in 1,600 steps of 16 sequences at the same total decay."""
+    """The preset's run in 1,600 steps of 16 sequences at the same total decay, with telemetry of its dynamics."""
     run = relaxed("mini", width, base_width=128, phi_peak=0.01)
     lam = float(f"{run.optimizer.weight_decay * run.steps / 1_600:.3g}")
-    return lean(with_optimizer(replace(run, steps=1_600, batch=16), weight_decay=lam))
+    run = lean(with_optimizer(replace(run, steps=1_600, batch=16), weight_decay=lam))
+    return replace(run, telemetry_every=10)
 
 
 MINI = Scale(
@@ -117,7 +115,6 @@ MINI = Scale(
     seeds=3,
     tflops=100.0,
     near_best=(0.1, 0.2),
-    sampled_every=10,
 )
 
 _CPU_ROWS = {width: relaxed("demo", width, base_width=64, phi_peak=0.02) for width in (64, 96)}
@@ -132,7 +129,6 @@ CPU = Scale(
     horizons=(120, 240, 480),
     seeds=3,
     tflops=0.05,
-    workers=2,
 )
 
 SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)}

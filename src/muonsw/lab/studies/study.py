@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from muonsw.lab.diagnose import draw, open_history
 from muonsw.lab.files import refuse_folder, write_json
 from muonsw.lab.launch import Job
 from muonsw.lab.report import PAGE, write_report
-from muonsw.lab.stats import Claim, Evidence, Verdict, count_verdicts, failed_first
+from muonsw.lab.stats import Claim, Evidence, count_verdicts, failed_first
 from muonsw.lab.train.checkpoint import environment, identity
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.loop import torch_threads
@@ -79,23 +79,22 @@ def by_settings(folder: Path, data: Path, device: str) -> PlaceJob:
 def run_experiments(
     experiments: Sequence[Experiment], *, console: Console, workers: int, seed: int
 ) -> dict[str, Evidence]:
-    """Run experiments, the longest first; return the evidence of each in the given order.
+    """Run experiments; return the evidence of each in the given order.
 
     Each experiment runs on one thread with its own generator, so neither the number of workers nor the order changes
     a bit of the result.
     """
     evidence: dict[str, Evidence] = {}
-    by_cost = {experiment.name: experiment for experiment in sorted(experiments, key=lambda each: -each.cost)}
-    costs = {name: experiment.cost for name, experiment in by_cost.items()}
-    with showing(console, costs, what="experiments") as view:
+    by_name = {experiment.name: experiment for experiment in experiments}
+    with showing(console, dict.fromkeys(by_name, 1.0), what="experiments") as view:
 
         def done(name: str, result: Evidence) -> None:
             evidence[name] = result
             held = sum(claim.holds for claim in result.claims)
             view.finish(name, f"{held} of {len(result.claims)} claims hold")
 
-        launch.run_tasks(partial(_run_experiment, seed=seed), by_cost, done, workers=workers)
-    return {experiment.name: evidence[experiment.name] for experiment in experiments}
+        launch.run_tasks(partial(_run_experiment, seed=seed), by_name, done, workers=workers)
+    return {name: evidence[name] for name in by_name}
 
 
 def _run_experiment(experiment: Experiment, *, seed: int) -> Evidence:
@@ -104,28 +103,19 @@ def _run_experiment(experiment: Experiment, *, seed: int) -> Evidence:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What a study concludes from its runs, in addition to the tables of every study."""
-
-    claims: Sequence[Claim] = ()
-    tables: Sequence[Table] = ()
-    charts: Sequence[Chart] = ()  # for the page
-
-
-@dataclass(frozen=True)
 class Study:
     """A question, and the experiments (each with its own claims) or training runs (judged together) that answer it."""
 
     name: str
     title: str
-    reference: str = ""  # where the paper has it
     experiments: tuple[Experiment, ...] = ()
     # Writes figures from the evidence of experiments into a folder and returns their paths.
     picture: Callable[[Mapping[str, Evidence], Path], list[Path]] = lambda _evidence, _folder: []
     comparisons: Callable[[Scale], Sequence[Comparison]] = lambda _scale: ()  # the runs at a scale
-    judge: Callable[[Results, Scale], Findings] = lambda _results, _scale: Findings()
+    judge: Callable[[Results, Scale], Sequence[Claim]] = lambda _results, _scale: ()
+    # Further tables, and charts for the page.
+    show: Callable[[Results, Scale], tuple[Sequence[Table], Sequence[Chart]]] = lambda _results, _scale: ((), ())
     scales: tuple[str, ...] = ()  # at which runs are trained; empty for experiments
-    notes: Mapping[str, str] = field(default_factory=dict)  # by scale, what a reader should know
 
     def parts(self, scale: Scale) -> list[str]:
         """The names of its experiments, or of its comparisons at a scale."""
@@ -163,45 +153,36 @@ class Study:
         results = train(planned) if train is not None else {}
 
         usable = usable_results(planned, results)
-        findings = self.judge(usable, scale) if usable else Findings()
+        shown, charts = self.show(usable, scale) if usable else ((), ())
         claims = {name: failed_first(result.claims) for name, result in evidence.items()}
         if planned:
-            claims[self.name] = failed_first(findings.claims)
+            claims[self.name] = failed_first(self.judge(usable, scale) if usable else ())
         seconds = time.perf_counter() - start
 
         every_claim = [claim for group in claims.values() for claim in group]
-        verdicts = [claim.verdict for claim in every_claim]
         outcomes = {key: compare(arms) for key, arms in results.items()}
-        note = self.notes.get(scale.name if planned else "", "")
-        sentence = " ".join(filter(None, (count_verdicts(every_claim), *caveats(planned, outcomes), note)))
+        sentence = " ".join((count_verdicts(every_claim), *caveats(planned, outcomes)))
 
         # Numbers, figures, and for training runs a page: the study's tables, then losses and norms of every arm.
         numbers = {
             "study": self.name,
-            "title": self.title,
-            "reference": self.reference,
             "scale": scale.name if planned else None,
             "seed": seed,
-            "claims_total": len(verdicts),
-            "claims_failed": verdicts.count(Verdict.FAILS),
-            "claims_undecided": verdicts.count(Verdict.UNDECIDED),
             "claims": {name: [claim.as_data() for claim in group] for name, group in claims.items()},
-            "experiments": [each.as_data() for each in self.experiments],
             "comparisons": [
                 {
-                    "name": str(comparison.key),
-                    "seeds": comparison.seeds,
-                    "runs": {arm: [run.name for run in runs] for arm, runs in results[comparison.key].items()},
-                    **asdict(outcomes[comparison.key]),
+                    "name": str(key),
+                    "runs": {arm: [run.name for run in runs] for arm, runs in arms.items()},
+                    **asdict(outcomes[key]),
                 }
-                for comparison in planned
+                for key, arms in results.items()
             ],
             "seconds": round(seconds, 2),
             "environment": environment(),
         }
         paths = [write_json(folder / NUMBERS, numbers)]
         paths += self.picture(evidence, folder)
-        tables = [*findings.tables]
+        tables = [*shown]
         for place, comparison in enumerate(planned):
             key, outcome = comparison.key, outcomes[comparison.key]
             for table in (arms_table(outcome), pairs_table(outcome.pairs))[: 2 if comparison.paired else 1]:
@@ -217,24 +198,21 @@ class Study:
                 for run in members
             ]
             page = write_report(
-                folder / PAGE,
-                self.title,
-                runs,
-                verdict=sentence,
-                claims=claims,
-                tables=tables,
-                figures=findings.charts,
+                folder / PAGE, self.title, runs, verdict=sentence, claims=claims, tables=tables, figures=charts
             )
             paths.append(page)
         return Conclusion(sentence, tables, paths, seconds, claims)
 
 
 def usable_results(planned: Sequence[Comparison], results: Results) -> Results:
-    """Drop diverged runs of paired comparisons, and pairs without an arm; a sweep counts a diverged run as worst."""
+    """Keep the seeds that every arm of a paired comparison completed; a sweep counts a diverged run as worst."""
     usable = {}
     for comparison in planned:
         arms = results[comparison.key]
-        arms = {name: completed(runs) for name, runs in arms.items()} if comparison.paired else arms
+        if comparison.paired:
+            done = ({run.seed for run in completed(runs)} for runs in arms.values())
+            shared = set(comparison.seeds).intersection(*done)
+            arms = {name: [run for run in runs if run.seed in shared] for name, runs in arms.items()}
         if all(arms.values()):
             usable[comparison.key] = arms
     return usable
@@ -249,6 +227,8 @@ def caveats(planned: Sequence[Comparison], outcomes: Mapping[Key, Outcome]) -> I
         if arm.diverged
     ]
     if lost:
-        yield f"{'; '.join(lost)}: claims are about the runs that were completed."
+        paired = planned[0].paired
+        judged = "claims are about the seeds that every arm completed" if paired else "counted as worst in the sweep"
+        yield f"{'; '.join(lost)}: {judged}."
     if planned and max(len(comparison.seeds) for comparison in planned) == 1:
         yield "One seed per arm gives no error bar."

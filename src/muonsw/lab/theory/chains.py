@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from muonsw import SGDSW, MuonSW, decay_factor
 from muonsw.lab.stats import Evidence
-from muonsw.lab.theory.experiment import require_positive
+from muonsw.lab.theory.hypotheses import require_positive
 from muonsw.optimizer import ScaledDecayOptimizer
 
 CONSTANT, SCALED = RULES = ("constant", "scaled")
@@ -36,7 +36,6 @@ class Experiment(ABC):
 
     name: str  # within the study
     title: str  # one line for lists
-    cost: float  # rough seconds; the longest starts first
 
     @abstractmethod
     def judge(self, generator: torch.Generator) -> Evidence:
@@ -47,12 +46,6 @@ class Experiment(ABC):
         digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
         number = int.from_bytes(digest[:8], "big") >> 1  # the same on every machine
         return self.judge(torch.Generator().manual_seed(number))
-
-    def as_data(self) -> dict[str, Any]:
-        """The name, the title and the settings."""
-        fields = asdict(self)
-        del fields["cost"]
-        return {"name": fields.pop("name"), "title": fields.pop("title"), "settings": fields}
 
 
 class Chains:

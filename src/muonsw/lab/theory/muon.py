@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.linalg import matrix_norm
 
 from muonsw.lab.paper import Tolerance
-from muonsw.lab.stats import Claim, Evidence, Source, at_least, at_most, mean_of, t_interval, within_share
+from muonsw.lab.stats import Claim, Evidence, Source, at_least, at_most, mean_of, t_interval
 from muonsw.lab.theory.chains import CONSTANT, SCALED, Chains, Experiment, gaussian
-from muonsw.lab.theory.experiment import Steps, check_rates, require, require_at_least, require_positive, robbins_monro
+from muonsw.lab.theory.hypotheses import Steps, check_rates, require, require_at_least, require_positive, robbins_monro
 
 # The orthogonalizer `exact` agrees with the SVD to 2e-10, so a polar factor's norm may exceed 1 by that much.
 POLAR = Tolerance(1e-9, "the polar factor is exact to 2e-10")
@@ -240,7 +240,6 @@ class MuonNoise(MuonRun):
 
     name: str = "muon-noise"
     title: str = "Muon with noise: the floor for a grid of momentum, batch and rank, and the lemmas on every path"
-    cost: float = 17.0
     steps: int = 1500
     chains: int = 6
     betas: tuple[float, ...] = (0.0, 0.5, 0.9)
@@ -251,12 +250,6 @@ class MuonNoise(MuonRun):
     def by_batch(self, values: Tensor) -> dict[int, Tensor]:
         """Split the chains of a stack, the last axis, by batch size."""
         return dict(zip(self.batches, values.chunk(len(self.batches), dim=-1), strict=True))
-
-    @property
-    def sampling_error(self) -> float:
-        """Four relative standard errors of a mean square over half a run of the smallest matrices."""
-        elements = 2 * min(self.ranks) ** 2
-        return 4.0 * math.sqrt(2.0 / (elements * self.chains * self.steps / 2.0))
 
     def judge(self, generator: torch.Generator) -> Evidence:
         """Test scaled decay over the whole grid, and constant decay at the largest momentum for contrast."""
@@ -287,8 +280,7 @@ class MuonNoise(MuonRun):
         read_off = "the polar factor is exact to 2e-10; O is read off the weights, which costs |W| ulp/eta"
         smallest = min(float(path.margins.min()) for path in paths.values())
         claims.append(at_least("alignment", aligned, lemma, smallest, 0.0, Tolerance(1e-8, read_off)))
-        claims += [descent_claim(self, scaled), tracking_claim(self, scaled)]
-        return Evidence([*claims, *(settled_claim(self, paths[SCALED, beta, self.ranks[0]]) for beta in self.betas)])
+        return Evidence([*claims, descent_claim(self, scaled), tracking_claim(self, scaled)])
 
 
 def floor_claim(s: MuonNoise, beta: float, paths: Iterable[Trajectory]) -> Claim:
@@ -305,8 +297,7 @@ def floor_claim(s: MuonNoise, beta: float, paths: Iterable[Trajectory]) -> Claim
         f"(second half; shown: B={B}, r={rank}, the closest of {len(cells)} cells)"
     )
     theorem, below = Source("Theorem 3.3", ASSUMED), Tolerance(0.0, "the upper end of the interval must be below")
-    limits = "over the whole run the average keeps the transient, whose share dies only like 1/log T"
-    return at_most(f"noise-floor-beta{beta:g}", statement, theorem, mean_of(chains), floor, below, limits=limits)
+    return at_most(f"noise-floor-beta{beta:g}", statement, theorem, mean_of(chains), floor, below)
 
 
 def descent_claim(s: MuonNoise, paths: Iterable[Trajectory]) -> Claim:
@@ -335,31 +326,10 @@ def tracking_claim(s: MuonNoise, paths: Iterable[Trajectory]) -> Claim:
             bounds = tracking_error_bounds(s.etas, grad_start=start, B=B, r=path.stack.rank, bound=bound, **constants)
             ratios.append(float(errors.square().mean(1).sum()) / math.fsum(bounds))
     tracks = "the mean squared tracking error is under its bound, summed over the run (largest ratio of the grid)"
-    equal = "with beta = 0 both sides are equal in expectation; four standard errors of the sample mean"
-    sampling = Tolerance(s.sampling_error, equal)
+    elements = 2 * min(s.ranks) ** 2  # of the smallest matrices; over half a run
+    error = 4.0 * math.sqrt(2.0 / (elements * s.chains * s.steps / 2.0))
+    sampling = Tolerance(error, "with beta = 0 both sides are equal in expectation; four relative standard errors")
     return at_most("tracking-bound", tracks, Source("Lemma D.3", ASSUMED), max(ratios), 1.0, sampling)
-
-
-def settled_claim(s: MuonNoise, path: Trajectory) -> Claim:
-    """For one momentum, the tracking error settles below the lemma's limit."""
-    half, beta, B = s.steps // 2, path.stack.beta, s.batches[0]
-    limit = tracking_error_limit(sigma=s.sigma, beta=beta, B=B)
-    settled = limit / (1.0 + beta)
-    sampling = s.sampling_error * math.sqrt((1.0 + beta**2) / (1.0 - beta**2))
-    size = math.sqrt(settled / path.stack.rank) or math.inf
-    drift = 2.0 * beta**2 * math.fsum(s.etas[half:]) / len(s.etas[half:]) / (size * (1.0 - beta**2))
-    measured = mean_of(s.by_batch(path.errors)[B][half:].square().mean(0))
-    independent = f"noise independent between steps, eta -> 0 (B={B}, r={path.stack.rank})"
-    statement = (
-        f"with beta {beta:g} and independent noise the squared tracking error settles at "
-        f"(1 - beta)/(1 + beta) sigma^2/B, below the lemma's limit {limit:g}"
-    )
-    because = (
-        "four standard errors, errors being correlated over 1/(1 - beta) steps, and the drift of W: a "
-        "step follows the error, which adds 2 beta^2 eta/(s (1 - beta^2)) for singular values of size s"
-    )
-    lemma, slack = Source("Lemma D.3, sharpened", independent), Tolerance(drift + sampling, because)
-    return within_share(f"tracking-settles-beta{beta:g}", statement, lemma, measured, settled, slack)
 
 
 @dataclass(frozen=True)
@@ -368,7 +338,6 @@ class MuonDeterministic(MuonRun):
 
     name: str = "muon-deterministic"
     title: str = "Muon without noise: the gradient vanishes, and the best iterate of a convex loss reaches the minimum"
-    cost: float = 8.0
     rows: int = 8
     columns: int = 16
     betas: tuple[float, ...] = (0.0, 0.5, 0.9)
@@ -392,34 +361,11 @@ class MuonDeterministic(MuonRun):
             falls = f"without noise and with beta {beta:g} the eta-weighted nuclear norm falls to the size of a step"
             claims.append(at_most(f"vanishes-beta{beta:g}", falls, theorem, late, bound, Tolerance(0.0, estimate)))
 
-        # The average over all steps falls slowly even when the gradient is gone.
-        nuclear = paths[f"{self.betas[-1]:g}"].nuclear
-        weights = nuclear.new_tensor(self.etas).unsqueeze(1)
-        sums, totals = (weights * nuclear).cumsum(0).mean(1), weights.cumsum(0).squeeze(1)
-        averages = sums / totals
-        ratio, predicted = float(averages[-1] / averages[half - 1]), float(totals[half - 1] / totals[-1])
-        harmonic = Source(theorem.reference, "harmonic schedule; the sum of eta |grad f|_* has converged")
-        slowly = "over the whole run the average falls only as 1/S_T, like 1/log T (last over half way)"
-        limits = "so the statement about whole runs is out of reach of any run; the second half is what shows it"
-        added = Tolerance(0.01, "what the second half still adds to the sum")
-        claims.append(within_share("transient", slowly, harmonic, ratio, predicted, added, limits=limits))
-        return Evidence(claims + convex_claims(paths["convex"], self))
-
-
-def convex_claims(path: Trajectory, s: MuonDeterministic) -> list[Claim]:
-    """Theorem 3.4 on a convex loss that is not a quadratic: `f(W) - f(W*) <= |grad f(W)|_* (bound + |W*|_F)`."""
-    initial = float(path.losses[0].mean())
-    gaps, slopes = weighted_mean(path.losses[:-1], s.etas), weighted_mean(path.nuclear, s.etas)
-    bound = slopes * (float(path.norms.max()) + float(matrix_norm(path.stack.A)))
-    ratio, lowest = float((gaps / bound).max()), float(path.losses.amin(0).max()) / initial
-    hovering = hover_loss(path.stack.rank, s.etas[-1], path.stack.beta) / initial
-
-    proof = Source("proof of Theorem 3.4", "f convex, |W_t|_F <= bound")
-    theorem = Source("Theorem 3.4", "f convex, sigma = 0, iterates bounded")
-    under = "the eta-weighted loss is under (bound + |W*|_F) times the weighted nuclear norm (largest ratio)"
-    reaches = "the best iterate of a convex loss reaches the minimum (pseudo-Huber, over the initial loss)"
-    limits = "the theorem is about the limit inferior; a finite run shows how far down the best iterate is"
-    return [
-        at_most("convex-gap", under, proof, ratio, 1.0, Tolerance(1e-12, "rounding")),
-        at_most("best-iterate", reaches, theorem, lowest, hovering, HOVERING, limits=limits),
-    ]
+        # A convex loss that is not a quadratic.
+        path = paths["convex"]
+        initial, lowest = float(path.losses[0].mean()), float(path.losses.amin(0).max())
+        bound = hover_loss(path.stack.rank, self.etas[-1], self.convex_beta) / initial
+        convex = Source("Theorem 3.4", "f convex, sigma = 0, iterates bounded")
+        reaches = "the best iterate of a convex loss reaches the minimum (pseudo-Huber, over the initial loss)"
+        claims.append(at_most("best-iterate", reaches, convex, lowest / initial, bound, HOVERING))
+        return Evidence(claims)

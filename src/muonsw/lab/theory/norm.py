@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muonsw.lab.theory.experiment import Number, require, require_at_least, require_positive
+from muonsw.lab.theory.hypotheses import Number, require, require_at_least, require_positive
 
 Samples: TypeAlias = Sequence[float] | Tensor
 

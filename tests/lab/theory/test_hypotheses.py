@@ -7,10 +7,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from muonsw.lab.theory.experiment import HypothesisError, check_rates, robbins_monro
-from muonsw.lab.theory.matrix import clip_projection, muon_loss_floor, muon_norm_bounds
+from muonsw.lab.theory.hypotheses import HypothesisError, check_rates, robbins_monro
+from muonsw.lab.theory.matrix import muon_loss_floor, muon_norm_bounds
 from muonsw.lab.theory.muon import noise_floor
-from muonsw.lab.theory.noise_equilibrium import noise_equilibrium
 from muonsw.lab.theory.norm import constant_decay_norm_limit, next_norm, scaled_decay_norm_limit, steady_state_norm
 from muonsw.lab.theory.scalar import (
     constant_decay_fixed_point,
@@ -18,12 +17,11 @@ from muonsw.lab.theory.scalar import (
     frozen_point,
     scaled_decay_error,
 )
-from muonsw.lab.theory.sgd import sa_constant, stationarity_bound, strongly_convex_kappa
+from muonsw.lab.theory.sgd import sa_constant, stationarity_bound
 
 SCALAR = {"a": 1.0, "c": 1.0, "lam": 0.1}
 HARMONIC = SCALAR | {"gamma": 2.0, "t0": 4.0}
 RECURSION = {"u1": 1.0, "t1": 0.0, "alpha": 1.0, "kappa": 1.0, "gamma": 2.0, "t0": 4.0}
-CONVEX = {"mu": 1.0, "L": 2.0, "q": 0.1, "sigma": 1.0, "rho": 1.0, "x_star": 1.0}
 FLOOR = {"sigma": 1.0, "beta": 0.9, "r": 4, "B": 8}
 STEP = {"s": 0.1, "phi": 0.01, "a": 0.0}
 SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
@@ -39,17 +37,11 @@ SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
         (scaled_decay_error, (10,), HARMONIC, {"gamma": 1.0}, "a*gamma > 1"),
         (muon_norm_bounds, (1.0, [0.5, 11.0]), {"lam": 0.1}, {}, "eta*lambda <= 1"),
         (muon_loss_floor, ([1.0],), {"lam": 0.1}, {"lam": -0.1}, "lambda > 0"),
-        (clip_projection, (torch.eye(2), -1.0), {}, {}, "radius >= 0"),
         (stationarity_bound, ([0.3],), SMOOTH, {}, "eta <= 1/(4*L*rho)"),
         (sa_constant, (), RECURSION, {"gamma": 1.0}, "alpha*gamma > 1"),
         (sa_constant, (), RECURSION, {"t0": 1.0}, "alpha*eta <= 1"),
-        (strongly_convex_kappa, (0.1,), CONVEX, {"mu": 3.0}, "0 < mu <= L"),
-        (strongly_convex_kappa, (1.5,), CONVEX, {}, "mu*eta <= 1"),
-        (strongly_convex_kappa, (0.5,), CONVEX, {}, "K1*eta + K2*eta^3 <= mu"),
         (noise_floor, (), FLOOR, {"sigma": -1.0}, "sigma >= 0"),
         (noise_floor, (), FLOOR, {"beta": 1.0}, "0 <= beta < 1"),
-        (noise_equilibrium, (), {"phi": 0.1, "beta": 0.9}, {"phi": 0.0}, "0 < phi <= 1"),
-        (noise_equilibrium, (), {"phi": 0.1, "beta": 0.9}, {"beta": 1.0}, "0 <= beta < 1"),
         (next_norm, (1.0,), STEP, {"phi": 1.5}, "0 <= phi <= 1"),
         (next_norm, (1.0,), STEP, {"a": 1.5}, "-1 <= a <= 1"),
         (steady_state_norm, (), STEP, {"phi": 0.0}, "phi > 0"),
