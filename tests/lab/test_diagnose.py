@@ -13,10 +13,7 @@ from muonsw import AdamWSW, JsonlSink, MuonSW
 from muonsw.lab.diagnose import (
     AGAIN,
     MOST_SAMPLES,
-    NOTE,
-    PROBLEM,
     RULES,
-    WARNING,
     Diagnose,
     Findings,
     History,
@@ -51,28 +48,26 @@ def losses(steps, rise=0.0):
 
 # By rule, a broken run, then healthy ones.
 RUNS = {
-    "too-few-samples": [{"every": 300}, SCALED],
-    "skipped": [{"skipped": 3}, SCALED],
+    "skipped": [{"skipped": 90}, {"skipped": 3}],
     "diverging": [{"losses": losses(4000, rise=4.0)}, {"losses": losses(4000, rise=0.5)}],
     # Healthy: a large initial norm relaxes, at a constant learning rate or until too late in the run to tell.
     "collapsing": [
         CONSTANT, SCALED, CONSTANT | {"start": 2.0, "final": 1.0}, CONSTANT | {"start": 2.0, "lam": 0.03}
     ],
-    "decay-idle": [{"lam": 0.002}, SCALED],
+    "decay-idle": [{"lam": 0.002}, SCALED, {"lam": 0.0}, {"rule": "none"}],
     # Healthy: decay divides by the base peak on purpose, or warmup has not reached the peak yet.
     "peak-not-reached": [
         {"peak": 0.05}, SCALED, {"peak": 0.08, "optimizer": {"peak": "base"}},
         {"steps": 400, "warmup": 200, "every": 5, "until": 100},
     ],
-    "unexplained-norm": [
-        times("update_rms", 1.2), CONSTANT, with_values(alignment_update=None), times("weight_rms", 1e200)
-    ],
-    "large-updates": [times("weight_rms", 0.01), CONSTANT],
-    "fast-decay": [{"lam": 0.6}, {"lam": 0.4}],
+    "large-updates": [times("relative_update", 100.0), CONSTANT],
+    "fast-decay": [{"lam": 1.1}, {"lam": 0.9}],
     "defect": [with_values(defect=0.5), with_values(defect=0.9)],
-    "rounding": [times("applied_rms", 0.8), times("applied_rms", 1.02)],
+    "rounding": [times("applied_rms", 0.8), times("applied_rms", 1.2), times("weight_rms", 1e200)],
     "clipping": [
-        {"grad_norm": 3.0, "optimizer": {"clip": 1.0}}, {"grad_norm": 0.9, "optimizer": {"clip": 1.0}},
+        {"grad_norm": 3.0, "optimizer": {"clip": 1.0, "algorithm": "adamw"}},
+        {"grad_norm": 0.9, "optimizer": {"clip": 1.0, "algorithm": "adamw"}},
+        {"grad_norm": 3.0, "optimizer": {"clip": 1.0}},
         {"grad_norm": None, "clipped": 0.5},
     ],
 }  # fmt: skip
@@ -85,7 +80,6 @@ def test_a_rule_recognizes_a_broken_run_and_no_healthy_one(tmp_path, rule):
         for number, settings in enumerate(RUNS[rule])
     )
     assert (broken.rule, broken.scope) == (rule, "decayed")
-    assert broken.numbers
     assert set(healthy) == {None}
     guide = (Path(__file__).parents[2] / "docs" / "guide" / "telemetry.md").read_text(encoding="utf-8")
     assert f"**{rule}**" in guide
@@ -96,7 +90,7 @@ def test_a_run_in_progress_is_not_advised_to_decay_more(tmp_path, capsys):
     folder = make_run(tmp_path / "run", **SCALED | {"lam": 0.04, "until": 400})
     assert diagnose(load_run(folder)).findings == []
     assert Diagnose((folder,)).run() == 0
-    assert "step 391 of 4,000)" in capsys.readouterr().out
+    assert "step 391 of 4,000): nothing to report" in capsys.readouterr().out
 
 
 def test_divergence_is_distinguished_from_noise_and_listed_first(tmp_path):
@@ -107,43 +101,27 @@ def test_divergence_is_distinguished_from_noise_and_listed_first(tmp_path):
     assert CHECKS["diverging"](make_history(tmp_path / "rising", losses=rising)) is not None
     not_finite = [*losses(4000)[:3900], *[None] * 100]
     first, *later = examine(make_history(tmp_path / "run", **CONSTANT | {"losses": not_finite}))
-    assert (first.rule, first.severity, first.numbers["since"]) == ("diverging", PROBLEM, 3901)
+    assert first.rule == "diverging"
+    assert "since step 3,901" in first.text
     assert "collapsing" in {finding.rule for finding in later}
 
 
 def test_skipped_steps_are_counted_over_a_resume(tmp_path):
-    """Telemetry of a resumed run counts from zero: 3 before, 2 after."""
-    folder = make_run(tmp_path / "run", steps=400, every=20, skipped=3)
+    """Telemetry of a resumed run counts from zero: 7 before, 2 after."""
+    folder = make_run(tmp_path / "run", steps=400, every=20, skipped=7)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     for line in (line for line in lines if line["kind"] == "telemetry" and line["step"] > 200):
         line["skipped"] = 0 if line["step"] < 300 else 2
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    assert CHECKS["skipped"](History(load_run(folder))).numbers["skipped"] == 5
+    assert CHECKS["skipped"](History(load_run(folder))).text.startswith("9 of ")
 
 
-@pytest.mark.parametrize(
-    ("rule", "note", "warning"),
-    [
-        ("skipped", {"skipped": 1}, {"skipped": 40}),
-        ("decay-idle", {"lam": 0.0}, {"lam": 0.01}),
-        ("decay-idle", {"rule": "none"}, {"rule": "constant", "lam": 0.01}),
-        ("fast-decay", {"lam": 0.7}, {"lam": 1.5}),
-        ("clipping", {"optimizer": {"clip": 1.0}}, {"optimizer": {"clip": 1.0, "algorithm": "adamw"}}),
-    ],
-)
-def test_a_finding_has_two_severities(tmp_path, rule, note, warning):
-    settings = {"steps": 400, "every": 20, "grad_norm": 3.0}
-    for severity, more in ((NOTE, note), (WARNING, warning)):
-        assert CHECKS[rule](make_history(tmp_path / severity, **settings | more)).severity == severity
-
-
-def test_a_finding_names_the_roles_it_holds_for(tmp_path):
+def test_a_finding_about_all_weights_is_not_repeated_for_their_roles(tmp_path):
     def change(role, record):
         return record | {"defect": 0.4} if role == "experts" else record
 
     findings = diagnose(load_run(make_run(tmp_path / "both", **CONSTANT))).findings
-    (collapse,) = (finding for finding in findings if finding.rule == "collapsing")
-    assert collapse.also == ("role:experts", "role:hidden")
+    assert [finding.scope for finding in findings if finding.rule == "collapsing"] == ["decayed"]
     findings = diagnose(load_run(make_run(tmp_path / "one", **SCALED | {"change": change}))).findings
     assert [(finding.rule, finding.scope) for finding in findings] == [("defect", "role:experts")]
 
@@ -151,7 +129,7 @@ def test_a_finding_names_the_roles_it_holds_for(tmp_path):
 def test_missing_columns_silence_rules_and_break_none(tmp_path):
     keys = ("weight_rms", "lr", "numel")
     run = load_run(make_run(tmp_path / "run", **SCALED | {"change": lambda _, r: {key: r[key] for key in keys}}))
-    assert [finding.rule for finding in diagnose(run).findings] == ["too-few-samples"]
+    assert diagnose(run).findings == []
 
 
 @pytest.mark.parametrize("decay", ["constant", "scaled"])
@@ -180,7 +158,7 @@ def test_a_real_collapse_is_found_live_and_afterwards(decay, tmp_path):
     rules, history = {finding.rule for finding in diagnosis.findings}, diagnosis.history
     assert ("collapsing" in rules) == (decay == "constant")
     assert any("Constant decay collapses" in text for _, text in findings.history) == (decay == "constant")
-    assert {"unexplained-norm", "diverging", "rounding"}.isdisjoint(rules)
+    assert {"diverging", "rounding"}.isdisjoint(rules)
     assert (len(history.norm), history.momentum) == (steps, beta)
     # The recursion explains every step, up to the rounding of float32 weights, at most 6e-8 of their size per step.
     assert history.tracking.predicted.tolist() == pytest.approx(history.norm.r.tolist(), rel=steps * 6e-8)
@@ -189,12 +167,12 @@ def test_a_real_collapse_is_found_live_and_afterwards(decay, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "rules"),
     [
-        (SCALED | {"skipped": 1}, set()),  # notes are not reported live
+        (SCALED | {"skipped": 1}, set()),
         (SCALED | {"skipped": 90, "clipped": 1.0, "grad_norm": None}, {"skipped", "clipping"}),
         (CONSTANT | times("applied_rms", 0.5), {"collapsing", "rounding"}),
     ],
 )
-def test_live_findings_are_the_warnings_of_the_diagnosis(tmp_path, settings, rules):
+def test_live_findings_are_those_of_the_diagnosis(tmp_path, settings, rules):
     """On the same records, at any time."""
     folder = make_run(tmp_path / "run", **settings | {"every": 100})
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -202,18 +180,17 @@ def test_live_findings_are_the_warnings_of_the_diagnosis(tmp_path, settings, rul
     path, live = tmp_path / "telemetry.jsonl", {rule.name for rule in RULES if rule.live}
     for number in (6, 20, len(lines)):
         path.write_text("".join(lines[:number]), encoding="utf-8")
-        found = [finding for finding in diagnose(load_run(path)).findings if finding.rule in live]
-        warnings = [finding for finding in found if finding.severity != NOTE]
+        expected = [finding for finding in diagnose(load_run(path)).findings if finding.rule in live]
         findings = Findings()
         for line in lines[: number - 1]:
             findings(json.loads(line))
         findings._reported_at.clear()
-        assert findings(json.loads(lines[number - 1])) == [finding.text for finding in warnings]
-    assert rules <= {finding.rule for finding in warnings}
+        assert findings(json.loads(lines[number - 1])) == [finding.text for finding in expected]
+    assert rules <= {finding.rule for finding in expected}
 
 
 def test_a_finding_is_repeated_rarely_and_memory_is_bounded():
-    record = {"weight_rms": 1.0, "lr": 1.0, "update_rms": 0.2, "decay": 0.0, "alignment_update": 0.0, "defect": 0.9}
+    record = {"relative_update": 0.2, "lr": 1.0, "defect": 0.9}
     findings = Findings()
     for step in range(1, 1201):
         findings({"step": step, "all": record, "roles": {"hidden": record} if step <= 400 else {}, "skipped": 0})
@@ -225,7 +202,7 @@ def test_a_finding_is_repeated_rarely_and_memory_is_bounded():
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_only_rounding_to_nearest_loses_updates(rounding):
     """Few elements of a gain near 1 change at a time, and over many steps they move as far as intended."""
-    model, findings = nn.RMSNorm(8).bfloat16(), Findings()
+    model, findings = nn.RMSNorm(256).bfloat16(), Findings()
     optimizer = AdamWSW.for_model(model, lr=1e-5, weight_decay=0.0, rounding=rounding)
     watch(optimizer, model.weight.sum, findings, steps=20)
     assert any("lost in rounding" in text for _, text in findings.history) == (rounding == "nearest")
@@ -245,7 +222,7 @@ def test_the_papers_late_fits_are_recovered(tmp_path):
     assert fits("few", 0.0, 20.8, steps=200, every=50) is None
 
 
-def test_the_command_writes_numbers_and_one_figure(tmp_path, capsys):
+def test_the_command_prints_findings_and_norms_and_draws_one_figure(tmp_path, capsys):
     """The runs are folders and a telemetry file, whose rule is inferred from the recorded decay."""
     runs = tuple(make_run(tmp_path / rule, rule=rule, lam=2.0, steps=1000, every=10) for rule in ("constant", "scaled"))
     lines = (runs[0] / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -253,18 +230,19 @@ def test_the_command_writes_numbers_and_one_figure(tmp_path, capsys):
     file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")
     out = tmp_path / "out"
     assert Diagnose(runs=(*runs, file), out=out).run() == 0
-    assert capsys.readouterr().out.startswith("constant (constant decay): 2 warnings\n")
-    assert {path.name for path in out.iterdir()} == {"diagnose.json", "diagnose.png", "diagnose.svg"}
+    printed = capsys.readouterr().out
+    assert printed.startswith("constant (constant decay, 100 samples): 2 findings\n")
+    assert {path.name for path in out.iterdir()} == {"diagnose.png", "diagnose.svg"}
     assert (out / "diagnose.png").read_bytes().startswith(b"\x89PNG")
-    *data, file_run = json.loads((out / "diagnose.json").read_text(encoding="utf-8"))["runs"]
-    assert file_run["findings"] == data[0]["findings"]
-    for run, rule in zip(data, ("constant", "scaled"), strict=True):
+    for name, rule in (("constant", "constant"), ("scaled", "scaled"), ("telemetry", "constant")):
         rows = simulate(rule=rule, lam=2.0, steps=1000)
-        assert run["rule"] == rule
-        assert run["norms"]["decayed"]["norm"] == rows[990]["r"]
+        norms = [row["r"] for row in rows[:991:10]]
         total = sum(row["phi"] for row in rows[:991])
-        assert run["norms"]["decayed"]["relaxations"] == pytest.approx(2.0 * total, 1e-3)
-        assert set(run["norms"]) == {"decayed", "role:experts", "role:hidden"}
+        for scope in ("decayed", "role:experts", "role:hidden"):
+            shown = [norms[-1], norms[-1] / max(norms), total]
+            (line,) = (line for line in printed.splitlines() if line.startswith(f"{name} {scope} "))
+            first, second, _, third, _ = map(float, line.split()[2:])
+            assert [first, second, third] == pytest.approx(shown, rel=5e-3)
 
 
 def test_a_wrong_run_or_folder_is_refused_before_anything_is_written(tmp_path):
@@ -287,17 +265,7 @@ def test_a_peak_between_two_samples_counts_as_reached(tmp_path):
     for peak_lr, fires in ((None, False), (0.04, True)):
         optimizer = MuonSW.for_model(model, lr=0.02, weight_decay=0.5, peak_lr=peak_lr)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=100)
-        watch(optimizer, model.weight.sum, JsonlSink(path), steps=100, schedule=schedule, every=30, start_step=1)
+        watch(optimizer, model.weight.sum, JsonlSink(path), steps=100, schedule=schedule, every=18, start_step=1)
         history = History(load_run(path))
         assert history.highest("lr") < 0.95 * 0.02
         assert (CHECKS["peak-not-reached"](history) is not None) == fires
-
-
-def test_cautious_decay_is_no_rounding_loss(tmp_path):
-    """It moves weights by more than decay and update intend."""
-    model, path = nn.Linear(8, 8, bias=False), tmp_path / "telemetry.jsonl"
-    optimizer = MuonSW.for_model(model, lr=0.01, weight_decay=5.0, cautious=True)
-    watch(optimizer, lambda: model(torch.randn(16, 8)).sub(1.0).square().mean(), JsonlSink(path), steps=60)
-    finding = CHECKS["rounding"](History(load_run(path)))
-    assert finding.numbers["arrived"] > 1.05
-    assert finding.severity == NOTE

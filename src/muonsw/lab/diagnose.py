@@ -5,12 +5,9 @@ Both apply `RULES` to a `History`: `diagnose` to all records of a run, `Findings
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -26,7 +23,7 @@ from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry
 from muonsw.lab.charts import draw as draw_charts
 from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, say
 from muonsw.lab.errors import UsageError
-from muonsw.lab.files import prepare_folder, write_json
+from muonsw.lab.files import prepare_folder
 from muonsw.lab.options import unset
 from muonsw.lab.runs import SCOPES, Run, load_runs, tabulate, unique_names
 from muonsw.lab.theory.norm import NormHistory, Tracking, target_norms, track
@@ -37,22 +34,21 @@ Array = NDArray[np.float64]
 
 LATE = 0.133  # the paper fits the alignment over the last 50,000 of 376,000 steps
 LARGEST = 1e100  # values above come from damaged records or diverged float64 weights; their squares overflow
-MIN_SAMPLES, ENOUGH_SAMPLES = 5, 20
+MIN_SAMPLES = 5
 MUON_BETA = 0.95  # assumed for weights that Muon moves when no configuration says otherwise
 LINEAR = ("constant", "independent")  # rules whose phi is proportional to the learning rate
+MEASURED = ("weight_rms", "update_rms", "decay", "alignment_update")  # the inputs of the norm recursion
 
-# A norm that follows sqrt(lr) has lost 29% when the learning rate is halved. A collapse loses at least that in total,
-# and a tenth after the halving.
+# The thresholds of the rules. A norm that follows sqrt(lr) has lost 29% when the learning rate is halved. A collapse
+# loses at least that in total, and a tenth after the halving.
 COLLAPSE, HALVED, LATE_LOSS = 0.29, 0.5, 0.1
 RELAXED = 3.0  # exp(-3) = 0.05: the squared norm has forgotten 95% of its start
 AVERAGED, GIVEN_BACK = 0.05, 0.1  # share of the records in a loss average; share of the progress lost in divergence
 CHANCE = 6.0  # standard errors that noise never reaches
 REACHED = 0.95  # sampled steps miss the exact peak of a schedule
-UNEXPLAINED = 0.1
 DEFECT_RANGE = (0.68, 1.21)  # five Newton-Schulz steps map singular values above 1.5e-3 of the largest into this range
-SLOW, TOO_FAST = 0.2, 0.4  # phi over 1 - beta; theory assumes that decay is slow compared with momentum
+TOO_FAST = 0.4  # phi over 1 - beta; theory assumes that decay is slow compared with momentum
 ROUNDING, NEARLY_ALWAYS, MANY_SKIPPED = 0.05, 0.9, 0.01
-MEASURED = ("weight_rms", "update_rms", "decay", "alignment_update")  # the inputs of the norm recursion
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +82,14 @@ class History:
         highest = self.highest(key)
         return self.last(key) / highest if highest > 0 else math.nan
 
+    @property
+    def since_peak(self) -> slice:
+        """The samples since the peak learning rate, or all while it rises."""
+        return slice(0 if self.peak_at == len(self.steps) - 1 else self.peak_at, None)
+
     def typical(self, values: Array, where: Any = None) -> float:
-        """The median of the known values: by default those since the peak learning rate, or all while it rises."""
-        if where is None:
-            where = slice(0 if self.peak_at == len(self.steps) - 1 else self.peak_at, None)
-        known = _known(values[where])
+        """The median of the known values, by default of those since the peak learning rate."""
+        known = _known(values[self.since_peak if where is None else where])
         return float(np.median(known)) if len(known) else math.nan
 
     def setting(self, name: str) -> Any:
@@ -118,10 +117,6 @@ class History:
     def tracking(self) -> Tracking | None:
         """Steady state, lag and predicted norm."""
         return None if self.norm is None else track(self.norm)
-
-    @property
-    def relative_update(self) -> Array:
-        return ratio(self.column("update_rms"), self.column("weight_rms"))
 
     @cached_property
     def peak_at(self) -> int:
@@ -152,12 +147,6 @@ class History:
         between = np.diff(steps) * (phi[1:] + phi[:-1]) / 2.0 + np.diff(phi) / 2.0
         totals = phi[0] + np.concatenate([[0.0], np.cumsum(between)])
         return np.asarray(np.interp(self.steps, steps, totals, left=0.0))
-
-
-def ratio(numerator: Array, denominator: Array) -> Array:
-    """Divide without warnings; zero and tiny denominators give NaN or infinity."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return numerator / denominator
 
 
 def _known(values: Array) -> Array:
@@ -196,12 +185,7 @@ def late_fits(history: History) -> LateFits | None:
     return LateFits(-float(lr @ alignment / (lr @ lr)), -float(offset), -float(slope))
 
 
-# The rules. Each examines a history and returns a severity, one or two sentences, and the numbers behind them.
-
-
-PROBLEM, WARNING, NOTE = "problem", "warning", "note"  # it ruins the run, costs something, or explains
-COLOURS = {PROBLEM: "bold red", WARNING: "yellow", NOTE: "cyan"}  # the most serious first
-Answer = tuple[str, str, Mapping[str, float]] | None
+# The rules. Each examines a history and says what is wrong and what to do, or returns None.
 
 
 def words(history: History) -> str:
@@ -216,34 +200,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
-def too_few_samples(history: History) -> Answer:
-    samples = len(history.norm or ())
-    if samples >= ENOUGH_SAMPLES:
-        return None
-    advice = f"Sample every {counted(max(history.run.steps // 100, 1), 'step')} (--telemetry-every)."
-    if not np.isfinite(history.column("decay")).any():
-        advice = "The decay is unknown: a norm rule acts, or the optimizer does not report it."
-    text = f"Some rules cannot be checked with only {counted(samples, 'complete telemetry sample')}. {advice}"
-    return NOTE, text, {"samples": samples}
-
-
-def skipped(history: History) -> Answer:
-    counts = history.run.telemetry.known("skipped")[1]
-    # The counter restarts at zero when a run resumes.
-    number = int(counts[-1] + counts[:-1][np.diff(counts) < 0].sum()) if len(counts) else 0
-    if not number:
-        return None
-    steps = int(history.run.telemetry.step[-1])
-    share = number / max(steps, 1)
-    text = (
-        f"{number:,} of {steps:,} steps ({percent(share)}) were skipped because a gradient was not finite. "
-        "Look for overflow (loss scale, data, attention logits), or lower the learning rate."
-    )
-    severity = WARNING if share > MANY_SKIPPED else NOTE
-    return severity, text, {"skipped": number, "share": share}
-
-
-def diverging(history: History) -> Answer:
+def diverging(history: History) -> str | None:
     losses, steps = history.run.train.get("loss"), history.run.train.step
     if losses is None or not len(losses):
         return None
@@ -251,8 +208,10 @@ def diverging(history: History) -> Answer:
     if not known[-1]:
         finite = np.flatnonzero(known)
         since = int(steps[finite[-1] + 1]) if len(finite) else int(steps[0])
-        text = f"The training loss has been NaN or infinite since step {since:,}. Restart from an earlier checkpoint "
-        return PROBLEM, text + "with a lower learning rate.", {"since": since}
+        return (
+            f"The training loss has been NaN or infinite since step {since:,}. Restart from an earlier checkpoint "
+            "with a lower learning rate."
+        )
     # The running average is above its minimum by more than a share of the progress and more than noise.
     steps, losses = steps[known], losses[known]
     width = max(int(AVERAGED * len(losses)), 5)
@@ -264,15 +223,25 @@ def diverging(history: History) -> Answer:
     noise = float(np.median(np.abs(np.diff(losses)))) / width**0.5
     if not back > max(GIVEN_BACK * progress, CHANCE * noise, 1e-12):
         return None
-    step = int(steps[best + width // 2])
-    text = (
-        f"The run is diverging: the training loss rose from {averages[best]:.4f} around step {step:,} to "
-        f"{averages[-1]:.4f}. Lower the learning rate, or go back to a checkpoint."
+    return (
+        f"The run is diverging: the training loss rose from {averages[best]:.4f} around step "
+        f"{steps[best + width // 2]:,} to {averages[-1]:.4f}. Lower the learning rate, or go back to a checkpoint."
     )
-    return PROBLEM, text, {"best": float(averages[best]), "now": float(averages[-1]), "best_step": step}
 
 
-def collapsing(history: History) -> Answer:
+def skipped(history: History) -> str | None:
+    steps, counts = history.run.telemetry.known("skipped")
+    # The counter restarts at zero when a run resumes.
+    number = int(counts[-1] + counts[:-1][np.diff(counts) < 0].sum()) if len(counts) else 0
+    if not number or number <= MANY_SKIPPED * steps[-1]:
+        return None
+    return (
+        f"{number:,} of {steps[-1]:,} steps ({percent(number / steps[-1])}) were skipped because a gradient was not "
+        "finite. Look for overflow (loss scale, data, attention logits), or lower the learning rate."
+    )
+
+
+def collapsing(history: History) -> str | None:
     r = history.column("weight_rms")
     halved = np.flatnonzero((history.column("lr") <= HALVED * history.highest("lr")) & np.isfinite(r))
     halved = halved[halved > history.peak_at]
@@ -284,196 +253,155 @@ def collapsing(history: History) -> Answer:
     lost = 1.0 - end / float(r[top])
     if lost < COLLAPSE or 1.0 - end / float(r[halved[0]]) < LATE_LOSS:
         return None
-    text = (
+    return (
         f"{history.run.rule.capitalize()} decay collapses {words(history)}: since step {history.steps[top]:,} they "
         f"lost {percent(lost)} of their norm ({norm_text(float(r[top]))} to {norm_text(end)}), and the learning rate "
         f'is at {percent(history.left("lr"))} of its peak. Try decay="scaled", or a smaller lambda.'
     )
-    return WARNING, text, {"lost": lost, "peak_norm": float(r[top]), "peak_step": int(history.steps[top])}
 
 
-def decay_idle(history: History) -> Answer:
+def decay_idle(history: History) -> str | None:
     total = float(history.total_decay[-1])
-    if not 0.0 <= total < IDLE or history.still_rising or (total > 0.0 and history.run.in_progress):
+    if not 0.0 < total < IDLE or history.still_rising or history.run.in_progress:
         return None
-    if total == 0.0:
-        text = f"No decay acts on {words(history)}: lambda is 0, or the rule is none."
-        return NOTE, text, {"total_decay": total}
-    # A larger lambda does not help if decay would then be fast compared with momentum.
-    times, fast = f"{1.0 / total:.0f} times", history.highest("decay") / (1.0 - history.momentum) / total > SLOW
-    advice = f"train about {times} as long" if fast else f"raise lambda about {times}, or train longer"
-    text = (
+    return (
         f"Decay does nothing to {words(history)} in this run: total decay is {total:.2g}, so the choice of rule does "
-        f"not matter. For decay to act, {advice}."
+        f"not matter. For decay to act, raise lambda about {1.0 / total:.0f} times, or train longer."
     )
-    return WARNING, text, {"total_decay": total}
 
 
-def peak_not_reached(history: History) -> Answer:
+def peak_not_reached(history: History) -> str | None:
     used, peak = history.highest("lr"), history.highest("peak_lr")
     # With peak="base" a divided learning rate never reaches the peak, on purpose.
     if not used < REACHED * peak or history.setting("peak") == "base" or history.still_rising:
         return None
-    # The group summaries also cover the steps between samples.
+    # The group summaries also cover the steps between samples and those before a resume.
     records = history.run.telemetry
     peaks = [key for key in records if key.startswith("groups.") and key.endswith(".peak_lr")]
     highest = [records.get(key.replace(".peak_lr", ".highest_lr"), np.full(1, np.nan))[-1] for key in peaks]
     if peaks and all(top >= REACHED * records[key][-1] for top, key in zip(highest, peaks, strict=True)):
         return None
-    text = (
+    return (
         f"The learning rate of {words(history)} never reached the peak that decay divides by ({used:.3g} of "
         f"{peak:.3g}), so decay is {percent(used / peak)} of what lambda says. Set peak_lr to the peak of the schedule."
     )
-    return WARNING, text, {"highest_lr": used, "peak_lr": peak}
 
 
-def unexplained_norm(history: History) -> Answer:
-    tracking, norm = history.tracking, history.norm
-    if tracking is None or norm is None or len(norm) < MIN_SAMPLES:
-        return None
-    error = tracking.predicted / norm.r - 1.0
-    worst = int(error.abs().argmax())
-    size, step = float(error[worst].abs()), int(norm.steps[worst])
-    if size < UNEXPLAINED:
-        return None
-    text = (
-        f"The recorded updates of {words(history)} do not explain their norm: off by {percent(size)} at step {step:,}. "
-        "Something else changes the weights (a constraint, a cautious mask, rounding, groups with different decay), or "
-        "samples are too sparse."
-    )
-    return WARNING, text, {"error": float(error[worst]), "step": step}
-
-
-def large_updates(history: History) -> Answer:
-    size, bound = history.typical(history.relative_update), 1.0 - history.momentum
+def large_updates(history: History) -> str | None:
+    size, bound = history.typical(history.column("relative_update")), 1.0 - history.momentum
     if not size > bound:
         return None
-    text = (
+    return (
         f"Each step changes {words(history)} by {percent(size)}, which replaces them within the {1.0 / bound:.0f} "
         f"steps that momentum {history.momentum:g} remembers. Lower the learning rate, or lower lambda if decay has "
         "made the weights this small."
     )
-    return WARNING, text, {"relative_update": size, "bound": bound}
 
 
-def fast_decay(history: History) -> Answer:
+def fast_decay(history: History) -> str | None:
     peak, forgetting = history.highest("decay"), 1.0 - history.momentum
-    speed = peak / forgetting
-    if not speed > SLOW * (1.0 + 1e-6):  # rounding must not decide exactly at the limit
+    if not peak > TOO_FAST * forgetting:
         return None
-    text = (
-        f"Decay of {words(history)} is fast compared with momentum: phi reaches {peak:.2g} a step, {percent(speed)} of "
-        f"1 - beta = {forgetting:.2g}. Use a smaller lambda and more steps."
+    return (
+        f"Decay of {words(history)} is fast compared with momentum: phi reaches {peak:.2g} a step, "
+        f"{percent(peak / forgetting)} of 1 - beta = {forgetting:.2g}. Use a smaller lambda and more steps."
     )
-    return WARNING if speed > TOO_FAST else NOTE, text, {"phi_peak": peak, "ratio": speed}
 
 
-def defect_out_of_range(history: History) -> Answer:
+def defect_out_of_range(history: History) -> str | None:
     defect, (low, high) = history.typical(history.column("defect")), DEFECT_RANGE
     if not (defect < low or defect > high):
         return None
     cause = "the iteration overshoots; check ns_dtype and the coefficients"
     if defect < low:
         cause = "the momentum has nearly low rank, so many directions hardly move (dead experts, unused rows)"
-    text = f"Muon's direction for {words(history)} has size {defect:.2f} (1 is orthogonal): {cause}."
-    return WARNING, text, {"defect": defect}
+    return f"Muon's direction for {words(history)} has size {defect:.2f} (1 is orthogonal): {cause}."
 
 
-def lost_in_rounding(history: History) -> Answer:
+def lost_in_rounding(history: History) -> str | None:
     r, s, phi, a = map(history.column, MEASURED)
-    intended = np.sqrt((phi * r + a * s) ** 2 + (1.0 - a**2) * s**2)
-    arrived = history.typical(ratio(history.column("applied_rms"), intended))
-    if not abs(arrived - 1.0) > ROUNDING:
+    intended = (phi * r + a * s) ** 2 + (1.0 - a**2) * s**2
+    shares = history.column("applied_rms") ** 2 / np.where(intended > 0.0, intended, np.nan)
+    # A mean, because stochastic rounding loses most small updates but makes up for them in other steps.
+    shares = _known(shares[history.since_peak])
+    arrived = math.sqrt(shares.mean()) if len(shares) else math.nan
+    if not arrived < 1.0 - ROUNDING:
         return None
-    moved = f"Steps move {words(history)} by {percent(arrived)} of what decay and update intend"
-    if arrived > 1.0:
-        text = f"{moved}: stochastic rounding adds noise that averages out, or decay is cautious."
-        return NOTE, text, {"arrived": arrived}
-    if history.setting("rounding") == "stochastic":
-        return None  # correct on average, even if most steps change nothing
-    text = f'{moved}: the rest is lost in rounding. Keep them in float32, or use rounding="stochastic".'
-    return WARNING, text, {"arrived": arrived}
+    return (
+        f"Steps move {words(history)} by {percent(arrived)} of what decay and update intend: the rest is lost in "
+        'rounding. Keep them in float32, or use rounding="stochastic".'
+    )
 
 
-def always_clipped(history: History) -> Answer:
+def always_clipped(history: History) -> str | None:
     limit, norms = history.setting("clip"), history.run.train.known("grad_norm")[1]
     clipped = norms > limit if limit and len(norms) else history.run.telemetry.known("clipped")[1]
     share = float(clipped.mean()) if len(clipped) >= MIN_SAMPLES else 0.0
-    if share <= NEARLY_ALWAYS:
+    # Muon's steps keep their size whatever the gradient's.
+    if share <= NEARLY_ALWAYS or history.setting("algorithm") == "muon":
         return None
-    text = f"Gradient clipping acts on {percent(share)} of the steps, so it divides every gradient by its norm"
-    if history.setting("algorithm") == "muon":
-        return NOTE, f"{text}. Muon's steps keep their size; clip only what AdamW trains.", {"share": share}
-    text += " instead of guarding against outliers. Raise the limit to a few times the usual norm."
-    return WARNING, text, {"share": share}
+    return (
+        f"Gradient clipping acts on {percent(share)} of the steps, so it divides every gradient by its norm instead of "
+        "guarding against outliers. Raise the limit to a few times the usual norm."
+    )
 
 
 class Rule(NamedTuple):
     """A check, and when it applies."""
 
     name: str  # as in docs/guide/telemetry.md
-    check: Callable[[History], Answer]
-    roles: bool = False  # also checked for every role
+    check: Callable[[History], str | None]
+    weights: bool = False  # also checked for every role, from five samples on
     live: bool = False  # also checked while training
-    samples: int = 0  # how many it needs
 
     def find(self, history: History) -> Finding | None:
-        answer = self.check(history) if len(history.steps) >= self.samples else None
-        return answer and Finding(self.name, answer[0], history.scope, *answer[1:])
+        enough = not self.weights or len(history.steps) >= MIN_SAMPLES
+        text = self.check(history) if enough else None
+        return Finding(self.name, history.scope, text) if text else None
 
 
 RULES = (
-    Rule("too-few-samples", too_few_samples),
-    Rule("skipped", skipped, live=True),
     Rule("diverging", diverging),
-    Rule("collapsing", collapsing, roles=True, live=True),
-    Rule("decay-idle", decay_idle),
-    Rule("peak-not-reached", peak_not_reached, roles=True),
-    Rule("unexplained-norm", unexplained_norm),
-    Rule("large-updates", large_updates, roles=True, live=True, samples=MIN_SAMPLES),
-    Rule("fast-decay", fast_decay),
-    Rule("defect", defect_out_of_range, roles=True, samples=MIN_SAMPLES),
-    Rule("rounding", lost_in_rounding, roles=True, live=True, samples=MIN_SAMPLES),
+    Rule("skipped", skipped, live=True),
+    Rule("collapsing", collapsing, weights=True, live=True),
+    Rule("large-updates", large_updates, weights=True, live=True),
+    Rule("rounding", lost_in_rounding, weights=True, live=True),
+    Rule("peak-not-reached", peak_not_reached, weights=True),
+    Rule("defect", defect_out_of_range, weights=True),
     Rule("clipping", always_clipped, live=True),
+    Rule("fast-decay", fast_decay),
+    Rule("decay-idle", decay_idle),
 )
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of a rule."""
 
     rule: str
-    severity: str
     scope: str
     text: str  # what is wrong, and what to do
-    numbers: Mapping[str, float]
-    also: tuple[str, ...] = ()  # roles with the same result
 
 
 def examine(history: History, roles: Sequence[History] = (), *, live: bool = False) -> list[Finding]:
-    """Apply all rules, or the live ones; the most serious findings come first.
-
-    A finding about the whole scope lists the roles with the same result instead of repeating it for them.
-    """
+    """Apply all rules, or the live ones; a finding about the whole scope is not repeated for its roles."""
     findings: list[Finding] = []
     for rule in RULES:
         if rule.live or not live:
             overall = rule.find(history)
-            in_roles = [finding for role in roles if rule.roles and (finding := rule.find(role))]
-            findings += [replace(overall, also=tuple(finding.scope for finding in in_roles))] if overall else in_roles
-    return sorted(findings, key=lambda finding: list(COLOURS).index(finding.severity))
+            in_roles = [finding for role in roles if rule.weights and (finding := rule.find(role))]
+            findings += [overall] if overall else in_roles
+    return findings
 
 
 # The command.
 
 
-@dataclass(frozen=True, eq=False)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """One run, examined."""
 
     history: History
-    findings: Sequence[Finding]  # the most serious first
-    norms: Mapping[str, Mapping[str, float]]  # by scope
+    roles: Sequence[History]  # empty unless the history is pooled over roles
+    findings: Sequence[Finding]
 
 
 def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
@@ -481,72 +409,46 @@ def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
     history = open_history(run, scope)
     roles = [History(run, name) for name in sorted(run.scopes()) if name.startswith("role:")]
     roles = roles if history.scope in SCOPES else []
-    norms = {part.scope: norm_numbers(part) for part in (history, *roles)}
-    return Diagnosis(history, examine(history, roles), norms)
-
-
-def norm_numbers(history: History) -> dict[str, float]:
-    """The norm, where it would settle, and why; NaN if not recorded."""
-    return {
-        "norm": history.last("weight_rms"),
-        "of_peak": history.left("weight_rms"),
-        "steady_state": math.nan if history.norm is None else float(target_norms(history.norm)[-1]),
-        "lr_left": history.left("lr"),
-        "relaxations": 2.0 * float(history.total_decay[-1]),
-        "relative_update": history.typical(history.relative_update),
-        "late_alignment": history.typical(history.column("alignment_update"), history.late),
-    }
-
-
-def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
-    history, run = diagnosis.history, diagnosis.history.run
-    return {
-        "name": run.name,
-        "path": str(run.path),
-        "rule": run.rule,
-        "complete": run.complete,
-        "samples": len(history.norm or ()),
-        "findings": [asdict(finding) for finding in diagnosis.findings],
-        "norms": diagnosis.norms,
-    }
+    return Diagnosis(history, roles, examine(history, roles))
 
 
 TABLE_NOTE = (
     "norm: RMS of the weights, and as a share of its peak; r*: the norm at which it would settle at the present "
-    "learning rate; 2Σφ: relaxation times so far, with φ the share of a weight that decay removes in a step."
+    "learning rate; total decay: the sum of the shares of a weight that decay removes in each step."
 )
 
 
 def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     """Print the findings of each run, then one table of norms."""
-    names = unique_names(diagnosis.history.run.name for diagnosis in diagnoses)
-    for name, diagnosis in zip(names, diagnoses, strict=True):
-        levels = Counter(finding.severity for finding in diagnosis.findings)
-        count = ", ".join(counted(number, level) for level, number in levels.items()) or "nothing to report"
-        run = diagnosis.history.run
-        reached = f", step {run.steps:,} of {run.planned_steps:,}" if run.in_progress else ""
-        heading = f"{name} ({run.rule or 'unknown'} decay{reached}): {count}"
-        console.print(Text(harmless(heading), style="bold"))
-        for finding in diagnosis.findings:
-            roles = ", ".join(scope.partition(":")[2] for scope in finding.also)
-            text = f"{finding.text} The same holds for: {roles}." if roles else finding.text
-            line = Text.assemble((finding.severity, COLOURS[finding.severity]), f": {harmless(text)}")
-            console.print(line, soft_wrap=not console.is_terminal)
     rows = []
-    for name, diagnosis in zip(names, diagnoses, strict=True):
-        for scope, numbers in diagnosis.norms.items():
-            shown = (f"{number:.3g}" if math.isfinite(number) else None for number in numbers.values())
-            rows.append((f"{name} {scope}" if len(diagnoses) > 1 else scope, *shown))
-    titles = ("norm", "of its peak", "r*", "lr left", "2Σφ", "update/weight", "late cosine")
+    names = unique_names(diagnosis.history.run.name for diagnosis in diagnoses)
+    for name, (history, roles, findings) in zip(names, diagnoses, strict=True):
+        run = history.run
+        reached = f", step {run.steps:,} of {run.planned_steps:,}" if run.in_progress else ""
+        count = counted(len(findings), "finding") if findings else "nothing to report"
+        heading = f"{name} ({run.rule or 'unknown'} decay, {counted(len(history.steps), 'sample')}{reached}): {count}"
+        console.print(Text(harmless(heading), style="bold"))
+        for finding in findings:
+            line = Text.assemble((finding.rule, "bold red"), f": {harmless(finding.text)}")
+            console.print(line, soft_wrap=not console.is_terminal)
+        for part in (history, *roles):
+            numbers = (
+                part.last("weight_rms"),
+                part.left("weight_rms"),
+                math.nan if part.norm is None else float(target_norms(part.norm)[-1]),
+                float(part.total_decay[-1]),
+                part.typical(part.column("relative_update")),
+            )
+            shown = (f"{number:.3g}" if math.isfinite(number) else None for number in numbers)
+            rows.append((f"{name} {part.scope}" if len(diagnoses) > 1 else part.scope, *shown))
+    titles = ("norm", "of its peak", "r*", "total decay", "update/weight")
     columns = [Column("weights"), *(Column(title, number=True) for title in titles)]
     print_table(console, Table("norms", "Weight norms", columns, rows, TABLE_NOTE))
 
 
-NORM, RECURSION = "RMS (dashed: steady state)", "RMS (dashed: recursion)"
-LATE_COSINE = "late cos(weight, update) over lr"
+NORM = "RMS (dashed: steady state)"
 PANELS = {
     NORM: "weight_rms",
-    RECURSION: "weight_rms",
     "cos(weight, update)": "alignment_update",
     "cos(weight, gradient)": "alignment_gradient",
     "cos(weight, momentum)": "alignment_momentum",
@@ -555,7 +457,7 @@ PANELS = {
 
 
 def draw(histories: Sequence[History], stem: Path) -> list[Path]:
-    """Draw all recorded quantities as one figure, as PNG and SVG; it includes the paper's diagnostic figures."""
+    """Draw loss, norm, alignments and orthogonality as one figure, as PNG and SVG."""
     names = unique_names(f"{history.run.name} ({history.run.rule or 'unknown'})" for history in histories)
     panels: dict[str, list[Curve]] = {}
 
@@ -569,27 +471,10 @@ def draw(histories: Sequence[History], stem: Path) -> list[Path]:
         for title, key in PANELS.items():
             add(title, arm, history.steps, history.column(key))
         if history.norm is not None and history.tracking is not None:
-            steps, tracking = history.norm.steps, history.tracking
-            add(NORM, arm, steps, tracking.smooth_target, dashed=True)
-            add(RECURSION, arm, steps, tracking.predicted, dashed=True)
-            after = steps >= int(history.steps[history.peak_at])
-            add("lag ln(r/r*)", arm, steps[after], tracking.lag[after])
-            add("adiabatic ratio", arm, steps[after], tracking.ratio[after])
-        if (fits := late_fits(history)) is not None:
-            lr, cosine = history.column("lr")[history.late], history.column("alignment_update")[history.late]
-            order, ends = np.argsort(lr), np.array([0.0, np.nanmax(lr)])
-            add(LATE_COSINE, arm, lr[order], cosine[order])
-            add(LATE_COSINE, arm, ends, -fits.k * ends, dashed=True)
-            add(LATE_COSINE, arm, ends, -fits.offset - fits.slope * ends, dashed=True)
+            add(NORM, arm, history.norm.steps, history.tracking.smooth_target, dashed=True)
     highest = _known(np.array([history.highest("weight_rms") for history in histories])).max(initial=0.0)
-    axes = {
-        NORM: Axis(limits=(0.0, 1.4 * highest or 1.0)),  # during warmup the steady state is far larger
-        "adiabatic ratio": Axis(log=10),
-    }
-    charts = [
-        Chart(title, title, curves, Axis("lr" if title == LATE_COSINE else "step"), axes.get(title, Axis()))
-        for title, curves in panels.items()
-    ]
+    axes = {NORM: Axis(limits=(0.0, 1.4 * highest or 1.0))}  # during warmup the steady state is far larger
+    charts = [Chart(title, title, curves, Axis("step"), axes.get(title, Axis())) for title, curves in panels.items()]
     arms = [LegendEntry(name, history.run.rule) for name, history in zip(names, histories, strict=True)]
     return draw_charts(stem, charts, arms, columns=3) if charts else []
 
@@ -600,14 +485,14 @@ class Diagnose:
 
     Prints findings in plain words, and a table of measured and predicted norms.
 
-    Writes all numbers to diagnose.json, and draws one figure.
+    Draws one figure.
     """
 
     runs: Annotated[tuple[Path, ...], Positional, unset(metavar="RUN...")] = ()
     """Run folders, or JSON lines that `muonsw.Telemetry` wrote in your own loop; several are drawn together."""
 
     out: Annotated[Path | None, unset(metavar="DIR")] = None
-    """Folder to write to. Default: RUN/diagnose for a run, FILE-diagnose for a file, out/diagnose for several."""
+    """Folder for the figure. Default: RUN/diagnose for a run, FILE-diagnose for a file, out/diagnose for several."""
 
     scope: Annotated[str, unset()] = ""
     """Which weights: decayed (the default), all, role:NAME, layer:NUMBER or parameter:NAME."""
@@ -615,51 +500,27 @@ class Diagnose:
     def run(self) -> int:
         if not self.runs:
             raise UsageError("missing run: muonsw diagnose RUN...")
-        diagnoses = [diagnose(_with_recorded_settings(run), scope=self.scope) for run in load_runs(self.runs)]
+        diagnoses = [diagnose(run, scope=self.scope) for run in load_runs(self.runs)]
         folder, first = self.out, self.runs[0]
         if folder is None:
             folder = first.with_name(f"{first.stem}-diagnose") if first.is_file() else first / "diagnose"
             folder = folder if len(diagnoses) == 1 else Path("out/diagnose")
         prepare_folder(folder)
-        data = {"version": 1, "scope": self.scope, "runs": [as_data(diagnosis) for diagnosis in diagnoses]}
-        write_json(folder / "diagnose.json", data)
         draw([diagnosis.history for diagnosis in diagnoses], folder / "diagnose")
         console = Console()
         print_diagnosis(console, diagnoses)
-        say(console, f"\nwrote diagnose.json, diagnose.png and diagnose.svg to {folder}")
+        say(console, f"\nwrote diagnose.png and diagnose.svg to {folder}")
         return 0
-
-
-def _with_recorded_settings(run: Run) -> Run:
-    """Take the settings of a JSONL file, which has no configuration, from its first telemetry record."""
-    if not run.path.is_file():
-        return run
-    with run.path.open("rb") as lines, suppress(ValueError):  # a line that is being written
-        first = next((line for line in lines if b'"groups"' in line), b"{}")
-        return replace(run, settings=recorded_settings(json.loads(first)))
-    return run
-
-
-def recorded_settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer settings in a telemetry record, as in a run's configuration."""
-    groups = record.get("groups") or []
-    rules = {str(group.get("rule")) for group in groups if group.get("decay")}
-    settings: dict[str, Any] = {"decay": rules.pop()} if len(rules) == 1 else {}
-    if groups and all(group.get("rounding") == "stochastic" for group in groups):
-        settings["rounding"] = "stochastic"
-    return {"optimizer": settings}
 
 
 # Findings while training.
 
-# The columns that live rules use.
-LIVE = ("weight_rms", "update_rms", "applied_rms", "decay", "lr", "alignment_update", "defect")
 AGAIN = 10  # repeat a finding after ten times as many steps
 MOST_SAMPLES = 400
 
 
 class Findings:
-    """A telemetry sink that returns the problems and warnings of `diagnose` about the records so far.
+    """A telemetry sink that returns what `diagnose` finds in the records so far.
 
     A finding is repeated only after ten times as many steps.
 
@@ -677,30 +538,21 @@ class Findings:
     def __init__(self) -> None:
         self.history: list[tuple[int, str]] = []
         self._reported_at: dict[tuple[str, str], int] = {}
-        self._settings: dict[str, Any] = {}
         self._records: list[dict[str, Any]] = []
 
     def __call__(self, record: Record) -> list[str]:
         """Add a record, and return the findings that are due."""
-
-        def needed(scopes: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: {key: values.get(key) for key in LIVE} for name, values in scopes.items()}
-
-        if not self._records:
-            self._settings = recorded_settings(record)
-        counts = {key: record.get(key) for key in ("step", "skipped", "clipped")}
-        pooled = needed({scope: record[scope] for scope in SCOPES if scope in record})
-        self._records.append({"kind": "telemetry", **counts, **pooled, "roles": needed(record["roles"])})
+        kept = ("step", *SCOPES, "roles", "skipped", "clipped")
+        self._records.append({"kind": "telemetry", **{key: record[key] for key in kept if key in record}})
         if len(self._records) > MOST_SAMPLES:
             del self._records[1:-1:2]
-
-        run = Run("live", Path(), self._settings, {}, None, tabulate(self._records))
+        run = Run("live", Path(), {}, {}, None, tabulate(self._records))
         history = History(run, "decayed" if "decayed" in record else "all")
         roles = [History(run, f"role:{role}") for role in sorted(record["roles"])]
         step, due = record["step"], []
         for finding in examine(history, roles, live=True):
             topic = finding.rule, finding.scope
-            if finding.severity != NOTE and step >= AGAIN * self._reported_at.get(topic, 0):
+            if step >= AGAIN * self._reported_at.get(topic, 0):
                 self._reported_at[topic] = step
                 due.append(finding.text)
         self.history += [(step, text) for text in due]
