@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from muonsw.lab.model import preset
-from muonsw.lab.plan import H200, MOE_1T, Setup, StepCost, parts_of, plan_step
+from muonsw.lab.model import ModelConfig, preset
+from muonsw.lab.plan import H200, Setup, StepCost, parts_of, plan_step
 
 ROOT = Path(__file__).parents[1]
 W1024 = preset("w1024")
+# A hypothetical model, about the size and shape of the largest open mixtures of experts.
+MOE_1T = ModelConfig(width=7168, layers=61, head_dim=128, experts=384, top_k=8, ff=2048, vocab=163_840, sequence=4096)
 LARGE_BATCH = 16_000_000
 BATCHES = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
 NEAR = 1024
@@ -30,8 +32,8 @@ def small(setup: Setup) -> StepCost:
 
 
 def large(setup: Setup, batch: int = LARGE_BATCH) -> StepCost:
-    """The model of 1T parameters, with recomputation and weights gathered in bfloat16."""
-    return plan_step(MOE_1T, replace(setup, micro_batch=1, tflops=TFLOPS, gathered_bytes=2, recompute=True), batch)
+    """The model of 1T parameters."""
+    return plan_step(MOE_1T, replace(setup, micro_batch=1, tflops=TFLOPS), batch)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -79,7 +81,7 @@ def one_trillion() -> str:
     for gpus in (1024, 4096, 16_384):
         # Also with everything but the experts sharded over a thousand ranks and copied.
         near = Setup(gpus, "ep", replicas=gpus // NEAR)
-        for setup in dict.fromkeys((Setup(gpus, "ep"), near, Setup(gpus, "fsdp", "rows"))):
+        for setup in dict.fromkeys((Setup(gpus, "ep"), near)):
             cost = large(setup)
             alone = cost.optimizer_seconds / (cost.optimizer_seconds + cost.model_seconds)
             rows.append((
@@ -129,8 +131,8 @@ def rates() -> str:
         ("`X X^T`, one triangle", f"{H200.gram / 1e12:g} useful TFLOP/s", "measured"),
         ("short symmetric products", f"{H200.short / 1e12:g} useful TFLOP/s", "measured"),
         ("overhead of a step", f"{1e3 * H200.overhead:g} ms", "fitted to four measured steps"),
-        ("link inside a node of 8", f"{Setup.inside:g} GB/s a GPU", "assumed: 80% of 450"),
-        ("link between nodes", f"{Setup.outside:g} GB/s a GPU", "assumed: 80% of 50"),
+        ("link inside a node of 8", f"{H200.inside / 1e9:g} GB/s a GPU", "assumed: 80% of 450"),
+        ("link between nodes", f"{H200.outside / 1e9:g} GB/s a GPU", "assumed: 80% of 50"),
         ("a collective of n ranks", f"{1e6 * H200.latency:g} + {1e6 * H200.message:g} (n - 1) µs", "assumed"),
     ]
     return table(("rate", "value", "from"), rows)

@@ -6,12 +6,11 @@ GPU and assumed rates of links (docs/guide/distributed.md), with perfect overlap
 
 from __future__ import annotations
 
-import heapq
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Annotated, Literal, NamedTuple
@@ -25,7 +24,7 @@ from muonsw.lab.console import Table, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, count, preset, role_of, unallocated
 from muonsw.lab.model.loss import chunk_tokens
-from muonsw.lab.options import Flag, unset
+from muonsw.lab.options import unset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS
 from muonsw.lab.train.config import RunConfig, preset_run
 from muonsw.orthogonalize.iterations import gram_saves
@@ -43,12 +42,9 @@ JOURNEYS = 4  # a token travels to its experts and back, in the forward and the 
 NODE = 8  # GPUs per machine
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
-# The preset moe-1t: a hypothetical model, about the size and shape of the largest open mixtures of experts.
-MOE_1T = ModelConfig(width=7168, layers=61, head_dim=128, experts=384, top_k=8, ff=2048, vocab=163_840, sequence=4096)
-
 
 class H200:
-    """Rates of one NVIDIA H200, per second (docs/performance.md)."""
+    """Measured rates of one NVIDIA H200, per second (docs/performance.md), and assumed rates of its links."""
 
     memory = 4.3e12  # bytes, read and written
     dense = 720e12  # FLOPs of products
@@ -57,8 +53,9 @@ class H200:
     triangles = 512  # with at least this many rows, only one triangle is computed
     overhead = 1.3e-3  # constant seconds per step: launches and the last wave of each product
     capacity = 141e9  # bytes of memory
-    latency = 20e-6  # seconds of a collective. Assumed.
-    message = 1e-6  # additional seconds per further rank. Assumed.
+    # Assumed: bytes that a GPU receives from its own machine and from others, seconds of a collective, and additional
+    # seconds per further rank.
+    inside, outside, latency, message = 360e9, 40e9, 20e-6, 1e-6
 
 
 def parse_amount(text: str) -> int:
@@ -193,18 +190,10 @@ class Setup:
     """Sequences that a GPU computes at once."""
     tflops: float = 400.0
     """TFLOP/s that one GPU sustains in the model; not the number on its data sheet."""
-    recompute: Flag = False
-    """Store only the inputs of layers and recompute the rest, with a third more FLOPs."""
-    gathered_bytes: Literal[2, 4] = 4
-    """Bytes of a gathered weight; the trainer gathers float32."""
-    inside: float = 360.0
-    """GB/s that a GPU receives from its own machine while sending at the same rate. Assumed, not measured."""
-    outside: float = 40.0
-    """GB/s from other machines. Assumed, not measured."""
 
     def check(self) -> None:
         """Raise a ValueError that names the first invalid setting."""
-        for name in ("micro_batch", "tflops", "inside", "outside"):
+        for name in ("micro_batch", "tflops"):
             if not 0.0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}={value} must be positive and finite")
         if self.gpus < 1 or self.replicas < 1 or self.gpus % self.replicas:
@@ -227,9 +216,10 @@ class Setup:
             return Sharding(stack=stack, cut=self.gpus // stack, stride=stack), dense
         return dense, dense
 
-    def link(self, reach: int) -> float:
-        """Bytes per second between ranks whose numbers differ by up to `reach`."""
-        return 1e9 * (self.inside if reach <= NODE else self.outside)
+
+def link(reach: int) -> float:
+    """Bytes per second between ranks whose numbers differ by up to `reach`."""
+    return H200.inside if reach <= NODE else H200.outside
 
 
 @dataclass
@@ -292,7 +282,7 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
     # and under ep tokens travel to their experts.
     def receive(size: float, reach: int) -> None:
         step.model_bytes += size
-        step.model_link_seconds += size / setup.link(reach)
+        step.model_link_seconds += size / link(reach)
 
     tokens = batch_tokens / setup.gpus
     micro_batches = max(1, math.ceil(tokens / (setup.micro_batch * model.sequence)))
@@ -300,7 +290,7 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
         divided = sharding.cut if setup.strategy == "ep" else sharding.cut * sharding.stack
         shard = part.parameters / (sharding.cut * sharding.stack)
         reach = setup.shards if setup.strategy == "fsdp" else divided * sharding.stride
-        receive((2 * micro_batches * setup.gathered_bytes + FLOAT32) * shard * (divided - 1), reach)
+        receive((2 * micro_batches + 1) * FLOAT32 * shard * (divided - 1), reach)
         receive(2 * FLOAT32 * (sharding.copies - 1) / sharding.copies * shard, setup.gpus)
     if setup.strategy == "ep":
         sent = JOURNEYS * BFLOAT16 * tokens * model.top_k * model.width * model.layers
@@ -312,16 +302,12 @@ def plan_step(model: ModelConfig, setup: Setup, batch_tokens: int = PAPER_BATCH_
     memory.weights = memory.gradients = FLOAT32 * (muon + adamw)
     memory.muon_state, memory.adamw_state = FLOAT32 * muon, 2 * FLOAT32 * adamw
     memory.activations = COMPILED * activation_bytes(model, setup.micro_batch)
-    if setup.recompute:
-        inputs = FLOAT32 * setup.micro_batch * model.sequence * model.width * model.layers
-        memory.activations = inputs + COMPILED * activation_bytes(replace(model, layers=1), setup.micro_batch)
     memory.gathered = BFLOAT16 * sum(part.parameters for part in parts)
     if setup.shards > 1:  # gathered at a time: the current layer, the next one, and the parameters of AdamW
         stack = experts.stack if setup.strategy == "ep" else 1
         layer = (parts.experts.parameters / stack + parts.hidden.parameters) / model.layers
-        memory.gathered = setup.gathered_bytes * (2 * layer + parts.adamw.parameters) + BFLOAT16 * layer
-    flops = count(model).flops_per_token * (4 / 3 if setup.recompute else 1.0)
-    step.model_seconds = flops * batch_tokens / (setup.gpus * setup.tflops * 1e12)
+        memory.gathered = FLOAT32 * (2 * layer + parts.adamw.parameters) + BFLOAT16 * layer
+    step.model_seconds = count(model).flops_per_token * batch_tokens / (setup.gpus * setup.tflops * 1e12)
     step.pass_seconds = PASS_BYTES * (muon + adamw) / H200.memory
     return step
 
@@ -333,8 +319,8 @@ def add_orthogonalizing(step: StepCost, model: ModelConfig, setup: Setup) -> Non
     for part, sharding in zip(parts_of(model), setup.shardings(model.experts), strict=False):
         owners = sharding.copies if setup.strategy == "ddp" else sharding.cut
         held = sharding.held(model.experts)
-        here = [(orthogonalizing(*shape), round(n * held)) for shape, n in part.matrices.items()]
-        step.product_seconds += heaviest(here, owners)
+        for shape, number in part.matrices.items():
+            step.product_seconds += orthogonalizing(*shape) * math.ceil(round(number * held) / owners)
         share = FLOAT32 * part.parameters / sharding.stack / owners
         if owners == 1 or not share:
             memory.buffers = max(memory.buffers, 2 * min(ACCELERATOR_CHUNK_BYTES, share))
@@ -350,7 +336,7 @@ def add_orthogonalizing(step: StepCost, model: ModelConfig, setup: Setup) -> Non
         waiting = collectives * (H200.latency + H200.message * (owners - 1))
         step.optimizer_collectives += collectives
         step.optimizer_bytes += received
-        step.exchange_seconds += received / setup.link(owners * sharding.stride) + waiting
+        step.exchange_seconds += received / link(owners * sharding.stride) + waiting
 
 
 def orthogonalizing(short: int, long: int) -> float:
@@ -361,15 +347,6 @@ def orthogonalizing(short: int, long: int) -> float:
     symmetric = NS_STEPS + 3 * (NS_STEPS - segments)
     long_products = segments * short**2 * long
     return long_products / H200.gram + symmetric * short**3 / H200.short + 2 * long_products / H200.dense
-
-
-def heaviest(costs: Iterable[tuple[float, int]], owners: int) -> float:
-    """The load of the busiest owner when the largest costs are assigned first; costs come with their counts."""
-    loads = [0.0] * owners
-    for load, number in sorted(costs, reverse=True):
-        for _ in range(number):
-            heapq.heapreplace(loads, loads[0] + load)
-    return max(loads)
 
 
 def activation_bytes(config: ModelConfig, sequences: int) -> int:
@@ -397,29 +374,22 @@ class Plan:
     """
 
     preset: Annotated[str, unset()] = ""
-    """The model: w128, w256, w512, w768, w1024, mini or demo, each also with -dense; or the hypothetical moe-1t."""
+    """The model: w128, w256, w512, w768, w1024, mini or demo, each also with -dense."""
     tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
     """Tokens to train on, such as 197B, 300M or 1.5e9."""
-    steps: Annotated[int | None, unset(metavar="N")] = None
-    """Steps, instead of tokens."""
     batch_tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
     """Tokens per step. Default: the preset's."""
     setup: OmitArgPrefixes[Setup] = field(default_factory=Setup)
 
     def run(self) -> int:
-        if not self.preset or bool(self.tokens) == (self.steps is not None):
-            raise UsageError("give --preset with either --tokens or --steps, such as --preset w1024 --tokens 197B")
+        if not self.preset or not self.tokens:
+            raise UsageError("give --preset and --tokens, such as --preset w1024 --tokens 197B")
         setup = self.setup
         try:
             setup.check()
-            model, batch = MOE_1T, PAPER_BATCH_TOKENS
-            if self.preset != "moe-1t":
-                model, batch = preset(self.preset), preset_run(self.preset, "").tokens_per_step
-            if self.batch_tokens:
-                batch = parse_amount(self.batch_tokens)
-            steps = math.ceil(parse_amount(self.tokens) / batch) if self.steps is None else self.steps
-            if steps < 1:
-                raise ValueError(f"steps={steps} must be positive")
+            model, batch = preset(self.preset), preset_run(self.preset, "").tokens_per_step
+            batch = parse_amount(self.batch_tokens) if self.batch_tokens else batch
+            steps = math.ceil(parse_amount(self.tokens) / batch)
         except ValueError as error:
             raise UsageError(str(error)) from error
 
@@ -437,22 +407,19 @@ class Plan:
             ("parameters", f"{sizes.total:,}", f"{sizes.active:,} of them active per token"),
             ("steps", f"{steps:,}", f"of {batch:,} tokens"),
             ("tokens", amount(tokens, 4), f"{tokens / sizes.active:.0f} per active parameter"),
-            ("FLOPs per token", amount(sizes.flops_per_token, 4), "forward and backward, full causal attention"),
             ("FLOPs", f"{flops:.3g}", f"Newton-Schulz adds {100 * newton_schulz:.1f}%"),
             ("weights", gib(memory.weights), "float32; gradients take as much"),
             ("optimizer state", gib(memory.muon_state + memory.adamw_state), f"AdamW alone: {gib(2 * memory.weights)}"),
             ("activations", gib(memory.activations), f"estimate: {setup.micro_batch} sequences at once, compiled"),
-            ("weight copies", gib(memory.gathered), "bfloat16 or gathered weights"),
-            ("optimizer buffers", gib(memory.buffers), "at most"),
+            ("copies and buffers", gib(memory.gathered + memory.buffers), "at most"),
             ("forward and backward", f"{1e3 * step.model_seconds:,.1f} ms", f"at {setup.tflops:g} TFLOP/s per GPU"),
             ("optimizer", f"{1e3 * step.optimizer_seconds:,.1f} ms", f"{100 * step.optimizer_share:.1f}% of a step"),
         ]
-        links = (
-            ("optimizer receives", step.optimizer_bytes, step.exchange_seconds, step.product_seconds),
-            ("model receives", step.model_bytes, step.model_link_seconds, step.model_seconds),
-        )
-        for name, size, seconds, computing in links if setup.gpus > 1 else ():
-            overlap = "hidden behind computing" if seconds <= computing else "longer than computing"
-            rows.append((name, f"{size / 1e6:,.1f} MB", f"in {1e3 * seconds:,.1f} ms, {overlap}; assumed link speeds"))
+        if setup.gpus > 1:
+            for name, size, seconds in (
+                ("optimizer receives", step.optimizer_bytes, step.exchange_seconds),
+                ("model receives", step.model_bytes, step.model_link_seconds),
+            ):
+                rows.append((name, f"{size / 1e6:,.1f} MB", f"in {1e3 * seconds:,.1f} ms, at assumed link speeds"))
         print_table(console, Table("plan", "", ("", "", ""), rows))
         return 0
