@@ -17,7 +17,6 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.options import unset
 from muonsw.lab.theory.schedule import sampled, schedule_of
 
-RULES = ("scaled", "constant")
 # The best total in our runs; with a rate that is flat for most of the run, as in WSD, it was lower.
 BEST, BEST_FLAT = 1.0, 0.35
 # Total decay below this removes less than a quarter of a weight: exp(-0.3) = 0.74.
@@ -33,28 +32,15 @@ SHORTEST, LONGEST, TOKENS_PER_PARAMETER = 400, 34_800, 300
 RANGE = (0.5, 4.0)
 MEASURED = (
     f"In our runs (Muon, cosine, {SHORTEST:,} to {LONGEST:,} steps, widths 64 to 512, up to {TOKENS_PER_PARAMETER} "
-    "tokens per parameter) total decay 1 ended 0.004 nats above the best lambda in the median, and at most 0.05 (400 "
-    "steps of width 64)."
+    "tokens per parameter) total decay 1 ended 0.004 nats above the best lambda in the median, and at most 0.05."
 )
 FLAT = "In our runs, a rate that stays flat for most of the run needed at most a quarter of the lambda of a cosine."
-ADAMW = (
-    "A range: we searched AdamW's lambda at one size and length only (width 128, 6,400 steps), where the best totals "
-    "were 1.3 (0.5 to 3.2) under constant and 2.4 (1.5 to 3.9) under scaled decay."
-)
-FAR = (
-    "A range, because this run is far from ours: {}. In ours the best total grew with tokens per parameter under "
-    "scaled decay, from 1.1 at 64 to 2.6 at 300; the paper's runs have 19 to 25, not tuned."
-)
+ADAMW = "A range: we searched AdamW's lambda at one size and length only, where totals of 1 to 4 were best."
+FAR = "A range, because this run is far from ours: {}."
 REPEATS = (
     f"Text seen {MANY_EPOCHS:g} times needed {REPEATED['constant']:g} (constant) and {REPEATED['scaled']:g} (scaled) "
     "times the total decay of fresh text. We interpolate below that, and measured nothing above."
 )
-NO_LAMBDA = {
-    "finetuning": "Decay pulls trained weights towards zero, not towards where they started.",
-    "lora": "Decay of low-rank factors pulls the model back to where it started.",
-    "dpo": "In our DPO runs total decay 1.1 ended 0.24 nats above total decay 0.11.",
-    "bert": "None of our runs tried several lambdas on such a model.",
-}
 
 
 @dataclass(frozen=True)
@@ -100,10 +86,8 @@ class Advise:
     """What kind of run it is; we recommend a lambda only for pretraining."""
     epochs: float = 1.0
     """How many times the run sees its text."""
-    tokens: Annotated[float | None, unset(metavar="NUMBER")] = None
-    """Tokens of the run, such as 2e9."""
-    parameters: Annotated[float | None, unset(metavar="NUMBER")] = None
-    """Active parameters of the model."""
+    tokens_per_parameter: Annotated[float | None, unset(metavar="NUMBER")] = None
+    """Tokens of the run over active parameters of the model."""
 
     def run(self) -> int:
         try:
@@ -124,7 +108,7 @@ class Advise:
             >>> Advise(25_600, lr=0.0116, weight_decay=0.1).advice().answer
             'Try lambda 0.0084 (total decay 1 instead of 12).'
         """
-        for name in ("steps", "lr", "base_lr", "epochs", "tokens", "parameters"):
+        for name in ("steps", "lr", "base_lr", "epochs", "tokens_per_parameter"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r}: must be a positive number")
@@ -140,11 +124,7 @@ class Advise:
             decay_fraction=self.decay_fraction,
         )
         rates = [self.lr * share for share in sampled(multiple, self.steps)]  # a long run at evenly spaced steps
-        per_lambda = {
-            rule: self.steps / len(rates) * math.fsum(decay_factors(rule, 1.0, rates, self.base_lr or self.lr))
-            for rule in RULES
-        }
-        per = per_lambda[self.decay]
+        per = self.steps / len(rates) * math.fsum(decay_factors(self.decay, 1.0, rates, self.base_lr or self.lr))
         total = None if self.weight_decay is None else self.weight_decay * per
 
         # The best total: one number, or a range if our runs do not support a single one.
@@ -155,16 +135,15 @@ class Advise:
         far = []
         if not SHORTEST / 2 <= self.steps <= LONGEST * 2:
             far.append(f"{self.steps:,} steps (ours: {SHORTEST:,} to {LONGEST:,})")
-        ratio = self.tokens / self.parameters if self.tokens and self.parameters else 0.0
-        if ratio > 2 * TOKENS_PER_PARAMETER:
-            far.append(f"{ratio:,.0f} tokens per parameter (ours: up to {TOKENS_PER_PARAMETER})")
+        if (tokens := self.tokens_per_parameter) is not None and tokens > 2 * TOKENS_PER_PARAMETER:
+            far.append(f"{tokens:,.0f} tokens per parameter (ours: up to {TOKENS_PER_PARAMETER})")
         if far or self.algorithm == "adamw":
             low, high = RANGE[0] * low, RANGE[1] * high
             basis = ADAMW if self.algorithm == "adamw" else FAR.format(" and ".join(far))
 
         # No lambda: we measured none, it would have to be above 1 (our best were below 0.3), or one step at it would
         # remove the entire weight.
-        if self.training in NO_LAMBDA or fresh > per or high * self.lr >= per:
+        if self.training != "pretraining" or fresh > per or high * self.lr >= per:
             return self._without_lambda(total)
 
         # Compare the given lambda with the range, or with the best total and some slack.
@@ -180,20 +159,22 @@ class Advise:
         else:
             verdict = "large" if total > high else "small"
             answer = f"Try lambda {lambdas} (total decay {totals} instead of {total:.2g})."
-        removes = " and ".join(f"{per_lambda[rule]:.3g} times lambda under {rule} decay" for rule in RULES)
+        removes = f"{per:.3g} times lambda under {self.decay} decay"
         notes = [f"Total decay, the sum of the shares of a weight that each step removes, is {removes}.", basis]
         if self.epochs > FEW_EPOCHS:
             notes.append(REPEATS)
         return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
 
     def _without_lambda(self, total: float | None) -> Advice:
-        few = "With so few steps at such a low rate, no usual lambda removes much of a weight."
+        note = "With so few steps at such a low rate, no usual lambda removes much of a weight."
+        if self.training != "pretraining":
+            note = "Our runs trained language models from scratch; we tuned no lambda for other training."
         verdict, answer = "", "Decay does nothing in this run; leave it."
         if total is not None and total >= IDLE:
             verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
-        elif total is None and self.training in NO_LAMBDA:
+        elif total is None and self.training != "pretraining":
             answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
-        return Advice(answer, verdict, total, None, None, (NO_LAMBDA.get(self.training, few),))
+        return Advice(answer, verdict, total, None, None, (note,))
 
 
 def more_decay(rule: str, epochs: float) -> float:
