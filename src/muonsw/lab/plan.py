@@ -116,7 +116,7 @@ def parts_of(config: ModelConfig) -> ModelParts:
         if role_of(name) not in MUON_ROLES:
             parameters["adamw"] += param.numel()
             continue
-        part = "experts" if param.dim() == 3 and config.experts > 1 else "hidden"
+        part = "experts" if param.dim() == 3 else "hidden"
         parameters[part] += param.numel()
         *stack, rows, columns = param.shape
         for size in next((sizes for pattern, sizes in fused.items() if fnmatchcase(name, pattern)), (rows,)):
@@ -209,9 +209,9 @@ class Setup:
     def shardings(self, experts: int) -> tuple[Sharding, Sharding]:
         """The sharding of experts, and of everything else."""
         dense = Sharding(cut=self.shards, copies=self.gpus // self.shards)
-        if self.strategy == "fsdp" and experts > 1 and self.experts == "stack":
+        if self.strategy == "fsdp" and self.experts == "stack":
             return Sharding(stack=min(self.shards, experts), copies=self.replicas), dense
-        if self.strategy == "ep" and experts > 1:
+        if self.strategy == "ep":
             stack = math.gcd(self.gpus, experts)
             return Sharding(stack=stack, cut=self.gpus // stack, stride=stack), dense
         return dense, dense
@@ -374,7 +374,7 @@ class Plan:
     """
 
     preset: Annotated[str, unset()] = ""
-    """The model: w128, w256, w512, w768, w1024, mini or demo, each also with -dense."""
+    """The model: w128, w256, w512, w768, w1024, mini or demo."""
     tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
     """Tokens to train on, such as 197B, 300M or 1.5e9."""
     batch_tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
