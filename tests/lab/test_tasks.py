@@ -200,9 +200,7 @@ def test_code_that_changed_is_refused_before_any_of_it_runs(tmp_path, monkeypatc
     ("changes", "message"),
     [
         ({"loss": "loss = 3\n"}, "small_task.py has no loss(model, batch)"),
-        ({"loss": "def loss(model):\n    return 0\n"}, "raised TypeError"),
         ({"model": "def model(seed):\n    return nn.ReLU()\n"}, "no trainable parameters"),
-        ({"model": "def model(seed):\n    return 1 / 0\n"}, "raised ZeroDivisionError: division by zero (line 6)"),
         ({"batches": "def batches(split, seed):\n    return torch.utils.data.TensorDataset(torch.ones(3, 4))\n"},
          "a Dataset needs a DataLoader"),
         ({"batches": "def batches(split, seed):\n    return ['a']\n"}, "expected tensors"),
@@ -210,7 +208,6 @@ def test_code_that_changed_is_refused_before_any_of_it_runs(tmp_path, monkeypatc
         ({"loss": "def loss(model, batch):\n    return model(batch[0])\n"}, "a tensor of shape (12, 3)"),
         ({"metrics": "def metrics(model, batch):\n    return {'loss': 1}\n"}, "kind, step, loss"),
         ({"batches": NAN_HELD_OUT}, "'validation'; expected a finite scalar"),
-        ({"more": "raise SystemExit('usage')\n"}, "line 5: SystemExit: usage"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_by_name(changes, message, tmp_path):
@@ -228,7 +225,6 @@ def test_a_wrong_file_is_refused_by_name(changes, message, tmp_path):
         ({"batches": UNSEEDED}, "not a function of"),
         ({"batches": "def batches(split, seed):\n    x = torch.ones(3, 4)\n    return lambda i: (x, x[:, 0].long())\n"},
          "'train' and 'validation' are the same"),
-        ({"batches": LIST.replace("5, 12", "1, 12")}, "batches 0 and 1 of 'train' are the same"),
         ({"model": "def model(seed):\n    m = nn.Linear(4, 3)\n    m.extra = nn.Linear(1, 1)\n    return m\n"},
          "does not depend on 2 parameters (extra.weight, extra.bias)"),
         ({"model": "def model(seed):\n    m = nn.Linear(4, 3)\n    m.bias.data += np.random.default_rng().random()\n"
@@ -249,8 +245,8 @@ def model(seed, width: int = 8, rate=0.5, sizes=(1, 2), name=None, odd: "NoSuch"
 def test_options_come_from_keywords(tmp_path):
     path = str(task_file(tmp_path, model=KEYWORDS))
     chosen = ("width=5", "rate=1e-3", "name=x", "odd=2")
-    assert load_functions(TaskConfig(path))("model", 0).out_features == 8
-    assert load_functions(TaskConfig(path, chosen))("model", 0).out_features == 5
+    assert load_functions(TaskConfig(path)).calls["model"](0).out_features == 8
+    assert load_functions(TaskConfig(path, chosen)).calls["model"](0).out_features == 5
     wrong = {"widht=5": "did you mean 'width'", "width=wide": "must be of type int", "sizes=3": "of type tuple"}
     for option, message in wrong.items():
         with pytest.raises(UsageError, match=message):

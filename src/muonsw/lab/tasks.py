@@ -13,12 +13,11 @@ import math
 import os
 import random
 import sys
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
@@ -26,7 +25,6 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
@@ -134,10 +132,6 @@ class Task(ABC):
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
         """One rank's validation batches, each with the number of rows to count; every rank gets equally many."""
 
-    def blamed(self) -> AbstractContextManager[None]:
-        """Turn errors in the user's code into messages that name the function."""
-        return nullcontext()
-
     def epochs(self, steps: int) -> float | None:  # noqa: ARG002
         return None
 
@@ -219,45 +213,18 @@ def with_tokens(data: DataConfig, model: ModelConfig) -> DataConfig:
     return replace(data, fingerprint=current)
 
 
-@dataclass(frozen=True)
-class Functions:
+class Functions(NamedTuple):
     """The functions of a user's file with their options set."""
 
-    module: ModuleType
+    name: str  # of the file
+    settings: Any  # its `SETTINGS`
     calls: Mapping[str, Callable[..., Any]]  # by name; optional functions may be missing
-
-    @property
-    def name(self) -> str:
-        return Path(str(self.module.__file__)).name
-
-    def __call__(self, function: str, *arguments: Any) -> Any:
-        """Call a function; if it raises, raise a `UsageError` that names the line."""
-        with self.blamed(function):
-            return self.calls[function](*arguments)
-
-    @contextmanager
-    def blamed(self, function: str | None = None) -> Iterator[None]:
-        """Turn an error in the file's code into a `UsageError` that names the function and the line.
-
-        Without `function`, the traceback decides: only errors that pass through the file are changed.
-        """
-        try:
-            yield
-        except UsageError:
-            raise
-        except (Exception, SystemExit) as error:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == self.module.__file__]
-            if function is None and not frames:
-                raise
-            called = function or frames[0].name
-            call = f"{called}({', '.join(CALLS.get(called, ()))})"
-            line = f" (line {frames[-1].lineno})" if frames else ""
-            raise UsageError(f"{self.name}: {call} raised {type(error).__name__}: {error}{line}") from error
 
 
 def load_functions(config: TaskConfig) -> Functions:
     """Import a task's file, once per process, and set the options."""
-    module = _module(config.path)
+    file = _file(config.path)
+    module = _module(file, file.stat().st_mtime_ns)
     functions: dict[str, Callable[..., Any]] = {}
     defaults: dict[str, dict[str, Any]] = {}  # by function, its options
     for name, arguments in CALLS.items():
@@ -280,7 +247,7 @@ def load_functions(config: TaskConfig) -> Functions:
         chosen[option] = convert(value, known[option], f"--task.{option}")
     for name, options in defaults.items():
         functions[name] = partial(functions[name], **{key: chosen[key] for key in options.keys() & chosen})
-    return Functions(module, functions)
+    return Functions(config.name, getattr(module, "SETTINGS", {}), functions)
 
 
 def convert(text: str, default: Any, name: str) -> Any:
@@ -311,25 +278,17 @@ def _file(path: str) -> Path:
     return Path(path).resolve()
 
 
-def _module(path: str) -> ModuleType:
+@cache
+def _module(file: Path, modified: int) -> ModuleType:
     """Import a file under a unique name; it can import files from its folder."""
-    file = _file(path)
-    name = f"muonsw_task_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stat().st_mtime_ns}"
-    if name in sys.modules:
-        return sys.modules[name]
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
+    name = f"muonsw_task_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{modified}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script may exit when it is imported
-        del sys.modules[name]
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-        line = f", line {lines[-1]}" if lines else ""
-        raise UsageError(f"{path} cannot be imported{line}: {type(error).__name__}: {error}") from error
+    spec.loader.exec_module(module)
     return module
 
 
@@ -374,24 +333,17 @@ class UserTask(Task):
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)  # on every device
         seed_generators(seed, "model")
-        model: nn.Module = self.functions("model", seed)
+        model: nn.Module = self.functions.calls["model"](seed)
         return model
 
     def patterns(self, model: nn.Module, weight_decay: float) -> Mapping[str, dict[str, Any]]:
         if "patterns" not in self.functions.calls:
             return {}
-        patterns = self.functions("patterns", model, weight_decay)
-        if not isinstance(patterns, Mapping) or not all(isinstance(options, dict) for options in patterns.values()):
-            expected = "expected a dict of dicts such as {'role:lora': {'algorithm': 'muon'}}"
-            call = f"{self.config.name}: patterns(model, weight_decay)"
-            raise UsageError(f"{call} returned {shown(patterns)}; {expected}")
+        patterns: Mapping[str, dict[str, Any]] = self.functions.calls["patterns"](model, weight_decay)
         return patterns
 
     def computing_loss(self, model: nn.Module) -> nn.Module:
         return LossModule(model, self.functions)
-
-    def blamed(self) -> AbstractContextManager[None]:
-        return self.functions.blamed()
 
     def micro_batches(self, step: int, *, ranks: int, rank: int, accumulation: int) -> Iterator[Batch]:
         batch, parts = self.train.batch(step), ranks * accumulation
@@ -444,13 +396,13 @@ class BatchSource:
     def batch(self, number: int) -> Batch:
         """Batch `number`; after the last one, sequences and iterables start over."""
         if self._numbered is not None:
-            with self._drawing(number):
+            with generators_seeded(self.seed, self.split, number):
                 return self._numbered(number)
         # An iterator that is past the batch starts over and skips to it.
         if self._iterator is None or number < self._next - 1:
             self._iterator, self._next = _endless(self._make(), self._call), 0
         while self._next <= number:
-            with self._drawing(self._next):
+            with generators_seeded(self.seed, self.split, self._next):
                 self._last = next(self._iterator)
             self._next += 1
         return self._last
@@ -460,7 +412,7 @@ class BatchSource:
         limit = min(most or self._length, self._length) if self._length else most or EVAL_BATCHES
         batches = map(self._numbered, range(limit)) if self._numbered else iter(self._make())
         for number in range(limit):
-            with self._drawing(number):
+            with generators_seeded(self.seed, self.split, number):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -468,17 +420,12 @@ class BatchSource:
 
     def _make(self) -> Any:
         with generators_seeded(self.seed, self.split):
-            source = self.functions("batches", self.split, self.seed)
+            source = self.functions.calls["batches"](self.split, self.seed)
         empty = isinstance(source, Sequence) and not source
         if empty or isinstance(source, Dataset) or not (callable(source) or isinstance(source, Iterable)):
             kinds = "a function of i, or batches in a sequence or an iterable: a Dataset needs a DataLoader around it"
             raise UsageError(f"{self._call} returned {shown(source)}; expected {kinds}")
         return source
-
-    @contextmanager
-    def _drawing(self, number: int) -> Iterator[None]:
-        with generators_seeded(self.seed, self.split, number), self.functions.blamed("batches"):
-            yield
 
 
 def _endless(source: Iterable[Batch], call: str) -> Iterator[Batch]:
@@ -533,12 +480,12 @@ class Checked:
 def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     """Call every function of a task before training; an error names the function whose result is unusable."""
     functions = load_functions(config)
-    settings, notes = getattr(functions.module, "SETTINGS", {}), []
+    settings, notes = functions.settings, []
     if not isinstance(settings, Mapping):
         raise UsageError(f"{config.name}: SETTINGS is {shown(settings)}; make it a dict such as {{'lr': 0.003}}")
 
     train, again = (BatchSource(functions, TRAIN, seed) for _ in range(2))
-    batch, next_batch = train.batch(0), train.batch(1)
+    batch = train.batch(0)
     validation = next(BatchSource(functions, VALIDATION, VALIDATION_SEED).first(1), None)
     for split, first in ((TRAIN, batch), (VALIDATION, validation)):
         if not tensors_of(first):
@@ -553,8 +500,6 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
         notes.append(
             "the first batches of 'train' and 'validation' are the same: validation would not be on unseen data"
         )
-    elif same(batch, next_batch):
-        notes.append("batches 0 and 1 of 'train' are the same: does batches() use i?")
 
     model = _checked_model(functions, seed)
     if not same(model.state_dict(), _checked_model(functions, seed).state_dict()):
@@ -562,8 +507,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
             "model(seed) gives different weights each time, so arms do not start equal; draw from torch's generators"
         )
     loss = _checked_loss(functions, model, batch, TRAIN, seed)
-    with functions.blamed("loss"):
-        loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
     idle = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
     if idle:
         few = f"{counted(len(idle), 'parameter')} ({', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''})"
@@ -574,39 +518,31 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     _checked_loss(functions, model, validation, VALIDATION, seed)
     if "metrics" in functions.calls:
         with torch.no_grad(), generators_seeded(seed, "metrics"):
-            metrics = functions("metrics", model, map_tensors(Tensor.clone, validation))
+            metrics = functions.calls["metrics"](model, map_tensors(Tensor.clone, validation))
     numbers = isinstance(metrics, Mapping) and all(isinstance(v, int | float | Tensor) for v in metrics.values())
     if not numbers or any(name in RESERVED for name in metrics):
         expected = f"a dict of numbers such as {{'accuracy': 0.5}}, under names other than {', '.join(RESERVED)}"
         raise UsageError(f"{config.name}: metrics(model, batch) returned {shown(metrics)}; expected {expected}")
-    with functions.blamed("metrics"):
-        measured = {name: float(value) for name, value in metrics.items()}
+    measured = {name: float(value) for name, value in metrics.items()}
     return Checked(rows_of(batch), describe(batch), float(loss.detach()), measured, dict(settings), tuple(notes))
 
 
 def _checked_model(functions: Functions, seed: int) -> nn.Module:
     with generators_seeded(seed, "model"):
-        model = functions("model", seed)
+        model = functions.calls["model"](seed)
     call = f"{functions.name}: model(seed)"
     if not isinstance(model, nn.Module):
         raise UsageError(f"{call} returned {shown(model)}; expected an nn.Module")
     trained = [param for param in model.parameters() if param.requires_grad]
     if not trained or not all(param.device.type == "cpu" for param in trained):
         raise UsageError(f"{call} returned a {type(model).__name__} with no trainable parameters on the CPU")
-    for name, value in model.state_dict().items():
-        try:
-            save({name: value.new_empty(0)})  # as checkpoints will
-        except Exception as error:
-            expected = "expected a dense tensor that safetensors can save; persistent=False leaves a buffer out"
-            entry = f"{name} of its state_dict is {describe(value) or shown(value)}"
-            raise UsageError(f"{call}: {entry}; {expected}") from error
     return model
 
 
 def _checked_loss(functions: Functions, model: nn.Module, batch: Batch, split: str, seed: int) -> Tensor:
     learning = split == TRAIN
     with generators_seeded(seed, "loss"), torch.set_grad_enabled(learning):
-        loss = functions("loss", model, map_tensors(Tensor.clone, batch))
+        loss = functions.calls["loss"](model, map_tensors(Tensor.clone, batch))
     if isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad >= learning and bool(loss.isfinite()):
         return loss
     text = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else shown(loss)

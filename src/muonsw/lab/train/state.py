@@ -239,8 +239,7 @@ class Training:
 
     def update(self, batches: list[Batch]) -> Gradients:
         """Take a step; raise a `UsageError` if the optimizer refuses its rate or decay."""
-        with self._blamed():
-            result = (self.replayed_gradients or self.gradients)(batches)
+        result = (self.replayed_gradients or self.gradients)(batches)
         for parameter, grad in zip(self.model.parameters(), result.grads, strict=True):
             parameter.grad = grad  # a graph always writes to the same memory, an eager pass allocates
         try:
@@ -265,8 +264,7 @@ class Training:
         self.placed.share_buffers()
         self.module.eval()
         for batch, size in self.task.validation(ranks=self.world.size, rank=self.world.rank):
-            with self._blamed():
-                total = total + (self.replayed_score or self.score)([to_device(batch, self.device)]) * size
+            total = total + (self.replayed_score or self.score)([to_device(batch, self.device)]) * size
             rows += size
         self.module.train()
         *sums, rows_of_all = self.world.total(torch.tensor([*total.tolist(), rows], dtype=torch.float64)).tolist()
@@ -275,10 +273,6 @@ class Training:
         if math.isnan(self.best.loss) or self.latest.loss < self.best.loss:
             self.best = self.latest
         return self.latest
-
-    def _blamed(self) -> AbstractContextManager[None]:
-        # With several ranks, an error in the user's code may mean that another rank is lost.
-        return self.task.blamed() if self.world.alone else nullcontext()
 
     def score(self, batches: list[Batch]) -> Tensor:
         """The loss of a validation batch, then the task's other measurements."""
