@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 import random
+import reprlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -251,22 +252,17 @@ def load_functions(config: TaskConfig) -> Functions:
 
 
 def convert(text: str, default: Any, name: str) -> Any:
-    """Parse an option as the type of its default; with the default None, as a number if possible.
+    """Parse an option as the type of its default, or as text if that is None.
 
     Examples:
-        >>> convert("6", 1, "--task.depth"), convert("no", True, "--task.flip"), convert("1e-3", None, "x")
-        (6, False, 0.001)
+        >>> convert("6", 1, "--task.depth"), convert("false", True, "--task.flip"), convert("a.wav", None, "x")
+        (6, False, 'a.wav')
     """
-    kind = type(default)
-    if default is None:
-        with suppress(ValueError):
-            return float(text) if "." in text or "e" in text else int(text)
-        return text
+    kind = str if default is None else type(default)
     if kind not in (bool, int, float, str):
         raise UsageError(f"{name} has a default of type {kind.__name__}; options are bool, int, float or str")
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     try:
-        return words[text.lower()] if kind is bool else kind(text)
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError) as error:
         raise UsageError(f"{name} must be of type {kind.__name__}, not {text!r}") from error
 
@@ -424,7 +420,7 @@ class BatchSource:
         empty = isinstance(source, Sequence) and not source
         if empty or isinstance(source, Dataset) or not (callable(source) or isinstance(source, Iterable)):
             kinds = "a function of i, or batches in a sequence or an iterable: a Dataset needs a DataLoader around it"
-            raise UsageError(f"{self._call} returned {shown(source)}; expected {kinds}")
+            raise UsageError(f"{self._call} returned {reprlib.repr(source)}; expected {kinds}")
         return source
 
 
@@ -482,7 +478,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     functions = load_functions(config)
     settings, notes = functions.settings, []
     if not isinstance(settings, Mapping):
-        raise UsageError(f"{config.name}: SETTINGS is {shown(settings)}; make it a dict such as {{'lr': 0.003}}")
+        raise UsageError(f"{config.name}: SETTINGS is {reprlib.repr(settings)}; make it a dict such as {{'lr': 0.003}}")
 
     train, again = (BatchSource(functions, TRAIN, seed) for _ in range(2))
     batch = train.batch(0)
@@ -490,7 +486,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     for split, first in ((TRAIN, batch), (VALIDATION, validation)):
         if not tensors_of(first):
             call = f"{config.name}: the first batch of batches({split!r}, seed)"
-            raise UsageError(f"{call} is {shown(first)}; expected tensors, alone or in tuples, lists and dicts")
+            raise UsageError(f"{call} is {reprlib.repr(first)}; expected tensors, alone or in tuples, lists and dicts")
     if not all(same(train.batch(number), again.batch(number)) for number in (0, 3)):
         notes.append(
             "batches are not a function of (seed, i): drawing them again gave different ones. Arms will see different "
@@ -522,7 +518,7 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     numbers = isinstance(metrics, Mapping) and all(isinstance(v, int | float | Tensor) for v in metrics.values())
     if not numbers or any(name in RESERVED for name in metrics):
         expected = f"a dict of numbers such as {{'accuracy': 0.5}}, under names other than {', '.join(RESERVED)}"
-        raise UsageError(f"{config.name}: metrics(model, batch) returned {shown(metrics)}; expected {expected}")
+        raise UsageError(f"{config.name}: metrics(model, batch) returned {reprlib.repr(metrics)}; expected {expected}")
     measured = {name: float(value) for name, value in metrics.items()}
     return Checked(rows_of(batch), describe(batch), float(loss.detach()), measured, dict(settings), tuple(notes))
 
@@ -532,7 +528,7 @@ def _checked_model(functions: Functions, seed: int) -> nn.Module:
         model = functions.calls["model"](seed)
     call = f"{functions.name}: model(seed)"
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{call} returned {shown(model)}; expected an nn.Module")
+        raise UsageError(f"{call} returned {reprlib.repr(model)}; expected an nn.Module")
     trained = [param for param in model.parameters() if param.requires_grad]
     if not trained or not all(param.device.type == "cpu" for param in trained):
         raise UsageError(f"{call} returned a {type(model).__name__} with no trainable parameters on the CPU")
@@ -545,16 +541,10 @@ def _checked_loss(functions: Functions, model: nn.Module, batch: Batch, split: s
         loss = functions.calls["loss"](model, map_tensors(Tensor.clone, batch))
     if isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad >= learning and bool(loss.isfinite()):
         return loss
-    text = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else shown(loss)
+    text = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else reprlib.repr(loss)
     expected = "expected a finite scalar tensor with a gradient, such as cross_entropy(...)"
     call = f"{functions.name}: loss(model, batch) returned {text} for the first batch of {split!r}"
     raise UsageError(f"{call}; {expected}")
-
-
-def shown(value: Any) -> str:
-    """A value in an error message: its type, and its repr if short."""
-    text, kind = repr(value), type(value).__name__
-    return f"{kind} {text}" if len(text) <= 40 and "\n" not in text else f"a {kind}"
 
 
 def describe(batch: Batch) -> str:
