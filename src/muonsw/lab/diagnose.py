@@ -516,7 +516,7 @@ class Diagnose:
 # Findings while training.
 
 AGAIN = 10  # repeat a finding after ten times as many steps
-MOST_SAMPLES = 400
+MOST_SAMPLES = 100
 
 
 class Findings:
