@@ -478,7 +478,8 @@ def check_task(config: TaskConfig, seed: int = 0) -> Checked:
     functions = load_functions(config)
     settings, notes = functions.settings, []
     if not isinstance(settings, Mapping):
-        raise UsageError(f"{config.name}: SETTINGS is {reprlib.repr(settings)}; make it a dict such as {{'lr': 0.003}}")
+        kind = type(settings).__name__
+        raise UsageError(f"{config.name}: SETTINGS is {kind} {settings!r}; make it a dict such as {{'lr': 0.003}}")
 
     train, again = (BatchSource(functions, TRAIN, seed) for _ in range(2))
     batch = train.batch(0)
