@@ -119,6 +119,12 @@ def test_a_run_in_which_no_lambda_acts_gets_none():
         assert advice.answer.startswith("Decay does nothing in this run")
 
 
+def test_a_large_lambda_in_a_short_run_is_judged_by_its_total():
+    for lam, verdict in ((1.0, ""), (5.0, "fine"), (20.0, "large")):
+        advice = Advise(20, weight_decay=lam).advice()
+        assert (advice.low, advice.verdict) == (None, verdict)
+
+
 def test_verdicts_follow_the_total():
     best = Advise(2_000).advice().low
     verdicts = {0.0: "small", 0.4: "small", 0.6: "fine", 1.0: "fine", 1.9: "fine", 2.1: "large"}

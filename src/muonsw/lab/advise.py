@@ -166,14 +166,19 @@ class Advise:
         return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
 
     def _without_lambda(self, total: float | None) -> Advice:
-        note = "With so few steps at such a low rate, no usual lambda removes much of a weight."
-        if self.training != "pretraining":
-            note = "Our runs trained language models from scratch; we tuned no lambda for other training."
         verdict, answer = "", "Decay does nothing in this run; leave it."
-        if total is not None and total >= IDLE:
-            verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
-        elif total is None and self.training != "pretraining":
+        if self.training == "pretraining":
+            note = "With so few steps at such a low rate, no usual lambda removes much of a weight."
+            if total is not None and total >= IDLE:
+                verdict = "fine" if total <= FINE * BEST else "large"
+                advice = "is fine" if verdict == "fine" else f"is large: about {BEST:g} is best"
+                answer = f"Your total decay of {total:.2g} {advice}."
+            return Advice(answer, verdict, total, None, None, (note,))
+        note = "Our runs trained language models from scratch; we tuned no lambda for other training."
+        if total is None:
             answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
+        elif total >= IDLE:
+            verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
         return Advice(answer, verdict, total, None, None, (note,))
 
 
