@@ -14,7 +14,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +30,7 @@ from muonsw.lab.config import differences, flatten
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import numbered, plain, read_object, reported, sync
 from muonsw.lab.tasks import TaskConfig
-from muonsw.lab.train.config import ParallelConfig, RunConfig
+from muonsw.lab.train.config import RunConfig
 
 if TYPE_CHECKING:
     from muonsw.lab.train.ranks import World
@@ -43,12 +43,9 @@ CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metri
 CHECKPOINTS = "checkpoints"
 PACKAGES = ("torch", "numpy", "matplotlib", "plotly", "transformers", "timm")
 REMEDY = "put the original back, or delete it: checkpoints also record their settings"
-# Settings that never change a result. Data may move, because its hash is compared; how ranks share the work only
-# changes the rounding of sums.
-HARMLESS = (
-    *("keep", "checkpoint_every", "checkpoint_seconds", "tensorboard", "wandb", "data.path", "task.path"),
-    *(f"parallel.{setting.name}" for setting in fields(ParallelConfig)),
-)
+# How the names of settings begin that never change a result. Data may move, because its hash is compared; how ranks
+# share the work only changes the rounding of sums.
+HARMLESS = ("keep", "checkpoint_", "tensorboard", "wandb", "data.path", "task.path", "parallel.")
 Tensors = dict[str, Tensor]
 
 
@@ -57,7 +54,9 @@ Tensors = dict[str, Tensor]
 
 def identity(config: RunConfig) -> str:
     """A short hash of all settings that can change a result, including the fingerprint of the tokens."""
-    settings = {name: value for name, value in flatten(config.as_data()).items() if name not in (*HARMLESS, "arm")}
+    settings = {
+        name: value for name, value in flatten(config.as_data()).items() if not name.startswith((*HARMLESS, "arm"))
+    }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -78,7 +77,9 @@ def recorded_settings(folder: Path) -> dict[str, Any] | None:
 def refuse_changes(where: Path, recorded: Mapping[str, Any] | None, config: RunConfig) -> None:
     """Raise a `UsageError` that lists the settings in which a config differs from the recorded ones, if any."""
     changed = {} if recorded is None else differences(recorded, config.as_data())
-    lines = [f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items() if name not in HARMLESS]
+    lines = [
+        f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items() if not name.startswith(HARMLESS)
+    ]
     if lines:
         fix = "resume with its own settings, choose another folder with --out, or delete it"
         raise UsageError("\n".join([f"{where} holds a run with other settings; {fix}:", *lines]))
