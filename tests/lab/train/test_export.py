@@ -13,7 +13,6 @@ from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig
-from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import with_data
 from muonsw.lab.train.export import export, load_model, sample
 from muonsw.lab.train.loop import train
@@ -49,12 +48,6 @@ def test_an_export_is_the_model_of_the_run_and_loads_without_it(run, tmp_path):
     tokens = torch.arange(20).view(1, 20)
     assert torch.equal(ours.logits(tokens), plain.logits(tokens))
     assert torch.equal(ours.logits(tokens), exported.logits(tokens))
-
-
-def test_the_best_checkpoint_can_be_exported(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "best_saved", lambda _paths: 40)
-    export(run, tmp_path, best=True)
-    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["step"] == 40
 
 
 def test_draws_depend_on_the_seed_alone(run):

@@ -17,7 +17,7 @@ from muonsw.lab.console import harmless, say, showing
 from muonsw.lab.data.loader import SPLITS, Group, read_record, verify_folder
 from muonsw.lab.data.prepare import Corpus, prepare_corpus
 from muonsw.lab.errors import UsageError
-from muonsw.lab.options import Flag, unset
+from muonsw.lab.options import unset
 from muonsw.lab.train.config import LARGEST
 from muonsw.lab.train.export import export, load_model, sample
 from muonsw.text import counted
@@ -109,11 +109,9 @@ class Export:
     """Run folder that `muonsw train` wrote."""
     out: Annotated[Path | None, unset(metavar="DIR")] = None
     """Output folder. Default: RUN/export."""
-    best: Flag = False
-    """Take the checkpoint with the lowest validation loss instead of the newest."""
 
     def run(self) -> int:
-        folder = export(self.run_folder, self.out or self.run_folder / "export", best=self.best, note=_warn)
+        folder = export(self.run_folder, self.out or self.run_folder / "export", note=_warn)
         say(Console(), f"wrote {folder}; see what it learned with: muonsw sample {shlex.quote(str(folder))}")
         return 0
 

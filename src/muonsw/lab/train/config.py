@@ -141,7 +141,7 @@ class RunConfig:
     eval_every: int = 100  # steps between evaluations; the last step is always evaluated
     checkpoint_every: int = 500  # steps between checkpoints; the last step is always saved
     checkpoint_seconds: float = 180.0  # also save when the last checkpoint is this old; 0 never does
-    keep: int = 2  # checkpoints to keep besides the best
+    keep: int = 2  # checkpoints to keep
     log_every: int = 1  # steps between training records
     telemetry_every: int = 10  # steps between telemetry samples, plus the first and the last step; 0: none
     device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU if there is one
