@@ -70,7 +70,7 @@ def test_every_expert_and_split_projection_counts():
     config = ModelConfig(width=64, layers=2, head_dim=32, experts=3, top_k=1, ff=128)
     square, wide = 6 * 64**3, 4 * 64**2 * 128 + 2 * 64**3
     assert orthogonalizer_flops(config) == 5 * 2 * (4 * square + 3 * 3 * wide)
-    for model in (preset("w256"), preset("w256-dense"), MOE_1T):
+    for model in (preset("w256"), MOE_1T):
         parts = parts_of(model)
         assert sum(part.parameters for part in parts) == count(model).total
         for part in (parts.experts, parts.hidden):

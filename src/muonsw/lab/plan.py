@@ -397,7 +397,7 @@ class Plan:
     """
 
     preset: Annotated[str, unset()] = ""
-    """The model: w128, w256, w512, w768, w1024, mini or demo, each also with -dense; or the hypothetical moe-1t."""
+    """The model: w128, w256, w512, w768, w1024, mini or demo; or the hypothetical moe-1t."""
     tokens: Annotated[str, unset(metavar="AMOUNT")] = ""
     """Tokens to train on, such as 197B, 300M or 1.5e9."""
     steps: Annotated[int | None, unset(metavar="N")] = None

@@ -174,7 +174,7 @@ class DecoderTask(Task):
             return share / ranks
 
         for module in model.modules():
-            if isinstance(module, MoE) and self.config.balance_over == "batch":
+            if isinstance(module, MoE):
                 module.over_ranks = mean
 
     def loss(self, forward: Callable[..., Any], batch: TokenBatch) -> Losses:
@@ -197,8 +197,6 @@ class DecoderTask(Task):
     def record(self, values: Tensor) -> dict[str, Any]:
         """The entropy of the experts' load in each layer, as a share of the maximum."""
         experts = self.config.experts
-        if experts == 1:
-            return {}
         entropy_L: Tensor = torch.special.entr(values.view(-1, experts)).sum(dim=1)
         return {"load_entropy": (entropy_L / math.log(experts)).tolist()}
 

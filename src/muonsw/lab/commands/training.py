@@ -109,7 +109,7 @@ class RunOptions:
     """What to train, on what, and how."""
 
     preset: str = "demo"
-    """Model and recipe: demo, mini, w128, w256, w512, w768 or w1024; append -dense for no experts."""
+    """Model and recipe: demo, mini, w128, w256, w512, w768 or w1024."""
     task: Annotated[str | None, unset(metavar="FILE")] = None
     """Python file to train instead of a preset; executed with your permissions. `muonsw task new` writes one."""
     data: Annotated[Path | None, unset(metavar="DIR")] = None

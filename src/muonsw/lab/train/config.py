@@ -245,9 +245,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset_run(name: str, data: str) -> RunConfig:
-    """The run of a preset on prepared tokens; a dense variant has the settings of its mixture of experts."""
+    """The run of a preset on prepared tokens."""
     model = preset(name)  # raises for an unknown name
-    settings = {**SHARED, **DEFAULTS[name.removesuffix("-dense")]}
+    settings = {**SHARED, **DEFAULTS[name]}
     return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), **settings)
 
 
