@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import tracemalloc
+from contextlib import nullcontext
 from itertools import islice
 
 import numpy as np
@@ -80,7 +81,7 @@ def test_limits_cut_documents(tmp_path):
         cut = texts(path, limit_characters=limit)
         assert cut == documents[: len(cut)]
         assert sum(map(len, cut)) >= limit > sum(map(len, cut[:-1]))
-    assert texts(path, limit_documents=4, limit_characters=10**9) == documents[:4]
+    assert texts(path, limit_characters=10**9) == documents
 
 
 def test_python_files_are_sorted_and_without_tests_and_copies(tmp_path):
@@ -188,7 +189,7 @@ def test_a_dataset_is_streamed_in_order_and_named_if_it_cannot_be_read(tmp_path,
         write_parquet(hub / "data" / f"{part:03}_00000.parquet", rows, row_group_size=20)
     expected = [f"page {number}" for number in range(150)]
     assert list(Corpus("fineweb", dataset=str(hub)).documents()) == expected
-    assert list(Corpus("fineweb", dataset=str(hub), limit_documents=60).documents()) == expected[:60]
+    assert list(Corpus("fineweb", dataset=str(hub), limit_characters=60).documents()) == expected[:10]
     (hub / "data" / "001_00000.parquet").write_bytes(b"nothing")
     with pytest.raises(UsageError, match=rf"the dataset {hub} cannot be read"):
         list(Corpus("fineweb", dataset=str(hub)).documents())
@@ -287,8 +288,18 @@ def test_a_rerun_changes_nothing_and_repairs_missing_or_damaged_files(default, m
 def test_another_corpus_is_refused_before_any_work(small, monkeypatch):
     corpus, folder = small
     monkeypatch.setattr(BPETokenizer, "train", None)
-    with pytest.raises(UsageError, match=r"corpus\.limit_documents None \(now 9\), made_with\.vocab 300 \(now 310\)"):
-        prepare_default(folder, **{**corpus, "vocab": 310, "limit_documents": 9})
+    with pytest.raises(UsageError, match=r"corpus\.limit_characters None \(now 9\), made_with\.vocab 300 \(now 310\)"):
+        prepare_default(folder, **{**corpus, "vocab": 310, "limit_characters": 9})
+
+
+def test_an_option_that_this_version_lacks_must_be_unset(default):
+    corpus, folder = default
+    fields = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+    for value in (None, 7):
+        fields["recipe"]["corpus"]["limit_documents"] = value
+        (folder / "data.json").write_text(json.dumps(fields), encoding="utf-8")
+        with nullcontext() if value is None else pytest.raises(UsageError, match=r"limit_documents 7 \(now missing\)"):
+            prepare_default(folder, **corpus)
 
 
 def test_the_tokenizer_is_trained_on_a_bounded_part_that_is_not_held_out(tmp_path, monkeypatch):

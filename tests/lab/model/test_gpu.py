@@ -50,7 +50,8 @@ def test_experts_agree_with_those_of_the_cpu(sizes):
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         results = []
         for device in ("cuda", "cpu"):
-            inputs = [tensor.to(device, dtype).requires_grad_() for tensor in tensors]
+            inputs = [tensor.to(device) for tensor in tensors]
+            inputs = [tensor.requires_grad_() for tensor in (inputs[0].to(dtype), *inputs[1:])]
             out = swiglu_experts(*inputs, ends.to(device))
             grads = torch.autograd.grad(out, inputs, upstream.to(device, dtype))
             results.append([out.cpu(), *(grad.cpu() for grad in grads)])

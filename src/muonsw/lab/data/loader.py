@@ -181,7 +181,7 @@ def open_shard(path: Path, group: Group, split: Split, record: DataRecord, *, ch
                 raise UsageError(f"{path} was altered: it does not match its checksum; {AGAIN}")
             tokens = np.memmap(file, dtype=record.dtype, mode="r", shape=(count,))
     except OSError as error:
-        fix = "prepare the data again; with too many open files, raise `ulimit -n` or --group-characters"
+        fix = "prepare the data again; with too many open files, raise `ulimit -n`"
         raise UsageError(f"{path} cannot be read ({error.strerror or error}): {fix}") from error
     return Shard(path, tokens, record.vocab_size)
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -95,9 +95,6 @@ class Corpus:
     sample: str = "sample-10BT"
     """Part of the hub's dataset, such as `sample-100BT` or `CC-MAIN-2024-10`."""
 
-    limit_documents: Annotated[int | None, unset(metavar="N")] = None
-    """Stop after N documents."""
-
     limit_characters: Annotated[int | None, unset(metavar="N")] = None
     """Stop after the document that reaches N characters in total."""
 
@@ -113,19 +110,16 @@ class Corpus:
     validation_fraction: Annotated[float | None, unset()] = None
     """Share of documents to hold out. Default: 0.05; FineWeb 0.001; text 5% of the characters, 1% above 16 million."""
 
-    group_characters: Annotated[int | None, unset()] = None
-    """Characters in a shard. Default: 4 to 64 million, depending on the source."""
-
     def __post_init__(self) -> None:
         for setting in fields(self):
             option, value = f"--{setting.name.replace('_', '-')}", getattr(self, setting.name)
             kind, reader = ONLY_FOR.get(setting.name, ("source", self.source))
             if getattr(self, kind) != reader and value != setting.default:
                 raise UsageError(f"{option} is for --{kind} {reader}: leave it out, or change --{kind}")
-            if option.endswith(("-documents", "-characters")) and value is not None and value < 1:
-                raise UsageError(f"{option} must be at least 1, got {value}")
         if self.source == "text" and not self.files:
             raise UsageError("--source text needs --files: files, folders or quoted globs")
+        if self.limit_characters is not None and self.limit_characters < 1:
+            raise UsageError(f"--limit-characters must be at least 1, got {self.limit_characters}")
         if not 0.0 <= (self.validation_fraction or 0.0) < 1.0:
             raise UsageError(f"--validation-fraction must be at least 0 and below 1, got {self.validation_fraction}")
         if self.tokenizer == "bpe" and not BYTES < self.vocab < 1 << 31:
@@ -145,13 +139,13 @@ class Corpus:
                 sample = None if Path(self.dataset).exists() else self.sample
                 label = f"the dataset {self.dataset}{f' ({sample})' if sample else ''}"
                 texts = _dataset_texts(label, self.dataset, sample)
-        texts = islice(filter(None, texts), self.limit_documents)
+        texts = filter(None, texts)
         return texts if self.limit_characters is None else up_to(texts, self.limit_characters)
 
     def recipe(self) -> dict[str, Any]:
         """The settings of the source and the tokenizer, for the record."""
         options = [name for name, reader in ONLY_FOR.items() if reader == ("source", self.source)]
-        corpus = {name: getattr(self, name) for name in ("source", *options, "limit_documents", "limit_characters")}
+        corpus = {name: getattr(self, name) for name in ("source", *options, "limit_characters")}
         if self.source == "text":
             corpus["files"] = [os.path.abspath(name) for name in self.files]
         trained = {"vocab": self.vocab, "training_characters": TRAINING_CHARACTERS} if self.tokenizer == "bpe" else {}
@@ -296,8 +290,7 @@ def prepare_corpus(
     fraction, recipe = corpus.validation_fraction, corpus.recipe()
     if fraction is None:
         fraction = held_out_fraction(corpus.documents()) if corpus.source == "text" else HELD_OUT[corpus.source]
-    characters = corpus.group_characters or SHARD_CHARACTERS[corpus.source]
-    sizes: dict[str, Any] = {"validation_fraction": fraction, "group_characters": characters}
+    sizes: dict[str, Any] = {"validation_fraction": fraction, "group_characters": SHARD_CHARACTERS[corpus.source]}
     earlier = _finished_groups(folder, {**sizes, **recipe})  # refuses other settings before any work
     if earlier and not reread and not any(verify_folder(folder)):
         return read_record(folder)
@@ -365,7 +358,9 @@ def _finished_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...
     if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()
     before = {name: value for name, value in record.settings.items() if name in settings}
-    if changes := differences(before, settings):
+    # An unset option that only one of two versions of muonsw has is no change.
+    changes = {n: p for n, p in differences(before, settings).items() if set(map(str, p)) != {"None", "missing"}}
+    if changes:
         listed = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changes.items())
         raise UsageError(f"{folder} holds data with other settings: {listed}; choose another folder or delete it")
     return record.groups
