@@ -101,11 +101,8 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens_BT: Tensor) -> FeedForwardOutput:
         """The input of the head, with the router losses averaged over layers."""
-        length = tokens_BT.shape[1]
-        if length > self.config.sequence:
-            raise ValueError(f"the input has {length} tokens, more than sequence={self.config.sequence}")
         x = self.embedding(tokens_BT) * self.embedding_multiplier
-        cos_TC, sin_TC = self.rotary[:, :length].to(at_least_float32(x).dtype)
+        cos_TC, sin_TC = self.rotary[:, : tokens_BT.shape[1]].to(at_least_float32(x).dtype)
         routers = []
         for layer in self.layers:
             x, *router = layer(x, (cos_TC, sin_TC))

@@ -118,8 +118,6 @@ def sample(
     for _ in range(tokens):
         context = torch.tensor([ids[-model.config.sequence :]], device=device)
         logits = model.logits(context)[0, -1, : tokenizer.vocab_size].float().cpu()
-        if not bool(logits.isfinite().all()):
-            raise UsageError("the model's outputs are not finite: it has diverged; use an earlier checkpoint")
         likeliest = logits.topk(min(top_k or len(logits), len(logits)) if temperature else 1)
         # Subtract the largest first: divided by a tiny temperature, it would overflow.
         weights = ((likeliest.values - likeliest.values[0]).double() / (temperature or 1.0)).softmax(0)

@@ -80,10 +80,7 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
 
         world.together(require_shared)
         shelf = Shelf(folder / CHECKPOINTS, config.keep, watch.note, world)
-        threads = torch.get_num_threads()
         shelf.resume(training)
-        if threads != (now := torch.get_num_threads()):
-            watch.note(f"using {now} CPU threads as before, instead of torch's default of {threads}")
         journal = Journal(training)
         world.leading(lambda: _open_files(journal, folder, watch, stack))
         watch.started(training)

@@ -200,10 +200,3 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, nn.ModuleList):
         return [layer for layer in module if next(layer.parameters(), None) is not None]
     return [layer for child in module.children() for layer in layers_of(child)]
-
-
-def require_division(config: RunConfig, ranks: int) -> None:
-    """Raise a `UsageError` if the batch cannot be divided among this number of ranks."""
-    if config.batch % (ranks * config.accumulation):
-        split = f"accumulation={config.accumulation} micro-batches on each of {ranks} ranks"
-        raise UsageError(f"batch={config.batch} does not split into {split}: choose a multiple")

@@ -43,7 +43,7 @@ from muonsw.lab.train.checkpoint import (
     sharded_like,
 )
 from muonsw.lab.train.config import MUON_SETTINGS, OptimizerConfig, RunConfig
-from muonsw.lab.train.ranks import PlacedModel, World, require_division
+from muonsw.lab.train.ranks import PlacedModel, World
 from muonsw.peak import eta_max
 
 if TYPE_CHECKING:
@@ -156,7 +156,6 @@ class Training:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.device = self.world.together(self._device_of_rank)
-        self.world.together(lambda: require_division(config, self.world.size))
         self.task = self.world.together(lambda: open_task(config, self.world.size))
         self.model = self.task.model(config.seed).to(self.device)
         if config.weights == "bfloat16":
@@ -352,7 +351,10 @@ class Training:
 
 
 def open_task(config: RunConfig, ranks: int = 1) -> Task:
-    """Open a run's data and task; raise a `UsageError` if a file cannot be used."""
+    """Open a run's data and task; raise a `UsageError` if ranks cannot divide a batch, or a file cannot be used."""
+    if config.batch % (ranks * config.accumulation):
+        split = f"accumulation={config.accumulation} micro-batches on each of {ranks} ranks"
+        raise UsageError(f"batch={config.batch} does not split into {split}: choose a multiple")
     if config.task is not None:
         return UserTask(config.task, batch=config.batch, seed=config.seed)
     micro = config.batch // (config.accumulation * ranks)
