@@ -217,7 +217,7 @@ def contents(folder):
 
 
 def texts_of(folder, split):
-    ids = np.concatenate([shard.tokens for shard in open_split(folder, split)])
+    ids = np.concatenate(open_split(folder, split))
     return load_tokenizer(folder).decode(ids).split("<|endoftext|>")[:-1]
 
 
