@@ -100,7 +100,6 @@ class Task(ABC):
 
     unit: ClassVar[str] = "samples"  # what `per_step` counts
     per_step: int  # units in a step
-    prefetches: bool = False  # whether a background thread may draw batches
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
@@ -154,7 +153,6 @@ class DecoderTask(Task):
     """A decoder that predicts the next token; it evaluates `micro` sequences at once."""
 
     unit: ClassVar[str] = "tokens"
-    prefetches = True
 
     def __init__(self, model: ModelConfig, data: DataConfig, *, batch: int, micro: int, seed: int) -> None:
         self.config, self.path = model, data.path

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from muonsw.lab.data.loader import (
     fingerprint,
     load_tokenizer,
     open_split,
-    prefetch,
     read_record,
     save_record,
     shuffled,
@@ -99,25 +97,6 @@ def test_any_split_reassembles_to_the_batch(shards, ranks, accumulation):
         assert all(len(micro) == accumulation for micro in per_rank)
         in_order = [per_rank[rank][micro] for micro in range(accumulation) for rank in range(ranks)]
         assert same(joined(in_order), loader.batch_at(step))
-
-
-def prefetching():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-
-
-def test_prefetching_gives_the_same_items_reads_ahead_and_ends_its_thread():
-    read = []
-    items = prefetch(lambda step: read.append(step) or step, 5, 100, ahead=3)
-    assert [next(items) for _ in range(4)] == [5, 6, 7, 8]
-    items.close()
-    assert not prefetching()
-    assert read == list(range(5, 5 + len(read)))
-    assert len(read) <= 4 + 3
-    items = prefetch(lambda step: 1 // (2 - step), 0, 5)
-    assert [next(items), next(items)] == [0, 1]
-    with pytest.raises(ZeroDivisionError):
-        next(items)
-    assert not prefetching()
 
 
 def test_validation_reads_the_same_windows_whatever_the_batch_and_the_ranks(shards):

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +31,6 @@ Split: TypeAlias = Literal["train", "validation"]
 TokenBatch: TypeAlias = tuple[Tensor, Tensor]
 Indices: TypeAlias = npt.NDArray[np.int64]
 Shard: TypeAlias = npt.NDArray[np.integer[Any]]  # the tokens of a shard, memory-mapped
-T = TypeVar("T")
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 RECORD = "data.json"
@@ -304,20 +301,3 @@ def shuffled(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
     while (outside := np.flatnonzero(images >= np.uint64(size))).size:
         images[outside] = permuted(images[outside])
     return images.astype(np.int64)
-
-
-def prefetch(read: Callable[[int], T], start: int, stop: int, *, ahead: int = 2) -> Iterator[T]:
-    """Yield `read(start), ..., read(stop - 1)`, computed by a background thread up to `ahead` items early.
-
-    An error in `read` is raised in place of its item. Closing the iterator ends the thread.
-    """
-    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-    try:
-        waiting = deque(worker.submit(read, step) for step in range(start, min(start + ahead, stop)))
-        for step in range(start + ahead, stop + ahead):
-            item = waiting.popleft().result()
-            if step < stop:
-                waiting.append(worker.submit(read, step))
-            yield item
-    finally:
-        worker.shutdown(cancel_futures=True)

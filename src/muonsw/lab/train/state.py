@@ -17,7 +17,6 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.decay import DECAY_RULES, decay_factors, decays
 from muonsw.kernels.graphs import Recording, recorded
-from muonsw.lab.data.loader import prefetch
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import Decoder, ModelConfig, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.tasks import (
@@ -214,9 +213,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each remaining step, on the device, read in the background if the task allows."""
-        if self.task.prefetches:
-            return prefetch(self._micro_batches, self.step, self.config.steps)
+        """The micro-batches of each remaining step, on the device."""
         return map(self._micro_batches, range(self.step, self.config.steps))
 
     def _micro_batches(self, step: int) -> list[Batch]:
@@ -444,7 +441,7 @@ class GraphedFunction(Generic[Result]):
             def program() -> None:
                 self._result = self.function(copies)
 
-            try:  # capture a call without running it; prefetching continues meanwhile
+            try:  # capture a call without running it
                 self._graph = recorded(program, device, stream=self._stream)
             except RuntimeError as error:
                 warnings.warn(f"steps are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
