@@ -40,14 +40,13 @@ from muonsw.lab.data.loader import (
 from muonsw.lab.data.tokenizer import BYTES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
 from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import locked, replacing
-from muonsw.lab.options import Flag, unset
+from muonsw.lab.options import unset
 
 Source: TypeAlias = Literal["python", "text", "fineweb"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
 # Settings that belong to a single source or tokenizer.
 ONLY_FOR = {
-    "packages": ("source", "python"),
     "files": ("source", "text"),
     "dataset": ("source", "fineweb"),
     "sample": ("source", "fineweb"),
@@ -82,9 +81,6 @@ class Corpus:
 
     source: Source = "python"
     """Standard library of this Python, files, or FineWeb from the Hugging Face hub."""
-
-    packages: Flag = False
-    """Add the installed packages to the source `python`."""
 
     files: Annotated[tuple[str, ...], unset()] = ()
     """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz) or .parquet."""
@@ -130,9 +126,7 @@ class Corpus:
         texts: Iterator[str]
         match self.source:
             case "python":
-                paths = sysconfig.get_paths()
-                names = ["stdlib", *["purelib", "platlib"] * self.packages]
-                texts = python_texts(Path(paths[name]).resolve() for name in names)
+                texts = python_texts(Path(sysconfig.get_path("stdlib")).resolve())
             case "text":
                 texts = chain.from_iterable(map(_file_texts, matching_files(self.files)))
             case "fineweb":
@@ -165,20 +159,16 @@ def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
-def python_texts(roots: Iterable[Path]) -> Iterator[str]:
-    """Python files below folders, sorted by path, without duplicates, tests, and files that cannot be decoded."""
-    seen: set[bytes] = set()
-    for root in dict.fromkeys(roots):
-        paths = []
-        for folder, folders, names in os.walk(root):
-            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-            paths += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
-        for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
-            digest = hashlib.blake2b(data := path.read_bytes(), digest_size=16).digest()
-            if digest not in seen:
-                seen.add(digest)
-                with suppress(SyntaxError, UnicodeDecodeError):
-                    yield data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
+def python_texts(root: Path) -> Iterator[str]:
+    """Python files below a folder, sorted by path, without duplicates, tests, and files that cannot be decoded."""
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        paths += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
+    contents = (path.read_bytes() for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()))
+    for data in dict.fromkeys(contents):
+        with suppress(SyntaxError, UnicodeDecodeError):
+            yield data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
 
 
 def matching_files(patterns: Iterable[str]) -> list[Path]:
@@ -359,7 +349,8 @@ def _finished_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...
         return ()
     before = {name: value for name, value in record.settings.items() if name in settings}
     # An unset option that only one of two versions of muonsw has is no change.
-    changes = {n: p for n, p in differences(before, settings).items() if set(map(str, p)) != {"None", "missing"}}
+    unset = (None, False, "missing")
+    changes = {n: pair for n, pair in differences(before, settings).items() if not all(v in unset for v in pair)}
     if changes:
         listed = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changes.items())
         raise UsageError(f"{folder} holds data with other settings: {listed}; choose another folder or delete it")
