@@ -112,10 +112,10 @@ def test_text_files_of_every_kind_are_read_in_order(tmp_path, monkeypatch):
         "c.jsonl": json_lines(ROWS[:3]) + b"\n\n",
         "deep/er/e.txt": "deep",
         "windows.txt": b"\xef\xbb\xbfmarked",
-        "windows.jsonl": b'\xef\xbb\xbf{"text": "marked"}',
+        "windows.jsonl": b'\xef\xbb\xbf{"text": "marked \\ud800"}',
     }
     write(tmp_path, files)
-    in_order = ["# mark", "plain", "one\ntwo", "zwö", "deep", "marked", "marked"]
+    in_order = ["# mark", "plain", "one\ntwo", "zwö", "deep", "marked \ufffd", "marked"]
     assert texts(f"{tmp_path}/**/*.*") == in_order
     assert texts(tmp_path / "b.txt", f"{tmp_path}/*.txt") == ["plain", "marked"], "each file once"
     write(tmp_path, {"picture.png": "", ".hidden.txt": "h", "deep/.git/g.txt": "g"})

@@ -133,7 +133,8 @@ class Corpus:
                 sample = None if Path(self.dataset).exists() else self.sample
                 label = f"the dataset {self.dataset}{f' ({sample})' if sample else ''}"
                 texts = _dataset_texts(label, self.dataset, sample)
-        texts = filter(None, texts)
+        # JSON allows lone surrogates, and UTF-8 does not: they become U+FFFD.
+        texts = (text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts if text)
         return texts if self.limit_characters is None else up_to(texts, self.limit_characters)
 
     def recipe(self) -> dict[str, Any]:
@@ -391,7 +392,7 @@ def is_validation(text: str, fraction: float) -> bool:
 
 
 def _hash(text: str) -> int:
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"validation").digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"validation").digest()
     return int.from_bytes(digest, "little")
 
 
@@ -420,7 +421,7 @@ def digest_of(texts: Iterable[str]) -> tuple[str, int]:
     """A hash of documents, and their size as UTF-8."""
     digest, size = hashlib.blake2b(digest_size=16), 0
     for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
+        data = text.encode()
         digest.update(len(data).to_bytes(8, "little"))  # tells ["ab", "c"] from ["a", "bc"]
         digest.update(data)
         size += len(data)

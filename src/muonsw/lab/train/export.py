@@ -114,7 +114,8 @@ def sample(
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    ids = [tokenizer.end_of_document, *tokenizer.encode(prompt).tolist()]
+    # A command line may hold bytes that are not UTF-8.
+    ids = [tokenizer.end_of_document, *tokenizer.encode(prompt.encode(errors="replace").decode()).tolist()]
     for _ in range(tokens):
         context = torch.tensor([ids[-model.config.sequence :]], device=device)
         logits = model.logits(context)[0, -1, : tokenizer.vocab_size].float().cpu()
