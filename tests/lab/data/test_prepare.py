@@ -8,6 +8,7 @@ import sys
 import threading
 import tracemalloc
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -21,7 +22,6 @@ from muonsw.lab.data.prepare import (
     pieces,
     prepare,
     prepare_corpus,
-    prepare_default,
     python_texts,
 )
 from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
@@ -232,8 +232,8 @@ def small(tmp_path_factory):
     """A small corpus, and a folder with its tokens."""
     folder = tmp_path_factory.mktemp("small")
     files = (str(write_texts(folder / "texts.jsonl", 200)),)
-    corpus = {"source": "text", "files": files, "vocab": 300, "validation_fraction": 0.05}
-    prepare_default(folder / "data", **corpus)
+    corpus = Corpus("text", files=files, vocab=300, validation_fraction=0.05)
+    prepare_corpus(folder / "data", corpus)
     return corpus, folder / "data"
 
 
@@ -277,11 +277,11 @@ def test_a_rerun_changes_nothing_and_repairs_missing_or_damaged_files(default, m
     before, times = contents(folder), {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(Corpus, "documents", None)
-        assert prepare_default(folder, **corpus).complete
+        assert prepare_corpus(folder, corpus).complete
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
     next(iter(read_record(folder).shards(folder, "validation"))).unlink()
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
-    prepare_default(folder, **corpus)
+    prepare_corpus(folder, corpus)
     assert contents(folder) == before, "training the tokenizer again gives the same one"
 
 
@@ -289,7 +289,7 @@ def test_another_corpus_is_refused_before_any_work(small, monkeypatch):
     corpus, folder = small
     monkeypatch.setattr(BPETokenizer, "train", None)
     with pytest.raises(UsageError, match=r"corpus\.limit_characters None \(now 9\), made_with\.vocab 300 \(now 310\)"):
-        prepare_default(folder, **{**corpus, "vocab": 310, "limit_characters": 9})
+        prepare_corpus(folder, replace(corpus, vocab=310, limit_characters=9))
 
 
 def test_an_option_that_this_version_lacks_must_be_unset(default):
@@ -299,7 +299,7 @@ def test_an_option_that_this_version_lacks_must_be_unset(default):
         fields["recipe"]["corpus"]["limit_documents"] = value
         (folder / "data.json").write_text(json.dumps(fields), encoding="utf-8")
         with nullcontext() if not value else pytest.raises(UsageError, match=r"limit_documents 7 \(now missing\)"):
-            prepare_default(folder, **corpus)
+            prepare_corpus(folder, corpus)
 
 
 def test_the_tokenizer_is_trained_on_a_bounded_part_that_is_not_held_out(tmp_path, monkeypatch):
@@ -317,10 +317,10 @@ def test_a_second_process_waits_for_the_first(default):
     corpus, folder = default
     before, results = contents(folder), []
     next(iter(read_record(folder).shards(folder, "train"))).unlink()
-    waiting = threading.Thread(target=lambda: results.append(prepare_default(folder, **corpus)))
+    waiting = threading.Thread(target=lambda: results.append(prepare_corpus(folder, corpus)))
     with locked(folder, ""):
         with pytest.raises(UsageError, match="being prepared by another process: wait for it"):
-            prepare_default(folder, **corpus, wait=0.0)
+            prepare_corpus(folder, corpus, wait=0.0)
         waiting.start()
         waiting.join(0.2)
         assert not results
@@ -332,11 +332,11 @@ def test_a_second_process_waits_for_the_first(default):
 def test_a_twentieth_of_a_text_file_is_held_out_unless_it_is_too_short(tmp_path):
     lines = (text[start : start + 80] for text in markov_texts(seed=0) for start in range(0, len(text), 400))
     (tmp_path / "notes.txt").write_text("\n\n".join(islice(lines, 250)), encoding="utf-8")
-    record = prepare_default(tmp_path / "data", vocab=300, source="text", files=(str(tmp_path / "notes.txt"),))
+    record = prepare_corpus(tmp_path / "data", Corpus("text", files=(str(tmp_path / "notes.txt"),), vocab=300))
     train, held_out = record.tokens("train"), record.tokens("validation")
     # Documents of at most 2,048 of the 20,000 characters are added until the share is reached.
     assert 0.045 < held_out / (train + held_out) < 1.1 * (0.05 + 0.1)
     (tmp_path / "line.txt").write_text("one line", encoding="utf-8")
     with pytest.raises(UsageError, match="one document"):
-        prepare_default(tmp_path / "line", source="text", files=(str(tmp_path / "line.txt"),))
+        prepare_corpus(tmp_path / "line", Corpus("text", files=(str(tmp_path / "line.txt"),)))
     assert not (tmp_path / "line").exists()

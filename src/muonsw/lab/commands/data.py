@@ -47,7 +47,7 @@ class Prepare:
                 numbers = {"documents": f"{documents:,}", "MB": f"{size / 1e6:,.1f}", "MB/s": f"{rate:.1f}"}
                 view.update("preparing", size, numbers)
 
-            record = prepare_corpus(self.out, self.corpus, finished=finished)
+            record = prepare_corpus(self.out, self.corpus, reread=True, wait=0.0, finished=finished)
         say(console, f"{contents(record)}, in {time.perf_counter() - start:.1f} s; wrote {self.out}")
         return 0
 

@@ -264,17 +264,12 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
 # ---- Shards
 
 
-def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> DataRecord:
-    """Prepare a folder with these settings of `Corpus`, unless it exists undamaged; other processes wait meanwhile."""
-    return prepare_corpus(folder, Corpus(**settings), wait=wait, reread=False)
-
-
 def prepare_corpus(
     folder: Path,
     corpus: Corpus,
     *,
-    reread: bool = True,
-    wait: float = 0.0,
+    reread: bool = False,
+    wait: float = 600.0,
     finished: Callable[[Group], None] = lambda _: None,
 ) -> DataRecord:
     """Make the tokenizer of a corpus, then `prepare` its shards; without `reread`, an undamaged folder stays as is."""

@@ -13,7 +13,7 @@ from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.config import as_data, from_data, require, require_choices
 from muonsw.lab.data.loader import read_record
-from muonsw.lab.data.prepare import matching_files, prepare_default
+from muonsw.lab.data.prepare import Corpus, matching_files, prepare_corpus
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, ROWS
@@ -283,7 +283,7 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
         letters = "".join(letter if letter.isalnum() else "-" for letter in paths[0].name.partition(".")[0])
         data = DEFAULT_DATA / f"{letters}-bpe{vocab}-{digest.hexdigest()}"
-        prepare_default(data, vocab=vocab, source="text", files=tuple(map(str, paths)))
+        prepare_corpus(data, Corpus("text", files=tuple(map(str, paths)), vocab=vocab))
     elif data is None:
         data = default_data(vocab)
     fitting = replace(run.decoder, vocab=read_record(data).padded_vocab)
@@ -293,7 +293,7 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
 def default_data(vocab: int) -> Path:
     """Prepare the Python standard library with a BPE of this size, unless it is prepared already."""
     folder = DEFAULT_DATA / f"python-bpe{vocab}"
-    prepare_default(folder, vocab=vocab)
+    prepare_corpus(folder, Corpus(vocab=vocab))
     return folder
 
 
