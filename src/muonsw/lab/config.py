@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from muonsw.lab.files import plain
 
 T = TypeVar("T")
+# The last commit with the settings that classes list in `RETIRED`.
+LAST_WITH_RETIRED = "15506f24"
 _hints = cache(get_type_hints)  # parsing annotations takes longer than everything else
 
 
 def as_data(settings: Any) -> dict[str, Any]:
-    data: dict[str, Any] = plain(asdict(settings))
-    return data
+    """JSON data of settings, with those in the `RETIRED` of their class, so that runs keep their identity."""
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    data = {name: as_data(value) if is_dataclass(value) else plain(value) for name, value in values.items()}
+    return {**data, **getattr(settings, "RETIRED", {})}
 
 
 def from_data(kind: type[T], data: Any, where: str = "") -> T:
     """The dataclass that JSON data describes; missing settings take their default.
 
-    A wrong key or type raises a `ValueError` that names the setting, with the prefix `where`.
+    A wrong key or type raises a `ValueError` that names the setting, with the prefix `where`. A class may list former
+    settings in `RETIRED`, with the only value at which they are accepted.
 
     Examples:
         >>> from muonsw.lab.model import MuP
@@ -34,13 +39,17 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
     if not isinstance(data, Mapping):
         raise ValueError(f"{where or 'the settings'}: expected an object with settings, not {data!r}")
     hints, known = _hints(kind), {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    for key in data:
-        if key not in known:
+    retired = getattr(kind, "RETIRED", {})
+    for key, value in data.items():
+        if key in retired and value != retired[key]:
+            raise ValueError(f"{_dotted(where, key)}={value!r} needs an older muonsw: commit {LAST_WITH_RETIRED}")
+        if key not in known and key not in retired:
             raise ValueError(f"unknown setting {_dotted(where, key)}; known settings: {', '.join(known)}")
     for name, field in known.items():
         if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"setting {_dotted(where, name)} is missing")
-    return kind(**{key: _typed(hints[key], value, _dotted(where, key)) for key, value in data.items()})
+    typed = {key: _typed(hints[key], value, _dotted(where, key)) for key, value in data.items() if key in known}
+    return kind(**typed)
 
 
 def require(holds: bool, name: str, value: Any, what: str) -> None:

@@ -99,7 +99,6 @@ class Task(ABC):
 
     unit: ClassVar[str] = "samples"  # what `per_step` counts
     per_step: int  # units in a step
-    prefetches: bool = False  # whether a background thread may draw batches
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
@@ -149,7 +148,6 @@ class DecoderTask(Task):
     """A decoder that predicts the next token; it evaluates `micro` sequences at once."""
 
     unit: ClassVar[str] = "tokens"
-    prefetches = True
 
     def __init__(self, model: ModelConfig, data: DataConfig, *, batch: int, micro: int, seed: int) -> None:
         self.config, self.path = model, data.path
@@ -169,7 +167,7 @@ class DecoderTask(Task):
             return share / ranks
 
         for module in model.modules():
-            if isinstance(module, MoE) and self.config.balance_over == "batch":
+            if isinstance(module, MoE):
                 module.over_ranks = mean
 
     def loss(self, forward: Callable[..., Any], batch: TokenBatch) -> Losses:
@@ -192,8 +190,6 @@ class DecoderTask(Task):
     def record(self, values: Tensor) -> dict[str, Any]:
         """The entropy of the experts' load in each layer, as a share of the maximum."""
         experts = self.config.experts
-        if experts == 1:
-            return {}
         entropy_L: Tensor = torch.special.entr(values.view(-1, experts)).sum(dim=1)
         return {"load_entropy": (entropy_L / math.log(experts)).tolist()}
 

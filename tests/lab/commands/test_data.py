@@ -7,10 +7,11 @@ import pytest
 
 from muonsw.lab.cli import main
 from muonsw.lab.data.loader import read_record
+from muonsw.lab.data.prepare import SHARD_CHARACTERS
 from tests.faults.commands import refused
 from tests.lab.texts import write_texts
 
-OPTIONS = ["--vocab", "300", "--group-characters", "20000", "--validation-fraction", "0.05"]
+OPTIONS = ["--vocab", "300", "--validation-fraction", "0.05"]
 SMALL = ["--source", "text", "--files", "{folder}.jsonl", *OPTIONS]
 
 
@@ -19,7 +20,8 @@ def muonsw(command, folder, *arguments):
 
 
 @pytest.fixture
-def folder(tmp_path, capsys):
+def folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(SHARD_CHARACTERS, "text", 20_000)
     write_texts(tmp_path / "data.jsonl", 140)
     assert muonsw("prepare", tmp_path / "data", *SMALL) == 0
     capsys.readouterr()
@@ -30,13 +32,13 @@ def test_the_options_reach_the_record(tmp_path):
     (tmp_path / "b.txt").write_text("b" * 100, encoding="utf-8")
     (tmp_path / "a.md").write_text("a" * 100, encoding="utf-8")
     files = ["--files", str(tmp_path / "b.txt"), f"{tmp_path}/*.md"]
-    options = ["--tokenizer", "bytes", "--validation-fraction", "0", "--group-characters", "1"]
+    options = ["--tokenizer", "bytes", "--validation-fraction", "0"]
     assert muonsw("prepare", tmp_path / "out", "--source", "text", *files, *options) == 0
     record = read_record(tmp_path / "out")
-    assert [group.tokens for group in record.groups] == [{"train": 101}] * 2
+    assert [group.tokens for group in record.groups] == [{"train": 202}]
     assert record.recipe["corpus"]["files"] == files[1:]
     assert record.recipe["made_with"] == {"kind": "bytes"}
-    assert (record.validation_fraction, record.group_characters) == (0.0, 1)
+    assert record.validation_fraction == 0.0
 
 
 def test_verify_names_every_bad_shard_and_prepare_repairs_it(folder, capsys):

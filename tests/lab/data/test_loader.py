@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +14,12 @@ from muonsw.lab.data.loader import (
     RECORD,
     DataRecord,
     Group,
-    Shard,
     TokenLoader,
     ValidationLoader,
     Windows,
     fingerprint,
     load_tokenizer,
     open_split,
-    prefetch,
     read_record,
     save_record,
     shuffled,
@@ -38,8 +34,7 @@ from muonsw.lab.errors import UsageError
 def shards():
     """Tokens count upwards through the shards, so that every token shows its position."""
     ends = np.cumsum([100, 3, 41, 9, 250])
-    parts = zip(ends - np.diff(ends, prepend=0), ends, strict=True)
-    return [Shard(Path(f"shard-{first}"), np.arange(first, last), 403) for first, last in parts]
+    return [np.arange(first, last) for first, last in zip(ends - np.diff(ends, prepend=0), ends, strict=True)]
 
 
 def same(one, other):
@@ -62,11 +57,11 @@ def test_windows_stay_inside_their_shard_and_targets_follow_inputs(shards, seque
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.shape == targets.shape == (windows.count, sequence)
     assert torch.equal(targets, inputs + 1), "tokens are numbered, so a target is its input plus one"
-    ends = np.cumsum([len(shard.tokens) for shard in shards])
+    ends = np.cumsum([len(shard) for shard in shards])
     first, last = (np.searchsorted(ends, tokens.numpy(), side="right") for tokens in (inputs[:, 0], targets[:, -1]))
     assert np.array_equal(first, last), "no window crosses a shard's end"
     assert len(targets.unique()) == targets.numel(), "no token is a target twice"
-    covered = [(len(shard.tokens) - 1) // sequence * sequence + 1 for shard in shards if len(shard.tokens) > sequence]
+    covered = [(len(shard) - 1) // sequence * sequence + 1 for shard in shards if len(shard) > sequence]
     assert len(torch.cat([inputs, targets]).unique()) == sum(covered), "all but less than a window at a shard's end"
 
 
@@ -104,25 +99,6 @@ def test_any_split_reassembles_to_the_batch(shards, ranks, accumulation):
         assert same(joined(in_order), loader.batch_at(step))
 
 
-def prefetching():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-
-
-def test_prefetching_gives_the_same_items_reads_ahead_and_ends_its_thread():
-    read = []
-    items = prefetch(lambda step: read.append(step) or step, 5, 100, ahead=3)
-    assert [next(items) for _ in range(4)] == [5, 6, 7, 8]
-    items.close()
-    assert not prefetching()
-    assert read == list(range(5, 5 + len(read)))
-    assert len(read) <= 4 + 3
-    items = prefetch(lambda step: 1 // (2 - step), 0, 5)
-    assert [next(items), next(items)] == [0, 1]
-    with pytest.raises(ZeroDivisionError):
-        next(items)
-    assert not prefetching()
-
-
 def test_validation_reads_the_same_windows_whatever_the_batch_and_the_ranks(shards):
     every = joined(batch for batch, _ in ValidationLoader(shards, 8, 1000).parts())
     assert len(every[0]) == Windows(shards, 8).count
@@ -148,12 +124,6 @@ def test_a_corpus_that_is_too_short_is_refused(shards):
         TokenLoader(shards, 250, 1, 0)
     with pytest.raises(ValueError, match="fewer than one batch of 2"):
         TokenLoader(shards, 249, 2, 0)
-
-
-def test_a_token_that_no_model_knows_is_refused_with_its_shard(shards):
-    limited = [shard._replace(vocab_size=120) for shard in shards]
-    with pytest.raises(UsageError, match=r"shard-103 holds the token 1\d\d, outside the vocabulary of 120"):
-        TokenLoader(limited[:3], 8, 17, 0).batch_at(0)
 
 
 def test_the_order_of_the_data_never_changes(tmp_path):

@@ -7,6 +7,8 @@ import shutil
 import sys
 import threading
 import tracemalloc
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -20,7 +22,6 @@ from muonsw.lab.data.prepare import (
     pieces,
     prepare,
     prepare_corpus,
-    prepare_default,
     python_texts,
 )
 from muonsw.lab.data.tokenizer import BPETokenizer, ByteTokenizer
@@ -80,7 +81,7 @@ def test_limits_cut_documents(tmp_path):
         cut = texts(path, limit_characters=limit)
         assert cut == documents[: len(cut)]
         assert sum(map(len, cut)) >= limit > sum(map(len, cut[:-1]))
-    assert texts(path, limit_documents=4, limit_characters=10**9) == documents[:4]
+    assert texts(path, limit_characters=10**9) == documents
 
 
 def test_python_files_are_sorted_and_without_tests_and_copies(tmp_path):
@@ -97,7 +98,7 @@ def test_python_files_are_sorted_and_without_tests_and_copies(tmp_path):
         "unknown.py": b"# coding: nothing-known\n",
     }
     root = write(tmp_path, files)
-    assert list(python_texts([root, root / "site-packages"])) == ["a", "b", "# coding: latin-1\n# é", "c", "p"]
+    assert list(python_texts(root)) == ["a", "b", "# coding: latin-1\n# é", "c"]
     first, second = (list(islice(Corpus().documents(), 40)) for _ in range(2))
     assert first == second
     assert len(set(first)) == 40
@@ -111,10 +112,10 @@ def test_text_files_of_every_kind_are_read_in_order(tmp_path, monkeypatch):
         "c.jsonl": json_lines(ROWS[:3]) + b"\n\n",
         "deep/er/e.txt": "deep",
         "windows.txt": b"\xef\xbb\xbfmarked",
-        "windows.jsonl": b'\xef\xbb\xbf{"text": "marked"}',
+        "windows.jsonl": b'\xef\xbb\xbf{"text": "marked \\ud800"}',
     }
     write(tmp_path, files)
-    in_order = ["# mark", "plain", "one\ntwo", "zwö", "deep", "marked", "marked"]
+    in_order = ["# mark", "plain", "one\ntwo", "zwö", "deep", "marked \ufffd", "marked"]
     assert texts(f"{tmp_path}/**/*.*") == in_order
     assert texts(tmp_path / "b.txt", f"{tmp_path}/*.txt") == ["plain", "marked"], "each file once"
     write(tmp_path, {"picture.png": "", ".hidden.txt": "h", "deep/.git/g.txt": "g"})
@@ -188,7 +189,7 @@ def test_a_dataset_is_streamed_in_order_and_named_if_it_cannot_be_read(tmp_path,
         write_parquet(hub / "data" / f"{part:03}_00000.parquet", rows, row_group_size=20)
     expected = [f"page {number}" for number in range(150)]
     assert list(Corpus("fineweb", dataset=str(hub)).documents()) == expected
-    assert list(Corpus("fineweb", dataset=str(hub), limit_documents=60).documents()) == expected[:60]
+    assert list(Corpus("fineweb", dataset=str(hub), limit_characters=60).documents()) == expected[:10]
     (hub / "data" / "001_00000.parquet").write_bytes(b"nothing")
     with pytest.raises(UsageError, match=rf"the dataset {hub} cannot be read"):
         list(Corpus("fineweb", dataset=str(hub)).documents())
@@ -216,7 +217,7 @@ def contents(folder):
 
 
 def texts_of(folder, split):
-    ids = np.concatenate([shard.tokens for shard in open_split(folder, split)])
+    ids = np.concatenate(open_split(folder, split))
     return load_tokenizer(folder).decode(ids).split("<|endoftext|>")[:-1]
 
 
@@ -231,8 +232,8 @@ def small(tmp_path_factory):
     """A small corpus, and a folder with its tokens."""
     folder = tmp_path_factory.mktemp("small")
     files = (str(write_texts(folder / "texts.jsonl", 200)),)
-    corpus = {"source": "text", "files": files, "vocab": 300, "validation_fraction": 0.05}
-    prepare_default(folder / "data", **corpus)
+    corpus = Corpus("text", files=files, vocab=300, validation_fraction=0.05)
+    prepare_corpus(folder / "data", corpus)
     return corpus, folder / "data"
 
 
@@ -276,19 +277,29 @@ def test_a_rerun_changes_nothing_and_repairs_missing_or_damaged_files(default, m
     before, times = contents(folder), {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(Corpus, "documents", None)
-        assert prepare_default(folder, **corpus).complete
+        assert prepare_corpus(folder, corpus).complete
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
     next(iter(read_record(folder).shards(folder, "validation"))).unlink()
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
-    prepare_default(folder, **corpus)
+    prepare_corpus(folder, corpus)
     assert contents(folder) == before, "training the tokenizer again gives the same one"
 
 
 def test_another_corpus_is_refused_before_any_work(small, monkeypatch):
     corpus, folder = small
     monkeypatch.setattr(BPETokenizer, "train", None)
-    with pytest.raises(UsageError, match=r"corpus\.limit_documents None \(now 9\), made_with\.vocab 300 \(now 310\)"):
-        prepare_default(folder, **{**corpus, "vocab": 310, "limit_documents": 9})
+    with pytest.raises(UsageError, match=r"corpus\.limit_characters None \(now 9\), made_with\.vocab 300 \(now 310\)"):
+        prepare_corpus(folder, replace(corpus, vocab=310, limit_characters=9))
+
+
+def test_an_option_that_this_version_lacks_must_be_unset(default):
+    corpus, folder = default
+    fields = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+    for value in (None, False, 7):
+        fields["recipe"]["corpus"]["limit_documents"] = value
+        (folder / "data.json").write_text(json.dumps(fields), encoding="utf-8")
+        with nullcontext() if not value else pytest.raises(UsageError, match=r"limit_documents 7 \(now missing\)"):
+            prepare_corpus(folder, corpus)
 
 
 def test_the_tokenizer_is_trained_on_a_bounded_part_that_is_not_held_out(tmp_path, monkeypatch):
@@ -306,10 +317,10 @@ def test_a_second_process_waits_for_the_first(default):
     corpus, folder = default
     before, results = contents(folder), []
     next(iter(read_record(folder).shards(folder, "train"))).unlink()
-    waiting = threading.Thread(target=lambda: results.append(prepare_default(folder, **corpus)))
+    waiting = threading.Thread(target=lambda: results.append(prepare_corpus(folder, corpus)))
     with locked(folder, ""):
         with pytest.raises(UsageError, match="being prepared by another process: wait for it"):
-            prepare_default(folder, **corpus, wait=0.0)
+            prepare_corpus(folder, corpus, wait=0.0)
         waiting.start()
         waiting.join(0.2)
         assert not results
@@ -321,11 +332,11 @@ def test_a_second_process_waits_for_the_first(default):
 def test_a_twentieth_of_a_text_file_is_held_out_unless_it_is_too_short(tmp_path):
     lines = (text[start : start + 80] for text in markov_texts(seed=0) for start in range(0, len(text), 400))
     (tmp_path / "notes.txt").write_text("\n\n".join(islice(lines, 250)), encoding="utf-8")
-    record = prepare_default(tmp_path / "data", vocab=300, source="text", files=(str(tmp_path / "notes.txt"),))
+    record = prepare_corpus(tmp_path / "data", Corpus("text", files=(str(tmp_path / "notes.txt"),), vocab=300))
     train, held_out = record.tokens("train"), record.tokens("validation")
     # Documents of at most 2,048 of the 20,000 characters are added until the share is reached.
     assert 0.045 < held_out / (train + held_out) < 1.1 * (0.05 + 0.1)
     (tmp_path / "line.txt").write_text("one line", encoding="utf-8")
     with pytest.raises(UsageError, match="one document"):
-        prepare_default(tmp_path / "line", source="text", files=(str(tmp_path / "line.txt"),))
+        prepare_corpus(tmp_path / "line", Corpus("text", files=(str(tmp_path / "line.txt"),)))
     assert not (tmp_path / "line").exists()

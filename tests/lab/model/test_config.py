@@ -17,7 +17,7 @@ from tests.lab.model.small_models import small
         ({"width": 9, "head_dim": 3}, r"head_dim=3 must be even"),
         ({"top_k": 9}, r"top_k=9 must not exceed experts=8"),
         ({"balance_coef": -0.1}, r"balance_coef=-0.1"),
-        ({"balance_over": "epoch"}, r"balance_over='epoch' must be one of batch, sequence"),
+        ({"experts": 1, "top_k": 1}, r"experts=1 must be at least 2"),
         ({"base_width": -1}, r"mup\.base_width=-1"),
     ],
 )

@@ -26,8 +26,6 @@ def test_logits_are_those_of_the_reference():
         for param in model.parameters():
             param.normal_(0.0, param.shape[-1] ** -0.5)
     torch.testing.assert_close(model.logits(ids), reference_logits(model, ids))
-    with pytest.raises(ValueError, match="17 tokens, more than sequence=16"):
-        model.logits(tokens(small(), length=17))
 
 
 def test_bfloat16_autocast_stays_near_float32():
@@ -57,9 +55,8 @@ def test_traced_without_a_break_it_gives_the_same_losses_and_gradients():
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.total, list(eager.parameters())))
 
 
-@pytest.mark.parametrize("config", [small(), small().dense()], ids=["moe", "dense"])
-def test_the_library_finds_the_roles_and_takes_the_fused_projections(config):
-    model = Decoder(config)
+def test_the_library_finds_the_roles_and_takes_the_fused_projections():
+    model = Decoder(small())
     patterns = {pattern: {"split_sizes": sizes} for pattern, sizes in model.fused_projections().items()}
     optimizer = MuonSW.for_model(model, lr=0.01, weight_decay=0.1, patterns=patterns)
     roles = {
@@ -68,18 +65,17 @@ def test_the_library_finds_the_roles_and_takes_the_fused_projections(config):
         for name in group["param_names"]
         if not name.startswith("layers.1.")
     }
-    experts = "experts" if config.experts > 1 else "hidden"
-    expected = {
+    assert roles == {
         "embedding.weight": "embedding",
         "norm.weight": "norm",
         "attention_norm.weight": "norm",
         "moe_norm.weight": "norm",
         "attention.qkv.weight": "hidden",
         "attention.out.weight": "hidden",
-        "moe.gate_up": experts,
-        "moe.down": experts,
+        "moe.router.weight": "router",
+        "moe.gate_up": "experts",
+        "moe.down": "experts",
     }
-    assert roles == ({**expected, "moe.router.weight": "router"} if config.experts > 1 else expected)
 
 
 def test_scores_depend_on_relative_positions_alone():

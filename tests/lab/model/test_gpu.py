@@ -8,7 +8,7 @@ from torch._inductor.utils import run_and_get_code
 
 from muonsw import machine
 from muonsw.lab.model import Decoder
-from muonsw.lab.model.layers import grouped_linear, takes_grouped_gemm
+from muonsw.lab.model.layers import swiglu_experts
 from tests.common.cuda import no_waiting
 from tests.lab.model.small_models import small, tokens
 
@@ -28,10 +28,9 @@ def step(model, ids, autocast):
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [CONFIG, CONFIG.dense()], ids=["moe", "dense"])
-def test_losses_and_gradients_are_those_of_the_cpu(config, autocast):
-    here, there = Decoder(config), Decoder(config).cuda()
-    ids = tokens(config, batch=4)
+def test_losses_and_gradients_are_those_of_the_cpu(autocast):
+    here, there = Decoder(CONFIG), Decoder(CONFIG).cuda()
+    ids = tokens(CONFIG, batch=4)
     expected = here(ids[:, :-1], ids[:, 1:])
     expected.total.backward()
     got = step(there, ids.cuda(), autocast)
@@ -43,20 +42,21 @@ def test_losses_and_gradients_are_those_of_the_cpu(config, autocast):
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 50, 11), (0, 0, 64, 0), (64, 0, 0, 0)])
-def test_grouped_products_agree_with_those_of_the_cpu(sizes):
-    """In bfloat16 one kernel for all groups, in float32 every matrix on all rows."""
-    x, weight = torch.randn(sum(sizes), 64), torch.randn(len(sizes), 32, 64)
-    ends, upstream = torch.tensor(sizes).cumsum(0).to(torch.int32), torch.randn(sum(sizes), 32)
-    for dtype, close in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+def test_experts_agree_with_those_of_the_cpu(sizes):
+    """In bfloat16 one kernel for all groups, in float32 every expert on all rows."""
+    count = len(sizes)
+    tensors = torch.randn(sum(sizes), 64), torch.randn(count, 32, 64) / 8, torch.randn(count, 64, 16) / 4
+    ends, upstream = torch.tensor(sizes).cumsum(0).to(torch.int32), torch.randn(sum(sizes), 64)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         results = []
         for device in ("cuda", "cpu"):
-            inputs = [tensor.to(device, dtype).requires_grad_() for tensor in (x, weight)]
-            assert takes_grouped_gemm(inputs[0], dtype, inputs[1]) == ((device, dtype) == ("cuda", torch.bfloat16))
-            out = grouped_linear(*inputs, ends.to(device))
+            inputs = [tensor.to(device) for tensor in tensors]
+            inputs = [tensor.requires_grad_() for tensor in (inputs[0].to(dtype), *inputs[1:])]
+            out = swiglu_experts(*inputs, ends.to(device))
             grads = torch.autograd.grad(out, inputs, upstream.to(device, dtype))
             results.append([out.cpu(), *(grad.cpu() for grad in grads)])
         for found, expected in zip(*results, strict=True):
-            torch.testing.assert_close(found, expected, rtol=2e-2, atol=close)
+            assert (found.float() - expected.float()).norm() <= bound * expected.float().norm()
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
@@ -81,10 +81,10 @@ def reads_back(source):
 
 # torch's compiler instantiates autograd functions, which torch warns about, and advises on speed
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(("width", "experts"), [(128, 4), (512, 4), (512, 1), (1024, 4)])
-def test_no_compiled_kernel_reads_back_what_it_has_stored(width, experts):
+@pytest.mark.parametrize("width", [128, 512, 1024])
+def test_no_compiled_kernel_reads_back_what_it_has_stored(width):
     """Threads do not wait between such a store and load, so some would read the old content."""
-    config = small(width=width, head_dim=64, ff=256, vocab=1000, sequence=128, experts=experts, top_k=min(2, experts))
+    config = small(width=width, head_dim=64, ff=256, vocab=1000, sequence=128, experts=4)
     model, ids = Decoder(config).cuda(), tokens(config, batch=4).cuda()
     torch.compiler.reset()
     compiled = torch.compile(model.forward)

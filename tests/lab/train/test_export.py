@@ -13,11 +13,10 @@ from muonsw.lab.data.prepare import prepare
 from muonsw.lab.data.tokenizer import ByteTokenizer
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import Decoder, ModelConfig
-from muonsw.lab.train import checkpoint
 from muonsw.lab.train.config import with_data
 from muonsw.lab.train.export import export, load_model, sample
 from muonsw.lab.train.loop import train
-from tests.lab.train.small_runs import MODEL, small_run
+from tests.lab.train.small_runs import small_run
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
@@ -51,12 +50,6 @@ def test_an_export_is_the_model_of_the_run_and_loads_without_it(run, tmp_path):
     assert torch.equal(ours.logits(tokens), exported.logits(tokens))
 
 
-def test_the_best_checkpoint_can_be_exported(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "best_saved", lambda _paths: 40)
-    export(run, tmp_path, best=True)
-    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["step"] == 40
-
-
 def test_draws_depend_on_the_seed_alone(run):
     model, tokenizer = load_model(run)
     texts = [list(sample(model, tokenizer, "", tokens=30, temperature=2.0, seed=seed)) for seed in (0, 0, 1)]
@@ -87,10 +80,3 @@ def test_an_export_replaces_only_an_export(run, tmp_path):
         with pytest.raises(UsageError, match="choose another folder with --out"):
             export(run, folder)
     assert (tmp_path / "model.safetensors").read_bytes() == before
-
-
-def test_a_model_without_finite_outputs_is_reported():
-    model = Decoder(MODEL)
-    torch.nn.init.constant_(model.embedding.weight, float("nan"))
-    with pytest.raises(UsageError, match="outputs are not finite"):
-        list(sample(model, ByteTokenizer(), "a", tokens=1))

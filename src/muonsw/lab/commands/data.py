@@ -17,7 +17,7 @@ from muonsw.lab.console import harmless, say, showing
 from muonsw.lab.data.loader import SPLITS, Group, read_record, verify_folder
 from muonsw.lab.data.prepare import Corpus, prepare_corpus
 from muonsw.lab.errors import UsageError
-from muonsw.lab.options import Flag, unset
+from muonsw.lab.options import unset
 from muonsw.lab.train.config import LARGEST
 from muonsw.lab.train.export import export, load_model, sample
 from muonsw.text import counted
@@ -47,7 +47,7 @@ class Prepare:
                 numbers = {"documents": f"{documents:,}", "MB": f"{size / 1e6:,.1f}", "MB/s": f"{rate:.1f}"}
                 view.update("preparing", size, numbers)
 
-            record = prepare_corpus(self.out, self.corpus, finished=finished)
+            record = prepare_corpus(self.out, self.corpus, reread=True, wait=0.0, finished=finished)
         say(console, f"{contents(record)}, in {time.perf_counter() - start:.1f} s; wrote {self.out}")
         return 0
 
@@ -109,11 +109,9 @@ class Export:
     """Run folder that `muonsw train` wrote."""
     out: Annotated[Path | None, unset(metavar="DIR")] = None
     """Output folder. Default: RUN/export."""
-    best: Flag = False
-    """Take the checkpoint with the lowest validation loss instead of the newest."""
 
     def run(self) -> int:
-        folder = export(self.run_folder, self.out or self.run_folder / "export", best=self.best, note=_warn)
+        folder = export(self.run_folder, self.out or self.run_folder / "export", note=_warn)
         say(Console(), f"wrote {folder}; see what it learned with: muonsw sample {shlex.quote(str(folder))}")
         return 0
 

@@ -49,7 +49,7 @@ from muonsw.lab.train.checkpoint import RESULT, read_config_file, recorded_code
 from muonsw.lab.train.config import RunConfig, changed_run, task_run, with_data
 from muonsw.lab.train.loop import Watch, torch_threads, train
 from muonsw.lab.train.ranks import joined, known_to_all, speaker
-from muonsw.lab.train.records import numbers_of, require_sinks
+from muonsw.lab.train.records import numbers_of
 from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve_device, with_fingerprint
 from muonsw.presets import PRESETS
 from muonsw.text import counted
@@ -109,7 +109,7 @@ class RunOptions:
     """What to train, on what, and how."""
 
     preset: str = "demo"
-    """Model and recipe: demo, mini, w128, w256, w512, w768 or w1024; append -dense for no experts."""
+    """Model and recipe: demo, mini, w128, w256, w512, w768 or w1024."""
     task: Annotated[str | None, unset(metavar="FILE")] = None
     """Python file to train instead of a preset; executed with your permissions. `muonsw task new` writes one."""
     data: Annotated[Path | None, unset(metavar="DIR")] = None
@@ -395,7 +395,6 @@ class Train(RunOptions):
             if config.task is None:
                 refuse_too_much_decay(config, config.optimizer)
             resolve_device(config.device)
-            require_sinks(config)
             config = self.prepare(console, config, checked)
         if self.strategy is not None:
             config = replace(config, parallel=replace(config.parallel, strategy=self.strategy))

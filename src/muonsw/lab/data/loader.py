@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +30,7 @@ from muonsw.lab.files import read_object, write_json
 Split: TypeAlias = Literal["train", "validation"]
 TokenBatch: TypeAlias = tuple[Tensor, Tensor]
 Indices: TypeAlias = npt.NDArray[np.int64]
-T = TypeVar("T")
+Shard: TypeAlias = npt.NDArray[np.integer[Any]]  # the tokens of a shard, memory-mapped
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 RECORD = "data.json"
@@ -148,14 +146,6 @@ def fingerprint(record: DataRecord) -> str:
 # ---- Shards
 
 
-class Shard(NamedTuple):
-    """The memory-mapped tokens of a shard, which should all be below `vocab_size`."""
-
-    path: Path
-    tokens: npt.NDArray[np.integer[Any]]
-    vocab_size: int
-
-
 def open_split(folder: Path, split: Split) -> list[Shard]:
     """Memory-map the shards of a split, in order, after checking their sizes and, up to 64 MiB, their checksums."""
     record = read_record(folder)
@@ -179,11 +169,10 @@ def open_shard(path: Path, group: Group, split: Split, record: DataRecord, *, ch
             file.seek(0)
             if check and hashlib.file_digest(file, "sha256").hexdigest() != group.checksums[split]:
                 raise UsageError(f"{path} was altered: it does not match its checksum; {AGAIN}")
-            tokens = np.memmap(file, dtype=record.dtype, mode="r", shape=(count,))
+            return np.memmap(file, dtype=record.dtype, mode="r", shape=(count,))
     except OSError as error:
-        fix = "prepare the data again; with too many open files, raise `ulimit -n` or --group-characters"
+        fix = "prepare the data again; with too many open files, raise `ulimit -n`"
         raise UsageError(f"{path} cannot be read ({error.strerror or error}): {fix}") from error
-    return Shard(path, tokens, record.vocab_size)
 
 
 def verify_folder(folder: Path) -> Iterator[str]:
@@ -219,11 +208,11 @@ class Windows:
 
     def __init__(self, shards: Sequence[Shard], sequence: int) -> None:
         self.shards, self.sequence = tuple(shards), sequence
-        counts = np.array([(len(shard.tokens) - 1) // sequence for shard in shards], dtype=np.int64)
+        counts = np.array([(len(shard) - 1) // sequence for shard in shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
         self.count = int(self._ends[-1])
         if self.count == 0:
-            tokens = sum(len(shard.tokens) for shard in shards)
+            tokens = sum(map(len, shards))
             needs = f"no shard holds one window of {sequence + 1} tokens"
             raise ValueError(f"{needs} ({tokens} tokens in {len(shards)} shards): shorten the sequence or add data")
 
@@ -233,11 +222,7 @@ class Windows:
         owners = np.searchsorted(self._ends, ids, side="right")
         for row, window, owner in zip(rows, ids.tolist(), owners.tolist(), strict=True):
             start = (window - (int(self._ends[owner - 1]) if owner else 0)) * self.sequence
-            row[:] = self.shards[owner].tokens[start : start + self.sequence + 1]
-        # The model would also fail, without naming the shard.
-        if rows.max() >= (vocab := self.shards[0].vocab_size):
-            bad = self.shards[owners[rows.max(axis=1).argmax()]].path
-            raise UsageError(f"{bad} holds the token {rows.max()}, outside the vocabulary of {vocab}: {AGAIN}")
+            row[:] = self.shards[owner][start : start + self.sequence + 1]
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -316,20 +301,3 @@ def shuffled(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
     while (outside := np.flatnonzero(images >= np.uint64(size))).size:
         images[outside] = permuted(images[outside])
     return images.astype(np.int64)
-
-
-def prefetch(read: Callable[[int], T], start: int, stop: int, *, ahead: int = 2) -> Iterator[T]:
-    """Yield `read(start), ..., read(stop - 1)`, computed by a background thread up to `ahead` items early.
-
-    An error in `read` is raised in place of its item. Closing the iterator ends the thread.
-    """
-    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-    try:
-        waiting = deque(worker.submit(read, step) for step in range(start, min(start + ahead, stop)))
-        for step in range(start + ahead, stop + ahead):
-            item = waiting.popleft().result()
-            if step < stop:
-                waiting.append(worker.submit(read, step))
-            yield item
-    finally:
-        worker.shutdown(cancel_futures=True)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -40,14 +40,13 @@ from muonsw.lab.data.loader import (
 from muonsw.lab.data.tokenizer import BYTES, BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
 from muonsw.lab.errors import UsageError, needed
 from muonsw.lab.files import locked, replacing
-from muonsw.lab.options import Flag, unset
+from muonsw.lab.options import unset
 
 Source: TypeAlias = Literal["python", "text", "fineweb"]
 Kind: TypeAlias = Literal["bytes", "bpe", "gpt2"]
 DEFAULT_VOCAB = 1024
 # Settings that belong to a single source or tokenizer.
 ONLY_FOR = {
-    "packages": ("source", "python"),
     "files": ("source", "text"),
     "dataset": ("source", "fineweb"),
     "sample": ("source", "fineweb"),
@@ -83,9 +82,6 @@ class Corpus:
     source: Source = "python"
     """Standard library of this Python, files, or FineWeb from the Hugging Face hub."""
 
-    packages: Flag = False
-    """Add the installed packages to the source `python`."""
-
     files: Annotated[tuple[str, ...], unset()] = ()
     """Files, folders or quoted globs for the source `text`: .txt, .md, .jsonl (also .gz, .xz) or .parquet."""
 
@@ -94,9 +90,6 @@ class Corpus:
 
     sample: str = "sample-10BT"
     """Part of the hub's dataset, such as `sample-100BT` or `CC-MAIN-2024-10`."""
-
-    limit_documents: Annotated[int | None, unset(metavar="N")] = None
-    """Stop after N documents."""
 
     limit_characters: Annotated[int | None, unset(metavar="N")] = None
     """Stop after the document that reaches N characters in total."""
@@ -113,19 +106,16 @@ class Corpus:
     validation_fraction: Annotated[float | None, unset()] = None
     """Share of documents to hold out. Default: 0.05; FineWeb 0.001; text 5% of the characters, 1% above 16 million."""
 
-    group_characters: Annotated[int | None, unset()] = None
-    """Characters in a shard. Default: 4 to 64 million, depending on the source."""
-
     def __post_init__(self) -> None:
         for setting in fields(self):
             option, value = f"--{setting.name.replace('_', '-')}", getattr(self, setting.name)
             kind, reader = ONLY_FOR.get(setting.name, ("source", self.source))
             if getattr(self, kind) != reader and value != setting.default:
                 raise UsageError(f"{option} is for --{kind} {reader}: leave it out, or change --{kind}")
-            if option.endswith(("-documents", "-characters")) and value is not None and value < 1:
-                raise UsageError(f"{option} must be at least 1, got {value}")
         if self.source == "text" and not self.files:
             raise UsageError("--source text needs --files: files, folders or quoted globs")
+        if self.limit_characters is not None and self.limit_characters < 1:
+            raise UsageError(f"--limit-characters must be at least 1, got {self.limit_characters}")
         if not 0.0 <= (self.validation_fraction or 0.0) < 1.0:
             raise UsageError(f"--validation-fraction must be at least 0 and below 1, got {self.validation_fraction}")
         if self.tokenizer == "bpe" and not BYTES < self.vocab < 1 << 31:
@@ -136,22 +126,21 @@ class Corpus:
         texts: Iterator[str]
         match self.source:
             case "python":
-                paths = sysconfig.get_paths()
-                names = ["stdlib", *["purelib", "platlib"] * self.packages]
-                texts = python_texts(Path(paths[name]).resolve() for name in names)
+                texts = python_texts(Path(sysconfig.get_path("stdlib")).resolve())
             case "text":
                 texts = chain.from_iterable(map(_file_texts, matching_files(self.files)))
             case "fineweb":
                 sample = None if Path(self.dataset).exists() else self.sample
                 label = f"the dataset {self.dataset}{f' ({sample})' if sample else ''}"
                 texts = _dataset_texts(label, self.dataset, sample)
-        texts = islice(filter(None, texts), self.limit_documents)
+        # JSON allows lone surrogates, and UTF-8 does not: they become U+FFFD.
+        texts = (text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts if text)
         return texts if self.limit_characters is None else up_to(texts, self.limit_characters)
 
     def recipe(self) -> dict[str, Any]:
         """The settings of the source and the tokenizer, for the record."""
         options = [name for name, reader in ONLY_FOR.items() if reader == ("source", self.source)]
-        corpus = {name: getattr(self, name) for name in ("source", *options, "limit_documents", "limit_characters")}
+        corpus = {name: getattr(self, name) for name in ("source", *options, "limit_characters")}
         if self.source == "text":
             corpus["files"] = [os.path.abspath(name) for name in self.files]
         trained = {"vocab": self.vocab, "training_characters": TRAINING_CHARACTERS} if self.tokenizer == "bpe" else {}
@@ -171,20 +160,16 @@ def up_to(documents: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
-def python_texts(roots: Iterable[Path]) -> Iterator[str]:
-    """Python files below folders, sorted by path, without duplicates, tests, and files that cannot be decoded."""
-    seen: set[bytes] = set()
-    for root in dict.fromkeys(roots):
-        paths = []
-        for folder, folders, names in os.walk(root):
-            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-            paths += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
-        for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
-            digest = hashlib.blake2b(data := path.read_bytes(), digest_size=16).digest()
-            if digest not in seen:
-                seen.add(digest)
-                with suppress(SyntaxError, UnicodeDecodeError):
-                    yield data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
+def python_texts(root: Path) -> Iterator[str]:
+    """Python files below a folder, sorted by path, without duplicates, tests, and files that cannot be decoded."""
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        paths += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
+    contents = (path.read_bytes() for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()))
+    for data in dict.fromkeys(contents):
+        with suppress(SyntaxError, UnicodeDecodeError):
+            yield data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
 
 
 def matching_files(patterns: Iterable[str]) -> list[Path]:
@@ -279,25 +264,19 @@ def _dataset_texts(label: str, name: str, part: str | None = None, **options: An
 # ---- Shards
 
 
-def prepare_default(folder: Path, *, wait: float = 600.0, **settings: Any) -> DataRecord:
-    """Prepare a folder with these settings of `Corpus`, unless it exists undamaged; other processes wait meanwhile."""
-    return prepare_corpus(folder, Corpus(**settings), wait=wait, reread=False)
-
-
 def prepare_corpus(
     folder: Path,
     corpus: Corpus,
     *,
-    reread: bool = True,
-    wait: float = 0.0,
+    reread: bool = False,
+    wait: float = 600.0,
     finished: Callable[[Group], None] = lambda _: None,
 ) -> DataRecord:
     """Make the tokenizer of a corpus, then `prepare` its shards; without `reread`, an undamaged folder stays as is."""
     fraction, recipe = corpus.validation_fraction, corpus.recipe()
     if fraction is None:
         fraction = held_out_fraction(corpus.documents()) if corpus.source == "text" else HELD_OUT[corpus.source]
-    characters = corpus.group_characters or SHARD_CHARACTERS[corpus.source]
-    sizes: dict[str, Any] = {"validation_fraction": fraction, "group_characters": characters}
+    sizes: dict[str, Any] = {"validation_fraction": fraction, "group_characters": SHARD_CHARACTERS[corpus.source]}
     earlier = _finished_groups(folder, {**sizes, **recipe})  # refuses other settings before any work
     if earlier and not reread and not any(verify_folder(folder)):
         return read_record(folder)
@@ -365,7 +344,10 @@ def _finished_groups(folder: Path, settings: dict[str, Any]) -> tuple[Group, ...
     if not (folder / RECORD).exists() or not (record := read_record(folder)).groups:
         return ()
     before = {name: value for name, value in record.settings.items() if name in settings}
-    if changes := differences(before, settings):
+    # An unset option that only one of two versions of muonsw has is no change.
+    unset = (None, False, "missing")
+    changes = {n: pair for n, pair in differences(before, settings).items() if not all(v in unset for v in pair)}
+    if changes:
         listed = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in changes.items())
         raise UsageError(f"{folder} holds data with other settings: {listed}; choose another folder or delete it")
     return record.groups
@@ -405,7 +387,7 @@ def is_validation(text: str, fraction: float) -> bool:
 
 
 def _hash(text: str) -> int:
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"validation").digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"validation").digest()
     return int.from_bytes(digest, "little")
 
 
@@ -434,7 +416,7 @@ def digest_of(texts: Iterable[str]) -> tuple[str, int]:
     """A hash of documents, and their size as UTF-8."""
     digest, size = hashlib.blake2b(digest_size=16), 0
     for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
+        data = text.encode()
         digest.update(len(data).to_bytes(8, "little"))  # tells ["ab", "c"] from ["a", "bc"]
         digest.update(data)
         size += len(data)

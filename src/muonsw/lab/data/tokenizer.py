@@ -82,7 +82,7 @@ class ByteTokenizer(Tokenizer):
         super().__init__(BYTES + 1, "bytes")
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        return [np.frombuffer(_without_surrogates(text).encode(), np.uint8).astype(np.uint32) for text in texts]
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
     def _decode_text(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
@@ -112,7 +112,7 @@ class BPETokenizer(Tokenizer):
         trainer = library.trainers.BpeTrainer(
             vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
         )
-        bpe.train_from_iterator(map(_without_surrogates, documents), trainer)
+        bpe.train_from_iterator(documents, trainer)
         return cls(bpe.to_str())
 
     @classmethod
@@ -130,8 +130,7 @@ class BPETokenizer(Tokenizer):
         return {"kind": self.kind, "files": [BPE_FILE]}
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        clean = [_without_surrogates(text) for text in texts]
-        encodings = self._bpe.encode_batch_fast(clean, add_special_tokens=False)
+        encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def _decode_text(self, ids: list[int]) -> str:
@@ -179,7 +178,7 @@ class GPT2Tokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         encode = partial(self._bpe.encode_to_numpy, disallowed_special=())
         with ThreadPoolExecutor(machine.cores()) as pool:  # the library releases Python's lock
-            return list(pool.map(encode, map(_without_surrogates, texts)))
+            return list(pool.map(encode, texts))
 
     def _decode_text(self, ids: list[int]) -> str:
         return str(self._bpe.decode(ids))
@@ -199,12 +198,3 @@ def restore(description: Mapping[str, Any], folder: Path) -> Tokenizer:
 
 def _library(name: str) -> Any:
     return needed(name, "this tokenizer needs", "lab")
-
-
-def _without_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON allows and UTF-8 does not, with U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from muonsw.lab.config import require, require_choices
+from muonsw.lab.config import LAST_WITH_RETIRED, require
 
 FF_MULTIPLE = 256
 
@@ -35,21 +36,19 @@ class MuP:
 class ModelConfig:
     """Shape and constants of a decoder."""
 
+    RETIRED: ClassVar[Mapping[str, Any]] = {"balance_over": "batch"}
     width: int  # of the residual stream
     layers: int = 12  # blocks of attention and experts
     head_dim: int = 64  # must divide the width
-    experts: int = 8  # per layer; 1 is a dense model without routers
+    experts: int = 8  # per layer
     top_k: int = 2  # experts per token
     ff: int | None = None  # inner size of an expert; None is 8/3 of the width, rounded up to a multiple of 256
     vocab: int = 50304  # tokens, padding included; embedding and head share one matrix
     sequence: int = 2048  # longest sequence
     rope_theta: float = 10000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
-    balance_coef: float = 0.1  # weight of the load-balance loss
+    balance_coef: float = 0.1  # weight of the load-balance loss, over the batch of a forward pass
     z_coef: float = 0.01  # weight of the router's z-loss
-    # Balance the load over the "batch" of a forward pass, as in the paper's codebase, or over each "sequence", which
-    # does not depend on the micro-batches.
-    balance_over: str = "batch"
     mup: MuP = field(default_factory=MuP)
 
     def __post_init__(self) -> None:
@@ -66,7 +65,9 @@ class ModelConfig:
             raise ValueError(f"width={self.width} must be a multiple of head_dim={self.head_dim}; try width={fix}")
         if self.top_k > self.experts:
             raise ValueError(f"top_k={self.top_k} must not exceed experts={self.experts}; lower top_k or add experts")
-        require_choices(self, {"balance_over": ("batch", "sequence")})
+        if self.experts == 1:
+            old = f"dense models need an older muonsw, commit {LAST_WITH_RETIRED}"
+            raise ValueError(f"experts={self.experts} must be at least 2; {old}")
 
     @property
     def ff_width(self) -> int:
@@ -76,9 +77,6 @@ class ModelConfig:
     def relative_width(self) -> float:
         """Width over muP's base width; 1 in the standard parametrization."""
         return self.width / self.mup.base_width if self.mup.enabled else 1.0
-
-    def dense(self) -> ModelConfig:
-        return replace(self, experts=1, top_k=1)
 
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
@@ -93,11 +91,10 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
 
 
 def preset(name: str) -> ModelConfig:
-    """The preset with this name; `NAME-dense` is its dense variant."""
-    base = name.removesuffix("-dense")
-    if base not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; choose from {', '.join(PRESETS)}, each also with -dense appended")
-    return PRESETS[base] if base == name else PRESETS[base].dense()
+    """The preset with this name."""
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; choose from {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 @dataclass(frozen=True)

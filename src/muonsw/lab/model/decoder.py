@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from muonsw.lab.model.config import ModelConfig, initialize, scalings
-from muonsw.lab.model.layers import DenseFeedForward, FeedForwardOutput, Linear, MoE, RMSNorm, at_least_float32
+from muonsw.lab.model.layers import FeedForwardOutput, Linear, MoE, RMSNorm, at_least_float32
 from muonsw.lab.model.loss import cross_entropy
 
 Rotary = tuple[Tensor, Tensor]
@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = Attention(config)
         self.moe_norm = RMSNorm(config.width, config.norm_eps)
-        self.moe = MoE(config) if config.experts > 1 else DenseFeedForward(config)
+        self.moe = MoE(config)
         self.multiplier = scalings(config)["residual"].multiplier
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> FeedForwardOutput:
@@ -101,11 +101,8 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens_BT: Tensor) -> FeedForwardOutput:
         """The input of the head, with the router losses averaged over layers."""
-        length = tokens_BT.shape[1]
-        if length > self.config.sequence:
-            raise ValueError(f"the input has {length} tokens, more than sequence={self.config.sequence}")
         x = self.embedding(tokens_BT) * self.embedding_multiplier
-        cos_TC, sin_TC = self.rotary[:, :length].to(at_least_float32(x).dtype)
+        cos_TC, sin_TC = self.rotary[:, : tokens_BT.shape[1]].to(at_least_float32(x).dtype)
         routers = []
         for layer in self.layers:
             x, *router = layer(x, (cos_TC, sin_TC))

@@ -100,9 +100,8 @@ class MoE(nn.Module):
         rows_RD = cast("Any", _CopyToExperts).apply(x_ND.to(product_dtype(x_ND)), routes.order, routes.places)
         rows_RD = swiglu_experts(rows_RD, self.gate_up, self.down, routes.ends)
         out_ND = cast("Any", _Combine).apply(rows_RD, top_NK.softmax(dim=-1), routes.order, routes.places)
-        groups = x_BTD.shape[0] if self.config.balance_over == "sequence" else 1
         over_ranks = self.over_ranks if torch.is_grad_enabled() else None
-        balance = balance_loss(logits_NE, chosen_NK, groups=groups, over_ranks=over_ranks)
+        balance = balance_loss(logits_NE, chosen_NK, over_ranks)
         load_E = torch.diff(routes.ends, prepend=routes.ends.new_zeros(1)) / chosen_NK.numel()
         z = logits_NE.logsumexp(dim=-1).square().mean()  # keeps logits small
         return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z, load_E)
@@ -114,44 +113,28 @@ class MoE(nn.Module):
             return functional.linear(x, self.router.weight.to(x.dtype)) * self.router_multiplier
 
 
-class DenseFeedForward(nn.Module):
-    """Like `MoE`, with one expert and no router."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(2 * config.ff_width, config.width))
-        self.down = nn.Parameter(torch.empty(config.width, config.ff_width))
-
-    def forward(self, x_BTD: Tensor) -> FeedForwardOutput:
-        zero = torch.zeros((), device=x_BTD.device, dtype=torch.promote_types(x_BTD.dtype, torch.float32))
-        out_BTD = functional.linear(gated(functional.linear(x_BTD, self.gate_up)), self.down)
-        return FeedForwardOutput(out_BTD, zero, zero, torch.ones_like(zero)[None])
-
-
 def swiglu_experts(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """Apply to each group of rows its expert; expert e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32)."""
     if rows_RD.device.type == "cpu" and not torch.compiler.is_compiling():
         return expert_by_expert(rows_RD, gate_up_EFD, down_EDF, ends_E)
     dtype = product_dtype(rows_RD)
-    if takes_grouped_gemm(rows_RD, dtype, gate_up_EFD, down_EDF):
+    sizes = (*gate_up_EFD.shape[1:], *down_EDF.shape[1:])
+    if rows_RD.is_cuda and dtype == torch.bfloat16 and all(size % ALIGNMENT == 0 for size in sizes):
         return cast("Tensor", cast("Any", _GroupedExperts).apply(rows_RD.to(dtype), gate_up_EFD, down_EDF, ends_E))
     return grouped_linear(gated(grouped_linear(rows_RD, gate_up_EFD, ends_E)), down_EDF, ends_E)
 
 
-def balance_loss(
-    logits_NE: Tensor, chosen_NK: Tensor, *, groups: int = 1, over_ranks: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """Load-balance loss `E * mean_e(f_e * P_e)`, averaged over equal groups of tokens.
+def balance_loss(logits_NE: Tensor, chosen_NK: Tensor, over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Load-balance loss `E * mean_e(f_e * P_e)`.
 
     f is the fraction of tokens that selected the expert, P the mean probability that the router gives it; a balanced
     router has the loss K/E. If ranks share the tokens, f is averaged over ranks. Since the loss is linear in P, the
     mean of the ranks' losses and gradients is then that of all tokens.
     """
     experts = logits_NE.shape[1]
-    selected_NE = _one_hot(chosen_NK, experts).sum(dim=1).to(logits_NE.dtype)
-    share_GE = selected_NE.view(groups, -1, experts).mean(dim=1)
-    share_GE = share_GE if over_ranks is None else over_ranks(share_GE)
-    probability_GE = logits_NE.softmax(dim=-1).view(groups, -1, experts).mean(dim=1)
-    return experts * (share_GE * probability_GE).mean()
+    share_E = _one_hot(chosen_NK, experts).sum(dim=1).to(logits_NE.dtype).mean(dim=0)
+    share_E = share_E if over_ranks is None else over_ranks(share_E)
+    return experts * (share_E * logits_NE.softmax(dim=-1).mean(dim=0)).mean()
 
 
 def plan_routes(chosen_NK: Tensor, experts: int) -> Routes:
@@ -237,8 +220,8 @@ def _(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor: 
     return rows_RD.new_empty(places_NK.shape[0], rows_RD.shape[1])
 
 
-# Rows of grouped GEMM kernels must start at multiples of 16 bytes.
-ALIGNMENT_BYTES = 16
+# Rows of grouped GEMM kernels must start at multiples of 16 bytes: of this many elements of bfloat16.
+ALIGNMENT = 8
 # The size of a tile of these kernels, and the number of multiprocessors of an H100 or H200.
 TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132
 
@@ -246,29 +229,13 @@ TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply each group of rows by its matrix: `out[r] = weight[e] @ x[r]` for the rows r of group e.
 
-    Rows are sorted by group, and group e ends at `ends_E[e]` (int32). Groups may be empty.
+    It multiplies all rows by every matrix, with the rows of other groups zeroed: E times the work, but shapes do not
+    depend on data, and the host does not wait for the ends of the groups.
     """
-    dtype = product_dtype(x_RD)
-    x, weight = x_RD.to(dtype), weight_EFD.to(dtype)
-    if takes_grouped_gemm(x, dtype, weight):
-        return functional.grouped_mm(x, weight.mT, offs=ends_E)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        bounds = pairwise([0, *ends_E.tolist()])  # on a GPU, the host would wait for these
-        return torch.cat([x[start:end] @ matrix.T for (start, end), matrix in zip(bounds, weight, strict=True)])
-    # Apply every expert to all rows, with the others' rows zeroed: E times the work, but shapes do not depend on data.
-    row = torch.arange(x.shape[0], device=x.device)
+    row = torch.arange(x_RD.shape[0], device=x_RD.device)
     group = (row[:, None] >= ends_E).sum(dim=1, keepdim=True)
-    products = [functional.linear(x * (group == e), matrix) for e, matrix in enumerate(weight.unbind(0))]
+    products = [functional.linear(x_RD * (group == e), matrix) for e, matrix in enumerate(weight_EFD.unbind(0))]
     return torch.stack(products).sum(dim=0)
-
-
-def takes_grouped_gemm(x_RD: Tensor, dtype: torch.dtype, *weights_EFD: Tensor) -> bool:
-    """Whether one kernel can multiply all groups of tensors like these, cast to this dtype."""
-    return (
-        x_RD.is_cuda
-        and dtype == torch.bfloat16
-        and all(size * dtype.itemsize % ALIGNMENT_BYTES == 0 for w in weights_EFD for size in w.shape[1:])
-    )
 
 
 def expert_by_expert(rows_RD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ends_E: Tensor) -> Tensor:

@@ -46,12 +46,12 @@ COLUMNS = {
     "text": "data.fingerprint",
 }
 USUAL = flatten(RunConfig(ModelConfig(width=64), DataConfig("")).as_data())
-# Settings of logging, storage and the machine, which no table needs.
-HOUSEKEEPING = {
+# How the names of settings of logging, storage and the machine begin, which no table needs.
+HOUSEKEEPING = (
     *HARMLESS,
     *("version", "device", "threads", "log_every", "eval_every", "telemetry_every"),
     *("compile", "graphs", "skipped", "diverged"),
-}
+)
 RESULTS = ("epochs", "final_loss", "best_loss", "skipped", "diverged", "seconds", "state_bytes")
 MADE_WITH = ("device", "torch", "muonsw", "transformers", "timm")
 # Only runs with at least this many evaluations or samples keep their curves.
@@ -64,9 +64,9 @@ SAMPLED_NORMALIZED = (*SAMPLED, "gradient_rms")
 def row(run: Run, **about: Any) -> dict[str, Any]:
     """Flatten a run into one row; other settings appear under their dotted names if they are not the default."""
     settings, result = flatten(run.settings), run.result or {}
-    columns = {*COLUMNS.values(), *HOUSEKEEPING}
     flat: dict[str, Any] = {name: settings.get(path) for name, path in COLUMNS.items()}
-    flat |= {path: value for path, value in settings.items() if path not in columns and value != USUAL.get(path)}
+    others = {path: value for path, value in settings.items() if path not in COLUMNS.values()}
+    flat |= {k: v for k, v in others.items() if not k.startswith(HOUSEKEEPING) and v != USUAL.get(k)}
     flat["total_decay"] = short(math.fsum(decay_factors(run.config, run.config.optimizer)), 6)
     flat |= {name: result.get(name) for name in RESULTS}
     flat |= {"end_norm": short(run.final_norm), "highest_norm": short(run.highest_norm)}

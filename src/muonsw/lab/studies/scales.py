@@ -9,10 +9,9 @@ from typing import Any
 
 from muonsw.lab import paper
 from muonsw.lab.data.loader import read_record
-from muonsw.lab.data.prepare import prepare_default
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import MuP, preset
-from muonsw.lab.train.config import DEFAULT_DATA, RunConfig, default_data, preset_run
+from muonsw.lab.train.config import RunConfig, default_data, preset_run
 
 # Filled in once the tokens are known.
 NO_DATA = ""
@@ -135,21 +134,16 @@ SCALES: Mapping[str, Scale] = {scale.name: scale for scale in (CPU, MINI, PAPER)
 
 
 def find_data(scale: Scale, folder: Path | None) -> Path:
-    """The tokens of a scale, prepared if necessary; scale paper needs GPT-2 tokens from the user."""
+    """The tokens of a scale; only scale cpu prepares its own."""
     if folder is not None:
         size = read_record(folder).vocab_size
         if scale.printed and size != GPT2_VOCAB:
             needs = f"--scale {scale.name} needs GPT-2 tokens, a vocabulary of {GPT2_VOCAB:,}"
             raise UsageError(f"{needs}; {folder} has {size:,}: prepare it with --tokenizer gpt2")
         return folder
-    if scale.printed:
-        raise UsageError(
-            "--scale paper needs --data DIR with GPT-2 tokens of FineWeb: make them with "
-            "muonsw data prepare --source fineweb --tokenizer gpt2"
-        )
     if scale.name == "cpu":
         return default_data(preset("demo").vocab)
-    vocab = preset("mini").vocab
-    folder = DEFAULT_DATA / f"python-packages-bpe{vocab}"
-    prepare_default(folder, vocab=vocab, packages=True)
-    return folder
+    small = f"--vocab {preset('mini').vocab} --limit-characters 500000000"
+    make = f"muonsw data prepare DIR --source fineweb {'--tokenizer gpt2' if scale.printed else small}"
+    tokens = "GPT-2 tokens" if scale.printed else "prepared tokens"
+    raise UsageError(f"--scale {scale.name} needs --data DIR with {tokens}: make them with `{make}`")

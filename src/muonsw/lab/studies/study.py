@@ -67,9 +67,9 @@ def by_settings(folder: Path, data: Path, device: str) -> PlaceJob:
         )
         config = with_fingerprint(config)
         # The name follows from the settings, not from the study's name for the arm.
-        chosen, dense = config.optimizer, "-dense" if config.decoder.experts == 1 else ""
+        chosen = config.optimizer
         rule = f"{chosen.algorithm}-{chosen.decay}-lr{chosen.lr:.4g}-wd{chosen.weight_decay:.4g}"
-        config = replace(config, arm=f"w{config.decoder.width}{dense}-{rule}-T{config.steps}")
+        config = replace(config, arm=f"w{config.decoder.width}-{rule}-T{config.steps}")
         name = f"{config.arm}-seed{config.seed}-{identity(config)}"
         return Job(f"{comparison.key}: {arm.name}, seed {seed}", config, folder / name)
 

@@ -12,9 +12,9 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +30,7 @@ from muonsw.lab.config import differences, flatten
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import numbered, plain, read_object, reported, sync
 from muonsw.lab.tasks import TaskConfig
-from muonsw.lab.train.config import ParallelConfig, RunConfig
+from muonsw.lab.train.config import RunConfig
 
 if TYPE_CHECKING:
     from muonsw.lab.train.ranks import World
@@ -43,12 +43,9 @@ CONFIG, ENVIRONMENT, METRICS, RESULT = "config.json", "environment.json", "metri
 CHECKPOINTS = "checkpoints"
 PACKAGES = ("torch", "numpy", "matplotlib", "plotly", "transformers", "timm")
 REMEDY = "put the original back, or delete it: checkpoints also record their settings"
-# Settings that never change a result. Data may move, because its hash is compared; how ranks share the work only
-# changes the rounding of sums.
-HARMLESS = (
-    *("keep", "checkpoint_every", "checkpoint_seconds", "tensorboard", "wandb", "data.path", "task.path"),
-    *(f"parallel.{setting.name}" for setting in fields(ParallelConfig)),
-)
+# How the names of settings begin that never change a result. Data may move, because its hash is compared; how ranks
+# share the work only changes the rounding of sums.
+HARMLESS = ("keep", "checkpoint_", "tensorboard", "wandb", "data.path", "task.path", "parallel.")
 Tensors = dict[str, Tensor]
 
 
@@ -57,7 +54,9 @@ Tensors = dict[str, Tensor]
 
 def identity(config: RunConfig) -> str:
     """A short hash of all settings that can change a result, including the fingerprint of the tokens."""
-    settings = {name: value for name, value in flatten(config.as_data()).items() if name not in (*HARMLESS, "arm")}
+    settings = {
+        name: value for name, value in flatten(config.as_data()).items() if not name.startswith((*HARMLESS, "arm"))
+    }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -78,7 +77,9 @@ def recorded_settings(folder: Path) -> dict[str, Any] | None:
 def refuse_changes(where: Path, recorded: Mapping[str, Any] | None, config: RunConfig) -> None:
     """Raise a `UsageError` that lists the settings in which a config differs from the recorded ones, if any."""
     changed = {} if recorded is None else differences(recorded, config.as_data())
-    lines = [f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items() if name not in HARMLESS]
+    lines = [
+        f"  {name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items() if not name.startswith(HARMLESS)
+    ]
     if lines:
         fix = "resume with its own settings, choose another folder with --out, or delete it"
         raise UsageError("\n".join([f"{where} holds a run with other settings; {fix}:", *lines]))
@@ -157,11 +158,14 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify its checksums.
-
-    Damage raises a `CheckpointError`, a format of another version a `UsageError`.
-    """
-    content, tensors = read_state(path), {}
+    """Read a checkpoint and verify its checksums; damage raises a `CheckpointError`."""
+    try:
+        content = read_object(path / STATE)
+    except UsageError as error:
+        raise CheckpointError(str(error)) from error
+    if content.pop("checksum", None) != _digest(content) or content["step"] != step_of(path):
+        raise CheckpointError(f"{path / STATE} does not match its checksum")
+    tensors = {}
     for part in PARTS:
         file = path / f"{part}.safetensors"
         try:
@@ -171,22 +175,6 @@ def load(path: Path) -> Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     return Checkpoint(content["step"], tensors, content["state"])
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Read and verify `state.json` of a checkpoint; raises the same errors as `load`."""
-    try:
-        content = read_object(path / STATE)
-    except UsageError as error:
-        raise CheckpointError(str(error)) from error
-    if content.pop("checksum", None) != _digest(content) or content["step"] != step_of(path):
-        raise CheckpointError(f"{path / STATE} does not match its checksum")
-    if "index" in content:
-        old = (
-            f"{path} was written by {content.get('ranks')} ranks, one file each, with muonsw from before commit 340faa9"
-        )
-        raise UsageError(f"{old}: resume it with that version on one process until it saves again, or delete it")
-    return content
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -199,27 +187,15 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
 
 
-def best_saved(paths: Iterable[Path]) -> int | None:
-    """The step of the checkpoint with the lowest validation loss."""
-    measured = []
-    for path in paths:
-        with suppress(CheckpointError):
-            content = read_state(path)
-            step, loss = content["state"]["latest"]
-            if step == content["step"] and loss is not None:  # an interrupted run saves without evaluating
-                measured.append((loss, step))
-    return min(measured)[1] if measured else None
-
-
 @dataclass(frozen=True)
 class Shelf:
-    """The checkpoints of a run in progress: keeps the newest and the best, and moves damaged ones aside.
+    """The checkpoints of a run in progress: keeps the newest, and moves damaged ones aside.
 
     Call every method on all ranks; rank 0 does the writing.
     """
 
     folder: Path
-    keep: int  # how many to keep besides the best
+    keep: int  # how many to keep
     note: Callable[[str], None]  # shows a message to the user
     world: World
 
@@ -230,17 +206,12 @@ class Shelf:
             with reported(metrics):
                 sync(metrics)  # records must be on disk before the checkpoint that follows them
             save(self.folder, checkpoint)
-            paths = newest_first(self.folder)
-            best = best_saved(paths)
-            for path in paths[self.keep :]:
-                if step_of(path) != best:
-                    # Rename first: if the process is killed here, no partial checkpoint is left.
-                    doomed = path.with_name(f".{path.name}.deleted")
-                    try:
-                        path.rename(doomed)
-                        shutil.rmtree(doomed)
-                    except OSError as error:
-                        self.note(f"{path} cannot be deleted: {error.strerror or error}")
+            for path in newest_first(self.folder)[self.keep :]:
+                # Rename first: if the process is killed here, no partial checkpoint is left.
+                doomed = path.with_name(f".{path.name}.deleted")
+                with reported(path):
+                    path.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)  # the next start tries again
 
         self.world.leading(write)
 

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.config import as_data, from_data, require, require_choices
 from muonsw.lab.data.loader import read_record
-from muonsw.lab.data.prepare import matching_files, prepare_default
+from muonsw.lab.data.prepare import Corpus, matching_files, prepare_corpus
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import MUON_LR_POWERS, ModelConfig, preset
 from muonsw.lab.paper import PAPER_BATCH_TOKENS, ROWS
@@ -96,6 +96,7 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over the run, as a multiple of the peak."""
 
+    RETIRED: ClassVar[Mapping[str, Any]] = {"warmup_shape": "linear"}
     shape: str = "cosine"  # "cosine", "wsd" (warmup, stable, decay) or "constant" (after warmup)
     warmup_steps: int | None = None  # None is the paper's rule, at most a tenth of the run
     final_fraction: float = 0.1  # final learning rate as a fraction of the peak
@@ -114,20 +115,14 @@ class ParallelConfig:
     A run may resume with other settings here and on another number of ranks; only the rounding of sums changes.
     """
 
+    RETIRED: ClassVar[Mapping[str, Any]] = {"experts": "stack", "replicas": 1}
     # "ddp" replicates the model and divides Muon's work among the ranks; "fsdp" also shards weights, gradients and
     # optimizer state.
     strategy: str = "ddp"
-    # With "fsdp": shard experts along their "stack", so that Muon needs no communication for them, or along their
-    # "rows", so that every rank has a part even if there are more ranks than experts.
-    experts: str = "stack"
-    # With "fsdp": copies of the model, each sharded over `ranks / replicas` consecutive ranks. With one per machine,
-    # weights never travel between machines.
-    replicas: int = 1
     timeout: float = 600.0  # seconds that a rank waits for the others
 
     def __post_init__(self) -> None:
-        require_choices(self, {"strategy": ("ddp", "fsdp"), "experts": ("stack", "rows")}, "parallel.")
-        require(self.replicas >= 1, "parallel.replicas", self.replicas, "at least 1")
+        require_choices(self, {"strategy": ("ddp", "fsdp")}, "parallel.")
         require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "finite and positive")
 
 
@@ -146,7 +141,7 @@ class RunConfig:
     eval_every: int = 100  # steps between evaluations; the last step is always evaluated
     checkpoint_every: int = 500  # steps between checkpoints; the last step is always saved
     checkpoint_seconds: float = 180.0  # also save when the last checkpoint is this old; 0 never does
-    keep: int = 2  # checkpoints to keep besides the best
+    keep: int = 2  # checkpoints to keep
     log_every: int = 1  # steps between training records
     telemetry_every: int = 10  # steps between telemetry samples, plus the first and the last step; 0: none
     device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU if there is one
@@ -197,7 +192,6 @@ class RunConfig:
     def as_data(self) -> dict[str, Any]:
         """The run as JSON data, with the version of the format."""
         data = {"version": VERSION, **as_data(self)}
-        data["schedule"]["warmup_shape"] = "linear"  # no longer a setting; older runs keep their identity
         if not self.optimizer.preset:  # so that runs older than presets keep their identity
             del data["optimizer"]["preset"]
         for name in ("task",) if self.task is None else ("model", "data"):
@@ -209,13 +203,7 @@ class RunConfig:
         """Read a run from JSON data; raise a `ValueError` if its version or a setting is wrong."""
         if data.get("version") != VERSION:
             raise ValueError(f"this file has settings of version {data.get('version')!r}, not {VERSION}")
-        settings = {key: value for key, value in data.items() if key != "version"}
-        # Settings that no longer exist, with the value at which they change nothing.
-        for part, name, unset in (("optimizer", "decay_points", None), ("schedule", "warmup_shape", "linear")):
-            recorded = settings.get(part)
-            if isinstance(recorded, Mapping) and recorded.get(name, ...) == unset:
-                settings[part] = {key: value for key, value in recorded.items() if key != name}
-        return from_data(cls, settings)
+        return from_data(cls, {key: value for key, value in data.items() if key != "version"})
 
 
 DEFAULT_DATA = Path("out/data")
@@ -257,9 +245,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset_run(name: str, data: str) -> RunConfig:
-    """The run of a preset on prepared tokens; a dense variant has the settings of its mixture of experts."""
+    """The run of a preset on prepared tokens."""
     model = preset(name)  # raises for an unknown name
-    settings = {**SHARED, **DEFAULTS[name.removesuffix("-dense")]}
+    settings = {**SHARED, **DEFAULTS[name]}
     return RunConfig(model, DataConfig(data, eval_windows=settings.pop("eval_windows")), **settings)
 
 
@@ -295,7 +283,7 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
         letters = "".join(letter if letter.isalnum() else "-" for letter in paths[0].name.partition(".")[0])
         data = DEFAULT_DATA / f"{letters}-bpe{vocab}-{digest.hexdigest()}"
-        prepare_default(data, vocab=vocab, source="text", files=tuple(map(str, paths)))
+        prepare_corpus(data, Corpus("text", files=tuple(map(str, paths)), vocab=vocab))
     elif data is None:
         data = default_data(vocab)
     fitting = replace(run.decoder, vocab=read_record(data).padded_vocab)
@@ -305,7 +293,7 @@ def with_data(run: RunConfig, data: Path | None, text: Sequence[str] = ()) -> Ru
 def default_data(vocab: int) -> Path:
     """Prepare the Python standard library with a BPE of this size, unless it is prepared already."""
     folder = DEFAULT_DATA / f"python-bpe{vocab}"
-    prepare_default(folder, vocab=vocab)
+    prepare_corpus(folder, Corpus(vocab=vocab))
     return folder
 
 

@@ -27,10 +27,10 @@ AGAIN = "export the run again"
 Note = Callable[[str], None]  # shows a message, such as a damaged checkpoint that is skipped
 
 
-def export(run: Path, folder: Path, *, best: bool = False, note: Note = lambda _text: None) -> Path:
-    """Write the model and tokenizer of a run's newest checkpoint, or of its best, into a folder."""
+def export(run: Path, folder: Path, *, note: Note = lambda _text: None) -> Path:
+    """Write the model and tokenizer of a run's newest checkpoint into a folder."""
     config = _decoder_config(run)
-    saved = load_newest(run, config, note, best=best)
+    saved = load_newest(run, config, note)
     data = Path(config.tokens.path)
     tokenizer, record = load_tokenizer(data), read_record(data)
     elsewhere = "choose another folder with --out"
@@ -58,18 +58,15 @@ def _decoder_config(run: Path) -> RunConfig:
     return config
 
 
-def load_newest(run: Path, config: RunConfig, note: Note, *, best: bool = False) -> checkpoint.Checkpoint:
-    """Load the newest intact checkpoint of a run, or its best; a `UsageError` if there is none."""
-    paths = checkpoint.newest_first(run / CHECKPOINTS)
-    step = checkpoint.best_saved(paths) if best else None
-    for path in paths:
-        if step in (None, checkpoint.step_of(path)):
-            try:
-                saved = checkpoint.load(path)
-                refuse_changes(path, saved.state["config"], config)
-                return saved
-            except checkpoint.CheckpointError as error:
-                note(f"skipping a damaged checkpoint: {error}")
+def load_newest(run: Path, config: RunConfig, note: Note) -> checkpoint.Checkpoint:
+    """Load the newest intact checkpoint of a run; a `UsageError` if there is none."""
+    for path in checkpoint.newest_first(run / CHECKPOINTS):
+        try:
+            saved = checkpoint.load(path)
+            refuse_changes(path, saved.state["config"], config)
+            return saved
+        except checkpoint.CheckpointError as error:
+            note(f"skipping a damaged checkpoint: {error}")
     command = f"muonsw train --out {shlex.quote(str(run))}"
     raise UsageError(f"{run} has no intact checkpoint: train it first with `{command}`")
 
@@ -117,12 +114,11 @@ def sample(
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    ids = [tokenizer.end_of_document, *tokenizer.encode(prompt).tolist()]
+    # A command line may hold bytes that are not UTF-8.
+    ids = [tokenizer.end_of_document, *tokenizer.encode(prompt.encode(errors="replace").decode()).tolist()]
     for _ in range(tokens):
         context = torch.tensor([ids[-model.config.sequence :]], device=device)
         logits = model.logits(context)[0, -1, : tokenizer.vocab_size].float().cpu()
-        if not bool(logits.isfinite().all()):
-            raise UsageError("the model's outputs are not finite: it has diverged; use an earlier checkpoint")
         likeliest = logits.topk(min(top_k or len(logits), len(logits)) if temperature else 1)
         # Subtract the largest first: divided by a tiny temperature, it would overflow.
         weights = ((likeliest.values - likeliest.values[0]).double() / (temperature or 1.0)).softmax(0)

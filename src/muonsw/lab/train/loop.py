@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from muonsw import Telemetry, machine
-from muonsw.lab.errors import Diverged, Interrupted, StopRequest, UsageError, stop_requests
+from muonsw.lab.errors import Diverged, Interrupted, StopRequest, UsageError, needed, stop_requests
 from muonsw.lab.files import LOCK, locked, write_json
 from muonsw.lab.train.checkpoint import (
     CHECKPOINTS,
@@ -29,7 +28,7 @@ from muonsw.lab.train.checkpoint import (
 )
 from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.ranks import World, agreed
-from muonsw.lab.train.records import Journal, MetricsFile, Sink, require_sinks
+from muonsw.lab.train.records import Journal, MetricsFile, Sink
 from muonsw.lab.train.state import Training, with_fingerprint
 from muonsw.state import state_bytes
 from muonsw.telemetry import TensorBoardSink, WandbSink
@@ -60,7 +59,6 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     world = world or World()
     watch = watch if watch and world.leads else Watch()
     config = world.together(lambda: with_fingerprint(config))
-    world.leading(lambda: require_sinks(config))
     busy = f"another process is training in {folder}: wait for it, or choose another folder"
     with stop_requests() as request, torch_threads(torch.get_num_threads()), ExitStack() as stack:
         # Before touching the folder: an invalid run must not leave files in it.
@@ -80,10 +78,7 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
 
         world.together(require_shared)
         shelf = Shelf(folder / CHECKPOINTS, config.keep, watch.note, world)
-        threads = torch.get_num_threads()
         shelf.resume(training)
-        if threads != (now := torch.get_num_threads()):
-            watch.note(f"using {now} CPU threads as before, instead of torch's default of {threads}")
         journal = Journal(training)
         world.leading(lambda: _open_files(journal, folder, watch, stack))
         watch.started(training)
@@ -136,14 +131,13 @@ def _open_files(journal: Journal, folder: Path, watch: Watch, stack: ExitStack) 
     stack.callback(metrics.close)
     journal.sinks = [metrics, watch.record]
     if config.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-
-        journal.sinks.append(TensorBoardSink(SummaryWriter(str(folder / "tensorboard"))))
+        tensorboard = needed("torch.utils.tensorboard", "TensorBoard events need", "tensorboard")
+        journal.sinks.append(TensorBoardSink(tensorboard.SummaryWriter(str(folder / "tensorboard"))))
     if config.wandb:
         # The id lets a resumed run append to its record.
         run = {"name": folder.name, "id": folder.name, "resume": "allow"}
-        started = import_module("wandb").init(project=config.wandb, config=config.as_data(), **run)
-        journal.sinks.append(WandbSink(started))
+        wandb = needed("wandb", "logging to Weights & Biases needs", "wandb")
+        journal.sinks.append(WandbSink(wandb.init(project=config.wandb, config=config.as_data(), **run)))
 
 
 def _take_steps(training: Training, journal: Journal, shelf: Shelf, request: StopRequest) -> None:

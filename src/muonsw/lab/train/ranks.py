@@ -172,21 +172,13 @@ class PlacedModel:
         elif self.strategy == "fsdp":
             if self._buffers:
                 raise UsageError(f"fsdp cannot shard a model with buffers ({self._buffers[0]}): use strategy ddp")
-            from torch.distributed.device_mesh import init_device_mesh  # slow to import
+            from torch.distributed.device_mesh import DeviceMesh  # slow to import
             from torch.distributed.fsdp import fully_shard
-            from torch.distributed.tensor import Shard
 
-            parallel = config.parallel
-            axes = {"replicas": parallel.replicas} if parallel.replicas > 1 else {}
-            axes |= {"shards": world.size // parallel.replicas}
-            mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-            # New groups do not inherit the timeout. The function is public since torch 2.15.
-            set_timeout = getattr(dist, "set_timeout", None) or torch.distributed.distributed_c10d._set_pg_timeout
-            for group in mesh.get_all_groups():
-                set_timeout(timedelta(seconds=parallel.timeout), group)
-            by_rows = {id(param) for param in module.parameters() if param.dim() == 3 and parallel.experts == "rows"}
+            # Not a new group: it would not inherit the timeout.
+            mesh = DeviceMesh.from_group(cast("Any", dist.group.WORLD), device.type)
             for part in (*layers_of(module), module):
-                fully_shard(part, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if id(p) in by_rows else None)
+                fully_shard(part, mesh=mesh)
 
     def backward_pass(self, *, last: bool) -> AbstractContextManager[object]:
         """A context for the passes of a micro-batch; ranks exchange gradients only in the last one of a step."""
@@ -208,19 +200,3 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, nn.ModuleList):
         return [layer for layer in module if next(layer.parameters(), None) is not None]
     return [layer for child in module.children() for layer in layers_of(child)]
-
-
-def require_division(config: RunConfig, ranks: int) -> None:
-    """Raise a `UsageError` if the batch or the model cannot be divided among this number of ranks."""
-    if config.batch % (ranks * config.accumulation):
-        split = f"accumulation={config.accumulation} micro-batches on each of {ranks} ranks"
-        raise UsageError(f"batch={config.batch} does not split into {split}: choose a multiple")
-    if config.parallel.strategy != "fsdp" or ranks == 1:
-        return
-    replicas = config.parallel.replicas
-    if ranks % replicas:
-        raise UsageError(f"{ranks} ranks cannot hold parallel.replicas={replicas} equal copies: choose a divisor")
-    shards, model = ranks // replicas, config.model
-    if model and config.parallel.experts == "rows" and (model.width % shards or 2 * model.ff_width % shards):
-        sizes = f"model.width={model.width} and twice ff={model.ff_width}"
-        raise UsageError(f"{sizes} do not split into {shards} equal parts: set parallel.experts to 'stack'")

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonsw.lab.errors import needed
 from muonsw.lab.files import numbered, parse_json, plain, replacing, reported
 from muonsw.lab.tasks import LossParts
 from muonsw.lab.train.checkpoint import METRICS
-from muonsw.lab.train.config import RunConfig
 from muonsw.lab.train.state import Training
 
 Record = dict[str, Any]
@@ -133,11 +131,3 @@ def numbers_of(record: Record, steps: int) -> dict[str, str]:
         case "telemetry" if (norm := (record.get("decayed") or {}).get("weight_rms")) is not None:
             return {"weight RMS": f"{norm:.4f}"}
     return {}
-
-
-def require_sinks(config: RunConfig) -> None:
-    """Raise a `UsageError` if the package for a configured sink is not installed."""
-    if config.tensorboard:
-        needed("tensorboard", "TensorBoard events need", "tensorboard")
-    if config.wandb:
-        needed("wandb", "logging to Weights & Biases needs", "wandb")

@@ -17,7 +17,6 @@ from muonsw.algorithms import ALGORITHMS
 from muonsw.algorithms.adamw import ADAMW
 from muonsw.decay import DECAY_RULES, decay_factors, decays
 from muonsw.kernels.graphs import Recording, recorded
-from muonsw.lab.data.loader import prefetch
 from muonsw.lab.errors import Diverged, UsageError
 from muonsw.lab.model import Decoder, ModelConfig, muon_lr_multiplier, role_of, scalings
 from muonsw.lab.tasks import (
@@ -43,7 +42,7 @@ from muonsw.lab.train.checkpoint import (
     sharded_like,
 )
 from muonsw.lab.train.config import MUON_SETTINGS, OptimizerConfig, RunConfig
-from muonsw.lab.train.ranks import PlacedModel, World, require_division
+from muonsw.lab.train.ranks import PlacedModel, World
 from muonsw.peak import eta_max
 
 if TYPE_CHECKING:
@@ -156,7 +155,6 @@ class Training:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.device = self.world.together(self._device_of_rank)
-        self.world.together(lambda: require_division(config, self.world.size))
         self.task = self.world.together(lambda: open_task(config, self.world.size))
         self.model = self.task.model(config.seed).to(self.device)
         if config.weights == "bfloat16":
@@ -215,9 +213,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each remaining step, on the device, read in the background if the task allows."""
-        if self.task.prefetches:
-            return prefetch(self._micro_batches, self.step, self.config.steps)
+        """The micro-batches of each remaining step, on the device."""
         return map(self._micro_batches, range(self.step, self.config.steps))
 
     def _micro_batches(self, step: int) -> list[Batch]:
@@ -346,7 +342,10 @@ class Training:
 
 
 def open_task(config: RunConfig, ranks: int = 1) -> Task:
-    """Open a run's data and task; raise a `UsageError` if a file cannot be used."""
+    """Open a run's data and task; raise a `UsageError` if ranks cannot divide a batch, or a file cannot be used."""
+    if config.batch % (ranks * config.accumulation):
+        split = f"accumulation={config.accumulation} micro-batches on each of {ranks} ranks"
+        raise UsageError(f"batch={config.batch} does not split into {split}: choose a multiple")
     if config.task is not None:
         return UserTask(config.task, batch=config.batch, seed=config.seed)
     micro = config.batch // (config.accumulation * ranks)
@@ -436,7 +435,7 @@ class GraphedFunction(Generic[Result]):
             def program() -> None:
                 self._result = self.function(copies)
 
-            try:  # capture a call without running it; prefetching continues meanwhile
+            try:  # capture a call without running it
                 self._graph = recorded(program, device, stream=self._stream)
             except RuntimeError as error:
                 warnings.warn(f"steps are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
