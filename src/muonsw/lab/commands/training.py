@@ -24,11 +24,12 @@ from muonsw.lab import launch
 from muonsw.lab.compare import (
     FACTORS,
     RULES,
+    SCALED,
     Arm,
     Conclusion,
     PlaceJob,
     Results,
-    advise_arm,
+    advice_for,
     by_arm,
     conduct,
     parse_arm,
@@ -196,10 +197,7 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     with suppress(ValueError):  # settings that the formula does not cover
-        advice = {
-            rule: advise_arm(config, Arm(rule, replace(config.optimizer, decay=rule, peak="group")), 1.0)
-            for rule in RULES
-        }
+        advice = {rule: advice_for(config, replace(config.optimizer, decay=rule, peak="group"), 1.0) for rule in RULES}
         totals = " and ".join(f"{part.total:.2g} ({rule})" for rule, part in advice.items())
         answer = advice["scaled"].answer
         paragraph(console, f"Total decay is {totals}. For a language model trained from scratch: {answer}")
@@ -317,7 +315,7 @@ class Compare(ManyRuns, RunOptions):
 
     def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
         """Set the formula's lambda unless the user gave one; print which lambda is used and whether it fits."""
-        advice = advise_arm(base, Arm("scaled", replace(base.optimizer, decay="scaled")), epochs)
+        advice = advice_for(base, replace(base.optimizer, decay=SCALED), epochs)
         planned = base.optimizer.weight_decay
         if advice.low is None or advice.high is None:
             say(console, f"lambda {planned:g}: {advice.answer}")
@@ -335,7 +333,7 @@ class Compare(ManyRuns, RunOptions):
         arms = tuple(parse_arm(text, base.optimizer) for text in self.arms)
         if len({arm.name for arm in arms}) < max(len(arms), 2):
             raise UsageError(f"--arms must name at least two different arms, got {', '.join(self.arms)}")
-        scaled = [arm for arm in arms if arm.optimizer.decay == "scaled"]
+        scaled = [arm for arm in arms if arm.optimizer.decay == SCALED]
         if self.control and not scaled:
             raise UsageError("--control needs a scaled arm, whose total it takes")
         if self.control and not scaled[0].optimizer.weight_decay:

@@ -23,11 +23,10 @@ from muonsw.lab.compare import (
     Comparison,
     Key,
     Results,
-    pair_outcome,
+    differences,
+    differences_table,
     paired,
-    pairs_table,
     same_total,
-    steps_to_match,
 )
 from muonsw.lab.diagnose import History, LateFits, late_fits, open_history
 from muonsw.lab.paper import Tolerance
@@ -161,15 +160,37 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
     return claims
 
 
+def steps_to_match(baseline: Run, arm: Run) -> float | None:
+    """Return the step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
+
+    The loss is interpolated between evaluations. None if the arm never reaches it.
+    """
+    steps, losses = baseline.losses
+    best = int(losses.argmin()) if len(losses) else 0
+    if not len(losses) or steps[best] == 0:
+        return None
+    level, before = float(losses[best]), None
+    for step, loss in zip(*arm.losses, strict=True):
+        if loss <= level:
+            share = 1.0 if before is None else (before[1] - level) / (before[1] - loss)
+            start = step if before is None else before[0]
+            return float((start + share * (step - start)) / steps[best])
+        before = step, loss
+    return None
+
+
 def row_findings(results: Results, scale: Scale) -> Findings:
     """The claims, and each form of scaled decay against its control."""
     pairs = [
-        replace(pair_outcome(arms[control], arms[arm]), arm=f"{key}: {arm}")
+        replace(difference, arm=f"{key}: {arm}")
         for key, arms in results.items()
         for arm, (_, _, control, *_) in FORMS.items()
         if control in arms
+        for difference in differences(arms[arm], arms[control])
     ]
-    table = replace(pairs_table(pairs), name="control", title="Scaled decay against constant decay of the same total")
+    table = replace(
+        differences_table(pairs), name="control", title="Scaled decay against constant decay of the same total"
+    )
     return Findings(judge_rows(results, scale), [table])
 
 
