@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,15 +74,6 @@ class Chart:
     levels: Sequence[Level] = ()
 
 
-@dataclass(frozen=True)
-class LegendEntry:
-    """An arm in the legend."""
-
-    name: str
-    rule: str = ""  # the decay rule, which sets the hue
-    runs: int = 1  # number of runs
-
-
 # ---- The style
 
 FONT_SIZE = 12.0
@@ -102,22 +94,23 @@ class ArmStyle(NamedTuple):
     marker: str
 
 
-def arm_styles(arms: Sequence[LegendEntry]) -> dict[str, ArmStyle]:
-    """Choose a style per arm: the rule sets the hue, and more arms of the same rule are shaded and dashed.
+def arm_styles(rules: Mapping[str, str]) -> dict[str, ArmStyle]:
+    """Choose a style for each arm by its rule, which sets the hue; more arms of a rule are shaded and dashed.
 
     Examples:
-        >>> arm_styles([LegendEntry("a", "scaled"), LegendEntry("b", "scaled")])["b"]
+        >>> arm_styles({"a": "scaled", "b": "scaled"})["b"]
         ArmStyle(colour='#814210', dash='dashdot', marker='s')
     """
-    rules = [arm.rule for arm in arms]
-    further = list(dict.fromkeys(rule for rule in rules if rule not in HUES))
-    styles = {}
-    for place, (arm, rule) in enumerate(zip(arms, rules, strict=True)):
+    further = list(dict.fromkeys(rule for rule in rules.values() if rule not in HUES))
+    styles: dict[str, ArmStyle] = {}
+    seen = Counter[str]()
+    for arm, rule in rules.items():
         hue = HUES[rule] if rule in HUES else FURTHER[further.index(rule) % len(FURTHER)]
-        share, dash = SHADES[rules[:place].count(rule) % len(SHADES)]
+        share, dash = SHADES[seen[rule] % len(SHADES)]
         parts = [(int(hue[k : k + 2], 16), int(TEXT[k : k + 2], 16)) for k in (1, 3, 5)]
         mixed = "".join(f"{round((1.0 - share) * a + share * b):02X}" for a, b in parts)
-        styles[arm.name] = ArmStyle(f"#{mixed}", dash, MARKERS[place % len(MARKERS)])
+        styles[arm] = ArmStyle(f"#{mixed}", dash, MARKERS[len(styles) % len(MARKERS)])
+        seen[rule] += 1
     return styles
 
 
@@ -156,13 +149,13 @@ STYLE: Any = {
 
 
 def draw(
-    stem: Path, charts: Sequence[Chart], arms: Sequence[LegendEntry], *, title: str = "", columns: int = 2
+    stem: Path, charts: Sequence[Chart], rules: Mapping[str, str], *, title: str = "", columns: int = 2
 ) -> list[Path]:
-    """Draw charts row by row with a legend below, and write the picture as PNG and SVG."""
+    """Draw charts row by row with a legend below, and write the picture as PNG and SVG; `rules` are those of arms."""
     import matplotlib  # takes a second, and training draws nothing
     from matplotlib.figure import Figure
 
-    styles, columns = arm_styles(arms), min(columns, len(charts))
+    styles, columns = arm_styles(rules), min(columns, len(charts))
     rows = math.ceil(len(charts) / columns)
     width, height = PANELS.get(columns, SMALL) if rows == 1 else SMALL
     with matplotlib.rc_context(STYLE):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry, Level, draw
+from muonsw.lab.charts import Axis, Chart, Curve, Level, draw
 from muonsw.lab.stats import Evidence, Series
 
 CONVERGENCE_TITLE = "Constant decay stops at its bound, scaled decay does not"
@@ -42,8 +42,8 @@ LABELS = {"change": "whole run, over narrowest", "update": "first step, over nar
 def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
     """Draw each rule's loss on the two quadratics as PNG and SVG; nothing if neither was run."""
     charts = [_convergence_chart(name, outcomes[name].series) for name in QUADRATICS if name in outcomes]
-    arms = [LegendEntry(rule, rule) for rule in ("constant", "scaled")]
-    return draw(folder / "convergence", charts, arms, title=CONVERGENCE_TITLE) if charts else []
+    rules = {rule: rule for rule in ("constant", "scaled")}
+    return draw(folder / "convergence", charts, rules, title=CONVERGENCE_TITLE) if charts else []
 
 
 def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
@@ -71,8 +71,8 @@ def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
         values = [value for chart in row for curve in chart.curves for value in curve.y]
         y = Axis(label, log=2, limits=(min(values) / 1.15, max(values) * 1.15))
         charts += [replace(chart, y=y if place == 0 else replace(y, label="")) for place, chart in enumerate(row)]
-    arms = [LegendEntry(label, name) for name, label in WIDTH_ARMS.items()]
-    return draw(folder / "coordinates", charts, arms, title=COORDINATES_TITLE, columns=4)
+    rules = {label: name for name, label in WIDTH_ARMS.items()}
+    return draw(folder / "coordinates", charts, rules, title=COORDINATES_TITLE, columns=4)
 
 
 def _width_chart(size: str, outcomes: Mapping[str, Evidence]) -> Chart:
