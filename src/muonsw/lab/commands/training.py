@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -15,13 +14,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab import launch
 from muonsw.lab.compare import (
+    CONTROL,
     FACTORS,
     RULES,
     SCALED,
@@ -37,7 +36,7 @@ from muonsw.lab.compare import (
     train_all,
 )
 from muonsw.lab.config import changed
-from muonsw.lab.console import Table, clock, harmless, paragraph, print_table, say, showing
+from muonsw.lab.console import Table, harmless, paragraph, print_table, say, showing
 from muonsw.lab.data.loader import SPLITS, DataRecord, read_record
 from muonsw.lab.errors import OK, Ending, UsageError, report_error
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
@@ -48,10 +47,10 @@ from muonsw.lab.runs import load_runs
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.checkpoint import RESULT, read_config_file, recorded_code
 from muonsw.lab.train.config import RunConfig, changed_run, task_run, with_data
-from muonsw.lab.train.loop import Watch, torch_threads, train
+from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.ranks import joined, known_to_all, speaker
 from muonsw.lab.train.records import numbers_of, require_sinks
-from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve_device, with_fingerprint
+from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve_device
 from muonsw.presets import PRESETS
 from muonsw.text import counted
 
@@ -288,21 +287,20 @@ class Compare(ManyRuns, RunOptions):
             subject = ", ".join(Path(path).name or path for path in self.text) or prepared
             epochs = base.steps * base.tokens_per_step / read_record(Path(base.tokens.path)).tokens("train")
             base = self._with_lambda(console, base, epochs)
-            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.tokens.path})"
-        arms = self._arms(base)
-        compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
+            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs)"
+        arms, length = self._arms(base), f"{counted(base.steps, 'step')} of {seen}"
         workers = self.at_once(self.seeds * (len(arms) + self.control), self.device)
         prepare_folder(self.out)
-        names = [*(arm.name for arm in arms), *["constant decay of the same total"] * self.control]
-        length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'step')} of {seen}"
-        paragraph(console, f"{', '.join(names)}; {length}, {workers} at a time, in {self.out}")
+        names = ", ".join([*(arm.name for arm in arms), *[CONTROL] * self.control])
+        seeds = f"{counted(self.seeds, 'seed')} each"
+        paragraph(console, f"{names}; {seeds}: {length}, {workers} at a time, in {self.out}")
         conclusion = conduct(
             base,
             arms,
             self.trainer(console, by_arm(self.out / "runs"), workers),
             self.out,
             seeds=self.seeds,
-            title=f"{compared} on {subject}",
+            title=f"{subject}: {length}",
             control=self.control,
             tune_lambda=self.tune_lambda,
             epochs=epochs,
@@ -456,7 +454,7 @@ def watching(console: Console) -> Iterator[Watch]:
 
 @dataclass(frozen=True)
 class Check:
-    """Check every function of a task, and estimate how long a comparison takes here."""
+    """Check every function of a task; show its routing and total decay."""
 
     file: Annotated[str, Positional, arg(metavar="FILE")]
     """Python file; it is executed with your permissions."""
@@ -464,32 +462,10 @@ class Check:
     """How the task is built and evaluated."""
     steps: Annotated[int | None, unset()] = None
     """Steps. Default: the task's."""
-    device: str = "auto"
-    """cpu, cuda or auto."""
 
     def run(self) -> int:
-        console = Console()
-        config, checked = self.task_options.run_config(self.file, **user_options(self, "device", "steps"))
-        config = replace(config, threads=1 if resolve_device(self.device).type == "cpu" else 0)
-        introduce(console, config, checked)
-        # Time an evaluation, and the first seconds of training.
-        with torch_threads(torch.get_num_threads()):
-            training, begin = Training(with_fingerprint(config)), time.perf_counter()
-            training.evaluate()
-            evaluation, ends = time.perf_counter() - begin, [time.perf_counter()]
-            for batches in training.batches():
-                losses, norm, _ = training.update(batches)
-                training.guard.watch(config, training.step, float(losses.total), float(norm))
-                ends.append(time.perf_counter())
-                if len(ends) > 4 and ends[-1] - ends[1] > 5.0:
-                    break
-        settled = ends[1:] if len(ends) > 2 else ends  # without the first step, which is slower
-        step = (settled[-1] - settled[0]) / (len(settled) - 1)
-        seconds = config.steps * step + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
-        workers, runs = runs_at_once(self.device), len(RULES) * Compare.seeds
-        duration = clock(math.ceil(runs / workers) * seconds)
-        parts = f"{1e3 * step:,.1f} ms per step, {1e3 * evaluation:,.0f} ms per evaluation, {workers} runs at a time"
-        paragraph(console, f"a comparison of {runs} runs takes about {duration} here ({parts})")
+        config, checked = self.task_options.run_config(self.file, **user_options(self, "steps"))
+        introduce(Console(), config, checked)
         return 0
 
 
