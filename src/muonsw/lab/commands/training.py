@@ -208,8 +208,6 @@ class ManyRuns:
 
     workers: Annotated[int | None, unset(metavar="N")] = None
     """Runs or experiments at a time. Default: one per core or GPU; on a cluster, all."""
-    retry_diverged: Flag = False
-    """Retry runs that diverged earlier."""
     record: Annotated[Path | None, unset(metavar="FILE")] = None
     """Append the runs to this JSONL table; run folders can then be deleted."""
     verbose: Flag = False
@@ -221,9 +219,7 @@ class ManyRuns:
         return self.workers or (runs if self.cluster.cluster else runs_at_once(device))
 
     def trainer(self, console: Console, place: PlaceJob, workers: int) -> partial[Results]:
-        run = partial(
-            launch.run, console=console, workers=workers, cluster=self.cluster, retry_diverged=self.retry_diverged
-        )
+        run = partial(launch.run, console=console, workers=workers, cluster=self.cluster)
         return partial(train_all, place=place, launch=run)
 
     def conclude(
