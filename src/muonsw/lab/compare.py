@@ -1,4 +1,8 @@
-"""Compare decay rules: train the arms, summarize their runs, search for lambda, and write the verdict."""
+"""Compare decay rules.
+
+`conduct` is the whole story: search for lambda (`tune`), train every arm (`train_all`), summarize the runs (`compare`),
+describe them in words (`verdict`), and write numbers and page.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +97,93 @@ Runs = Mapping[str, Sequence[Run]]  # by name of the arm, one run per seed
 Results = Mapping[Key, Runs]  # by comparison
 Train = Callable[[Sequence[Comparison]], Results]
 PlaceJob = Callable[[Comparison, Arm, int], Job]
+
+
+# ---- From arms to verdict and page
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """The result of a comparison or a study."""
+
+    sentence: str  # the verdict
+    tables: Sequence[Table]  # the most important one first
+    paths: Sequence[Path]  # files written, the numbers first
+    seconds: float
+    claims: Claims = field(default_factory=dict)  # of a study, by experiment
+
+
+def conduct(
+    base: RunConfig,
+    arms: Sequence[Arm],
+    train: Train,
+    folder: Path,
+    *,
+    seeds: int,
+    title: str,
+    control: bool = False,
+    tune_lambda: bool = False,
+    epochs: float = 1.0,
+) -> Conclusion:
+    """Train every arm with every seed, the first as the baseline, and write verdict, numbers and page.
+
+    With `control`, constant decay with the total decay of the first scaled arm is added; with `tune_lambda`, each arm
+    is compared at its best lambda, searched on another seed. A run sees its text `epochs` times.
+    """
+    refuse_folder(folder / NUMBERS)
+    start = time.perf_counter()
+    tuned = tune(train, base, arms, seed=seeds) if tune_lambda else []
+    # The formula of `advise` covers plain Muon, and none of the user's tasks. The scaled arm is judged if there is one.
+    covered = [
+        arm.optimizer
+        for arm in arms
+        if arm.optimizer.decay in RULES
+        and (arm.optimizer.algorithm, arm.optimizer.norm, arm.optimizer.preset) == ("muon", FREE, "")
+    ]
+    judged = max(covered, key=attrgetter("decay"), default=None)
+    advice = None if tuned or base.task or judged is None else advice_for(base, judged, epochs)
+
+    arms = [result.at(result.best) for result in tuned] or list(arms)
+    pairs = [(arm.name, arms[0].name) for arm in arms[1:]]
+    if control:
+        # The control is the baseline of the scaled arm: they differ in when decay acts, not in how much.
+        scaled = next(arm for arm in arms if arm.optimizer.decay == SCALED)
+        arms = [*arms, same_total(base, scaled)]
+        pairs.append((scaled.name, CONTROL))
+    key = Key("comparison")
+    runs = train([Comparison(key, base, tuple(arms), tuple(range(seeds)))])[key]
+
+    outcome = compare(runs, pairs)
+    sentence = verdict(outcome, tuned, advice)
+    tables = [arms_table(outcome), differences_table(outcome.differences), *([sweep_table(tuned)] if tuned else [])]
+    numbers = {
+        "verdict": sentence,
+        **asdict(outcome),
+        "search": [
+            {
+                "arm": result.arm.name,
+                "best": result.best,
+                "at_edge": result.at_edge,
+                "losses": [{"weight_decay": lam, "final": loss} for lam, loss in sorted(result.losses.items())],
+            }
+            for result in tuned
+        ],
+    }
+    seconds = time.perf_counter() - start
+    written = write_json(folder / NUMBERS, numbers)
+    main, paired_differences, *more = tables
+    page = write_report(
+        folder / PAGE,
+        title,
+        list(chain(*runs.values())),
+        verdict=sentence,
+        tables=[paired_differences],
+        details=[main, *more],
+    )
+    return Conclusion(sentence, tables, [written, page], seconds)
+
+
+# ---- Settings of arms, and what they mean for decay
 
 
 def parse_arm(text: str, base: OptimizerConfig) -> Arm:
@@ -225,6 +316,80 @@ def by_arm(folder: Path) -> PlaceJob:
     return place
 
 
+# ---- The search for lambda
+
+FACTORS = (0.1, 0.25, 0.5, 1.0, 2.0)  # multiples of the arm's lambda
+MOST_EXTENSIONS = 3
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """The result of a search over lambda for one arm."""
+
+    arm: Arm
+    losses: dict[float, float] = field(default_factory=dict)  # final loss by lambda; infinite if the run diverged
+
+    def at(self, lam: float) -> Arm:
+        return Arm(f"{self.arm.name}, lambda={lam:g}", replace(self.arm.optimizer, weight_decay=lam))
+
+    @property
+    def best(self) -> float:
+        return min(sorted(self.losses), key=self.losses.__getitem__)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run diverged at every lambda."""
+        return math.isinf(self.losses[self.best])
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best lambda is the smallest or largest tried, so the true best may be outside."""
+        return not self.diverged and self.best in (min(self.losses), max(self.losses))
+
+    def untried(self) -> list[float]:
+        """Return the lambdas to try first, then one beyond the edge at a time, and none once the best is inside."""
+        if not self.losses:
+            return sorted({*multiples(self.arm.optimizer.weight_decay, FACTORS, digits=4)})
+        if not self.at_edge or len(self.losses) < 2:
+            return []
+        inner = sorted(self.losses)[1 if self.best == min(self.losses) else -2]  # go on by the same factor
+        return multiples(self.best, [self.best / inner], digits=4)
+
+
+def tune(train: Train, base: RunConfig, arms: Sequence[Arm], *, seed: int) -> list[TuningResult]:
+    """Try multiples of each arm's lambda on one seed.
+
+    If the best is the smallest or largest tried, the search extends beyond it, up to three times. Do not use the seed
+    for the comparison as well: that would favour the luckier arm.
+    """
+    key, results = Key("search"), [TuningResult(arm) for arm in arms]
+    for _ in range(1 + MOST_EXTENSIONS):
+        new = [(result, lam) for result in results for lam in result.untried()]
+        # A step must not remove more than the entire weight.
+        new = [(result, lam) for result, lam in new if not max(decay_factors(base, result.at(lam).optimizer)) > 1.0]
+        if not new:
+            break
+        tried = tuple(result.at(lam) for result, lam in new)
+        runs = train([Comparison(key, base, tried, (seed,), paired=False)])[key]
+        for result, lam in new:
+            result.losses[lam] = swept_loss(runs[result.at(lam).name][0])
+    return results
+
+
+def sweep_table(results: Sequence[TuningResult]) -> Table:
+    def cell(result: TuningResult, lam: float) -> Cell | None:
+        loss = result.losses.get(lam)
+        if loss is None or math.isinf(loss):
+            return None if loss is None else Cell("diverged")
+        return Cell(decimals(loss), tone="holds" if lam == result.best else "")
+
+    lambdas = sorted({lam for result in results for lam in result.losses})
+    columns = [Column("lambda"), *(Column(result.arm.name, number=True) for result in results)]
+    rows = [(f"{lam:g}", *(cell(result, lam) for result in results)) for lam in lambdas]
+    note = "Final validation loss on one seed that is used only for the search; the best of each column is highlighted."
+    return Table("sweep", "Search over lambda", columns, rows, note)
+
+
 # ---- Outcome
 
 Measure = Callable[[Run], float]  # NaN if a run diverged or did not record it
@@ -339,142 +504,6 @@ def describe_divergence(steps: Mapping[int, int]) -> str:
     return "at step " + " and ".join(f"{step:,} (seed {seed})" for seed, step in steps.items())
 
 
-# ---- Tables
-
-
-def arms_table(outcome: Outcome) -> Table:
-    """Show the losses and norms of each arm with their intervals over seeds."""
-    metrics = list(dict.fromkeys(name for arm in outcome.arms for name in arm.metrics))
-    titles = ("lambda", "total decay", "final loss", *metrics, "best loss", "weight RMS at the end")
-    columns = [Column("arm"), *(Column(title, number=True) for title in titles)]
-    rows = []
-    for arm in outcome.arms:
-        final: Value | Cell = with_interval(arm.final)
-        if arm.diverged:
-            text = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
-            final = Cell(text, note=describe_divergence(arm.diverged), tone="fails")
-        total = None if math.isnan(arm.total_decay) else f"{arm.total_decay:.3g}"
-        measured = [with_interval(arm.metrics.get(name, ())) for name in metrics]
-        norm = with_interval(arm.norm, digits=3)
-        rows.append((arm.name, arm.weight_decay, total, final, *measured, with_interval(arm.best), norm))
-    measure = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
-    note = (
-        f"Losses: {measure}; mean over seeds ± half the 95% t interval. Total decay: the share of a weight that decay "
-        "removes in a step, summed over all steps."
-    )
-    return Table("arms", "Arms", columns, rows, note)
-
-
-def differences_table(differences: Sequence[Difference]) -> Table:
-    """Show the paired differences of each arm from its baseline."""
-    columns = [Column("arm"), Column("minus"), Column("measure")]
-    columns += [Column(title, number=True) for title in ("difference", "95% t interval", "seed by seed")]
-    rows = []
-    for each in differences:
-        interval = each.interval if math.isfinite(each.mean) else None
-        between = None if interval is None else f"[{signed(interval.low)}, {signed(interval.high)}]"
-        by_seed = ", ".join(map(signed, each.values)) or None
-        rows.append((each.arm, each.baseline, each.measure, signed(each.mean), between, by_seed))
-    note = "Final values, paired by seed. A negative difference of the loss is better."
-    return Table("differences", "Paired difference", columns, rows, note)
-
-
-def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
-    """Format a mean with the half-width of its interval; None if there are no values.
-
-    Examples:
-        >>> with_interval([1.0, 2.0, 3.0]), with_interval([]), with_interval([math.nan])
-        ('2.0000 ± 2.4841', None, None)
-    """
-    average, interval = mean(values), interval_of(values)
-    half = "" if interval is None else f" ± {decimals((interval.high - interval.low) / 2, digits)}"
-    return None if math.isnan(average) else f"{decimals(average, digits)}{half}"
-
-
-def signed(value: float) -> str:
-    """Format a difference with four decimals, or two significant digits if those would be zero.
-
-    Examples:
-        >>> signed(0.01234), signed(-3.21e-6), signed(0.0), signed(math.nan)
-        ('+0.0123', '-3.2e-06', '+0.0000', '\N{EN DASH}')
-    """
-    return f"{value:+.2g}" if 0 < abs(value) < 0.00005 else decimals(value, sign="+")
-
-
-# ---- The search for lambda
-
-FACTORS = (0.1, 0.25, 0.5, 1.0, 2.0)  # multiples of the arm's lambda
-MOST_EXTENSIONS = 3
-
-
-@dataclass(frozen=True)
-class TuningResult:
-    """The result of a search over lambda for one arm."""
-
-    arm: Arm
-    losses: dict[float, float] = field(default_factory=dict)  # final loss by lambda; infinite if the run diverged
-
-    def at(self, lam: float) -> Arm:
-        return Arm(f"{self.arm.name}, lambda={lam:g}", replace(self.arm.optimizer, weight_decay=lam))
-
-    @property
-    def best(self) -> float:
-        return min(sorted(self.losses), key=self.losses.__getitem__)
-
-    @property
-    def diverged(self) -> bool:
-        """Whether the run diverged at every lambda."""
-        return math.isinf(self.losses[self.best])
-
-    @property
-    def at_edge(self) -> bool:
-        """Whether the best lambda is the smallest or largest tried, so the true best may be outside."""
-        return not self.diverged and self.best in (min(self.losses), max(self.losses))
-
-    def untried(self) -> list[float]:
-        """Return the lambdas to try first, then one beyond the edge at a time, and none once the best is inside."""
-        if not self.losses:
-            return sorted({*multiples(self.arm.optimizer.weight_decay, FACTORS, digits=4)})
-        if not self.at_edge or len(self.losses) < 2:
-            return []
-        inner = sorted(self.losses)[1 if self.best == min(self.losses) else -2]  # go on by the same factor
-        return multiples(self.best, [self.best / inner], digits=4)
-
-
-def tune(train: Train, base: RunConfig, arms: Sequence[Arm], *, seed: int) -> list[TuningResult]:
-    """Try multiples of each arm's lambda on one seed.
-
-    If the best is the smallest or largest tried, the search extends beyond it, up to three times. Do not use the seed
-    for the comparison as well: that would favour the luckier arm.
-    """
-    key, results = Key("search"), [TuningResult(arm) for arm in arms]
-    for _ in range(1 + MOST_EXTENSIONS):
-        new = [(result, lam) for result in results for lam in result.untried()]
-        # A step must not remove more than the entire weight.
-        new = [(result, lam) for result, lam in new if not max(decay_factors(base, result.at(lam).optimizer)) > 1.0]
-        if not new:
-            break
-        tried = tuple(result.at(lam) for result, lam in new)
-        runs = train([Comparison(key, base, tried, (seed,), paired=False)])[key]
-        for result, lam in new:
-            result.losses[lam] = swept_loss(runs[result.at(lam).name][0])
-    return results
-
-
-def sweep_table(results: Sequence[TuningResult]) -> Table:
-    def cell(result: TuningResult, lam: float) -> Cell | None:
-        loss = result.losses.get(lam)
-        if loss is None or math.isinf(loss):
-            return None if loss is None else Cell("diverged")
-        return Cell(decimals(loss), tone="holds" if lam == result.best else "")
-
-    lambdas = sorted({lam for result in results for lam in result.losses})
-    columns = [Column("lambda"), *(Column(result.arm.name, number=True) for result in results)]
-    rows = [(f"{lam:g}", *(cell(result, lam) for result in results)) for lam in lambdas]
-    note = "Final validation loss on one seed that is used only for the search; the best of each column is highlighted."
-    return Table("sweep", "Search over lambda", columns, rows, note)
-
-
 # ---- The verdict
 
 
@@ -567,81 +596,63 @@ def _describe(difference: Difference, unit: str) -> str:
     return f"{arm} ended with a {'lower' if difference.mean < 0 else 'higher'} {measure} than {baseline} {over}."
 
 
-# ---- From arms to verdict and page
+# ---- Tables
 
 
-@dataclass(frozen=True)
-class Conclusion:
-    """The result of a comparison or a study."""
-
-    sentence: str  # the verdict
-    tables: Sequence[Table]  # the most important one first
-    paths: Sequence[Path]  # files written, the numbers first
-    seconds: float
-    claims: Claims = field(default_factory=dict)  # of a study, by experiment
-
-
-def conduct(
-    base: RunConfig,
-    arms: Sequence[Arm],
-    train: Train,
-    folder: Path,
-    *,
-    seeds: int,
-    title: str,
-    control: bool = False,
-    tune_lambda: bool = False,
-    epochs: float = 1.0,
-) -> Conclusion:
-    """Train every arm with every seed, the first as the baseline, and write verdict, numbers and page.
-
-    With `control`, constant decay with the total decay of the first scaled arm is added; with `tune_lambda`, each arm
-    is compared at its best lambda, searched on another seed. A run sees its text `epochs` times.
-    """
-    refuse_folder(folder / NUMBERS)
-    start = time.perf_counter()
-    tuned = tune(train, base, arms, seed=seeds) if tune_lambda else []
-    advice = None  # for the scaled arm, if the formula covers it
-    for optimizer in sorted((arm.optimizer for arm in arms), key=attrgetter("decay")):
-        plain_muon = optimizer.algorithm == "muon" and optimizer.norm == FREE and not optimizer.preset
-        if plain_muon and optimizer.decay in RULES and not (tuned or base.task):
-            advice = advice_for(base, optimizer, epochs)
-
-    arms = [result.at(result.best) for result in tuned] or list(arms)
-    pairs = [(arm.name, arms[0].name) for arm in arms[1:]]
-    if control:
-        # The control is the baseline of the scaled arm: they differ in when decay acts, not in how much.
-        scaled = next(arm for arm in arms if arm.optimizer.decay == SCALED)
-        arms = [*arms, same_total(base, scaled)]
-        pairs.append((scaled.name, CONTROL))
-    key = Key("comparison")
-    runs = train([Comparison(key, base, tuple(arms), tuple(range(seeds)))])[key]
-
-    outcome = compare(runs, pairs)
-    sentence = verdict(outcome, tuned, advice)
-    tables = [arms_table(outcome), differences_table(outcome.differences), *([sweep_table(tuned)] if tuned else [])]
-    numbers = {
-        "verdict": sentence,
-        **asdict(outcome),
-        "search": [
-            {
-                "arm": result.arm.name,
-                "best": result.best,
-                "at_edge": result.at_edge,
-                "losses": [{"weight_decay": lam, "final": loss} for lam, loss in sorted(result.losses.items())],
-            }
-            for result in tuned
-        ],
-    }
-    seconds = time.perf_counter() - start
-    written = write_json(folder / NUMBERS, numbers)
-    main, paired_differences, *more = tables
-    page = write_report(
-        folder / PAGE,
-        title,
-        list(chain(*runs.values())),
-        verdict=sentence,
-        tables=[paired_differences],
-        details=[main, *more],
+def arms_table(outcome: Outcome) -> Table:
+    """Show the losses and norms of each arm with their intervals over seeds."""
+    metrics = list(dict.fromkeys(name for arm in outcome.arms for name in arm.metrics))
+    titles = ("lambda", "total decay", "final loss", *metrics, "best loss", "weight RMS at the end")
+    columns = [Column("arm"), *(Column(title, number=True) for title in titles)]
+    rows = []
+    for arm in outcome.arms:
+        final: Value | Cell = with_interval(arm.final)
+        if arm.diverged:
+            text = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
+            final = Cell(text, note=describe_divergence(arm.diverged), tone="fails")
+        total = None if math.isnan(arm.total_decay) else f"{arm.total_decay:.3g}"
+        measured = [with_interval(arm.metrics.get(name, ())) for name in metrics]
+        norm = with_interval(arm.norm, digits=3)
+        rows.append((arm.name, arm.weight_decay, total, final, *measured, with_interval(arm.best), norm))
+    measure = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
+    note = (
+        f"Losses: {measure}; mean over seeds ± half the 95% t interval. Total decay: the share of a weight that decay "
+        "removes in a step, summed over all steps."
     )
-    return Conclusion(sentence, tables, [written, page], seconds)
+    return Table("arms", "Arms", columns, rows, note)
+
+
+def differences_table(differences: Sequence[Difference]) -> Table:
+    """Show the paired differences of each arm from its baseline."""
+    columns = [Column("arm"), Column("minus"), Column("measure")]
+    columns += [Column(title, number=True) for title in ("difference", "95% t interval", "seed by seed")]
+    rows = []
+    for each in differences:
+        interval = each.interval if math.isfinite(each.mean) else None
+        between = None if interval is None else f"[{signed(interval.low)}, {signed(interval.high)}]"
+        by_seed = ", ".join(map(signed, each.values)) or None
+        rows.append((each.arm, each.baseline, each.measure, signed(each.mean), between, by_seed))
+    note = "Final values, paired by seed. A negative difference of the loss is better."
+    return Table("differences", "Paired difference", columns, rows, note)
+
+
+def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
+    """Format a mean with the half-width of its interval; None if there are no values.
+
+    Examples:
+        >>> with_interval([1.0, 2.0, 3.0]), with_interval([]), with_interval([math.nan])
+        ('2.0000 ± 2.4841', None, None)
+    """
+    average, interval = mean(values), interval_of(values)
+    half = "" if interval is None else f" ± {decimals((interval.high - interval.low) / 2, digits)}"
+    return None if math.isnan(average) else f"{decimals(average, digits)}{half}"
+
+
+def signed(value: float) -> str:
+    """Format a difference with four decimals, or two significant digits if those would be zero.
+
+    Examples:
+        >>> signed(0.01234), signed(-3.21e-6), signed(0.0), signed(math.nan)
+        ('+0.0123', '-3.2e-06', '+0.0000', '\N{EN DASH}')
+    """
+    return f"{value:+.2g}" if 0 < abs(value) < 0.00005 else decimals(value, sign="+")

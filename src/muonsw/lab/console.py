@@ -124,19 +124,6 @@ def norm_text(norm: float) -> str:
     return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
 
 
-def change_text(change: float) -> str:
-    """Format a relative change in percent with its sign.
-
-    Examples:
-        >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
-        ('-60%', '+2%', '0%')
-    """
-    if not math.isfinite(change):
-        return MISSING
-    percent = round(100 * change)
-    return f"{percent:+d}%" if percent else "0%"
-
-
 def print_table(console: Console, table: Table, *, verbose: bool = False) -> None:
     """Print a table with title and note; with `verbose` also the notes of cells.
 
