@@ -131,6 +131,25 @@ def log_end_norm(run: Run) -> float:
     return math.log(run.final_norm) if run.final_norm > 0 else math.nan
 
 
+def steps_to_match(baseline: Run, arm: Run) -> float | None:
+    """Return the step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
+
+    The loss is interpolated between evaluations. None if the arm never reaches it.
+    """
+    steps, losses = baseline.losses
+    best = int(losses.argmin()) if len(losses) else 0
+    if not len(losses) or steps[best] == 0:
+        return None
+    level, before = float(losses[best]), None
+    for step, loss in zip(*arm.losses, strict=True):
+        if loss <= level:
+            share = 1.0 if before is None else (before[1] - level) / (before[1] - loss)
+            start = step if before is None else before[0]
+            return float((start + share * (step - start)) / steps[best])
+        before = step, loss
+    return None
+
+
 def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:
     """The numbers that the paper prints for a width: losses, gain, steps saved, end norms."""
     printed, name = paper.ROWS[width], f"w{width}"
@@ -158,25 +177,6 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
             norms = over_seeds([run.final_norm for run in runs])
             claims.append(within_share(f"{name}-{arm}-norm", end, figure, norms, norm, paper.NORM))
     return claims
-
-
-def steps_to_match(baseline: Run, arm: Run) -> float | None:
-    """Return the step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
-
-    The loss is interpolated between evaluations. None if the arm never reaches it.
-    """
-    steps, losses = baseline.losses
-    best = int(losses.argmin()) if len(losses) else 0
-    if not len(losses) or steps[best] == 0:
-        return None
-    level, before = float(losses[best]), None
-    for step, loss in zip(*arm.losses, strict=True):
-        if loss <= level:
-            share = 1.0 if before is None else (before[1] - level) / (before[1] - loss)
-            start = step if before is None else before[0]
-            return float((start + share * (step - start)) / steps[best])
-        before = step, loss
-    return None
 
 
 def row_findings(results: Results, scale: Scale) -> Findings:
