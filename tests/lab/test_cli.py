@@ -9,7 +9,7 @@ import muonsw
 from muonsw.lab.cli import COMMANDS, main
 
 PAGES = [[name] for name in COMMANDS]
-PAGES += [["data", name] for name in ("prepare", "verify", "info")] + [["task", name] for name in ("check", "new")]
+PAGES += [["data", name] for name in ("prepare", "verify")] + [["task", name] for name in ("check", "new")]
 
 
 @pytest.mark.parametrize("words", PAGES, ids=" ".join)

@@ -23,7 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "reproduce": ("commands.reproduce", "Reproduce", "run a study of the paper and check its claims"),
     "plan": ("plan", "Plan", "compute size, FLOPs, memory, hours and traffic of a run"),
     "advise": ("advise", "Advise", "tell whether decay matters in a run, and which lambda to try"),
-    "data": ("commands.data", "Data", "prepare training data, verify it, or describe it"),
+    "data": ("commands.data", "Data", "prepare training data, or verify it"),
     "train": ("commands.training", "Train", "train a model, or resume a run that was stopped"),
     "task": ("commands.training", "TaskCommand", "check your own task, or write a file to start from"),
     "report": ("report", "Report", "write one HTML page about one or more runs"),
