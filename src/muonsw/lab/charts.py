@@ -116,11 +116,8 @@ def arm_styles(rules: Mapping[str, str]) -> dict[str, ArmStyle]:
 
 # ---- PNG and SVG
 
-# Size of a panel in inches, by the number of columns.
-PANELS = {1: (8.0, 4.9), 2: (5.75, 4.6)}
-SMALL = (3.5, 3.2)
+WIDTH, HEIGHT = 4.2, 3.6  # of a panel in inches
 LETTER, HANDLE = 0.083, 0.55  # inches of a letter and of the handle of a legend entry
-LONGEST_TEXT = 120  # characters
 FEW = 15  # curves with fewer values get markers
 LARGEST = 1e100  # values far beyond it overflow margins and ticks
 DASHES: Mapping[str, Any] = {  # by plotly's name
@@ -143,6 +140,10 @@ STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": list(SANS[:-1]),
     "font.size": FONT_SIZE,
+    "axes.titlesize": 12,
+    "axes.labelsize": 11,
+    "xtick.labelsize": 10.5,
+    "ytick.labelsize": 10.5,
     "legend.frameon": False,
     "svg.hashsalt": "muonsw",
 }
@@ -157,16 +158,15 @@ def draw(
 
     styles, columns = arm_styles(rules), min(columns, len(charts))
     rows = math.ceil(len(charts) / columns)
-    width, height = PANELS.get(columns, SMALL) if rows == 1 else SMALL
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+        figure = Figure(figsize=(columns * WIDTH, rows * HEIGHT), layout="constrained")
         for place, chart in enumerate(charts, start=1):
-            _draw_chart(figure.add_subplot(rows, columns, place), chart, styles, small=(width, height) == SMALL)
+            _draw_chart(figure.add_subplot(rows, columns, place), chart, styles)
         if title:
             figure.suptitle(_text(title), x=0.01, ha="left", fontsize=15, weight="bold")
         if entries := _legend_entries(charts, styles):
             longest = max(len(str(entry.get_label())) for entry in entries)
-            across = max(1, min(len(entries), int((columns * width - 0.4) / (HANDLE + LETTER * longest))))
+            across = max(1, min(len(entries), int((columns * WIDTH - 0.4) / (HANDLE + LETTER * longest))))
             figure.legend(handles=entries, loc="outside lower left", ncols=across, fontsize=10.5)
         written = []
         with warnings.catch_warnings():
@@ -179,7 +179,7 @@ def draw(
     return written
 
 
-def _draw_chart(axes: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, small: bool) -> None:
+def _draw_chart(axes: Axes, chart: Chart, styles: Mapping[str, ArmStyle]) -> None:
     for arm in dict.fromkeys(curve.arm for curve in chart.curves):
         _draw_arm(axes, [curve for curve in chart.curves if curve.arm == arm], styles[arm], chart.points)
     for level in chart.levels:
@@ -187,16 +187,14 @@ def _draw_chart(axes: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, sma
         if level.label:
             look = {"color": TEXT, "linestyle": DASHES["dashed"], "linewidth": 1.4, "zorder": 3}
         axes.axhline(level.y, **look)
-    title, label, tick = (12, 11, 10.5) if small else (13, 12, 11)
-    axes.set_title(_text(chart.title), fontsize=title)
-    axes.set_xlabel(_text(chart.x.title), fontsize=label)
-    axes.set_ylabel(_text(chart.y.title), fontsize=label, wrap=True)
-    axes.tick_params(labelsize=tick)
+    axes.set_title(_text(chart.title))
+    axes.set_xlabel(_text(chart.x.title))
+    axes.set_ylabel(_text(chart.y.title), wrap=True)
     axes.margins(x=0.02)
     axes.set_xscale("log", base=chart.x.log) if chart.x.log else axes.set_xscale("linear")
     axes.set_yscale("log", base=chart.y.log) if chart.y.log else axes.set_yscale("linear")
-    _set_ticks(axes.xaxis, chart.x, most=4 if small else 6)
-    _set_ticks(axes.yaxis, chart.y, most=5 if small else 7)
+    _set_ticks(axes.xaxis, chart.x, most=4)
+    _set_ticks(axes.yaxis, chart.y, most=5)
     axes.set(xlim=chart.x.limits, ylim=chart.y.limits)
 
 
@@ -250,5 +248,5 @@ def _legend_entries(charts: Sequence[Chart], styles: Mapping[str, ArmStyle]) -> 
 
 
 def _text(text: str) -> str:
-    """Shorten a text for matplotlib and escape dollars, which would start formulas."""
-    return (text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…").replace("$", r"\$")
+    """Escape dollars, which would start formulas."""
+    return text.replace("$", r"\$")
