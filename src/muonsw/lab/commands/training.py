@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
@@ -31,6 +31,7 @@ from muonsw.lab.compare import (
     advice_for,
     by_arm,
     conduct,
+    decay_factors,
     parse_arm,
     refuse_too_much_decay,
     train_all,
@@ -160,10 +161,7 @@ class RunOptions:
             say(console, "tokens: the Python standard library, prepared once in out/data")
         config = with_data(config, self.data, self.text)
         if self.text:
-            record = read_record(Path(config.tokens.path))
-            share = record.tokens("validation") / sum(map(record.tokens, SPLITS))
-            held_out = f"({share:.1%} held out for validation), vocabulary of {record.vocab_size:,}"
-            say(console, f"tokens: {contents(record)} {held_out}, in {config.tokens.path}")
+            say(console, f"tokens: {contents(read_record(Path(config.tokens.path)))}, in {config.tokens.path}")
         return config
 
 
@@ -195,11 +193,9 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
         say(console, build_optimizer(model, config.optimizer, config.steps, patterns=patterns).routing())
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with suppress(ValueError):  # settings that the formula does not cover
-        advice = {rule: advice_for(config, replace(config.optimizer, decay=rule, peak="group"), 1.0) for rule in RULES}
-        totals = " and ".join(f"{part.total:.2g} ({rule})" for rule, part in advice.items())
-        answer = advice["scaled"].answer
-        paragraph(console, f"Total decay is {totals}. For a language model trained from scratch: {answer}")
+    optimizers = {rule: replace(config.optimizer, decay=rule, peak="group") for rule in RULES}
+    totals = {rule: math.fsum(decay_factors(config, optimizer)) for rule, optimizer in optimizers.items()}
+    paragraph(console, f"total decay: {', '.join(f'{total:.2g} ({rule})' for rule, total in totals.items())}")
 
 
 @dataclass(frozen=True)
@@ -230,11 +226,8 @@ class ManyRuns:
         paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
         for table in tables:
             print_table(console, table, verbose=self.verbose)
-        # Files to open by name, figures by number.
-        named = [path.name for path in conclusion.paths if path.suffix in (".json", ".html")]
-        figures = len(conclusion.paths) - len(named)
-        parts = [", ".join(named)] + ([counted(figures, "figure")] if figures else [])
-        say(console, f"\nwrote {' and '.join(parts)} to {folder}{more}")
+        names = ", ".join(str(path.relative_to(folder)) for path in conclusion.paths)
+        say(console, f"\nwrote {names} to {folder}{more}")
 
     def add_to_record(self, console: Console, runs: Iterable[Path], **about: Any) -> None:
         if self.record is not None:
