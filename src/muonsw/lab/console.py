@@ -243,9 +243,7 @@ class View:
         self.numbers[name] = {**self.numbers[name], **(numbers or {})}  # atomic, because another thread draws
         if time.monotonic() - self.printed > SECONDS_BETWEEN_LINES and (moving := self._moving()):
             self.printed = time.monotonic()
-            texts = {task: ", ".join(f"{key} {text}" for key, text in row.items() if text) for task, row in moving}
-            lines = [self.summary(), *(f"{task}: {text}" for task, text in texts.items())]
-            self.log("; ".join(filter(None, lines)))
+            self.log("; ".join(filter(None, (self.summary(), *moving))))
 
     def finish(self, name: str, outcome: str) -> None:
         """Record that a task has ended, and print its outcome."""
@@ -253,11 +251,11 @@ class View:
         self.say(f"{name}: {outcome}")
 
     def say(self, text: str) -> None:
-        """Print a permanent line above the table."""
+        """Print a permanent line."""
         say(self.console, text)
 
     def log(self, text: str) -> None:
-        """Print a line unless a terminal shows it in its table."""
+        """Print a line unless a terminal shows it already."""
         if not self.console.is_terminal:
             say(self.console, text)
 
@@ -275,25 +273,18 @@ class View:
     def _position(self, name: str, total: float) -> float:
         return total if name in self.ended else min(self.done.get(name, 0.0), total)
 
-    def _moving(self) -> list[tuple[str, dict[str, str]]]:
-        rows = self.numbers.items()
-        return [(harmless(name), row) for name, row in rows if any(row.values()) and name not in self.ended]
+    def _moving(self) -> list[str]:
+        """Describe each task that has begun and not ended in a line."""
+        begun = {name: row for name, row in self.numbers.items() if any(row.values()) and name not in self.ended}
+        return [
+            f"{name}: {', '.join(f'{key} {text}' for key, text in row.items() if text)}" for name, row in begun.items()
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.table import Table as RichTable
         from rich.text import Text
 
-        if moving := self._moving()[: max(1, console.height - 4)]:
-            headings = list(dict.fromkeys(heading for _, row in moving for heading in row))
-            table = RichTable.grid(padding=(0, 2, 0, 0))
-            table.add_column()  # names may wrap, numbers may not
-            for _ in headings:
-                table.add_column(justify="right", no_wrap=True)
-            table.add_row("", *(Text(heading, style="dim") for heading in headings))
-            for name, row in moving:
-                table.add_row(Text(name), *(Text(row.get(heading, "")) for heading in headings))
-            yield table
-        yield Text(self.summary(), style="dim")
+        lines = [*self._moving()[: max(1, console.height - 4)], self.summary()]
+        yield Text("\n".join(map(harmless, lines)))
 
 
 @contextmanager
