@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from muonsw import __version__
 from muonsw.lab.console import harmless, print_any_character
-from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Ending, UsageError, end, needed, report_error
+from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Ending, UsageError, end, needed
 from muonsw.registry import unknown
 
 # The module and class of each command, and what `muonsw --help` says about it.
@@ -52,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(words)
     except Ending as error:
-        report_error(f"muonsw: {harmless(error)}")
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # such as `muonsw train --help | head`: discard the remaining output

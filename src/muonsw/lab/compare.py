@@ -493,7 +493,8 @@ def differences(arm: Sequence[Run], baseline: Sequence[Run]) -> list[Difference]
     """Compare two arms on the seeds that both completed: first the final loss, then every metric."""
     seeds = tuple(run.seed for run, _ in pairs_by_seed(arm, baseline))
     found = []
-    for name, measure in {LOSS: attrgetter("final_loss"), **metrics_of([*arm, *baseline])}.items():
+    measures: dict[str, Measure] = {LOSS: attrgetter("final_loss"), **metrics_of([*arm, *baseline])}
+    for name, measure in measures.items():
         values = tuple(paired(arm, baseline, measure))
         found.append(Difference(arm[0].arm, baseline[0].arm, name, seeds, values, mean(values), interval_of(values)))
     return found

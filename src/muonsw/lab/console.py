@@ -59,7 +59,7 @@ class Cell:
     """A cell with a note or a colour."""
 
     text: str
-    note: str = ""  # a smaller second line, in a terminal only with `verbose`
+    note: str = ""  # a smaller second line on a page
     tone: str = ""  # "holds", "fails" or "undecided" sets the colour
 
 
@@ -124,8 +124,8 @@ def norm_text(norm: float) -> str:
     return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
 
 
-def print_table(console: Console, table: Table, *, verbose: bool = False) -> None:
-    """Print a table with title and note; with `verbose` also the notes of cells.
+def print_table(console: Console, table: Table) -> None:
+    """Print a table with title and note.
 
     Columns that do not fit in the terminal follow in further tables, which repeat the first column. A file or a pipe
     gets one table.
@@ -133,7 +133,7 @@ def print_table(console: Console, table: Table, *, verbose: bool = False) -> Non
     from rich.text import Text  # `muonsw --help` needs only `harmless`, and works without rich
 
     if not console.is_terminal:
-        parts = (table.title, plain_text(table, notes=verbose), table.note)
+        parts = (table.title, plain_text(table), table.note)
         say(console, "\n" + "\n".join(part for part in parts if part))
         return
     console.print()
@@ -143,7 +143,7 @@ def print_table(console: Console, table: Table, *, verbose: bool = False) -> Non
     for number, places in enumerate(side_by_side(widths, console.width)):
         if number:
             console.print()
-        console.print(_drawn(table, places, widths, notes=verbose), crop=False)
+        console.print(_drawn(table, places, widths), crop=False)
     if table.note:
         console.print(Text(harmless(table.note), style="dim"))
 
@@ -174,7 +174,7 @@ def side_by_side(widths: Sequence[int], width: int) -> list[list[int]]:
     return groups
 
 
-def _drawn(table: Table, places: Sequence[int], widths: Sequence[int], *, notes: bool) -> RichTable:
+def _drawn(table: Table, places: Sequence[int], widths: Sequence[int]) -> RichTable:
     """Draw these columns; text columns share the width that numbers leave."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
@@ -190,23 +190,16 @@ def _drawn(table: Table, places: Sequence[int], widths: Sequence[int], *, notes:
         else:
             drawn.add_column(Text(title), overflow="fold", min_width=least)
     for row in table.cells():
-        texts = []
-        for cell in (row[place] for place in places):
-            texts.append(text := Text(harmless(cell.text), style=TONES.get(cell.tone, "")))
-            if notes and cell.note:
-                text.append(f"\n{harmless(cell.note)}", style="dim")
-        drawn.add_row(*texts)
+        cells = (row[place] for place in places)
+        drawn.add_row(*(Text(harmless(cell.text), style=TONES.get(cell.tone, "")) for cell in cells))
     return drawn
 
 
-def plain_text(table: Table, *, notes: bool = False) -> str:
+def plain_text(table: Table) -> str:
     """Format a table as aligned text without colours."""
     columns = table.headings()
-    lines = [
-        [f"{cell.text} ({cell.note})" if notes and cell.note else cell.text for cell in row] for row in table.cells()
-    ]
-    if any(column.title for column in columns):
-        lines.insert(0, [column.title for column in columns])
+    titles = [[column.title for column in columns]] if any(column.title for column in columns) else []
+    lines = titles + [[cell.text for cell in row] for row in table.cells()]
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
     sides = [str.rjust if column.number else str.ljust for column in columns]
     aligned = (

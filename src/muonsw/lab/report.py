@@ -55,9 +55,6 @@ class Report:
     out: Annotated[Path, arg(aliases=("-o",), metavar="FILE")] = Path("report.html")
     """HTML file to write."""
 
-    title: Annotated[str, unset()] = ""
-    """Title of the page. Default: the run's name, or the number of runs."""
-
     def run(self) -> int:
         if not self.runs:
             raise UsageError("missing run: muonsw report RUN [RUN ...] -o report.html")
@@ -66,7 +63,7 @@ class Report:
             single = path.is_file() or (path / CONFIG).is_file()
             folders += [path] if single else runs_below(path) or [path]
         loaded = load_runs(dict.fromkeys(folders))
-        title = self.title or (f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs")
+        title = f"Run {loaded[0].name}" if len(loaded) == 1 else f"{len(loaded)} runs"
         say(Console(), f"wrote {write_report(self.out, title, loaded)}")
         return 0
 

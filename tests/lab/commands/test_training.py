@@ -52,11 +52,12 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     assert main(["compare", "--text", "my notes.txt", *SHORT]) == 0
     (folder,) = (tmp_path / "out/data").iterdir()
     lines = capsys.readouterr().out.splitlines()
-    # The verdict, one table, and where the files are.
-    *_, sentence, _, _, heading, first, second, _, _, files = lines
-    assert "over 2 seeds" in sentence
-    assert [line.split()[0] for line in (heading, first, second)] == ["arm", "constant", "scaled"]
-    assert files == "wrote outcome.json, report.html to out/compare"
+    # The verdict, two tables, and where the files are.
+    title = lines.index("Arms")
+    assert "over 2 seeds" in lines[title - 2]
+    assert [line.split()[0] for line in lines[title + 1 : title + 4]] == ["arm", "constant", "scaled"]
+    assert "Paired difference" in lines
+    assert lines[-1] == "wrote outcome.json, report.html to out/compare"
     page = (tmp_path / "out/compare/report.html").read_text(encoding="utf-8")
     assert "<title>my notes.txt: 2 steps of " in page
     # The same text is prepared once, another one in a folder of its own.
@@ -94,7 +95,7 @@ def test_a_text_that_is_too_small_is_refused(tmp_path):
         ("compare", ["--out", "mine"], "report.html was not written by muonsw"),
         ("train", ["--task", "none.py"], "there is no task file none.py"),
         ("compare", ["--task", "small_task.py", "--data", "d"], "give --task or --data, not both"),
-        ("train", ["--task.a", "1"], "need --task FILE"),
+        ("train", ["--task.a", "1"], "needs --task FILE"),
         ("train", ["--device", "meta"], "device 'meta' cannot be used here"),
         ("compare", ["--task", "small_task.py", "--task.depth", "6"], "unknown option 'depth'"),
     ],

@@ -39,7 +39,7 @@ from muonsw.lab.compare import (
 from muonsw.lab.config import changed
 from muonsw.lab.console import Table, harmless, paragraph, print_table, say, showing
 from muonsw.lab.data.loader import SPLITS, DataRecord, read_record
-from muonsw.lab.errors import OK, Ending, UsageError, report_error
+from muonsw.lab.errors import OK, Ending, UsageError
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.options import Flag, unset
@@ -76,33 +76,24 @@ def require_at_least_one(command: Any, *names: str) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
-@dataclass(frozen=True)
-class TaskOptions:
-    """How a user's task is built and evaluated."""
+TaskOptions = Annotated[tuple[str, ...], unset(name="task.NAME", metavar="VALUE")]
 
-    options: Annotated[tuple[str, ...], unset(name="task.NAME", metavar="VALUE")] = ()
-    """An argument of the functions of the task, such as `--task.depth 6`."""
-    eval_batches: Annotated[int | None, unset(metavar="N")] = None
-    """Number of validation batches. Default: the whole list, or 16 from anything without a length."""
-    eval_every: Annotated[int | None, unset(metavar="N")] = None
-    """Steps between evaluations. Default: a twentieth of the run."""
 
-    def run_config(
-        self, path: str, runs: Iterable[Path] = (), seed: int = 0, **settings: Any
-    ) -> tuple[RunConfig, Checked]:
-        """Check the task; return its run and the result of the check.
+def checked_task(
+    path: str, options: Sequence[str], runs: Iterable[Path] = (), seed: int = 0, **settings: Any
+) -> tuple[RunConfig, Checked]:
+    """Check a user's task; return its run and the result of the check.
 
-        Raises:
-            UsageError: If it cannot be trained, or if its file changed after one of `runs` began. The latter is
-                checked before the file is executed.
-        """
-        require_at_least_one(self, "eval_batches")
-        task = TaskConfig(path, tuple(sorted(self.options)), None, self.eval_batches)
-        for folder in runs:
-            with_file(replace(task, fingerprint=recorded_code(folder, task)))
-        task = with_file(task)
-        checked = check_task(task, seed)
-        return task_run(task, checked, seed=seed, **settings, **user_options(self, "eval_every")), checked
+    Raises:
+        UsageError: If it cannot be trained, or if its file changed after one of `runs` began. The latter is checked
+            before the file is executed.
+    """
+    task = TaskConfig(path, tuple(sorted(options)))
+    for folder in runs:
+        with_file(replace(task, fingerprint=recorded_code(folder, task)))
+    task = with_file(task)
+    checked = check_task(task, seed)
+    return task_run(task, checked, seed=seed, **settings), checked
 
 
 @dataclass(frozen=True)
@@ -133,8 +124,8 @@ class RunOptions:
     """cpu, cuda or auto."""
     precision: Annotated[str | None, unset()] = None
     """float32, bfloat16 (autocast), or auto: bfloat16 on a GPU."""
-    task_options: Annotated[OmitArgPrefixes[TaskOptions], arg(name="task")] = field(default_factory=TaskOptions)
-    """Only with --task."""
+    task_options: TaskOptions = ()
+    """With --task, an argument of its functions, such as `--task.depth 6`."""
 
     def run_config(
         self, runs: Iterable[Path], optimizer: dict[str, Any], **changes: Any
@@ -147,9 +138,9 @@ class RunOptions:
                 if option in ("--preset", "--data", "--text", "--config", "--batch"):
                     raise UsageError(f"give --task or {option}, not both: the task file sets the model and its data")
             changes |= optimizer | user_options(self, "steps")
-            return self.task_options.run_config(self.task, runs, **changes)
-        if changed(self.task_options):
-            raise UsageError("--task.NAME, --eval-batches and --eval-every need --task FILE")
+            return checked_task(self.task, self.task_options, runs, **changes)
+        if self.task_options:
+            raise UsageError("--task.NAME needs --task FILE")
         return changed_run(self.preset, self.steps, optimizer, **changes), None
 
     def prepare(self, console: Console, config: RunConfig, checked: Checked | None) -> RunConfig:
@@ -206,8 +197,6 @@ class ManyRuns:
     """Runs or experiments at a time. Default: one per core or GPU; on a cluster, all."""
     record: Annotated[Path | None, unset(metavar="FILE")] = None
     """Append the runs to this JSONL table; run folders can then be deleted."""
-    verbose: Flag = False
-    """Print all tables with all columns."""
     cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
     """To train on a Slurm cluster."""
 
@@ -225,7 +214,7 @@ class ManyRuns:
         say(console, "")
         paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
         for table in tables:
-            print_table(console, table, verbose=self.verbose)
+            print_table(console, table)
         names = ", ".join(str(path.relative_to(folder)) for path in conclusion.paths)
         say(console, f"\nwrote {names} to {folder}{more}")
 
@@ -294,8 +283,7 @@ class Compare(ManyRuns, RunOptions):
             tune_lambda=self.tune_lambda,
             epochs=epochs,
         )
-        tables = conclusion.tables if self.verbose else conclusion.tables[:1]
-        self.conclude(console, conclusion, self.out, tables)
+        self.conclude(console, conclusion, self.out, conclusion.tables)
         ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
         self.add_to_record(console, ended, study="tasks" if self.task else "compare")
         return 0
@@ -396,7 +384,6 @@ def run(config: RunConfig, folder: Path) -> int:
     except Ending as error:
         # Only rank 0 reports what every rank knows.
         rank = speaker()
-        report_error(f"muonsw: {harmless(error)}")
         if rank is None or not known_to_all(error):
             print(f"muonsw: {rank or ''}{harmless(error)}", file=sys.stderr)
         return error.exit_code
@@ -447,13 +434,13 @@ class Check:
 
     file: Annotated[str, Positional, arg(metavar="FILE")]
     """Python file; it is executed with your permissions."""
-    task_options: Annotated[OmitArgPrefixes[TaskOptions], arg(name="task")] = field(default_factory=TaskOptions)
-    """How the task is built and evaluated."""
+    task_options: TaskOptions = ()
+    """An argument of its functions, such as `--task.depth 6`."""
     steps: Annotated[int | None, unset()] = None
     """Steps. Default: the task's."""
 
     def run(self) -> int:
-        config, checked = self.task_options.run_config(self.file, **user_options(self, "steps"))
+        config, checked = checked_task(self.file, self.task_options, **user_options(self, "steps"))
         introduce(Console(), config, checked)
         return 0
 
