@@ -269,7 +269,7 @@ class Compare(ManyRuns, RunOptions):
         arms, length = self._arms(base), f"{counted(base.steps, 'step')} of {seen}"
         workers = self.at_once(self.seeds * (len(arms) + self.control), self.device)
         prepare_folder(self.out)
-        names = ", ".join([*(arm.name for arm in arms), *[CONTROL] * self.control])
+        names = ", ".join(map(repr, [*(arm.name for arm in arms), *[CONTROL] * self.control]))
         seeds = f"{counted(self.seeds, 'seed')} each"
         paragraph(console, f"{names}; {seeds}: {length}, {workers} at a time, in {self.out}")
         conclusion = conduct(
