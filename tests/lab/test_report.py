@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import plotly.graph_objects
@@ -87,6 +88,8 @@ def test_only_the_first_tenth_of_a_run_may_be_cut_off():
     hidden = steps[(losses < low) | (losses > high)]
     assert hidden.size
     assert hidden.max() <= BEGINNING * 4000
+    few = replace(chart, curves=[Curve("run", "arm", [0, 10], [7.0, 5.0])])
+    assert without_beginning(few).y.limits[1] > 6.8, "the line itself stays visible"
 
 
 # Tables and order.

@@ -561,7 +561,7 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
 
     if diverged := " and ".join(result.arm.name for result in tuned if result.diverged):
         lines.append(f"Every lambda tried for {diverged} diverged: lower the learning rate.")
-    if edges := " and ".join(result.at(result.best).name for result in tuned if result.at_edge):
+    if edges := " and ".join(f"{result.arm.name} ({result.best:g})" for result in tuned if result.at_edge):
         lines.append(f"The best lambda of {edges} is at the edge of those tried; a better one may lie beyond.")
     rules = {arm.rule for arm in outcome.arms if arm.total_decay >= IDLE}
     if not tuned and len(rules) > 1 and not (advice and advice.verdict == "fine"):
@@ -625,14 +625,14 @@ def arms_table(outcome: Outcome) -> Table:
 
 def differences_table(differences: Sequence[Difference]) -> Table:
     """Show the paired differences of each arm from its baseline."""
-    columns = [Column("arm"), Column("minus"), Column("measure")]
-    columns += [Column(title, number=True) for title in ("difference", "95% t interval", "seed by seed")]
+    titles = ("difference", "95% t interval", "seed by seed")
+    columns = [Column("arms"), *(Column(title, number=True) for title in titles)]
     rows = []
     for each in differences:
         interval = each.interval if math.isfinite(each.mean) else None
         between = None if interval is None else f"[{signed(interval.low)}, {signed(interval.high)}]"
         by_seed = ", ".join(map(signed, each.values)) or None
-        rows.append((each.arm, each.baseline, each.measure, signed(each.mean), between, by_seed))
+        rows.append((f"{each.measure}: {each.arm} minus {each.baseline}", signed(each.mean), between, by_seed))
     note = "Final values, paired by seed. A negative difference of the loss is better."
     return Table("differences", "Paired difference", columns, rows, note)
 

@@ -205,11 +205,12 @@ def without_beginning(chart: Chart) -> Chart:
 
     The initial fall may be ten times as high as everything after it and would flatten the rest.
     """
-    points = [
-        (x >= BEGINNING * curve.x[-1], y) for curve in chart.curves for x, y in zip(curve.x, curve.y, strict=True)
-    ]
-    late = [y for is_late, y in points if is_late]
-    if not late or max(late) == max(y for _, y in points):
+    late: list[float] = []
+    for curve in chart.curves:
+        begin = BEGINNING * curve.x[-1]
+        late += [y for x, y in zip(curve.x, curve.y, strict=True) if x >= begin]
+        late.append(float(np.interp(begin, curve.x, curve.y)))  # there may be few evaluations
+    if not late or max(late) >= max(y for curve in chart.curves for y in curve.y):
         return chart
     margin = 0.04 * (max(late) - min(late)) or 0.01
     return replace(chart, y=replace(chart.y, limits=(min(late) - margin, max(late) + margin)))

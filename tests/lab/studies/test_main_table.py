@@ -95,7 +95,7 @@ def test_each_form_of_scaled_decay_is_judged_and_shown_next_to_its_control(bette
     assert (claims["w64-control"], claims["w64-group-control"]) == (verdict, verdict)
     assert (claims["w64-group-loss"], claims["w64-group-norm"]) == (verdict, verdict)
     (table,) = main_table.row_findings({Key(width=64): arms}, CPU).tables
-    assert {row[3] for row in table.rows} == {"-0.0500" if better == "scaled" else "+0.0500"}
+    assert {row[1] for row in table.rows} == {"-0.0500" if better == "scaled" else "+0.0500"}
 
 
 def test_printed_values_hold_where_they_are_met_and_fail_elsewhere():
