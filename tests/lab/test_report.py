@@ -19,7 +19,6 @@ from muonsw.lab.report import (
     Report,
     run_charts,
     runs_table,
-    settings_table,
     without_beginning,
     write_report,
 )
@@ -103,10 +102,9 @@ def test_tables_say_how_runs_ended(runs):
     assert first["final loss"] == f"{losses[-1]:.4f}"
     assert first["best loss"] == f"{losses.min():.4f}"
     assert first["weight RMS"] == f"{norms[-1]:#.3g}"
-    assert rows["scaled-1"][-1].text == "191 of 400 steps"
-    (settings,) = settings_table(runs)
-    assert settings.columns == ("run", "arm", "optimizer.decay", "seed")
-    assert [row[3] for row in settings.rows] == ["0", "1", "0", "1"]
+    assert rows["scaled-1"][-3].text == "191 of 400 steps"
+    assert [column.title for column in table.headings()[-2:]] == ["optimizer.decay", "seed"]
+    assert rows["scaled-1"][-2:] == ("scaled", "1")
 
 
 def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_last(runs, tmp_path):
@@ -118,8 +116,8 @@ def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_
     content = {"verdict": "Mine.", "claims": claims, "tables": [pairs], "details": [arms]}
     text = write_report(tmp_path / "report.html", "<script>", runs, **content).read_text(encoding="utf-8")
     assert len(scripts_of(text)) == 3, "a title is text"
-    ids = [attrs.get("id") for tag, attrs in elements_of(text) if tag in ("section", "details")]
-    assert ids == ["pairs", "figures", "arms", "runs", "settings", "claims"]
+    ids = [attrs.get("id") for tag, attrs in elements_of(text) if tag == "section"]
+    assert ids == ["pairs", "figures", "arms", "runs", "claims"]
     assert text.index('<p class="verdict fails">Mine.') < text.index('id="pairs"')
     rows = [row for row in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "statement" in row or "Table 1" in row]
     assert ["fails" in row for row in rows] == [True, False]

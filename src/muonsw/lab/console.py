@@ -80,7 +80,6 @@ class Table:
     columns: Sequence[Column | str]  # a string is a text column
     rows: Sequence[Sequence[Value | Cell]]  # None shows as a dash
     note: str = ""  # printed below the table
-    folded: bool = False  # whether it starts collapsed on a page
 
     def headings(self) -> list[Column]:
         """Return all columns as `Column`."""

@@ -92,8 +92,7 @@ def write_report(
 ) -> Path:
     """Write one HTML file that works offline, and return its path.
 
-    It shows the verdict, tables, figures, charts of the runs, details, tables of the runs, and claims, failed ones
-    first.
+    The verdict comes first, then tables, figures, charts of the runs, details, the runs, and claims.
     """
     check_target(path)
     # Imported here, because everything else in a report works without plotly.
@@ -108,7 +107,7 @@ def write_report(
     styles, counts, code = arm_styles(rules), Counter(run.arm for run in runs), _resource("report.js")
     charts, below = [*figures, *run_charts(runs)], [*details]
     if runs:
-        below += [runs_table(runs), *settings_table(runs)]
+        below.append(runs_table(runs))
     if claims:
         below.append(claims_table(claims))
     data = {
@@ -249,10 +248,14 @@ def thinned(points: Points, most: int) -> Points:
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
+    """Show how each run ended, and the settings that differ between runs."""
+    settings = [flatten(run.settings) for run in runs]
+    values = {key: [str(flat.get(key, MISSING)) for flat in settings] for key in sorted({*chain(*settings)} - {"arm"})}
+    differing = {key: those for key, those in values.items() if len(set(those)) > 1}
     numbers = ("final loss", "best loss", "weight RMS", "seconds")
     columns = [Column("run"), Column("arm"), *(Column(name, number=True) for name in numbers), Column("state")]
     rows = []
-    for run in runs:
+    for number, run in enumerate(runs):
         state = Cell("complete")
         if run.diverged is not None:
             state = Cell(f"diverged at step {run.diverged:,}", tone="fails")
@@ -260,18 +263,9 @@ def runs_table(runs: Sequence[Run]) -> Table:
             state = Cell(f"{run.steps:,} of {run.planned_steps:,} steps" if run.in_progress else f"{run.steps:,} steps")
         measured = decimals(run.final_loss), decimals(run.best_loss), norm_text(run.final_norm)
         seconds = round(run.seconds, 1) if math.isfinite(run.seconds) else None
-        rows.append((run.name, run.arm, *measured, seconds, state))
-    return Table("runs", "Runs", columns, rows, "Weight RMS: of the weights that decay, at the last sample.")
-
-
-def settings_table(runs: Sequence[Run]) -> list[Table]:
-    """Show the settings that differ between runs; no table if none do."""
-    flat = [flatten(run.settings) for run in runs]
-    columns = {key: [str(settings.get(key, MISSING)) for settings in flat] for key in sorted({*chain(*flat)})}
-    columns = {key: values for key, values in columns.items() if len(set(values)) > 1}
-    rows = list(zip((run.name for run in runs), *columns.values(), strict=True))
-    table = Table("settings", "What differs between the runs", ("run", *columns), rows, folded=True)
-    return [table] if columns else []
+        rows.append((run.name, run.arm, *measured, seconds, state, *(those[number] for those in differing.values())))
+    note = "Weight RMS: of the weights that decay, at the last sample."
+    return Table("runs", "Runs", [*columns, *map(Column, differing)], rows, note)
 
 
 # ---- Figures for plotly

@@ -342,14 +342,6 @@ def predicted_text(claim: Claim) -> str:
 
 
 def measured_text(claim: Claim) -> str:
-    """Format the measurement with its interval or, if a relative criterion judges it, its deviation.
-
-    Examples:
-        >>> measured_text(Claim("x", "", "", "", 2.0, 2.0001, Criterion.RELATIVE, 1e-3, ""))
-        '2.0001 (+5e-05)'
-    """
-    if claim.interval is None and claim.criterion is Criterion.RELATIVE and claim.predicted:
-        return f"{claim.measured:.6g} ({claim.measured / claim.predicted - 1.0:+.1g})"
     if claim.interval is None:
         return f"{claim.measured:.6g}"
     return f"{claim.measured:.4g} [{claim.interval.low:.4g}, {claim.interval.high:.4g}]"
