@@ -22,7 +22,6 @@ Value = str | float | int | None
 MISSING = "\N{EN DASH}"
 GAP = 2  # spaces between columns
 NARROWEST_TEXT = 20  # minimum width of a text column before it wraps
-LARGE = 1e6  # from here on, numbers have an exponent
 SECONDS_BETWEEN_LINES = 10.0  # when progress goes to a file
 TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
 
@@ -107,15 +106,13 @@ def show(value: Value) -> str:
 
 
 def decimals(value: float, digits: int = 4, sign: str = "") -> str:
-    """Format a number with this many decimals; from a million on (diverging runs), with as many significant digits.
+    """Format a number with this many decimals.
 
     Examples:
-        >>> decimals(0.5), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3), decimals(math.nan)
-        ('0.5000', '+2.00', '1.23e+20', '\N{EN DASH}')
+        >>> decimals(0.5), decimals(2.0, 2, sign="+"), decimals(math.nan)
+        ('0.5000', '+2.00', '\N{EN DASH}')
     """
-    if not math.isfinite(value):
-        return MISSING
-    return f"{value:{sign}.{digits}{'f' if abs(value) < LARGE else 'g'}}"
+    return f"{value:{sign}.{digits}f}" if math.isfinite(value) else MISSING
 
 
 def norm_text(norm: float) -> str:

@@ -291,17 +291,12 @@ class Compare(ManyRuns, RunOptions):
     def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
         """Set the formula's lambda unless the user gave one; print which lambda is used and whether it fits."""
         advice = advice_for(base, replace(base.optimizer, decay=SCALED), epochs)
-        planned = base.optimizer.weight_decay
-        if advice.low is None or advice.high is None:
-            say(console, f"lambda {planned:g}: {advice.answer}")
-        elif self.weight_decay is None:
+        if self.weight_decay is None and advice.low is not None and advice.high is not None:
             # The formula is good for two digits; from a range, take the geometric mean.
             lam = float(f"{math.sqrt(advice.low * advice.high):.2g}")
-            base = replace(base, optimizer=replace(base.optimizer, weight_decay=lam))
             say(console, f"lambda {lam:g}, by the formula of muonsw advise")
-        elif advice.verdict != "fine":
-            size = "large" if advice.verdict == "large" else "small"
-            say(console, f"lambda {planned:g}, as given, is {size} for this run. {advice.answer}")
+            return replace(base, optimizer=replace(base.optimizer, weight_decay=lam))
+        say(console, f"lambda {base.optimizer.weight_decay:g}: {advice.answer}")
         return base
 
     def _arms(self, base: RunConfig) -> tuple[Arm, ...]:
