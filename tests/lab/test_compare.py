@@ -223,7 +223,7 @@ def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path)
     where = f"'wild' diverged at step {data['arms'][2]['diverged']['0']} (seed 0)"
     assert conclusion.sentence.startswith(where)
     assert "'scaled' and 'constant'" in conclusion.sentence
-    assert conclusion.tables[0].rows[2][3].text == "diverged"
+    assert conclusion.tables[1].rows[2][3].text == "diverged"
     assert where in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert data["differences"][1]["mean"] is None
 

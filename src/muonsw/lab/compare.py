@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -109,7 +108,6 @@ class Conclusion:
     sentence: str  # the verdict
     tables: Sequence[Table]  # the most important one first
     paths: Sequence[Path]  # files written, the numbers first
-    seconds: float
     claims: Claims = field(default_factory=dict)  # of a study, by experiment
 
 
@@ -131,7 +129,6 @@ def conduct(
     is compared at its best lambda, searched on another seed. A run sees its text `epochs` times.
     """
     refuse_folder(folder / NUMBERS)
-    start = time.perf_counter()
     tuned = tune(train, base, arms, seed=seeds) if tune_lambda else []
     # The formula of `advise` covers plain Muon, and none of the user's tasks. The scaled arm is judged if there is one.
     covered = [
@@ -155,7 +152,7 @@ def conduct(
 
     outcome = compare(runs, pairs)
     sentence = verdict(outcome, tuned, advice)
-    tables = [arms_table(outcome), differences_table(outcome.differences), *([sweep_table(tuned)] if tuned else [])]
+    tables = [differences_table(outcome.differences), arms_table(outcome), *([sweep_table(tuned)] if tuned else [])]
     numbers = {
         "verdict": sentence,
         **asdict(outcome),
@@ -169,18 +166,10 @@ def conduct(
             for result in tuned
         ],
     }
-    seconds = time.perf_counter() - start
     written = write_json(folder / NUMBERS, numbers)
-    main, paired_differences, *more = tables
-    page = write_report(
-        folder / PAGE,
-        title,
-        list(chain(*runs.values())),
-        verdict=sentence,
-        tables=[paired_differences],
-        details=[main, *more],
-    )
-    return Conclusion(sentence, tables, [written, page], seconds)
+    every_run = list(chain(*runs.values()))
+    page = write_report(folder / PAGE, title, every_run, verdict=sentence, tables=tables[:1], details=tables[1:])
+    return Conclusion(sentence, tables, [written, page])
 
 
 # ---- Settings of arms, and what they mean for decay

@@ -53,10 +53,9 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     (folder,) = (tmp_path / "out/data").iterdir()
     lines = capsys.readouterr().out.splitlines()
     # The verdict, two tables, and where the files are.
-    title = lines.index("Arms")
-    assert "over 2 seeds" in lines[title - 2]
-    assert [line.split()[0] for line in lines[title + 1 : title + 4]] == ["arm", "constant", "scaled"]
-    assert "Paired difference" in lines
+    difference, arms = lines.index("Paired difference"), lines.index("Arms")
+    assert "over 2 seeds" in lines[difference - 2]
+    assert [line.split()[0] for line in lines[arms + 1 : arms + 4]] == ["arm", "constant", "scaled"]
     assert lines[-1] == "wrote outcome.json, report.html to out/compare"
     page = (tmp_path / "out/compare/report.html").read_text(encoding="utf-8")
     assert "<title>my notes.txt: 2 steps of " in page

@@ -212,7 +212,7 @@ class ManyRuns:
     ) -> None:
         """Print the verdict, these tables, and where the files are, followed by `more`."""
         say(console, "")
-        paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
+        paragraph(console, conclusion.sentence)
         for table in tables:
             print_table(console, table)
         names = ", ".join(str(path.relative_to(folder)) for path in conclusion.paths)

@@ -226,7 +226,7 @@ class Study:
                 figures=findings.charts,
             )
             paths.append(page)
-        return Conclusion(sentence, tables, paths, seconds, claims)
+        return Conclusion(sentence, tables, paths, claims)
 
 
 def usable_results(planned: Sequence[Comparison], results: Results) -> Results:
