@@ -113,7 +113,7 @@ def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_
         for name, measured in (("good", 1.01), ("bad", 2.0))
     }
     pairs, arms = (Table(name, name, ("a", "b"), [("x", 1.5)]) for name in ("pairs", "arms"))
-    content = {"verdict": "Mine.", "claims": claims, "tables": [pairs], "details": [arms]}
+    content = {"verdict": "Mine.", "claims": claims, "tables": [pairs, arms]}
     text = write_report(tmp_path / "report.html", "<script>", runs, **content).read_text(encoding="utf-8")
     assert len(scripts_of(text)) == 3, "a title is text"
     ids = [attrs.get("id") for tag, attrs in elements_of(text) if tag == "section"]

@@ -167,8 +167,7 @@ def conduct(
         ],
     }
     written = write_json(folder / NUMBERS, numbers)
-    every_run = list(chain(*runs.values()))
-    page = write_report(folder / PAGE, title, every_run, verdict=sentence, tables=tables[:1], details=tables[1:])
+    page = write_report(folder / PAGE, title, list(chain(*runs.values())), verdict=sentence, tables=tables)
     return Conclusion(sentence, tables, [written, page])
 
 

@@ -87,12 +87,11 @@ def write_report(
     verdict: str = "",
     tables: Sequence[Table] = (),
     figures: Sequence[Chart] = (),
-    details: Sequence[Table] = (),
     claims: Claims | None = None,
 ) -> Path:
     """Write one HTML file that works offline, and return its path.
 
-    The verdict comes first, then tables, figures, charts of the runs, details, the runs, and claims.
+    The verdict comes first, then the first table, figures, charts of the runs, the other tables, runs and claims.
     """
     check_target(path)
     # Imported here, because everything else in a report works without plotly.
@@ -105,7 +104,7 @@ def write_report(
     for curve in chain(*(chart.curves for chart in figures)):
         rules.setdefault(curve.arm, curve.arm)
     styles, counts, code = arm_styles(rules), Counter(run.arm for run in runs), _resource("report.js")
-    charts, below = [*figures, *run_charts(runs)], [*details]
+    charts, below = [*figures, *run_charts(runs)], [*tables[1:]]
     if runs:
         below.append(runs_table(runs))
     if claims:
@@ -122,7 +121,7 @@ def write_report(
         title=title,
         verdict=verdict,
         failed=any_failed(claims or {}),
-        above=tables,
+        above=tables[:1],
         charts=charts,
         below=below,
         short=SHORT,
