@@ -294,12 +294,12 @@ def test_the_verdict_follows_the_interval():
 
 def test_the_verdict_judges_lambda_unless_arms_have_their_own():
     gain = minus(GAINS)
-    for lam, words in ((1.0, "too large"), (0.27, "fits"), (0.1, "small")):
+    for lam, words in ((1.0, "favours the rule"), (0.27, "lambda is fine"), (0.1, "Try lambda")):
         advice = advice_for(replace(small_run(), steps=420), OptimizerConfig(weight_decay=lam), 1.0)
         text = verdict(Outcome(tuple(replace(each, weight_decay=lam) for each in BOTH), (gain,)), advice=advice)
         assert words in text
-        assert ("--tune-lambda" in text) == (words != "fits")
-    assert "Lambda" not in verdict(Outcome((BOTH[0], replace(BOTH[1], weight_decay=0.5)), (gain,)), advice=advice)
+        assert ("--tune-lambda" in text) == (lam != 0.27)
+    assert "Try" not in verdict(Outcome((BOTH[0], replace(BOTH[1], weight_decay=0.5)), (gain,)), advice=advice)
 
 
 @pytest.mark.parametrize(("left", "share"), [(0.2, "80%"), (1.0, "0%"), (-0.3, "100%")])

@@ -455,8 +455,9 @@ class Outcome:
 def compare(runs: Runs, pairs: Sequence[tuple[str, str]] = ()) -> Outcome:
     """Summarize the runs of several arms; by default, the first arm is the baseline of the others."""
     first, *others = runs
-    found = [differences(runs[arm], runs[base]) for arm, base in pairs or [(other, first) for other in others]]
-    return Outcome(tuple(map(arm_outcome, runs.values())), tuple(chain(*found)), runs[first][0].unit)
+    pairs = pairs or [(other, first) for other in others]
+    compared = chain(*(differences(runs[arm], runs[baseline]) for arm, baseline in pairs))
+    return Outcome(tuple(map(arm_outcome, runs.values())), tuple(compared), runs[first][0].unit)
 
 
 def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
@@ -480,12 +481,12 @@ def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
 def differences(arm: Sequence[Run], baseline: Sequence[Run]) -> list[Difference]:
     """Compare two arms on the seeds that both completed: first the final loss, then every metric."""
     seeds = tuple(run.seed for run, _ in pairs_by_seed(arm, baseline))
-    found = []
     measures: dict[str, Measure] = {LOSS: attrgetter("final_loss"), **metrics_of([*arm, *baseline])}
+    result = []
     for name, measure in measures.items():
         values = tuple(paired(arm, baseline, measure))
-        found.append(Difference(arm[0].arm, baseline[0].arm, name, seeds, values, mean(values), interval_of(values)))
-    return found
+        result.append(Difference(arm[0].arm, baseline[0].arm, name, seeds, values, mean(values), interval_of(values)))
+    return result
 
 
 def describe_divergence(steps: Mapping[int, int]) -> str:
@@ -534,9 +535,9 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
         lines.append(f"{idle} Raise lambda or train longer.")
     elif known:
         lines.append(f"Decay matters in this run: total decay is {totals}.")
-    lambdas = {arm.weight_decay for arm in outcome.arms if arm.name != CONTROL}
-    if advice is not None and len(lambdas) == 1:
-        lines.append(_judge_lambda(lambdas.pop(), advice))
+    if advice and advice.verdict and len({arm.weight_decay for arm in outcome.arms if arm.name != CONTROL}) == 1:
+        favours = "Too large a lambda favours the rule that decays less." if advice.verdict == "large" else ""
+        lines += [advice.answer, favours]
 
     lines += [_describe(difference, outcome.unit) for difference in outcome.differences]
     # The share of the gain that constant decay with the same total has too.
@@ -555,18 +556,6 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
     if not tuned and len(rules) > 1 and not (advice and advice.verdict == "fine"):
         lines.append("The answer may differ at another lambda: --tune-lambda compares each rule at its best.")
     return " ".join(filter(None, lines))
-
-
-def _judge_lambda(lam: float, advice: Advice) -> str:
-    """Judge whether lambda fits the length of the run; empty if unknown."""
-    if advice.verdict == "fine":
-        return f"Lambda {lam:g} fits this length."
-    better = ""
-    if advice.low is not None and advice.high is not None:
-        better = f" (try {advice.low:.2g}{'' if advice.low == advice.high else f' to {advice.high:.2g}'})"
-    if advice.verdict == "large":
-        return f"Lambda {lam:g} is too large for this length{better}, which favours the rule that decays less."
-    return f"Lambda {lam:g} is small for this length{better}." if better else ""
 
 
 def _describe(difference: Difference, unit: str) -> str:
