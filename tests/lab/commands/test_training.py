@@ -215,11 +215,14 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
 def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):
     path = task_file(tmp_path, more="SETTINGS = {'steps': 5, 'lr': 0.01, 'shape': 'constant', 'betas': [0.8, 0.9]}\n")
     options = ["--lr", "0.02", "--precision", "bfloat16", "--accumulation", "2", "--strategy", "fsdp"]
+    options += ["--arm", "normuon/constant,adam_lr=0.005"]
     assert main(["train", "--task", str(path), *options]) == 0
     settings = json.loads((tmp_path / "out/train/small_task/config.json").read_text(encoding="utf-8"))
     assert (settings["steps"], settings["optimizer"]["lr"], settings["schedule"]["shape"]) == (5, 0.02, "constant")
     assert (settings["precision"], settings["accumulation"], settings["batch"]) == ("bfloat16", 2, 12)
     assert settings["parallel"]["strategy"] == "fsdp"
+    chosen = {"preset": "normuon", "decay": "constant", "adam_lr": 0.005}
+    assert {name: settings["optimizer"][name] for name in chosen} == chosen
     assert main(["train", "--task", str(path), "--lr", "0.02", "--accumulation", "2", "--precision", "float32"]) == 2
 
 

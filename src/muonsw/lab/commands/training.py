@@ -127,12 +127,10 @@ class RunOptions:
     task_options: TaskOptions = ()
     """With --task, an argument of its functions, such as `--task.depth 6`."""
 
-    def run_config(
-        self, runs: Iterable[Path], optimizer: dict[str, Any], **changes: Any
-    ) -> tuple[RunConfig, Checked | None]:
+    def run_config(self, runs: Iterable[Path], **changes: Any) -> tuple[RunConfig, Checked | None]:
         """The run that the options describe, without tokens, and the result of checking its task."""
         changes |= user_options(self, "accumulation", "checkpoint_every", "telemetry_every", "device", "precision")
-        optimizer |= user_options(self, "lr", "weight_decay")
+        optimizer = user_options(self, "lr", "weight_decay")
         if self.task is not None:
             for option in changed(self):
                 if option in ("--preset", "--data", "--text", "--config", "--batch"):
@@ -255,7 +253,7 @@ class Compare(ManyRuns, RunOptions):
         console, epochs = Console(), 1.0
         # One thread per run: results then do not depend on the number of workers.
         threads = {"threads": 1} if self.cluster.device_type(self.device) == "cpu" else {}
-        base, checked = self.run_config(sorted((self.out / "runs").glob("*")), {}, **threads)
+        base, checked = self.run_config(sorted((self.out / "runs").glob("*")), **threads)
         self._arms(base)  # raises before tokens are prepared
         base = self.prepare(console, base, checked)
         if self.task is not None:
@@ -330,13 +328,8 @@ class Train(RunOptions):
     """Folder of the run. Default: out/train/ and the name of the preset, task or config."""
     config: Annotated[Path | None, unset(metavar="FILE")] = None
     """Train from a run's config.json; its task file, if any, is executed. Combine only with --out and --strategy."""
-    algorithm: Annotated[str | None, unset()] = None
-    """muon (with AdamW for everything but hidden matrices) or adamw."""
-    decay: Annotated[str | None, unset(help=f"Decay rule: {', '.join(DECAY_RULES)}.")] = None
-    muon_lr: Annotated[str | None, unset()] = None
-    """How muP scales Muon's learning rate with width: adam, sqrt or none."""
-    peak: Annotated[str | None, unset()] = None
-    """Peak that scaled decay divides by: group (after muP scales it) or base (before)."""
+    arm: Annotated[str | None, unset()] = None
+    """Decay rule, optimizer preset or both, with settings, as for `muonsw compare --arms`. Default: the preset's."""
     batch: Annotated[int | None, unset()] = None
     """Sequences per step. Default: the preset's. A task sets its own batch size."""
     seed: int = 0
@@ -357,9 +350,10 @@ class Train(RunOptions):
             config = read_config_file(self.config)
         else:
             console = Console(quiet=speaker() is not None)  # only rank 0 prints
-            optimizer = user_options(self, "algorithm", "decay", "muon_lr", "peak")
             changes = user_options(self, "batch", "seed", "tensorboard", "wandb")
-            config, checked = self.run_config([folder], optimizer, **changes)
+            config, checked = self.run_config([folder], **changes)
+            if self.arm is not None:
+                config = replace(config, optimizer=parse_arm(self.arm, config.optimizer).optimizer)
             if config.task is None:
                 refuse_too_much_decay(config, config.optimizer)
             resolve_device(config.device)
