@@ -247,8 +247,6 @@ def student_t_cdf(t: float, freedom: int) -> float:
 @lru_cache
 def student_t_quantile(probability: float, freedom: int) -> float:
     """Find the quantile of Student's t by bisection, for a probability of at least one half."""
-    if not 0.5 <= probability < 1.0 or freedom < 1:
-        raise ValueError(f"no t quantile for probability {probability} and {freedom} degrees of freedom")
     low, high = 0.0, 1.0
     while student_t_cdf(high, freedom) < probability:
         high *= 2.0
