@@ -20,18 +20,17 @@ from muonsw.lab.compare import (
     FACTORS,
     Arm,
     ArmOutcome,
+    Difference,
     Key,
     Outcome,
-    PairOutcome,
-    advise_arm,
+    advice_for,
     by_arm,
     compare,
     conduct,
     decay_factors,
-    pairs_table,
+    differences_table,
     parse_arm,
     same_total,
-    steps_to_match,
     sweep_table,
     train_all,
     tune,
@@ -81,7 +80,10 @@ def test_an_arm_has_one_name_and_one_config():
         ("saop/constant", "did you mean 'soap'"),
         ("soap,momentum=0.9", "decides momentum"),
         ("scaled,weight_decay", "setting=value"),
-        ("scaled,betas=0.9", "settings algorithm, lr"),
+        ("scaled,lr=0.1,lr=0.2", "once"),
+        ("scaled,decay=constant", "once"),
+        ("scaled,learning_rate=0.1", "unknown setting optimizer.learning_rate"),
+        ("scaled,betas=0.9", "must be a list"),
         ("scaled,lr=fast", "lr='fast' must be of type float"),
         ("scaled,lr=NaN", "lr"),
     ],
@@ -102,13 +104,14 @@ def test_the_control_has_the_total_decay_of_the_scaled_arm():
 
 def arm(name, rule, **values):
     known = {"seeds": (0, 1, 2), "final": (3.0,) * 3, "best": (3.0,) * 3, "norm": (0.1,) * 3}
-    known |= {"norm_change": (-0.5,) * 3, "total_decay": 5.0, "diverged": {}, "weight_decay": 1.0}
+    known |= {"total_decay": 5.0, "diverged": {}, "weight_decay": 1.0}
     return ArmOutcome(name, rule, **known | values)
 
 
-def pair(differences, match=(0.8, 0.8, 0.8), baseline="constant"):
-    interval = t_interval(torch.tensor(differences, dtype=torch.float64))
-    return PairOutcome(differences, sum(differences) / len(differences), interval, baseline, "scaled", (0, 1, 2), match)
+def minus(values, baseline="constant", measure="loss"):
+    """The difference of scaled decay from a baseline."""
+    interval = t_interval(torch.tensor(values, dtype=torch.float64))
+    return Difference("scaled", baseline, measure, (0, 1, 2), values, sum(values) / len(values), interval)
 
 
 BOTH = (arm("constant", "constant"), arm("scaled", "scaled"))
@@ -129,11 +132,11 @@ def test_a_comparison_is_paired_by_seed_and_leaves_out_diverged_runs():
     runs["scaled"][3] = ended("scaled", 3, loss=None, diverged=7)
     runs["constant"][0] = ended("constant", 0, loss=3.0, skipped=9)
     outcome = compare(runs)
-    (difference,) = outcome.pairs
+    (difference,) = outcome.differences
     assert (difference.baseline, difference.arm, difference.seeds) == ("constant", "scaled", (0, 1, 2))
-    assert difference.differences == pytest.approx([-0.1, -0.2, -0.05])
+    assert difference.values == pytest.approx([-0.1, -0.2, -0.05])
     assert difference.mean == pytest.approx(-0.35 / 3)
-    assert difference.interval == t_interval(torch.tensor(difference.differences, dtype=torch.float64))
+    assert difference.interval == t_interval(torch.tensor(difference.values, dtype=torch.float64))
     assert [arm.diverged for arm in outcome.arms] == [{}, {3: 7}]
     assert outcome.arms[0].skipped == {0: 9}
 
@@ -149,20 +152,11 @@ def test_a_metric_that_ends_without_a_number_is_not_replaced_by_an_earlier_one()
     }
     outcome = compare(runs)
     assert outcome.arms[0].metrics == {"accuracy": ends["constant"]}
-    (metric,) = outcome.pairs[0].metrics.values()
-    assert metric.differences == pytest.approx((3.0, math.nan, 3.0), nan_ok=True)
-    assert pairs_table(outcome.pairs).rows[0][-1] is None
-
-
-def test_steps_to_match_interpolates_between_evaluations():
-    def run(name, *evals):
-        return ended(name, 0, evals=evals)
-
-    baseline = run("constant", (0, 5.0), (50, 3.0), (100, 3.2))
-    assert steps_to_match(baseline, run("scaled", (0, 5.0), (20, 4.0), (40, 2.0))) == pytest.approx(30 / 50)
-    assert steps_to_match(baseline, run("scaled", (0, 5.0), (100, 3.1))) is None
-    assert steps_to_match(baseline, run("scaled", (10, 2.0), (20, 1.0))) == 10 / 50
-    assert steps_to_match(run("constant"), baseline) is None
+    loss, metric = outcome.differences
+    assert (loss.measure, metric.measure) == ("loss", "accuracy")
+    assert metric.values == pytest.approx((3.0, math.nan, 3.0), nan_ok=True)
+    assert differences_table(outcome.differences).rows[1][2] is None
+    assert "accuracy" not in verdict(outcome)
 
 
 # Whole comparisons.
@@ -229,9 +223,9 @@ def test_an_arm_that_diverged_is_in_the_verdict_the_table_and_the_page(tmp_path)
     where = f"'wild' diverged at step {data['arms'][2]['diverged']['0']} (seed 0)"
     assert conclusion.sentence.startswith(where)
     assert "'scaled' and 'constant'" in conclusion.sentence
-    assert conclusion.tables[0].rows[2][4].text == "diverged"
+    assert conclusion.tables[1].rows[2][3].text == "diverged"
     assert where in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert data["pairs"][1]["mean"] is None
+    assert data["differences"][1]["mean"] is None
 
 
 def test_numbers_have_every_lambda_tried_and_the_control_as_baseline_of_the_scaled_arm(tmp_path):
@@ -242,7 +236,7 @@ def test_numbers_have_every_lambda_tried_and_the_control_as_baseline_of_the_scal
         assert numbers(run, "result.json")["final_loss"] == tried["final"]
     constant, scaled, control = (each["name"] for each in data["arms"])
     assert control == CONTROL
-    assert [(each["baseline"], each["arm"]) for each in data["pairs"]] == [(constant, scaled), (control, scaled)]
+    assert [(each["baseline"], each["arm"]) for each in data["differences"]] == [(constant, scaled), (control, scaled)]
     assert data["arms"][2]["total_decay"] == pytest.approx(data["arms"][1]["total_decay"])
 
 
@@ -275,7 +269,7 @@ def test_a_search_stops_before_a_step_removes_the_weight_or_if_every_lambda_dive
     base, optimizer = tiny_run(steps=4), replace(ARMS[1].optimizer, weight_decay=1.0)
     strong = replace(optimizer, weight_decay=0.4 / max(decay_factors(base, optimizer)))
     (result,), _ = search(lambda lam: -lam, [Arm("strong", strong)])
-    assert 0.5 < max(decay_factors(base, result.best_arm.optimizer)) <= 1.0
+    assert 0.5 < max(decay_factors(base, result.at(result.best).optimizer)) <= 1.0
 
     (result,), calls = search(lambda _: math.nan)
     assert [len(call.arms) for call in calls] == [len(FACTORS)]
@@ -287,35 +281,34 @@ def test_a_search_stops_before_a_step_removes_the_weight_or_if_every_lambda_dive
 
 
 def test_the_verdict_follows_the_interval():
-    clear = verdict(Outcome(BOTH, (pair(GAINS),)))
-    assert "'scaled' ended lower than 'constant' over 3 seeds (-0.1000 nats" in clear
-    assert "80% of the steps" in clear
-    worse = verdict(Outcome(BOTH, (pair((0.10, 0.11, 0.09)),)))
-    assert "'scaled' ended higher" in worse
-    assert "80%" not in worse
-    unsure = verdict(Outcome(BOTH, (pair((-0.10, 0.11, -0.09)),)))
-    assert "No significant difference" in unsure
-    alone = PairOutcome((0.0,), 0.0, None, "constant", "scaled", (0,), (1.0,))
+    clear = verdict(Outcome(BOTH, (minus(GAINS), minus(tuple(-gain for gain in GAINS), measure="accuracy"))))
+    assert "'scaled' ended with a lower loss than 'constant' over 3 seeds (-0.1000 nats" in clear
+    assert "'scaled' ended with a higher accuracy than 'constant' over 3 seeds (+0.1000, " in clear
+    unsure = verdict(Outcome(BOTH, (minus((-0.10, 0.11, -0.09)),)))
+    assert "No significant difference in loss" in unsure
+    alone = Difference("scaled", "constant", "loss", (0,), (0.0,), 0.0, None)
     assert "one seed gives no error bar" in verdict(Outcome(BOTH, (alone,)))
+    lost = Difference("scaled", "constant", "loss", (), (), math.nan, None)
+    assert "no seed completed in both" in verdict(Outcome(BOTH, (lost,)))
 
 
 def test_the_verdict_judges_lambda_unless_arms_have_their_own():
-    gain = pair(GAINS)
-    for lam, words in ((1.0, "too large"), (0.27, "fits"), (0.1, "small")):
-        advice = advise_arm(replace(small_run(), steps=420), Arm("", OptimizerConfig(weight_decay=lam)), 1.0)
+    gain = minus(GAINS)
+    for lam, words in ((1.0, "favours the rule"), (0.27, "lambda is fine"), (0.1, "Try lambda")):
+        advice = advice_for(replace(small_run(), steps=420), OptimizerConfig(weight_decay=lam), 1.0)
         text = verdict(Outcome(tuple(replace(each, weight_decay=lam) for each in BOTH), (gain,)), advice=advice)
         assert words in text
-        assert ("--tune-lambda" in text) == (words != "fits")
-    assert "Lambda" not in verdict(Outcome((BOTH[0], replace(BOTH[1], weight_decay=0.5)), (gain,)), advice=advice)
+        assert ("--tune-lambda" in text) == (lam != 0.27)
+    assert "Try" not in verdict(Outcome((BOTH[0], replace(BOTH[1], weight_decay=0.5)), (gain,)), advice=advice)
 
 
 @pytest.mark.parametrize(("left", "share"), [(0.2, "80%"), (1.0, "0%"), (-0.3, "100%")])
 def test_the_verdict_says_how_much_of_a_gain_is_less_decay(left, share):
     arms = (*BOTH, arm(CONTROL, "constant", total_decay=3.6))
-    against_control = pair(tuple(left * gain for gain in GAINS), baseline=CONTROL)
-    text = verdict(Outcome(arms, (pair(GAINS), against_control)))
+    against_control = minus(tuple(left * gain for gain in GAINS), baseline=CONTROL)
+    text = verdict(Outcome(arms, (minus(GAINS), against_control)))
     assert f"{share} of the gain is explained" in text
-    unsure = verdict(Outcome(arms, (pair((-0.10, 0.11, -0.09)), against_control)))
+    unsure = verdict(Outcome(arms, (minus((-0.10, 0.11, -0.09)), against_control)))
     assert "explained" not in unsure
 
 
@@ -327,4 +320,4 @@ def test_the_verdict_begins_with_lost_seeds_and_skipped_steps_or_whether_decay_c
         ({"seeds": (0, 2), "final": (3.0, 3.1), "diverged": {1: 40}}, "'scaled' diverged at step 40 (seed 1)"),
     ):
         arms = arm("constant", "constant", total_decay=0.1), arm("scaled", "scaled", **changes)
-        assert verdict(Outcome(arms, (pair(GAINS),))).startswith(beginning)
+        assert verdict(Outcome(arms, (minus(GAINS),))).startswith(beginning)

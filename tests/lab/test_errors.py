@@ -1,14 +1,11 @@
-"""A rank exits cleanly, and torchrun reports its error last."""
+"""A rank exits cleanly."""
 
-import json
 import os
 import socket
 import subprocess
 import sys
 
 import pytest
-
-from muonsw.lab.errors import ERROR_FILE, report_error
 
 # Rank 0 exits while a gloo thread waits for the GIL, to release a tensor of a finished collective.
 ENDING = """
@@ -48,13 +45,3 @@ def test_a_rank_ends_with_its_code_whatever_threads_of_gloo_still_do():
     (printed, errors), _ = [rank.communicate(timeout=120) for rank in ranks]
     assert ranks[0].returncode == 5, errors
     assert printed == "done printed at exit\n"
-
-
-def test_the_launcher_reads_the_error_as_torch_writes_one(tmp_path, monkeypatch):
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    report_error("muonsw: choose a multiple")
-    assert json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))
-    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
-    assert str(ChildFailedError("run", {0: failure})).splitlines()[-2].endswith("muonsw: choose a multiple")

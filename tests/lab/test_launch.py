@@ -119,10 +119,8 @@ def test_a_run_that_diverges_does_not_end_the_others_and_is_not_tried_again(tmp_
 
     before, shown = written(), StringIO()
     run(jobs, console=Console(file=shown, width=200))
-    assert "1 of 2 runs diverged earlier; --retry-diverged" in shown.getvalue()
+    assert "1 of 2 runs diverged earlier" in shown.getvalue()
     assert written() == before
-    run(jobs, retry_diverged=True)
-    assert {name for name, _ in written().items() ^ before.items()} == {"wild"}
 
 
 def test_a_run_that_cannot_start_is_named_and_the_others_are_saved(tmp_path):

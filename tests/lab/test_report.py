@@ -5,24 +5,21 @@ import hashlib
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import plotly.graph_objects
 import pytest
 
-from muonsw.lab.charts import HUES, Axis, Chart, Curve, LegendEntry
+from muonsw.lab.charts import HUES, Axis, Chart, Curve
 from muonsw.lab.console import Table
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report import (
     BEGINNING,
-    Group,
     Report,
-    differences_table,
-    loss_axis,
-    origin_table,
     run_charts,
     runs_table,
-    summary,
+    without_beginning,
     write_report,
 )
 from muonsw.lab.runs import load_runs
@@ -71,7 +68,7 @@ def data_of(text):
 
 
 def test_every_point_of_a_curve_is_a_value_of_its_run(runs):
-    charts = {chart.name: chart for chart in run_charts(Group(runs))}
+    charts = {chart.name: chart for chart in run_charts(runs)}
     by_label = {curve.label: curve for curve in charts["weight-norm"].curves}
     for run in runs:
         recorded = dict(zip(*(column.tolist() for column in run.norms), strict=True))
@@ -85,32 +82,29 @@ def test_every_point_of_a_curve_is_a_value_of_its_run(runs):
 def test_only_the_first_tenth_of_a_run_may_be_cut_off():
     steps = np.arange(0, 4001, 333)
     losses = 3.0 + 7.0 * np.exp(-10.0 * steps / 4000)
-    low, high = loss_axis([Curve("run", "arm", steps.tolist(), losses.tolist())], []).limits
+    chart = Chart("loss", "Loss", [Curve("run", "arm", steps.tolist(), losses.tolist())])
+    low, high = without_beginning(chart).y.limits
     hidden = steps[(losses < low) | (losses > high)]
     assert hidden.size
     assert hidden.max() <= BEGINNING * 4000
+    few = replace(chart, curves=[Curve("run", "arm", [0, 10], [7.0, 5.0])])
+    assert without_beginning(few).y.limits[1] > 6.8, "the line itself stays visible"
 
 
 # Tables and order.
 
 
 def test_tables_say_how_runs_ended(runs):
-    group = Group(runs)
-    table = runs_table(group)
+    table = runs_table(runs)
     rows = {row[0]: row for row in table.rows}
     first = dict(zip((column.title for column in table.headings()), rows["constant-0"], strict=True))
     losses, norms = runs[0].evals["loss"], runs[0].norms[1]
     assert first["final loss"] == f"{losses[-1]:.4f}"
     assert first["best loss"] == f"{losses.min():.4f}"
     assert first["weight RMS"] == f"{norms[-1]:#.3g}"
-    change = float(first["change since largest"].removesuffix("%"))
-    assert change == pytest.approx(100 * (norms[-1] / norms.max() - 1), abs=0.5)
-    assert rows["scaled-1"][-1].text == "191 of 400 steps"
-    (differences,), (origin,) = differences_table(group), origin_table(group)
-    assert differences.columns == ("run", "arm", "optimizer.decay", "seed")
-    assert [row[3] for row in differences.rows] == ["0", "1", "0", "1"]
-    assert ("torch", "2.13.0") in [tuple(row) for row in origin.rows]
-    assert f"{np.median([run.final_loss for run in runs[:2]]):.4f} (" in summary(group)
+    assert rows["scaled-1"][-3].text == "191 of 400 steps"
+    assert [column.title for column in table.headings()[-2:]] == ["optimizer.decay", "seed"]
+    assert rows["scaled-1"][-2:] == ("scaled", "1")
 
 
 def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_last(runs, tmp_path):
@@ -119,11 +113,11 @@ def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_
         for name, measured in (("good", 1.01), ("bad", 2.0))
     }
     pairs, arms = (Table(name, name, ("a", "b"), [("x", 1.5)]) for name in ("pairs", "arms"))
-    content = {"verdict": "Mine.", "claims": claims, "tables": [pairs], "details": [arms]}
+    content = {"verdict": "Mine.", "claims": claims, "tables": [pairs, arms]}
     text = write_report(tmp_path / "report.html", "<script>", runs, **content).read_text(encoding="utf-8")
     assert len(scripts_of(text)) == 3, "a title is text"
-    ids = [attrs.get("id") for tag, attrs in elements_of(text) if tag in ("section", "details")]
-    assert ids == ["pairs", "figures", "arms", "runs", "differences", "origin", "claims"]
+    ids = [attrs.get("id") for tag, attrs in elements_of(text) if tag == "section"]
+    assert ids == ["pairs", "figures", "arms", "runs", "claims"]
     assert text.index('<p class="verdict fails">Mine.') < text.index('id="pairs"')
     rows = [row for row in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "statement" in row or "Table 1" in row]
     assert ["fails" in row for row in rows] == [True, False]
@@ -138,16 +132,18 @@ def test_a_report_without_runs_shows_what_it_is_given(tmp_path):
     assert data["arms"][0]["colour"] == HUES["scaled"]
 
 
-def test_a_telemetry_file_makes_a_report(runs, tmp_path):
-    file = tmp_path / "telemetry.jsonl"
-    lines = (runs[0].path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")
-    group = Group(load_runs([file]))
-    assert [chart.name for chart in run_charts(group)] == [
-        "weight-norm", "alignment", "relative-update", "learning-rate", "decay"
-    ]  # fmt: skip
-    assert summary(group) == "telemetry."
-    assert group.arms == [LegendEntry("telemetry", "constant", 1)]
+def test_a_telemetry_file_makes_a_report_and_a_run_without_an_arm_is_one(runs, tmp_path):
+    files = [tmp_path / name / "telemetry.jsonl" for name in "ab"]
+    for file, run in zip(files, runs[::2], strict=True):
+        file.parent.mkdir()
+        lines = (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")
+    assert Report(tuple(files), out=tmp_path / "page.html").run() == 0
+    data = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert [figure["name"] for figure in data["figures"]] == ["weight-norm", "decay"]
+    assert {arm["name"]: arm["colour"] for arm in data["arms"]} == dict(
+        zip(map(str, files), HUES.values(), strict=True)
+    )
 
 
 # The command.

@@ -83,7 +83,7 @@ def test_failures_come_first_then_undecided_claims():
     assert any_failed({"a": [bad]})
     assert not any_failed({"a": [good, unsure]})
     assert count_verdicts([good, good]).startswith("All 2 claims hold")
-    assert count_verdicts([good, unsure]).startswith("No claim failed; 1 of 2")
+    assert count_verdicts([good, unsure]) == "1 of 2 claims are undecided."
     assert count_verdicts([bad, unsure]).startswith("1 of 2 claims FAILED")
 
 
@@ -99,7 +99,7 @@ def test_a_claim_is_plain_data():
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["verdict"] == "fails"
     assert data["measured"] is None
-    assert data["comparison"] == "at most"
+    assert data["criterion"] == "at most"
 
 
 @pytest.mark.parametrize(

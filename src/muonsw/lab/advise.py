@@ -79,7 +79,7 @@ class Advise:
     warmup_steps: Annotated[int | None, unset(metavar="N")] = None
     """Steps of warmup. Default: the paper's rule."""
     base_lr: Annotated[float | None, unset(metavar="LR")] = None
-    """The peak before muP divides it, if scaled decay divides by that one (`train --peak base`)."""
+    """The peak before muP divides it, if scaled decay divides by that one (`--arm scaled,peak=base`)."""
     algorithm: Literal["muon", "adamw"] = "muon"
     """The optimizer of these matrices."""
     training: Literal["pretraining", "finetuning", "lora", "dpo", "bert"] = "pretraining"

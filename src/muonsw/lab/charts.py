@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,15 +74,6 @@ class Chart:
     levels: Sequence[Level] = ()
 
 
-@dataclass(frozen=True)
-class LegendEntry:
-    """An arm in the legend."""
-
-    name: str
-    rule: str = ""  # the decay rule, which sets the hue
-    runs: int = 1  # number of runs
-
-
 # ---- The style
 
 FONT_SIZE = 12.0
@@ -102,32 +94,30 @@ class ArmStyle(NamedTuple):
     marker: str
 
 
-def arm_styles(arms: Sequence[LegendEntry]) -> dict[str, ArmStyle]:
-    """Choose a style per arm: the rule sets the hue, and more arms of the same rule are shaded and dashed.
+def arm_styles(rules: Mapping[str, str]) -> dict[str, ArmStyle]:
+    """Choose a style for each arm by its rule, which sets the hue; more arms of a rule are shaded and dashed.
 
     Examples:
-        >>> arm_styles([LegendEntry("a", "scaled"), LegendEntry("b", "scaled")])["b"]
+        >>> arm_styles({"a": "scaled", "b": "scaled"})["b"]
         ArmStyle(colour='#814210', dash='dashdot', marker='s')
     """
-    rules = [arm.rule for arm in arms]
-    further = list(dict.fromkeys(rule for rule in rules if rule not in HUES))
-    styles = {}
-    for place, (arm, rule) in enumerate(zip(arms, rules, strict=True)):
+    further = list(dict.fromkeys(rule for rule in rules.values() if rule not in HUES))
+    styles: dict[str, ArmStyle] = {}
+    seen = Counter[str]()
+    for arm, rule in rules.items():
         hue = HUES[rule] if rule in HUES else FURTHER[further.index(rule) % len(FURTHER)]
-        share, dash = SHADES[rules[:place].count(rule) % len(SHADES)]
+        share, dash = SHADES[seen[rule] % len(SHADES)]
         parts = [(int(hue[k : k + 2], 16), int(TEXT[k : k + 2], 16)) for k in (1, 3, 5)]
         mixed = "".join(f"{round((1.0 - share) * a + share * b):02X}" for a, b in parts)
-        styles[arm.name] = ArmStyle(f"#{mixed}", dash, MARKERS[place % len(MARKERS)])
+        styles[arm] = ArmStyle(f"#{mixed}", dash, MARKERS[len(styles) % len(MARKERS)])
+        seen[rule] += 1
     return styles
 
 
 # ---- PNG and SVG
 
-# Size of a panel in inches, by the number of columns.
-PANELS = {1: (8.0, 4.9), 2: (5.75, 4.6)}
-SMALL = (3.5, 3.2)
+WIDTH, HEIGHT = 4.2, 3.6  # of a panel in inches
 LETTER, HANDLE = 0.083, 0.55  # inches of a letter and of the handle of a legend entry
-LONGEST_TEXT = 120  # characters
 FEW = 15  # curves with fewer values get markers
 LARGEST = 1e100  # values far beyond it overflow margins and ticks
 DASHES: Mapping[str, Any] = {  # by plotly's name
@@ -150,30 +140,33 @@ STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": list(SANS[:-1]),
     "font.size": FONT_SIZE,
+    "axes.titlesize": 12,
+    "axes.labelsize": 11,
+    "xtick.labelsize": 10.5,
+    "ytick.labelsize": 10.5,
     "legend.frameon": False,
     "svg.hashsalt": "muonsw",
 }
 
 
 def draw(
-    stem: Path, charts: Sequence[Chart], arms: Sequence[LegendEntry], *, title: str = "", columns: int = 2
+    stem: Path, charts: Sequence[Chart], rules: Mapping[str, str], *, title: str = "", columns: int = 2
 ) -> list[Path]:
-    """Draw charts row by row with a legend below, and write the picture as PNG and SVG."""
+    """Draw charts row by row with a legend below, and write the picture as PNG and SVG; `rules` are those of arms."""
     import matplotlib  # takes a second, and training draws nothing
     from matplotlib.figure import Figure
 
-    styles, columns = arm_styles(arms), min(columns, len(charts))
+    styles, columns = arm_styles(rules), min(columns, len(charts))
     rows = math.ceil(len(charts) / columns)
-    width, height = PANELS.get(columns, SMALL) if rows == 1 else SMALL
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+        figure = Figure(figsize=(columns * WIDTH, rows * HEIGHT), layout="constrained")
         for place, chart in enumerate(charts, start=1):
-            _draw_chart(figure.add_subplot(rows, columns, place), chart, styles, small=(width, height) == SMALL)
+            _draw_chart(figure.add_subplot(rows, columns, place), chart, styles)
         if title:
             figure.suptitle(_text(title), x=0.01, ha="left", fontsize=15, weight="bold")
         if entries := _legend_entries(charts, styles):
             longest = max(len(str(entry.get_label())) for entry in entries)
-            across = max(1, min(len(entries), int((columns * width - 0.4) / (HANDLE + LETTER * longest))))
+            across = max(1, min(len(entries), int((columns * WIDTH - 0.4) / (HANDLE + LETTER * longest))))
             figure.legend(handles=entries, loc="outside lower left", ncols=across, fontsize=10.5)
         written = []
         with warnings.catch_warnings():
@@ -186,7 +179,7 @@ def draw(
     return written
 
 
-def _draw_chart(axes: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, small: bool) -> None:
+def _draw_chart(axes: Axes, chart: Chart, styles: Mapping[str, ArmStyle]) -> None:
     for arm in dict.fromkeys(curve.arm for curve in chart.curves):
         _draw_arm(axes, [curve for curve in chart.curves if curve.arm == arm], styles[arm], chart.points)
     for level in chart.levels:
@@ -194,16 +187,14 @@ def _draw_chart(axes: Axes, chart: Chart, styles: Mapping[str, ArmStyle], *, sma
         if level.label:
             look = {"color": TEXT, "linestyle": DASHES["dashed"], "linewidth": 1.4, "zorder": 3}
         axes.axhline(level.y, **look)
-    title, label, tick = (12, 11, 10.5) if small else (13, 12, 11)
-    axes.set_title(_text(chart.title), fontsize=title)
-    axes.set_xlabel(_text(chart.x.title), fontsize=label)
-    axes.set_ylabel(_text(chart.y.title), fontsize=label, wrap=True)
-    axes.tick_params(labelsize=tick)
+    axes.set_title(_text(chart.title))
+    axes.set_xlabel(_text(chart.x.title))
+    axes.set_ylabel(_text(chart.y.title), wrap=True)
     axes.margins(x=0.02)
     axes.set_xscale("log", base=chart.x.log) if chart.x.log else axes.set_xscale("linear")
     axes.set_yscale("log", base=chart.y.log) if chart.y.log else axes.set_yscale("linear")
-    _set_ticks(axes.xaxis, chart.x, most=4 if small else 6)
-    _set_ticks(axes.yaxis, chart.y, most=5 if small else 7)
+    _set_ticks(axes.xaxis, chart.x, most=4)
+    _set_ticks(axes.yaxis, chart.y, most=5)
     axes.set(xlim=chart.x.limits, ylim=chart.y.limits)
 
 
@@ -257,5 +248,5 @@ def _legend_entries(charts: Sequence[Chart], styles: Mapping[str, ArmStyle]) -> 
 
 
 def _text(text: str) -> str:
-    """Shorten a text for matplotlib and escape dollars, which would start formulas."""
-    return (text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…").replace("$", r"\$")
+    """Escape dollars, which would start formulas."""
+    return text.replace("$", r"\$")

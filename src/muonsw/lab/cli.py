@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from muonsw import __version__
 from muonsw.lab.console import harmless, print_any_character
-from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Ending, UsageError, end, needed, report_error
+from muonsw.lab.errors import INTERRUPTED, MACHINE, OK, USAGE, Ending, UsageError, end, needed
 from muonsw.registry import unknown
 
 # The module and class of each command, and what `muonsw --help` says about it.
@@ -23,7 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "reproduce": ("commands.reproduce", "Reproduce", "run a study of the paper and check its claims"),
     "plan": ("plan", "Plan", "compute size, FLOPs, memory, hours and traffic of a run"),
     "advise": ("advise", "Advise", "tell whether decay matters in a run, and which lambda to try"),
-    "data": ("commands.data", "Data", "prepare training data, verify it, or describe it"),
+    "data": ("commands.data", "Data", "prepare training data, or verify it"),
     "train": ("commands.training", "Train", "train a model, or resume a run that was stopped"),
     "task": ("commands.training", "TaskCommand", "check your own task, or write a file to start from"),
     "report": ("report", "Report", "write one HTML page about one or more runs"),
@@ -52,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(words)
     except Ending as error:
-        report_error(f"muonsw: {harmless(error)}")
         print(f"muonsw: {harmless(error)}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # such as `muonsw train --help | head`: discard the remaining output

@@ -1,15 +1,19 @@
-"""Compare decay rules: train the arms, summarize their runs, search for lambda, and write the verdict."""
+"""Compare decay rules.
+
+`conduct` is the whole story: search for lambda (`tune`), train every arm (`train_all`), summarize the runs (`compare`),
+describe them in words (`verdict`), and write numbers and page.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from operator import methodcaller
+from itertools import chain
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from muonsw.addons.norm_rules import FREE, NORM_RULES
 from muonsw.decay import DECAY_RULES
 from muonsw.lab.advise import IDLE, Advice, Advise
 from muonsw.lab.config import from_data
-from muonsw.lab.console import Cell, Column, Table, Value, change_text, decimals
+from muonsw.lab.console import Cell, Column, Table, Value, decimals
 from muonsw.lab.errors import UsageError
 from muonsw.lab.files import refuse_folder, write_json
 from muonsw.lab.launch import Job
@@ -94,6 +98,82 @@ Train = Callable[[Sequence[Comparison]], Results]
 PlaceJob = Callable[[Comparison, Arm, int], Job]
 
 
+# ---- From arms to verdict and page
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """The result of a comparison or a study."""
+
+    sentence: str  # the verdict
+    tables: Sequence[Table]  # the most important one first
+    paths: Sequence[Path]  # files written, the numbers first
+    claims: Claims = field(default_factory=dict)  # of a study, by experiment
+
+
+def conduct(
+    base: RunConfig,
+    arms: Sequence[Arm],
+    train: Train,
+    folder: Path,
+    *,
+    seeds: int,
+    title: str,
+    control: bool = False,
+    tune_lambda: bool = False,
+    epochs: float = 1.0,
+) -> Conclusion:
+    """Train every arm with every seed, the first as the baseline, and write verdict, numbers and page.
+
+    With `control`, constant decay with the total decay of the first scaled arm is added; with `tune_lambda`, each arm
+    is compared at its best lambda, searched on another seed. A run sees its text `epochs` times.
+    """
+    refuse_folder(folder / NUMBERS)
+    tuned = tune(train, base, arms, seed=seeds) if tune_lambda else []
+    # The formula of `advise` covers plain Muon, and none of the user's tasks. The scaled arm is judged if there is one.
+    covered = [
+        arm.optimizer
+        for arm in arms
+        if arm.optimizer.decay in RULES
+        and (arm.optimizer.algorithm, arm.optimizer.norm, arm.optimizer.preset) == ("muon", FREE, "")
+    ]
+    judged = max(covered, key=attrgetter("decay"), default=None)
+    advice = None if tuned or base.task or judged is None else advice_for(base, judged, epochs)
+
+    arms = [result.at(result.best) for result in tuned] or list(arms)
+    pairs = [(arm.name, arms[0].name) for arm in arms[1:]]
+    if control:
+        # The control is the baseline of the scaled arm: they differ in when decay acts, not in how much.
+        scaled = next(arm for arm in arms if arm.optimizer.decay == SCALED)
+        arms = [*arms, same_total(base, scaled)]
+        pairs.append((scaled.name, CONTROL))
+    key = Key("comparison")
+    runs = train([Comparison(key, base, tuple(arms), tuple(range(seeds)))])[key]
+
+    outcome = compare(runs, pairs)
+    sentence = verdict(outcome, tuned, advice)
+    tables = [differences_table(outcome.differences), arms_table(outcome), *([sweep_table(tuned)] if tuned else [])]
+    numbers = {
+        "verdict": sentence,
+        **asdict(outcome),
+        "search": [
+            {
+                "arm": result.arm.name,
+                "best": result.best,
+                "at_edge": result.at_edge,
+                "losses": [{"weight_decay": lam, "final": loss} for lam, loss in sorted(result.losses.items())],
+            }
+            for result in tuned
+        ],
+    }
+    written = write_json(folder / NUMBERS, numbers)
+    page = write_report(folder / PAGE, title, list(chain(*runs.values())), verdict=sentence, tables=tables)
+    return Conclusion(sentence, tables, [written, page])
+
+
+# ---- Settings of arms, and what they mean for decay
+
+
 def parse_arm(text: str, base: OptimizerConfig) -> Arm:
     """Parse `RULE`, `PRESET` or `PRESET/RULE`, optionally followed by `,setting=value,...` of the optimizer.
 
@@ -114,12 +194,10 @@ def parse_arm(text: str, base: OptimizerConfig) -> Arm:
         raise UsageError(f"arm {text!r}: {unknown('decay rule', rule, list(DECAY_RULES))}")
 
     changes: dict[str, Any] = {"preset": preset, "decay": rule}
-    # betas is a list, and commas separate the settings.
-    settable = [field.name for field in fields(base) if field.name not in (*changes, "betas")]
     for setting in settings:
-        name, _, value = setting.partition("=")
-        if name not in settable or not value:
-            raise UsageError(f"arm {text!r}: {setting!r} must be setting=value, with settings {', '.join(settable)}")
+        name, equals, value = setting.partition("=")
+        if not equals or name in changes:
+            raise UsageError(f"arm {text!r}: {setting!r} must be setting=value, with each setting given once")
         try:
             changes[name] = json.loads(value)
         except ValueError:  # a string
@@ -226,241 +304,6 @@ def by_arm(folder: Path) -> PlaceJob:
     return place
 
 
-# ---- Outcome
-
-Measure = Callable[[Run], float]  # NaN if a run diverged or did not record it
-
-
-def completed(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if run.diverged is None]
-
-
-def swept_loss(run: Run) -> float:
-    """Return the final loss, or infinity for a run without one."""
-    return math.inf if math.isnan(run.final_loss) else run.final_loss
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
-
-
-def pairs_by_seed(arm: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Pair the runs of two arms by the seeds that both completed."""
-    by_seed = {run.seed: run for run in completed(baseline)}
-    return [(run, by_seed[run.seed]) for run in completed(arm) if run.seed in by_seed]
-
-
-def paired(arm: Sequence[Run], baseline: Sequence[Run], measure: Measure) -> list[float]:
-    """Subtract a measure of the baseline from that of the arm, seed by seed."""
-    return [measure(run) - measure(other) for run, other in pairs_by_seed(arm, baseline)]
-
-
-@dataclass(frozen=True)
-class ArmOutcome:
-    """One arm over its seeds; values are those of completed runs."""
-
-    name: str
-    rule: str
-    weight_decay: float
-    seeds: tuple[int, ...]  # of the completed runs, in the order of the values below
-    final: tuple[float, ...]  # last validation loss of each run
-    best: tuple[float, ...]  # lowest validation loss of each run
-    norm: tuple[float, ...]  # weight RMS of the decayed matrices at the end of each run
-    norm_change: tuple[float, ...]  # norm relative to its largest value, minus one
-    total_decay: float  # sum of phi; NaN under a rule that depends on the gradients
-    diverged: Mapping[int, int]  # by seed, the step at which a run diverged
-    skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, the number of steps with non-finite gradients
-    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, at the last evaluation
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A measure of one arm minus that of the baseline, seed by seed."""
-
-    differences: tuple[float, ...]
-    mean: float  # NaN if there are none
-    interval: Interval | None  # of the mean; None with fewer than two seeds
-
-
-@dataclass(frozen=True)
-class PairOutcome(Difference):
-    """One arm against the baseline: the differences of the final loss, negative if the arm is better."""
-
-    baseline: str
-    arm: str
-    seeds: tuple[int, ...]  # that both completed, in the order of the differences
-    # The step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
-    steps_to_match: tuple[float | None, ...]  # None if it never does
-    metrics: Mapping[str, Difference] = field(default_factory=dict)
-
-    @property
-    def mean_match(self) -> float | None:
-        """Mean of the steps to match; None if one is missing."""
-        known = [value for value in self.steps_to_match if value is not None]
-        return mean(known) if known and len(known) == len(self.steps_to_match) else None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The arms of a comparison, and each arm against the first."""
-
-    arms: tuple[ArmOutcome, ...]
-    pairs: tuple[PairOutcome, ...]
-    unit: str = "nats"  # of the losses; empty if unknown
-
-
-def compare(runs: Runs) -> Outcome:
-    """Summarize the runs of several arms; the first arm is the baseline."""
-    baseline, *arms = runs.values()
-    outcomes = tuple(arm_outcome(arm_runs) for arm_runs in runs.values())
-    return Outcome(outcomes, tuple(pair_outcome(baseline, arm) for arm in arms), baseline[0].unit)
-
-
-def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
-    first, ended = runs[0], completed(runs)
-    return ArmOutcome(
-        name=first.arm,
-        rule=first.rule,
-        weight_decay=first.config.optimizer.weight_decay,
-        seeds=tuple(run.seed for run in ended),
-        final=tuple(run.final_loss for run in ended),
-        best=tuple(run.best_loss for run in ended),
-        # `final_norm` covers all weights if none decay; such a norm is not comparable.
-        norm=tuple(run.final_norm if run.scope("decayed").records else math.nan for run in ended),
-        norm_change=tuple(run.norm_change for run in ended),
-        total_decay=math.fsum(decay_factors(first.config, first.config.optimizer)),
-        diverged={run.seed: run.diverged for run in runs if run.diverged is not None},
-        skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
-        metrics={name: tuple(run.final_metric(name) for run in ended) for name in metric_names(runs)},
-    )
-
-
-def metric_names(runs: Sequence[Run]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.metrics))
-
-
-def pair_outcome(baseline: Sequence[Run], arm: Sequence[Run]) -> PairOutcome:
-    """Compare an arm with the baseline on the seeds that both completed."""
-
-    def difference(measure: Measure) -> Difference:
-        values = tuple(paired(arm, baseline, measure))
-        return Difference(values, mean(values), interval_of(values))
-
-    pairs = pairs_by_seed(arm, baseline)
-    return PairOutcome(
-        **vars(difference(lambda run: run.final_loss)),
-        baseline=baseline[0].arm,
-        arm=arm[0].arm,
-        seeds=tuple(run.seed for run, _ in pairs),
-        steps_to_match=tuple(steps_to_match(other, run) for run, other in pairs),
-        metrics={name: difference(methodcaller("final_metric", name)) for name in metric_names([*baseline, *arm])},
-    )
-
-
-def steps_to_match(baseline: Run, arm: Run) -> float | None:
-    """Return the step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
-
-    The loss is interpolated between evaluations. None if the arm never reaches it.
-    """
-    steps, losses = baseline.losses
-    best = int(losses.argmin()) if len(losses) else 0
-    if not len(losses) or steps[best] == 0:
-        return None
-    level, before = float(losses[best]), None
-    for step, loss in zip(*arm.losses, strict=True):
-        if loss <= level:
-            share = 1.0 if before is None else (before[1] - level) / (before[1] - loss)
-            start = step if before is None else before[0]
-            return float((start + share * (step - start)) / steps[best])
-        before = step, loss
-    return None
-
-
-def describe_divergence(steps: Mapping[int, int]) -> str:
-    """Name the step at which each run diverged, such as "at step 57 (seed 0) and 60 (seed 2)"."""
-    return "at step " + " and ".join(f"{step:,} (seed {seed})" for seed, step in steps.items())
-
-
-# ---- Tables
-
-
-def arms_table(outcome: Outcome) -> Table:
-    """Show the losses and norms of each arm with their intervals over seeds."""
-    metrics = list(dict.fromkeys(name for arm in outcome.arms for name in arm.metrics))
-    losses = ("final loss", *metrics, "best loss")
-    titles = ("lambda", "total decay", "seeds", *losses, "weight RMS at the end", "change since largest")
-    columns = [Column("arm"), *(Column(title, number=True) for title in titles)]
-    rows = []
-    for arm in outcome.arms:
-        final: Value | Cell = with_interval(arm.final)
-        if arm.diverged:
-            text = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
-            final = Cell(text, note=describe_divergence(arm.diverged), tone="fails")
-        setting = arm.weight_decay, None if math.isnan(arm.total_decay) else f"{arm.total_decay:.3g}", len(arm.seeds)
-        measured = [with_interval(arm.metrics.get(name, ())) for name in metrics]
-        norm = with_interval(arm.norm, digits=3), change_text(mean(arm.norm_change))
-        rows.append((arm.name, *setting, final, *measured, with_interval(arm.best), *norm))
-    measure = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
-    note = (
-        f"Losses: {measure}; mean over seeds ± half the 95% t interval. Total decay: the share of a weight that decay "
-        "removes in a step, summed over all steps."
-    )
-    return Table("arms", "Arms", columns, rows, note)
-
-
-def pairs_table(pairs: Sequence[PairOutcome]) -> Table:
-    """Show the paired differences and steps to match of each arm against its baseline."""
-    metrics = list(dict.fromkeys(name for pair in pairs for name in pair.metrics))
-    titles = ["difference of final loss", "95% t interval", "seed by seed", "steps to match"]
-    titles += [f"difference of {name}" for name in metrics]
-    columns = [Column("arm"), Column("against"), *(Column(title, number=True) for title in titles)]
-
-    def between(difference: Difference) -> str | None:
-        if difference.interval is None or not math.isfinite(difference.mean):
-            return None
-        return f"[{signed(difference.interval.low)}, {signed(difference.interval.high)}]"
-
-    def metric(difference: Difference | None) -> str | None:
-        if difference is None or not math.isfinite(difference.mean):
-            return None
-        return f"{signed(difference.mean)} {between(difference) or ''}".strip()
-
-    rows = []
-    for pair in pairs:
-        loss, matches = signed(pair.mean), "never" if pair.mean_match is None else f"{100 * pair.mean_match:.0f}%"
-        by_seed = ", ".join(map(signed, pair.differences)) or None
-        further = [metric(pair.metrics.get(name)) for name in metrics]
-        rows.append((pair.arm, pair.baseline, loss, between(pair), by_seed, matches if pair.seeds else None, *further))
-    note = (
-        "Differences are paired by seed; negative is better. Steps to match: the step at which the arm reaches the "
-        "baseline's best loss, over the step at which the baseline did. It compares the middle of one schedule with "
-        "the end of another, so read it together with the final losses."
-    )
-    return Table("pairs", "Paired difference", columns, rows, note)
-
-
-def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
-    """Format a mean with the half-width of its interval; None if there are no values.
-
-    Examples:
-        >>> with_interval([1.0, 2.0, 3.0]), with_interval([]), with_interval([math.nan])
-        ('2.0000 ± 2.4841', None, None)
-    """
-    average, interval = mean(values), interval_of(values)
-    half = "" if interval is None else f" ± {decimals((interval.high - interval.low) / 2, digits)}"
-    return None if math.isnan(average) else f"{decimals(average, digits)}{half}"
-
-
-def signed(value: float) -> str:
-    """Format a difference with four decimals, or two significant digits if those would be zero.
-
-    Examples:
-        >>> signed(0.01234), signed(-3.21e-6), signed(0.0), signed(math.nan)
-        ('+0.0123', '-3.2e-06', '+0.0000', '\N{EN DASH}')
-    """
-    return f"{value:+.2g}" if 0 < abs(value) < 0.00005 else decimals(value, sign="+")
-
-
 # ---- The search for lambda
 
 FACTORS = (0.1, 0.25, 0.5, 1.0, 2.0)  # multiples of the arm's lambda
@@ -474,16 +317,12 @@ class TuningResult:
     arm: Arm
     losses: dict[float, float] = field(default_factory=dict)  # final loss by lambda; infinite if the run diverged
 
-    def at(self, lam: float, words: str = "lambda") -> Arm:
-        return Arm(f"{self.arm.name}, {words}={lam:g}", replace(self.arm.optimizer, weight_decay=lam))
+    def at(self, lam: float) -> Arm:
+        return Arm(f"{self.arm.name}, lambda={lam:g}", replace(self.arm.optimizer, weight_decay=lam))
 
     @property
     def best(self) -> float:
         return min(sorted(self.losses), key=self.losses.__getitem__)
-
-    @property
-    def best_arm(self) -> Arm:
-        return self.at(self.best, "best lambda")
 
     @property
     def diverged(self) -> bool:
@@ -539,12 +378,128 @@ def sweep_table(results: Sequence[TuningResult]) -> Table:
     return Table("sweep", "Search over lambda", columns, rows, note)
 
 
+# ---- Outcome
+
+Measure = Callable[[Run], float]  # NaN if a run diverged or did not record it
+LOSS = "loss"
+
+
+def completed(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.diverged is None]
+
+
+def swept_loss(run: Run) -> float:
+    """Return the final loss, or infinity for a run without one."""
+    return math.inf if math.isnan(run.final_loss) else run.final_loss
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def pairs_by_seed(arm: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Pair the runs of two arms by the seeds that both completed."""
+    by_seed = {run.seed: run for run in completed(baseline)}
+    return [(run, by_seed[run.seed]) for run in completed(arm) if run.seed in by_seed]
+
+
+def paired(arm: Sequence[Run], baseline: Sequence[Run], measure: Measure) -> list[float]:
+    """Subtract a measure of the baseline from that of the arm, seed by seed."""
+    return [measure(run) - measure(other) for run, other in pairs_by_seed(arm, baseline)]
+
+
+def metrics_of(runs: Sequence[Run]) -> dict[str, Measure]:
+    """Return what a task measures besides its loss, at the last evaluation."""
+    return {name: methodcaller("final_metric", name) for run in runs for name in run.metrics}
+
+
+@dataclass(frozen=True)
+class ArmOutcome:
+    """One arm over its seeds; values are those of completed runs."""
+
+    name: str
+    rule: str
+    weight_decay: float
+    seeds: tuple[int, ...]  # of the completed runs, in the order of the values below
+    final: tuple[float, ...]  # last validation loss of each run
+    best: tuple[float, ...]  # lowest validation loss of each run
+    norm: tuple[float, ...]  # weight RMS of the decayed matrices at the end of each run
+    total_decay: float  # sum of phi; NaN under a rule that depends on the gradients
+    diverged: Mapping[int, int]  # by seed, the step at which a run diverged
+    skipped: Mapping[int, int] = field(default_factory=dict)  # by seed, the number of steps with non-finite gradients
+    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, at the last evaluation
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A measure of one arm minus that of its baseline, seed by seed."""
+
+    arm: str
+    baseline: str
+    measure: str  # the final loss, or a metric of the task
+    seeds: tuple[int, ...]  # that both completed, in the order of the values
+    values: tuple[float, ...]
+    mean: float  # NaN if there are none
+    interval: Interval | None  # of the mean; None with fewer than two seeds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The arms of a comparison, and the differences between them."""
+
+    arms: tuple[ArmOutcome, ...]
+    differences: tuple[Difference, ...]
+    unit: str = "nats"  # of the losses; empty if unknown
+
+
+def compare(runs: Runs, pairs: Sequence[tuple[str, str]] = ()) -> Outcome:
+    """Summarize the runs of several arms; by default, the first arm is the baseline of the others."""
+    first, *others = runs
+    pairs = pairs or [(other, first) for other in others]
+    compared = chain(*(differences(runs[arm], runs[baseline]) for arm, baseline in pairs))
+    return Outcome(tuple(map(arm_outcome, runs.values())), tuple(compared), runs[first][0].unit)
+
+
+def arm_outcome(runs: Sequence[Run]) -> ArmOutcome:
+    first, ended = runs[0], completed(runs)
+    return ArmOutcome(
+        name=first.arm,
+        rule=first.rule,
+        weight_decay=first.config.optimizer.weight_decay,
+        seeds=tuple(run.seed for run in ended),
+        final=tuple(run.final_loss for run in ended),
+        best=tuple(run.best_loss for run in ended),
+        # `final_norm` covers all weights if none decay; such a norm is not comparable.
+        norm=tuple(run.final_norm if run.scope("decayed").records else math.nan for run in ended),
+        total_decay=math.fsum(decay_factors(first.config, first.config.optimizer)),
+        diverged={run.seed: run.diverged for run in runs if run.diverged is not None},
+        skipped={run.seed: number for run in ended if (number := (run.result or {}).get("skipped"))},
+        metrics={name: tuple(map(metric, ended)) for name, metric in metrics_of(runs).items()},
+    )
+
+
+def differences(arm: Sequence[Run], baseline: Sequence[Run]) -> list[Difference]:
+    """Compare two arms on the seeds that both completed: first the final loss, then every metric."""
+    seeds = tuple(run.seed for run, _ in pairs_by_seed(arm, baseline))
+    measures: dict[str, Measure] = {LOSS: attrgetter("final_loss"), **metrics_of([*arm, *baseline])}
+    result = []
+    for name, measure in measures.items():
+        values = tuple(paired(arm, baseline, measure))
+        result.append(Difference(arm[0].arm, baseline[0].arm, name, seeds, values, mean(values), interval_of(values)))
+    return result
+
+
+def describe_divergence(steps: Mapping[int, int]) -> str:
+    """Name the step at which each run diverged, such as "at step 57 (seed 0) and 60 (seed 2)"."""
+    return "at step " + " and ".join(f"{step:,} (seed {seed})" for seed, step in steps.items())
+
+
 # ---- The verdict
 
 
-def advise_arm(base: RunConfig, arm: Arm, epochs: float) -> Advice:
-    """Apply the formula of `muonsw advise` to an arm with constant or scaled decay."""
-    optimizer, schedule = arm.optimizer, base.schedule
+def advice_for(base: RunConfig, optimizer: OptimizerConfig, epochs: float) -> Advice:
+    """Apply the formula of `muonsw advise` to constant or scaled decay."""
+    schedule = base.schedule
     rule: Any = optimizer.decay
     algorithm: Any = optimizer.algorithm
     return Advise(
@@ -564,7 +519,6 @@ def advise_arm(base: RunConfig, arm: Arm, epochs: float) -> Advice:
 
 def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice | None = None) -> str:
     """Describe the outcome: lost runs, whether decay matters, whether lambda fits, the differences, then caveats."""
-    arms = {arm.name: arm for arm in outcome.arms}
     lines = []
     for arm in outcome.arms:
         if arm.diverged:
@@ -581,155 +535,102 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
         lines.append(f"{idle} Raise lambda or train longer.")
     elif known:
         lines.append(f"Decay matters in this run: total decay is {totals}.")
-    lines.append(_sensible(outcome.arms, advice))
+    if advice and advice.verdict and len({arm.weight_decay for arm in outcome.arms if arm.name != CONTROL}) == 1:
+        favours = "Too large a lambda favours the rule that decays less." if advice.verdict == "large" else ""
+        lines += [advice.answer, favours]
 
-    for pair in outcome.pairs:
-        same_lambda = math.isclose(arms[pair.arm].weight_decay, arms[pair.baseline].weight_decay)
-        lines.append(_difference(pair, same_lambda, outcome.unit))
-        for name, metric in pair.metrics.items():
-            chance = ""
-            if metric.interval is not None:
-                significant = "not significant" if 0.0 in metric.interval else "significant"
-                chance = f", {significant} ({_t_interval(metric.interval)})"
-            if math.isfinite(metric.mean):
-                lines.append(f"Difference of {name}: {signed(metric.mean)}{chance}.")
+    lines += [_describe(difference, outcome.unit) for difference in outcome.differences]
     # The share of the gain that constant decay with the same total has too.
-    control = next((pair for pair in outcome.pairs if pair.baseline == CONTROL and pair.seeds), None)
-    gains = [pair for pair in outcome.pairs if control and pair.arm == control.arm and pair is not control]
-    if control and gains and gains[0].interval is not None and gains[0].interval.high < 0:
-        share = min(1.0, max(0.0, 1.0 - control.mean / gains[0].mean))
-        lines.append(f"So {share:.0%} of the gain is explained by less total decay.")
-    lines += _search_warnings(tuned)
+    losses = [difference for difference in outcome.differences if difference.measure == LOSS]
+    for control in (difference for difference in losses if difference.baseline == CONTROL and difference.seeds):
+        gain = next((difference for difference in losses if difference.arm == control.arm), control)
+        if gain is not control and gain.interval is not None and gain.interval.high < 0:
+            share = min(1.0, max(0.0, 1.0 - control.mean / gain.mean))
+            lines.append(f"So {share:.0%} of the gain is explained by less total decay.")
+
+    if diverged := " and ".join(result.arm.name for result in tuned if result.diverged):
+        lines.append(f"Every lambda tried for {diverged} diverged: lower the learning rate.")
+    if edges := " and ".join(f"{result.arm.name} ({result.best:g})" for result in tuned if result.at_edge):
+        lines.append(f"The best lambda of {edges} is at the edge of those tried; a better one may lie beyond.")
     rules = {arm.rule for arm in outcome.arms if arm.total_decay >= IDLE}
     if not tuned and len(rules) > 1 and not (advice and advice.verdict == "fine"):
         lines.append("The answer may differ at another lambda: --tune-lambda compares each rule at its best.")
-    return " ".join(line for line in lines if line)
+    return " ".join(filter(None, lines))
 
 
-def _search_warnings(tuned: Sequence[TuningResult]) -> list[str]:
-    diverged = " and ".join(result.arm.name for result in tuned if result.diverged)
-    edges = " and ".join(result.best_arm.name for result in tuned if result.at_edge)
-    warnings = [f"Every lambda tried for {diverged} diverged: lower the learning rate."] if diverged else []
-    if edges:
-        warnings.append(f"The best lambda of {edges} is at the edge of those tried; a better one may lie beyond.")
-    return warnings
+def _describe(difference: Difference, unit: str) -> str:
+    """Describe a difference with its interval; empty for a metric without one number for each seed."""
+    arm, baseline, measure = repr(difference.arm), repr(difference.baseline), difference.measure
+    if not math.isfinite(difference.mean):
+        why = "a run has no final loss" if difference.seeds else "no seed completed in both"
+        return f"{arm} and {baseline} cannot be compared: {why}." if measure == LOSS else ""
+    size = f"{signed(difference.mean)}{f' {unit}' if unit and measure == LOSS else ''}"
+    if difference.interval is None:
+        return f"The {measure} of {arm} minus that of {baseline} is {size}; one seed gives no error bar."
+    low, high = difference.interval.low, difference.interval.high
+    over = f"over {counted(len(difference.seeds), 'seed')} ({size}, 95% t interval {signed(low)} to {signed(high)})"
+    if 0.0 in difference.interval:
+        return f"No significant difference in {measure} between {arm} and {baseline} {over}."
+    return f"{arm} ended with a {'lower' if difference.mean < 0 else 'higher'} {measure} than {baseline} {over}."
 
 
-def _sensible(arms: Sequence[ArmOutcome], advice: Advice | None) -> str:
-    """Judge whether lambda fits the length of the run; empty if unknown."""
-    lambdas = {arm.weight_decay for arm in arms if arm.name != CONTROL}
-    if advice is None or len(lambdas) > 1:
-        return ""
-    subject, better = f"Lambda {lambdas.pop():g}", ""
-    if advice.verdict == "fine":
-        return f"{subject} fits this length."
-    if advice.low is not None and advice.high is not None:
-        better = f" (try {advice.low:.2g}{'' if advice.low == advice.high else f' to {advice.high:.2g}'})"
-    if advice.verdict == "large":
-        return f"{subject} is too large for this length{better}, which favours the rule that decays less."
-    return f"{subject} is small for this length{better}." if better else ""
+# ---- Tables
 
 
-def _difference(pair: PairOutcome, same_lambda: bool, unit: str) -> str:
-    seeds, unit = counted(len(pair.seeds), "seed"), f" {unit}" if unit else ""
-    if not pair.seeds:
-        return f"{pair.arm!r} and {pair.baseline!r} cannot be compared: no seed completed in both."
-    if not math.isfinite(pair.mean):
-        return f"{pair.arm!r} against {pair.baseline!r}: a run has no final loss."
-    if pair.interval is None:
-        size = f"{signed(abs(pair.mean))[1:]}{unit} {'below' if pair.mean < 0 else 'above'}"
-        place = size if pair.mean else "level with"
-        return f"{pair.arm!r} ended {place} {pair.baseline!r}; one seed gives no error bar."
-    spread = f"{signed(pair.mean)}{unit}, {_t_interval(pair.interval)}"
-    if 0.0 in pair.interval:
-        return f"No significant difference between {pair.arm!r} and {pair.baseline!r} over {seeds} ({spread})."
-    if pair.baseline != CONTROL:
-        spread += "; same lambda" if same_lambda else "; different lambda"
-    word = "lower" if pair.mean < 0 else "higher"
-    text = f"{pair.arm!r} ended {word} than {pair.baseline!r} over {seeds} ({spread})."
-    if word == "lower" and pair.mean_match is not None:
-        text += f" It matched the best loss of {pair.baseline!r} in {100 * pair.mean_match:.0f}% of the steps."
-    return text
-
-
-def _t_interval(interval: Interval) -> str:
-    return f"95% t interval {signed(interval.low)} to {signed(interval.high)}"
-
-
-# ---- From arms to verdict and page
-
-
-@dataclass(frozen=True)
-class Conclusion:
-    """The result of a comparison or a study."""
-
-    sentence: str  # the verdict
-    tables: Sequence[Table]  # the most important one first
-    paths: Sequence[Path]  # files written, the numbers first
-    seconds: float
-    claims: Claims = field(default_factory=dict)  # of a study, by experiment
-
-
-def conduct(
-    base: RunConfig,
-    arms: Sequence[Arm],
-    train: Train,
-    folder: Path,
-    *,
-    seeds: int,
-    title: str,
-    control: bool = False,
-    tune_lambda: bool = False,
-    epochs: float = 1.0,
-) -> Conclusion:
-    """Train every arm with every seed, the first as the baseline, and write verdict, numbers and page.
-
-    With `control`, constant decay with the total decay of the first scaled arm is added; with `tune_lambda`, each arm
-    is compared at its best lambda, searched on another seed. A run sees its text `epochs` times.
-    """
-    refuse_folder(folder / NUMBERS)
-    start = time.perf_counter()
-    tuned = tune(train, base, arms, seed=seeds) if tune_lambda else []
-    advice = None  # for the scaled arm, if the formula covers it
-    for arm in sorted(arms, key=lambda arm: arm.optimizer.decay):
-        optimizer = arm.optimizer
-        plain_muon = optimizer.algorithm == "muon" and optimizer.norm == FREE and not optimizer.preset
-        if plain_muon and optimizer.decay in RULES and not (tuned or base.task):
-            advice = advise_arm(base, arm, epochs)
-    arms = [result.best_arm for result in tuned] or list(arms)
-    scaled = next((arm for arm in arms if control and arm.optimizer.decay == "scaled"), None)
-    if scaled is not None:
-        arms = [*arms, same_total(base, scaled)]
-    key = Key("comparison")
-    runs = train([Comparison(key, base, tuple(arms), tuple(range(seeds)))])[key]
-    outcome = compare(runs)
-    if scaled is not None:
-        # The control is the baseline of the scaled arm: they differ in when decay acts, not in how much.
-        pairs = [pair for pair in outcome.pairs if pair.arm != CONTROL]
-        outcome = replace(outcome, pairs=(*pairs, pair_outcome(runs[CONTROL], runs[scaled.name])))
-    sentence = verdict(outcome, tuned, advice)
-    tables = [arms_table(outcome), pairs_table(outcome.pairs), *([sweep_table(tuned)] if tuned else [])]
-    numbers = {
-        "verdict": sentence,
-        **asdict(outcome),
-        "search": [
-            {
-                "arm": result.arm.name,
-                "best": result.best,
-                "at_edge": result.at_edge,
-                "losses": [{"weight_decay": lam, "final": loss} for lam, loss in sorted(result.losses.items())],
-            }
-            for result in tuned
-        ],
-    }
-    seconds = time.perf_counter() - start
-    written = write_json(folder / NUMBERS, numbers)
-    page = write_report(
-        folder / PAGE,
-        title,
-        [run for arm_runs in runs.values() for run in arm_runs],
-        verdict=sentence,
-        tables=tables[1:2],
-        details=[tables[0], *tables[2:]],
+def arms_table(outcome: Outcome) -> Table:
+    """Show the losses and norms of each arm with their intervals over seeds."""
+    metrics = list(dict.fromkeys(name for arm in outcome.arms for name in arm.metrics))
+    titles = ("lambda", "total decay", "final loss", *metrics, "best loss", "weight RMS at the end")
+    columns = [Column("arm"), *(Column(title, number=True) for title in titles)]
+    rows = []
+    for arm in outcome.arms:
+        final: Value | Cell = with_interval(arm.final)
+        if arm.diverged:
+            text = "diverged" if not arm.seeds else f"{final}, {len(arm.diverged)} diverged"
+            final = Cell(text, note=describe_divergence(arm.diverged), tone="fails")
+        total = None if math.isnan(arm.total_decay) else f"{arm.total_decay:.3g}"
+        measured = [with_interval(arm.metrics.get(name, ())) for name in metrics]
+        norm = with_interval(arm.norm, digits=3)
+        rows.append((arm.name, arm.weight_decay, total, final, *measured, with_interval(arm.best), norm))
+    measure = "validation cross-entropy in nats a token" if outcome.unit else "on validation batches"
+    note = (
+        f"Losses: {measure}; mean over seeds ± half the 95% t interval. Total decay: the share of a weight that decay "
+        "removes in a step, summed over all steps."
     )
-    return Conclusion(sentence, tables, [written, page], seconds)
+    return Table("arms", "Arms", columns, rows, note)
+
+
+def differences_table(differences: Sequence[Difference]) -> Table:
+    """Show the paired differences of each arm from its baseline."""
+    titles = ("difference", "95% t interval", "seed by seed")
+    columns = [Column("arms"), *(Column(title, number=True) for title in titles)]
+    rows = []
+    for each in differences:
+        interval = each.interval if math.isfinite(each.mean) else None
+        between = None if interval is None else f"[{signed(interval.low)}, {signed(interval.high)}]"
+        by_seed = ", ".join(map(signed, each.values)) or None
+        rows.append((f"{each.measure}: {each.arm} minus {each.baseline}", signed(each.mean), between, by_seed))
+    note = "Final values, paired by seed. A negative difference of the loss is better."
+    return Table("differences", "Paired difference", columns, rows, note)
+
+
+def with_interval(values: Sequence[float], digits: int = 4) -> str | None:
+    """Format a mean with the half-width of its interval; None if there are no values.
+
+    Examples:
+        >>> with_interval([1.0, 2.0, 3.0]), with_interval([]), with_interval([math.nan])
+        ('2.0000 ± 2.4841', None, None)
+    """
+    average, interval = mean(values), interval_of(values)
+    half = "" if interval is None else f" ± {decimals((interval.high - interval.low) / 2, digits)}"
+    return None if math.isnan(average) else f"{decimals(average, digits)}{half}"
+
+
+def signed(value: float) -> str:
+    """Format a difference with four decimals, or two significant digits if those would be zero.
+
+    Examples:
+        >>> signed(0.01234), signed(-3.21e-6), signed(0.0), signed(math.nan)
+        ('+0.0123', '-3.2e-06', '+0.0000', '\N{EN DASH}')
+    """
+    return f"{value:+.2g}" if 0 < abs(value) < 0.00005 else decimals(value, sign="+")

@@ -22,7 +22,6 @@ Value = str | float | int | None
 MISSING = "\N{EN DASH}"
 GAP = 2  # spaces between columns
 NARROWEST_TEXT = 20  # minimum width of a text column before it wraps
-LARGE = 1e6  # from here on, numbers have an exponent
 SECONDS_BETWEEN_LINES = 10.0  # when progress goes to a file
 TONES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
 
@@ -59,7 +58,7 @@ class Cell:
     """A cell with a note or a colour."""
 
     text: str
-    note: str = ""  # a smaller second line, in a terminal only with `verbose`
+    note: str = ""  # a smaller second line on a page
     tone: str = ""  # "holds", "fails" or "undecided" sets the colour
 
 
@@ -80,7 +79,6 @@ class Table:
     columns: Sequence[Column | str]  # a string is a text column
     rows: Sequence[Sequence[Value | Cell]]  # None shows as a dash
     note: str = ""  # printed below the table
-    folded: bool = False  # whether it starts collapsed on a page
 
     def headings(self) -> list[Column]:
         """Return all columns as `Column`."""
@@ -108,15 +106,13 @@ def show(value: Value) -> str:
 
 
 def decimals(value: float, digits: int = 4, sign: str = "") -> str:
-    """Format a number with this many decimals; from a million on (diverging runs), with as many significant digits.
+    """Format a number with this many decimals.
 
     Examples:
-        >>> decimals(0.5), decimals(2.0, 2, sign="+"), decimals(1.2345e20, 3), decimals(math.nan)
-        ('0.5000', '+2.00', '1.23e+20', '\N{EN DASH}')
+        >>> decimals(0.5), decimals(2.0, 2, sign="+"), decimals(math.nan)
+        ('0.5000', '+2.00', '\N{EN DASH}')
     """
-    if not math.isfinite(value):
-        return MISSING
-    return f"{value:{sign}.{digits}{'f' if abs(value) < LARGE else 'g'}}"
+    return f"{value:{sign}.{digits}f}" if math.isfinite(value) else MISSING
 
 
 def norm_text(norm: float) -> str:
@@ -124,21 +120,8 @@ def norm_text(norm: float) -> str:
     return f"{norm:#.3g}".removesuffix(".") if math.isfinite(norm) else MISSING
 
 
-def change_text(change: float) -> str:
-    """Format a relative change in percent with its sign.
-
-    Examples:
-        >>> change_text(-0.604), change_text(0.02), change_text(-0.001)
-        ('-60%', '+2%', '0%')
-    """
-    if not math.isfinite(change):
-        return MISSING
-    percent = round(100 * change)
-    return f"{percent:+d}%" if percent else "0%"
-
-
-def print_table(console: Console, table: Table, *, verbose: bool = False) -> None:
-    """Print a table with title and note; with `verbose` also the notes of cells.
+def print_table(console: Console, table: Table) -> None:
+    """Print a table with title and note.
 
     Columns that do not fit in the terminal follow in further tables, which repeat the first column. A file or a pipe
     gets one table.
@@ -146,7 +129,7 @@ def print_table(console: Console, table: Table, *, verbose: bool = False) -> Non
     from rich.text import Text  # `muonsw --help` needs only `harmless`, and works without rich
 
     if not console.is_terminal:
-        parts = (table.title, plain_text(table, notes=verbose), table.note)
+        parts = (table.title, plain_text(table), table.note)
         say(console, "\n" + "\n".join(part for part in parts if part))
         return
     console.print()
@@ -156,7 +139,7 @@ def print_table(console: Console, table: Table, *, verbose: bool = False) -> Non
     for number, places in enumerate(side_by_side(widths, console.width)):
         if number:
             console.print()
-        console.print(_drawn(table, places, widths, notes=verbose), crop=False)
+        console.print(_drawn(table, places, widths), crop=False)
     if table.note:
         console.print(Text(harmless(table.note), style="dim"))
 
@@ -187,7 +170,7 @@ def side_by_side(widths: Sequence[int], width: int) -> list[list[int]]:
     return groups
 
 
-def _drawn(table: Table, places: Sequence[int], widths: Sequence[int], *, notes: bool) -> RichTable:
+def _drawn(table: Table, places: Sequence[int], widths: Sequence[int]) -> RichTable:
     """Draw these columns; text columns share the width that numbers leave."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
@@ -203,23 +186,16 @@ def _drawn(table: Table, places: Sequence[int], widths: Sequence[int], *, notes:
         else:
             drawn.add_column(Text(title), overflow="fold", min_width=least)
     for row in table.cells():
-        texts = []
-        for cell in (row[place] for place in places):
-            texts.append(text := Text(harmless(cell.text), style=TONES.get(cell.tone, "")))
-            if notes and cell.note:
-                text.append(f"\n{harmless(cell.note)}", style="dim")
-        drawn.add_row(*texts)
+        cells = (row[place] for place in places)
+        drawn.add_row(*(Text(harmless(cell.text), style=TONES.get(cell.tone, "")) for cell in cells))
     return drawn
 
 
-def plain_text(table: Table, *, notes: bool = False) -> str:
+def plain_text(table: Table) -> str:
     """Format a table as aligned text without colours."""
     columns = table.headings()
-    lines = [
-        [f"{cell.text} ({cell.note})" if notes and cell.note else cell.text for cell in row] for row in table.cells()
-    ]
-    if any(column.title for column in columns):
-        lines.insert(0, [column.title for column in columns])
+    titles = [[column.title for column in columns]] if any(column.title for column in columns) else []
+    lines = titles + [[cell.text for cell in row] for row in table.cells()]
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
     sides = [str.rjust if column.number else str.ljust for column in columns]
     aligned = (
@@ -256,9 +232,7 @@ class View:
         self.numbers[name] = {**self.numbers[name], **(numbers or {})}  # atomic, because another thread draws
         if time.monotonic() - self.printed > SECONDS_BETWEEN_LINES and (moving := self._moving()):
             self.printed = time.monotonic()
-            texts = {task: ", ".join(f"{key} {text}" for key, text in row.items() if text) for task, row in moving}
-            lines = [self.summary(), *(f"{task}: {text}" for task, text in texts.items())]
-            self.log("; ".join(filter(None, lines)))
+            self.log("; ".join(filter(None, (self.summary(), *moving))))
 
     def finish(self, name: str, outcome: str) -> None:
         """Record that a task has ended, and print its outcome."""
@@ -266,11 +240,11 @@ class View:
         self.say(f"{name}: {outcome}")
 
     def say(self, text: str) -> None:
-        """Print a permanent line above the table."""
+        """Print a permanent line."""
         say(self.console, text)
 
     def log(self, text: str) -> None:
-        """Print a line unless a terminal shows it in its table."""
+        """Print a line unless a terminal shows it already."""
         if not self.console.is_terminal:
             say(self.console, text)
 
@@ -288,25 +262,18 @@ class View:
     def _position(self, name: str, total: float) -> float:
         return total if name in self.ended else min(self.done.get(name, 0.0), total)
 
-    def _moving(self) -> list[tuple[str, dict[str, str]]]:
-        rows = self.numbers.items()
-        return [(harmless(name), row) for name, row in rows if any(row.values()) and name not in self.ended]
+    def _moving(self) -> list[str]:
+        """Describe each task that has begun and not ended in a line."""
+        begun = {name: row for name, row in self.numbers.items() if any(row.values()) and name not in self.ended}
+        return [
+            f"{name}: {', '.join(f'{key} {text}' for key, text in row.items() if text)}" for name, row in begun.items()
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.table import Table as RichTable
         from rich.text import Text
 
-        if moving := self._moving()[: max(1, console.height - 4)]:
-            headings = list(dict.fromkeys(heading for _, row in moving for heading in row))
-            table = RichTable.grid(padding=(0, 2, 0, 0))
-            table.add_column()  # names may wrap, numbers may not
-            for _ in headings:
-                table.add_column(justify="right", no_wrap=True)
-            table.add_row("", *(Text(heading, style="dim") for heading in headings))
-            for name, row in moving:
-                table.add_row(Text(name), *(Text(row.get(heading, "")) for heading in headings))
-            yield table
-        yield Text(self.summary(), style="dim")
+        lines = [*self._moving()[: max(1, console.height - 4)], self.summary()]
+        yield Text("\n".join(map(harmless, lines)))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from rich.text import Text
 from tyro.conf import Positional
 
 from muonsw.lab.advise import IDLE
-from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry
+from muonsw.lab.charts import Axis, Chart, Curve
 from muonsw.lab.charts import draw as draw_charts
 from muonsw.lab.console import Column, Table, harmless, norm_text, print_table, say
 from muonsw.lab.errors import UsageError
@@ -475,8 +475,8 @@ def draw(histories: Sequence[History], stem: Path) -> list[Path]:
     highest = _known(np.array([history.highest("weight_rms") for history in histories])).max(initial=0.0)
     axes = {NORM: Axis(limits=(0.0, 1.4 * highest or 1.0))}  # during warmup the steady state is far larger
     charts = [Chart(title, title, curves, Axis("step"), axes.get(title, Axis())) for title, curves in panels.items()]
-    arms = [LegendEntry(name, history.run.rule) for name, history in zip(names, histories, strict=True)]
-    return draw_charts(stem, charts, arms, columns=3) if charts else []
+    rules = {name: history.run.rule for name, history in zip(names, histories, strict=True)}
+    return draw_charts(stem, charts, rules, columns=3) if charts else []
 
 
 @dataclass(frozen=True)

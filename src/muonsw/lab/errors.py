@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,7 +17,6 @@ INTERRUPTED = 130  # by Ctrl-C with nothing to save, or by a second Ctrl-C
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 # Environment variables that torchrun sets for every rank.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # names the file in which torchrun looks for the cause of a failure
 
 
 class Ending(Exception):  # noqa: N818 (not always an error)
@@ -104,14 +100,6 @@ def stop_requests() -> Iterator[StopRequest]:
 def is_rank() -> bool:
     """Whether a launcher has started this process as one of several."""
     return all(name in os.environ for name in VARIABLES)
-
-
-def report_error(sentence: str) -> None:
-    """Pass the cause of a failure to torchrun, which prints it last, after its own traceback."""
-    if path := os.environ.get(ERROR_FILE):
-        content = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 def end(code: int) -> NoReturn:

@@ -69,12 +69,11 @@ def run(
     console: Console,
     workers: int,
     cluster: Cluster | None = None,
-    retry_diverged: bool = False,
 ) -> None:
     """Train every run without a result; names and folders must differ.
 
     `workers` runs are trained at a time, each on its own GPU; 1 trains in this process. With Slurm, `workers` is the
-    largest number of jobs in the queue. `retry_diverged` retrains runs that diverged in an earlier call.
+    largest number of jobs in the queue. Runs that diverged in an earlier call have a result too.
 
     Raises:
         UsageError: If a run cannot start, or a worker was killed (`MachineError`). The other runs are saved.
@@ -84,16 +83,13 @@ def run(
     for job in jobs:
         if (job.folder / RESULT).exists():
             refuse_changes(job.folder, recorded_settings(job.folder), with_fingerprint(job.config))
-            failed = "diverged" in read_object(job.folder / RESULT)
-            if not (failed and retry_diverged):
-                diverged += failed
-                continue
-            (job.folder / RESULT).unlink()
-        todo[job.name] = job
+            diverged += "diverged" in read_object(job.folder / RESULT)
+        else:
+            todo[job.name] = job
     if complete := len(jobs) - len(todo) - diverged:
         say(console, f"{complete} of {len(jobs)} runs are complete already")
     if diverged:
-        say(console, f"{diverged} of {len(jobs)} runs diverged earlier; --retry-diverged tries them again")
+        say(console, f"{diverged} of {len(jobs)} runs diverged earlier; delete their folders to train them again")
     if not todo:
         return
     with showing(console, {name: job.config.steps for name, job in todo.items()}) as view, _following(view, todo):

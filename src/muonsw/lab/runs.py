@@ -1,17 +1,7 @@
-r"""Read a run: its config, environment, result, and every recorded number as a column.
+"""Read a run: its config, environment, result, and every recorded number as a column.
 
 A run in progress loads as far as it is written. A JSONL file that `muonsw.Telemetry` wrote in a user's own loop is a
 run without a config.
-
-Examples:
-    >>> import pathlib, tempfile
-    >>> folder = pathlib.Path(tempfile.mkdtemp()) / "first"
-    >>> folder.mkdir()
-    >>> _ = (folder / "config.json").write_text('{"steps": 2, "optimizer": {"decay": "scaled"}}')
-    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n{"kind": "tr')
-    >>> run = load_run(folder)
-    >>> run.name, run.rule, run.train["loss"].tolist(), run.final_loss, run.complete
-    ('first', 'scaled', [2.5], nan, False)
 """
 
 from __future__ import annotations

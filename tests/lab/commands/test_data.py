@@ -1,6 +1,5 @@
 """`muonsw data`: what it prepares, prints and refuses."""
 
-import json
 import os
 
 import pytest
@@ -54,18 +53,6 @@ def test_verify_names_every_bad_shard_and_prepare_repairs_it(folder, capsys):
     assert muonsw("prepare", folder, *SMALL) == muonsw("verify", folder) == 0
 
 
-def test_info_prints_the_record(folder, capsys):
-    assert muonsw("info", folder) == 0
-    printed, record = capsys.readouterr().out, read_record(folder)
-    for split in ("train", "validation"):
-        assert f"{record.tokens(split):,} tokens in {len(record.shards(folder, split))} shards" in printed
-    assert record.tokenizer[:12] in printed
-    fields = json.loads((folder / "data.json").read_text(encoding="utf-8"))
-    (folder / "data.json").write_text(json.dumps({**fields, "complete": False}), encoding="utf-8")
-    assert muonsw("info", folder) == 0
-    assert "not complete" in capsys.readouterr().out
-
-
 def test_tokens_without_their_record_are_not_taken_for_text(folder, capsys):
     (folder / "data.json").unlink()
     assert muonsw("verify", folder) == 2
@@ -76,4 +63,4 @@ def test_tokens_without_their_record_are_not_taken_for_text(folder, capsys):
 def test_a_folder_that_cannot_be_used_is_refused(folder):
     options = [option.format(folder=folder) for option in SMALL]
     assert "cannot write to the folder" in refused("data", "prepare", folder / "data.json/new", *options)
-    assert "holds no prepared data" in refused("data", "info", folder / "none")
+    assert "holds no prepared data" in refused("data", "verify", folder / "none")

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from muonsw.lab import paper
 from muonsw.lab.compare import Key, decay_factors
 from muonsw.lab.model import preset
+from muonsw.lab.runs import Run, tabulate
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES
@@ -161,3 +163,16 @@ def test_the_same_runs_serve_both_studies_and_their_figures(tmp_path):
     recursion = {claim.id: claim for claim in judged}["constant-recursion"]
     # Every step was sampled, so the recursion is exact up to the first step's norm and rounding.
     assert recursion.measured == pytest.approx(1.0, rel=1e-3)
+
+
+def test_steps_to_match_interpolates_between_evaluations():
+    def run(*evals):
+        return Run(
+            "", Path(), {}, {}, None, tabulate({"kind": "eval", "step": step, "loss": loss} for step, loss in evals)
+        )
+
+    baseline = run((0, 5.0), (50, 3.0), (100, 3.2))
+    assert main_table.steps_to_match(baseline, run((0, 5.0), (20, 4.0), (40, 2.0))) == pytest.approx(30 / 50)
+    assert main_table.steps_to_match(baseline, run((0, 5.0), (100, 3.1))) is None
+    assert main_table.steps_to_match(baseline, run((10, 2.0), (20, 1.0))) == 10 / 50
+    assert main_table.steps_to_match(run(), baseline) is None

@@ -14,7 +14,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.lab.commands.training import contents
 from muonsw.lab.console import harmless, say, showing
-from muonsw.lab.data.loader import SPLITS, Group, read_record, verify_folder
+from muonsw.lab.data.loader import Group, read_record, verify_folder
 from muonsw.lab.data.prepare import Corpus, prepare_corpus
 from muonsw.lab.errors import UsageError
 from muonsw.lab.options import unset
@@ -71,33 +71,9 @@ class Verify:
         return int(bool(problems))
 
 
-@dataclass(frozen=True)
-class Info:
-    """Print what a folder of prepared data holds, without reading its tokens."""
-
-    folder: Annotated[Path, Positional, arg(metavar="DIR")]
-    """Folder that `muonsw data prepare` filled."""
-
-    def run(self) -> int:
-        console, record = Console(), read_record(self.folder)
-        state = "complete" if record.complete else "not complete: rerun the same `muonsw data prepare` to resume"
-        kind = (record.tokenizer_description or {}).get("kind", "unknown")
-        recipe = (record.recipe or {}).get("corpus", {})
-        chosen = [f"{name} {value}" for name, value in recipe.items() if value is not None and value is not False]
-        say(console, f"{self.folder}: {state}")
-        say(console, f"corpus      {', '.join(chosen) or 'not recorded'}")
-        say(console, f"tokenizer   {kind}, {record.vocab_size:,} tokens, identity {record.tokenizer[:12]}")
-        for split in SPLITS:
-            shards = counted(len(record.shards(self.folder, split)), "shard")
-            say(console, f"{split:<11} {record.tokens(split):,} tokens in {shards}")
-        say(console, f"total       {contents(record)}")
-        return 0
-
-
 Data = (
     Annotated[Prepare, subcommand("prepare", prefix_name=False)]
     | Annotated[Verify, subcommand("verify", prefix_name=False)]
-    | Annotated[Info, subcommand("info", prefix_name=False)]
 )
 
 

@@ -6,39 +6,40 @@ import math
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from rich.console import Console
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from muonsw.decay import DECAY_RULES
 from muonsw.lab import launch
 from muonsw.lab.compare import (
+    CONTROL,
     FACTORS,
     RULES,
+    SCALED,
     Arm,
     Conclusion,
     PlaceJob,
     Results,
-    advise_arm,
+    advice_for,
     by_arm,
     conduct,
+    decay_factors,
     parse_arm,
     refuse_too_much_decay,
     train_all,
 )
 from muonsw.lab.config import changed
-from muonsw.lab.console import Table, clock, harmless, paragraph, print_table, say, showing
+from muonsw.lab.console import Table, harmless, paragraph, print_table, say, showing
 from muonsw.lab.data.loader import SPLITS, DataRecord, read_record
-from muonsw.lab.errors import OK, Ending, UsageError, report_error
+from muonsw.lab.errors import OK, Ending, UsageError
 from muonsw.lab.files import prepare_folder, require_writable, write_atomically
 from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.options import Flag, unset
@@ -47,10 +48,10 @@ from muonsw.lab.runs import load_runs
 from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
 from muonsw.lab.train.checkpoint import RESULT, read_config_file, recorded_code
 from muonsw.lab.train.config import RunConfig, changed_run, task_run, with_data
-from muonsw.lab.train.loop import Watch, torch_threads, train
+from muonsw.lab.train.loop import Watch, train
 from muonsw.lab.train.ranks import joined, known_to_all, speaker
 from muonsw.lab.train.records import numbers_of
-from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve_device, with_fingerprint
+from muonsw.lab.train.state import Training, build_optimizer, open_task, resolve_device
 from muonsw.presets import PRESETS
 from muonsw.text import counted
 
@@ -75,33 +76,24 @@ def require_at_least_one(command: Any, *names: str) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
-@dataclass(frozen=True)
-class TaskOptions:
-    """How a user's task is built and evaluated."""
+TaskOptions = Annotated[tuple[str, ...], unset(name="task.NAME", metavar="VALUE")]
 
-    options: Annotated[tuple[str, ...], unset(name="task.NAME", metavar="VALUE")] = ()
-    """An argument of the functions of the task, such as `--task.depth 6`."""
-    eval_batches: Annotated[int | None, unset(metavar="N")] = None
-    """Number of validation batches. Default: the whole list, or 16 from anything without a length."""
-    eval_every: Annotated[int | None, unset(metavar="N")] = None
-    """Steps between evaluations. Default: a twentieth of the run."""
 
-    def run_config(
-        self, path: str, runs: Iterable[Path] = (), seed: int = 0, **settings: Any
-    ) -> tuple[RunConfig, Checked]:
-        """Check the task; return its run and the result of the check.
+def checked_task(
+    path: str, options: Sequence[str], runs: Iterable[Path] = (), seed: int = 0, **settings: Any
+) -> tuple[RunConfig, Checked]:
+    """Check a user's task; return its run and the result of the check.
 
-        Raises:
-            UsageError: If it cannot be trained, or if its file changed after one of `runs` began. The latter is
-                checked before the file is executed.
-        """
-        require_at_least_one(self, "eval_batches")
-        task = TaskConfig(path, tuple(sorted(self.options)), None, self.eval_batches)
-        for folder in runs:
-            with_file(replace(task, fingerprint=recorded_code(folder, task)))
-        task = with_file(task)
-        checked = check_task(task, seed)
-        return task_run(task, checked, seed=seed, **settings, **user_options(self, "eval_every")), checked
+    Raises:
+        UsageError: If it cannot be trained, or if its file changed after one of `runs` began. The latter is checked
+            before the file is executed.
+    """
+    task = TaskConfig(path, tuple(sorted(options)))
+    for folder in runs:
+        with_file(replace(task, fingerprint=recorded_code(folder, task)))
+    task = with_file(task)
+    checked = check_task(task, seed)
+    return task_run(task, checked, seed=seed, **settings), checked
 
 
 @dataclass(frozen=True)
@@ -132,23 +124,21 @@ class RunOptions:
     """cpu, cuda or auto."""
     precision: Annotated[str | None, unset()] = None
     """float32, bfloat16 (autocast), or auto: bfloat16 on a GPU."""
-    task_options: Annotated[OmitArgPrefixes[TaskOptions], arg(name="task")] = field(default_factory=TaskOptions)
-    """Only with --task."""
+    task_options: TaskOptions = ()
+    """With --task, an argument of its functions, such as `--task.depth 6`."""
 
-    def run_config(
-        self, runs: Iterable[Path], optimizer: dict[str, Any], **changes: Any
-    ) -> tuple[RunConfig, Checked | None]:
+    def run_config(self, runs: Iterable[Path], **changes: Any) -> tuple[RunConfig, Checked | None]:
         """The run that the options describe, without tokens, and the result of checking its task."""
         changes |= user_options(self, "accumulation", "checkpoint_every", "telemetry_every", "device", "precision")
-        optimizer |= user_options(self, "lr", "weight_decay")
+        optimizer = user_options(self, "lr", "weight_decay")
         if self.task is not None:
             for option in changed(self):
                 if option in ("--preset", "--data", "--text", "--config", "--batch"):
                     raise UsageError(f"give --task or {option}, not both: the task file sets the model and its data")
             changes |= optimizer | user_options(self, "steps")
-            return self.task_options.run_config(self.task, runs, **changes)
-        if changed(self.task_options):
-            raise UsageError("--task.NAME, --eval-batches and --eval-every need --task FILE")
+            return checked_task(self.task, self.task_options, runs, **changes)
+        if self.task_options:
+            raise UsageError("--task.NAME needs --task FILE")
         return changed_run(self.preset, self.steps, optimizer, **changes), None
 
     def prepare(self, console: Console, config: RunConfig, checked: Checked | None) -> RunConfig:
@@ -160,10 +150,7 @@ class RunOptions:
             say(console, "tokens: the Python standard library, prepared once in out/data")
         config = with_data(config, self.data, self.text)
         if self.text:
-            record = read_record(Path(config.tokens.path))
-            share = record.tokens("validation") / sum(map(record.tokens, SPLITS))
-            held_out = f"({share:.1%} held out for validation), vocabulary of {record.vocab_size:,}"
-            say(console, f"tokens: {contents(record)} {held_out}, in {config.tokens.path}")
+            say(console, f"tokens: {contents(read_record(Path(config.tokens.path)))}, in {config.tokens.path}")
         return config
 
 
@@ -195,14 +182,9 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
         say(console, build_optimizer(model, config.optimizer, config.steps, patterns=patterns).routing())
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with suppress(ValueError):  # settings that the formula does not cover
-        advice = {
-            rule: advise_arm(config, Arm(rule, replace(config.optimizer, decay=rule, peak="group")), 1.0)
-            for rule in RULES
-        }
-        totals = " and ".join(f"{part.total:.2g} ({rule})" for rule, part in advice.items())
-        answer = advice["scaled"].answer
-        paragraph(console, f"Total decay is {totals}. For a language model trained from scratch: {answer}")
+    optimizers = {rule: replace(config.optimizer, decay=rule, peak="group") for rule in RULES}
+    totals = {rule: math.fsum(decay_factors(config, optimizer)) for rule, optimizer in optimizers.items()}
+    paragraph(console, f"total decay: {', '.join(f'{total:.2g} ({rule})' for rule, total in totals.items())}")
 
 
 @dataclass(frozen=True)
@@ -211,12 +193,8 @@ class ManyRuns:
 
     workers: Annotated[int | None, unset(metavar="N")] = None
     """Runs or experiments at a time. Default: one per core or GPU; on a cluster, all."""
-    retry_diverged: Flag = False
-    """Retry runs that diverged earlier."""
     record: Annotated[Path | None, unset(metavar="FILE")] = None
     """Append the runs to this JSONL table; run folders can then be deleted."""
-    verbose: Flag = False
-    """Print all tables with all columns."""
     cluster: OmitArgPrefixes[Cluster] = field(default_factory=Cluster)
     """To train on a Slurm cluster."""
 
@@ -224,9 +202,7 @@ class ManyRuns:
         return self.workers or (runs if self.cluster.cluster else runs_at_once(device))
 
     def trainer(self, console: Console, place: PlaceJob, workers: int) -> partial[Results]:
-        run = partial(
-            launch.run, console=console, workers=workers, cluster=self.cluster, retry_diverged=self.retry_diverged
-        )
+        run = partial(launch.run, console=console, workers=workers, cluster=self.cluster)
         return partial(train_all, place=place, launch=run)
 
     def conclude(
@@ -234,14 +210,11 @@ class ManyRuns:
     ) -> None:
         """Print the verdict, these tables, and where the files are, followed by `more`."""
         say(console, "")
-        paragraph(console, f"{conclusion.sentence} ({conclusion.seconds:.0f} s)")
+        paragraph(console, conclusion.sentence)
         for table in tables:
-            print_table(console, table, verbose=self.verbose)
-        # Files to open by name, figures by number.
-        named = [path.name for path in conclusion.paths if path.suffix in (".json", ".html")]
-        figures = len(conclusion.paths) - len(named)
-        parts = [", ".join(named)] + ([counted(figures, "figure")] if figures else [])
-        say(console, f"\nwrote {' and '.join(parts)} to {folder}{more}")
+            print_table(console, table)
+        names = ", ".join(str(path.relative_to(folder)) for path in conclusion.paths)
+        say(console, f"\nwrote {names} to {folder}{more}")
 
     def add_to_record(self, console: Console, runs: Iterable[Path], **about: Any) -> None:
         if self.record is not None:
@@ -280,7 +253,7 @@ class Compare(ManyRuns, RunOptions):
         console, epochs = Console(), 1.0
         # One thread per run: results then do not depend on the number of workers.
         threads = {"threads": 1} if self.cluster.device_type(self.device) == "cpu" else {}
-        base, checked = self.run_config(sorted((self.out / "runs").glob("*")), {}, **threads)
+        base, checked = self.run_config(sorted((self.out / "runs").glob("*")), **threads)
         self._arms(base)  # raises before tokens are prepared
         base = self.prepare(console, base, checked)
         if self.task is not None:
@@ -290,52 +263,45 @@ class Compare(ManyRuns, RunOptions):
             subject = ", ".join(Path(path).name or path for path in self.text) or prepared
             epochs = base.steps * base.tokens_per_step / read_record(Path(base.tokens.path)).tokens("train")
             base = self._with_lambda(console, base, epochs)
-            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs of {base.tokens.path})"
-        arms = self._arms(base)
-        compared = "Optimizers" if any(arm.optimizer.preset for arm in arms) else "Decay rules"
+            seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs)"
+        arms, length = self._arms(base), f"{counted(base.steps, 'step')} of {seen}"
         workers = self.at_once(self.seeds * (len(arms) + self.control), self.device)
         prepare_folder(self.out)
-        names = [*(arm.name for arm in arms), *["constant decay of the same total"] * self.control]
-        length = f"{counted(self.seeds, 'seed')} each: {counted(base.steps, 'step')} of {seen}"
-        paragraph(console, f"{', '.join(names)}; {length}, {workers} at a time, in {self.out}")
+        names = ", ".join(map(repr, [*(arm.name for arm in arms), *[CONTROL] * self.control]))
+        seeds = f"{counted(self.seeds, 'seed')} each"
+        paragraph(console, f"{names}; {seeds}: {length}, {workers} at a time, in {self.out}")
         conclusion = conduct(
             base,
             arms,
             self.trainer(console, by_arm(self.out / "runs"), workers),
             self.out,
             seeds=self.seeds,
-            title=f"{compared} on {subject}",
+            title=f"{subject}: {length}",
             control=self.control,
             tune_lambda=self.tune_lambda,
             epochs=epochs,
         )
-        tables = conclusion.tables if self.verbose else conclusion.tables[:1]
-        self.conclude(console, conclusion, self.out, tables)
+        self.conclude(console, conclusion, self.out, conclusion.tables)
         ended = sorted(path.parent for path in (self.out / "runs").glob(f"*/{RESULT}"))
         self.add_to_record(console, ended, study="tasks" if self.task else "compare")
         return 0
 
     def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
         """Set the formula's lambda unless the user gave one; print which lambda is used and whether it fits."""
-        advice = advise_arm(base, Arm("scaled", replace(base.optimizer, decay="scaled")), epochs)
-        planned = base.optimizer.weight_decay
-        if advice.low is None or advice.high is None:
-            say(console, f"lambda {planned:g}: {advice.answer}")
-        elif self.weight_decay is None:
+        advice = advice_for(base, replace(base.optimizer, decay=SCALED), epochs)
+        if self.weight_decay is None and advice.low is not None and advice.high is not None:
             # The formula is good for two digits; from a range, take the geometric mean.
             lam = float(f"{math.sqrt(advice.low * advice.high):.2g}")
-            base = replace(base, optimizer=replace(base.optimizer, weight_decay=lam))
             say(console, f"lambda {lam:g}, by the formula of muonsw advise")
-        elif advice.verdict != "fine":
-            size = "large" if advice.verdict == "large" else "small"
-            say(console, f"lambda {planned:g}, as given, is {size} for this run. {advice.answer}")
+            return replace(base, optimizer=replace(base.optimizer, weight_decay=lam))
+        say(console, f"lambda {base.optimizer.weight_decay:g}: {advice.answer}")
         return base
 
     def _arms(self, base: RunConfig) -> tuple[Arm, ...]:
         arms = tuple(parse_arm(text, base.optimizer) for text in self.arms)
         if len({arm.name for arm in arms}) < max(len(arms), 2):
             raise UsageError(f"--arms must name at least two different arms, got {', '.join(self.arms)}")
-        scaled = [arm for arm in arms if arm.optimizer.decay == "scaled"]
+        scaled = [arm for arm in arms if arm.optimizer.decay == SCALED]
         if self.control and not scaled:
             raise UsageError("--control needs a scaled arm, whose total it takes")
         if self.control and not scaled[0].optimizer.weight_decay:
@@ -362,13 +328,8 @@ class Train(RunOptions):
     """Folder of the run. Default: out/train/ and the name of the preset, task or config."""
     config: Annotated[Path | None, unset(metavar="FILE")] = None
     """Train from a run's config.json; its task file, if any, is executed. Combine only with --out and --strategy."""
-    algorithm: Annotated[str | None, unset()] = None
-    """muon (with AdamW for everything but hidden matrices) or adamw."""
-    decay: Annotated[str | None, unset(help=f"Decay rule: {', '.join(DECAY_RULES)}.")] = None
-    muon_lr: Annotated[str | None, unset()] = None
-    """How muP scales Muon's learning rate with width: adam, sqrt or none."""
-    peak: Annotated[str | None, unset()] = None
-    """Peak that scaled decay divides by: group (after muP scales it) or base (before)."""
+    arm: Annotated[str | None, unset()] = None
+    """Decay rule, optimizer preset or both, with settings, as for `muonsw compare --arms`. Default: the preset's."""
     batch: Annotated[int | None, unset()] = None
     """Sequences per step. Default: the preset's. A task sets its own batch size."""
     seed: int = 0
@@ -389,9 +350,10 @@ class Train(RunOptions):
             config = read_config_file(self.config)
         else:
             console = Console(quiet=speaker() is not None)  # only rank 0 prints
-            optimizer = user_options(self, "algorithm", "decay", "muon_lr", "peak")
             changes = user_options(self, "batch", "seed", "tensorboard", "wandb")
-            config, checked = self.run_config([folder], optimizer, **changes)
+            config, checked = self.run_config([folder], **changes)
+            if self.arm is not None:
+                config = replace(config, optimizer=parse_arm(self.arm, config.optimizer).optimizer)
             if config.task is None:
                 refuse_too_much_decay(config, config.optimizer)
             resolve_device(config.device)
@@ -410,7 +372,6 @@ def run(config: RunConfig, folder: Path) -> int:
     except Ending as error:
         # Only rank 0 reports what every rank knows.
         rank = speaker()
-        report_error(f"muonsw: {harmless(error)}")
         if rank is None or not known_to_all(error):
             print(f"muonsw: {rank or ''}{harmless(error)}", file=sys.stderr)
         return error.exit_code
@@ -457,40 +418,18 @@ def watching(console: Console) -> Iterator[Watch]:
 
 @dataclass(frozen=True)
 class Check:
-    """Check every function of a task, and estimate how long a comparison takes here."""
+    """Check every function of a task; show its routing and total decay."""
 
     file: Annotated[str, Positional, arg(metavar="FILE")]
     """Python file; it is executed with your permissions."""
-    task_options: Annotated[OmitArgPrefixes[TaskOptions], arg(name="task")] = field(default_factory=TaskOptions)
-    """How the task is built and evaluated."""
+    task_options: TaskOptions = ()
+    """An argument of its functions, such as `--task.depth 6`."""
     steps: Annotated[int | None, unset()] = None
     """Steps. Default: the task's."""
-    device: str = "auto"
-    """cpu, cuda or auto."""
 
     def run(self) -> int:
-        console = Console()
-        config, checked = self.task_options.run_config(self.file, **user_options(self, "device", "steps"))
-        config = replace(config, threads=1 if resolve_device(self.device).type == "cpu" else 0)
-        introduce(console, config, checked)
-        # Time an evaluation, and the first seconds of training.
-        with torch_threads(torch.get_num_threads()):
-            training, begin = Training(with_fingerprint(config)), time.perf_counter()
-            training.evaluate()
-            evaluation, ends = time.perf_counter() - begin, [time.perf_counter()]
-            for batches in training.batches():
-                losses, norm, _ = training.update(batches)
-                training.guard.watch(config, training.step, float(losses.total), float(norm))
-                ends.append(time.perf_counter())
-                if len(ends) > 4 and ends[-1] - ends[1] > 5.0:
-                    break
-        settled = ends[1:] if len(ends) > 2 else ends  # without the first step, which is slower
-        step = (settled[-1] - settled[0]) / (len(settled) - 1)
-        seconds = config.steps * step + (1 + math.ceil(config.steps / config.eval_every)) * evaluation
-        workers, runs = runs_at_once(self.device), len(RULES) * Compare.seeds
-        duration = clock(math.ceil(runs / workers) * seconds)
-        parts = f"{1e3 * step:,.1f} ms per step, {1e3 * evaluation:,.0f} ms per evaluation, {workers} runs at a time"
-        paragraph(console, f"a comparison of {runs} runs takes about {duration} here ({parts})")
+        config, checked = checked_task(self.file, self.task_options, **user_options(self, "steps"))
+        introduce(Console(), config, checked)
         return 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from muonsw.lab.charts import Axis, Chart, Curve, LegendEntry, Level, draw
+from muonsw.lab.charts import Axis, Chart, Curve, Level, draw
 from muonsw.lab.stats import Evidence, Series
 from muonsw.lab.studies import mup
 
@@ -27,9 +27,9 @@ ROWS = {
 def draw_convergence(outcomes: Mapping[str, Evidence], folder: Path) -> list[Path]:
     """Draw each rule's loss on the two quadratics as PNG and SVG; nothing if neither was run."""
     charts = [_convergence_chart(name, outcomes[name].series) for name in QUADRATICS if name in outcomes]
-    arms = [LegendEntry(rule, rule) for rule in ("constant", "scaled")]
+    rules = {rule: rule for rule in ("constant", "scaled")}
     title = "Constant decay stops at its bound, scaled decay does not"
-    return draw(folder / "convergence", charts, arms, title=title) if charts else []
+    return draw(folder / "convergence", charts, rules, title=title) if charts else []
 
 
 def _convergence_chart(name: str, series: Sequence[Series]) -> Chart:
@@ -57,9 +57,9 @@ def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
         values = [value for chart in row for curve in chart.curves for value in curve.y]
         y = Axis(label, log=2, limits=(min(values) / 1.15, max(values) * 1.15))
         charts += [replace(chart, y=y if place == 0 else replace(y, label="")) for place, chart in enumerate(row)]
-    arms = [LegendEntry(title, name) for name, title in TITLES.items()]
+    rules = {title: name for name, title in TITLES.items()}
     title = "muP keeps sizes nearly equal at all widths; for that Muon needs its learning rate over √width"
-    return draw(folder / "coordinates", charts, arms, title=title, columns=4)
+    return draw(folder / "coordinates", charts, rules, title=title, columns=4)
 
 
 def _width_chart(kind: str, size: str, outcomes: Mapping[str, Evidence]) -> Chart:

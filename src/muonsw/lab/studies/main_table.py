@@ -25,7 +25,6 @@ from muonsw.lab.compare import (
     Results,
     paired,
     same_total,
-    steps_to_match,
 )
 from muonsw.lab.diagnose import History, LateFits, late_fits, open_history
 from muonsw.lab.paper import Tolerance
@@ -127,6 +126,25 @@ def larger_norm(id: str, statement: str, source: Source, arm: Sequence[Run], bas
 def log_end_norm(run: Run) -> float:
     """The logarithm of the last norm, so that differences are ratios; NaN if none was recorded."""
     return math.log(run.final_norm) if run.final_norm > 0 else math.nan
+
+
+def steps_to_match(baseline: Run, arm: Run) -> float | None:
+    """Return the step at which the arm reaches the baseline's best loss, over the step at which the baseline did.
+
+    The loss is interpolated between evaluations. None if the arm never reaches it.
+    """
+    steps, losses = baseline.losses
+    best = int(losses.argmin()) if len(losses) else 0
+    if not len(losses) or steps[best] == 0:
+        return None
+    level, before = float(losses[best]), None
+    for step, loss in zip(*arm.losses, strict=True):
+        if loss <= level:
+            share = 1.0 if before is None else (before[1] - level) / (before[1] - loss)
+            start = step if before is None else before[0]
+            return float((start + share * (step - start)) / steps[best])
+        before = step, loss
+    return None
 
 
 def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) -> list[Claim]:

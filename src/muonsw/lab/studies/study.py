@@ -29,7 +29,7 @@ from muonsw.lab.compare import (
     compare,
     completed,
     describe_divergence,
-    pairs_table,
+    differences_table,
 )
 from muonsw.lab.console import Table, showing
 from muonsw.lab.data.loader import read_record
@@ -185,7 +185,7 @@ class Study:
         tables = [*shown]
         for place, comparison in enumerate(planned):
             key, outcome = comparison.key, outcomes[comparison.key]
-            for table in (arms_table(outcome), pairs_table(outcome.pairs))[: 2 if comparison.paired else 1]:
+            for table in (arms_table(outcome), differences_table(outcome.differences))[: 2 if comparison.paired else 1]:
                 tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {key}"))
             if comparison.paired and key in usable:  # the first seed of the two rules as one figure
                 (folder / "figures").mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ class Study:
                 folder / PAGE, self.title, runs, verdict=sentence, claims=claims, tables=tables, figures=charts
             )
             paths.append(page)
-        return Conclusion(sentence, tables, paths, seconds, claims)
+        return Conclusion(sentence, tables, paths, claims)
 
 
 def usable_results(planned: Sequence[Comparison], results: Results) -> Results:
