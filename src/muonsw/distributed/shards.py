@@ -162,7 +162,7 @@ def box_at(
     mesh_shape: Sequence[int],
     order: list[int],
 ) -> Region:
-    """The shard at one mesh coordinate; a cut makes equal pieces, of which the last may be shorter or empty."""
+    """The shard at one mesh coordinate. Pieces are equal, except that the last ones may be shorter or empty."""
     starts, lengths = [0] * len(shape), list(shape)
     for dim in order:
         axis = placements[dim].dim

@@ -1,6 +1,6 @@
 """Tables of addresses, so that one kernel launch works on a whole list of tensors.
 
-A table holds addresses; a block map says which part of which tensor each program of the grid works on. Both are small
+A table holds addresses; a block map assigns a part of a tensor to each program of the grid. Both are small
 and rarely change (parameters and state stay in place, gradients mostly do), so they are cached on the device.
 """
 

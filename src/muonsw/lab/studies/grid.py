@@ -147,7 +147,7 @@ def best_gaps(losses: Losses, baseline: Losses) -> list[float]:
 
 
 def judge_cell(cell: GridCell, runs: Runs) -> list[Claim]:
-    """Judge best against best, and the largest lambda."""
+    """Compare the rules at the best lambda of each, and at the largest lambda."""
     losses, slug, claims = cell.losses(runs), cell.key.slug, []
     constant = losses[CONSTANT]
     for rule in (rule for rule in losses if rule != CONSTANT):
