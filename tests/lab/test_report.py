@@ -107,6 +107,12 @@ def test_tables_say_how_runs_ended(runs):
     assert rows["scaled-1"][-2:] == ("scaled", "1")
 
 
+def test_settings_have_no_more_digits_than_other_values(tmp_path):
+    lambdas = {"constant": 1.0, "control": 0.7276352080000001}
+    made = (make_run(tmp_path / arm, arm=arm, optimizer={"weight_decay": lam}) for arm, lam in lambdas.items())
+    assert [row[-1] for row in runs_table(load_runs(made)).rows] == ["1", "0.727635"]
+
+
 def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_last(runs, tmp_path):
     claims = {
         name: [Claim(name, name, "Table 1", "", 1.0, measured, Criterion.RELATIVE, 0.1, "chosen")]

@@ -249,7 +249,9 @@ def thinned(points: Points, most: int) -> Points:
 def runs_table(runs: Sequence[Run]) -> Table:
     """Show how each run ended, and the settings that differ between runs."""
     settings = [flatten(run.settings) for run in runs]
-    values = {key: [str(flat.get(key, MISSING)) for flat in settings] for key in sorted({*chain(*settings)} - {"arm"})}
+    values = {
+        key: [_shown(flat.get(key, MISSING)) for flat in settings] for key in sorted({*chain(*settings)} - {"arm"})
+    }
     differing = {key: those for key, those in values.items() if len(set(those)) > 1}
     numbers = ("final loss", "best loss", "weight RMS", "seconds")
     columns = [Column("run"), Column("arm"), *(Column(name, number=True) for name in numbers), Column("state")]
@@ -265,6 +267,10 @@ def runs_table(runs: Sequence[Run]) -> Table:
         rows.append((run.name, run.arm, *measured, seconds, state, *(those[number] for those in differing.values())))
     note = "Weight RMS: of the weights that decay, at the last sample."
     return Table("runs", "Runs", [*columns, *map(Column, differing)], rows, note)
+
+
+def _shown(setting: Any) -> str:
+    return f"{setting:.{DIGITS}g}" if isinstance(setting, float) else str(setting)
 
 
 # ---- Figures for plotly
