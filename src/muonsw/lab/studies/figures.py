@@ -58,7 +58,7 @@ def draw_coordinates(outcomes: Mapping[str, Evidence], folder: Path) -> list[Pat
         y = Axis(label, log=2, limits=(min(values) / 1.15, max(values) * 1.15))
         charts += [replace(chart, y=y if place == 0 else replace(y, label="")) for place, chart in enumerate(row)]
     rules = {title: name for name, title in TITLES.items()}
-    title = "muP keeps sizes nearly equal at all widths; for that Muon needs its learning rate over √width"
+    title = "Under muP sizes hardly depend on the width; Muon needs lr / √width"
     return draw(folder / "coordinates", charts, rules, title=title, columns=4)
 
 
